@@ -1,0 +1,252 @@
+"""Time contestants in turn on a machine that others use too, and say how far the figures can be trusted.
+
+A bench gives one callable a contestant; each trains for a while and returns its seconds a step:
+
+    timings = take_turns({"floor": floor, "stock": stock}, num_rounds=7)
+    timings.spread("stock").median                  # seconds a step
+    timings.ratio("stock", "floor").median          # paired: a slow moment of the machine hits both sides
+    timings.others_cores                            # what other processes took meanwhile
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+__all__ = [
+    "Goal",
+    "Machine",
+    "Spread",
+    "Timings",
+    "describe_machine",
+    "print_goals",
+    "print_table",
+    "run_apart",
+    "take_turns",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """The middle half of some samples."""
+
+    low: float  # first quartile
+    median: float
+    high: float  # third quartile
+
+    @staticmethod
+    def of(samples: Sequence[float]) -> Spread:
+        """Return the quartiles of at least one sample.
+
+        Raises:
+            ValueError: There is no sample.
+        """
+        if not samples:
+            raise ValueError("There are no samples, so they have no median. Measure at least one round.")
+        if len(samples) == 1:
+            return Spread(samples[0], samples[0], samples[0])
+        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return Spread(low, median, high)
+
+    def show(self, digits: int = 2, scale: float = 1.0) -> str:
+        """Return `median (low-high)`, each multiplied by `scale`."""
+        low, median, high = (f"{value * scale:.{digits}f}" for value in (self.low, self.median, self.high))
+        return f"{median} ({low}-{high})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings:
+    """Seconds a step of every contestant, one sample a round."""
+
+    samples: dict[str, list[float]]  # contestant -> [rounds]
+    others_cores: float | None  # mean number of cores that others, or the hypervisor, took meanwhile; None = unknown
+
+    def spread(self, name: str) -> Spread:
+        """Return the spread of a contestant's seconds a step.
+
+        Raises:
+            KeyError: The contestant did not run.
+        """
+        return Spread.of(self.samples[name])
+
+    def ratio(self, name: str, base: str) -> Spread:
+        """Return the spread of `name / base`, taken round by round.
+
+        Raises:
+            KeyError: One of the two did not run.
+        """
+        return Spread.of([ours / other for ours, other in zip(self.samples[name], self.samples[base], strict=True)])
+
+
+def take_turns(trials: Mapping[str, Callable[[], float]], num_rounds: int) -> Timings:
+    """Run every trial once a round, and let another one begin each round.
+
+    Args:
+        trials: Contestant -> callable that trains for a while and returns its seconds a step.
+        num_rounds: Number of samples of each contestant.
+
+    Raises:
+        ValueError: `num_rounds` is below 1.
+    """
+    if num_rounds < 1:
+        raise ValueError(f"num_rounds is {num_rounds}, so nothing would be measured. Ask for at least 1.")
+    names = list(trials)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    began, busy = time.perf_counter(), _others_seconds()
+    for round_index in range(num_rounds):
+        first = round_index % len(names)
+        for name in names[first:] + names[:first]:
+            samples[name].append(trials[name]())
+    cores = (_others_seconds() - busy) / (time.perf_counter() - began)
+    return Timings(samples, max(0.0, cores))
+
+
+def _others_seconds() -> float:
+    """Return the core-seconds since boot that went to anyone but this process."""
+    everyone, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    idle = everyone.idle + getattr(everyone, "iowait", 0.0)
+    guests = getattr(everyone, "guest", 0.0) + getattr(everyone, "guest_nice", 0.0)  # counted in user and nice too
+    return float(sum(everyone) - guests - idle - own.user - own.system)
+
+
+def run_apart(command: Sequence[str], time_limit_seconds: float) -> Any:
+    """Run `command --result FILE` in a process of its own and return the JSON value that it wrote to FILE.
+
+    Raises:
+        RuntimeError: The process failed, took too long or wrote nothing; the message ends with its last lines.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result, output = pathlib.Path(folder, "result.json"), pathlib.Path(folder, "output.txt")
+        with output.open("w") as lines:  # a file, because a pipe stays open for as long as any grandchild lives
+            process = subprocess.Popen(
+                [*command, "--result", str(result)], stdout=lines, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            code = process.wait(time_limit_seconds)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"no result within {time_limit_seconds:.0f} s; the process was ended") from error
+        finally:
+            _end(process)
+        if code or not result.exists():
+            tail = "\n".join(output.read_text(errors="replace").strip().splitlines()[-15:])
+            raise RuntimeError(f"the process ended with code {code}:\n{tail}")
+        return json.loads(result.read_text())
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads its session, and what it started: at a time limit, and at Ctrl-C."""
+    if process.poll() is not None:
+        return
+    for number, grace_seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_seconds)
+            return
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What a figure has to be read with."""
+
+    date: str  # UTC, to the minute
+    processor: str
+    num_cores: int
+    memory_gib: float
+    system: str
+    load: float  # load average of the minute before the first measurement
+    versions: dict[str, str]  # Python and the packages that matter
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return (
+            f"{self.date}, {self.processor}, {self.num_cores} cores, {self.memory_gib:.0f} GiB, {self.system}, "
+            f"load {self.load:.1f} at the start; {versions}"
+        )
+
+
+def describe_machine(packages: Sequence[str] = ("tensorflow", "keras")) -> Machine:
+    """Describe this machine and the installed `packages`, without importing them."""
+    versions = {"Python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "(not installed)"
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux; what a container may use, not what the host has
+    return Machine(
+        date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        processor=_processor(),
+        num_cores=len(affinity(0)) if affinity else os.cpu_count() or 1,
+        memory_gib=psutil.virtual_memory().total / 2**30,
+        system=f"{platform.system()} {platform.release()}",
+        load=os.getloadavg()[0],
+        versions=versions,
+    )
+
+
+def _processor() -> str:
+    """Return the processor's name; `platform.processor()` is empty or only "x86_64" on Linux."""
+    if sys.platform == "linux":
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def print_table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of text; the first column is left-aligned, figures are right-aligned."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """A bound that a figure must keep in every row that it speaks of."""
+
+    text: str
+    bound: float
+    figures: dict[str, float]  # row -> figure; empty = not measured in this run
+
+    @property
+    def misses(self) -> dict[str, float]:
+        """The rows whose figure is above the bound."""
+        return {row: figure for row, figure in self.figures.items() if figure > self.bound}
+
+
+def print_goals(console: Console, goals: Sequence[Goal]) -> None:
+    """Print met, not met or not measured for each goal, with the rows that miss it."""
+    for goal in goals:
+        if not goal.figures:
+            console.print(f"not measured  {goal.text}", highlight=False)
+        elif not goal.misses:
+            worst = max(goal.figures, key=goal.figures.__getitem__)
+            console.print(
+                f"[green]met[/]           {goal.text} (worst: {worst} {goal.figures[worst]:.2f})", highlight=False
+            )
+        else:
+            missed = ", ".join(f"{row} {figure:.2f}" for row, figure in goal.misses.items())
+            share = f"{len(goal.misses)} of {len(goal.figures)} rows"
+            console.print(f"[red]not met[/]       {goal.text} ({share}: {missed})", highlight=False)

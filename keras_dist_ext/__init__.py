@@ -1,0 +1,92 @@
+"""Train Keras 3 models under tf.distribute, get one device's numbers, and see what every replica does.
+
+Importing this package imports no TensorFlow: each name below loads its module when it is first used.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keras_dist_ext.callbacks import ScopeGuard
+    from keras_dist_ext.errors import (
+        BackendError,
+        ClusterError,
+        DataError,
+        KerasDistError,
+        LaunchError,
+        ScopeError,
+        StrategyError,
+    )
+    from keras_dist_ext.launch import launch
+    from keras_dist_ext.model import Model, Sequential, clone_model, load_model
+    from keras_dist_ext.scope import adopt, check_scope
+    from keras_dist_ext.strategy import StrategyChoice, pick_strategy
+
+__version__ = "0.1.0"
+
+# In reading order: the order in which a training script meets them. Mypy, ruff and editors want names that they can see.
+__all__ = [
+    "pick_strategy",
+    "StrategyChoice",
+    "Model",
+    "Sequential",
+    "adopt",
+    "load_model",
+    "clone_model",
+    "check_scope",
+    "ScopeGuard",
+    "launch",
+    "KerasDistError",
+    "StrategyError",
+    "ClusterError",
+    "ScopeError",
+    "DataError",
+    "LaunchError",
+    "BackendError",
+]
+
+_MODULE_OF = {
+    "pick_strategy": "strategy",
+    "StrategyChoice": "strategy",
+    "Model": "model",
+    "Sequential": "model",
+    "adopt": "scope",
+    "load_model": "model",
+    "clone_model": "model",
+    "check_scope": "scope",
+    "ScopeGuard": "callbacks",
+    "launch": "launch",
+    "KerasDistError": "errors",
+    "StrategyError": "errors",
+    "ClusterError": "errors",
+    "ScopeError": "errors",
+    "DataError": "errors",
+    "LaunchError": "errors",
+    "BackendError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keep `launch` the function when the import system binds the submodule `launch` on this package."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if isinstance(value, ModuleType) and name in _MODULE_OF:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,257 @@
+"""The one door to Keras, and the one place that touches what Keras and TensorFlow do not document.
+
+Everything private is one function here, with the upstream file it stands on; ``tests/test_upstream.py`` fails when
+one of them changes. Written against Keras 3.15.1 and TensorFlow 2.21.0.
+
+While a replica's step is traced, Keras' own code must do what is right for *all* replicas: a loss divides by the
+global number of elements, an optimizer sums gradients once. ``intercept(step)`` sends those few calls of the current
+thread to ``step`` (see ``step.ReplicaStep``); outside of it, and for models that are not ours, nothing changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from keras_dist_ext.errors import BackendError
+
+if os.environ.get("TF_USE_LEGACY_KERAS", "0").lower() not in ("0", "", "false"):
+    raise BackendError(
+        "TF_USE_LEGACY_KERAS is set, so tf.keras is Keras 2 (tf_keras); keras_dist_ext is built on Keras 3. "
+        "Unset TF_USE_LEGACY_KERAS before TensorFlow is imported."
+    )
+
+import keras
+
+if keras.backend.backend() != "tensorflow":
+    raise BackendError(
+        f"Keras runs on the backend {keras.backend.backend()!r}; tf.distribute needs 'tensorflow'. "
+        'Set KERAS_BACKEND=tensorflow, or "backend": "tensorflow" in ~/.keras/keras.json, before Keras is imported.'
+    )
+
+from keras.src.backend.common.stateless_scope import StatelessScope
+from keras.src.backend.tensorflow import optimizer as tf_optimizer
+from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.losses import loss as loss_module
+from keras.src.metrics import reduction_metrics
+from keras.src.models.functional import Functional
+from keras.src.models.model import functional_init_arguments
+from keras.src.optimizers import base_optimizer
+from keras.src.optimizers import loss_scale_optimizer
+from keras.src.saving import serialization_lib
+from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.trainers.epoch_iterator import EpochIterator
+from tensorflow.python.distribute import distribute_utils
+from tensorflow.python.framework import ops as tf_ops
+from tensorflow.python.ops import control_flow_util
+
+__all__ = [
+    "EpochIterator",
+    "Functional",
+    "StatelessScope",
+    "functional_init_arguments",
+    "intercept",
+    "keras",
+]
+
+tree = keras.tree
+Variable = keras.Variable
+Unpack = data_adapter_utils.unpack_x_y_sample_weight
+
+
+class Step(Protocol):
+    """What Keras' code asks of the replica whose step is being traced."""
+
+    def reduce_loss(self, local: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> Any: ...
+
+    def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]: ...
+
+    def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any: ...
+
+    def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None: ...
+
+    def all_reduce_gradients(self, grads_and_vars: Any) -> Any: ...
+
+    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None: ...
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def intercept(step: Step | None) -> Iterator[None]:
+    """Send this thread's losses, metrics, assignments and optimizer calls to ``step``; ``None`` sends them to Keras."""
+    before = getattr(_thread, "step", None)
+    _thread.step = step
+    try:
+        yield
+    finally:
+        _thread.step = before
+
+
+def current_step() -> Step | None:
+    """The step whose replica this thread is tracing, if any."""
+    return getattr(_thread, "step", None)
+
+
+def _install(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Replace ``owner.name`` by ``hook(original, step, *args)`` for threads with a step, once per process."""
+    original = getattr(owner, name)
+
+    def decorate(hook: Callable[..., Any]) -> None:
+        if getattr(original, "_kde_hook", False):
+            return
+
+        @functools.wraps(original)
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            step = getattr(_thread, "step", None)
+            return original(*args, **kwargs) if step is None else hook(original, step, *args, **kwargs)
+
+        hooked._kde_hook = True  # type: ignore[attr-defined]
+        setattr(owner, name, hooked)
+
+    return decorate
+
+
+# keras/src/losses/loss.py: losses are local means; the step makes their sum over replicas exact.
+@_install(loss_module, "scale_loss_for_distribution")
+def _(original: Any, step: Step, value: Any) -> Any:
+    return value
+
+
+@_install(loss_module, "unscale_loss_for_distribution")
+def _(original: Any, step: Step, value: Any) -> Any:
+    return value
+
+
+@_install(loss_module, "reduce_weighted_values")
+def _(
+    original: Any,
+    step: Step,
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: Any = None,
+) -> Any:
+    local = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+    if len(getattr(values, "shape", ())) == 0:
+        return local
+    return step.reduce_loss(local, sample_weight, mask, reduction, dtype)
+
+
+# keras/src/metrics/reduction_metrics.py
+@_install(reduction_metrics.Mean, "update_state")
+def _(original: Any, step: Step, metric: Any, values: Any, sample_weight: Any = None) -> Any:
+    values, sample_weight = step.mean_update(metric, values, sample_weight)
+    return original(metric, values, sample_weight=sample_weight)
+
+
+# keras/src/optimizers/base_optimizer.py, loss_scale_optimizer.py
+for _optimizer_class in (base_optimizer.BaseOptimizer, loss_scale_optimizer.LossScaleOptimizer):
+
+    @_install(_optimizer_class, "apply")
+    def _(original: Any, step: Step, optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
+        step.apply(optimizer, grads, trainable_variables, functools.partial(original, optimizer))
+
+    @_install(_optimizer_class, "scale_loss")
+    def _(original: Any, step: Step, optimizer: Any, loss: Any) -> Any:
+        return step.scale_loss(optimizer, loss, functools.partial(original, optimizer))
+
+
+# keras/src/backend/tensorflow/optimizer.py: the step has summed the gradients already.
+@_install(tf_optimizer.TFOptimizer, "_all_reduce_sum_gradients")
+def _(original: Any, step: Step, optimizer: Any, grads_and_vars: Any) -> Any:
+    return step.all_reduce_gradients(grads_and_vars)
+
+
+# keras/src/backend/tensorflow/core.py
+@_install(keras.Variable, "_direct_assign")
+def _(original: Any, step: Step, variable: Any, value: Any) -> None:
+    step.assign(variable, value, functools.partial(original, variable))
+
+
+_stock_epoch_iterator = tf_trainer.TFEpochIterator
+
+
+@functools.wraps(_stock_epoch_iterator, updated=())
+def _epoch_iterator(*args: Any, **kwargs: Any) -> Any:
+    make = getattr(_thread, "epoch_iterator", None)
+    return _stock_epoch_iterator(*args, **kwargs) if make is None else make(*args, **kwargs)
+
+
+tf_trainer.TFEpochIterator = _epoch_iterator
+
+
+@contextlib.contextmanager
+def epoch_iterators(make: Callable[..., Any]) -> Iterator[None]:
+    """Have ``fit``, ``evaluate`` and ``predict`` of this thread read their data through ``make(**kwargs)``.
+
+    keras/src/backend/tensorflow/trainer.py builds a ``TFEpochIterator`` by name in each of them.
+    """
+    before = getattr(_thread, "epoch_iterator", None)
+    _thread.epoch_iterator = make
+    try:
+        yield
+    finally:
+        _thread.epoch_iterator = before
+
+
+@contextlib.contextmanager
+def local_updates(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Let each replica update its own copy of mirrored variables, without leaving its thread.
+
+    tensorflow/python/distribute/mirrored_strategy.py and values.py do so when ``extended._use_merge_call()`` is false
+    (under XLA on GPUs). All replicas hold the same reduced gradients, so their copies stay equal; and the conditionals
+    of Keras' optimizers (loss scale, EMA, accumulation) become ordinary graph code.
+    """
+    extended = strategy.extended
+    extended._use_merge_call = lambda: False
+    try:
+        yield
+    finally:
+        extended.__dict__.pop("_use_merge_call", None)
+
+
+def local_component(variable: Any) -> Any:
+    """The copy of a mirrored ``tf.Variable`` that belongs to the current replica (values.py)."""
+    value = variable._value if isinstance(variable, keras.Variable) else variable
+    return value._get_on_device_or_primary() if hasattr(value, "_get_on_device_or_primary") else value
+
+
+def is_sync_on_read(variable: Any) -> bool:
+    """Whether each replica holds its own part of the variable, to be summed when read (values.py)."""
+    value = variable._value if isinstance(variable, keras.Variable) else variable
+    return getattr(value, "synchronization", None) == tf.VariableSynchronization.ON_READ and hasattr(value, "_values")
+
+
+def components(variable: Any) -> tuple[Any, ...]:
+    """The copies of a variable on this worker's replicas, or the variable itself (values.py)."""
+    value = variable._value if isinstance(variable, keras.Variable) else variable
+    return tuple(getattr(value, "_values", (value,)))
+
+
+def regroup(values: Sequence[Any]) -> Any:
+    """One value a local replica, as what ``strategy.run`` and ``merge_call`` take (distribute_utils.py)."""
+    return distribute_utils.regroup(tuple(values), always_wrap=True)
+
+
+def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str | None) -> Any:
+    """Merge a mask into sample weights as keras/src/losses/loss.py does."""
+    return loss_module.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
+
+
+def in_xla() -> bool:
+    """Whether the code being traced will be compiled by XLA."""
+    return bool(control_flow_util.GraphOrParentsInXlaContext(tf_ops.get_default_graph()))
+
+
+def overrides(model: Any, name: str) -> bool:
+    """Whether a user's class replaces the method ``name`` of Keras' trainer."""
+    return getattr(getattr(type(model), name), "__module__", "").split(".")[0] not in ("keras", "keras_dist_ext")

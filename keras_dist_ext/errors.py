@@ -1,0 +1,50 @@
+"""Name everything that this package refuses to do.
+
+    KerasDistError                      whatever this package raises on purpose
+    ├── StrategyError (ValueError)      a strategy that cannot be had here
+    │   └── ClusterError                TF_CONFIG or the scheduler describes no usable cluster
+    ├── ScopeError (ValueError)         something lives outside the strategy's scope
+    ├── DataError (ValueError)          data that cannot be split or fed as asked
+    ├── LaunchError (RuntimeError)      a worker process that did not start, failed or ran out of time
+    └── BackendError (ImportError)      Keras that is not Keras 3 on TensorFlow
+
+A message says what was found, what it leads to and what to do, with names and numbers.
+"""
+
+__all__ = [
+    "KerasDistError",
+    "StrategyError",
+    "ClusterError",
+    "ScopeError",
+    "DataError",
+    "LaunchError",
+    "BackendError",
+]
+
+
+class KerasDistError(Exception):
+    """Whatever this package raises on purpose."""
+
+
+class StrategyError(KerasDistError, ValueError):
+    """A strategy that cannot be had on this machine, with these devices, in this process."""
+
+
+class ClusterError(StrategyError):
+    """TF_CONFIG, or what the scheduler says, describes no cluster that could train."""
+
+
+class ScopeError(KerasDistError, ValueError):
+    """A variable, optimizer, metric or seed lives outside the strategy's scope."""
+
+
+class DataError(KerasDistError, ValueError):
+    """Data that cannot be split over workers and replicas, or fed to them, as asked."""
+
+
+class LaunchError(KerasDistError, RuntimeError):
+    """A worker process that did not start, failed, or ran out of time."""
+
+
+class BackendError(KerasDistError, ImportError):
+    """Keras as installed or configured is not Keras 3 on TensorFlow."""

@@ -1,0 +1,319 @@
+"""See which variables, optimizer, metrics and seeds of a model live under which strategy.
+
+TensorFlow lets a variable made under one strategy, or under none, be trained under another, and then trains on one
+device in silence or fails with object addresses. Here each variable says where it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from keras_dist_ext._keras import keras
+from keras_dist_ext.errors import ScopeError
+
+__all__ = ["check_scope", "ScopeReport", "ScopeEntry", "Role", "describe_strategy"]
+
+Role = Literal[
+    "model", "trainable", "non-trainable", "tf.Variable", "seed", "optimizer", "optimizer variable", "metric variable"
+]
+NO_STRATEGY = "no strategy"
+LISTED = 5  # paths that a message names before it counts the rest
+
+
+def check_scope(model: Any, strategy: tf.distribute.Strategy | None) -> ScopeReport:
+    """Find out where everything that training `model` reads or writes was made.
+
+    Looked at are the model and the models in it, the weights of all layers, `tf.Variable`s that layers hold, the
+    state of seed generators, the optimizer (and the one inside a `LossScaleOptimizer`), and the metrics of `compile`,
+    of the model and of its layers. What is not made yet cannot be in the wrong place: Keras makes the metrics given by
+    name, for example, in the first step.
+
+    Args:
+        model: Any Keras model, built or not.
+        strategy: The strategy that will train it; None and TensorFlow's default strategy mean none.
+
+    Returns:
+        The report, as values; `report.raise_if_bad()` turns it into an error.
+
+    Raises:
+        TypeError: `model` is not a Keras layer or model.
+    """
+    if not isinstance(model, keras.Layer):
+        raise TypeError(f"check_scope looks into Keras models and layers, and got {type(model).__name__}: {model!r}.")
+    expected = _no_default(strategy)
+    entries: list[ScopeEntry] = []
+    seen: set[int] = set()
+    for path, role, thing, own in _parts(model):
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        inside = _is_same(own, expected) or (role == "model" and thing is not model and own is None)
+        entries.append(ScopeEntry(path, role, _place(own, expected), inside))
+    return ScopeReport(model.name, describe_strategy(expected), tuple(entries))
+
+
+@dataclass(frozen=True)
+class ScopeEntry:
+    """One thing and where it was made."""
+
+    path: str
+    role: Role
+    place: str  # the strategy it was made under, such as "MirroredStrategy (2 replicas)" or "no strategy"
+    inside: bool  # whether that is the strategy asked about
+
+
+@dataclass(frozen=True)
+class ScopeReport:
+    """Where everything of one model was made, and whether that is the strategy asked about."""
+
+    model: str
+    strategy: str  # a description, such as "MirroredStrategy (2 replicas)"
+    entries: tuple[ScopeEntry, ...]
+
+    @property
+    def outside(self) -> tuple[ScopeEntry, ...]:
+        """What was made elsewhere."""
+        return tuple(entry for entry in self.entries if not entry.inside)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was made elsewhere."""
+        return not self.outside
+
+    def raise_if_bad(self) -> None:
+        """Refuse a model of which something was made elsewhere.
+
+        Raises:
+            ScopeError: Names what was made elsewhere by path, the strategy of each, what that leads to and the fix.
+        """
+        if not self.ok:
+            raise ScopeError(str(self))
+
+    def __str__(self) -> str:
+        outside = self.outside
+        if not outside:
+            return f"All {len(self.entries)} parts of '{self.model}' live under {self.strategy}."
+        roles = {entry.role for entry in outside}
+        # The variables say more than their owner: name the owner where it is alone.
+        if roles & {"trainable", "non-trainable", "tf.Variable", "seed"}:
+            outside = tuple(entry for entry in outside if entry.role != "model" or entry.path != self.model)
+        if "optimizer" in roles:
+            outside = tuple(entry for entry in outside if entry.role != "optimizer variable")
+        found = [self._sentence(role, outside) for role in _NOUNS if any(entry.role == role for entry in outside)]
+        return " ".join([*found, *_advice(roles, outside, self.strategy)])
+
+    def _sentence(self, role: Role, outside: tuple[ScopeEntry, ...]) -> str:
+        wrong = [entry for entry in outside if entry.role == role]
+        total = sum(entry.role == role for entry in self.entries)
+        one, many = _NOUNS[role]
+        count = f"{len(wrong)} of {total} {one if total == 1 else many} of '{self.model}'"
+        if role == "model":
+            count = f"The {one if len(wrong) == 1 else many}"
+        verb = "was" if len(wrong) == 1 else "were"
+        where = (
+            f"outside {self.strategy}" if self.strategy != NO_STRATEGY else "under a strategy, while it runs under none"
+        )
+        places = dict.fromkeys(entry.place for entry in wrong)
+        lists = [_shortened([entry.path for entry in wrong if entry.place == place], place) for place in places]
+        return f"{count} {verb} created {where}: {'; '.join(lists)}."
+
+
+def describe_strategy(strategy: tf.distribute.Strategy | None) -> str:
+    """Name a strategy and its size, as in `MirroredStrategy (2 replicas)`, or "no strategy".
+
+    Raises:
+        Nothing.
+    """
+    strategy = _no_default(strategy)
+    if strategy is None:
+        return NO_STRATEGY
+    name = type(strategy).__name__.removesuffix("V1").removesuffix("V2")
+    name = {"CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy"}.get(name, name)
+    cluster = getattr(strategy, "cluster_resolver", None)
+    sizes = (
+        {} if cluster is None else {job: cluster.cluster_spec().num_tasks(job) for job in cluster.cluster_spec().jobs}
+    )
+    workers = sizes.get("worker", 0) + sizes.get("chief", 0) * (name != "ParameterServerStrategy")
+    if name == "ParameterServerStrategy":
+        return f"{name} ({_counted(workers, 'worker')}, {_counted(sizes.get('ps', 0), 'parameter server')})"
+    replicas = _counted(strategy.num_replicas_in_sync, "replica")
+    return f"{name} ({_counted(workers, 'worker')}, {replicas})" if workers > 1 else f"{name} ({replicas})"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+_NOUNS: dict[Role, tuple[str, str]] = {
+    "model": ("model", "models"),
+    "trainable": ("trainable variable", "trainable variables"),
+    "non-trainable": ("non-trainable variable", "non-trainable variables"),
+    "tf.Variable": ("tf.Variable", "tf.Variables"),
+    "seed": ("seed state", "seed states"),
+    "optimizer": ("optimizer", "optimizers"),
+    "optimizer variable": ("optimizer variable", "optimizer variables"),
+    "metric variable": ("metric variable", "metric variables"),
+}
+
+
+def _shortened(paths: list[str], place: str) -> str:
+    rest = f" and {len(paths) - LISTED} more" if len(paths) > LISTED else ""
+    return f"{', '.join(paths[:LISTED])}{rest} (under {place})"
+
+
+def _advice(roles: set[Role], outside: tuple[ScopeEntry, ...], strategy: str) -> Iterator[str]:
+    mixing = "'Mixing different tf.distribute.Strategy objects'"
+    if any(entry.place.startswith("another ") for entry in outside):
+        name = strategy.partition(" ")[0]
+        yield (
+            f"Two {name} objects are two strategies, even on the same devices: make one, and use it everywhere "
+            "(`kde.pick_strategy` returns the same object for the same devices)."
+        )
+    if strategy == NO_STRATEGY:
+        yield "TensorFlow would fail in the first step with a TypeError about a MirroredVariable."
+        yield "Build and compile the model inside `with strategy.scope():`."
+        yield "`kde.adopt(model, strategy)` rebuilds one that exists there, with equal weights."
+    elif roles & {"model", "trainable", "non-trainable", "tf.Variable", "seed"}:
+        if roles & {"model", "trainable", "non-trainable", "tf.Variable"}:
+            yield f"TensorFlow would train them on one device, or fail later with {mixing}."
+        else:
+            yield "All replicas would write to one copy, in no order."
+        yield "Build the model inside `with strategy.scope():`."
+        yield "`kde.adopt(model, strategy)` rebuilds one that exists there, with equal weights."
+    elif roles & {"optimizer", "optimizer variable"}:
+        yield f"TensorFlow would fail with {mixing} when the optimizer makes its slot variables (plain SGD has none)."
+        yield "Make the optimizer, and call `compile`, inside `with strategy.scope():`."
+    else:
+        yield "All replicas would write to one copy, in no order."
+        yield "Make the metrics, and call `compile`, inside `with strategy.scope():`."
+
+
+def _no_default(strategy: tf.distribute.Strategy | None) -> tf.distribute.Strategy | None:
+    """TensorFlow's strategy that stands for none is none."""
+    return None if is_default_strategy(strategy) else strategy
+
+
+def _is_same(one: tf.distribute.Strategy | None, other: tf.distribute.Strategy | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.extended is other.extended
+
+
+def _place(own: tf.distribute.Strategy | None, expected: tf.distribute.Strategy | None) -> str:
+    place = describe_strategy(own)
+    return f"another {place}" if not _is_same(own, expected) and place == describe_strategy(expected) else place
+
+
+def _parts(model: Any) -> Iterator[tuple[str, Role, Any, tf.distribute.Strategy | None]]:
+    """(path, role, thing, its own strategy) of everything; the same thing may come twice."""
+    layers = flat_layers(model)
+    for layer in layers:
+        if isinstance(layer, keras.Model):
+            yield layer.path or layer.name, "model", layer, _no_default(strategy_of_model(layer))
+
+    weights = {id(variable) for variable in model.weights}
+    trained = {id(variable) for variable in model.trainable_variables}
+    for variable in model.variables:
+        role: Role = "seed" if id(variable) not in weights else "non-trainable"
+        yield from _of_variable(variable, "trainable" if id(variable) in trained else role)
+    for layer in layers:
+        for name, variable in _raw_variables(layer):
+            yield f"{layer.path or layer.name}/{name}", "tf.Variable", variable, _own_strategy(variable)
+
+    yield from _optimizer_parts(getattr(model, "optimizer", None))
+
+    metrics = [*getattr(model, "metrics", ()), *given_metrics(model)]
+    for layer in layers:
+        metrics.extend(own_metrics(layer))
+    for metric in metrics:
+        for variable in metric.variables:
+            yield from _of_variable(variable, "metric variable")
+
+
+def _of_variable(variable: Any, role: Role) -> Iterator[tuple[str, Role, Any, tf.distribute.Strategy | None]]:
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    if isinstance(value, tf.Variable) or hasattr(value, "variables"):  # a ShardedVariable has variables
+        yield getattr(variable, "path", variable.name), role, variable, _own_strategy(value)
+
+
+def _own_strategy(variable: Any) -> tf.distribute.Strategy | None:
+    return _no_default(strategy_of_variable(variable))
+
+
+def _optimizer_parts(optimizer: Any) -> Iterator[tuple[str, Role, Any, tf.distribute.Strategy | None]]:
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        return
+    # An optimizer remembers its strategy before it has slots, and makes them under it.
+    yield optimizer.name, "optimizer", optimizer, _no_default(strategy_of_optimizer(optimizer))
+    for variable in optimizer.variables:
+        yield from _of_variable(variable, "optimizer variable")
+    yield from _optimizer_parts(getattr(optimizer, "inner_optimizer", None))
+
+
+def _raw_variables(layer: Any) -> Iterator[tuple[str, Any]]:
+    """`tf.Variable`s that a layer holds as attributes, in containers, `tf.Module`s and `tf.random.Generator`s."""
+    pending: list[tuple[str, Any]] = [(name, value) for name, value in vars(layer).items() if not name.startswith("_")]
+    while pending:
+        name, value = pending.pop(0)
+        if isinstance(value, keras.Variable | keras.Layer | keras.Metric | keras.optimizers.Optimizer):
+            continue
+        if isinstance(value, tf.Variable):
+            yield name, value
+        elif isinstance(value, tf.random.Generator):
+            yield f"{name}/state", value.state
+        elif isinstance(value, tf.Module):
+            yield from ((f"{name}/{variable.name.partition(':')[0]}", variable) for variable in value.variables)
+        elif isinstance(value, list | tuple):
+            pending.extend((f"{name}/{index}", item) for index, item in enumerate(value))
+        elif isinstance(value, dict):
+            pending.extend((f"{name}/{key}", item) for key, item in value.items())
+
+
+# --- private API of TensorFlow and Keras: to be moved to _keras.py -------------------------------------------------
+
+
+def is_default_strategy(strategy: Any) -> bool:
+    """Whether it is what `tf.distribute.get_strategy()` gives outside of all scopes (distribute/distribute_lib.py)."""
+    return type(strategy).__name__ == "_DefaultDistributionStrategy"
+
+
+def strategy_of_variable(variable: Any) -> tf.distribute.Strategy | None:
+    """The strategy in whose scope a `tf.Variable` or `ShardedVariable` was made.
+
+    Every kind of variable keeps it (tensorflow/python/ops/resource_variable_ops.py, distribute/values.py,
+    sharded_variable.py, ps_values.py).
+    """
+    return getattr(variable, "_distribute_strategy", None)
+
+
+def strategy_of_model(model: Any) -> tf.distribute.Strategy | None:
+    """The strategy in whose scope a model was made (keras/src/backend/tensorflow/trainer.py, `__init__`)."""
+    return getattr(model, "_distribute_strategy", None)
+
+
+def strategy_of_optimizer(optimizer: Any) -> tf.distribute.Strategy | None:
+    """The strategy in whose scope an optimizer was made (keras/src/backend/tensorflow/optimizer.py, `__init__`)."""
+    return getattr(optimizer, "_distribution_strategy", None)
+
+
+def flat_layers(layer: Any) -> list[Any]:
+    """A layer or model, and all layers in it, each once (keras/src/layers/layer.py, `_flatten_layers`)."""
+    return list(layer._flatten_layers())
+
+
+def own_metrics(layer: Any) -> list[Any]:
+    """The metrics that a layer tracks as its attributes, without those of `compile` (keras/src/layers/layer.py)."""
+    return list(layer._metrics)
+
+
+def given_metrics(model: Any) -> list[Any]:
+    """The metric objects given to `compile`, also before the first step (keras/src/trainers/compile_utils.py)."""
+    compiled = getattr(model, "_compile_metrics", None)
+    if compiled is None:
+        return []
+    given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
+    return [metric for metric in given if isinstance(metric, keras.Metric)]

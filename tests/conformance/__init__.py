@@ -1,0 +1,1 @@
+"""The conformance table: what is trained (`models`), on which data (`feeds`), row by row (`rows`), and how (`run`)."""

@@ -1,0 +1,63 @@
+"""Give every test four logical CPU devices, one strategy object per kind, and the same seeds."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+import keras
+import pytest
+import tensorflow as tf
+
+NUM_DEVICES = 4
+SEED = 1337
+
+# Before anything initialises TensorFlow: afterwards the number of devices cannot change.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration() for _ in range(NUM_DEVICES)]
+)
+
+from keras_dist_ext.strategy import pick_strategy
+
+
+class Strategies:
+    """Hand out one strategy object per kind, the same for the whole process (tensorflow#62790)."""
+
+    KINDS = ("one_device", "default", "mirrored2", "mirrored3", "mirrored4")
+
+    def get(self, kind: str) -> tf.distribute.Strategy:
+        """Return the strategy of a kind: one of `KINDS`."""
+        if kind == "default":
+            return tf.distribute.get_strategy()
+        if kind == "one_device":
+            return pick_strategy("one_device", devices=["CPU:0"], environ={}).strategy
+        if kind in self.KINDS:
+            devices = [f"CPU:{i}" for i in range(int(kind.removeprefix("mirrored")))]
+            return pick_strategy("mirrored", devices=devices, environ={}).strategy
+        raise ValueError(f"no strategy {kind!r}; there are {', '.join(self.KINDS)}")
+
+
+strategies = Strategies()
+
+
+@pytest.fixture(name="strategies", scope="session")
+def _strategies() -> Strategies:
+    """Look strategies up by kind: `strategies.get("mirrored3")`."""
+    return strategies
+
+
+@pytest.fixture(params=Strategies.KINDS)
+def strategy(request: pytest.FixtureRequest) -> tf.distribute.Strategy:
+    """Run the test under each kind of strategy."""
+    return strategies.get(request.param)
+
+
+@pytest.fixture
+def mirrored() -> tf.distribute.Strategy:
+    """Two replicas in this process."""
+    return strategies.get("mirrored2")
+
+
+@pytest.fixture(autouse=True)
+def _same_seed_for_every_test() -> None:
+    keras.utils.set_random_seed(SEED)
