@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# In reading order: the order in which a training script meets them. Mypy, ruff and editors want names that they can see.
+# In the order in which a training script meets them. Written out, because mypy and editors read it.
 __all__ = [
     "pick_strategy",
     "StrategyChoice",

@@ -46,12 +46,19 @@ from keras.src.optimizers import base_optimizer
 from keras.src.optimizers import loss_scale_optimizer
 from keras.src.saving import serialization_lib
 from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
+from tensorflow.core.framework import graph_pb2
+from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.distribute import distribute_utils
+from tensorflow.python.distribute import input_lib
+from tensorflow.python.distribute.coordinator import values as coordinator_values
+from tensorflow.python.eager import context as tf_context
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import control_flow_util
 
 __all__ = [
+    "ArrayDataAdapter",
     "EpochIterator",
     "Functional",
     "StatelessScope",
@@ -77,6 +84,8 @@ class Step(Protocol):
     def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None: ...
 
     def all_reduce_gradients(self, grads_and_vars: Any) -> Any: ...
+
+    def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any: ...
 
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None: ...
 
@@ -177,6 +186,12 @@ def _(original: Any, step: Step, variable: Any, value: Any) -> None:
     step.assign(variable, value, functools.partial(original, variable))
 
 
+# tensorflow/python/distribute/distribute_lib.py: BatchNormalization(synchronized=True) calls it in the forward pass.
+@_install(tf.distribute.ReplicaContext, "all_reduce")
+def _(original: Any, step: Step, context: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    return step.all_reduce(reduce_op, value, functools.partial(original, context, options=options))
+
+
 _stock_epoch_iterator = tf_trainer.TFEpochIterator
 
 
@@ -247,6 +262,13 @@ def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str | None)
     return loss_module.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
 
 
+def replica_id() -> Any:
+    """The current replica's number over all workers: an int but on TPUs (distribute_lib.py hides it in a constant)."""
+    number = tf.distribute.get_replica_context().replica_id_in_sync_group
+    static = tf.get_static_value(number) if tf.is_tensor(number) else number
+    return number if static is None else int(static)
+
+
 def in_xla() -> bool:
     """Whether the code being traced will be compiled by XLA."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(tf_ops.get_default_graph()))
@@ -255,3 +277,86 @@ def in_xla() -> bool:
 def overrides(model: Any, name: str) -> bool:
     """Whether a user's class replaces the method ``name`` of Keras' trainer."""
     return getattr(getattr(type(model), name), "__module__", "").split(".")[0] not in ("keras", "keras_dist_ext")
+
+
+def per_worker_values(strategy: Any, values: Sequence[Any]) -> Any:
+    """Put one value on each worker of a ParameterServerStrategy: a tensor, or an iterator over a dataset.
+
+    TensorFlow's ``create_per_worker_dataset`` (coordinator/values.py, cluster_coordinator.py) gives all workers the
+    same dataset; here each has its own, sent as a graph just as there. A worker that comes back makes its value again.
+    """
+    workers = tf.distribute.coordinator.ClusterCoordinator(strategy)._cluster.workers
+    made = []
+    for worker, value in zip(workers, values, strict=True):
+        if isinstance(value, tf.data.Dataset):
+            graph, spec = coordinator_values.serialize_dataset_to_graph(value), value.element_spec
+            make = tf.function(functools.partial(coordinator_values.deserialize_dataset_from_graph, graph, spec))
+            traced = make.get_concrete_function()
+            remote = worker.create_resource(lambda dataset=traced: iter(dataset()))
+            remote._type_spec = input_lib.get_iterator_spec_from_dataset(strategy, traced.structured_outputs)
+        else:
+            remote = worker.create_resource(tf.function(functools.partial(tf.constant, value)).get_concrete_function())
+        made.append(remote)
+    return tf.distribute.coordinator.PerWorkerValue(made)
+
+
+def dataset_graph(dataset: tf.data.Dataset) -> Any:
+    """The graph of a dataset as tf.data serializes it, or None where it cannot (dataset_ops.py)."""
+    try:
+        return graph_pb2.GraphDef.FromString(dataset._as_serialized_graph(strip_device_assignment=True).numpy())
+    except (tf.errors.OpError, ValueError):
+        return None
+
+
+def shard_indices(graph: Any) -> list[tuple[int, ...]]:
+    """The (number of shards, index) of each ``Dataset.shard`` in the graph."""
+    constants = {n.name: n for n in graph.node if n.op == "Const"}
+
+    def value(name: str) -> int:
+        node = constants.get(name)
+        return -1 if node is None else int(tf.make_ndarray(node.attr["value"].tensor))
+
+    return [tuple(value(i) for i in node.input[1:3]) for node in graph.node if node.op == "ShardDataset"]
+
+
+def with_shuffle_seeds(dataset: tf.data.Dataset, graph: Any, seed: int) -> tf.data.Dataset:
+    """Return the dataset with a seed of its own in each shuffle that has none.
+
+    A shuffle without a seed draws one when it is made, differently in each process. tf.data's ShuffleDatasetV3 holds
+    it in a resource; ShuffleDataset (version 1) is the same with the seed in the graph (shuffle_dataset_op.cc).
+    """
+    constants = {n.name: n for n in graph.node if n.op == "Const"}
+    found = 0
+    for node in list(graph.node):
+        if node.op != "ShuffleDatasetV3" or not all(name in constants for name in node.input[2:4]):
+            continue
+        seeds = [int(tf.make_ndarray(constants[name].attr["value"].tensor)) for name in node.input[2:4]]
+        if seeds != [0, 0]:
+            continue
+        found += 1
+        node.op = "ShuffleDataset"
+        del node.input[4:]
+        for position, part in enumerate((seed, found)):
+            constant = graph.node.add(name=f"{node.name}/seed_{position}", op="Const")
+            constant.attr["dtype"].type = tf.int64.as_datatype_enum
+            constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(part + 1, tf.int64))
+            node.input[2 + position] = constant.name
+    if not found:
+        return dataset
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+    seeded = dataset_ops._VariantDataset(variant, dataset.element_spec)
+    return seeded.with_options(dataset.options())
+
+
+@contextlib.contextmanager
+def global_tf_seed(seed: int) -> Iterator[None]:
+    """Set TensorFlow's global seed for the ops that are made inside, and put the user's back (context.py)."""
+    context = tf_context.context()
+    before, rng = context._seed, getattr(context, "_rng", None)
+    tf.random.set_seed(seed)
+    try:
+        yield
+    finally:
+        context._seed = before
+        if rng is not None:
+            context._rng = rng

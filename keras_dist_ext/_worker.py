@@ -1,7 +1,7 @@
-"""Run inside each process that `launch` starts: a command, a function, a TensorFlow server, or the guard over them all.
+"""Run inside each process that `launch` starts: a command, a function, a TensorFlow server, or the guard over all.
 
-A process starts as `python -c BOOT ROOT MODE LAUNCHER ...`; on Linux it dies with its launcher. Nothing heavy is imported
-before the user's own code runs.
+A process starts as `python -c BOOT ROOT MODE LAUNCHER ...`; on Linux it dies with its launcher. Nothing heavy is
+imported before the user's own code runs.
 """
 
 import importlib
@@ -138,7 +138,8 @@ def _import(name: str, file: str | None) -> ModuleType:
         if file is None or (found and os.path.samefile(found, file)):
             return module
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -151,7 +152,7 @@ def _pickle_value(value: Any, function: Callable[..., Any]) -> bytes:
     except Exception as error:
         raise TypeError(
             f"{getattr(function, '__qualname__', function)!r} returned a {type(value).__name__} that cannot be pickled "
-            f"({error}), so it cannot reach the launcher. Return numbers, strings, numpy arrays, lists or dicts of them."
+            f"({error}), so it cannot reach the launcher. Return numbers, strings, arrays, lists or dicts of them."
         ) from error
 
 

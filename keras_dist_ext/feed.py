@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
 from keras_dist_ext.errors import DataError
+from keras_dist_ext.workers import Workers
 
 __all__ = ["Execution", "Feed", "Pace"]
 
@@ -58,52 +59,84 @@ class Pace:
 
 
 class Source:
-    """Batches of one pass over a dataset, one ahead where the end cannot be foreseen."""
+    """Batches of one pass over a dataset, one ahead where the end cannot be foreseen.
 
-    def __init__(self, dataset: Any, *, length_is_known: bool) -> None:
+    Args:
+        dataset: a ``tf.data.Dataset``, or one that TensorFlow has distributed.
+        length: its number of batches, or None.
+        workers: given where each worker reads rows of its own; they take part in a step until all have none left.
+    """
+
+    def __init__(self, dataset: Any, length: int | None, workers: Workers | None = None) -> None:
         self.iterator = iter(dataset)
-        self.is_distributed = isinstance(dataset, tf.distribute.DistributedDataset) or not isinstance(
-            dataset, tf.data.Dataset
-        )
-        self.length_is_known = length_is_known
+        self._is_plain = isinstance(dataset, tf.data.Dataset)
+        self._looks_ahead = length is None or workers is not None
+        self._workers = workers
+        self._spec = dataset.element_spec
         self._ahead: Any = None
-        if not length_is_known:
+        self._has_more = True
+        if self._looks_ahead:
             self._look_ahead()
+
+    @property
+    def is_of_worker(self) -> bool:
+        """Whether the rows are this worker's own."""
+        return self._workers is not None
 
     @property
     def has_more(self) -> bool:
         """Whether another batch is there; True where the length is known and the caller counts."""
-        if self.length_is_known:
-            return True
-        return self._ahead is not None if self.is_distributed else bool(self._ahead.has_value())
+        return self._has_more
 
     def run(self, program: Any, num_steps: int) -> tuple[int, Any]:
         """Run up to ``num_steps`` steps; return how many were made, and the logs."""
         steps = tf.constant(num_steps)
-        if self.is_distributed and not isinstance(program.strategy, tf.distribute.TPUStrategy):
+        is_step_by_step = self._workers is not None or not (
+            self._is_plain or isinstance(program.strategy, tf.distribute.TPUStrategy)
+        )
+        if is_step_by_step:
             made, logs = 0, None
+            run = program.on_batch if self._workers is None else program.on_rows_of_worker
             while made < num_steps and self.has_more:
-                logs = program.on_batch(self.next_batch())
+                logs = run(self.next_batch())
                 made += 1
             return made, logs
-        if self.length_is_known:
+        if not self._looks_ahead:
             return num_steps, program.on_iterator(self.iterator, steps)
         made, self._ahead, logs = program.on_optional(self._ahead, self.iterator, steps)
+        self._has_more = bool(self._ahead.has_value())
         return int(made), logs
 
     def next_batch(self) -> Any:
-        """Return the next batch."""
-        if self.length_is_known:
+        """Return the next batch; without rows, where only other workers have some left."""
+        if not self._looks_ahead:
             return next(self.iterator)
-        batch = self._ahead if self.is_distributed else self._ahead.get_value()
+        if not self._is_plain:
+            batch = self._ahead
+        elif self._ahead.has_value():
+            batch = self._ahead.get_value()
+        else:
+            return tree.map_structure(_no_rows, self._spec)
         self._look_ahead()
         return batch
 
     def _look_ahead(self) -> None:
-        if self.is_distributed:
-            self._ahead = next(self.iterator, None)
-        else:
+        if self._is_plain:
             self._ahead = self.iterator.get_next_as_optional()
+            self._has_more = bool(self._ahead.has_value())
+        else:
+            self._ahead = next(self.iterator, None)
+            self._has_more = self._ahead is not None
+        if self._workers is not None:
+            self._has_more = self._workers.sum([float(self._has_more)])[0] > 0
+
+
+def _no_rows(spec: Any) -> Any:
+    if not hasattr(spec, "shape") or isinstance(spec, tf.OptionalSpec):
+        return tf.experimental.Optional.empty(None)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensor.from_row_splits(tf.zeros([0, *spec.shape[spec.ragged_rank + 1 :]], spec.dtype), [0])
+    return tf.zeros([0, *[d or 0 for d in spec.shape[1:]]], spec.dtype)
 
 
 class Execution:
@@ -148,6 +181,9 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
     Args:
         strategy: decides whether the dataset must be handed to devices by TensorFlow (TPU).
         pace: how many steps an execution makes.
+        workers: the workers that take each step together, if there are several.
+        wants_stop: asked before each execution of several workers.
+        on_stop: called when a worker has asked to stop; no further execution is made.
         on_epoch_end: called when an epoch has no more steps.
         arguments: those of Keras' ``EpochIterator``.
     """
@@ -156,19 +192,27 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         self,
         strategy: tf.distribute.Strategy,
         pace: Pace,
-        prepare: Callable[[Any], Any] | None = None,
-        on_epoch_end: Callable[[], None] | None = None,
+        *,
+        workers: Workers | None = None,
+        wants_stop: Callable[[], bool] = lambda: False,
+        on_stop: Callable[[], None] = lambda: None,
+        on_epoch_end: Callable[[], None] = lambda: None,
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
+        self._seed = 0
+        self._own_rows = False
         dataset = self.data_adapter.get_tf_dataset()
-        if prepare is not None:
-            dataset = prepare(dataset)
+        if workers is not None:
+            dataset, self._own_rows, self._seed = workers.agree_on_data(dataset)
         if isinstance(strategy, tf.distribute.TPUStrategy) and isinstance(dataset, tf.data.Dataset):
             dataset = strategy.experimental_distribute_dataset(dataset)
         self._dataset = dataset
         self._pace = pace
-        self._on_epoch_end = on_epoch_end or (lambda: None)
+        self._workers = workers
+        self._wants_stop = wants_stop
+        self._on_stop = on_stop
+        self._on_epoch_end = on_epoch_end
         self._source: Source | None = None
 
     @property
@@ -194,13 +238,18 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         if self._source is None or self.steps_per_epoch is None:
             self._begin_pass()
         step = 0
-        target = self.steps_per_epoch or length
+        target = self.steps_per_epoch or (None if self._own_rows else length)
         while target is None or step < target:
             source = self._source
             assert source is not None
             num_steps = self._pace.num_steps if target is None else min(self._pace.num_steps, target - step)
-            if length is not None:
+            if length is not None and not self._own_rows:
                 num_steps = min(num_steps, length - self._steps_seen)
+            if self._workers is not None:
+                stop, num_steps = self._agree(num_steps)
+                if stop:
+                    self._on_stop()
+                    break
             if num_steps == 0 or not source.has_more:
                 if step == 0 and self._steps_seen == 0:
                     raise DataError("The dataset has no batch: there is nothing to compute.")
@@ -213,14 +262,26 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
             self._pace.record(execution.num_made, execution.seconds)
             step += execution.num_made
             self._steps_seen += execution.num_made
-        if length is not None and self._steps_seen >= length:
+        if length is not None and self._steps_seen >= length and not self._own_rows:
             self._source = None
         self._on_epoch_end()
         self.data_adapter.on_epoch_end()
 
     def _begin_pass(self) -> None:
-        self._source = Source(self._dataset, length_is_known=self._num_batches is not None)
+        dataset = self._dataset
+        if self._workers is not None and isinstance(self.data_adapter, _keras.ArrayDataAdapter):
+            # Its shuffle draws from the seed that is set when it is made: one a pass, the same on all workers.
+            self._seed += 1
+            with _keras.global_tf_seed(self._seed):
+                dataset = self.data_adapter.get_tf_dataset()
+        self._source = Source(dataset, self._num_batches, self._workers if self._own_rows else None)
         self._steps_seen = 0
+
+    def _agree(self, num_steps: int) -> tuple[bool, int]:
+        assert self._workers is not None
+        stop = float(self._wants_stop())
+        stops, steps = self._workers.sum([stop, float(num_steps) if self._workers.is_chief else 0.0])
+        return stops > 0, int(steps)
 
     def __next__(self) -> tuple[int, int, Execution]:
         return next(self._epoch_iterator)  # type: ignore[no-any-return]

@@ -12,7 +12,9 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras, data, feed
 from keras_dist_ext._keras import keras, tree
-from keras_dist_ext.step import PredictProgram, StepProgram
+from keras_dist_ext.degree import degree_in_rows
+from keras_dist_ext.step import PredictProgram, ReplicaStep, StepProgram, UnknownLossDegrees
+from keras_dist_ext.workers import Workers, for_chief_only, workers_of
 
 __all__ = ["Functional", "Model", "Sequential"]
 
@@ -56,8 +58,10 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is Model and _keras.functional_init_arguments(args, kwargs):
-            return super().__new__(Functional, *args, **kwargs)
-        return super().__new__(cls, *args, **kwargs)
+            cls = Functional
+        instance = super().__new__(cls, *args, **kwargs)
+        object.__setattr__(instance, "_stop", _Stop())
+        return instance
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if _keras.functional_init_arguments(args, kwargs) and not isinstance(self, _keras.Functional):
@@ -65,6 +69,11 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
             Functional.__init__(self, *args, **kwargs)
         else:
             super().__init__(*args, **kwargs)
+
+    _stop: _Stop
+    _steps_per_execution_is_auto = True
+    _loss_degrees: list[Any] | None = None
+    _batch_spec: Any = None
 
     # Variables are made in scope
 
@@ -126,6 +135,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
             spec = iterator.batch_spec
         else:
             spec = tree.map_structure(lambda v: None if v is None else feed.any_number_of_rows(v), data_batch)
+        self._batch_spec = spec
         with self._in_scope():
             self._symbolic_build(data_batch=spec)
 
@@ -146,43 +156,149 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
             self.predict_function = _predictor(PredictProgram(self))
         return self.predict_function
 
-    def get_metrics_result(self) -> Any:
-        strategy = self.distribute_strategy
-        if strategy.num_replicas_in_sync == 1 or tf.inside_function() or not tf.distribute.in_cross_replica_context():
-            return super().get_metrics_result()
-        return super().get_metrics_result()
+    def _aggregate_additional_loss(self, loss: Any) -> Any:
+        total = super()._aggregate_additional_loss(loss)
+        step = _keras.current_step()
+        if not isinstance(step, ReplicaStep) or step.num_replicas == 1:
+            return total
+        added = [id(given) for layer in self._flatten_layers() for given in layer._losses]
+        if id(loss) not in added:
+            return total  # a weight's regularizer: the same on every replica
+        if self._loss_degrees is None:
+            raise UnknownLossDegrees
+        return step.additional_loss(total, self._loss_degrees[added.index(id(loss))])
+
+    def _find_loss_degrees(self, batch_spec: Any) -> None:
+        """Trace the model aside to learn which losses given to ``add_loss`` are sums over the rows."""
+
+        def placeholder(spec: Any) -> Any:
+            return None if spec is None else tf.compat.v1.placeholder(spec.dtype, spec.shape)
+
+        with tf.__internal__.FuncGraph("additional_losses").as_default(), _keras.intercept(None):
+            x, _, _ = _keras.Unpack(tree.map_structure(placeholder, batch_spec))
+            self(x, training=True) if self._call_has_training_arg else self(x)
+            added = [loss for layer in self._flatten_layers() for loss in layer._losses]
+            self._loss_degrees = [degree_in_rows(tf.reduce_sum(tf.convert_to_tensor(loss))) for loss in added]
+        self._clear_losses()
 
     # Keras' loops over our data
 
-    def _feeds(self, paces: list[feed.Pace]) -> Any:
+    @property
+    def stop_training(self) -> bool:
+        """Whether training ends; with several workers only once all of them know that one has asked for it."""
+        return self._stop.is_agreed if self._stop.needs_agreement else self._stop.is_requested
+
+    @stop_training.setter
+    def stop_training(self, value: bool) -> None:
+        self._stop.request(value)
+
+    @contextlib.contextmanager
+    def _feeds(self, paces: list[feed.Pace], *, stop: Callable[[], bool]) -> Iterator[None]:
         made = iter([*paces, *[paces[-1]] * 8])
+        workers = workers_of(self.distribute_strategy)
+        on_stop = self._stop.agree if workers else lambda: None
 
         def make(distribute_strategy: Any = None, steps_per_execution: int = 1, **arguments: Any) -> feed.Feed:
-            return feed.Feed(self.distribute_strategy, next(made), **arguments)
+            return feed.Feed(
+                self.distribute_strategy,
+                next(made),
+                workers=workers,
+                wants_stop=stop,
+                on_stop=on_stop,
+                on_epoch_end=self._settle,
+                **arguments,
+            )
 
-        return _keras.epoch_iterators(make)
+        with _keras.epoch_iterators(make):
+            yield
+
+    def _settle(self) -> None:
+        """Bring what replicas hold in parts (accumulated gradients) to what one device would hold."""
 
     def _pace(self, callbacks: Any, kind: str) -> feed.Pace:
-        if not getattr(self, "_steps_per_execution_is_auto", True):
+        if not self._steps_per_execution_is_auto:
             return feed.Pace(self.steps_per_execution)
         return feed.Pace(1 if _looks_at_batches(callbacks, kind) else None)
 
     @functools.wraps(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        callbacks = _FIT.bind(self, *args, **kwargs).arguments.get("callbacks")
-        with self._feeds([self._pace(callbacks, "train"), self._pace(callbacks, "test")]):
-            return super().fit(*args, **kwargs)
+        call = _FIT.bind(self, *args, **kwargs)
+        callbacks = call.arguments.get("callbacks")
+        workers = workers_of(self.distribute_strategy)
+        if workers is not None:
+            call.arguments["callbacks"] = [*_for_worker(callbacks, workers), _InStep(workers)]
+            call.arguments["verbose"] = call.arguments.get("verbose", "auto") if workers.is_chief else 0
+        self._stop.needs_agreement = workers is not None
+        try:
+            with self._feeds(
+                [self._pace(callbacks, "train"), self._pace(callbacks, "test")], stop=lambda: self._stop.is_requested
+            ):
+                return super().fit(*call.args[1:], **call.kwargs)
+        finally:
+            self._stop.needs_agreement = False
 
     @functools.wraps(keras.Model.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        callbacks = _EVALUATE.bind(self, *args, **kwargs).arguments.get("callbacks")
-        with self._feeds([self._pace(callbacks, "test")]):
-            return super().evaluate(*args, **kwargs)
+        call = _EVALUATE.bind(self, *args, **kwargs)
+        callbacks = call.arguments.get("callbacks")
+        workers = workers_of(self.distribute_strategy)
+        if workers is not None and not workers.is_chief and not isinstance(callbacks, keras.callbacks.CallbackList):
+            call.arguments["verbose"] = 0
+        with self._feeds([self._pace(callbacks, "test")], stop=lambda: getattr(self, "stop_evaluating", False)):
+            return super().evaluate(*call.args[1:], **call.kwargs)
 
     @functools.wraps(keras.Model.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        with self._feeds([feed.Pace(1)]):
-            return super().predict(*args, **kwargs)
+        call = _PREDICT.bind(self, *args, **kwargs)
+        workers = workers_of(self.distribute_strategy)
+        if workers is not None and not workers.is_chief:
+            call.arguments["verbose"] = 0
+        with self._feeds([feed.Pace(self.steps_per_execution)], stop=lambda: getattr(self, "stop_predicting", False)):
+            return super().predict(*call.args[1:], **call.kwargs)
+
+
+class _Stop:
+    """A wish to end training, and whether all workers know of it."""
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self.is_agreed = False
+        self.needs_agreement = False
+
+    def request(self, value: bool) -> None:
+        self.is_requested = value
+        if not value:
+            self.is_agreed = False
+
+    def agree(self) -> None:
+        self.is_requested = self.is_agreed = True
+
+
+class _InStep(keras.callbacks.Callback):  # type: ignore[misc]
+    """The last callback of each worker: begins with the chief's state, and ends all workers after the same epoch."""
+
+    def __init__(self, workers: Workers) -> None:
+        super().__init__()
+        self._workers = workers
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        model = self.model
+        initial_epoch, restored = self._workers.chief_says(
+            [float(model._initial_epoch or 0), float(model._initial_epoch is not None)]
+        )
+        if restored:  # by a callback of the chief, such as BackupAndRestore
+            model._initial_epoch = int(initial_epoch)
+            self._workers.share_state([*model.weights, *model.optimizer.variables])
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._workers.sum([float(self.model._stop.is_requested)])[0]:
+            self.model._stop.agree()
+
+
+def _for_worker(callbacks: Any, workers: Workers) -> list[Any]:
+    """The callbacks that this worker runs: those that write files are for the chief."""
+    callbacks = tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []
+    return [c for c in callbacks if workers.is_chief or not for_chief_only(c)]
 
 
 class Functional(Model, _keras.Functional):  # type: ignore[misc]
@@ -194,6 +310,7 @@ class Sequential(Model, keras.Sequential):  # type: ignore[misc]
 
 
 _FIT = inspect.signature(keras.Model.fit)
+_PREDICT = inspect.signature(keras.Model.predict)
 _EVALUATE = inspect.signature(keras.Model.evaluate)
 
 
@@ -212,8 +329,14 @@ def _runner(program: StepProgram) -> Callable[[Any], Any]:
 
     def run(iterator: Any) -> Any:
         if isinstance(iterator, feed.Execution):
-            return iterator.run(program)
-        return program.on_batch(tree.map_structure(_as_tensor, next(iterator)))
+            run_steps = functools.partial(iterator.run, program)
+        else:
+            run_steps = functools.partial(program.on_batch, tree.map_structure(_as_tensor, next(iterator)))
+        try:
+            return run_steps()
+        except UnknownLossDegrees:  # raised while tracing, before any step is made
+            program.model._find_loss_degrees(program.model._batch_spec)
+            return run_steps()
 
     return run
 
@@ -221,10 +344,9 @@ def _runner(program: StepProgram) -> Callable[[Any], Any]:
 def _predictor(program: PredictProgram) -> Callable[[Any], Any]:
     def run(batches: Any) -> Any:
         if isinstance(batches[0], feed.Execution):
-            batches = list(batches[0].batches())
-        else:
-            batches = [tree.map_structure(_as_tensor, batch) for batch in batches]
-        return program.on_batches(batches)
+            (execution,) = batches
+            return program.on_batches(list(execution.batches()), of_worker=execution.source.is_of_worker)
+        return program.on_batches([tree.map_structure(_as_tensor, batch) for batch in batches])
 
     return run
 

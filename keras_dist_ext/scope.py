@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import tensorflow as tf
+from keras.src.saving import object_registration, serialization_lib
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import ScopeError
@@ -221,10 +222,11 @@ def _parts(model: Any) -> Iterator[tuple[str, Role, Any, tf.distribute.Strategy 
         role: Role = "seed" if id(variable) not in weights else "non-trainable"
         yield from _of_variable(variable, "trainable" if id(variable) in trained else role)
     for layer in layers:
-        for name, variable in _raw_variables(layer):
+        for name, variable in raw_variables(layer):
             yield f"{layer.path or layer.name}/{name}", "tf.Variable", variable, _own_strategy(variable)
 
-    yield from _optimizer_parts(getattr(model, "optimizer", None))
+    for _, optimizer in optimizers(model):
+        yield from _optimizer_parts(optimizer)
 
     metrics = [*getattr(model, "metrics", ()), *given_metrics(model)]
     for layer in layers:
@@ -244,17 +246,21 @@ def _own_strategy(variable: Any) -> tf.distribute.Strategy | None:
     return _no_default(strategy_of_variable(variable))
 
 
+def optimizers(model: Any) -> list[tuple[str, Any]]:
+    """The optimizers that a model holds, by attribute: `optimizer`, and those of a `compile` of the user's own."""
+    return [(name, value) for name, value in vars(model).items() if isinstance(value, keras.optimizers.Optimizer)]
+
+
 def _optimizer_parts(optimizer: Any) -> Iterator[tuple[str, Role, Any, tf.distribute.Strategy | None]]:
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        return
     # An optimizer remembers its strategy before it has slots, and makes them under it.
     yield optimizer.name, "optimizer", optimizer, _no_default(strategy_of_optimizer(optimizer))
     for variable in optimizer.variables:
         yield from _of_variable(variable, "optimizer variable")
-    yield from _optimizer_parts(getattr(optimizer, "inner_optimizer", None))
+    for _, inner in optimizers(optimizer):
+        yield from _optimizer_parts(inner)
 
 
-def _raw_variables(layer: Any) -> Iterator[tuple[str, Any]]:
+def raw_variables(layer: Any) -> Iterator[tuple[str, Any]]:
     """`tf.Variable`s that a layer holds as attributes, in containers, `tf.Module`s and `tf.random.Generator`s."""
     pending: list[tuple[str, Any]] = [(name, value) for name, value in vars(layer).items() if not name.startswith("_")]
     while pending:
@@ -282,12 +288,13 @@ def is_default_strategy(strategy: Any) -> bool:
 
 
 def strategy_of_variable(variable: Any) -> tf.distribute.Strategy | None:
-    """The strategy in whose scope a `tf.Variable` or `ShardedVariable` was made.
+    """The strategy in whose scope a variable of Keras, a `tf.Variable` or a `ShardedVariable` was made.
 
     Every kind of variable keeps it (tensorflow/python/ops/resource_variable_ops.py, distribute/values.py,
     sharded_variable.py, ps_values.py).
     """
-    return getattr(variable, "_distribute_strategy", None)
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    return getattr(value, "_distribute_strategy", None)
 
 
 def strategy_of_model(model: Any) -> tf.distribute.Strategy | None:
@@ -317,3 +324,50 @@ def given_metrics(model: Any) -> list[Any]:
         return []
     given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
     return [metric for metric in given if isinstance(metric, keras.Metric)]
+
+
+def own_variables(layer: Any) -> list[Any]:
+    """The weights and seed states of a layer, without those of the layers in it (keras/src/layers/layer.py)."""
+    seeds = [generator.state for generator in layer._seed_generators]
+    return [*layer._trainable_variables, *layer._non_trainable_variables, *seeds]
+
+
+def optimized_variables(optimizer: Any) -> list[Any]:
+    """The variables that an optimizer was built for, in its order (keras/src/optimizers/base_optimizer.py, `build`)."""
+    return list(optimizer._trainable_variables)
+
+
+def compile_arguments(model: Any) -> dict[str, Any]:
+    """What was given to `compile`, as the objects themselves (keras/src/trainers/trainer.py, `compile`)."""
+    given = dict(model._compile_config.config)
+    # Ours keep beside it that "auto" was asked for (keras_dist_ext/model.py).
+    automatic = getattr(model, "_steps_per_execution_is_auto", False)
+    return {**given, "steps_per_execution": "auto" if automatic else model.steps_per_execution}
+
+
+def has_own_config(model: Any) -> bool:
+    """Whether a model's `get_config` is not Keras' own (keras/src/layers/layer.py, models/functional.py)."""
+    return type(model).get_config.__module__.partition(".")[0] != "keras"
+
+
+def is_serializable_dict(value: Any) -> bool:
+    """Whether it holds constructor arguments for a config (keras/src/saving/serialization_lib.py)."""
+    return isinstance(value, serialization_lib.SerializableDict)
+
+
+def share_registered_name(cls: type, twin: type) -> None:
+    """Have `twin` saved under the name of `cls`, without loading it by that name (saving/object_registration.py)."""
+    if cls in object_registration.GLOBAL_CUSTOM_NAMES:
+        object_registration.GLOBAL_CUSTOM_NAMES[twin] = object_registration.GLOBAL_CUSTOM_NAMES[cls]
+
+
+def new_input(tensor: Any) -> Any:
+    """A new `keras.Input` like the one that a symbolic tensor came from (keras/src/backend/common/keras_tensor.py)."""
+    layer = tensor._keras_history.operation
+    return keras.Input(
+        batch_shape=tensor.shape,
+        dtype=tensor.dtype,
+        sparse=tensor.sparse,
+        name=layer.name,
+        optional=getattr(layer, "optional", False),
+    )

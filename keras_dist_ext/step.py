@@ -23,7 +23,11 @@ import tensorflow as tf
 from keras_dist_ext import _keras, data
 from keras_dist_ext._keras import keras, tree
 
-__all__ = ["ReplicaStep", "StepProgram"]
+__all__ = ["PredictProgram", "ReplicaStep", "StepProgram", "UnknownLossDegrees"]
+
+
+class UnknownLossDegrees(Exception):
+    """A layer's additional loss is met before it is known how it grows with the rows of a batch."""
 
 
 class ReplicaStep:
@@ -90,17 +94,25 @@ class ReplicaStep:
         factor = tf.math.divide_no_nan(count, global_count) * self._inverse_share
         return local * tf.cast(tf.stop_gradient(factor), local.dtype)
 
+    def additional_loss(self, local: tf.Tensor, degree: Any) -> tf.Tensor:
+        """Turn what a layer gave to ``add_loss`` into a mean: it grows with the rows to the power ``degree``."""
+        factor = self._inverse_share
+        return local * tf.cast(factor ** float(degree), local.dtype) if degree else local
+
     def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Make a scalar that a step gives to a ``Mean`` count once for the global batch, not once a replica."""
         if self.num_replicas == 1:
             return values, sample_weight
-        if len(getattr(values, "shape", ())) > 0:
-            if metric is self.model._loss_tracker and len(getattr(sample_weight, "shape", (1,))) == 0:
-                sample_weight = tf.cast(self.global_rows, tf.float32)
+        is_scalar = len(getattr(values, "shape", ())) == 0
+        if is_scalar and sample_weight is None:
+            sample_weight = self.share
+        elif not is_scalar and (sample_weight is None or len(getattr(sample_weight, "shape", ())) > 0):
             return values, sample_weight
-        if self._can_be_empty:
-            values = tf.where(tf.cast(self.rows, tf.int32) > 0, values, tf.zeros_like(values))
-        return values, self.share if sample_weight is None else sample_weight
+        if self._can_be_empty:  # the mean of nothing is not a number, and weighs nothing
+            values = tf.convert_to_tensor(values)
+            mean = tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(tf.size(values), values.dtype))
+            values = tf.where(tf.cast(self.rows, tf.int32) > 0, mean, tf.zeros_like(mean))
+        return values, sample_weight
 
     def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any:
         """Weight the loss by the replica's share (a vector of losses is a sum: its weight is 1)."""
@@ -210,6 +222,29 @@ class ReplicaStep:
         """Leave gradients alone: ``apply`` sums them."""
         return grads_and_vars
 
+    def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
+        """All-reduce inside a layer by plain additions where replicas share memory, else as TensorFlow does.
+
+        TensorFlow's collectives of several strategies in a process take each other's keys (tensorflow#62790).
+        """
+        if not shares_memory(self.strategy) or self.num_replicas == 1 or _keras.in_xla():
+            with _keras.intercept(None):
+                return original(reduce_op, value)
+        factor = 1.0
+        if tf.distribute.ReduceOp.MEAN in (reduce_op, getattr(reduce_op, "value", None)) or reduce_op == "MEAN":
+            factor = 1.0 / self.num_replicas
+        flat = tf.nest.flatten(value)
+        summed = self._differentiable_sum(*[tf.convert_to_tensor(v) for v in flat])
+        return tf.nest.pack_sequence_as(value, [_times(v, factor) if factor != 1.0 else v for v in summed])
+
+    def _differentiable_sum(self, *values: tf.Tensor) -> list[tf.Tensor]:
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def total(*values: tf.Tensor) -> Any:
+            return self.sum_over_replicas(values), lambda *upstream: self.sum_over_replicas(upstream)
+
+        summed = total(*values)
+        return list(summed) if isinstance(summed, (list, tuple)) else [summed]
+
     # Around the user's step
 
     def note_result(self, metric: Any, value: Any) -> Any:
@@ -245,6 +280,9 @@ class _LocalUpdate:
 
     def all_reduce_gradients(self, grads_and_vars: Any) -> Any:
         return grads_and_vars
+
+    def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
+        return original(reduce_op, value)
 
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
         local = _keras.local_component(variable)
@@ -322,6 +360,7 @@ class StepProgram:
             (lambda f: f) if model.run_eagerly else tf.function(autograph=False, reduce_retracing=True)
         )
         self.on_batch = wrap(self._on_batch)
+        self.on_rows_of_worker = wrap(self._on_rows_of_worker)
         self.on_iterator = self._on_iterator_eagerly if model.run_eagerly else wrap(self._on_iterator)
         self.on_optional = self._on_optional_eagerly if model.run_eagerly else wrap(self._on_optional)
 
@@ -330,6 +369,10 @@ class StepProgram:
     def _on_batch(self, batch: Any) -> Any:
         """Run one step on a batch (global, or per replica) and return its logs."""
         return self._logs(self._one(batch))
+
+    def _on_rows_of_worker(self, batch: Any) -> Any:
+        """Run one step on rows that this worker alone has read."""
+        return self._logs(self._one(batch, of_worker=True))
 
     def _on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
         """Run exactly ``num_steps`` steps in the graph and return the logs of the last."""
@@ -375,27 +418,31 @@ class StepProgram:
 
     # One step
 
-    def _one(self, batch: Any) -> list[tf.Tensor]:
+    def _one(self, batch: Any, *, of_worker: bool = False) -> list[tf.Tensor]:
         """Run one step over all replicas; return each local replica's leaves of the logs that no metric holds."""
         batch = data.without_optionals(batch)
-        per_replica = is_per_replica(batch)
+        cut = "not" if is_per_replica(batch) else "worker" if of_worker else "global"
         with self._noted_results():
-            outputs = self.strategy.run(self._replica, args=(batch, per_replica))
+            outputs = self.strategy.run(self._replica, args=(batch, cut))
         return [part for value in outputs for part in self.strategy.experimental_local_results(value)]
 
-    def _replica(self, batch: Any, per_replica: bool) -> list[tf.Tensor]:
-        context = tf.distribute.get_replica_context()
-        num_replicas = context.num_replicas_in_sync
-        if per_replica:
-            rows = data.num_rows(batch) if num_replicas > 1 else 1
-            global_rows = self._global_rows(rows, num_replicas)
-        elif num_replicas == 1:
-            rows = global_rows = 1
-        else:
+    def _replica(self, batch: Any, cut: str) -> list[tf.Tensor]:
+        """Run the user's step on this replica's rows.
+
+        ``cut`` says what the batch is: the "global" one, the rows of this "worker", or "not" to be cut any more.
+        """
+        num_replicas = self.num_replicas
+        if num_replicas == 1:
+            rows: Any = 1
+            global_rows: Any = 1
+        elif cut == "global":
             global_rows = data.num_rows(batch)
-            with tf.device("/device:CPU:0"):
-                batch = data.replica_rows(batch, context.replica_id_in_sync_group, num_replicas)
-                rows = data.num_rows(batch)
+            batch = rows_of_replica(batch, self.strategy)
+            rows = data.num_rows(batch)
+        else:
+            batch = rows_of_replica(batch, self.strategy, of_worker=True) if cut == "worker" else batch
+            rows = data.num_rows(batch)
+            global_rows = self._global_rows(rows, num_replicas, is_even=cut == "not")
         step = ReplicaStep(self.model, rows, global_rows)
         with _keras.intercept(step):
             logs = self._user_step(batch)
@@ -405,8 +452,8 @@ class StepProgram:
         self._log_plan = tree.map_structure(lambda leaf: step.results.get(id(leaf), (_VALUE, None))[0], logs)
         return extra
 
-    def _global_rows(self, rows: int | tf.Tensor, num_replicas: int) -> int | tf.Tensor:
-        if isinstance(rows, int) and not tf.executing_eagerly():
+    def _global_rows(self, rows: int | tf.Tensor, num_replicas: int, *, is_even: bool) -> int | tf.Tensor:
+        if is_even and isinstance(rows, int) and not tf.executing_eagerly():
             return rows * num_replicas  # TensorFlow makes a static batch dimension only where all replicas have it
         total = tf.distribute.get_replica_context().merge_call(_sum_over_replicas, args=([tf.cast(rows, tf.float32)],))[
             0
@@ -453,6 +500,16 @@ class StepProgram:
             return tree.map_structure(
                 lambda metric: next(local) if metric is _VALUE else metric.result(), self._log_plan
             )
+
+
+def rows_of_replica(batch: Any, strategy: tf.distribute.Strategy, *, of_worker: bool = False) -> Any:
+    """Cut this replica's rows out of the global batch, or out of those of its worker."""
+    replica, num_replicas = _keras.replica_id(), strategy.num_replicas_in_sync
+    if of_worker:
+        num_replicas = len(strategy.extended.worker_devices)
+        replica = replica % num_replicas
+    with tf.device("/device:CPU:0"):
+        return data.replica_rows(batch, replica, num_replicas)
 
 
 _VALUE = object()  # in a log plan: a leaf that no metric holds
@@ -515,27 +572,25 @@ class PredictProgram:
             self._one if model.run_eagerly else tf.function(self._one, autograph=False, reduce_retracing=True)
         )
 
-    def on_batches(self, batches: Sequence[Any]) -> Any:
+    def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:
         """Predict each batch and concatenate the outputs along the rows."""
-        outputs = [self._on_batch(batch) for batch in batches]
+        outputs = [self._on_batch(batch, of_worker) for batch in batches]
         return outputs[0] if len(outputs) == 1 else tree.map_structure(lambda *parts: _concat(parts), *outputs)
 
-    def _one(self, batch: Any) -> Any:
+    def _one(self, batch: Any, of_worker: bool) -> Any:
         batch = data.without_optionals(batch)
         if self.strategy.num_replicas_in_sync == 1:
             return self.strategy.run(self._step, args=(batch,))
-        per_replica = is_per_replica(batch)
-        outputs = self.strategy.run(self._replica, args=(batch, per_replica))
+        cut = "not" if is_per_replica(batch) else "worker" if of_worker else "global"
+        outputs = self.strategy.run(self._replica, args=(batch, cut))
         if len(self.strategy.extended.worker_devices) == self.strategy.num_replicas_in_sync:
             return tree.map_structure(lambda v: _concat(self.strategy.experimental_local_results(v)), outputs)
         return tree.map_structure(lambda v: self.strategy.gather(v, axis=0), outputs)
 
-    def _replica(self, batch: Any, per_replica: bool) -> Any:
-        context = tf.distribute.get_replica_context()
-        if not per_replica:
-            with tf.device("/device:CPU:0"):
-                batch = data.replica_rows(batch, context.replica_id_in_sync_group, context.num_replicas_in_sync)
-        with _keras.intercept(ReplicaStep(self.model, 1, context.num_replicas_in_sync)):
+    def _replica(self, batch: Any, cut: str) -> Any:
+        if cut != "not":
+            batch = rows_of_replica(batch, self.strategy, of_worker=cut == "worker")
+        with _keras.intercept(ReplicaStep(self.model, 1, self.strategy.num_replicas_in_sync)):
             return self._step(batch)
 
 

@@ -2,7 +2,7 @@
 
     gather_facts(environ) -> Facts -> decide(name, facts) -> Decision -> pick_strategy builds it -> StrategyChoice
 
-Facts and decisions are plain values: everything is checked on them, before TensorFlow is initialised or connects.
+Facts and decisions are plain values: what can be checked is checked on them, before TensorFlow starts or connects.
 """
 
 import contextlib
@@ -15,18 +15,23 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import tensorflow as tf
 
 from keras_dist_ext.errors import ClusterError, StrategyError
 
-__all__ = ["pick_strategy", "StrategyChoice", "list_devices", "gather_facts", "Facts", "Cluster", "decide", "Decision"]
+__all__ = ["pick_strategy", "StrategyChoice", "list_devices", "gather_facts", "Facts", "decide", "Decision", "Cluster"]
 
 NAMES = ("auto", "one_device", "mirrored", "multi_worker", "tpu", "parameter_server")
+JOBS = ("chief", "worker", "ps", "evaluator")
 TPU_VARIABLES = ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "COLAB_TPU_ADDR")
 TPU_PROBE_SECONDS = 5.0
-JOBS = ("chief", "worker", "ps", "evaluator")
+TF_CONFIG_EXAMPLE = (
+    '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 0}}'
+)
+
+Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ def pick_strategy(
     *,
     devices: Sequence[str] | None = None,
     num_replicas: int | None = None,
-    cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+    cluster_resolver: Resolver | None = None,
     tpu: str | None = None,
     implementation: str = "auto",
     bytes_per_pack: int = 0,
@@ -67,7 +72,7 @@ def pick_strategy(
 ) -> StrategyChoice:
     """Pick the strategy that is asked for, or the one that fits this process, and say why.
 
-    `"auto"` takes, in this order: the cluster that TF_CONFIG (or `cluster_resolver`, or a SLURM step of several tasks)
+    `"auto"` takes, in this order: the cluster that `cluster_resolver`, TF_CONFIG or a SLURM step of several tasks
     describes; `devices` or `num_replicas`; a TPU; all GPUs; all logical CPU devices. One object is made for a set of
     devices in a process, and handed out again (tensorflow#62790: a second MirroredStrategy reuses collective keys).
 
@@ -88,8 +93,8 @@ def pick_strategy(
         devices: logical devices of this process, such as `["GPU:0", "GPU:1"]`, for `one_device` and `mirrored`.
         num_replicas: the first so many GPUs; without GPUs, so many logical CPU devices, which are made if TensorFlow is
             not initialised yet.
-        cluster_resolver: a resolver of TensorFlow's, say KubernetesClusterResolver, to be asked instead of TF_CONFIG.
-            In a SLURM step, TF_CONFIG and this argument come first; give each task GPUs of its own (--gpus-per-task).
+        cluster_resolver: a resolver of TensorFlow's, say KubernetesClusterResolver, to be asked instead of TF_CONFIG
+            and SLURM. (SLURM: give each task GPUs of its own, --gpus-per-task.)
         tpu: name or `grpc://` address of a TPU, or `local`; otherwise TPU_NAME and its like are read.
         implementation: of the collectives of `multi_worker`: `auto`, `ring` or `nccl`. With `auto` as the name, this
             and the next two count when several workers train, and the reason says when they do not.
@@ -114,22 +119,7 @@ def pick_strategy(
                 "takes none of them. Leave them out."
             )
         reason += "; communication options unused"
-    if decision.name == "mirrored":
-        _make_cpu_devices(decision.num_cpus_to_make, facts.devices)
-        strategy = _mirrored(decision.devices)
-    elif decision.name == "one_device":
-        strategy = _one_device(decision.devices[0])
-    elif decision.name == "tpu":
-        assert facts.tpu is not None
-        strategy = _tpu(facts.tpu)
-    else:
-        assert facts.cluster is not None
-        num_gpus = len(_of_type("GPU", facts.devices))
-        if decision.name == "multi_worker":
-            strategy = _multi_worker(facts.cluster, cluster_resolver, num_gpus, communication)
-        else:
-            strategy = _parameter_server(facts.cluster, cluster_resolver, num_gpus)
-    return StrategyChoice(strategy, decision.name, reason)
+    return StrategyChoice(_build(decision, facts, communication), decision.name, reason)
 
 
 @dataclass(frozen=True)
@@ -153,6 +143,23 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _build(decision: "Decision", facts: "Facts", communication: _Communication) -> tf.distribute.Strategy:
+    if decision.name == "one_device":
+        _make_cpu_devices(decision.num_cpus_to_make, facts.devices)
+        return _one_device(decision.devices[0])
+    if decision.name == "mirrored":
+        _make_cpu_devices(decision.num_cpus_to_make, facts.devices)
+        return _mirrored(decision.devices)
+    if decision.name == "tpu":
+        assert facts.tpu is not None
+        return _tpu(facts.tpu)
+    assert facts.cluster is not None
+    num_gpus = len(_of_type("GPU", facts.devices))
+    if decision.name == "multi_worker":
+        return _multi_worker(facts.cluster, num_gpus, communication)
+    return _parameter_server(facts.cluster, num_gpus)
+
+
 def _make_cpu_devices(num_devices: int, existing: Sequence[str]) -> None:
     if not num_devices:
         return
@@ -162,15 +169,10 @@ def _make_cpu_devices(num_devices: int, existing: Sequence[str]) -> None:
         )
     except RuntimeError as error:
         raise StrategyError(
-            f"num_replicas={num_devices} needs {num_devices} logical CPU devices, but TensorFlow is initialised already "
-            f"and has {_listed(existing)}. Call pick_strategy before anything else uses TensorFlow, or ask for at most "
-            f"{len(_of_type('CPU', existing))}."
+            f"num_replicas={num_devices} needs {num_devices} logical CPU devices, but TensorFlow is initialised "
+            f"already and has {_listed(existing)}. Call pick_strategy before anything else uses TensorFlow, or ask for "
+            f"at most {len(_of_type('CPU', existing))}."
         ) from error
-
-
-@functools.cache
-def _mirrored(devices: tuple[str, ...]) -> tf.distribute.Strategy:
-    return tf.distribute.MirroredStrategy(list(devices))
 
 
 @functools.cache
@@ -179,66 +181,8 @@ def _one_device(device: str) -> tf.distribute.Strategy:
 
 
 @functools.cache
-def _multi_worker(
-    cluster: "Cluster",
-    resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
-    num_gpus: int,
-    communication: _Communication,
-) -> tf.distribute.Strategy:
-    if communication.implementation == "NCCL" and not num_gpus:
-        raise StrategyError("implementation='nccl' needs GPUs, and this worker has none. Use 'ring' or 'auto'.")
-    _check_port_is_free(cluster)
-    try:
-        return tf.distribute.MultiWorkerMirroredStrategy(
-            resolver or _resolver_of(cluster, num_gpus),
-            tf.distribute.experimental.CommunicationOptions(
-                bytes_per_pack=communication.bytes_per_pack,
-                timeout_seconds=communication.timeout_seconds,
-                implementation=tf.distribute.experimental.CommunicationImplementation[communication.implementation],
-            ),
-        )
-    except RuntimeError as error:
-        if "program startup" not in str(error):
-            raise
-        raise StrategyError(
-            "TensorFlow is initialised already, and a worker can join its cluster only before that. Call pick_strategy "
-            "before anything else makes a tensor, a variable or a strategy."
-        ) from error
-
-
-@functools.cache
-def _parameter_server(
-    cluster: "Cluster", resolver: tf.distribute.cluster_resolver.ClusterResolver | None, num_gpus: int
-) -> tf.distribute.Strategy:
-    _check_port_is_free(cluster)
-    return tf.distribute.ParameterServerStrategy(resolver or _resolver_of(cluster, num_gpus))
-
-
-def _check_port_is_free(cluster: "Cluster") -> None:
-    """Raise when another process listens on this task's port; TensorFlow would not say which port it was."""
-    if cluster.task_type is None:  # a coordinator outside the cluster takes any port
-        return
-    address = cluster.addresses(cluster.task_type)[cluster.task_index]
-    port = int(address.rpartition(":")[2])
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed is free
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise ClusterError(
-                f"{cluster.source} gives {cluster.task} the address {address}, but port {port} of this machine cannot be "
-                f"had ({error.strerror}). Is another run still alive? End it, or give the cluster another port."
-            ) from error
-
-
-def _resolver_of(cluster: "Cluster", num_gpus: int) -> tf.distribute.cluster_resolver.ClusterResolver:
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({job: list(cluster.addresses(job)) for job in JOBS if cluster.addresses(job)}),
-        task_type=cluster.task_type,
-        task_id=cluster.task_index,
-        num_accelerators={"GPU": num_gpus},
-        rpc_layer=cluster.rpc_layer or "grpc",
-    )
+def _mirrored(devices: tuple[str, ...]) -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy(list(devices))
 
 
 @functools.cache
@@ -253,9 +197,70 @@ def _tpu(tpu: str) -> tf.distribute.Strategy:
         return tf.distribute.TPUStrategy(resolver_class.connect(tpu))
     except (OSError, ImportError, RuntimeError, ValueError, tf.errors.OpError) as error:
         raise StrategyError(
-            f"The TPU {tpu!r} cannot be had: {error}. Check its name or address (argument tpu, or one of "
-            f"{', '.join(TPU_VARIABLES)}), that it runs, and that this TensorFlow is built for TPUs."
+            f"The TPU {tpu!r} cannot be had: {str(error).partition(chr(10))[0]}. Check its name or address (argument "
+            f"tpu, or one of {', '.join(TPU_VARIABLES)}), that it runs, and that this TensorFlow is built for TPUs."
         ) from error
+
+
+@functools.cache
+def _multi_worker(cluster: "Cluster", num_gpus: int, communication: _Communication) -> tf.distribute.Strategy:
+    if _multi_worker.cache_info().currsize:
+        raise StrategyError(
+            "This process has joined a cluster already, with other addresses or communication options, and can join "
+            "one only. Call pick_strategy with the same arguments as before."
+        )
+    if communication.implementation == "NCCL" and not num_gpus:
+        raise StrategyError("implementation='nccl' needs GPUs, and this worker has none. Use 'ring' or 'auto'.")
+    _check_port_is_free(cluster)
+    try:
+        return tf.distribute.MultiWorkerMirroredStrategy(
+            _resolver_of(cluster, num_gpus),
+            tf.distribute.experimental.CommunicationOptions(
+                bytes_per_pack=communication.bytes_per_pack,
+                timeout_seconds=communication.timeout_seconds,
+                implementation=communication.implementation,
+            ),
+        )
+    except RuntimeError as error:
+        if "program startup" not in str(error):
+            raise
+        raise StrategyError(
+            "TensorFlow is initialised already, and a worker can join its cluster only before that. Call pick_strategy "
+            "before anything else makes a tensor, a variable or a strategy."
+        ) from error
+
+
+@functools.cache
+def _parameter_server(cluster: "Cluster", num_gpus: int) -> tf.distribute.Strategy:
+    _check_port_is_free(cluster)
+    return tf.distribute.ParameterServerStrategy(_resolver_of(cluster, num_gpus))
+
+
+def _check_port_is_free(cluster: "Cluster") -> None:
+    """Raise when this task's port is taken; TensorFlow would not say which port it was."""
+    if cluster.task_type is None:  # a coordinator outside the cluster takes any port
+        return
+    address = cluster.addresses(cluster.task_type)[cluster.task_index]
+    port = int(address.rpartition(":")[2])
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed is free
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ClusterError(
+                f"{cluster.source} gives {cluster.task} the address {address}, but port {port} of this machine cannot "
+                f"be had ({error.strerror}). Is another run still alive? End it, or give the cluster another port."
+            ) from error
+
+
+def _resolver_of(cluster: "Cluster", num_gpus: int) -> Resolver:
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({job: list(cluster.addresses(job)) for job in JOBS if cluster.addresses(job)}),
+        task_type=cluster.task_type,
+        task_id=cluster.task_index,
+        num_accelerators={"GPU": num_gpus},
+        rpc_layer=cluster.rpc_layer or "grpc",
+    )
 
 
 @dataclass(frozen=True)
@@ -268,98 +273,14 @@ class Facts:
     num_slurm_tasks: int = 0  # tasks of the SLURM allocation, when srun did not start this process; 0: no such thing
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Which processes train together, and which one this is; checked, so that TensorFlow will not wait in vain."""
-
-    source: str  # who says so
-    chief: tuple[str, ...] = ()  # addresses, host:port
-    worker: tuple[str, ...] = ()
-    ps: tuple[str, ...] = ()
-    evaluator: tuple[str, ...] = ()
-    task_type: str | None = None  # None: a coordinator of parameter servers, outside the cluster
-    task_index: int = 0
-    rpc_layer: str | None = None
-
-    @property
-    def num_workers(self) -> int:
-        """How many processes compute gradients: the chief, if any, and the workers."""
-        return len(self.chief) + len(self.worker)
-
-    @property
-    def task(self) -> str:
-        """This process' part, such as `worker 1`."""
-        return f"{self.task_type} {self.task_index}"
-
-    def addresses(self, job: str) -> tuple[str, ...]:
-        """Return the addresses of a job, one of JOBS."""
-        return {"chief": self.chief, "worker": self.worker, "ps": self.ps, "evaluator": self.evaluator}[job]
-
-    def __post_init__(self) -> None:
-        """Check what TensorFlow would meet as a hang, or as an error that does not name the culprit."""
-        seen: dict[str, str] = {}
-        for job in JOBS:
-            for index, address in enumerate(self.addresses(job)):
-                _check_address(self.source, f"{job} {index}", address)
-                if address in seen:
-                    raise ClusterError(
-                        f"{self.source} gives {address} to both {seen[address]} and {job} {index}. They would wait for "
-                        "each other for up to an hour. Give each task an address of its own."
-                    )
-                seen[address] = f"{job} {index}"
-        if len(self.chief) > 1:
-            raise ClusterError(
-                f"{self.source} lists {len(self.chief)} chiefs; there can be one. Make the others workers."
-            )
-        if not self.num_workers:
-            raise ClusterError(f"{self.source} lists no worker. Add the addresses of the workers: {_EXAMPLE}")
-        self._check_task()
-
-    def _check_task(self) -> None:
-        if self.task_type is None:
-            if not self.ps:
-                raise ClusterError(
-                    f"{self.source} does not say which task this process is. Set task_type and task_id of the resolver."
-                )
-            return
-        if self.task_type not in JOBS:
-            raise ClusterError(
-                f"{self.source} calls this process a {self.task_type!r}{_close(self.task_type, JOBS)}. There are "
-                f"{', '.join(JOBS)}."
-            )
-        num_tasks = len(self.addresses(self.task_type))
-        if not num_tasks and self.task_type != "evaluator":  # an evaluator need not be listed, says TensorFlow
-            jobs = ", ".join(job for job in JOBS if self.addresses(job))
-            raise ClusterError(
-                f"{self.source} calls this process {self.task}, but its cluster lists only {jobs}. List the {self.task_type} "
-                "too, or correct the task."
-            )
-        if not 0 <= self.task_index < max(num_tasks, 1):
-            raise ClusterError(
-                f"{self.source} calls this process {self.task}, but lists {num_tasks} {self.task_type} addresses (indexes 0 to "
-                f"{num_tasks - 1}): {', '.join(self.addresses(self.task_type))}. Correct the index, or list the address."
-            )
-
-
-_EXAMPLE = '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 0}}'
-
-
-def _check_address(source: str, task: str, address: object) -> None:
-    match = re.fullmatch(r"([\w.-]+|\[[\da-fA-F:.]+\]):(\w+)", address) if isinstance(address, str) else None
-    if match is None:
-        raise ClusterError(f"{source} gives {task} the address {address!r}; write host:port, such as '10.0.0.1:2222'.")
-    if not re.fullmatch(r"[0-9]{1,5}", match[2]) or not 1 <= int(match[2]) <= 65535:
-        raise ClusterError(f"{source} gives {task} the address {address!r}: its port is not a number from 1 to 65535.")
-
-
 def gather_facts(
     environ: Mapping[str, str] = os.environ,
     *,
-    cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+    cluster_resolver: Resolver | None = None,
     tpu: str | None = None,
     device_lister: Callable[[], Sequence[str]] = list_devices,
 ) -> Facts:
-    """Read what a choice depends on; change and connect nothing.
+    """Read what a choice depends on; start and connect nothing.
 
     Raises:
         ClusterError: TF_CONFIG, SLURM or the resolver describes no cluster that could train.
@@ -367,125 +288,14 @@ def gather_facts(
     devices = tuple(device_lister())
     cluster, num_slurm_tasks = None, 0
     if cluster_resolver is not None:
-        cluster = _cluster_of(cluster_resolver, type(cluster_resolver).__name__)
+        cluster = _cluster_of(lambda: cluster_resolver, type(cluster_resolver).__name__)
     elif "TF_CONFIG" in environ:
-        _check_tf_config(environ["TF_CONFIG"])
-        with _environment(environ, "TF_CONFIG"):
-            cluster = _cluster_of(tf.distribute.cluster_resolver.TFConfigClusterResolver(), "TF_CONFIG")
+        cluster = _tf_config_cluster(environ)
     elif _num_tasks(environ, "SLURM_STEP_NUM_TASKS") > 1:
         cluster = _slurm_cluster(environ)
     elif "SLURM_STEP_NUM_TASKS" not in environ and (num_tasks := _num_tasks(environ, "SLURM_NTASKS")) > 1:
         num_slurm_tasks = num_tasks
     return Facts(devices, cluster, tpu or _tpu_of(environ, devices), num_slurm_tasks)
-
-
-def _check_tf_config(text: str) -> None:
-    """Raise unless the text has the shape that TFConfigClusterResolver takes for granted."""
-
-    def refuse(found: str) -> NoReturn:
-        shown = text if len(text) <= 200 else f"{text[:200]}..."
-        raise ClusterError(f"TF_CONFIG {found}: {shown!r}. Unset it to train alone, or write, say, {_EXAMPLE}")
-
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        refuse(f"is not JSON ({error})" if text.strip() else "is set but empty")
-    if not isinstance(config, dict):
-        refuse(f"is a JSON {_json_type(config)}, not an object")
-    for key in ("cluster", "task"):
-        if key not in config:
-            refuse(f"lacks {key!r}")
-        if not isinstance(config[key], dict):
-            refuse(f"has a JSON {_json_type(config[key])}, not an object, as its {key!r}")
-    if not any(config["cluster"].values()):
-        refuse("has an empty 'cluster'")
-    for job, addresses in config["cluster"].items():
-        if job not in JOBS:
-            refuse(f"lists a job {job!r}{_close(job, JOBS)}; there are {', '.join(JOBS)}")
-        if not isinstance(addresses, list):
-            refuse(f"has a JSON {_json_type(addresses)}, not a list, as the addresses of {job!r}")
-        for index, address in enumerate(addresses):
-            _check_address("TF_CONFIG", f"{job} {index}", address)
-    for key in ("type", "index"):
-        if key not in config["task"]:
-            refuse(f"lacks {key!r} in its 'task'")
-    if not re.fullmatch(r"-?[0-9]+", str(config["task"]["index"])):
-        refuse(f"has the task index {config['task']['index']!r}, which is no whole number")
-
-
-def _json_type(value: object) -> str:
-    return {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")
-
-
-def _close(name: str, names: Sequence[str]) -> str:
-    matches = difflib.get_close_matches(name.lower(), names, n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
-
-
-@contextlib.contextmanager
-def _environment(environ: Mapping[str, str], prefix: str) -> Iterator[None]:
-    """Let TensorFlow's resolvers, which know only os.environ, read the variables of `environ`."""
-    if environ is os.environ:
-        yield
-        return
-    saved = {key: value for key, value in os.environ.items() if key.startswith(prefix)}
-    given = {key: value for key, value in environ.items() if key.startswith(prefix)}
-    try:
-        _replace(saved, given)
-        yield
-    finally:
-        _replace(given, saved)
-
-
-def _replace(old: Mapping[str, str], new: Mapping[str, str]) -> None:
-    for key in old:
-        del os.environ[key]
-    os.environ.update(new)
-
-
-def _cluster_of(resolver: tf.distribute.cluster_resolver.ClusterResolver, source: str) -> Cluster:
-    jobs: dict[str, Any] = resolver.cluster_spec().as_dict()
-    for job in jobs:
-        if job not in JOBS:
-            raise ClusterError(f"{source} lists a job {job!r}{_close(job, JOBS)}. There are {', '.join(JOBS)}.")
-    return Cluster(
-        source,
-        **{job: tuple(addresses) for job, addresses in jobs.items()},
-        task_type=resolver.task_type,
-        task_index=resolver.task_id or 0,
-        rpc_layer=resolver.rpc_layer,
-    )
-
-
-def _slurm_cluster(environ: Mapping[str, str]) -> Cluster:
-    num_tasks = _num_tasks(environ, "SLURM_STEP_NUM_TASKS")
-    # "A GPU a task" only because the resolver divides by zero where there is none, and calls nvidia-smi where it is not
-    # told (slurm_cluster_resolver.py, TensorFlow 2.21). We take the addresses; TensorFlow finds the GPUs.
-    try:
-        with _environment(environ, "SLURM_"):
-            resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
-                gpus_per_node=num_tasks, gpus_per_task=1, auto_set_gpu=False
-            )
-            resolver.cluster_spec()  # sets the resolver's task_type and task_id
-            cluster = _cluster_of(resolver, "SLURM")
-    except (RuntimeError, ValueError, KeyError) as error:
-        if isinstance(error, ClusterError):
-            raise
-        shown = {
-            key: value for key, value in sorted(environ.items()) if key.startswith(("SLURM_STEP_", "SLURM_PROCID"))
-        }
-        raise ClusterError(
-            f"SLURM started {num_tasks} tasks, but its variables describe no cluster ({error}): {shown}. Start the program "
-            "with srun, or set TF_CONFIG."
-        ) from error
-    host = cluster.addresses("worker")[cluster.task_index].rpartition(":")[0]
-    # The resolver sorts hosts by name, n10 before n2, but SLURM numbers tasks in its own order.
-    if host != (own := environ.get("SLURMD_NODENAME", host)):
-        raise ClusterError(
-            f"TensorFlow's SlurmClusterResolver puts task {cluster.task_index} on {host}, but it runs on {own}: it takes "
-            f"hosts in order of their names ({', '.join(cluster.worker)}), and SLURM does not here. Set TF_CONFIG instead."
-        )
-    return cluster
 
 
 def _num_tasks(environ: Mapping[str, str], variable: str) -> int:
@@ -519,53 +329,57 @@ class Decision:
 def decide(
     name: str, facts: Facts, *, devices: Sequence[str] | None = None, num_replicas: int | None = None
 ) -> Decision:
-    """Decide which strategy to build from facts alone; see `pick_strategy`.
+    """Decide which strategy to build, from facts alone; see `pick_strategy`.
+
+        >>> decide("auto", Facts(devices=("CPU:0", "GPU:0", "GPU:1"))).reason
+        '2 GPUs, no TF_CONFIG'
 
     Raises:
         StrategyError: the strategy cannot be had with these facts; the message names what there is.
         ClusterError: the strategy and the cluster do not go together.
     """
-    if name not in NAMES:
-        guess = _close(name.lower().removesuffix("strategy"), NAMES) if isinstance(name, str) else ";"
-        shown = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"
-        raise StrategyError(f"There is no strategy {shown}{guess or ';'} There are {', '.join(NAMES)}.")
+    _check_name(name)
     if num_replicas is not None and (not _is_int(num_replicas) or num_replicas < 1):
         raise StrategyError(f"num_replicas is {num_replicas!r}; give a whole number from 1 up.")
     asked = None if devices is None else _check_devices(devices, facts.devices, num_replicas)
+    why = "asked for by name"
     if name == "auto":
-        why = _why(facts)
-        name = _auto(facts, asked, num_replicas)
-    else:
-        why = "asked for by name"
-    if name not in ("one_device", "mirrored"):
-        if asked or num_replicas:
-            raise StrategyError(
-                f"devices and num_replicas choose among the devices of one process; {name!r} ({why}) takes what each "
-                "process finds. Leave them out; for more replicas, start more workers."
-            )
-        return _decide_cluster(name, facts, why)
-    return _decide_local(name, facts, why, asked, num_replicas)
+        name, why = _auto(facts, asked, num_replicas), _describe(facts.cluster)
+    if name in ("one_device", "mirrored"):
+        return _decide_local(name, facts, why, asked, num_replicas)
+    if asked or num_replicas:
+        raise StrategyError(
+            f"devices and num_replicas choose among the devices of one process; {name!r} ({why}) takes what each "
+            "process finds. Leave them out; for more replicas, start more workers."
+        )
+    if name == "tpu":
+        return _decide_tpu(facts, why)
+    return _decide_cluster(name, facts.cluster)
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise StrategyError(f"name is of type {type(name).__name__}; give a string, one of {', '.join(NAMES)}.")
+    if name not in NAMES:
+        guess = _close(name.lower().removesuffix("strategy"), NAMES)
+        raise StrategyError(f"There is no strategy {name!r}{guess or '.'} There are {', '.join(NAMES)}.")
+
+
+def _close(name: str, names: Sequence[str]) -> str:
+    matches = difflib.get_close_matches(name.lower(), names, n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def _check_devices(devices: Sequence[str], existing: Sequence[str], num_replicas: int | None) -> tuple[str, ...]:
     if isinstance(devices, str):
         raise StrategyError(f"devices is the string {devices!r}; give a list: devices=[{devices!r}].")
-    names = []
-    for device in devices:
-        # As in "GPU:0", "/gpu:0", "/device:GPU:0" and the full name that TensorFlow lists.
-        pattern = r"(?i)(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z_]+):([0-9]+)"
-        match = re.fullmatch(pattern, str(getattr(device, "name", device)))
-        if match is None:
-            raise StrategyError(
-                f"{device!r} names no device of this process; write, say, 'GPU:0'. {_there_are(existing)}"
-            )
-        names.append(f"{match[1].upper()}:{int(match[2])}")
+    names = [_canonical(device, existing) for device in devices]
     if not names:
         raise StrategyError(f"devices is empty; name at least one. {_there_are(existing)}")
     if missing := [name for name in names if name not in existing]:
         raise StrategyError(
-            f"{', '.join(missing)}: no such device; training on it would hang. {_there_are(existing)} num_replicas= makes "
-            "logical CPU devices."
+            f"devices names {', '.join(missing)}, which this process does not have; training there would hang. "
+            f"{_there_are(existing)} For logical CPU devices, give num_replicas= instead."
         )
     if doubles := [name for name, count in Counter(names).items() if count > 1]:
         raise StrategyError(f"devices names {', '.join(doubles)} more than once; a device holds one replica.")
@@ -576,6 +390,15 @@ def _check_devices(devices: Sequence[str], existing: Sequence[str], num_replicas
     return tuple(names)
 
 
+def _canonical(device: object, existing: Sequence[str]) -> str:
+    """Return `GPU:0` for `gpu:0`, `/GPU:0`, `/device:GPU:0`, TensorFlow's full name, or its LogicalDevice."""
+    name = str(getattr(device, "name", device))
+    match = re.fullmatch(r"(?i)(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z_]+):([0-9]+)", name)
+    if match is None:
+        raise StrategyError(f"{name!r} is not how a device of this process is named. {_there_are(existing)}")
+    return f"{match[1].upper()}:{int(match[2])}"
+
+
 def _there_are(devices: Sequence[str]) -> str:
     return f"TensorFlow has {_listed(devices)}."
 
@@ -584,26 +407,10 @@ def _listed(devices: Sequence[str]) -> str:
     return ", ".join(devices) or "no device"
 
 
-def _why(facts: Facts) -> str:
-    """Say what `auto` saw of the cluster."""
-    cluster = facts.cluster
-    if cluster is None:
-        return "no TF_CONFIG"
-    if cluster.task_type == "evaluator":
-        return f"{cluster.source} says {cluster.task}, which works alone"
-    return f"{cluster.source} lists {_count(cluster.num_workers, 'worker')}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _auto(facts: Facts, asked: tuple[str, ...] | None, num_replicas: int | None) -> str:
-    if facts.cluster is not None and facts.cluster.task_type != "evaluator":
-        if facts.cluster.ps:
-            return "parameter_server"
-        if facts.cluster.num_workers > 1:
-            return "multi_worker"
+    cluster = facts.cluster
+    if cluster is not None and not cluster.works_alone:
+        return "parameter_server" if cluster.ps else "multi_worker"
     if facts.num_slurm_tasks:
         raise ClusterError(
             f"SLURM allocated {facts.num_slurm_tasks} tasks, but srun did not start this process (no "
@@ -621,45 +428,16 @@ def _pool(devices: Sequence[str]) -> tuple[str, ...]:
     return _of_type("GPU", devices) or _of_type("CPU", devices)
 
 
-def _decide_cluster(name: str, facts: Facts, why: str) -> Decision:
-    """Decide on a strategy that takes its devices from outside this process."""
-    if name == "tpu":
-        if not facts.tpu:
-            raise StrategyError(
-                f"There is no TPU: {_there_are(facts.devices)} None of {', '.join(TPU_VARIABLES)} is set. Give tpu= a name "
-                "or a grpc:// address, or take 'auto'."
-            )
-        return Decision(name, f"TPU {facts.tpu}, {why}")
-    cluster = facts.cluster
+def _describe(cluster: "Cluster | None") -> str:
     if cluster is None:
-        raise ClusterError(
-            f"{name!r} needs a cluster, but TF_CONFIG is not set and no SLURM step of several tasks runs this process. Start "
-            f"it with `keras-dist-ext launch`, give cluster_resolver=, or set TF_CONFIG to, say, {_EXAMPLE}"
-        )
+        return "no TF_CONFIG"
     if cluster.task_type == "evaluator":
-        raise ClusterError(f"{cluster.source} says {cluster.task}, which works alone; it cannot be part of {name!r}.")
-    if name == "multi_worker":
-        if cluster.ps:
-            raise ClusterError(
-                f"{cluster.source} lists {len(cluster.ps)} parameter servers, which 'multi_worker' does not use. Take "
-                "'parameter_server', or list chief and workers only."
-            )
-        return Decision(name, f"{cluster.source} lists {_count(cluster.num_workers, 'worker')}, this is {cluster.task}")
-    if not cluster.ps or not cluster.worker:
-        raise ClusterError(
-            f"'parameter_server' needs workers and parameter servers; {cluster.source} lists {len(cluster.worker)} workers "
-            f"and {len(cluster.ps)} ps. Add them."
-        )
-    if cluster.task_type not in ("chief", None):
-        raise ClusterError(
-            f"This process is {cluster.task}, which serves; only the chief of 'parameter_server' trains. Run here "
-            "`tf.distribute.Server(cluster_spec, job_name, task_index).join()`."
-        )
-    task = "the coordinator" if cluster.task_type is None else cluster.task
-    return Decision(
-        name,
-        f"{cluster.source} lists {_count(len(cluster.worker), 'worker')} and {len(cluster.ps)} ps, this is {task}",
-    )
+        return f"{cluster.source} says {cluster.task}, which works alone"
+    return f"{cluster.source} lists {_count(cluster.num_workers, 'worker')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _decide_local(
@@ -667,40 +445,262 @@ def _decide_local(
 ) -> Decision:
     """Decide on a strategy of this process alone."""
     cluster = facts.cluster
-    together = cluster is not None and cluster.num_workers > 1 and cluster.task_type != "evaluator"
-    if cluster is not None and together:
+    if cluster is not None and not cluster.works_alone:
         if cluster.source != "SLURM":
             raise ClusterError(
-                f"{name!r} trains in one process, but {cluster.source} lists {cluster.num_workers} workers, of which this "
-                f"is {cluster.task}: each would train alone, on all the data. Take 'multi_worker' or 'auto', or unset "
-                f"{cluster.source}."
+                f"{name!r} trains in one process, but {_describe(cluster)}, of which this is {cluster.task}: each "
+                f"would train alone, on all the data. Take 'multi_worker' or 'auto', or do without {cluster.source}."
             )
-        why += f", each of SLURM's {cluster.num_workers} tasks trains alone"
-    if name == "one_device" and (num_replicas or len(asked or (name,))) > 1:
-        raise StrategyError(
-            f"'one_device' is one replica; asked for {num_replicas or len(asked or ())}. Take 'mirrored', or one device."
-        )
+        why += f"; each of SLURM's {cluster.num_workers} tasks trains alone"
+    num_asked = num_replicas or len(asked or ())
+    if name == "one_device" and num_asked > 1:
+        raise StrategyError(f"'one_device' is one replica, not {num_asked}. Take 'mirrored', or name one device.")
     pool = asked or _pool(facts.devices)
-    if num_replicas is None:
-        num_replicas = 1 if name == "one_device" else len(pool)
-    chosen = pool[:num_replicas]
-    if len(chosen) == num_replicas > 0:
-        return Decision(name, f"{_named(chosen)}, {why}", chosen)
-    if not _of_type("CPU", pool):
+    num_wanted = num_asked or (1 if name == "one_device" else len(pool))
+    if len(pool) >= num_wanted > 0:
+        return Decision(name, f"{_kinds(pool[:num_wanted])}, {why}", pool[:num_wanted])
+    if _of_type("GPU", pool):
         raise StrategyError(
-            f"num_replicas is {num_replicas}, but there are fewer GPUs. {_there_are(facts.devices)} Ask for at most "
+            f"num_replicas is {num_wanted}, but there are fewer GPUs. {_there_are(facts.devices)} Ask for at most "
             f"{len(pool)}, or hide the GPUs (CUDA_VISIBLE_DEVICES=-1) to get logical CPU devices."
         )
-    made = tuple(f"CPU:{i}" for i in range(num_replicas))
-    return Decision(name, f"{_named(made)} made for num_replicas={num_replicas}, {why}", made, num_replicas)
+    made = tuple(f"CPU:{i}" for i in range(num_wanted))
+    return Decision(name, f"{_kinds(made)} for num_replicas={num_wanted}, {why}", made, num_wanted)
 
 
-def _named(devices: Sequence[str]) -> str:
-    num_gpus = len(_of_type("GPU", devices))
-    if num_gpus == len(devices):
-        return _count(num_gpus, "GPU")
-    return (
-        f"{_count(len(devices), 'logical device')} ({_listed(devices)})"
-        if num_gpus
-        else (f"{_count(len(devices), 'CPU device')}")
+def _kinds(devices: Sequence[str]) -> str:
+    """Return, say, `2 GPUs`, or `1 GPU and 1 CPU device`."""
+    count = Counter(device.partition(":")[0] for device in devices)
+    return " and ".join(_count(number, "CPU device" if kind == "CPU" else kind) for kind, number in count.items())
+
+
+def _decide_tpu(facts: Facts, why: str) -> Decision:
+    if facts.tpu is None:
+        raise StrategyError(
+            f"There is no TPU: {_there_are(facts.devices)} None of {', '.join(TPU_VARIABLES)} is set. Give tpu= a name "
+            "or a grpc:// address, or take 'auto'."
+        )
+    return Decision("tpu", f"TPU {facts.tpu}, {why}")
+
+
+def _decide_cluster(name: str, cluster: "Cluster | None") -> Decision:
+    """Decide on a strategy of several processes."""
+    if cluster is None:
+        raise ClusterError(
+            f"{name!r} needs a cluster, but TF_CONFIG is not set and no SLURM step of several tasks runs this process. "
+            f"Start it with `keras-dist-ext launch`, give cluster_resolver=, or set TF_CONFIG to, say, "
+            f"{TF_CONFIG_EXAMPLE}"
+        )
+    if cluster.task_type == "evaluator":
+        raise ClusterError(f"{_describe(cluster)}; it cannot take part in {name!r}. Take 'auto'.")
+    workers = f"{cluster.source} lists {_count(cluster.num_workers, 'worker')}"
+    if name == "multi_worker":
+        if cluster.ps:
+            raise ClusterError(
+                f"{workers} and {len(cluster.ps)} ps, which 'multi_worker' has no use for. Take 'parameter_server', or "
+                "list only a chief and workers."
+            )
+        return Decision(name, f"{workers}, this is {cluster.task}")
+    if not cluster.ps or not cluster.worker:
+        raise ClusterError(
+            f"'parameter_server' needs workers and parameter servers; {cluster.source} lists "
+            f"{_count(len(cluster.worker), 'worker')} and {len(cluster.ps)} ps. Add what is missing."
+        )
+    if cluster.task_type not in ("chief", None):
+        raise ClusterError(
+            f"{cluster.source} says {cluster.task}, which serves; only the chief of 'parameter_server' trains. Run "
+            "`tf.distribute.Server(cluster_spec, job_name, task_index).join()` here."
+        )
+    workers = _count(len(cluster.worker), "worker")
+    return Decision(name, f"{cluster.source} lists {workers} and {len(cluster.ps)} ps, this is {cluster.task}")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Which processes train together, and which one this is; checked, so that TensorFlow will not wait in vain."""
+
+    source: str  # who says so
+    chief: tuple[str, ...] = ()  # addresses, host:port
+    worker: tuple[str, ...] = ()
+    ps: tuple[str, ...] = ()
+    evaluator: tuple[str, ...] = ()
+    task_type: str | None = None  # None: a coordinator of parameter servers, outside the cluster
+    task_index: int = 0
+    rpc_layer: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check what TensorFlow would meet as a hang, or as an error that does not name the culprit."""
+        self._check_addresses()
+        if len(self.chief) > 1:
+            raise ClusterError(f"{self.source} lists {len(self.chief)} chiefs; there can be one. Make them workers.")
+        if not self.num_workers:
+            raise ClusterError(f"{self.source} lists no worker. List the addresses of the workers: {TF_CONFIG_EXAMPLE}")
+        if self.task_type is None:
+            if not self.ps:
+                raise ClusterError(
+                    f"{self.source} does not say which task this process is. Set its task type and index."
+                )
+        else:
+            self._check_task(self.task_type)
+
+    def _check_addresses(self) -> None:
+        seen: dict[str, str] = {}
+        for job in JOBS:
+            for index, address in enumerate(self.addresses(job)):
+                _check_address(self.source, f"{job} {index}", address)
+                if address in seen:
+                    raise ClusterError(
+                        f"{self.source} gives {address} to both {seen[address]} and {job} {index}. They would wait for "
+                        "each other for up to an hour. Give each task an address of its own."
+                    )
+                seen[address] = f"{job} {index}"
+
+    def _check_task(self, task_type: str) -> None:
+        if task_type not in JOBS:
+            raise ClusterError(
+                f"{self.source} calls this process a {task_type!r}{_close(task_type, JOBS) or '.'} There are "
+                f"{', '.join(JOBS)}."
+            )
+        addresses = self.addresses(task_type)
+        if not addresses and task_type != "evaluator":  # TensorFlow does not want an evaluator listed
+            listed = ", ".join(job for job in JOBS if self.addresses(job))
+            raise ClusterError(
+                f"{self.source} calls this process {self.task}, but its cluster lists only {listed}. List the "
+                f"{task_type} too, or correct the task."
+            )
+        if not 0 <= self.task_index < max(len(addresses), 1):
+            raise ClusterError(
+                f"{self.source} calls this process {self.task}, but lists {_count(len(addresses), task_type)}, counted "
+                f"from 0: {', '.join(addresses)}. Correct the index, or list the address."
+            )
+
+    def addresses(self, job: str) -> tuple[str, ...]:
+        """Return the addresses of a job, one of JOBS."""
+        return {"chief": self.chief, "worker": self.worker, "ps": self.ps, "evaluator": self.evaluator}[job]
+
+    @property
+    def num_workers(self) -> int:
+        """How many processes compute gradients: the chief, if any, and the workers."""
+        return len(self.chief) + len(self.worker)
+
+    @property
+    def works_alone(self) -> bool:
+        """Whether this process trains, or evaluates, by itself."""
+        return self.task_type == "evaluator" or (self.num_workers == 1 and not self.ps)
+
+    @property
+    def task(self) -> str:
+        """This process' part, such as `worker 1`."""
+        return "the coordinator" if self.task_type is None else f"{self.task_type} {self.task_index}"
+
+
+def _check_address(source: str, task: str, address: object) -> None:
+    match = re.fullmatch(r"([\w.-]+|\[[\da-fA-F:.]+\]):([^:\s]*)", address) if isinstance(address, str) else None
+    if match is None:
+        raise ClusterError(f"{source} gives {task} the address {address!r}; write host:port, such as '10.0.0.1:2222'.")
+    if not re.fullmatch("[0-9]{1,5}", match[2]) or not 1 <= int(match[2]) <= 65535:
+        raise ClusterError(
+            f"{source} gives {task} the address {address!r}, whose port is not a number from 1 to 65535. Correct it."
+        )
+
+
+def _cluster_of(make_resolver: Callable[[], Resolver], source: str) -> Cluster:
+    try:
+        resolver = make_resolver()
+        jobs: dict[str, Any] = resolver.cluster_spec().as_dict()  # Slurm's knows its task only after this
+    except (RuntimeError, ValueError, LookupError, ImportError, OSError) as error:
+        raise ClusterError(f"{source} describes no cluster: {error}. Correct that, or set TF_CONFIG.") from error
+    for job in jobs:
+        if job not in JOBS:
+            raise ClusterError(f"{source} lists a job {job!r}{_close(job, JOBS) or '.'} There are {', '.join(JOBS)}.")
+    return Cluster(
+        source,
+        **{job: tuple(addresses) for job, addresses in jobs.items()},
+        task_type=resolver.task_type,
+        task_index=resolver.task_id or 0,
+        rpc_layer=resolver.rpc_layer,
     )
+
+
+def _tf_config_cluster(environ: Mapping[str, str]) -> Cluster:
+    _check_tf_config(environ["TF_CONFIG"])
+    with _environment(environ, "TF_CONFIG"):
+        return _cluster_of(tf.distribute.cluster_resolver.TFConfigClusterResolver, "TF_CONFIG")
+
+
+def _check_tf_config(text: str) -> None:
+    """Raise unless the text has the shape that TFConfigClusterResolver takes for granted."""
+
+    def refuse(found: str) -> NoReturn:
+        shown = text if len(text) <= 200 else f"{text[:200]}..."
+        raise ClusterError(f"TF_CONFIG {found}: {shown!r}. Unset it to train alone, or write, say, {TF_CONFIG_EXAMPLE}")
+
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        refuse(f"is not JSON ({error})" if text.strip() else "is set but empty")
+    if not isinstance(config, dict):
+        refuse(f"is a JSON {_json_type(config)}, not an object")
+    for key in ("cluster", "task"):
+        if key not in config:
+            refuse(f"lacks {key!r}")
+        if not isinstance(config[key], dict):
+            refuse(f"has a JSON {_json_type(config[key])}, not an object, as its {key!r}")
+    if not any(config["cluster"].values()):
+        refuse("has an empty 'cluster'")
+    for job, addresses in config["cluster"].items():
+        if not isinstance(addresses, list):
+            refuse(f"has a JSON {_json_type(addresses)}, not a list, as the addresses of {job!r}")
+        for index, address in enumerate(addresses):
+            _check_address("TF_CONFIG", f"{job} {index}", address)
+    for key in ("type", "index"):
+        if key not in config["task"]:
+            refuse(f"lacks {key!r} in its 'task'")
+    if not re.fullmatch("-?[0-9]+", str(config["task"]["index"])):
+        refuse(f"has the task index {config['task']['index']!r}, which is no whole number")
+
+
+def _json_type(value: object) -> str:
+    return {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")
+
+
+@contextlib.contextmanager
+def _environment(environ: Mapping[str, str], prefix: str) -> Iterator[None]:
+    """Let TensorFlow's resolvers, which know only os.environ, read the variables of `environ`."""
+    if environ is os.environ:
+        yield
+        return
+    saved = {key: value for key, value in os.environ.items() if key.startswith(prefix)}
+    given = {key: value for key, value in environ.items() if key.startswith(prefix)}
+    try:
+        _replace(saved, given)
+        yield
+    finally:
+        _replace(given, saved)
+
+
+def _replace(old: Mapping[str, str], new: Mapping[str, str]) -> None:
+    for key in old:
+        os.environ.pop(key, None)
+    os.environ.update(new)
+
+
+def _slurm_cluster(environ: Mapping[str, str]) -> Cluster:
+    # "A GPU a task", because the resolver divides by zero where there is none, and calls nvidia-smi where it is not
+    # told (slurm_cluster_resolver.py, TensorFlow 2.21). We take the addresses; TensorFlow finds the GPUs.
+    make_resolver = functools.partial(
+        tf.distribute.cluster_resolver.SlurmClusterResolver,
+        gpus_per_node=_num_tasks(environ, "SLURM_STEP_NUM_TASKS"),
+        gpus_per_task=1,
+        auto_set_gpu=False,
+    )
+    with _environment(environ, "SLURM_"):
+        cluster = _cluster_of(make_resolver, "SLURM")
+    host = cluster.addresses("worker")[cluster.task_index].rpartition(":")[0]
+    # The resolver sorts hosts by name, n10 before n2, but SLURM numbers tasks in its own order.
+    if host != (own := environ.get("SLURMD_NODENAME", host)):
+        raise ClusterError(
+            f"TensorFlow's SlurmClusterResolver puts task {cluster.task_index} on {host}, but it runs on {own}: the "
+            f"resolver orders hosts by name ({', '.join(cluster.worker)}), and SLURM does not here. Set TF_CONFIG."
+        )
+    return cluster

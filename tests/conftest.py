@@ -9,6 +9,8 @@ import keras
 import pytest
 import tensorflow as tf
 
+from keras_dist_ext.strategy import pick_strategy
+
 NUM_DEVICES = 4
 SEED = 1337
 
@@ -16,8 +18,6 @@ SEED = 1337
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration() for _ in range(NUM_DEVICES)]
 )
-
-from keras_dist_ext.strategy import pick_strategy
 
 
 class Strategies:

@@ -97,7 +97,7 @@ def test_model_built_outside_scope_names_the_variables_and_the_fix(mirrored, api
     with pytest.raises(kde.ScopeError) as error:
         kde.check_scope(net, mirrored).raise_if_bad()
     assert str(error.value) == (
-        f"2 of 2 trainable variables of 'net' were created outside {MIRRORED}: head/kernel, head/bias "
+        f"2 of 2 trainable variables of 'net' were created outside {MIRRORED}: net/head/kernel, net/head/bias "
         f"(under no strategy). TensorFlow would train them on one device, or fail later with {MIXING}. "
         f"{BUILD_INSIDE} `kde.adopt(model, strategy)` rebuilds one that exists there, with equal weights."
     )
@@ -130,7 +130,7 @@ def test_functional_model_with_a_backbone_from_outside_names_the_backbone(mirror
         inputs = keras.Input((3,))
         net = api.Model(inputs, keras.layers.Dense(1, name="head")(backbone(inputs)), name="net")
     report = kde.check_scope(net, mirrored)
-    assert outside(report, "trainable") == ["stem/kernel", "stem/bias"]
+    assert outside(report, "trainable") == ["backbone/stem/kernel", "backbone/stem/bias"]
     assert "2 of 4 trainable variables of 'net'" in str(report)
 
 
@@ -251,7 +251,7 @@ def test_tf_variables_that_a_layer_holds_are_named_by_attribute(mirrored, api):
     with mirrored.scope():
         net = sequential(api, layer, keras.layers.Dense(1))
     report = kde.check_scope(net, mirrored)
-    assert outside(report, "tf.Variable") == ["counts/steps", "counts/rng/state", "counts/more/a/0"]
+    assert outside(report, "tf.Variable") == ["net/counts/steps", "net/counts/rng/state", "net/counts/more/a/0"]
     assert "3 of 3 tf.Variables of 'net' were created outside" in str(report)
 
 
@@ -269,7 +269,7 @@ def test_long_lists_name_five_and_count_the_rest(mirrored):
     net = sequential(keras, *(keras.layers.Dense(3, name=f"d{i}") for i in range(8)))
     assert (
         "16 of 16 trainable variables of 'net' were created outside MirroredStrategy (2 replicas): "
-        "d0/kernel, d0/bias, d1/kernel, d1/bias, d2/kernel and 11 more (under no strategy)."
+        "net/d0/kernel, net/d0/bias, net/d1/kernel, net/d1/bias, net/d2/kernel and 11 more (under no strategy)."
     ) in str(kde.check_scope(net, mirrored))
 
 
@@ -279,9 +279,9 @@ def test_long_lists_name_five_and_count_the_rest(mirrored):
 def test_another_strategy_is_named(mirrored, strategies, api):
     with strategies.get("mirrored3").scope():
         net = sequential(api)
-    assert (f"were created outside {MIRRORED}: head/kernel, head/bias (under MirroredStrategy (3 replicas)). ") in str(
-        kde.check_scope(net, mirrored)
-    )
+    assert (
+        f"were created outside {MIRRORED}: net/head/kernel, net/head/bias (under MirroredStrategy (3 replicas)). "
+    ) in str(kde.check_scope(net, mirrored))
 
 
 def test_two_strategies_on_equal_devices_are_told_apart(mirrored):
@@ -289,7 +289,7 @@ def test_two_strategies_on_equal_devices_are_told_apart(mirrored):
     with twin.scope():
         net = sequential(keras)
     message = str(kde.check_scope(net, mirrored))
-    assert f"head/kernel, head/bias (under another {MIRRORED})." in message
+    assert f"net/head/kernel, net/head/bias (under another {MIRRORED})." in message
     assert (
         "Two MirroredStrategy objects are two strategies, even on the same devices: make one, and use it everywhere "
         "(`kde.pick_strategy` returns the same object for the same devices)."
@@ -315,7 +315,7 @@ def test_variables_under_a_strategy_in_a_model_under_none_are_refused(mirrored, 
         head.build((None, 3))
     net = sequential(api, head)
     assert str(kde.check_scope(net, None)) == (
-        "2 of 2 trainable variables of 'net' were created under a strategy, and it runs under none: "
+        "2 of 2 trainable variables of 'net' were created under a strategy, while it runs under none: "
         f"head/kernel, head/bias (under {MIRRORED}). TensorFlow would fail in the first step with a TypeError about a "
         "MirroredVariable. Build and compile the model inside `with strategy.scope():`. "
         "`kde.adopt(model, strategy)` rebuilds one that exists there, with equal weights."
@@ -348,8 +348,8 @@ def test_report_is_frozen_and_says_where_each_thing_lives(mirrored):
         MIRRORED,
         (
             ScopeEntry("net", "model", "no strategy", inside=False),
-            ScopeEntry("head/kernel", "trainable", "no strategy", inside=False),
-            ScopeEntry("head/bias", "trainable", "no strategy", inside=False),
+            ScopeEntry("net/head/kernel", "trainable", "no strategy", inside=False),
+            ScopeEntry("net/head/bias", "trainable", "no strategy", inside=False),
         ),
     )
     with pytest.raises(dataclasses.FrozenInstanceError):

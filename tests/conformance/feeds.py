@@ -135,9 +135,10 @@ def arrays(
     epochs: int = 4,
     weights: Callable[[int, int], Any] | None = None,
     convert: Callable[[Any], Any] = np.asarray,
+    validation: Callable[[], Any] | None = None,
     **fit: Any,
 ) -> Serve:
-    """Arrays, with a partial last batch in `fit`, `evaluate` and `predict`."""
+    """Arrays, with a partial last batch in `fit`, `evaluate` and `predict`; `validation` makes validation data."""
 
     def part(rows: int, seed: int) -> dict[str, Any]:
         x, y = keras.tree.map_structure(convert, make(rows, seed))
@@ -146,7 +147,13 @@ def arrays(
     def serve(strategy: tf.distribute.Strategy | None) -> Feed:
         predict = part(13, 3)
         return Feed(
-            fit={**part(num_rows, 1), "epochs": epochs, "shuffle": False, **fit},
+            fit={
+                **part(num_rows, 1),
+                "epochs": epochs,
+                "shuffle": False,
+                "validation_data": None if validation is None else validation(),
+                **fit,
+            },
             evaluate=part(21, 2),
             predict={"x": predict["x"], "batch_size": batch},
         )
@@ -203,6 +210,10 @@ def pipeline(
     return serve
 
 
+def validation_of_unknown_length() -> tf.data.Dataset:
+    return forgetting_length(tf.data.Dataset.from_tensor_slices(regression(21, 5)).batch(8))
+
+
 def forgetting_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Return the same elements, with a length that TensorFlow does not know."""
     return dataset.filter(lambda *_: True)
@@ -225,7 +236,7 @@ def unknown_length(num_rows: int = 45, make: Make = regression, **fit: Any) -> S
 
 
 def generator(*sizes: int, endless: bool = False, make: Make = regression, **fit: Any) -> Serve:
-    """A Python generator of batches; a finite one counts what was taken from it."""
+    """A Python generator of batches; a finite one checks that each was taken once."""
 
     def serve(strategy: tf.distribute.Strategy | None) -> Feed:
         taken = [0]
@@ -236,11 +247,15 @@ def generator(*sizes: int, endless: bool = False, make: Make = regression, **fit
                     taken[0] += count
                     yield batch
 
+        def seen() -> dict[str, Any]:
+            assert endless or taken[0] == len(sizes), f"{taken[0]} of {len(sizes)} elements were taken"
+            return {}
+
         return Feed(
             fit={"x": elements(True, 10**9 if endless else 1), **fit},
             evaluate={"x": elements(False, 1)},
-            predict={"x": (x for x, _ in elements(False, 1))},
-            seen=lambda: {} if endless else {"elements taken": taken[0]},
+            predict={"x": ((x,) for x, _ in elements(False, 1))},
+            seen=seen,
         )
 
     return serve

@@ -2,8 +2,8 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
@@ -18,34 +18,9 @@ Outcome = dict[str, Any]
 
 SEED = 20
 # Every kind of strategy of tests/conftest.py, and two worker processes.
-IN_PROCESS = ("default", "one_device", "mirrored2", "mirrored3", "mirrored4")
+IN_PROCESS = ("mirrored3", "mirrored2", "mirrored4", "one_device", "default")
 WORKERS = "workers2"
 ROUNDING = 1e-5
-
-
-@dataclass(frozen=True)
-class Row:
-    """One behaviour: N replicas do with it what one device does."""
-
-    name: str
-    build: Build
-    compile: Callable[[], dict[str, Any]]
-    serve: Serve
-    reference: Serve | None = None
-    """The data for one device where Keras itself miscounts with `serve` (fault 18); None: the same data."""
-    act: "Callable[[keras.Model, Feed], Outcome] | None" = None
-    """What is done with the model; None: `fit_evaluate_predict`."""
-    tolerance: float = ROUNDING
-    """Largest difference, relative to the largest absolute value of the tensor, in float32 rounding after tens of
-    steps. More has its reason beside the row."""
-    under: tuple[str, ...] = (*IN_PROCESS, WORKERS)
-    everywhere: bool = False
-    """Whether the quick run has this row under every strategy too, not only under one of them."""
-    warns: str | None = None
-    """The start of a warning of ours that the row may cause."""
-
-    def __str__(self) -> str:
-        return self.name
 
 
 class Recorder(keras.callbacks.Callback):
@@ -75,6 +50,12 @@ def fit_evaluate_predict(model: keras.Model, feed: Feed) -> Outcome:
     return plain(outcome)
 
 
+def fit_only(model: keras.Model, feed: Feed) -> Outcome:
+    """Train, for rows about training alone."""
+    history = model.fit(**feed.fit, verbose=0)
+    return plain({"history": history.history, **state(model), **feed.seen()})
+
+
 def fit_with_batch_logs(model: keras.Model, feed: Feed) -> Outcome:
     """Look at the logs of every batch while training and evaluating."""
     recorder = Recorder()
@@ -87,7 +68,11 @@ def fit_with_batch_logs(model: keras.Model, feed: Feed) -> Outcome:
             seen=feed.seen,
         ),
     )
-    return {**outcome, "train batches": recorder.train, "test batches": recorder.test}
+    outcome |= {"train logs": [logs for _, logs in recorder.train], "test logs": [logs for _, logs in recorder.test]}
+    # With more, Keras numbers the last execution by the batch at which it would end if the data were long enough.
+    if model.steps_per_execution == 1:
+        outcome["numbers"] = [number for number, _ in (*recorder.train, *recorder.test)]
+    return outcome
 
 
 def state(model: keras.Model) -> Outcome:
@@ -106,16 +91,46 @@ def plain(value: Any) -> Any:
     return keras.tree.map_structure(lambda leaf: leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf, value)
 
 
+@dataclass(frozen=True)
+class Row:
+    """One behaviour: N replicas do with it what one device does."""
+
+    name: str
+    build: Build
+    compile: Callable[[], dict[str, Any]]
+    serve: Serve
+    on_one_device: Mapping[str, Any] = field(default_factory=dict)
+    """What one device does differently, where Keras itself miscounts; the reason is beside the row."""
+    act: Callable[[keras.Model, Feed], Outcome] = fit_evaluate_predict
+    """What is done with the model, and what is looked at."""
+    tolerance: float = ROUNDING
+    """Largest difference, relative to the largest absolute value of the tensor, in float32 rounding after tens of
+    steps. More has its reason beside the row."""
+    under: tuple[str, ...] = (*IN_PROCESS, WORKERS)
+    quick: bool = False
+    """Whether the quick run has this row."""
+    warns: str | None = None
+    """The start of a warning of ours that the row may cause."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def run_on_one_device(row: Row) -> Outcome:
+    """Run a row as the definition of right does: stock Keras, without a strategy."""
+    return run(replace(row, **row.on_one_device), keras, None)
+
+
 def run(row: Row, library: Library, strategy: tf.distribute.Strategy | None) -> Outcome:
     """Build, compile and use the row's model with equal initial weights; `None` is one device, without strategy."""
+    keras.utils.clear_session()  # names count from the start, and the graphs of the last row are freed
     keras.utils.set_random_seed(SEED)
     scope = strategy.scope() if strategy is not None else contextlib.nullcontext()
     with warnings_of(row):
         with scope:
             model = row.build(library)
             model.compile(**row.compile())
-        serve = row.reference if strategy is None and library is keras and row.reference else row.serve
-        outcome = (row.act or fit_evaluate_predict)(model, serve(strategy))
+        outcome = row.act(model, row.serve(strategy))
     for weight in model.trainable_weights:
         copies = [copy.numpy() for copy in getattr(weight.value, "values", [weight.value])]
         if not all(np.array_equal(copies[0], copy, equal_nan=True) for copy in copies):
@@ -137,7 +152,9 @@ def differences(expected: Any, found: Any, tolerance: float, where: str = "") ->
     if isinstance(expected, dict) and isinstance(found, dict):
         if list(expected) != list(found):
             return [f"{where}: has {list(found)}, one device has {list(expected)}"]
-        return [line for key in expected for line in differences(expected[key], found[key], tolerance, f"{where}/{key}")]
+        return [
+            line for key in expected for line in differences(expected[key], found[key], tolerance, f"{where}/{key}")
+        ]
     if isinstance(expected, (list, tuple)) and isinstance(found, (list, tuple)):
         if len(expected) != len(found):
             return [f"{where}: has {len(found)} values, one device has {len(expected)}: {found} for {expected}"]

@@ -1,0 +1,142 @@
+"""Offer the package on the command line: `keras-dist-ext demo | launch | devices`."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from keras_dist_ext import __version__
+from keras_dist_ext.errors import KerasDistError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return the exit code: 0, 2 for a wrong command line, 1 or a worker's own for a failure."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except KerasDistError as error:
+        print(f"keras-dist-ext: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever read our output has gone, as in `keras-dist-ext launch ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails again when it exits
+        return 128 + signal.SIGPIPE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="keras-dist-ext", description="Train Keras models under tf.distribute.")
+    parser.add_argument("--version", action="version", version=f"keras_dist_ext {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_demo(commands.add_parser("demo", help="train a small CNN on handwritten digits, under several replicas"))
+    _add_launch(
+        commands.add_parser(
+            "launch",
+            help="run a script as the workers of a cluster on this machine",
+            usage="keras-dist-ext launch --workers N [--ps M] [option ...] SCRIPT.py [ARG ...]",
+            description="Start a process for each worker, with its TF_CONFIG, and wait. The first that fails ends all. "
+            "With --ps the script runs in a chief process, and workers and parameter servers serve it.",
+            allow_abbrev=False,
+        )
+    )
+    _add_devices(commands.add_parser("devices", help="list devices, and the strategy that would be chosen for them"))
+    return parser
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--replicas", type=_count, metavar="N", help="replicas in each process")
+    parser.add_argument("--workers", type=_count, metavar="N", help="processes")
+    parser.add_argument("--epochs", type=_count, metavar="N")
+    parser.add_argument("--log-dir", metavar="DIR", help="for TensorBoard")
+    parser.set_defaults(run=_demo)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from keras_dist_ext.examples import digits
+
+    given: dict[str, Any] = {
+        "num_replicas": arguments.replicas,
+        "num_workers": arguments.workers,
+        "epochs": arguments.epochs,
+        "log_dir": arguments.log_dir,
+    }
+    return int(digits.main(**{name: value for name, value in given.items() if value is not None}) or 0)
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=_count, required=True, metavar="N", help="worker processes")
+    parser.add_argument("--ps", type=_count_or_zero, default=0, metavar="M", help="parameter server processes")
+    parser.add_argument("--timeout", type=_seconds, metavar="S", help="seconds that the whole may take")
+    parser.add_argument("--log-dir", metavar="DIR", help="keep the output of each process here, as worker-0.log")
+    parser.add_argument("--threads", type=_count, metavar="N", help="threads of each pool in each process")
+    parser.add_argument("--grace", type=_seconds, default=5.0, metavar="S", help="seconds from SIGTERM to SIGKILL (5)")
+    parser.add_argument("--quiet", action="store_true", help="do not show the workers' output")
+    parser.add_argument("script", metavar="SCRIPT.py", help="what to run: a script, or a program such as python")
+    rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="passed to it untouched")
+    rest.required = False  # argparse would ask for it when the script is missing
+    parser.set_defaults(run=_launch)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    from keras_dist_ext.launch import launch
+
+    return launch(
+        arguments.workers,
+        [arguments.script, *arguments.args],
+        num_ps=arguments.ps,
+        timeout=arguments.timeout,
+        grace_seconds=arguments.grace,
+        threads_per_worker=arguments.threads,
+        log_dir=arguments.log_dir,
+        quiet=arguments.quiet,
+    ).exit_code
+
+
+def _add_devices(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_devices)
+
+
+def _devices(arguments: argparse.Namespace) -> int:
+    del arguments
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # what TensorFlow says about missing GPUs is not asked for
+    import tensorflow as tf
+
+    from keras_dist_ext.strategy import decide, gather_facts, list_devices
+
+    print(f"TensorFlow {tf.__version__}")
+    for device in tf.config.list_physical_devices():
+        model = tf.config.experimental.get_device_details(device).get("device_name", "")
+        print(f"physical  {device.name.removeprefix('/physical_device:')}  {model}".rstrip())
+    for name in list_devices():
+        print(f"logical   {name}")
+    choice = decide("auto", gather_facts())  # chosen, not built: a worker's strategy would wait for the other workers
+    print(f"pick_strategy() would choose {choice.name}: {choice.reason}")
+    return 0
+
+
+def _count(text: str) -> int:
+    return _number(text, least=1)
+
+
+def _count_or_zero(text: str) -> int:
+    return _number(text, least=0)
+
+
+def _number(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} up")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds

@@ -1,0 +1,112 @@
+"""Let the workers of a run agree: on when to stop, how many steps to make, and what data they read.
+
+Every worker runs the same program, and a collective that one of them leaves out hangs the others. So whatever could
+differ between them (a clock, a callback's wish to stop, the length of the data) is summed over all before it is acted
+upon. Letters: W = workers.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import keras, tree
+
+__all__ = ["Workers", "for_chief_only", "workers_of"]
+
+
+def workers_of(strategy: tf.distribute.Strategy) -> Workers | None:
+    """Return the workers that train in step under ``strategy``; None for a strategy of one process."""
+    is_mirrored = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    return Workers(strategy) if is_mirrored and strategy.extended._in_multi_worker_mode() else None
+
+
+class Workers:
+    """All workers of a ``MultiWorkerMirroredStrategy``, seen from one of them."""
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        resolver = strategy.cluster_resolver
+        tasks = resolver.cluster_spec().as_dict()
+        self.strategy = strategy
+        self.num_workers: int = len(tasks.get("chief", [])) + len(tasks.get("worker", []))
+        first = "chief" if tasks.get("chief") else "worker"
+        self.is_chief: bool = (resolver.task_type, resolver.task_id) == (first, 0)
+        self._sum = tf.function(self._sum_in_graph, autograph=False, reduce_retracing=True)
+
+    def sum(self, values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Add up numbers over all workers. Every worker must call it, at the same point of its program."""
+        return np.asarray(self._sum(tf.constant(list(values), tf.float64)))
+
+    def chief_says(self, values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return the chief's numbers to all workers."""
+        return self.sum(list(values) if self.is_chief else [0.0] * len(values))
+
+    def all_equal(self, checksum: int) -> bool:
+        """Whether all workers hold the same checksum (its low 24 bits)."""
+        value = float(checksum & 0xFFFFFF)
+        total, squares = self.sum([value, value * value])
+        return bool(self.num_workers * squares == total * total)
+
+    def share_state(self, variables: Sequence[Any]) -> None:
+        """Give the chief's values of ``variables`` to all workers."""
+        for variable in variables:
+            value = tf.convert_to_tensor(_keras.components(variable)[0])
+            wide = tf.float64 if value.dtype.is_floating else tf.int64
+            mine = tf.cast(value, wide) if self.is_chief else tf.zeros(value.shape, wide)
+            variable.assign(tf.cast(self._sum(mine), value.dtype))
+
+    def _sum_in_graph(self, value: tf.Tensor) -> tf.Tensor:
+        def reduce() -> tf.Tensor:
+            is_first = _keras.replica_id() % len(self.strategy.extended.worker_devices) == 0
+            mine = tf.identity(value) if is_first else tf.zeros_like(value)
+            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, mine)
+
+        return self.strategy.experimental_local_results(self.strategy.run(reduce))[0]
+
+    # Data
+
+    def agree_on_data(self, dataset: Any) -> tuple[Any, bool, int]:
+        """Return the dataset to read, whether each worker reads rows of its own, and a common seed.
+
+        By default all workers read the same batches and take their rows of each, so shuffles that were given no seed
+        get a common one. Data is a worker's own where the user has split it: under ``AutoShardPolicy.OFF`` with
+        batches that differ, or by ``Dataset.shard`` with an index that differs.
+        """
+        seed = int(self.chief_says([random.SystemRandom().randrange(2**31)])[0])
+        random.seed(seed)  # Keras shuffles PyDatasets with Python's generator
+        if not isinstance(dataset, tf.data.Dataset):
+            return dataset, False, seed
+        graph = _keras.dataset_graph(dataset)
+        shards = [] if graph is None else _keras.shard_indices(graph)
+        if not self.all_equal(zlib.crc32(repr(shards).encode())):
+            return dataset, True, seed
+        if dataset.options().experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF:
+            return dataset, not self.all_equal(_checksum(next(iter(dataset), None))), seed
+        return (dataset if graph is None else _keras.with_shuffle_seeds(dataset, graph, seed)), False, seed
+
+
+def _checksum(batch: Any) -> int:
+    checksum = 0
+    for leaf in tree.flatten(batch):
+        if tf.is_tensor(leaf):
+            checksum = zlib.crc32(np.asarray(leaf).tobytes(), checksum)
+    return checksum
+
+
+_WRITERS = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.TensorBoard,
+)
+
+
+def for_chief_only(callback: Any) -> bool:
+    """Whether a callback writes files that only the chief may write."""
+    return isinstance(callback, _WRITERS)

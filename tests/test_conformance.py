@@ -1,0 +1,84 @@
+"""Show that N replicas give one device's numbers: the table of `conformance.rows`, a test a row and strategy.
+
+The definition of right is stock Keras without a strategy, on the same global batches from equal initial weights. Each
+row runs under every strategy. A quick run (`-m "not slow"`) has the rows marked `quick` in the table, each under three
+replicas, which no batch splits into evenly, and under one other strategy in turn; the rest is marked `slow`.
+"""
+
+import pickle
+from functools import cache
+from typing import Any
+
+import pytest
+from conformance.rows import ROWS
+from conformance.run import IN_PROCESS, WORKERS, Outcome, Row, differences, run
+from conformance.workers import run_rows
+
+import keras_dist_ext as kde
+
+QUICK = [row for row in ROWS if row.quick]
+
+
+def is_quick(row: Row, kind: str) -> bool:
+    others = IN_PROCESS[1:]
+    return row.quick and kind in ("mirrored3", others[QUICK.index(row) % len(others)])
+
+
+@cache
+def one_device(row: Row) -> Outcome:
+    return run_on_one_device(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        # Rows outside: one device trains a row just before the replicas do.
+        pytest.param(row, kind, id=f"{row.name}-{kind}", marks=() if is_quick(row, kind) else pytest.mark.slow)
+        for row in ROWS
+        for kind in IN_PROCESS
+        if kind in row.under
+    ],
+)
+def test_replicas_give_what_one_device_gives(row: Row, kind: str, strategies: Any) -> None:
+    expected = one_device(row)
+    found = run(row, kde, None if kind == "default" else strategies.get(kind))
+    assert differences(expected, found, row.tolerance) == []
+
+
+def test_names_of_rows_are_sentences_of_their_own() -> None:
+    names = [row.name for row in ROWS]
+    assert sorted(names) == sorted(set(names))
+
+
+@pytest.fixture(scope="session")
+def two_workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
+    """Run all selected rows in one launch of two worker processes; an outcome, or a traceback, by row and worker."""
+    rows = [item.callspec.params["row"] for item in request.session.items if "two_workers" in item.fixturenames]
+    folder = tmp_path_factory.mktemp("two_workers")
+    found: dict[tuple[str, int], Any] = {}
+    try:
+        kde.launch(2, run_rows, args=([row.name for row in rows], str(folder)), timeout=60 + 12 * len(rows), quiet=True)
+    except kde.LaunchError as error:
+        found = {(row.name, task): f"the workers did not get here:\n{error}" for row in rows for task in (0, 1)}
+    for path in folder.glob("*.pkl"):
+        name, task, outcome = pickle.loads(path.read_bytes())
+        found[name, task] = outcome
+    return found
+
+
+@pytest.mark.multiworker
+@pytest.mark.timeout(3600)  # the first row waits for the launch, that is for all rows
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=() if row.quick else pytest.mark.slow)
+        for row in ROWS
+        if WORKERS in row.under
+    ],
+)
+def test_two_workers_give_what_one_device_gives(row: Row, two_workers: dict[tuple[str, int], Any]) -> None:
+    expected = one_device(row)
+    for task in (0, 1):
+        found = two_workers[row.name, task]
+        assert not isinstance(found, str), f"worker {task}: {found}"
+        assert differences(expected, found, row.tolerance, f"worker {task}") == []

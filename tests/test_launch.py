@@ -1,0 +1,722 @@
+"""Launch real processes: what they get, what they give back, and that nothing of them is left."""
+
+import importlib.util
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import keras_dist_ext as kde
+from keras_dist_ext.cli import main
+from keras_dist_ext.launch import LaunchResult, WorkerFailed, launch
+
+pytestmark = pytest.mark.timeout(60)
+
+ROOT = Path(__file__).resolve().parents[1]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part of this exists on Linux alone")
+
+
+# What the workers run. They import this module, so it must not import TensorFlow.
+
+
+class Answer:
+    def __init__(self, text):
+        self.text = text
+
+
+def index():
+    return json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+
+def answer(greeting, name="nobody"):
+    return Answer(f"{greeting} {name} from {index()}")
+
+
+def environment():
+    return dict(os.environ)
+
+
+def say(text, times=1):
+    for _ in range(times):
+        sys.stdout.write(text)
+
+
+def say_bytes(*chunks):
+    for chunk in chunks:
+        os.write(1, chunk)
+        time.sleep(0.1)
+
+
+def leave(code):
+    sys.exit(code)
+
+
+def return_without_pickle():
+    return threading.Lock()
+
+
+def worker_1(action, *args):
+    """Let worker 1 act while worker 0 ignores every polite request to end."""
+    if index() == 1:
+        globals()[action](*args)
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("waiting for worker 1", flush=True)
+        time.sleep(120)
+
+
+def fail(message):
+    try:
+        {}["the cause"]
+    except KeyError as error:
+        raise ValueError(message) from error
+
+
+def fail_and_hang(message):
+    threading.Thread(target=time.sleep, args=(120,)).start()
+    fail(message)
+
+
+def kill_self(signum):
+    os.kill(os.getpid(), signum)
+
+
+def exit_silently():
+    os._exit(0)
+
+
+def spawn_children():
+    """Start a child that stays in the session and one that leaves it, both holding the output open."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(120)"]
+    return subprocess.Popen(sleep).pid, subprocess.Popen(sleep, start_new_session=True).pid
+
+
+def listen_on_own_port():
+    """Listen as TensorFlow's server does, then try as a program that was not given the port."""
+    config = json.loads(os.environ["TF_CONFIG"])
+    port = int(config["cluster"]["worker"][config["task"]["index"]].rpartition(":")[2])
+    with socket.socket() as stranger:
+        try:
+            stranger.bind(("", port))
+        except OSError:
+            taken = True
+        else:
+            taken = False
+    with socket.socket(socket.AF_INET6) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("::", port))
+        server.listen()
+    return port, taken
+
+
+def all_reduce():
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+
+    @tf.function
+    def total():
+        return strategy.run(
+            lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(float(index() + 1)))
+        )
+
+    return float(total()), strategy.num_replicas_in_sync
+
+
+def raise_between_collectives():
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+
+    @tf.function
+    def total():
+        return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0)))
+
+    for step in range(1_000_000):
+        total()
+        if index() == 1 and step == 3:
+            raise ValueError("no more data on this worker")
+
+
+def count_with_parameter_servers():
+    import tensorflow as tf
+
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        counter = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+
+    @tf.function
+    def count():
+        counter.assign_add(1.0)
+
+    for _ in range(10):
+        coordinator.schedule(count)
+    coordinator.join()
+    return float(counter.read_value()), counter.device
+
+
+# How the tests look at them.
+
+
+def run(num_workers, work, **options) -> tuple[LaunchResult, str]:
+    """Launch, and return the result and what was shown."""
+    stream = io.StringIO()
+    return launch(num_workers, work, stream=stream, timeout=options.pop("timeout", 45), **options), stream.getvalue()
+
+
+def script(folder, text) -> str:
+    path = folder / "script.py"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def processes_with(token):
+    """Find the living processes that have a token in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TEST_TOKEN") == token and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_until(condition, seconds=15.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.05)
+
+
+def environ_with(**more):
+    return {**os.environ, **more}
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """A folder for temporary files that must be empty in the end."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+# Functions.
+
+
+def test_a_function_runs_on_every_worker_and_its_values_come_back_in_order(temporary):
+    result, _ = run(3, answer, args=("hello",), kwargs={"name": "Ada"})
+    assert [value.text for value in result.values] == [f"hello Ada from {i}" for i in range(3)]
+    assert all(type(value) is Answer for value in result.values)
+    assert [worker.name for worker in result.workers] == ["worker 0", "worker 1", "worker 2"]
+    assert result.exit_code == 0
+    assert result.failure is None
+    assert 0 < result.workers[0].seconds <= result.seconds
+
+
+def test_the_package_offers_launch_as_a_function():
+    assert kde.launch is launch
+
+
+def test_workers_get_one_cluster_and_a_task_each():
+    values = run(3, environment)[0].values
+    configs = [json.loads(value["TF_CONFIG"]) for value in values]
+    addresses = configs[0]["cluster"]["worker"]
+    assert [config["task"] for config in configs] == [{"type": "worker", "index": i} for i in range(3)]
+    assert all(config["cluster"] == {"worker": addresses} for config in configs)
+    assert len({address.removeprefix("127.0.0.1:") for address in addresses}) == 3
+    assert all(1024 <= int(address.removeprefix("127.0.0.1:")) < 65536 for address in addresses)
+
+
+@linux
+def test_ports_are_kept_for_the_workers_until_the_end():
+    ports = []
+    for port, taken in run(2, listen_on_own_port)[0].values:
+        assert taken, "another program could have taken the port"
+        ports.append(port)
+    for port in ports:
+        with socket.socket() as free_again:
+            free_again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free_again.bind(("", port))
+            free_again.listen()
+
+
+def test_environment_and_threads_are_what_was_asked_for():
+    environ = environ_with(OMP_NUM_THREADS="7", TEST_TOKEN="mine")
+    (given,) = run(1, environment, environ=environ, threads_per_worker=2)[0].values
+    names = ("TEST_TOKEN", "OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+    assert [given[name] for name in names] == ["mine", "2", "2", "2"]
+    (left_alone,) = run(1, environment, environ=environ)[0].values
+    assert left_alone["OMP_NUM_THREADS"] == "7"
+    assert left_alone.get("TF_NUM_INTRAOP_THREADS") == os.environ.get("TF_NUM_INTRAOP_THREADS")
+
+
+def test_functions_and_classes_of_a_script_come_back_as_its_own(tmp_path):
+    path = script(
+        tmp_path,
+        "import sys\n"
+        "from keras_dist_ext import launch\n"
+        "class Mine:\n"
+        "    def __init__(self, x): self.x = x\n"
+        "def double(mine): return Mine(2 * mine.x)\n"
+        "if __name__ == '__main__':\n"
+        "    values = launch(2, double, args=(Mine(21),)).values\n"
+        "    print([type(value) is Mine and value.x for value in values], sys.argv[1:])\n",
+    )
+    environ = environ_with(PYTHONPATH=str(ROOT))
+    done = subprocess.run([sys.executable, path, "a"], env=environ, capture_output=True, text=True, timeout=45)
+    assert done.stdout == "[42, 42] ['a']\n", done.stderr
+
+
+def test_a_function_whose_module_only_this_process_can_import_is_found_by_its_file(tmp_path, monkeypatch):
+    path = tmp_path / "far away.py"
+    path.write_text("class Thing:\n    size = 3\n\ndef make():\n    return Thing\n")
+    spec = importlib.util.spec_from_file_location("far_away", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "far_away", module)
+    spec.loader.exec_module(module)
+    assert run(1, module.make)[0].values == (module.Thing,)
+
+
+def test_a_module_of_the_same_name_elsewhere_is_not_mistaken(tmp_path, monkeypatch):
+    path = tmp_path / "mine.py"
+    path.write_text("def who():\n    return 'mine'\n")
+    spec = importlib.util.spec_from_file_location("colorsys", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "colorsys", module)  # the standard library has one too
+    spec.loader.exec_module(module)
+    assert run(1, module.who)[0].values == ("mine",)
+
+
+def test_a_function_that_no_other_process_can_find_is_refused_before_anything_starts(temporary):
+    with pytest.raises(kde.LaunchError, match="<lambda>' or its arguments cannot be pickled .* at the top level"):
+        run(2, lambda: 1)
+    with pytest.raises(kde.LaunchError, match="'say' or its arguments cannot be pickled"):
+        run(2, say, args=(threading.Lock(),))
+
+
+def test_a_value_that_cannot_be_pickled_is_a_failure_that_says_what_to_return():
+    with pytest.raises(WorkerFailed, match=r"'return_without_pickle' returned a lock .* Return numbers, strings"):
+        run(1, return_without_pickle)
+
+
+def test_sys_exit_counts_as_it_does_in_a_script():
+    assert run(2, leave, args=(0,))[0].values == (None, None)
+    with pytest.raises(WorkerFailed) as caught:
+        run(1, leave, args=(3,))
+    assert caught.value.exit_code == 3
+    with pytest.raises(WorkerFailed, match="out of data") as caught:
+        run(1, leave, args=("out of data",))
+    assert caught.value.exit_code == 1
+
+
+def test_a_launch_from_another_thread_works():
+    values = []
+    thread = threading.Thread(target=lambda: values.extend(run(2, answer, args=("hi",))[0].values))
+    thread.start()
+    thread.join(45)
+    assert [value.text for value in values] == ["hi nobody from 0", "hi nobody from 1"]
+
+
+# Failures.
+
+
+@pytest.mark.parametrize("action", ["fail", "fail_and_hang"])
+def test_an_exception_ends_the_others_and_arrives_with_its_traceback(action, temporary):
+    started = time.monotonic()
+    with pytest.raises(WorkerFailed) as caught:
+        run(2, worker_1, args=(action, "böse 7"), grace_seconds=0.5, environ=environ_with(TEST_TOKEN=action))
+    assert time.monotonic() - started < 8
+    error = caught.value
+    assert (error.worker, error.exit_code, error.signal_name) == ("worker 1", 1, None)
+    assert "KeyError: 'the cause'" in error.last_lines
+    assert error.last_lines[-1] == "ValueError: böse 7"
+    assert str(error).startswith(
+        "worker 1 failed with exit code 1. The launch ended the other process. Its last lines:\n  [worker 1] Traceback"
+    )
+    assert str(error).endswith("\n  [worker 1] ValueError: böse 7")
+    assert processes_with(action) == []
+
+
+def test_a_worker_that_is_killed_is_named_with_its_signal():
+    with pytest.raises(WorkerFailed, match=r"worker 1 failed with SIGKILL, .* memory ran out") as caught:
+        run(2, worker_1, args=("kill_self", signal.SIGKILL), grace_seconds=0.2)
+    assert (caught.value.exit_code, caught.value.signal_name) == (-9, "SIGKILL")
+    with pytest.raises(WorkerFailed, match="worker 1 failed with SIGSEGV") as caught:
+        run(2, worker_1, args=("kill_self", signal.SIGSEGV), grace_seconds=0.2)
+    assert any("worker_1" in line for line in caught.value.last_lines), "Python shows where it was"
+
+
+def test_a_worker_that_ends_without_returning_is_a_failure():
+    with pytest.raises(WorkerFailed, match="worker 1 ended before its function returned. The launch ended"):
+        run(2, worker_1, args=("exit_silently",), grace_seconds=0.2)
+
+
+def test_a_command_that_fails_gives_its_exit_code_and_shows_its_traceback_last(tmp_path):
+    path = script(
+        tmp_path,
+        "import os, sys, time\n"
+        "if '\"index\": 1' in os.environ['TF_CONFIG']:\n"
+        "    print('starting')\n"
+        "    raise ValueError('no such file')\n"
+        "time.sleep(120)\n",
+    )
+    result, shown = run(3, [path])
+    assert result.exit_code == 1
+    assert result.seconds < 10
+    assert [worker.exit_code for worker in result.workers] == [-15, 1, -15]
+    assert [worker.ended_by_launch for worker in result.workers] == [True, False, True]
+    assert shown.endswith(f"launch: {result.failure}\n")
+    assert "worker 1 failed with exit code 1. The launch ended the other 2 processes." in result.failure
+    assert result.failure.splitlines()[1] == "  [worker 1] Traceback (most recent call last):"
+    assert result.failure.splitlines()[-1] == "  [worker 1] ValueError: no such file"
+
+
+def test_a_command_ended_by_a_signal_gives_what_a_shell_would(tmp_path):
+    path = script(tmp_path, "import os; os.kill(os.getpid(), 9)")
+    assert run(1, [path])[0].exit_code == 137
+    assert run(1, [sys.executable, "-c", "raise SystemExit(7)"])[0].exit_code == 7
+
+
+def test_the_time_limit_ends_all_and_says_what_each_was_doing(temporary):
+    with pytest.raises(kde.LaunchError) as caught:
+        run(2, worker_1, args=("say_bytes", *[b"step 1\nstep 2"] * 500), timeout=2, grace_seconds=0.2)
+    text = str(caught.value)
+    assert "The time limit passed, and the launch ended what still ran:\n  worker 0, silent for " in text
+    assert " s, last printed: waiting for worker 1\n  worker 1, silent for 0." in text
+    assert "last printed: step 2\nGive more time if they were busy." in text
+
+
+def test_the_time_limit_of_a_command_is_exit_code_124(tmp_path):
+    result, shown = run(1, [script(tmp_path, "import time; time.sleep(120)")], timeout=0.5)
+    assert result.exit_code == 124
+    assert "  worker 0 printed nothing\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": 0}, "num_workers=0 makes no cluster: give a whole number, 1 or more"),
+        ({"num_workers": 2.0}, r"num_workers=2\.0 makes no cluster"),
+        ({"num_ps": -1}, "num_ps=-1 makes no cluster: give a whole number, 0 or more"),
+        ({"threads_per_worker": 0}, "threads_per_worker=0 makes no cluster"),
+        ({"timeout": 0}, "timeout=0 leaves no time to run: give seconds above 0"),
+        ({"work": "train.py --epochs 3"}, r"'train.py --epochs 3' is no command: give a list of strings"),
+        ({"work": []}, r"\[\] is no command"),
+        ({"work": ["nowhere.py"]}, r"There is no script 'nowhere.py' \(looked in /.*no worker could start"),
+        ({"work": ["no-such-program"]}, "'no-such-program' is no program that PATH knows"),
+        ({"args": (1,)}, "args and kwargs are for a function"),
+        ({"environ": {"TF_CONFIG": '{"cluster": {}}'}}, "TF_CONFIG is already set .* something else starts the workers"),
+    ],
+)
+def test_what_makes_no_launch_is_refused_with_the_reason(options, message, temporary):
+    with pytest.raises(kde.LaunchError, match=message):
+        launch(**{"num_workers": 2, "work": [sys.executable, "-c", ""], **options})
+
+
+# Output.
+
+
+def test_every_line_shows_its_worker_and_is_kept_untouched_in_a_file(tmp_path):
+    result, shown = run(2, say, args=("grün ✓\nno newline 🎈",), log_dir=tmp_path / "deep" / "logs")
+    for name in ("worker 0", "worker 1"):
+        assert f"[{name}] grün ✓\n" in shown
+        assert f"[{name}] no newline 🎈\n" in shown
+    assert len(shown.splitlines()) == 4
+    assert [worker.log for worker in result.workers] == [tmp_path / "deep/logs" / f"worker-{i}.log" for i in (0, 1)]
+    assert result.workers[1].log.read_text(encoding="utf-8") == "grün ✓\nno newline 🎈"
+    assert result.workers[1].last_lines == ("grün ✓", "no newline 🎈")
+
+
+def test_characters_cut_by_a_pipe_are_whole_and_bytes_that_are_none_do_no_harm():
+    _, shown = run(1, say_bytes, args=(b"gr\xc3", b"\xbcn\n", b"\xff bad\n", b"\xe2\x9c"))
+    assert shown == "[worker 0] grün\n[worker 0] \N{REPLACEMENT CHARACTER} bad\n[worker 0] \N{REPLACEMENT CHARACTER}\n"
+
+
+def test_of_a_progress_bar_the_last_state_is_shown():
+    assert run(1, say, args=("1/3\r2/3\r3/3\r\ndone",))[1] == "[worker 0] 3/3\n[worker 0] done\n"
+
+
+def test_a_stream_that_cannot_take_a_character_gets_its_escape():
+    raw = io.BytesIO()
+    with io.TextIOWrapper(raw, encoding="ascii") as stream:
+        launch(1, say, args=("grün\n",), stream=stream, timeout=45)
+        assert raw.getvalue() == b"[worker 0] gr\\xfcn\n"
+
+
+def test_quiet_shows_nothing_but_the_failure(tmp_path):
+    assert run(2, say, args=("hello\n",), quiet=True)[1] == ""
+    _, shown = run(1, [script(tmp_path, "raise SystemExit('lost')")], quiet=True)
+    assert shown == "launch: worker 0 failed with exit code 1. Its last lines:\n  [worker 0] lost\n"
+
+
+def test_names_are_coloured_on_a_terminal_alone():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    launch(2, say, args=("hi\n",), stream=terminal, timeout=45, environ=environ_with(TERM="xterm"))
+    assert "\x1b[31m[worker 0]\x1b[0m hi\n" in terminal.getvalue()
+    assert "\x1b[32m[worker 1]\x1b[0m hi\n" in terminal.getvalue()
+    plain = Terminal()
+    launch(1, say, args=("hi\n",), stream=plain, timeout=45, environ=environ_with(NO_COLOR="1"))
+    assert plain.getvalue() == "[worker 0] hi\n"
+
+
+def test_a_flood_of_output_arrives_whole(tmp_path):
+    line = "x" * 99 + "\n"
+    result, shown = run(2, say, args=(line, 50_000), log_dir=tmp_path)
+    assert result.exit_code == 0
+    assert [worker.log.stat().st_size for worker in result.workers] == [5_000_000] * 2
+    assert len(shown) == 2 * 50_000 * len(f"[worker 0] {line}")
+
+
+def test_a_line_without_end_is_shown_in_pieces():
+    _, shown = run(1, say, args=("ü" * 300_000,))
+    assert shown.count("ü") == 300_000
+    assert 1 < len(shown.splitlines()) < 10
+
+
+def test_a_log_that_cannot_be_written_is_an_error_and_ends_all(tmp_path, temporary):
+    (tmp_path / "file").touch()
+    with pytest.raises(kde.LaunchError, match=r"log_dir='.*/file' cannot be made"):
+        run(1, say, args=("hi",), log_dir=tmp_path / "file")
+    (tmp_path / "worker-0.log").mkdir()
+    with pytest.raises(kde.LaunchError, match=r"The log .*worker-0\.log cannot be written: Is a directory"):
+        run(1, say, args=("hi",), log_dir=tmp_path)
+
+
+@linux
+def test_a_disk_that_fills_up_is_an_error_and_ends_all(tmp_path, temporary):
+    (tmp_path / "worker-1.log").symlink_to("/dev/full")
+    environ = environ_with(TEST_TOKEN="full disk")
+    with pytest.raises(kde.LaunchError, match=r"worker-1\.log cannot be written any more \(No space left on device\)"):
+        run(2, worker_1, args=("say_bytes", *[b"hello\n"] * 500), log_dir=tmp_path, environ=environ)
+    assert processes_with("full disk") == []
+
+
+# The end of the launcher, and of what workers leave behind.
+
+
+def test_what_a_worker_has_started_ends_with_the_launch_and_does_not_hold_it_up():
+    result, _ = run(1, spawn_children, environ=environ_with(TEST_TOKEN="children"))
+    assert result.seconds < 10
+    assert not any(psutil.pid_exists(pid) for pid in result.values[0]) or processes_with("children") == []
+
+
+def start_launcher(tmp_path, token, *options, ignore="") -> subprocess.Popen:
+    """Start the command line with two workers that each have two children, and wait until all are there."""
+    path = script(
+        tmp_path,
+        "import signal, subprocess, sys, time\n"
+        f"for name in {ignore.split()!r}: signal.signal(getattr(signal, name), signal.SIG_IGN)\n"
+        "sleep = [sys.executable, '-c', 'import time; time.sleep(120)']\n"
+        "subprocess.Popen(sleep); subprocess.Popen(sleep, start_new_session=True)\n"
+        "time.sleep(120)\n",
+    )
+    environ = environ_with(TEST_TOKEN=token, PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path / "temporary"))
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "keras_dist_ext", "launch", "--workers", "2", *options, path],
+        env=environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    wait_until(lambda: len(processes_with(token)) == 8)  # launcher, guard, 2 workers, 4 children
+    return launcher
+
+
+@pytest.mark.parametrize(
+    ("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGHUP, -1), (signal.SIGKILL, -9)]
+)
+def test_no_process_and_no_file_is_left_when_the_launcher_ends(signum, exit_code, tmp_path, temporary):
+    token = f"launcher {signum}"
+    with start_launcher(tmp_path, token) as launcher:
+        launcher.send_signal(signum)
+        assert launcher.wait(15) == exit_code
+    wait_until(lambda: not processes_with(token), 5)
+    wait_until(lambda: not list(temporary.iterdir()), 5)
+
+
+@linux
+def test_workers_die_with_a_launcher_that_takes_its_guard_along(tmp_path, temporary):
+    with start_launcher(tmp_path, "with guard") as launcher:
+        guards = [process for process in processes_with("with guard") if "guard" in process.cmdline()]
+        assert len(guards) == 1
+        guards[0].kill()
+        launcher.kill()
+    try:
+        wait_until(lambda: len(processes_with("with guard")) == 4, 5)  # only the children of the workers
+        assert not any("script.py" in " ".join(process.cmdline()) for process in processes_with("with guard"))
+    finally:
+        for process in processes_with("with guard"):
+            process.kill()
+        for path in temporary.iterdir():
+            path.rmdir()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_workers_that_ignore_the_first(tmp_path, temporary):
+    with start_launcher(tmp_path, "twice", "--grace", "100", ignore="SIGINT") as launcher:
+        launcher.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert launcher.poll() is None
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(15) == 130
+    assert processes_with("twice") == []
+
+
+def test_workers_may_save_and_end_well_when_a_signal_comes(tmp_path, monkeypatch):
+    """A handler of the user's own gets the signal when all workers have had theirs and are gone."""
+    path = script(
+        tmp_path,
+        "import pathlib, signal, sys, time\n"
+        "def save(*_):\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'saved').touch()\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'ready').touch()\n"
+        "time.sleep(120)\n",
+    )
+
+    def send():
+        wait_until((tmp_path / "ready").exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append((tmp_path / "saved").exists()))
+    try:
+        thread = threading.Thread(target=send)
+        thread.start()
+        result, shown = run(1, [path])
+        thread.join()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [True]
+    assert result.exit_code == 128 + signal.SIGTERM
+    assert result.workers[0].exit_code == 0
+    assert shown.endswith("launch: SIGTERM ended the launch.\n")
+
+
+# The command line.
+
+
+def test_everything_after_the_script_is_its_own(tmp_path, capfd):
+    path = script(tmp_path, "import sys; print(sys.argv[1:])")
+    words = ["--workers", "9", "-h", "--", "--ps=1", "ü"]
+    assert main(["launch", "--workers", "1", "--timeout", "45", path, *words]) == 0
+    assert capfd.readouterr().out == f"[worker 0] {words}\n"
+
+
+def test_the_command_line_returns_the_code_of_the_first_failure(tmp_path, capfd):
+    assert main(["launch", "--workers", "1", "--log-dir", str(tmp_path), script(tmp_path, "raise SystemExit(5)")]) == 5
+    assert capfd.readouterr().out == "launch: worker 0 failed with exit code 5. It printed nothing.\n"
+    assert (tmp_path / "worker-0.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["lunch"], "invalid choice: 'lunch'"),
+        (["launch", "script.py"], "required: --workers"),
+        (["launch", "--workers", "2"], "required: SCRIPT.py\n"),
+        (["launch", "--workers", "none", "x.py"], "argument --workers: 'none' is no whole number from 1 up"),
+        (["launch", "--workers", "2", "--ps", "-1", "x.py"], "argument --ps"),
+        (["launch", "--workers", "2", "--timeout", "soon", "x.py"], "'soon' is no number of seconds above 0"),
+        (["launch", "--work", "2", "x.py"], "required: --workers"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_wrong(words, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_error_of_ours_is_one_line_without_a_traceback(capsys):
+    assert main(["launch", "--workers", "2", "nowhere.py"]) == 1
+    assert capsys.readouterr().err.startswith("keras-dist-ext: There is no script 'nowhere.py' (looked in ")
+
+
+def test_a_reader_that_goes_away_ends_the_launch(tmp_path):
+    path = script(tmp_path, "while True: print('again')")
+    with subprocess.Popen(
+        [sys.executable, "-m", "keras_dist_ext", "launch", "--workers", "2", path],
+        env=environ_with(PYTHONPATH=str(ROOT), TEST_TOKEN="reader"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as launcher:
+        assert launcher.stdout.readline().endswith(b"] again\n")
+        launcher.stdout.close()
+        assert launcher.wait(15) == 128 + signal.SIGPIPE
+        assert launcher.stderr.read() == b""
+    assert processes_with("reader") == []
+
+
+def test_devices_says_what_would_be_chosen_and_waits_for_nobody(capsys, monkeypatch):
+    assert main(["devices"]) == 0
+    shown = capsys.readouterr().out
+    assert "physical  CPU:0\n" in shown
+    assert "logical   CPU:3\n" in shown
+    assert "pick_strategy() would choose mirrored: 4 " in shown
+    config = {"cluster": {"worker": ["localhost:1111", "localhost:2222"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    assert main(["devices"]) == 0
+    assert "pick_strategy() would choose multi_worker: " in capsys.readouterr().out
+    monkeypatch.setenv("TF_CONFIG", "{")
+    assert main(["devices"]) == 1
+    assert "TF_CONFIG" in capsys.readouterr().err
+
+
+def test_importing_launch_and_the_command_line_imports_no_tensorflow():
+    code = (
+        "import sys, keras_dist_ext.launch, keras_dist_ext.cli, keras_dist_ext.__main__\n"
+        "print([name for name in ('tensorflow', 'keras', 'numpy', 'psutil') if name in sys.modules])"
+    )
+    environ = environ_with(PYTHONPATH=str(ROOT))
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=45)
+    assert done.stdout == "[]\n", done.stderr
+
+
+# TensorFlow.
+
+
+@pytest.mark.multiworker
+@pytest.mark.timeout(150)
+def test_two_workers_all_reduce(temporary):
+    environ = environ_with(TF_CPP_MIN_LOG_LEVEL="3")
+    result, _ = run(2, all_reduce, threads_per_worker=1, timeout=120, environ=environ)
+    assert result.values == ((3.0, 2), (3.0, 2))
+
+
+@pytest.mark.multiworker
+@pytest.mark.timeout(150)
+def test_the_worker_that_fails_is_named_and_not_those_that_wait_for_it(temporary):
+    with pytest.raises(WorkerFailed) as caught:
+        run(2, raise_between_collectives, timeout=120, environ=environ_with(TF_CPP_MIN_LOG_LEVEL="3"))
+    assert caught.value.worker == "worker 1"
+    assert "ValueError: no more data on this worker" in caught.value.last_lines
+
+
+@pytest.mark.multiworker
+@pytest.mark.timeout(150)
+def test_a_chief_trains_on_servers_that_end_with_it(temporary):
+    environ = environ_with(TF_CPP_MIN_LOG_LEVEL="3", TEST_TOKEN="servers")
+    result, _ = run(2, count_with_parameter_servers, num_ps=1, timeout=120, environ=environ)
+    assert result.values == ((10.0, "/job:ps/replica:0/task:0/device:CPU:0"),)
+    assert [run.name for run in result.workers] == ["chief 0", "worker 0", "worker 1", "ps 0"]
+    assert [run.served for run in result.workers] == [False, True, True, True]
+    assert processes_with("servers") == []

@@ -1,0 +1,485 @@
+"""Train with two workers and a parameter server, all of them processes, and compare with one device.
+
+One launch serves all tests that need no accident: the chief runs every scenario and hands back what it saw.
+"""
+
+import contextlib
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_dist_ext.coordinator import Coordinator, check_asynchronous
+from keras_dist_ext.errors import DataError, StrategyError
+from keras_dist_ext.launch import launch
+from keras_dist_ext.strategy import pick_strategy
+
+pytestmark = [pytest.mark.multiworker, pytest.mark.slow]
+
+NUM_ROWS = 203  # 13 batches of 16, the last of 11
+BATCH = 16
+NUM_BATCHES = 13
+
+Scenario = Callable[[tf.distribute.Strategy], Any]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def chief() -> dict[str, tuple[str, Any]]:
+    """Run every scenario; return for each what it returned, or its traceback."""
+    strategy = pick_strategy("parameter_server").strategy
+    results: dict[str, tuple[str, Any]] = {}
+    for name, run in SCENARIOS.items():
+        keras.utils.set_random_seed(1337)
+        try:
+            results[name] = ("ok", run(strategy))
+        except Exception:
+            results[name] = ("failed", traceback.format_exc())
+    return results
+
+
+@pytest.fixture(scope="module")
+def seen() -> Callable[[str], Any]:
+    """What the chief saw in a scenario."""
+    results = launch(2, chief, num_ps=1, timeout=280, quiet=True).values[0]
+
+    def look(name: str) -> Any:
+        state, value = results[name]
+        assert state == "ok", value
+        return value
+
+    return look
+
+
+def rows() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(NUM_ROWS, 8)).astype("float32")
+    return x, (x @ rng.normal(size=(8, 1)) > 0).astype("float32")
+
+
+def dataset() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(rows()).batch(BATCH)
+
+
+def make_model(optimizer: Any = None, **compile_arguments: Any) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Dense(16, activation="relu", kernel_regularizer=keras.regularizers.L2(0.001)),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.1, seed=3),
+            keras.layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+    metrics = ["accuracy", keras.metrics.AUC(name="auc")]
+    model.compile(optimizer or keras.optimizers.Adam(0.01), "binary_crossentropy", metrics=metrics, **compile_arguments)
+    return model
+
+
+def built(strategy: tf.distribute.Strategy, make: Callable[[], keras.Model], spec: Any = None) -> keras.Model:
+    with strategy.scope():
+        model = make()
+        model._symbolic_build(data_batch=dataset().element_spec if spec is None else spec)
+    return model
+
+
+@contextlib.contextmanager
+def coordinating(model: keras.Model, **arguments: Any) -> Iterator[Coordinator]:
+    coordinator = Coordinator(model, **arguments)
+    yield coordinator
+    coordinator.close()
+
+
+def floats(logs: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in logs.items()}
+
+
+def share_of(context: tf.distribute.InputContext) -> tf.data.Dataset:
+    return dataset().shard(context.num_input_pipelines, context.input_pipeline_id)
+
+
+# Training
+
+
+@scenario
+def train_epochs(strategy: tf.distribute.Strategy) -> Any:
+    model = built(strategy, make_model)
+    epochs = []
+    with coordinating(model) as coordinator:
+        for epoch in range(8):
+            model.reset_metrics()
+            batches = iter(dataset())
+            while coordinator.train(batches, 1 if epoch % 2 else 6):
+                early = floats(coordinator.logs())
+            epochs.append(floats(coordinator.join()))
+        pooled = floats(model.get_metrics_result())
+    return {"epochs": epochs, "early": early, "pooled": pooled, "iterations": int(model.optimizer.iterations)}
+
+
+def test_training_converges_with_two_workers(seen: Any) -> None:
+    epochs = seen("train_epochs")["epochs"]
+    assert epochs[-1]["loss"] < 0.5 * epochs[0]["loss"]
+    assert epochs[-1]["auc"] > 0.97
+
+
+def test_optimizer_counts_every_step_of_every_worker(seen: Any) -> None:
+    assert seen("train_epochs")["iterations"] == 8 * NUM_BATCHES
+
+
+def test_join_leaves_the_pooled_metrics_in_the_variables_of_the_model(seen: Any) -> None:
+    saw = seen("train_epochs")
+    assert saw["pooled"] == saw["epochs"][-1]
+    assert saw["early"].keys() == saw["pooled"].keys()
+
+
+@scenario
+def steps_in_turn(strategy: tf.distribute.Strategy) -> Any:
+    def make() -> keras.Model:
+        return make_model(keras.optimizers.AdamW(0.01, weight_decay=0.01, clipnorm=0.5))
+
+    model, alone = built(strategy, make), make()
+    alone.set_weights(model.get_weights())
+    alone.fit(dataset(), epochs=2, verbose=0)
+    with coordinating(model) as coordinator:
+        for _ in range(2):
+            batches = iter(dataset())
+            while coordinator.train(batches):
+                coordinator.join()
+    return [(a, b) for a, b in zip(model.get_weights(), alone.get_weights(), strict=True)]
+
+
+def test_steps_made_one_after_the_other_give_the_weights_of_one_device(seen: Any) -> None:
+    for ours, theirs in seen("steps_in_turn"):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Seen(keras.metrics.Metric):
+    """Count how often each example came by; its id is the first feature."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.counts = self.add_variable((NUM_ROWS,), "zeros", dtype="int32", name="counts")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        ids = tf.cast(tf.reshape(y_true, [-1]), tf.int32)
+        self.counts.assign_add(tf.reduce_sum(tf.one_hot(ids, NUM_ROWS, dtype=tf.int32), axis=0))
+
+    def result(self) -> Any:
+        return tf.reduce_sum(self.counts)
+
+
+def make_counter() -> keras.Model:
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[Seen(name="seen")])
+    return model
+
+
+@scenario
+def count_examples(strategy: tf.distribute.Strategy) -> Any:
+    ids = np.arange(NUM_ROWS, dtype="float32")[:, None]
+    data = tf.data.Dataset.from_tensor_slices((ids, ids)).shuffle(NUM_ROWS, seed=1).batch(4)
+    model = built(strategy, make_counter, data.element_spec)
+
+    def generated() -> Iterator[Any]:
+        for start in range(0, NUM_ROWS, 7):
+            yield ids[start : start + 7], ids[start : start + 7], None
+
+    def share(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        mine = ids[: 3 * NUM_ROWS // 4] if context.input_pipeline_id == 0 else ids[3 * NUM_ROWS // 4 :]
+        return tf.data.Dataset.from_tensor_slices((mine, mine)).batch(4)
+
+    counts = {}
+    with coordinating(model) as coordinator:
+        for kind, hand_out in (("train", coordinator.train), ("test", coordinator.test)):
+            for name, num_steps, make in (
+                ("one by one", 1, lambda: iter(data)),
+                ("in bundles", 9, lambda: iter(data)),
+                ("generator", 2, generated),
+                ("workers' own", 5, lambda: coordinator.worker_data(share)),
+            ):
+                model.reset_metrics()
+                batches = make()
+                while hand_out(batches, num_steps):
+                    pass
+                coordinator.join()
+                counts[f"{kind} {name}"] = model.metrics[-1].metrics[0].counts.numpy().tolist()
+    return {"counts": counts, "iterations": int(model.optimizer.iterations)}
+
+
+@pytest.mark.parametrize("source", ["one by one", "in bundles", "generator", "workers' own"])
+@pytest.mark.parametrize("kind", ["train", "test"])
+def test_every_example_is_used_exactly_once(seen: Any, kind: str, source: str) -> None:
+    assert seen("count_examples")["counts"][f"{kind} {source}"] == [1] * NUM_ROWS
+
+
+def test_optimizer_counts_the_batches_that_workers_read_themselves(seen: Any) -> None:
+    num_chief, num_generated = -(-NUM_ROWS // 4), -(-NUM_ROWS // 7)
+    assert seen("count_examples")["iterations"] == 2 * num_chief + num_generated + -(-152 // 4) + -(-51 // 4)
+
+
+class OwnStep(keras.Model):
+    """Return something that no metric holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.rows = keras.metrics.Sum(name="rows")
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs["left"]) + self.dense(inputs["right"])
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+        )
+        self.rows.update_state(tf.ones([tf.shape(y)[0]]))
+        return {"rows": self.rows.result(), "largest": tf.reduce_max(tf.abs(y))}
+
+
+@scenario
+def own_train_step(strategy: tf.distribute.Strategy) -> Any:
+    x, y = rows()
+    data = tf.data.Dataset.from_tensor_slices(({"left": x, "right": -x}, y)).batch(BATCH)
+    with strategy.scope():
+        model = OwnStep()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True))
+        model.build({"left": (None, 8), "right": (None, 8)})
+        model.optimizer.build(model.trainable_variables)
+    with coordinating(model) as coordinator:
+        batches = iter(data)
+        while coordinator.train(batches, 4):
+            pass
+        return floats(coordinator.join())
+
+
+def test_logs_of_an_own_train_step_hold_pooled_metrics_and_the_rest_of_a_step(seen: Any) -> None:
+    assert seen("own_train_step") == {"loss": 0.0, "rows": NUM_ROWS, "largest": 1.0}
+
+
+# Evaluation, prediction, saving
+
+
+@scenario
+def compare_results(strategy: tf.distribute.Strategy) -> Any:
+    x, y = rows()
+    weights = np.linspace(0, 2, NUM_ROWS, dtype="float32")
+    data = tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(BATCH)
+    model = built(strategy, make_model)
+    found = {}
+    with coordinating(model) as coordinator:
+        batches = iter(dataset())
+        while coordinator.train(batches):
+            pass
+        coordinator.join()
+        for num_steps in (1, 7, 100):
+            model.reset_metrics()
+            batches = iter(data)
+            while coordinator.test(batches, num_steps):
+                pass
+            found[str(num_steps)] = floats(coordinator.join())
+        outputs = np.concatenate([out.numpy() for out in coordinator.predict(dataset().map(lambda x, y: x))])
+        some = coordinator.predict(iter(dataset()))  # with targets, and left half read
+        first = next(some).numpy()
+    alone = make_model()
+    alone.set_weights(model.get_weights())
+    return {
+        "found": found,
+        "expected": alone.evaluate(data, return_dict=True, verbose=0),
+        "outputs": outputs,
+        "first": first,
+        "expected outputs": alone.predict(x, verbose=0),
+    }
+
+
+def test_evaluation_equals_one_device_whatever_travels_in_a_call(seen: Any) -> None:
+    saw = seen("compare_results")
+    for found in saw["found"].values():
+        assert found == pytest.approx(saw["expected"], rel=1e-6)
+
+
+def test_predictions_come_in_order(seen: Any) -> None:
+    saw = seen("compare_results")
+    assert saw["outputs"].shape == (NUM_ROWS, 1)
+    np.testing.assert_allclose(saw["outputs"], saw["expected outputs"], rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(saw["first"], saw["expected outputs"][:BATCH], rtol=1e-6, atol=1e-7)
+
+
+@scenario
+def save_and_load(strategy: tf.distribute.Strategy) -> Any:
+    import tempfile
+
+    model = built(strategy, make_model)
+    with coordinating(model) as coordinator:
+        coordinator.train(iter(dataset()), 4)
+        coordinator.join()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.keras"
+        model.save(path)
+        loaded = keras.models.load_model(path)
+    return list(zip(model.get_weights(), loaded.get_weights(), strict=True))
+
+
+def test_chief_saves_what_the_parameter_server_holds(seen: Any) -> None:
+    for saved, loaded in seen("save_and_load"):
+        np.testing.assert_array_equal(saved, loaded)
+
+
+# What cannot be
+
+
+class Largest(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros", aggregation="mean", name="value")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_pred)))
+
+    def result(self) -> Any:
+        return self.value + 0.0
+
+
+@scenario
+def refusals(strategy: tf.distribute.Strategy) -> Any:
+    def refused(act: Callable[[], Any]) -> tuple[str, str]:
+        try:
+            act()
+        except Exception as error:
+            return type(error).__name__, str(error)
+        return "", ""
+
+    def of(optimizer: Any = None, **arguments: Any) -> Callable[[], Any]:
+        def act() -> None:
+            with strategy.scope():
+                model = make_model(optimizer() if optimizer else None, **arguments)
+            Coordinator(model)
+
+        return act
+
+    def unbuilt() -> None:
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        Coordinator(model).train(iter(dataset()))
+
+    def odd_metric() -> None:
+        def make() -> keras.Model:
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=[Largest()])
+            return model
+
+        Coordinator(built(strategy, make)).test(iter(dataset()))
+
+    def compiled() -> str:
+        with strategy.scope():
+            model = make_model(jit_compile=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            check_asynchronous(model)
+        return str(caught[-1].message)
+
+    sgd = keras.optimizers.SGD
+    return {
+        "accumulation": refused(of(lambda: sgd(gradient_accumulation_steps=4))),
+        "ema": refused(of(lambda: sgd(use_ema=True, ema_overwrite_frequency=5))),
+        "loss scale": refused(of(lambda: keras.optimizers.LossScaleOptimizer(sgd()))),
+        "eager": refused(of(run_eagerly=True)),
+        "unbuilt": refused(unbuilt),
+        "odd metric": refused(odd_metric),
+        "jit warning": compiled(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("accumulation", ["gradient_accumulation_steps=4", "use larger batches"]),
+        ("ema", ["ema_overwrite_frequency=5", "use_ema alone works"]),
+        ("loss scale", ["LossScaleOptimizer", "mixed_bfloat16"]),
+        ("eager", ["run_eagerly=True", "Compile the model without it"]),
+        ("unbuilt", ["is not built", "strategy's scope"]),
+        ("odd metric", ["largest", "aggregation='mean'", "adds up"]),
+    ],
+)
+def test_what_workers_cannot_do_at_the_same_time_is_refused(seen: Any, case: str, words: list[str]) -> None:
+    kind, message = seen("refusals")[case]
+    assert kind == "StrategyError"
+    for word in words:
+        assert word in message
+
+
+def test_jit_compile_goes_on_uncompiled_and_says_why(seen: Any) -> None:
+    assert "XLA cannot compile a step whose variables are on other machines" in seen("refusals")["jit warning"]
+
+
+def test_other_strategies_have_no_coordinator(mirrored: tf.distribute.Strategy) -> None:
+    with mirrored.scope():
+        model = make_model()
+    with pytest.raises(StrategyError, match="strategy is MirroredStrategy; only models made in the scope of a Param"):
+        Coordinator(model)
+
+
+@scenario
+def failing_step(strategy: tf.distribute.Strategy) -> Any:
+    x, y = rows()
+    x[100] = np.nan
+
+    class Checked(keras.Sequential):
+        def test_step(self, data: Any) -> Any:
+            with tf.control_dependencies([tf.debugging.assert_all_finite(data[0], "row with a hole")]):
+                return super().test_step(data)
+
+    def make() -> keras.Model:
+        model = Checked([keras.Input((8,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    model = built(strategy, make)
+    coordinator = Coordinator(model)
+    batches = iter(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))
+    message = ""
+    try:
+        while coordinator.test(batches):
+            pass
+        coordinator.join()
+    except tf.errors.InvalidArgumentError as error:
+        message = str(error)
+    model.reset_metrics()
+    batches = iter(dataset())
+    while coordinator.test(batches):
+        pass
+    after = floats(coordinator.join())
+    alone = make()
+    alone.set_weights(model.get_weights())
+    return {"message": message, "after": after, "expected": alone.evaluate(dataset(), return_dict=True, verbose=0)}
+
+
+def test_error_of_a_worker_is_raised_on_the_chief_and_the_next_pass_is_whole(seen: Any) -> None:
+    saw = seen("failing_step")
+    assert "row with a hole" in saw["message"]
+    assert saw["after"] == pytest.approx(saw["expected"], rel=1e-6)
+
+
+@scenario
+def distributed_iterator(strategy: tf.distribute.Strategy) -> Any:
+    mirrored = tf.distribute.get_strategy()
+    model = built(strategy, make_model)
+    try:
+        Coordinator(model).train(iter(mirrored.experimental_distribute_dataset(dataset())))
+    except DataError as error:
+        return str(error)
+    return "nothing was raised"

@@ -1,0 +1,545 @@
+"""pick_strategy takes what is there, says why, and refuses what cannot be had before TensorFlow would hang."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+import tensorflow as tf
+
+from keras_dist_ext.errors import ClusterError, StrategyError
+from keras_dist_ext.strategy import (
+    NAMES,
+    Cluster,
+    Decision,
+    Facts,
+    StrategyChoice,
+    decide,
+    gather_facts,
+    list_devices,
+    pick_strategy,
+)
+
+ONE_CPU = ("CPU:0",)
+TWO_GPUS = ("CPU:0", "GPU:0", "GPU:1")
+TWO_WORKERS = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
+SLURM = {
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURMD_NODENAME": "n1",
+}
+
+
+def facts_of(environ, devices=ONE_CPU, **arguments):
+    return gather_facts(environ, device_lister=lambda: devices, **arguments)
+
+
+def tf_config(config):
+    return {"TF_CONFIG": json.dumps(config)}
+
+
+def cluster_with(task=None, **jobs):
+    return tf_config({"cluster": jobs, "task": task or {"type": "worker", "index": 0}})
+
+
+# What auto takes, and why.
+
+
+@pytest.mark.parametrize(
+    ("devices", "name", "chosen", "reason"),
+    [
+        (ONE_CPU, "one_device", ("CPU:0",), "1 CPU device, no TF_CONFIG"),
+        (("CPU:0", "CPU:1"), "mirrored", ("CPU:0", "CPU:1"), "2 CPU devices, no TF_CONFIG"),
+        (("CPU:0", "GPU:0"), "one_device", ("GPU:0",), "1 GPU, no TF_CONFIG"),
+        (TWO_GPUS, "mirrored", ("GPU:0", "GPU:1"), "2 GPUs, no TF_CONFIG"),
+    ],
+)
+def test_auto_without_a_cluster_takes_all_gpus_or_else_all_cpu_devices(devices, name, chosen, reason):
+    assert decide("auto", facts_of({}, devices)) == Decision(name, reason, chosen)
+
+
+def test_auto_takes_a_device_or_several_that_are_named():
+    assert decide("auto", Facts(TWO_GPUS), devices=["CPU:0"]).name == "one_device"
+    mixed = decide("auto", Facts(TWO_GPUS), devices=["/gpu:1", "CPU:0"])
+    assert mixed == Decision("mirrored", "1 GPU and 1 CPU device, no TF_CONFIG", ("GPU:1", "CPU:0"))
+
+
+def test_auto_takes_the_tpu_that_the_environment_names():
+    facts = facts_of({"TPU_NAME": "grpc://10.0.0.9:8470"})
+    assert decide("auto", facts) == Decision("tpu", "TPU grpc://10.0.0.9:8470, no TF_CONFIG")
+    assert facts_of({"COLAB_TPU_ADDR": "10.0.0.9:8470"}).tpu == "grpc://10.0.0.9:8470"
+    assert facts_of({}, ("CPU:0", "TPU:0")).tpu == "local"
+    assert facts_of({"TPU_NAME": "one"}, tpu="other").tpu == "other"
+
+
+def test_auto_takes_the_cluster_that_tf_config_describes():
+    assert decide("auto", facts_of(tf_config(TWO_WORKERS))) == Decision(
+        "multi_worker", "TF_CONFIG lists 2 workers, this is worker 1"
+    )
+    chief = facts_of(cluster_with({"type": "chief", "index": "0"}, chief=["a:1"], worker=["b:1"]))
+    assert decide("auto", chief).reason == "TF_CONFIG lists 2 workers, this is chief 0"
+
+
+def test_auto_takes_parameter_servers_where_the_cluster_has_them():
+    facts = facts_of(cluster_with({"type": "chief", "index": 0}, chief=["a:1"], worker=["b:1", "c:1"], ps=["d:1"]))
+    assert decide("auto", facts) == Decision("parameter_server", "TF_CONFIG lists 2 workers and 1 ps, this is chief 0")
+
+
+def test_a_single_worker_and_an_evaluator_work_alone():
+    single = facts_of(cluster_with(worker=["a:1"]), TWO_GPUS)
+    assert decide("auto", single) == Decision("mirrored", "2 GPUs, TF_CONFIG lists 1 worker", ("GPU:0", "GPU:1"))
+    evaluator = facts_of(cluster_with({"type": "evaluator", "index": 0}, worker=["a:1", "b:1"]))
+    assert decide("auto", evaluator).reason == "1 CPU device, TF_CONFIG says evaluator 0, which works alone"
+    assert decide("mirrored", evaluator).name == "mirrored"
+
+
+def test_auto_takes_the_cluster_of_a_slurm_step():
+    facts = facts_of(SLURM)
+    assert facts.cluster == Cluster(
+        "SLURM", worker=("n1:8888", "n1:8889", "n2:8888"), task_type="worker", task_index=1, rpc_layer="grpc"
+    )
+    assert decide("auto", facts) == Decision("multi_worker", "SLURM lists 3 workers, this is worker 1")
+    assert facts_of({**SLURM, **cluster_with(worker=["a:1"])}).cluster.source == "TF_CONFIG"
+
+
+def test_reading_an_injected_environment_leaves_the_real_one_as_it_was(monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "7")
+    before = dict(os.environ)
+    facts_of(SLURM)
+    facts_of(tf_config(TWO_WORKERS))
+    assert dict(os.environ) == before
+
+
+def test_a_slurm_step_of_one_task_works_alone():
+    assert facts_of({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}) == Facts(ONE_CPU)
+
+
+def test_a_cluster_resolver_comes_before_tf_config():
+    pods = [
+        SimpleNamespace(metadata=SimpleNamespace(name=name), status=SimpleNamespace(phase="Running", host_ip=host))
+        for name, host in [("pod-1", "10.0.0.2"), ("pod-0", "10.0.0.1")]
+    ]
+    client = SimpleNamespace(list_pod_for_all_namespaces=lambda label_selector: SimpleNamespace(items=pods))
+    resolver = tf.distribute.cluster_resolver.KubernetesClusterResolver(override_client=client)
+    resolver.task_type, resolver.task_id = "worker", 0
+    facts = facts_of({"TF_CONFIG": "not read"}, cluster_resolver=resolver)
+    assert facts.cluster.worker == ("10.0.0.1:8470", "10.0.0.2:8470")
+    assert decide("auto", facts).reason == "KubernetesClusterResolver lists 2 workers, this is worker 0"
+
+
+def test_a_resolver_that_finds_no_cluster_is_named():
+    pod = SimpleNamespace(metadata=SimpleNamespace(name="pod-0"), status=SimpleNamespace(phase="Pending"))
+    client = SimpleNamespace(list_pod_for_all_namespaces=lambda label_selector: SimpleNamespace(items=[pod]))
+    resolver = tf.distribute.cluster_resolver.KubernetesClusterResolver(override_client=client)
+    with pytest.raises(
+        ClusterError, match='KubernetesClusterResolver describes no cluster: Pod "pod-0" is not running'
+    ):
+        facts_of({}, cluster_resolver=resolver)
+
+
+# What is refused, and what the message names.
+
+
+def test_an_unknown_name_is_refused_with_the_list_and_a_close_match():
+    with pytest.raises(
+        StrategyError, match=r"no strategy 'MirroredStrategy'; did you mean 'mirrored'\? There are"
+    ) as e:
+        decide("MirroredStrategy", Facts(ONE_CPU))
+    assert all(name in str(e.value) for name in NAMES)
+    with pytest.raises(StrategyError, match=r"no strategy 'xyz'\. There are auto, one_device"):
+        decide("xyz", Facts(ONE_CPU))
+    with pytest.raises(StrategyError, match="name is of type list; give a string, one of auto"):
+        decide(["mirrored"], Facts(ONE_CPU))
+
+
+@pytest.mark.parametrize("device", ["GPU:0", "/gpu:0", "/device:GPU:0", "/job:localhost/replica:0/task:0/device:GPU:0"])
+def test_every_way_to_write_a_device_is_understood(device):
+    assert decide("one_device", Facts(TWO_GPUS), devices=[device]).devices == ("GPU:0",)
+
+
+def test_the_devices_that_tensorflow_lists_can_be_given_as_they_are():
+    logical = tf.config.list_logical_devices("CPU")
+    assert decide("mirrored", Facts(list_devices()), devices=logical).devices == ("CPU:0", "CPU:1", "CPU:2", "CPU:3")
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_replicas", "message"),
+    [
+        (
+            ["CPU:0", "GPU:7"],
+            None,
+            "GPU:7, which this process does not have; .* hang. TensorFlow has CPU:0, GPU:0, GPU:1",
+        ),
+        (["GPU:0", "/gpu:0"], None, "devices names GPU:0 more than once"),
+        ("GPU:0", None, r"devices is the string 'GPU:0'; give a list: devices=\['GPU:0'\]"),
+        ([], None, "devices is empty; name at least one. TensorFlow has CPU:0, GPU:0, GPU:1"),
+        (["the fast one"], None, "'the fast one' is not how a device of this process is named. TensorFlow has CPU:0"),
+        (["/job:worker/task:1/device:GPU:0"], None, "is not how a device of this process is named"),
+        (["GPU:0", "GPU:1"], 3, "num_replicas is 3, but devices names 2: GPU:0, GPU:1. Give one of the two"),
+        (
+            None,
+            3,
+            "num_replicas is 3, but there are fewer GPUs. TensorFlow has CPU:0, GPU:0, GPU:1.*CUDA_VISIBLE_DEVICES",
+        ),
+        (None, 0, "num_replicas is 0; give a whole number from 1 up"),
+        (None, True, "num_replicas is True; give a whole number"),
+        (None, 1.5, "num_replicas is 1.5; give a whole number"),
+    ],
+)
+def test_devices_that_cannot_be_had_are_refused_with_those_there_are(devices, num_replicas, message):
+    with pytest.raises(StrategyError, match=message):
+        decide("mirrored", Facts(TWO_GPUS), devices=devices, num_replicas=num_replicas)
+
+
+def test_one_device_is_one_replica():
+    assert decide("one_device", Facts(TWO_GPUS), num_replicas=1).devices == ("GPU:0",)
+    for arguments in ({"num_replicas": 2}, {"devices": ["GPU:0", "GPU:1"]}):
+        with pytest.raises(StrategyError, match="'one_device' is one replica, not 2. Take 'mirrored'"):
+            decide("one_device", Facts(TWO_GPUS), **arguments)
+
+
+def test_replicas_take_the_first_gpus_or_else_cpu_devices_that_are_made():
+    assert decide("mirrored", Facts((*TWO_GPUS, "GPU:2")), num_replicas=2).devices == ("GPU:0", "GPU:1")
+    made = decide("auto", Facts(ONE_CPU), num_replicas=2)
+    assert made == Decision("mirrored", "2 CPU devices for num_replicas=2, no TF_CONFIG", ("CPU:0", "CPU:1"), 2)
+    assert decide("auto", Facts(("CPU:0", "CPU:1", "CPU:2")), num_replicas=2).num_cpus_to_make == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "TF_CONFIG is set but empty: ''. Unset it to train alone"),
+        ("{oops", r"TF_CONFIG is not JSON \(Expecting property name.*\): '{oops'"),
+        ('["a:1"]', "TF_CONFIG is a JSON list, not an object"),
+        ("{}", "TF_CONFIG lacks 'cluster': '{}'. Unset it to train alone, or write, say, {\"cluster\""),
+        ('{"cluster": ["a:1"], "task": {}}', "has a JSON list, not an object, as its 'cluster'"),
+        ('{"cluster": {}, "task": {}}', "has an empty 'cluster'"),
+        ('{"cluster": {"worker": []}, "task": {}}', "has an empty 'cluster'"),
+        ('{"cluster": {"worker": ["a:1"]}}', "lacks 'task'"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": 0}', "has a JSON number, not an object, as its 'task'"),
+        ('{"cluster": {"worker": "a:1"}, "task": {}}', "has a JSON string, not a list, as the addresses of 'worker'"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"index": 0}}', "lacks 'type' in its 'task'"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}', "lacks 'index' in its 'task'"),
+        (
+            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": "x"}}',
+            "task index 'x', which is no whole",
+        ),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": true}}', "task index True, which is no"),
+    ],
+)
+def test_a_tf_config_of_the_wrong_shape_is_refused_by_name(text, message):
+    with pytest.raises(ClusterError, match=message):
+        facts_of({"TF_CONFIG": text})
+
+
+@pytest.mark.parametrize("address", ["a", "a:", ":1", "http://a:1", "a b:1", "a:1:2", "", None, 7, ["a:1"]])
+def test_a_malformed_address_is_refused_with_the_task_that_has_it(address):
+    with pytest.raises(ClusterError, match=r"TF_CONFIG gives worker 1 the address .*(write host:port|Correct it)"):
+        facts_of(cluster_with(worker=["a:1", address]))
+
+
+@pytest.mark.parametrize("port", ["http", "0", "65536", "-1", "1.5", "²"])
+def test_a_port_that_is_no_port_number_is_refused(port):
+    with pytest.raises(
+        ClusterError, match=rf"worker 0 the address 'a:{port}', whose port is not a number from 1 to 65535"
+    ):
+        facts_of(cluster_with(worker=[f"a:{port}"]))
+
+
+def test_an_ipv6_address_is_understood():
+    assert facts_of(cluster_with(worker=["[::1]:1", "a-b.c:65535"])).cluster.worker == ("[::1]:1", "a-b.c:65535")
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (cluster_with(worker=["a:1", "a:1"]), "gives a:1 to both worker 0 and worker 1. They would wait"),
+        (cluster_with(chief=["a:1"], worker=["a:1"]), "gives a:1 to both chief 0 and worker 0"),
+        (
+            cluster_with({"type": "worker", "index": 2}, worker=["a:1", "b:1"]),
+            "calls this process worker 2, but lists 2 workers, counted from 0: a:1, b:1. Correct the index",
+        ),
+        (
+            cluster_with({"type": "worker", "index": -1}, worker=["a:1"]),
+            "calls this process worker -1, but lists 1 worker",
+        ),
+        (
+            cluster_with({"type": "wroker", "index": 0}, worker=["a:1"]),
+            "a 'wroker'; did you mean 'worker'. There are chief",
+        ),
+        (cluster_with({"type": "chief", "index": 0}, worker=["a:1"]), "chief 0, but its cluster lists only worker"),
+        (
+            cluster_with(workers=["a:1"]),
+            "TF_CONFIG lists a job 'workers'; did you mean 'worker'. There are chief, worker",
+        ),
+        (cluster_with(master=["a:1"]), "TF_CONFIG lists a job 'master'. There are chief, worker, ps, evaluator"),
+        (cluster_with(chief=["a:1", "b:1"]), "lists 2 chiefs; there can be one"),
+        (cluster_with({"type": "ps", "index": 0}, ps=["a:1"]), "TF_CONFIG lists no worker"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "n[1"}, r"SLURM describes no cluster: Invalid hostlist format \"n\[1\""),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS is 'two', which is no number of tasks"),
+        ({**SLURM, "SLURM_PROCID": "9"}, "SLURM does not say which task this process is"),
+        ({**SLURM, "SLURMD_NODENAME": "n2"}, "puts task 1 on n1, but it runs on n2: .*Set TF_CONFIG"),
+        ({key: SLURM[key] for key in ["SLURM_STEP_NUM_TASKS"]}, "SLURM_PROCID not found in environment"),
+    ],
+)
+def test_a_cluster_that_would_hang_or_confuse_is_refused(environ, message):
+    with pytest.raises(ClusterError, match=message):
+        facts_of(environ)
+
+
+@pytest.mark.parametrize("name", ["mirrored", "one_device"])
+def test_a_strategy_of_one_process_is_refused_while_tf_config_lists_several_workers(name):
+    message = f"'{name}' trains in one process, but TF_CONFIG lists 2 workers, of which this is worker 1: each would"
+    with pytest.raises(ClusterError, match=message):
+        pick_strategy(name, environ=tf_config(TWO_WORKERS))
+
+
+def test_a_strategy_of_one_process_under_srun_says_that_each_task_trains_alone():
+    assert decide("mirrored", facts_of(SLURM)).reason == (
+        "1 CPU device, asked for by name; each of SLURM's 3 tasks trains alone"
+    )
+
+
+def test_auto_in_a_slurm_allocation_without_srun_is_refused():
+    facts = facts_of({"SLURM_NTASKS": "4"})
+    with pytest.raises(ClusterError, match="SLURM allocated 4 tasks, but srun did not start this process"):
+        decide("auto", facts)
+    assert decide("mirrored", facts).name == "mirrored"
+
+
+@pytest.mark.parametrize("name", ["multi_worker", "parameter_server"])
+def test_a_strategy_of_several_processes_needs_a_cluster(name):
+    with pytest.raises(
+        ClusterError, match=f"'{name}' needs a cluster, but TF_CONFIG is not set.*keras-dist-ext launch"
+    ):
+        pick_strategy(name, environ={})
+
+
+@pytest.mark.parametrize(
+    ("name", "environ", "message"),
+    [
+        (
+            "multi_worker",
+            cluster_with(worker=["a:1"], ps=["b:1"]),
+            "1 worker and 1 ps, which 'multi_worker' has no use",
+        ),
+        (
+            "multi_worker",
+            cluster_with({"type": "evaluator", "index": 0}, worker=["a:1"]),
+            "evaluator 0, which works alone; it cannot take part in 'multi_worker'",
+        ),
+        ("parameter_server", cluster_with(worker=["a:1"]), "'parameter_server' needs .* lists 1 worker and 0 ps"),
+        (
+            "auto",
+            cluster_with({"type": "ps", "index": 0}, worker=["a:1"], ps=["b:1"]),
+            r"ps 0, which serves; .*Server\(",
+        ),
+    ],
+)
+def test_a_cluster_that_does_not_suit_the_strategy_is_refused(name, environ, message):
+    with pytest.raises(ClusterError, match=message):
+        pick_strategy(name, environ=environ)
+
+
+@pytest.mark.parametrize("arguments", [{"devices": ["CPU:0"]}, {"num_replicas": 2}])
+def test_devices_and_replicas_are_refused_where_the_strategy_takes_what_it_finds(arguments):
+    with pytest.raises(
+        StrategyError, match=r"'multi_worker' \(TF_CONFIG lists 2 workers\) takes what each process finds"
+    ):
+        decide("auto", facts_of(tf_config(TWO_WORKERS)), **arguments)
+
+
+def test_a_tpu_that_is_not_there_is_refused_with_what_is_there():
+    with pytest.raises(StrategyError, match="There is no TPU: TensorFlow has CPU:0.* None of TPU_NAME, .* is set"):
+        pick_strategy("tpu", environ={})
+
+
+def test_a_tpu_that_does_not_answer_is_refused_at_once(free_port):
+    address = f"grpc://127.0.0.1:{free_port}"
+    with pytest.raises(StrategyError, match=f"The TPU '{address}' cannot be had: .*refused.*argument tpu, or one of"):
+        pick_strategy("tpu", environ={"TPU_NAME": address})
+
+
+def test_a_tpu_that_answers_is_connected_and_used(monkeypatch, free_port):
+    connected = []
+    resolver_class = tf.distribute.cluster_resolver.TPUClusterResolver
+    monkeypatch.setattr(resolver_class, "connect", staticmethod(lambda tpu: connected.append(tpu) or "resolver"))
+    monkeypatch.setattr(tf.distribute, "TPUStrategy", lambda resolver: ("TPUStrategy", resolver))
+    with socket.create_server(("127.0.0.1", free_port)):
+        choice = pick_strategy("auto", tpu=f"grpc://127.0.0.1:{free_port}", environ={})
+    assert choice.strategy == ("TPUStrategy", "resolver")
+    assert connected == [f"grpc://127.0.0.1:{free_port}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"implementation": "mpi"}, "implementation is 'mpi'; there are 'auto', 'ring' and 'nccl'"),
+        ({"bytes_per_pack": -1}, "bytes_per_pack is -1; give a number of bytes"),
+        ({"bytes_per_pack": 1.5}, "bytes_per_pack is 1.5; give a number of bytes"),
+        ({"timeout_seconds": 0}, "timeout_seconds is 0; give a positive number of seconds"),
+        ({"implementation": "ring"}, "tune the collectives of 'multi_worker'; 'mirrored' takes none of them"),
+    ],
+)
+def test_communication_options_that_cannot_be_had_are_refused(arguments, message):
+    with pytest.raises(StrategyError, match=message):
+        pick_strategy("mirrored", environ={}, **arguments)
+
+
+def test_nccl_without_gpus_is_refused():
+    with pytest.raises(StrategyError, match="implementation='nccl' needs GPUs, and this worker has none"):
+        pick_strategy("multi_worker", implementation="nccl", environ=tf_config(TWO_WORKERS))
+
+
+def test_auto_says_when_communication_options_are_unused():
+    choice = pick_strategy(devices=["CPU:0", "CPU:1"], implementation="ring", environ={})
+    assert str(choice) == "mirrored: 2 CPU devices, no TF_CONFIG; communication options unused"
+
+
+# The real strategies.
+
+
+def test_listing_devices_finds_the_logical_ones():
+    assert list_devices() == ("CPU:0", "CPU:1", "CPU:2", "CPU:3")
+
+
+def test_a_choice_carries_a_strategy_and_prints_its_name_and_reason():
+    choice = pick_strategy("one_device", devices=["CPU:1"], environ={})
+    assert isinstance(choice.strategy, tf.distribute.OneDeviceStrategy)
+    assert str(choice) == "one_device: 1 CPU device, asked for by name"
+    assert repr(choice) == "StrategyChoice(name='one_device', reason='1 CPU device, asked for by name')"
+    assert isinstance(choice, StrategyChoice)
+
+
+def test_one_mirrored_strategy_is_made_for_a_set_of_devices(strategies):
+    choice = pick_strategy("mirrored", num_replicas=2, environ={})
+    assert isinstance(choice.strategy, tf.distribute.MirroredStrategy)
+    assert choice.strategy.num_replicas_in_sync == 2
+    assert choice.strategy is pick_strategy(devices=["cpu:0", "/CPU:1"], environ={}).strategy
+    assert choice.strategy is strategies.get("mirrored2")
+
+
+def test_a_mirrored_strategy_reduces_over_its_replicas(mirrored):
+    ids = mirrored.run(lambda: tf.distribute.get_replica_context().replica_id_in_sync_group + 1)
+    assert mirrored.reduce("SUM", ids, axis=None).numpy() == 3
+
+
+def test_more_cpu_replicas_than_there_are_is_refused_once_tensorflow_runs():
+    tf.constant(0)
+    with pytest.raises(
+        StrategyError, match=r"num_replicas=5 needs 5 .* initialised already and has CPU:0, .*at most 4"
+    ):
+        pick_strategy("mirrored", num_replicas=5, environ={})
+
+
+# In processes of their own: TensorFlow not initialised yet, and real servers on the loopback interface.
+
+
+@pytest.fixture
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def run_python(code, **environ):
+    """Run code in a process that has only pick_strategy imported; return what it prints."""
+    ended = subprocess.run(
+        [sys.executable, "-c", "from keras_dist_ext.strategy import pick_strategy\n" + textwrap.dedent(code)],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "NONE", **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_num_replicas_makes_cpu_devices_before_tensorflow_starts():
+    printed = run_python(
+        """
+        choice = pick_strategy(num_replicas=3, environ={})
+        print(choice, choice.strategy.num_replicas_in_sync)
+        """
+    )
+    assert printed == "mirrored: 3 CPU devices for num_replicas=3, no TF_CONFIG 3\n"
+
+
+@pytest.mark.multiworker
+def test_a_real_worker_takes_its_options_and_reduces(free_port):
+    printed = run_python(
+        """
+        import tensorflow as tf
+        options = dict(implementation="ring", bytes_per_pack=1000, timeout_seconds=60)
+        choice = pick_strategy("multi_worker", **options)
+        print(choice)
+        communication = choice.strategy.extended._communication_options
+        print(communication.implementation.name, communication.bytes_per_pack, communication.timeout_seconds)
+        print(choice.strategy.reduce("SUM", choice.strategy.run(lambda: tf.constant(7)), axis=None).numpy())
+        print(pick_strategy("multi_worker", **options).strategy is choice.strategy)
+        try:
+            pick_strategy("multi_worker")
+        except ValueError as error:
+            print(error)
+        """,
+        **cluster_with(worker=[f"127.0.0.1:{free_port}"]),
+    )
+    assert printed.splitlines()[:-1] == [
+        "multi_worker: TF_CONFIG lists 1 worker, this is worker 0",
+        "RING 1000 60",
+        "7",
+        "True",
+    ]
+    assert "joined a cluster already, with other addresses or communication options" in printed.splitlines()[-1]
+
+
+@pytest.mark.multiworker
+def test_a_worker_is_refused_once_tensorflow_runs(free_port):
+    printed = run_python(
+        """
+        import tensorflow as tf
+        tf.constant(0)
+        try:
+            pick_strategy("multi_worker")
+        except ValueError as error:
+            print(error)
+        """,
+        **cluster_with(worker=[f"127.0.0.1:{free_port}"]),
+    )
+    assert re.search("initialised already, and a worker can join its cluster only before that. Call pick", printed)
+
+
+def test_a_port_that_is_taken_is_named(free_port):
+    with socket.create_server(("0.0.0.0", free_port)):  # as a server of TensorFlow's would
+        message = f"TF_CONFIG gives worker 0 the address 127.0.0.1:{free_port}, but port {free_port} .*in use"
+        with pytest.raises(ClusterError, match=message):
+            pick_strategy("multi_worker", environ=cluster_with(worker=[f"127.0.0.1:{free_port}"]))
+
+
+@pytest.mark.multiworker
+def test_a_real_coordinator_connects_to_its_parameter_server(free_port):
+    printed = run_python(
+        """
+        import socket, tensorflow as tf
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        worker, ps = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
+        for s in sockets:
+            s.close()
+        spec = tf.train.ClusterSpec({"worker": [worker], "ps": [ps]})
+        servers = [tf.distribute.Server(spec, job_name=job, task_index=0, protocol="grpc") for job in ("worker", "ps")]
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(spec, rpc_layer="grpc")
+        choice = pick_strategy(cluster_resolver=resolver)
+        print(choice)
+        with choice.strategy.scope():
+            print(tf.Variable(3.0).device)
+        """
+    )
+    reason = "SimpleClusterResolver lists 1 worker and 1 ps, this is the coordinator"
+    assert printed.splitlines()[0] == f"parameter_server: {reason}"
+    assert "/job:ps/replica:0/task:0" in printed.splitlines()[1]
