@@ -35,6 +35,7 @@ if keras.backend.backend() != "tensorflow":
         'Set KERAS_BACKEND=tensorflow, or "backend": "tensorflow" in ~/.keras/keras.json, before Keras is imported.'
     )
 
+from keras.src import api_export
 from keras.src.backend.common.stateless_scope import StatelessScope
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import trainer as tf_trainer
@@ -360,3 +361,9 @@ def global_tf_seed(seed: int) -> Iterator[None]:
         context._seed = before
         if rng is not None:
             context._rng = rng
+
+
+def save_as(cls: type, keras_class: type) -> None:
+    """Have instances of ``cls`` saved under the name of one of Keras' own classes (keras/src/api_export.py)."""
+    name = api_export.get_name_from_symbol(keras_class) or f"{keras_class.__module__}.{keras_class.__name__}"
+    api_export.REGISTERED_OBJS_TO_NAMES[cls] = name

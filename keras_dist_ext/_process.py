@@ -14,7 +14,7 @@ from typing import IO
 from keras_dist_ext._worker import failed_code
 from keras_dist_ext.errors import LaunchError
 
-__all__ = ["Process", "code_text"]
+__all__ = ["Process", "show", "code_text"]
 
 
 class Process:
@@ -174,10 +174,7 @@ class _Lines:
         lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
         self._kept.extend(lines)
         if self._stream and lines:
-            text = "".join(f"{self._prefix}{line}\n" for line in lines)
-            encoding = getattr(self._stream, "encoding", None) or "utf-8"
-            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-            self._stream.flush()
+            show("".join(f"{self._prefix}{line}\n" for line in lines), self._stream)
 
     @property
     def last(self) -> str:
@@ -193,6 +190,13 @@ class _Lines:
                 if not any("exception" in line and line.endswith(":") for line in lines[max(0, i - 2) : i]):
                     break
         return tuple(lines[first:] or lines[-20:])
+
+
+def show(text: str, stream: IO[str]) -> None:
+    """Write text to a stream now, with escapes for what its encoding lacks."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()
 
 
 def code_text(code: int) -> str:

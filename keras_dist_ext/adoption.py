@@ -228,7 +228,7 @@ class _Rebuilt:
             return self.sequential(layer, cls)
         if not isinstance(layer, keras.Layer):
             return _stateless(layer)
-        return _from_config(layer, cls)
+        return _again(layer, cls)
 
     def functional(self, model: Any, cls: Any) -> Any:
         """Call new layers in the order in which the graph of `model` calls the old ones."""
@@ -250,8 +250,7 @@ class _Rebuilt:
 
     def subclassed(self, model: Any, cls: Any) -> Any:
         """Have the user's class make itself again from its config, and build what `model` has built."""
-        twin = _from_config(model, cls) if has_own_config(model) else _from_nothing(model, cls)
-        twin.name = model.name  # many constructors take none
+        twin = _again(model, cls)
         if model.built:
             _build_alike(twin, model)
         return self._keep(model, twin, is_graph=False)
@@ -332,9 +331,23 @@ def _stateless(operation: Any) -> Any:
         return operation
 
 
-def _from_config(thing: Any, cls: Any) -> Any:
-    """Make a layer, model or metric again from its config."""
-    return _recipe(thing)(cls)
+def _again(thing: Any, cls: Any) -> Any:
+    """Make a layer, model or metric again."""
+    if not isinstance(thing, keras.Model) or has_own_config(thing):
+        twin = _recipe(thing)(cls)
+    else:
+        twin = _from_nothing(thing, cls)
+    _rename(twin, thing)
+    return twin
+
+
+def _rename(twin: Any, thing: Any) -> None:
+    """Give the layers in `twin` the names of those in `thing`: names that Keras makes up count on."""
+    twin.name = thing.name  # many constructors take none
+    if isinstance(thing, keras.Layer):
+        for old, new in zip(flat_layers(thing), flat_layers(twin), strict=False):
+            if type(old) is type(new) and not new.built:
+                new.name = old.name
 
 
 def _recipe(thing: Any) -> Callable[[Any], Any]:
@@ -342,7 +355,7 @@ def _recipe(thing: Any) -> Callable[[Any], Any]:
     label, name = _label(thing), type(thing).__name__
     with _by_reference(thing) as objects:
         try:
-            config = keras.saving.serialize_keras_object(thing.get_config())
+            config = _bare(keras.saving.serialize_keras_object(thing.get_config()))
         except Exception as error:
             raise _CannotRebuildError(
                 f"{label} gives no config: {_first_sentence(error)} Give {name} a `get_config` that returns the "
@@ -352,14 +365,52 @@ def _recipe(thing: Any) -> Callable[[Any], Any]:
     def make(cls: Any) -> Any:
         with keras.saving.custom_object_scope(objects):
             try:
-                return cls.from_config(config)
+                twin = cls.from_config(dict(config))
             except Exception as error:
                 raise _CannotRebuildError(
                     f"{label} cannot be made from its config: {_first_sentence(error)} Give {name} a `get_config` that "
                     "returns the arguments of its constructor, and a `from_config` that takes them."
                 ) from error
+        _refuse_lost_arguments(thing, twin, config)
+        return twin
 
     return make
+
+
+def _bare(config: Any) -> Any:
+    """The config without how layers in it were built and compiled: what calls them builds them, under their paths."""
+    if isinstance(config, dict):
+        dropped = ("build_config", "compile_config") if "class_name" in config else ()
+        return {key: _bare(value) for key, value in config.items() if key not in dropped}
+    return [_bare(value) for value in config] if isinstance(config, list) else config
+
+
+def _refuse_lost_arguments(thing: Any, twin: Any, config: Any = None) -> None:
+    """Notice a `get_config` that forgets an argument of the constructor, which then gets its default in silence."""
+    cls = type(thing)
+    is_own = cls.from_config.__module__.partition(".")[0] != "keras"
+    for name in _arguments(cls):
+        before, after = (getattr(one, name, None) for one in (thing, twin))
+        are_plain = all(isinstance(value, bool | int | float | str | None) for value in (before, after))
+        if are_plain and before != after:
+            raise _CannotRebuildError(
+                f"{_label(thing)} was made with {name}={before!r}, and what its config makes has {name}={after!r}. "
+                f"Have the `get_config` of {cls.__name__} return {name}."
+            )
+        if config is not None and name not in config and not is_own and not (are_plain and hasattr(thing, name)):
+            raise _CannotRebuildError(
+                f"the config of {_label(thing)} leaves out {name}, which its constructor takes. "
+                f"Have the `get_config` of {cls.__name__} return {name}."
+            )
+
+
+def _arguments(cls: Any) -> list[str]:
+    """What the constructor of a user's class takes besides what every layer takes."""
+    if _first_init(cls).__module__.partition(".")[0] in ("keras", "keras_dist_ext"):
+        return []
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    collects = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return [p.name for p in parameters if p.kind not in collects and p.name not in ("name", "dtype", "trainable")]
 
 
 def _from_nothing(model: Any, cls: Any) -> Any:
@@ -368,8 +419,7 @@ def _from_nothing(model: Any, cls: Any) -> Any:
     Keras' own `get_config` gives the defaults of a model's constructor, whatever it was called with (Keras 3.15.1: the
     arguments do not get past `Model.__new__`).
     """
-    parameters = list(inspect.signature(type(model).__init__).parameters.values())[1:]
-    lost = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in ("name", "dtype", "trainable")]
+    lost = _arguments(type(model))
     if lost:
         raise _CannotRebuildError(
             f"{type(model).__name__} has no `get_config`, so nobody knows what it was made with: {', '.join(lost)}. "
@@ -442,9 +492,6 @@ def _users_own(thing: Any) -> Iterator[Any]:
 
 def _build_alike(twin: Any, model: Any) -> None:
     """Build what a model and the layers in it have built, from the shapes that they were built with."""
-    for old, new in zip(flat_layers(model), flat_layers(twin), strict=False):
-        if type(old) is type(new) and not new.built:
-            new.name = old.name  # a name that Keras makes up counts on
     if not twin.built:
         with warnings.catch_warnings(), keras.name_scope(twin.name, caller=twin):
             warnings.simplefilter("ignore")  # Keras warns where it cannot; the comparison of all variables is an error
@@ -511,7 +558,9 @@ def _side_by_side(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
             f"{len(names[1])} ({', '.join(names[1])}). Make all layers in its constructor or in `build`, from what "
             "`get_config` returns."
         )
-    yield from zip(olds, news, strict=True)
+    for one, other in zip(olds, news, strict=True):
+        _refuse_lost_arguments(one, other)
+        yield one, other
 
 
 def _take_over_state(rebuilt: _Rebuilt) -> dict[int, Any]:
@@ -651,7 +700,7 @@ def _new_metrics(given: Any, made: dict[int, Any]) -> Any:
     if not isinstance(given, keras.Metric):
         return given
     if id(given) not in made:
-        made[id(given)] = _from_config(given, type(given))
+        made[id(given)] = _again(given, type(given))
     return made[id(given)]
 
 

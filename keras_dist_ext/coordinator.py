@@ -26,6 +26,7 @@ What is exact, and what cannot be:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import queue
@@ -72,7 +73,7 @@ class Coordinator:
         self.num_workers: int = sum("/job:worker/" in d.name and d.name.endswith("CPU:0") for d in devices)
         self._limit = max(1, ahead) * self.num_workers
         self._calls = _Calls(self.strategy, timeout_seconds, on_failure=self._forget)
-        self._functions: dict[str, Any] = {}
+        self._made: dict[str, _WorkerSteps] = {}
         self._kind = ""  # what is under way: train, test, predict or nothing
         self._pool: _Pool | None = None
 
@@ -107,7 +108,7 @@ class Coordinator:
             ClusterError: see `train`.
         """
         self._begin("predict")
-        function = self._function("predict", self._predict_function)
+        function = self._steps("predict").predict
         outputs: dict[int, Any] = {}
         todo = enumerate(batches)
         ahead: deque[int] = deque()
@@ -132,8 +133,9 @@ class Coordinator:
         pool, self._pool = self._pool, None
         if pool is None:
             return {}
-        for variable, value in zip(pool.variables, pool.values(), strict=True):
-            variable.assign(value)
+        with _lost_servers_named():
+            for variable, value in zip(pool.variables, pool.values(), strict=True):
+                variable.assign(value)
         return pool.logs(self.model)
 
     def logs(self) -> dict[str, Any]:
@@ -175,32 +177,28 @@ class Coordinator:
                 "ordinary dataset, one to a worker: give the dataset itself, without experimental_distribute_dataset."
             )
         self._begin(kind)
+        steps = self._steps(kind)
         if self._pool is None:
-            self._pool = _Pool(self.model.metrics_variables)
+            with _lost_servers_named():
+                self._pool = _Pool(self.model.metrics_variables)
+        share = math.ceil(num_steps / self.num_workers)
         if isinstance(data, WorkerData):
-            return self._hand_out_reading(kind, data, num_steps, self._pool)
+            return self._hand_out_reading(steps, data, num_steps, share, self._pool)
         batches = [_as_tensors(batch) for batch in itertools.islice(data, num_steps)]
-        for bundle in _bundles(batches, at_most=math.ceil(num_steps / self.num_workers)):
-            form, batch = ("one", bundle[0]) if len(bundle) == 1 else ("many", _stacked(bundle))
-            function = self._function(f"{kind}_{form}", self._step_function, kind, form)
-            if form == "many":
-                with self.strategy.scope():
-                    function = function.get_concrete_function(_any_length(batch))
+        for bundle in _bundles(batches, share):
+            function, args = steps.many(bundle) if len(bundle) > 1 else (steps.one, tuple(bundle))
             self._gather(at_most=self._limit - 1)
-            self._calls.schedule(self._pool.add, function, (batch,))
+            self._calls.schedule(self._pool.add, function, args)
         return len(batches)
 
-    def _hand_out_reading(self, kind: str, data: WorkerData, num_steps: int, pool: _Pool) -> int:
-        function = self._function(f"{kind}_reading", self._step_function, kind, "reading")
-        share = math.ceil(num_steps / self.num_workers)
-        num_left = num_steps
-        while num_left > 0 and data.has_more:
-            at_once = min(share, num_left)
+    def _hand_out_reading(self, steps: _WorkerSteps, data: WorkerData, num_steps: int, share: int, pool: _Pool) -> int:
+        for num_made in range(0, num_steps, share):
+            if not data.has_more:
+                return num_made
+            args = (data.iterators, data.workers, tf.constant(min(share, num_steps - num_made)))
             self._gather(at_most=self._limit - 1)
-            args = (data.iterators, data.workers, tf.constant(at_once))
-            self._calls.schedule(partial(data.add, pool), function, args)
-            num_left -= at_once
-        return num_steps - num_left
+            self._calls.schedule(partial(data.add, pool), steps.reading, args)
+        return num_steps
 
     def _begin(self, kind: str) -> None:
         if self._kind not in ("", kind) or kind == "predict":
@@ -216,80 +214,101 @@ class Coordinator:
         while self._calls.num_out > at_most or self._calls.has_result:
             self._calls.take_next()
 
-    def _function(self, name: str, make: Callable[..., Any], *args: Any) -> Any:
-        if name not in self._functions:
-            _check_built(self.model)
-            self._functions[name] = make(*args)
-        return self._functions[name]
+    def _steps(self, kind: str) -> _WorkerSteps:
+        if kind not in self._made:
+            self._made[kind] = _WorkerSteps(self.model, kind)
+        return self._made[kind]
 
-    def _predict_function(self) -> Any:
-        def predict(batch: Any) -> Any:
-            return self.strategy.run(self.model.predict_step, args=(batch,))
 
-        return tf.function(predict, autograph=False, reduce_retracing=True)
+class _WorkerSteps:
+    """What a worker runs for one kind of step: from batches to metrics that began at zero, and the rest of the logs.
 
-    def _step_function(self, kind: str, form: str) -> Any:
-        """Make the function that workers run, from batches to metrics that began at zero, and the rest of the logs.
+    Args:
+        model: built, with its strategy.
+        kind: "train", "test" or "predict".
+    """
 
-        Args:
-            kind: "train" or "test".
-            form: "one" batch; "many", stacked; or "reading" from the worker's own iterator.
-        """
-        model = self.model
-        step = getattr(model, f"{kind}_step")
+    def __init__(self, model: Any, kind: str) -> None:
+        _check_built(model, kind)
         optimizer = model.optimizer if kind == "train" else None
-        metrics = list(model.metrics_variables)
-        shared = {id(v): v.value for v in (*model.variables, *(optimizer.variables if optimizer else ()))}
+        self._model = model
+        self._step = getattr(model, f"{kind}_step")
+        self._strategy: tf.distribute.Strategy = model.distribute_strategy
+        self._metrics = list(model.metrics_variables)
+        self._counters = [] if optimizer is None else [optimizer.iterations]
+        self._shared = {id(v): v.value for v in (*model.variables, *(optimizer.variables if optimizer else ()))}
+        self._many: dict[Any, Any] = {}
+        self.one = _compiled(lambda batch: self._run(batch, self._zeros()))
+        self.reading = _compiled(self._read)
+        self.predict = _compiled(lambda batch: self._strategy.run(self._step, args=(batch,)))
 
-        def replica(batch: Any, state: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], dict[str, Any]]:
-            counters = [] if optimizer is None else [optimizer.iterations]
-            counts = [tf.identity(shared[id(counter)]) for counter in counters]
-            private = zip([*metrics, *counters], [*state, *counts], strict=True)
-            with _StepScope(shared, private) as scope:
-                logs = step(without_optionals(batch))
-                names = model.get_metrics_result().keys()
-            for counter, count in zip(counters, counts, strict=True):
-                shared[id(counter)].assign_add(scope.get_current_value(counter) - count)
-            extra = {name: tf.convert_to_tensor(value) for name, value in logs.items() if name not in names}
-            return [scope.get_current_value(variable) for variable in metrics], extra
+    def many(self, batches: Sequence[Any]) -> tuple[Any, tuple[tf.Tensor, ...]]:
+        """Return the function that makes a step of each batch, and what to call it with; all have equal shapes."""
+        present = [leaf is not None for leaf in tf.nest.flatten(batches[0])]
+        stacks = [tf.stack(leaves) for leaves in zip(*map(_leaves, batches), strict=True)]
+        # An unknown length, so that one trace serves stacks of any: the last one is often shorter.
+        signature = tuple(tf.TensorSpec([None, *stack.shape[1:]], stack.dtype) for stack in stacks)
+        if signature not in self._many:
 
-        def run(batch: Any, state: Sequence[tf.Tensor]) -> Any:
-            return self.strategy.run(replica, args=(batch, state))
+            def run(*stacks: tf.Tensor) -> Any:
+                def batch(i: Any) -> Any:
+                    rows = iter([stack[i] for stack in stacks])
+                    return tf.nest.pack_sequence_as(batches[0], [next(rows) if here else None for here in present])
 
-        def zeros() -> list[tf.Tensor]:
-            return [tf.zeros(variable.shape, variable.dtype) for variable in metrics]
+                return self._run_many(batch, tf.shape(stacks[0])[0])
 
-        def one(batch: Any) -> Any:
-            return run(batch, zeros())
+            self._many[signature] = tf.function(run, input_signature=signature, autograph=False)
+        return self._many[signature], tuple(stacks)
 
-        def many(batches: Any) -> Any:
-            num_steps = tf.shape(next(leaf for leaf in tf.nest.flatten(batches) if leaf is not None))[0]
+    def _run(self, batch: Any, state: Sequence[tf.Tensor]) -> Any:
+        return self._strategy.run(self._replica, args=(batch, state))
 
-            def batch(i: Any) -> Any:
-                return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[i], batches)
+    def _run_many(self, batch: Callable[[Any], Any], num_steps: tf.Tensor) -> Any:
+        def body(i: tf.Tensor, state: Any, _: Any) -> Any:
+            return (i + 1, *self._run(batch(i), state))
 
-            def body(i: tf.Tensor, state: Any, _: Any) -> Any:
-                return (i + 1, *run(batch(i), state))
+        # The first step stands before the loop because only it tells what else is in the logs.
+        first = (tf.constant(1), *self._run(batch(0), self._zeros()))
+        return tf.while_loop(lambda i, *_: i < num_steps, body, first, parallel_iterations=1)[1:]
 
-            # The first step stands before the loop because only it tells what else is in the logs.
-            first = (tf.constant(1), *run(batch(0), zeros()))
-            return tf.while_loop(lambda i, *_: i < num_steps, body, first, parallel_iterations=1)[1:]
+    def _read(self, iterator: Any, worker: tf.Tensor, num_steps: tf.Tensor) -> Any:
+        def body(i: tf.Tensor, _: Any, state: Any) -> Any:
+            batch = iterator.get_next_as_optional()
+            has_value = batch.has_value()
+            state = tf.cond(has_value, lambda: self._run(batch.get_value(), state)[0], lambda: state)
+            return i + tf.cast(has_value, tf.int32), has_value, state
 
-        def reading(iterator: Any, worker: tf.Tensor, num_steps: tf.Tensor) -> Any:
-            def body(i: tf.Tensor, _: Any, state: Any) -> Any:
-                batch = iterator.get_next_as_optional()
-                has_value = batch.has_value()
-                state = tf.cond(has_value, lambda: run(batch.get_value(), state)[0], lambda: state)
-                return i + tf.cast(has_value, tf.int32), has_value, state
+        first = (tf.constant(0), tf.constant(True), self._zeros())
+        num_made, has_more, state = tf.while_loop(
+            lambda i, has_more, _: tf.logical_and(i < num_steps, has_more), body, first, parallel_iterations=1
+        )
+        return worker, num_made, has_more, state
 
-            first = (tf.constant(0), tf.constant(True), zeros())
-            num_made, has_more, state = tf.while_loop(
-                lambda i, has_more, _: tf.logical_and(i < num_steps, has_more), body, first, parallel_iterations=1
-            )
-            return worker, num_made, has_more, state
+    def _zeros(self) -> list[tf.Tensor]:
+        return [tf.zeros(variable.shape, variable.dtype) for variable in self._metrics]
 
-        function = {"one": one, "many": many, "reading": reading}[form]
-        return tf.function(function, autograph=False, reduce_retracing=True)
+    def _replica(self, batch: Any, state: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], dict[str, Any]]:
+        """Make one step; its metrics go on from `state`, and its counters reach the parameter server as sums.
+
+        Keras counts `iterations` as `iterations.assign(iterations + 1)`, which loses steps when workers do it at once.
+        """
+        counts = [tf.identity(self._shared[id(counter)]) for counter in self._counters]
+        private = zip([*self._metrics, *self._counters], [*state, *counts], strict=True)
+        with _StepScope(self._shared, private) as scope:
+            logs = self._step(without_optionals(batch))
+            names = self._model.get_metrics_result().keys()
+        for counter, count in zip(self._counters, counts, strict=True):
+            self._shared[id(counter)].assign_add(scope.get_current_value(counter) - count)
+        extra = {name: tf.convert_to_tensor(value) for name, value in logs.items() if name not in names}
+        return [scope.get_current_value(variable) for variable in self._metrics], extra
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    return tf.function(function, autograph=False, reduce_retracing=True)
+
+
+def _leaves(batch: Any) -> list[tf.Tensor]:
+    return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
 
 
 class WorkerData:
@@ -365,21 +384,10 @@ def _bundles(batches: Sequence[Any], at_most: int) -> Iterator[list[Any]]:
 
 
 def _signature(batch: Any) -> Any:
-    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    leaves = _leaves(batch)
     if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
         return object()  # ragged and sparse tensors stack to something else: never equal to a neighbour
     return [(tuple(leaf.shape), leaf.dtype) for leaf in leaves]
-
-
-def _stacked(batches: Sequence[Any]) -> Any:
-    return tf.nest.map_structure(lambda *leaves: None if leaves[0] is None else tf.stack(leaves), *batches)
-
-
-def _any_length(stacked: Any) -> Any:
-    """Return specs with an unknown first dimension: one trace serves stacks of any length."""
-    return tf.nest.map_structure(
-        lambda leaf: None if leaf is None else tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), stacked
-    )
 
 
 class _Pool:
@@ -513,12 +521,22 @@ class _Calls:
         self._generation += 1
         self.num_out = 0
         self._on_failure()
-        if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError) and "/job:ps" in str(error):
-            raise ClusterError(
-                "A parameter server is lost, and with it the variables that it held. Start the whole job again from "
-                f"its last checkpoint. TensorFlow says: {error}"
-            ) from error
-        raise error
+        with _lost_servers_named():
+            raise error
+
+
+@contextlib.contextmanager
+def _lost_servers_named() -> Iterator[None]:
+    """Say what it means that a parameter server does not answer."""
+    try:
+        yield
+    except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
+        if "/job:ps" not in str(error):
+            raise
+        raise ClusterError(
+            "A parameter server is lost, and with it the variables that it held. Start the whole job again from its "
+            f"last checkpoint. TensorFlow says: {error}"
+        ) from error
 
 
 def check_asynchronous(model: Any) -> None:
@@ -564,10 +582,9 @@ def check_asynchronous(model: Any) -> None:
         )
 
 
-def _check_built(model: Any) -> None:
+def _check_built(model: Any, kind: str) -> None:
     """Refuse to trace a step that would have to make variables, or whose metrics do not add up."""
-    optimizer = getattr(model, "optimizer", None)
-    if not model.built or (optimizer is not None and not optimizer.built):
+    if not model.built or (kind == "train" and not model.optimizer.built):
         raise StrategyError(
             f"{model.name!r} or its optimizer is not built, and workers cannot make variables. Build both in the "
             "strategy's scope before the first step."

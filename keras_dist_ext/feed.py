@@ -90,6 +90,8 @@ class Source:
 
     def run(self, program: Any, num_steps: int) -> tuple[int, Any]:
         """Run up to ``num_steps`` steps; return how many were made, and the logs."""
+        if hasattr(program, "run_source"):
+            return program.run_source(self._batches(), num_steps)  # type: ignore[no-any-return]
         steps = tf.constant(num_steps)
         is_step_by_step = self._workers is not None or not (
             self._is_plain or isinstance(program.strategy, tf.distribute.TPUStrategy)
@@ -106,6 +108,13 @@ class Source:
         made, self._ahead, logs = program.on_optional(self._ahead, self.iterator, steps)
         self._has_more = bool(self._ahead.has_value())
         return int(made), logs
+
+    def _batches(self) -> Iterator[Any]:
+        while self.has_more:
+            try:
+                yield self.next_batch()
+            except StopIteration:
+                return
 
     def next_batch(self) -> Any:
         """Return the next batch; without rows, where only other workers have some left."""

@@ -32,7 +32,7 @@ from typing import IO, Any
 
 from keras_dist_ext import _worker
 from keras_dist_ext._generation import Failure, Generation
-from keras_dist_ext._process import Process, code_text
+from keras_dist_ext._process import Process, code_text, show
 from keras_dist_ext.errors import LaunchError
 
 __all__ = ["launch", "LaunchResult", "WorkerRun", "WorkerFailed"]
@@ -57,7 +57,8 @@ def launch(
 
     SIGINT and SIGTERM are passed on to the workers, which have `grace_seconds` to end; a second one ends them at once.
     Then the signal takes its usual course here: KeyboardInterrupt, the end of this process, or a handler of your own.
-    Python hands signals to the main thread alone, so this needs `launch` to be called there.
+    Python hands signals to the main thread alone: when `launch` is called in another, they act on this process as
+    they would without it, and the workers end with this process.
 
     Args:
         num_workers: how many workers; with `num_ps` the chief comes on top of them.
@@ -92,8 +93,8 @@ def launch(
         tasks = stack.enter_context(_cluster(num_workers, num_ps))
         generation = stack.enter_context(Generation(None if quiet else stream, log_dir))
         for task in tasks:
-            environ = base | {"TF_CONFIG": _tf_config(task, tasks)}
-            generation.start(str(task), None if task.serves else program, environ)
+            work_here = None if task.serves else program
+            generation.start(str(task), work_here, base | {"TF_CONFIG": _tf_config(task, tasks)})
         failure = generation.watch(signals, None if timeout is None else started + timeout)
         ended = generation.end(signals, grace_seconds)
         runs = tuple(_run(process, generation, process in ended) for process in generation.processes)
@@ -103,7 +104,7 @@ def launch(
         return LaunchResult(0, runs, time.monotonic() - started, None)
     if callable(work):
         raise _error(failure)
-    print(f"launch: {failure.message}", file=stream, flush=True)
+    show(f"launch: {failure.message}\n", stream)
     return LaunchResult(failure.exit_code, runs, time.monotonic() - started, failure.message)
 
 

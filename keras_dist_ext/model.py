@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +13,16 @@ import tensorflow as tf
 from keras_dist_ext import _keras, data, feed
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext.degree import degree_in_rows
-from keras_dist_ext.step import PredictProgram, ReplicaStep, StepProgram, UnknownLossDegrees
+from keras_dist_ext.scope import check_scope, optimizers
+from keras_dist_ext.step import (
+    PredictProgram,
+    ReplicaStep,
+    StepProgram,
+    UnknownLossDegrees,
+    concat_outputs,
+    keep_first_part,
+    sum_parts,
+)
 from keras_dist_ext.workers import Workers, for_chief_only, workers_of
 
 __all__ = ["Functional", "Model", "Sequential"]
@@ -72,6 +81,8 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
     _stop: _Stop
     _steps_per_execution_is_auto = True
+    _coordinator: Any = None
+    _gradients_are_parts = False
     _loss_degrees: list[Any] | None = None
     _batch_spec: Any = None
 
@@ -101,8 +112,16 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
             super().load_weights(*args, **kwargs)
 
     def compile_from_config(self, config: Any) -> None:
-        with self._in_scope():
-            super().compile_from_config(config)
+        if _keras.overrides(self, "compile"):
+            super().compile_from_config(config)  # says that such a class must override this too
+            return
+        arguments = keras.saving.deserialize_keras_object(config)
+        if arguments.get("steps_per_execution") == 1:  # how "auto" is saved, so that stock Keras can load it
+            arguments["steps_per_execution"] = "auto"
+        self.compile(**arguments)
+        if self.optimizer is not None and self.built:
+            with self._in_scope():
+                self.optimizer.build(self.trainable_variables)
 
     def compile(
         self,
@@ -129,6 +148,9 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
                 auto_scale_loss=auto_scale_loss,
             )
         self._steps_per_execution_is_auto = steps_per_execution == "auto"
+        if self._coordinator is not None:
+            self._coordinator.close()
+            object.__setattr__(self, "_coordinator", None)
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         if iterator is not None:
@@ -143,18 +165,27 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
     def make_train_function(self, force: bool = False) -> Any:
         if self.train_function is None or force:
-            self.train_function = _runner(StepProgram(self, "train"))
+            self.train_function = _runner(self._program("train"))
         return self.train_function
 
     def make_test_function(self, force: bool = False) -> Any:
         if self.test_function is None or force:
-            self.test_function = _runner(StepProgram(self, "test"))
+            self.test_function = _runner(self._program("test"))
         return self.test_function
 
     def make_predict_function(self, force: bool = False) -> Any:
         if self.predict_function is None or force:
-            self.predict_function = _predictor(PredictProgram(self))
+            self.predict_function = _predictor(self._program("predict"))
         return self.predict_function
+
+    def _program(self, kind: str) -> Any:
+        if isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy):
+            if self._coordinator is None:
+                from keras_dist_ext.coordinator import Coordinator
+
+                object.__setattr__(self, "_coordinator", Coordinator(self))
+            return CoordinatorProgram(self, kind)
+        return PredictProgram(self) if kind == "predict" else StepProgram(self, kind)
 
     def _aggregate_additional_loss(self, loss: Any) -> Any:
         total = super()._aggregate_additional_loss(loss)
@@ -213,7 +244,33 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
             yield
 
     def _settle(self) -> None:
-        """Bring what replicas hold in parts (accumulated gradients) to what one device would hold."""
+        """At the end of an epoch, and before saving: hold what one device would hold.
+
+        During an accumulation of gradients each replica has a part of the sum. Metrics of a parameter server's workers
+        are on their way.
+        """
+        if self._coordinator is not None:
+            self._coordinator.join()
+        if self._gradients_are_parts:
+            self._gradients_are_parts = False
+            for optimizer in _accumulating(self):
+                sum_parts(self.distribute_strategy, optimizer._accumulated_gradients)
+
+    def _part(self) -> None:
+        """Before training goes on in the middle of an accumulation: the first replica holds the sum, the others 0."""
+        if not self._gradients_are_parts:
+            self._gradients_are_parts = self.distribute_strategy.num_replicas_in_sync > 1
+            if self._gradients_are_parts:
+                workers = workers_of(self.distribute_strategy)
+                for optimizer in _accumulating(self):
+                    for accumulator in optimizer._accumulated_gradients:
+                        keep_first_part(accumulator, is_chief=workers is None or workers.is_chief)
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as Keras does; see ``keras.Model.save``."""
+        if workers_of(self.distribute_strategy) is None:  # with several workers, epochs end settled
+            self._settle()
+        return super().save(*args, **kwargs)
 
     def _pace(self, callbacks: Any, kind: str) -> feed.Pace:
         if not self._steps_per_execution_is_auto:
@@ -222,6 +279,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
     @functools.wraps(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
+        check_scope(self, self.distribute_strategy).raise_if_bad()
         call = _FIT.bind(self, *args, **kwargs)
         callbacks = call.arguments.get("callbacks")
         workers = workers_of(self.distribute_strategy)
@@ -241,6 +299,8 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         call = _EVALUATE.bind(self, *args, **kwargs)
         callbacks = call.arguments.get("callbacks")
+        if not isinstance(callbacks, keras.callbacks.CallbackList):  # as it is inside fit, which has checked
+            check_scope(self, self.distribute_strategy).raise_if_bad()
         workers = workers_of(self.distribute_strategy)
         if workers is not None and not workers.is_chief and not isinstance(callbacks, keras.callbacks.CallbackList):
             call.arguments["verbose"] = 0
@@ -249,12 +309,38 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
     @functools.wraps(keras.Model.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Any:
+        check_scope(self, self.distribute_strategy).raise_if_bad()
         call = _PREDICT.bind(self, *args, **kwargs)
         workers = workers_of(self.distribute_strategy)
         if workers is not None and not workers.is_chief:
             call.arguments["verbose"] = 0
-        with self._feeds([feed.Pace(self.steps_per_execution)], stop=lambda: getattr(self, "stop_predicting", False)):
+        ahead = 64 if isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy) else 1
+        with self._feeds([feed.Pace(max(ahead, self.steps_per_execution))], stop=lambda: getattr(self, "stop_predicting", False)):
             return super().predict(*call.args[1:], **call.kwargs)
+
+
+class CoordinatorProgram:
+    """Steps that the workers of a ParameterServerStrategy make, each on a batch of its own."""
+
+    def __init__(self, model: Any, kind: str) -> None:
+        self.model = model
+        self.kind = kind
+        self.strategy = model.distribute_strategy
+
+    def run_source(self, batches: Iterator[Any], num_steps: int) -> tuple[int, Any]:
+        """Hand out up to ``num_steps`` steps; return how many there were, and the logs of those that are done."""
+        coordinator = self.model._coordinator
+        made = getattr(coordinator, self.kind)(batches, num_steps)
+        return made, coordinator.logs()
+
+    def on_batch(self, batch: Any) -> Any:
+        """Run one step and wait for it."""
+        self.run_source(iter([batch]), 1)
+        return self.model._coordinator.join()
+
+    def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:
+        """Predict each batch and concatenate the outputs along the rows."""
+        return concat_outputs(list(self.model._coordinator.predict(batches)))
 
 
 class _Stop:
@@ -309,6 +395,10 @@ class Sequential(Model, keras.Sequential):  # type: ignore[misc]
     """A ``keras.Sequential`` with all that ``Model`` adds."""
 
 
+# Saved under Keras' own names, they load without this package.
+_keras.save_as(Functional, _keras.Functional)
+_keras.save_as(Sequential, keras.Sequential)
+
 _FIT = inspect.signature(keras.Model.fit)
 _PREDICT = inspect.signature(keras.Model.predict)
 _EVALUATE = inspect.signature(keras.Model.evaluate)
@@ -324,10 +414,24 @@ def _make_functional(cls: type) -> None:
             _make_functional(base)
 
 
-def _runner(program: StepProgram) -> Callable[[Any], Any]:
+def _accumulating(model: Any) -> list[Any]:
+    """The optimizers of a model that are in the middle of an accumulation of gradients."""
+    found = [getattr(optimizer, "inner_optimizer", optimizer) for _, optimizer in optimizers(model)]
+    return [
+        optimizer
+        for optimizer in found
+        if optimizer.built
+        and optimizer.gradient_accumulation_steps
+        and int(keras.ops.convert_to_numpy(optimizer._iterations)) % optimizer.gradient_accumulation_steps
+    ]
+
+
+def _runner(program: Any) -> Callable[[Any], Any]:
     """Keras' ``train_function``: takes an ``Execution``, or any iterator of batches for one step."""
 
     def run(iterator: Any) -> Any:
+        if program.kind == "train":
+            program.model._part()
         if isinstance(iterator, feed.Execution):
             run_steps = functools.partial(iterator.run, program)
         else:

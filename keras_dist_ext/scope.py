@@ -340,8 +340,8 @@ def optimized_variables(optimizer: Any) -> list[Any]:
 def compile_arguments(model: Any) -> dict[str, Any]:
     """What was given to `compile`, as the objects themselves (keras/src/trainers/trainer.py, `compile`)."""
     given = dict(model._compile_config.config)
-    # Ours keep beside it that "auto" was asked for (keras_dist_ext/model.py).
-    automatic = getattr(model, "_steps_per_execution_is_auto", False)
+    # Ours keep beside it that "auto" was asked for (keras_dist_ext/model.py); of stock Keras, 1 is the default.
+    automatic = getattr(model, "_steps_per_execution_is_auto", model.steps_per_execution == 1)
     return {**given, "steps_per_execution": "auto" if automatic else model.steps_per_execution}
 
 

@@ -15,6 +15,7 @@ Letters: n = rows of a replica, N = rows of the global batch, R = replicas in sy
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -336,6 +337,21 @@ def _add(parts: Sequence[Any]) -> Any:
     return tf.add_n([tf.convert_to_tensor(part) for part in parts])
 
 
+def sum_parts(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
+    """Give every replica the sum of what all replicas hold, in cross-replica context."""
+    for variable in variables:
+        copies = _keras.components(variable)
+        (total,) = _sum_over_replicas(strategy, [_keras.regroup([copy.read_value() for copy in copies])])
+        for copy, value in zip(copies, _parts(strategy, total)):
+            copy.assign(value)
+
+
+def keep_first_part(variable: Any, *, is_chief: bool) -> None:
+    """Leave a mirrored variable's value to the first replica of the chief, and set all others to 0."""
+    for copy in _keras.components(variable)[1 if is_chief else 0 :]:
+        copy.assign(tf.zeros_like(copy))
+
+
 class StepProgram:
     """The compiled loop of one kind of step over a model.
 
@@ -351,8 +367,8 @@ class StepProgram:
         self.num_replicas: int = self.strategy.num_replicas_in_sync
         self._log_plan: Any = None
         self._user_step = getattr(model, f"{kind}_step")
-        if model.jit_compile and self.num_replicas == 1 and not model.run_eagerly:
-            self._user_step = tf.function(self._user_step, jit_compile=True, autograph=False)
+        if model.jit_compile and not model.run_eagerly and can_compile(self.strategy):
+            self._user_step = tf.function(self._user_step, jit_compile=True, autograph=False, reduce_retracing=True)
         self._plain_logs = not any(
             _keras.overrides(model, name) for name in (f"{kind}_step", "compute_metrics", "get_metrics_result")
         )
@@ -515,6 +531,27 @@ def rows_of_replica(batch: Any, strategy: tf.distribute.Strategy, *, of_worker: 
 _VALUE = object()  # in a log plan: a leaf that no metric holds
 
 
+def can_compile(strategy: tf.distribute.Strategy) -> bool:
+    """Whether XLA can compile a replica's step: on one device, or where all replicas are GPUs. If not, warn once.
+
+    XLA on a CPU knows no collectives, and runs the programs of several logical CPUs of a process on the first one.
+    """
+    devices = strategy.extended.worker_devices
+    if strategy.num_replicas_in_sync == 1 or all("GPU" in device for device in devices):
+        return True
+    if not isinstance(strategy, tf.distribute.TPUStrategy) and not _has_warned:
+        _has_warned.append(True)
+        warnings.warn(
+            f"jit_compile=True: XLA cannot compile a step whose {strategy.num_replicas_in_sync} replicas are CPUs; "
+            "training goes on without XLA.",
+            stacklevel=2,
+        )
+    return False
+
+
+_has_warned: list[bool] = []
+
+
 def is_per_replica(batch: Any) -> bool:
     """Whether a batch comes from a distributed iterator, split already."""
     return any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tree.flatten(batch))
@@ -565,7 +602,7 @@ class PredictProgram:
         self.model = model
         self.strategy: tf.distribute.Strategy = model.distribute_strategy
         step = model.predict_step
-        if model.jit_compile and not model.run_eagerly:
+        if model.jit_compile and not model.run_eagerly and can_compile(self.strategy):
             step = tf.function(step, jit_compile=True, autograph=False, reduce_retracing=True)
         self._step = step
         self._on_batch = (
@@ -574,8 +611,7 @@ class PredictProgram:
 
     def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:
         """Predict each batch and concatenate the outputs along the rows."""
-        outputs = [self._on_batch(batch, of_worker) for batch in batches]
-        return outputs[0] if len(outputs) == 1 else tree.map_structure(lambda *parts: _concat(parts), *outputs)
+        return concat_outputs([self._on_batch(batch, of_worker) for batch in batches])
 
     def _one(self, batch: Any, of_worker: bool) -> Any:
         batch = data.without_optionals(batch)
@@ -592,6 +628,11 @@ class PredictProgram:
             batch = rows_of_replica(batch, self.strategy, of_worker=cut == "worker")
         with _keras.intercept(ReplicaStep(self.model, 1, self.strategy.num_replicas_in_sync)):
             return self._step(batch)
+
+
+def concat_outputs(outputs: Sequence[Any]) -> Any:
+    """Concatenate the outputs of several batches along the rows."""
+    return outputs[0] if len(outputs) == 1 else tree.map_structure(lambda *parts: _concat(parts), *outputs)
 
 
 def _concat(parts: Sequence[Any]) -> Any:

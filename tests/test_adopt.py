@@ -621,6 +621,55 @@ def test_a_config_that_gives_other_weights_is_refused_by_their_names(mirrored):
     )
 
 
+def test_a_config_that_forgets_an_argument_is_refused(mirrored):
+    class Sloppy(Net):
+        def get_config(self):
+            return {"units": self.units}
+
+    assert_equal(*(lambda net: (net, adopt(net, mirrored)))(called(Sloppy(2, name="net"))))  # rate is at its default
+    assert (
+        "'net' (Sloppy) was made with rate=0.5, and what its config makes has rate=0.0. "
+        "Have the `get_config` of Sloppy return rate."
+    ) in refused(called(Sloppy(2, rate=0.5, name="net")), mirrored)
+
+
+def test_a_nested_model_whose_arguments_nobody_recorded_is_refused(mirrored):
+    class Scaled(keras.Model):
+        def __init__(self, factor=2.0):
+            super().__init__(name="scaled")
+            self.factor = factor
+
+        def call(self, x):
+            return x * self.factor
+
+    inputs = keras.Input((3,))
+    net = keras.Model(inputs, keras.layers.Dense(1)(Scaled(3.0)(inputs)), name="net")
+    assert "Scaled has no `get_config`, so nobody knows what it was made with: factor." in refused(net, mirrored)
+
+
+def test_a_metric_that_forgets_an_argument_is_refused(mirrored):
+    class Above(keras.metrics.Metric):
+        def __init__(self, limit=0.5, **kwargs):
+            super().__init__(name="above", **kwargs)
+            self.threshold = limit
+            self.count = self.add_variable((), "zeros", name="count")
+
+    net = make_sequential()
+    net.compile("sgd", "mse", metrics=[Above(0.9)])
+    assert (
+        "the config of 'above' (Above) leaves out limit, which its constructor takes. "
+        "Have the `get_config` of Above return limit."
+    ) in refused(net, mirrored)
+
+
+def test_a_nested_model_without_arguments_is_made_again(mirrored):
+    inputs = keras.Input((3,))
+    net = keras.Model(inputs, NoArguments()(inputs))
+    twin = adopt(net, mirrored)
+    assert_equal(net, twin)
+    assert type(twin.layers[1]) is NoArguments
+
+
 def test_layers_that_are_attached_beside_the_graph_are_refused(mirrored):
     net = make_functional()
     net.extra = keras.layers.Dense(1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conformance.rows import ROWS
-from conformance.run import IN_PROCESS, WORKERS, Outcome, Row, differences, run
+from conformance.run import IN_PROCESS, WORKERS, Outcome, Row, differences, run, run_on_one_device
 from conformance.workers import run_rows
 
 import keras_dist_ext as kde

@@ -70,7 +70,7 @@ def worker_1(action, *args):
         globals()[action](*args)
     else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print("waiting for worker 1", flush=True)
+        say("waiting for worker 1\n")
         time.sleep(120)
 
 
@@ -419,7 +419,7 @@ def test_the_time_limit_of_a_command_is_exit_code_124(tmp_path):
         ({"work": ["nowhere.py"]}, r"There is no script 'nowhere.py' \(looked in /.*no worker could start"),
         ({"work": ["no-such-program"]}, "'no-such-program' is no program that PATH knows"),
         ({"args": (1,)}, "args and kwargs are for a function"),
-        ({"environ": {"TF_CONFIG": '{"cluster": {}}'}}, "TF_CONFIG is already set .* something else starts the workers"),
+        ({"environ": {"TF_CONFIG": '{"cluster": {}}'}}, "TF_CONFIG is already set .* something else starts"),
     ],
 )
 def test_what_makes_no_launch_is_refused_with_the_reason(options, message, temporary):
@@ -453,8 +453,9 @@ def test_of_a_progress_bar_the_last_state_is_shown():
 def test_a_stream_that_cannot_take_a_character_gets_its_escape():
     raw = io.BytesIO()
     with io.TextIOWrapper(raw, encoding="ascii") as stream:
-        launch(1, say, args=("grün\n",), stream=stream, timeout=45)
-        assert raw.getvalue() == b"[worker 0] gr\\xfcn\n"
+        launch(1, [sys.executable, "-c", "raise SystemExit('grün')"], stream=stream, timeout=45)
+        assert raw.getvalue().startswith(b"[worker 0] gr\\xfcn\nlaunch: worker 0 failed")
+        assert raw.getvalue().endswith(b" [worker 0] gr\\xfcn\n")
 
 
 def test_quiet_shows_nothing_but_the_failure(tmp_path):

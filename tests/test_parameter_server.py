@@ -4,6 +4,12 @@ One launch serves all tests that need no accident: the chief runs every scenario
 """
 
 import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -254,11 +260,13 @@ class OwnStep(keras.Model):
 def own_train_step(strategy: tf.distribute.Strategy) -> Any:
     x, y = rows()
     data = tf.data.Dataset.from_tensor_slices(({"left": x, "right": -x}, y)).batch(BATCH)
-    with strategy.scope():
+
+    def make() -> keras.Model:
         model = OwnStep()
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True))
-        model.build({"left": (None, 8), "right": (None, 8)})
-        model.optimizer.build(model.trainable_variables)
+        return model
+
+    model = built(strategy, make, data.element_spec)
     with coordinating(model) as coordinator:
         batches = iter(data)
         while coordinator.train(batches, 4):
@@ -476,10 +484,99 @@ def test_error_of_a_worker_is_raised_on_the_chief_and_the_next_pass_is_whole(see
 
 @scenario
 def distributed_iterator(strategy: tf.distribute.Strategy) -> Any:
-    mirrored = tf.distribute.get_strategy()
+    chief_alone = tf.distribute.OneDeviceStrategy("/job:chief/replica:0/task:0/device:CPU:0")
     model = built(strategy, make_model)
     try:
-        Coordinator(model).train(iter(mirrored.experimental_distribute_dataset(dataset())))
+        Coordinator(model).train(iter(chief_alone.experimental_distribute_dataset(dataset())))
     except DataError as error:
         return str(error)
     return "nothing was raised"
+
+
+def test_distributed_iterators_are_refused(seen: Any) -> None:
+    assert "give the dataset itself, without experimental_distribute_dataset" in seen("distributed_iterator")
+
+
+# Accidents
+
+
+def survive() -> dict[str, Any]:
+    """Be the chief of a cluster of our own, kill a worker in the middle of each pass, and start it again."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(4)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    cluster = {"chief": addresses[:1], "ps": addresses[1:2], "worker": addresses[2:]}
+    servers: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
+
+    def serve(kind: str, index: int) -> None:
+        config = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+        code = "from keras_dist_ext import _worker; _worker._serve()"
+        servers[kind, index] = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TF_CONFIG": config})
+
+    def kill(kind: str, index: int) -> None:
+        servers[kind, index].send_signal(signal.SIGKILL)
+        servers[kind, index].wait()
+
+    try:
+        serve("ps", 0)
+        serve("worker", 0)
+        serve("worker", 1)
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})
+        return _passes_with_accidents(serve, kill)
+    finally:
+        for server in servers.values():
+            server.kill()
+            server.wait()
+
+
+def _passes_with_accidents(serve: Callable[[str, int], None], kill: Callable[[str, int], None]) -> dict[str, Any]:
+    strategy = pick_strategy("parameter_server").strategy  # first of all: what is older lives on a device that is gone
+    ids = np.arange(NUM_ROWS, dtype="float32")[:, None]
+    data = tf.data.Dataset.from_tensor_slices((ids, ids)).batch(4)
+    model = built(strategy, make_counter, data.element_spec)
+    found: dict[str, Any] = {}
+    with coordinating(model) as coordinator:
+        # The second pass ends only if the worker that died in the first one has come back.
+        for index, (kind, hand_out) in enumerate((("train", coordinator.train), ("test", coordinator.test))):
+            model.reset_metrics()
+            for number, batch in enumerate(data):
+                hand_out(iter([batch]))
+                if number == 20:
+                    kill("worker", index)
+                    serve("worker", index)
+            coordinator.join()
+            found[kind] = model.metrics[-1].metrics[0].counts.numpy().tolist()
+        found["iterations"] = int(model.optimizer.iterations)
+        kill("ps", 0)
+        try:
+            for batch in data:
+                coordinator.train(iter([batch]))
+            coordinator.join()
+        except Exception as error:
+            found["lost"] = (type(error).__name__, str(error))
+        coordinator._calls.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def accidents() -> dict[str, Any]:
+    found: dict[str, Any] = launch(1, survive, timeout=200, quiet=True).values[0]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["test", "train"])
+def test_metrics_count_every_example_once_although_a_worker_was_killed(accidents: Any, kind: str) -> None:
+    assert accidents[kind] == [1] * NUM_ROWS
+
+
+def test_killed_worker_may_repeat_its_training_step_but_loses_none(accidents: Any) -> None:
+    assert -(-NUM_ROWS // 4) <= accidents["iterations"] <= -(-NUM_ROWS // 4) + 1
+
+
+def test_lost_parameter_server_is_named(accidents: Any) -> None:
+    kind, message = accidents["lost"]
+    assert kind == "ClusterError"
+    assert "A parameter server is lost" in message
+    assert "from its last checkpoint" in message

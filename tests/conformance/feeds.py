@@ -6,6 +6,7 @@ device without any) to a feed, because a distributed dataset needs one, and beca
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import keras
@@ -188,7 +189,7 @@ def split(data: Arrays, sizes: Sequence[int]) -> list[Arrays]:
     edges = np.cumsum([0, *sizes])
     return [
         keras.tree.map_structure(lambda array, start=start, stop=stop: array[start:stop], data)
-        for start, stop in zip(edges[:-1], edges[1:], strict=True)
+        for start, stop in pairwise(edges)
     ]
 
 

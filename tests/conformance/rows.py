@@ -1,6 +1,7 @@
 """The table: a row a behaviour, in the order of a step: batches, weights and masks, losses, optimizers, execution."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
@@ -9,11 +10,53 @@ import tensorflow as tf
 from keras import losses, metrics, ops, optimizers
 from keras.optimizers import SGD
 
-from conformance import feeds, models
+from conformance import feeds
 from conformance.feeds import Feed, arrays, batches, pipeline, unknown_length
+from conformance.models import (
+    activity_regularized,
+    adds_loss,
+    alternating,
+    attention,
+    binary_classifier,
+    classifier,
+    cnn,
+    custom_train_step,
+    dense,
+    embedding,
+    embedding_with_mask,
+    from_scratch,
+    frozen_layer,
+    functional_subclass,
+    gan,
+    gru,
+    lazy_sequential,
+    looked_up_words,
+    lstm,
+    masked_lstm,
+    masked_steps,
+    mixed,
+    nested,
+    old_compute_loss,
+    overridden_parts,
+    plain_scalar_logs,
+    regularized,
+    running_mean,
+    sequential,
+    several_inputs_and_outputs,
+    shared_layers,
+    subclassed,
+    synchronized_batch_norm,
+    tagger,
+    tracker_in_call,
+    unmasked_steps,
+    words_and_flags,
+)
 from conformance.run import Outcome, Row, fit_only, fit_with_batch_logs, plain, state
 
 __all__ = ["ROWS"]
+
+Quick = partial(Row, quick=True)
+"""A row of the quick run too."""
 
 
 def mse(optimizer: Any = None, **more: Any) -> dict[str, Any]:
@@ -31,16 +74,16 @@ def crossentropy(**more: Any) -> dict[str, Any]:
 
 
 BATCHES = [
-    Row("even batches", models.dense, mse, arrays(num_rows=48, batch=24), quick=True),
-    Row("a partial last batch", models.dense, mse, arrays(), quick=True),
-    Row("batches of 1 to 9 rows", models.dense, mse, batches(*range(1, 10)), quick=True),
-    Row("a first batch of 1 row", models.dense, mse, batches(1, 8, 8, 8), quick=True),
-    Row("a first batch of 15 rows", models.dense, mse, batches(15, 16, 16), quick=True),
-    Row("a middle batch of 1 row", models.dense, mse, batches(8, 8, 1, 8, 8)),
-    Row("a last batch of 1 row", models.dense, mse, arrays(num_rows=49, batch=16), quick=True),
-    Row("batches of 1 row only", models.dense, mse, batches(1, 1, 1, epochs=10)),
-    Row("fewer rows than replicas", models.dense, mse, arrays(num_rows=3, batch=3, epochs=20), quick=True),
-    Row("a batch larger than the data", models.dense, mse, arrays(num_rows=7, batch=32, epochs=20)),
+    Quick("even batches", dense, mse, arrays(num_rows=48, batch=24)),
+    Quick("a partial last batch", dense, mse, arrays()),
+    Quick("batches of 1 to 9 rows", dense, mse, batches(*range(1, 10))),
+    Quick("a first batch of 1 row", dense, mse, batches(1, 8, 8, 8)),
+    Quick("a first batch of 15 rows", dense, mse, batches(15, 16, 16)),
+    Row("a middle batch of 1 row", dense, mse, batches(8, 8, 1, 8, 8)),
+    Quick("a last batch of 1 row", dense, mse, arrays(num_rows=49, batch=16)),
+    Row("batches of 1 row only", dense, mse, batches(1, 1, 1, epochs=10)),
+    Quick("fewer rows than replicas", dense, mse, arrays(num_rows=3, batch=3, epochs=20)),
+    Row("a batch larger than the data", dense, mse, arrays(num_rows=7, batch=32, epochs=20)),
 ]
 
 
@@ -54,41 +97,45 @@ class ValidRows(losses.Loss):
 
 
 WEIGHTS_AND_MASKS = [
-    Row("sample weights", models.dense, mse, arrays(weights=feeds.row_weights), quick=True),
+    Quick("sample weights", dense, mse, arrays(weights=feeds.row_weights)),
     Row(
         "sample weights of a metric",
-        models.dense,
+        dense,
         lambda: mse(metrics=["mae"], weighted_metrics=["mae", metrics.MeanSquaredError(name="weighted")]),
         arrays(weights=feeds.row_weights),
     ),
-    Row("sample weights all 0 in a batch", models.dense, mse, arrays(weights=lambda n, _: np.repeat([0.0, 1.0], [12, n - 12]))),
-    Row("sample weights of time steps", models.unmasked_steps, mse, arrays(feeds.padded_steps, weights=feeds.step_weights), quick=True),
-    Row("class weights", models.classifier, crossentropy, arrays(feeds.labels, class_weight={0: 1, 1: 3, 2: 0.5, 3: 0}), quick=True),
+    Row(
+        "sample weights all 0 in a batch", dense, mse, arrays(weights=lambda n, _: np.repeat([0.0, 1.0], [12, n - 12]))
+    ),
+    Quick("sample weights of time steps", unmasked_steps, mse, arrays(feeds.padded_steps, weights=feeds.step_weights)),
+    Quick("class weights", classifier, crossentropy, arrays(feeds.labels, class_weight={0: 1, 1: 3, 2: 0.5, 3: 0})),
     Row(
         "class weights of one-hot labels",
-        models.classifier,
+        classifier,
         lambda: {"optimizer": SGD(0.2), "loss": "categorical_crossentropy", "weighted_metrics": ["accuracy"]},
         arrays(feeds.one_hot_labels, class_weight={0: 1, 1: 3, 2: 0.5, 3: 2}),
     ),
-    Row("masked time steps", models.masked_steps, mse, arrays(feeds.padded_steps), quick=True),
-    Row(
+    Quick("masked time steps", masked_steps, mse, arrays(feeds.padded_steps)),
+    Quick(
         "masked time steps with weights",
-        models.masked_steps,
+        masked_steps,
         lambda: mse(metrics=["mae"], weighted_metrics=["mse"]),
-        arrays(feeds.padded_steps, weights=feeds.step_weights), quick=True),
-    Row(
+        arrays(feeds.padded_steps, weights=feeds.step_weights),
+    ),
+    Quick(
         "masked tokens",
-        models.tagger,
+        tagger,
         lambda: {
             "optimizer": SGD(0.2),
             "loss": losses.SparseCategoricalCrossentropy(from_logits=True),
             "metrics": ["sparse_categorical_accuracy"],
         },
-        arrays(feeds.tags), quick=True),
-    Row("a mask of the loss's own", models.dense, lambda: mse(loss=ValidRows()), arrays(), quick=True),
+        arrays(feeds.tags),
+    ),
+    Quick("a mask of the loss's own", dense, lambda: mse(loss=ValidRows()), arrays()),
     Row(
         "ignored classes",
-        models.tagger,
+        tagger,
         lambda: {"optimizer": SGD(0.2), "loss": losses.SparseCategoricalCrossentropy(True, ignore_class=0)},
         arrays(feeds.tags),
     ),
@@ -104,12 +151,12 @@ def reduced(reduction: str | None) -> Callable[[], dict[str, Any]]:
 REDUCTIONS = [
     Row(f"loss reduction {reduction}{of}", build, reduced(reduction), serve, quick=reduction in quick)
     for of, build, serve, quick in (
-        ("", models.dense, arrays(), ("sum", None)),
-        (", weighted", models.dense, arrays(weights=feeds.row_weights), ("mean_with_sample_weight", "sum")),
-        (", masked", models.masked_steps, arrays(feeds.padded_steps), ("sum",)),
+        ("", dense, arrays(), ("sum", None)),
+        (", weighted", dense, arrays(weights=feeds.row_weights), ("mean_with_sample_weight", "sum")),
+        (", masked", masked_steps, arrays(feeds.padded_steps), ("sum",)),
         (
             ", masked and weighted",
-            models.masked_steps,
+            masked_steps,
             arrays(feeds.padded_steps, weights=feeds.step_weights),
             ("mean_with_sample_weight", "mean"),
         ),
@@ -120,44 +167,46 @@ REDUCTIONS = [
 BOTH = {"value": "mse", "label": losses.SparseCategoricalCrossentropy(from_logits=True)}
 
 LOSSES = [
-    Row("several losses", models.several_inputs_and_outputs, lambda: mse(loss=BOTH), arrays(feeds.dicts)),
-    Row(
+    Row("several losses", several_inputs_and_outputs, lambda: mse(loss=BOTH), arrays(feeds.dicts)),
+    Quick(
         "several losses with weights, and metrics",
-        models.several_inputs_and_outputs,
+        several_inputs_and_outputs,
         lambda: mse(
             loss=BOTH,
             loss_weights={"value": 0.3, "label": 2.0},
             metrics={"value": ["mae"], "label": ["accuracy"]},
         ),
-        arrays(feeds.dicts), quick=True),
-    Row(
+        arrays(feeds.dicts),
+    ),
+    Quick(
         "several losses with sample weights of their own",
-        models.several_inputs_and_outputs,
+        several_inputs_and_outputs,
         lambda: mse(loss=BOTH, weighted_metrics={"value": ["mae"], "label": []}),
         arrays(
             feeds.dicts,
             weights=lambda n, seed: {"value": feeds.row_weights(n, seed), "label": feeds.row_weights(n, seed + 1)},
-        ), quick=True),
+        ),
+    ),
     Row(
         "one output without a loss",
-        models.several_inputs_and_outputs,
+        several_inputs_and_outputs,
         lambda: mse(loss={"value": "mse", "label": None}),
         arrays(feeds.dicts),
     ),
     Row(
         "a function as loss",
-        models.dense,
+        dense,
         lambda: mse(loss=lambda y, y_pred: ops.mean(ops.abs(y - y_pred), axis=-1)),
         arrays(weights=feeds.row_weights),
     ),
-    Row("a function as loss that gives a scalar", models.dense, lambda: mse(loss=scalar_loss), arrays()),
-    Row("Huber loss", models.dense, lambda: mse(loss="huber"), arrays()),
-    Row("regularizers", models.regularized, mse, arrays(), quick=True),
-    Row("an activity regularizer", models.activity_regularized, mse, arrays(), quick=True),
-    Row("add_loss of a mean", models.adds_loss(ops.mean), mse, arrays(), quick=True),
-    Row("add_loss of a sum", models.adds_loss(ops.sum), lambda: mse(SGD(0.01)), arrays(), quick=True),
-    Row("add_loss of a tf.reduce_sum", models.adds_loss(tf.reduce_sum), lambda: mse(SGD(0.01)), arrays()),
-    Row("add_loss without another loss", models.adds_loss(ops.mean), lambda: mse(loss=None), arrays()),
+    Row("a function as loss that gives a scalar", dense, lambda: mse(loss=scalar_loss), arrays()),
+    Row("Huber loss", dense, lambda: mse(loss="huber"), arrays()),
+    Quick("regularizers", regularized, mse, arrays()),
+    Quick("an activity regularizer", activity_regularized, mse, arrays()),
+    Quick("add_loss of a mean", adds_loss(ops.mean), mse, arrays()),
+    Quick("add_loss of a sum", adds_loss(ops.sum), lambda: mse(SGD(0.01)), arrays()),
+    Row("add_loss of a tf.reduce_sum", adds_loss(tf.reduce_sum), lambda: mse(SGD(0.01)), arrays()),
+    Row("add_loss without another loss", adds_loss(ops.mean), lambda: mse(loss=None), arrays()),
 ]
 
 
@@ -178,7 +227,7 @@ QUICK_OPTIMIZERS = (
 )
 
 OPTIMIZERS = [
-    Row(name, models.dense, lambda make=make: mse(make()), arrays(), act=fit_only, quick=name in QUICK_OPTIMIZERS)
+    Row(name, dense, lambda make=make: mse(make()), arrays(), act=fit_only, quick=name in QUICK_OPTIMIZERS)
     for name, make in {
         "momentum": lambda: SGD(0.02, momentum=0.9),
         "Nesterov momentum": lambda: SGD(0.02, momentum=0.9, nesterov=True),
@@ -205,36 +254,43 @@ OPTIMIZERS = [
             0.05, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
         ),
         "a fixed loss scale factor": lambda: SGD(0.05, loss_scale_factor=128.0),
-        "LossScaleOptimizer": lambda: optimizers.LossScaleOptimizer(SGD(0.05), initial_scale=64, dynamic_growth_steps=5),
+        "LossScaleOptimizer": lambda: optimizers.LossScaleOptimizer(
+            SGD(0.05), initial_scale=64, dynamic_growth_steps=5
+        ),
         "LossScaleOptimizer of Adam": lambda: optimizers.LossScaleOptimizer(adam(), dynamic_growth_steps=5),
         # 2^127 times a gradient of 1 to 10 is more than float32 holds: the first steps are skipped.
         "LossScaleOptimizer that overflows": lambda: optimizers.LossScaleOptimizer(SGD(0.05), initial_scale=2.0**127),
         "an exponential schedule": lambda: SGD(optimizers.schedules.ExponentialDecay(0.1, 5, 0.8)),
         "a piecewise schedule": lambda: SGD(optimizers.schedules.PiecewiseConstantDecay([7, 15], [0.1, 0.05, 0.01])),
-        "a cosine schedule of Adam": lambda: optimizers.Adam(
-            optimizers.schedules.CosineDecay(0.05, 20), epsilon=1e-3
-        ),
+        "a cosine schedule of Adam": lambda: optimizers.Adam(optimizers.schedules.CosineDecay(0.05, 20), epsilon=1e-3),
     }.items()
 ] + [
     Row(
         "a learning rate set by a callback",
-        models.dense,
+        dense,
         mse,
         arrays(callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))]),
     ),
-    Row("a schedule over data of unknown length", models.dense, lambda: mse(SGD(optimizers.schedules.ExponentialDecay(0.1, 5, 0.8))), unknown_length(), on_one_device={"serve": arrays(epochs=3)}, quick=True),
-    Row("sparse gradients", models.embedding, mse, arrays(feeds.tokens), quick=True),
-    Row("sparse gradients and momentum", models.embedding, lambda: mse(SGD(0.05, momentum=0.9)), arrays(feeds.tokens)),
-    Row("sparse gradients and Adam", models.embedding, lambda: mse(adam()), arrays(feeds.tokens)),
-    Row("sparse gradients, clipped", models.embedding, lambda: mse(SGD(0.1, clipnorm=0.2)), arrays(feeds.tokens)),
-    Row(
+    Quick(
+        "a schedule over data of unknown length",
+        dense,
+        lambda: mse(SGD(optimizers.schedules.ExponentialDecay(0.1, 5, 0.8))),
+        unknown_length(),
+        on_one_device={"serve": arrays(epochs=3)},
+    ),
+    Quick("sparse gradients", embedding, mse, arrays(feeds.tokens)),
+    Row("sparse gradients and momentum", embedding, lambda: mse(SGD(0.05, momentum=0.9)), arrays(feeds.tokens)),
+    Row("sparse gradients and Adam", embedding, lambda: mse(adam()), arrays(feeds.tokens)),
+    Row("sparse gradients, clipped", embedding, lambda: mse(SGD(0.1, clipnorm=0.2)), arrays(feeds.tokens)),
+    Quick(
         "sparse gradients, clipped by global norm",
-        models.embedding,
+        embedding,
         lambda: mse(SGD(0.1, global_clipnorm=0.3)),
-        arrays(feeds.tokens), quick=True),
+        arrays(feeds.tokens),
+    ),
     Row(
         "sparse gradients, accumulated",
-        models.embedding,
+        embedding,
         lambda: mse(SGD(0.1, gradient_accumulation_steps=4)),
         arrays(feeds.tokens),
     ),
@@ -246,7 +302,7 @@ OPTIMIZERS = [
         mse,
         arrays(),
     ),
-    Row("a frozen layer", models.frozen_layer, mse, arrays()),
+    Row("a frozen layer", frozen_layer, mse, arrays()),
 ]
 
 # A gradient is summed in the layer's dtype on each replica: 2^-11 (float16) or 2^-8 (bfloat16) of rounding for each of
@@ -254,20 +310,32 @@ OPTIMIZERS = [
 HALF, BRAIN = 3e-3, 2e-2
 
 PRECISION = [
-    Row("mixed_float16", models.mixed("mixed_float16", models.dense), mse, arrays(), tolerance=HALF, quick=True),
-    Row("mixed_float16 and Adam", models.mixed("mixed_float16", models.dense), lambda: mse(adam()), arrays(), tolerance=HALF),
-    Row("mixed_float16 without loss scale", models.mixed("mixed_float16", models.dense), lambda: mse(auto_scale_loss=False), arrays(), tolerance=HALF),
+    Quick("mixed_float16", mixed("mixed_float16", dense), mse, arrays(), tolerance=HALF),
+    Row("mixed_float16 and Adam", mixed("mixed_float16", dense), lambda: mse(adam()), arrays(), tolerance=HALF),
+    Row(
+        "mixed_float16 without loss scale",
+        mixed("mixed_float16", dense),
+        lambda: mse(auto_scale_loss=False),
+        arrays(),
+        tolerance=HALF,
+    ),
     Row(
         "mixed_float16 CNN",
-        models.mixed("mixed_float16", models.cnn),
+        mixed("mixed_float16", cnn),
         # With the initial scale of 2^15, rounding decides whether the first gradients fit into float16.
         lambda: mse(optimizers.LossScaleOptimizer(SGD(0.02), initial_scale=2.0**8)),
         arrays(feeds.images),
         tolerance=HALF,
     ),
-    Row("mixed_bfloat16", models.mixed("mixed_bfloat16", models.dense), mse, arrays(), tolerance=BRAIN, quick=True),
-    Row("mixed_bfloat16 with sample weights", models.mixed("mixed_bfloat16", models.dense), mse, arrays(weights=feeds.row_weights), tolerance=BRAIN),
-    Row("float64", models.mixed("float64", models.dense), mse, arrays(), tolerance=1e-6),
+    Quick("mixed_bfloat16", mixed("mixed_bfloat16", dense), mse, arrays(), tolerance=BRAIN),
+    Row(
+        "mixed_bfloat16 with sample weights",
+        mixed("mixed_bfloat16", dense),
+        mse,
+        arrays(weights=feeds.row_weights),
+        tolerance=BRAIN,
+    ),
+    Row("float64", mixed("float64", dense), mse, arrays(), tolerance=1e-6),
 ]
 
 MAE = {"metrics": ["mae"]}
@@ -276,7 +344,7 @@ EXECUTION = [
     *(
         Row(
             f"{steps} steps an execution",
-            models.dense,
+            dense,
             lambda steps=steps: mse(steps_per_execution=steps, **MAE),
             arrays(num_rows=61, validation_data=feeds.regression(21, 5)),
             act=fit_with_batch_logs,
@@ -284,42 +352,51 @@ EXECUTION = [
         )
         for steps in (1, 2, 3, 50)
     ),
-    Row(
+    Quick(
         "3 steps an execution over data of unknown length",
-        models.dense,
+        dense,
         lambda: mse(steps_per_execution=3),
         unknown_length(61),
-        on_one_device={"serve": arrays(num_rows=61, epochs=3)}, quick=True),
-    Row(
+        on_one_device={"serve": arrays(num_rows=61, epochs=3)},
+    ),
+    Quick(
         "5 steps an execution over 6 of endless data",
-        models.dense,
+        dense,
         lambda: mse(steps_per_execution=5),
         pipeline(lambda rows: rows.repeat().batch(8), steps_per_epoch=6),
-        on_one_device={"compile": mse},  # Keras would make 10 steps an epoch: twice 5, quick=True),
-    Row("4 steps an execution of 1 to 9 rows", models.dense, lambda: mse(steps_per_execution=4), batches(*range(1, 10))),
+        on_one_device={"compile": mse},  # Keras would make 10 steps an epoch: twice 5
+    ),
+    Row("4 steps an execution of 1 to 9 rows", dense, lambda: mse(steps_per_execution=4), batches(*range(1, 10))),
     Row(
         "3 steps an execution and accumulation",
-        models.dense,
+        dense,
         lambda: mse(SGD(0.05, gradient_accumulation_steps=4), steps_per_execution=3),
         arrays(),
     ),
-    Row("jit_compile", models.dense, lambda: mse(jit_compile=True), arrays(), warns=".*jit_compile", quick=True),
+    Quick("jit_compile", dense, lambda: mse(jit_compile=True), arrays(), warns=".*jit_compile"),
     Row(
         "jit_compile and 3 steps an execution",
-        models.dense,
+        dense,
         lambda: mse(jit_compile=True, steps_per_execution=3),
         arrays(),
         warns=".*jit_compile",
     ),
-    Row("jit_compile of a CNN", models.cnn, lambda: mse(adam(), jit_compile=True), arrays(feeds.images), warns=".*jit_compile"),
-    Row("run_eagerly", models.dense, lambda: mse(run_eagerly=True, **MAE), arrays(epochs=2), quick=True),
+    Row(
+        "jit_compile of a CNN", cnn, lambda: mse(adam(), jit_compile=True), arrays(feeds.images), warns=".*jit_compile"
+    ),
+    Quick("run_eagerly", dense, lambda: mse(run_eagerly=True, **MAE), arrays(epochs=2)),
     Row(
         "run_eagerly with masks and Adam",
-        models.masked_steps,
+        masked_steps,
         lambda: mse(adam(), run_eagerly=True),
         arrays(feeds.padded_steps, epochs=2),
     ),
-    Row("run_eagerly, 3 steps an execution", models.dense, lambda: mse(run_eagerly=True, steps_per_execution=3), arrays(epochs=2)),
+    Row(
+        "run_eagerly, 3 steps an execution",
+        dense,
+        lambda: mse(run_eagerly=True, steps_per_execution=3),
+        arrays(epochs=2),
+    ),
 ]
 
 
@@ -346,31 +423,35 @@ def binary(*names: Any, **more: Any) -> dict[str, Any]:
 
 
 METRICS = [
-    Row("accuracy", models.classifier, lambda: crossentropy(metrics=["accuracy", metrics.SparseTopKCategoricalAccuracy(2)]), arrays(feeds.labels)),
     Row(
+        "accuracy",
+        classifier,
+        lambda: crossentropy(metrics=["accuracy", metrics.SparseTopKCategoricalAccuracy(2)]),
+        arrays(feeds.labels),
+    ),
+    Quick(
         "AUC, precision and recall",
-        models.binary_classifier,
+        binary_classifier,
         lambda: binary("accuracy", metrics.AUC(20), metrics.Precision(), metrics.Recall()),
         arrays(feeds.binary_labels, validation_data=feeds.binary_labels(21, 5)),
         act=fit_with_batch_logs,
-        quick=True,
     ),
     Row(
         "weighted AUC",
-        models.binary_classifier,
+        binary_classifier,
         lambda: binary(weighted_metrics=[metrics.AUC(20), "accuracy"]),
         arrays(feeds.binary_labels, weights=feeds.row_weights),
         act=fit_with_batch_logs,
     ),
     Row(
         "confusion counts",
-        models.binary_classifier,
+        binary_classifier,
         lambda: binary(metrics.TruePositives(), metrics.FalseNegatives(), metrics.SpecificityAtSensitivity(0.5, 20)),
         arrays(feeds.binary_labels),
     ),
     Row(
         "F1 score and mean IoU",
-        models.classifier,
+        classifier,
         lambda: {
             "optimizer": SGD(0.2),
             "loss": "categorical_crossentropy",
@@ -380,17 +461,28 @@ METRICS = [
     ),
     Row(
         "R2, RMSE and cosine",
-        models.dense,
+        dense,
         lambda: mse(metrics=[metrics.R2Score(), metrics.RootMeanSquaredError(), metrics.CosineSimilarity()]),
         arrays(),
         act=fit_with_batch_logs,
     ),
-    Row("a custom metric", models.dense, lambda: mse(metrics=[SumOfSquares()]), arrays(), act=fit_with_batch_logs, quick=True),
-    Row("a custom metric, weighted", models.dense, lambda: mse(weighted_metrics=[SumOfSquares()]), arrays(weights=feeds.row_weights)),
-    Row("a function as metric", models.dense, lambda: mse(metrics=[scalar_loss, "mae"]), arrays(num_rows=48, batch=12), quick=True),
-    Row("metrics of masked steps", models.masked_steps, lambda: mse(metrics=["mae"]), arrays(feeds.padded_steps), act=fit_with_batch_logs),
-    Row("logs of every batch", models.dense, lambda: mse(**MAE), batches(1, 8, 3, 8, 2), act=fit_with_batch_logs, quick=True),
-    Row("a metric updated in call", models.tracker_in_call, mse, arrays()),
+    Quick("a custom metric", dense, lambda: mse(metrics=[SumOfSquares()]), arrays(), act=fit_with_batch_logs),
+    Row(
+        "a custom metric, weighted",
+        dense,
+        lambda: mse(weighted_metrics=[SumOfSquares()]),
+        arrays(weights=feeds.row_weights),
+    ),
+    Quick("a function as metric", dense, lambda: mse(metrics=[scalar_loss, "mae"]), arrays(num_rows=48, batch=12)),
+    Row(
+        "metrics of masked steps",
+        masked_steps,
+        lambda: mse(metrics=["mae"]),
+        arrays(feeds.padded_steps),
+        act=fit_with_batch_logs,
+    ),
+    Quick("logs of every batch", dense, lambda: mse(**MAE), batches(1, 8, 3, 8, 2), act=fit_with_batch_logs),
+    Row("a metric updated in call", tracker_in_call, mse, arrays()),
 ]
 
 
@@ -447,90 +539,167 @@ def predict_forms(model: keras.Model, feed: Feed) -> Outcome:
 
 
 ON_BATCH_AND_PREDICT = [
-    Row("train, test and predict on batch", models.dense, lambda: mse(**MAE), arrays(), act=on_batches, quick=True),
-    Row("train on batch with weights", models.classifier, lambda: crossentropy(weighted_metrics=["accuracy"]), arrays(), act=on_weighted_batches, quick=True),
-    Row("train on batch of dicts", models.several_inputs_and_outputs, lambda: mse(loss=BOTH), arrays(), act=on_batches_of_dicts, quick=True),
-    Row("train on batch, lazily built", models.subclassed, lambda: mse(**MAE), arrays(), act=on_batches),
-    Row("train on batch, eagerly", models.dense, lambda: mse(run_eagerly=True), arrays(), act=on_batches),
-    Row("train on batch with jit_compile", models.dense, lambda: mse(jit_compile=True), arrays(), act=on_batches, warns=".*jit_compile"),
-    Row("predict 1 to 9 rows", models.dense, mse, arrays(), act=predict_every_size, quick=True),
-    Row("predict several outputs", models.several_inputs_and_outputs, mse, arrays(), act=predict_forms, quick=True),
-    Row("predict, 3 steps an execution", models.dense, lambda: mse(steps_per_execution=3), arrays(), act=predict_every_size),
-    Row("predict data of unknown length", models.dense, mse, unknown_length(), act=predict_only),
-    Row("predict time steps", models.unmasked_steps, mse, arrays(feeds.padded_steps), act=predict_only),
+    Quick("train, test and predict on batch", dense, lambda: mse(**MAE), arrays(), act=on_batches),
+    Quick(
+        "train on batch with weights",
+        classifier,
+        lambda: crossentropy(weighted_metrics=["accuracy"]),
+        arrays(),
+        act=on_weighted_batches,
+    ),
+    Quick(
+        "train on batch of dicts", several_inputs_and_outputs, lambda: mse(loss=BOTH), arrays(), act=on_batches_of_dicts
+    ),
+    Row("train on batch, lazily built", subclassed, lambda: mse(**MAE), arrays(), act=on_batches),
+    Row("train on batch, eagerly", dense, lambda: mse(run_eagerly=True), arrays(), act=on_batches),
+    Row(
+        "train on batch with jit_compile",
+        dense,
+        lambda: mse(jit_compile=True),
+        arrays(),
+        act=on_batches,
+        warns=".*jit_compile",
+    ),
+    Quick("predict 1 to 9 rows", dense, mse, arrays(), act=predict_every_size),
+    Quick("predict several outputs", several_inputs_and_outputs, mse, arrays(), act=predict_forms),
+    Row("predict, 3 steps an execution", dense, lambda: mse(steps_per_execution=3), arrays(), act=predict_every_size),
+    Row("predict data of unknown length", dense, mse, unknown_length(), act=predict_only),
+    Row("predict time steps", unmasked_steps, mse, arrays(feeds.padded_steps), act=predict_only),
 ]
 
 STATE = [
-    Row("synchronized BatchNormalization", models.synchronized_batch_norm, mse, arrays(), quick=True),
-    Row("synchronized BatchNormalization of 1 to 9 rows", models.synchronized_batch_norm, mse, batches(*range(1, 10))),
+    Quick("synchronized BatchNormalization", synchronized_batch_norm, mse, arrays()),
+    Row("synchronized BatchNormalization of 1 to 9 rows", synchronized_batch_norm, mse, batches(*range(1, 10))),
     Row(
         "synchronized BatchNormalization, 3 steps an execution",
-        models.synchronized_batch_norm,
+        synchronized_batch_norm,
         lambda: mse(steps_per_execution=3),
         arrays(),
     ),
-    Row("synchronized BatchNormalization of replicas without rows", models.synchronized_batch_norm, mse, arrays(num_rows=49, batch=16), quick=True),
-    Row("state assigned in call", models.running_mean, mse, arrays(), quick=True),
-    Row("state assigned in call of replicas without rows", models.running_mean, mse, batches(8, 1, 3, 8, 2), quick=True),
-    Row("state assigned in call, 3 steps an execution", models.running_mean, lambda: mse(steps_per_execution=3), arrays()),
-    Row("state assigned in call, eagerly", models.running_mean, lambda: mse(run_eagerly=True), arrays(epochs=2)),
+    Quick(
+        "synchronized BatchNormalization of replicas without rows",
+        synchronized_batch_norm,
+        mse,
+        arrays(num_rows=49, batch=16),
+    ),
+    Quick("state assigned in call", running_mean, mse, arrays()),
+    Quick("state assigned in call of replicas without rows", running_mean, mse, batches(8, 1, 3, 8, 2)),
+    Row("state assigned in call, 3 steps an execution", running_mean, lambda: mse(steps_per_execution=3), arrays()),
+    Row("state assigned in call, eagerly", running_mean, lambda: mse(run_eagerly=True), arrays(epochs=2)),
 ]
 
 INPUTS = [
-    Row("tensors", models.dense, mse, arrays(convert=tf.constant), quick=True),
-    Row("lists", models.dense, mse, arrays(num_rows=12, batch=5)),
-    Row("validation_data", models.dense, lambda: mse(**MAE), arrays(validation_data=feeds.regression(21, 5), validation_batch_size=6), quick=True),
+    Quick("tensors", dense, mse, arrays(convert=tf.constant)),
+    Row("lists", dense, mse, arrays(num_rows=12, batch=5)),
+    Quick(
+        "validation_data",
+        dense,
+        lambda: mse(**MAE),
+        arrays(validation_data=feeds.regression(21, 5), validation_batch_size=6),
+    ),
     Row(
         "weighted validation_data",
-        models.dense,
+        dense,
         lambda: mse(weighted_metrics=["mae"]),
         arrays(validation_data=(*feeds.regression(21, 5), feeds.row_weights(21, 5)), validation_batch_size=6),
     ),
-    Row("validation_split", models.dense, lambda: mse(**MAE), arrays(validation_split=0.3), quick=True),
-    Row("validation every second epoch, some steps", models.dense, mse, arrays(validation_data=feeds.regression(21, 5), validation_freq=2, validation_steps=2)),
-    Row("validation of unknown length", models.dense, mse, arrays(validation=feeds.validation_of_unknown_length)),
-    Row("steps_per_epoch of arrays", models.dense, mse, arrays(steps_per_epoch=4)),
-    Row("initial_epoch", models.dense, mse, arrays(initial_epoch=2)),
-    Row("tf.data", models.dense, mse, pipeline(lambda rows: rows.batch(8)), quick=True),
-    Row("tf.data without its last batch", models.dense, mse, pipeline(lambda rows: rows.batch(8, drop_remainder=True)), quick=True),
-    Row("tf.data, shuffled by a seed", models.dense, mse, pipeline(lambda rows: rows.shuffle(45, seed=3, reshuffle_each_iteration=False).batch(8))),
-    Row("tf.data, mapped and prefetched", models.dense, mse, pipeline(lambda rows: rows.batch(8).map(lambda x, y: (2 * x, y)).prefetch(2))),
-    Row("tf.data with weights", models.dense, mse, pipeline(lambda rows: rows.map(lambda x, y: (x, y, tf.abs(x[0]))).batch(8))),
-    Row("tf.data, batched before it is mapped by rows", models.dense, mse, pipeline(lambda rows: rows.batch(8).unbatch().batch(7))),
-    Row("endless tf.data", models.dense, mse, pipeline(lambda rows: rows.repeat().batch(8), steps_per_epoch=6), quick=True),
-    Row("steps_per_epoch of finite tf.data", models.dense, mse, pipeline(lambda rows: rows.batch(8), steps_per_epoch=2)),
-    Row("tf.data of unknown length", models.dense, mse, unknown_length(), on_one_device={"serve": arrays(epochs=3)}, quick=True),
-    Row("tf.data of dicts", models.several_inputs_and_outputs, lambda: mse(loss=BOTH), pipeline(lambda rows: rows.batch(8), feeds.dicts)),
-    Row("tf.data started once a fit", models.dense, mse, feeds.counted_starts(), quick=True),
-    Row("endless tf.data started once a fit", models.dense, mse, feeds.counted_starts(endless=True, epochs=3, steps_per_epoch=6), quick=True),
-    Row("strings and bools", models.words_and_flags, mse, pipeline(lambda rows: rows.batch(8), feeds.words_and_flags)),
-    Row("strings and bools, first batch uneven", models.words_and_flags, mse, batches(5, 8, 1, 8, make=feeds.words_and_flags), quick=True),
-    Row("looked up words", models.looked_up_words, mse, pipeline(lambda rows: rows.batch(8), feeds.words)),
-    Row("a generator read once", models.dense, mse, feeds.generator(8, 8, 8, 8, 5), on_one_device={"serve": batches(8, 8, 8, 8, 5, epochs=1)}, quick=True),
-    Row("a generator of 1 to 9 rows", models.dense, mse, feeds.generator(*range(1, 10)), on_one_device={"serve": batches(*range(1, 10), epochs=1)}),
-    Row("a generator with an uneven first batch", models.dense, mse, feeds.generator(5, 8, 8, 1), on_one_device={"serve": batches(5, 8, 8, 1, epochs=1)}),
-    Row("an endless generator", models.dense, mse, feeds.generator(8, 8, 5, endless=True, epochs=3, steps_per_epoch=5), quick=True),
-    Row("a PyDataset", models.dense, mse, feeds.py_dataset(workers=1), quick=True),
-    Row("a PyDataset with 2 workers", models.dense, mse, feeds.py_dataset(workers=2)),
-    Row("a distributed dataset", models.dense, mse, feeds.distributed_dataset(), quick=True),
-    Row("a dataset made on each worker", models.dense, mse, feeds.dataset_from_function(), quick=True),
+    Quick("validation_split", dense, lambda: mse(**MAE), arrays(validation_split=0.3)),
+    Row(
+        "validation every second epoch, some steps",
+        dense,
+        mse,
+        arrays(validation_data=feeds.regression(21, 5), validation_freq=2, validation_steps=2),
+    ),
+    Row("validation of unknown length", dense, mse, arrays(validation=feeds.validation_of_unknown_length)),
+    Row("steps_per_epoch of arrays", dense, mse, arrays(steps_per_epoch=4)),
+    Row("initial_epoch", dense, mse, arrays(initial_epoch=2)),
+    Quick("tf.data", dense, mse, pipeline(lambda rows: rows.batch(8))),
+    Quick("tf.data without its last batch", dense, mse, pipeline(lambda rows: rows.batch(8, drop_remainder=True))),
+    Row(
+        "tf.data, shuffled by a seed",
+        dense,
+        mse,
+        pipeline(lambda rows: rows.shuffle(45, seed=3, reshuffle_each_iteration=False).batch(8)),
+    ),
+    Row(
+        "tf.data, mapped and prefetched",
+        dense,
+        mse,
+        pipeline(lambda rows: rows.batch(8).map(lambda x, y: (2 * x, y)).prefetch(2)),
+    ),
+    Row(
+        "tf.data with weights", dense, mse, pipeline(lambda rows: rows.map(lambda x, y: (x, y, tf.abs(x[0]))).batch(8))
+    ),
+    Row(
+        "tf.data, batched before it is mapped by rows",
+        dense,
+        mse,
+        pipeline(lambda rows: rows.batch(8).unbatch().batch(7)),
+    ),
+    Quick("endless tf.data", dense, mse, pipeline(lambda rows: rows.repeat().batch(8), steps_per_epoch=6)),
+    Row("steps_per_epoch of finite tf.data", dense, mse, pipeline(lambda rows: rows.batch(8), steps_per_epoch=2)),
+    Quick("tf.data of unknown length", dense, mse, unknown_length(), on_one_device={"serve": arrays(epochs=3)}),
+    Row(
+        "tf.data of dicts",
+        several_inputs_and_outputs,
+        lambda: mse(loss=BOTH),
+        pipeline(lambda rows: rows.batch(8), feeds.dicts),
+    ),
+    Quick("tf.data started once a fit", dense, mse, feeds.counted_starts()),
+    Quick(
+        "endless tf.data started once a fit",
+        dense,
+        mse,
+        feeds.counted_starts(endless=True, epochs=3, steps_per_epoch=6),
+    ),
+    Row("strings and bools", words_and_flags, mse, pipeline(lambda rows: rows.batch(8), feeds.words_and_flags)),
+    Quick(
+        "strings and bools, first batch uneven", words_and_flags, mse, batches(5, 8, 1, 8, make=feeds.words_and_flags)
+    ),
+    Row("looked up words", looked_up_words, mse, pipeline(lambda rows: rows.batch(8), feeds.words)),
+    Quick(
+        "a generator read once",
+        dense,
+        mse,
+        feeds.generator(8, 8, 8, 8, 5),
+        on_one_device={"serve": batches(8, 8, 8, 8, 5, epochs=1)},
+    ),
+    Row(
+        "a generator of 1 to 9 rows",
+        dense,
+        mse,
+        feeds.generator(*range(1, 10)),
+        on_one_device={"serve": batches(*range(1, 10), epochs=1)},
+    ),
+    Row(
+        "a generator with an uneven first batch",
+        dense,
+        mse,
+        feeds.generator(5, 8, 8, 1),
+        on_one_device={"serve": batches(5, 8, 8, 1, epochs=1)},
+    ),
+    Quick("an endless generator", dense, mse, feeds.generator(8, 8, 5, endless=True, epochs=3, steps_per_epoch=5)),
+    Quick("a PyDataset", dense, mse, feeds.py_dataset(workers=1)),
+    Row("a PyDataset with 2 workers", dense, mse, feeds.py_dataset(workers=2)),
+    Quick("a distributed dataset", dense, mse, feeds.distributed_dataset()),
+    Quick("a dataset made on each worker", dense, mse, feeds.dataset_from_function()),
 ]
 
 MODELS = [
-    Row("Sequential", models.sequential, mse, arrays(), quick=True),
-    Row("Sequential, lazily built", models.lazy_sequential, mse, arrays(), quick=True),
-    Row("a subclass, lazily built", models.subclassed, mse, arrays(), quick=True),
-    Row("a subclass, lazily built on 1 row", models.subclassed, mse, batches(1, 8, 8)),
-    Row("a subclass made of inputs and outputs", models.functional_subclass, mse, arrays()),
-    Row("nested models", models.nested, mse, arrays(), quick=True),
-    Row("shared layers", models.shared_layers, mse, arrays(feeds.pairs), quick=True),
-    Row("several inputs and outputs", models.several_inputs_and_outputs, lambda: mse(adam(), loss=BOTH), arrays(feeds.dicts)),
-    Row("a CNN", models.cnn, lambda: mse(SGD(0.02)), arrays(feeds.images), quick=True),
-    Row("an LSTM", models.lstm, mse, arrays(feeds.sequences), quick=True),
-    Row("a GRU", models.gru, mse, arrays(feeds.sequences), quick=True),
-    Row("a masked LSTM", models.masked_lstm, mse, arrays(feeds.padded_sequences), quick=True),
-    Row("an Embedding with a mask", models.embedding_with_mask, mse, arrays(feeds.tokens), quick=True),
-    Row("attention", models.attention, mse, arrays(feeds.sequences), quick=True),
+    Quick("Sequential", sequential, mse, arrays()),
+    Quick("Sequential, lazily built", lazy_sequential, mse, arrays()),
+    Quick("a subclass, lazily built", subclassed, mse, arrays()),
+    Row("a subclass, lazily built on 1 row", subclassed, mse, batches(1, 8, 8)),
+    Row("a subclass made of inputs and outputs", functional_subclass, mse, arrays()),
+    Quick("nested models", nested, mse, arrays()),
+    Quick("shared layers", shared_layers, mse, arrays(feeds.pairs)),
+    Row("several inputs and outputs", several_inputs_and_outputs, lambda: mse(adam(), loss=BOTH), arrays(feeds.dicts)),
+    Quick("a CNN", cnn, lambda: mse(SGD(0.02)), arrays(feeds.images)),
+    Quick("an LSTM", lstm, mse, arrays(feeds.sequences)),
+    Quick("a GRU", gru, mse, arrays(feeds.sequences)),
+    Quick("a masked LSTM", masked_lstm, mse, arrays(feeds.padded_sequences)),
+    Quick("an Embedding with a mask", embedding_with_mask, mse, arrays(feeds.tokens)),
+    Quick("attention", attention, mse, arrays(feeds.sequences)),
 ]
 
 
@@ -543,16 +712,32 @@ def two_optimizers() -> dict[str, Any]:
 
 
 CUSTOM_STEPS = [
-    Row("a custom train_step", models.custom_train_step, lambda: mse(**MAE), arrays(), act=fit_with_batch_logs, quick=True),
-    Row("a custom train_step and accumulation", models.custom_train_step, lambda: mse(SGD(0.05, gradient_accumulation_steps=4)), arrays()),
-    Row("a custom train_step from scratch", models.from_scratch, lambda: {"optimizer": SGD(0.05)}, arrays(), act=fit_with_batch_logs),
-    Row("a custom train_step, 3 steps an execution", models.from_scratch, lambda: {"optimizer": SGD(0.05), "steps_per_execution": 3}, arrays()),
-    Row("a custom train_step of 1 to 9 rows", models.from_scratch, lambda: {"optimizer": SGD(0.05)}, batches(*range(1, 10))),
-    Row("a train_step that returns plain numbers", models.plain_scalar_logs, mse, arrays(), act=fit_with_batch_logs),
-    Row("overridden losses, metrics, test_step and predict_step", models.overridden_parts, lambda: mse(**MAE), arrays(), quick=True),
-    Row("compute_loss without training", models.old_compute_loss, mse, arrays()),
-    Row("two optimizers from one tape", models.alternating, lambda: mse(**MAE), arrays(weights=feeds.row_weights), quick=True),
-    Row("a GAN", models.gan, two_optimizers, arrays(feeds.noise_and_real), act=fit_only, quick=True),
+    Quick("a custom train_step", custom_train_step, lambda: mse(**MAE), arrays(), act=fit_with_batch_logs),
+    Row(
+        "a custom train_step and accumulation",
+        custom_train_step,
+        lambda: mse(SGD(0.05, gradient_accumulation_steps=4)),
+        arrays(),
+    ),
+    Row(
+        "a custom train_step from scratch",
+        from_scratch,
+        lambda: {"optimizer": SGD(0.05)},
+        arrays(),
+        act=fit_with_batch_logs,
+    ),
+    Row(
+        "a custom train_step, 3 steps an execution",
+        from_scratch,
+        lambda: {"optimizer": SGD(0.05), "steps_per_execution": 3},
+        arrays(),
+    ),
+    Row("a custom train_step of 1 to 9 rows", from_scratch, lambda: {"optimizer": SGD(0.05)}, batches(*range(1, 10))),
+    Row("a train_step that returns plain numbers", plain_scalar_logs, mse, arrays(), act=fit_with_batch_logs),
+    Quick("overridden losses, metrics, test_step and predict_step", overridden_parts, lambda: mse(**MAE), arrays()),
+    Row("compute_loss without training", old_compute_loss, mse, arrays()),
+    Quick("two optimizers from one tape", alternating, lambda: mse(**MAE), arrays(weights=feeds.row_weights)),
+    Quick("a GAN", gan, two_optimizers, arrays(feeds.noise_and_real), act=fit_only),
 ]
 
 
