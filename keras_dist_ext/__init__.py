@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from keras_dist_ext.adoption import adopt, clone_model, load_model
     from keras_dist_ext.callbacks import ScopeGuard
     from keras_dist_ext.errors import (
         BackendError,
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
         StrategyError,
     )
     from keras_dist_ext.launch import launch
-    from keras_dist_ext.model import Model, Sequential, clone_model, load_model
-    from keras_dist_ext.scope import adopt, check_scope
+    from keras_dist_ext.model import Model, Sequential
+    from keras_dist_ext.scope import check_scope
     from keras_dist_ext.strategy import StrategyChoice, pick_strategy
 
 __version__ = "0.1.0"
@@ -52,9 +53,9 @@ _MODULE_OF = {
     "StrategyChoice": "strategy",
     "Model": "model",
     "Sequential": "model",
-    "adopt": "scope",
-    "load_model": "model",
-    "clone_model": "model",
+    "adopt": "adoption",
+    "load_model": "adoption",
+    "clone_model": "adoption",
     "check_scope": "scope",
     "ScopeGuard": "callbacks",
     "launch": "launch",

@@ -625,15 +625,22 @@ def _read(variable: Any) -> Any:
     if _keras.is_sync_on_read(variable):
         return variable.numpy()
     parts = _keras.components(variable)  # copies, unless a ShardedVariable
-    return keras.ops.convert_to_numpy(parts[0])
+    return tf.convert_to_tensor(parts[0]).numpy()
 
 
 def _assign(new: Any, old: Any) -> None:
     value = _read(old)
+    if _has_value(new, value):  # half of the time to assign to a mirrored variable is saved
+        return
     new.assign(value)
-    # Bytes rather than numbers: NaN must be equal to itself.
-    if _read(new).tobytes() != value.astype(new.dtype).tobytes():
+    if not _has_value(new, value):
         raise _CannotRebuildError(f"the variable '{old.path}' did not keep its value of dtype {old.dtype}.")
+
+
+def _has_value(variable: Any, value: Any) -> bool:
+    """Whether it holds just these bytes: NaN must be equal to itself."""
+    held = _read(variable)
+    return bool(held.dtype == value.dtype and held.tobytes() == value.tobytes())
 
 
 def _take_over_trainable(pairs: list[tuple[Any, Any]]) -> None:

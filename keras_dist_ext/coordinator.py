@@ -21,7 +21,12 @@ What is exact, and what cannot be:
   also when a worker dies and another one repeats its step; and `optimizer.iterations` counts every step, since it is
   added to on the parameter server.
 - A training step is done at least once: TensorFlow repeats it if its worker died, perhaps after the gradient arrived.
-- Layers that assign state in `call` (BatchNormalization, seeds) write to the parameter server. The last writer wins.
+- Layers that assign state in `call` (BatchNormalization, seeds) and averages of weights (`use_ema`) write to the
+  parameter server; of two writers at once the last one wins. Two workers may draw the same dropout mask.
+- A checkpoint saved while steps are under way holds variables of different steps. `join()` first.
+
+Datasets and tensors must be made after the strategy: connecting to the cluster renames the chief's devices, and
+TensorFlow says of older ones "/job:localhost/... unknown device".
 """
 
 from __future__ import annotations
@@ -78,7 +83,10 @@ class Coordinator:
         self._pool: _Pool | None = None
 
     def train(self, data: Iterator[Any] | WorkerData, num_steps: int = 1) -> int:
-        """Hand out up to `num_steps` training steps, evenly over the workers, and return how many there were data for.
+        """Hand out up to `num_steps` training steps, evenly over the workers, and return how many it handed out.
+
+        Fewer, or 0, says that the batches came to their end. Workers that read for themselves may come to theirs before
+        they have made all steps that were handed out: `WorkerData.num_steps` counts those made.
 
         Args:
             data: batches as Keras' `train_step` takes them, `x`, `(x, y)` or `(x, y, sample_weight)`; or what
@@ -230,6 +238,8 @@ class _WorkerSteps:
 
     def __init__(self, model: Any, kind: str) -> None:
         _check_built(model, kind)
+        if kind == "train":
+            _check_optimizer(model.optimizer)
         optimizer = model.optimizer if kind == "train" else None
         self._model = model
         self._step = getattr(model, f"{kind}_step")
@@ -561,7 +571,16 @@ def check_asynchronous(model: Any) -> None:
             "run_eagerly=True, but workers of ParameterServerStrategy run compiled functions only. Compile the model "
             "without it, and debug on one device."
         )
-    optimizer = getattr(model, "optimizer", None)
+    if model.jit_compile:
+        warnings.warn(
+            "jit_compile=True has no effect under ParameterServerStrategy: XLA cannot compile a step whose variables "
+            "are on other machines. Steps run uncompiled.",
+            stacklevel=3,
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Refuse what counts steps or keeps sums of them: workers make theirs at the same time."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise StrategyError(
             "LossScaleOptimizer (mixed_float16) adapts one loss scale step by step, but the workers of "
@@ -574,20 +593,17 @@ def check_asynchronous(model: Any) -> None:
                 "ParameterServerStrategy make theirs at the same time, on the same accumulators. Leave it out"
                 + (" and use larger batches." if name.startswith("gradient") else "; use_ema alone works.")
             )
-    if model.jit_compile:
-        warnings.warn(
-            "jit_compile=True has no effect under ParameterServerStrategy: XLA cannot compile a step whose variables "
-            "are on other machines. Steps run uncompiled.",
-            stacklevel=3,
-        )
 
 
 def _check_built(model: Any, kind: str) -> None:
     """Refuse to trace a step that would have to make variables, or whose metrics do not add up."""
-    if not model.built or (kind == "train" and not model.optimizer.built):
+    parts = {f"the model {model.name!r}": model, "its optimizer": model.optimizer if kind == "train" else None}
+    parts |= {f"its metric {metric.name!r}": metric for metric in model.metrics if kind != "predict"}
+    unbuilt = [name for name, part in parts.items() if not getattr(part, "built", True)]
+    if unbuilt:
         raise StrategyError(
-            f"{model.name!r} or its optimizer is not built, and workers cannot make variables. Build both in the "
-            "strategy's scope before the first step."
+            f"Not built: {', '.join(unbuilt)}. Workers cannot make variables, so all must be there before the first "
+            "step. Build them in the strategy's scope, as fit of keras_dist_ext.Model does from the data."
         )
     for variable in model.metrics_variables:
         if variable.aggregation != "sum":

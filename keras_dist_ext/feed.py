@@ -73,6 +73,8 @@ class Source:
         self._looks_ahead = length is None or workers is not None
         self._workers = workers
         self._spec = dataset.element_spec
+        if workers is not None:
+            self._spec = tree.map_structure(_any_rows, self._spec)
         self._ahead: Any = None
         self._has_more = True
         if self._looks_ahead:
@@ -98,7 +100,7 @@ class Source:
         )
         if is_step_by_step:
             made, logs = 0, None
-            run = program.on_batch if self._workers is None else program.on_rows_of_worker
+            run = program.on_batches_like(self._spec, of_worker=self.is_of_worker)
             while made < num_steps and self.has_more:
                 logs = run(self.next_batch())
                 made += 1
@@ -125,7 +127,7 @@ class Source:
         elif self._ahead.has_value():
             batch = self._ahead.get_value()
         else:
-            return tree.map_structure(_no_rows, self._spec)
+            batch = tree.map_structure(_no_rows, self._spec)
         self._look_ahead()
         return batch
 
@@ -138,6 +140,12 @@ class Source:
             self._has_more = self._ahead is not None
         if self._workers is not None:
             self._has_more = self._workers.sum([float(self._has_more)])[0] > 0
+
+
+def _any_rows(spec: Any) -> Any:
+    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
+        return spec
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
 
 
 def _no_rows(spec: Any) -> Any:

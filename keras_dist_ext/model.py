@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
@@ -15,6 +16,7 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext.degree import degree_in_rows
 from keras_dist_ext.scope import check_scope, optimizers
 from keras_dist_ext.step import (
+    PassThrough,
     PredictProgram,
     ReplicaStep,
     StepProgram,
@@ -42,6 +44,14 @@ class _Scoped(type(keras.Model)):  # type: ignore[misc]
         strategy = inspect.Parameter("strategy", inspect.Parameter.KEYWORD_ONLY, default=None)
         at = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_KEYWORD), len(parameters))
         return init.replace(parameters=[*parameters[:at], strategy, *parameters[at:]])
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _documented_as(method: Any) -> Callable[[_Method], _Method]:
+    """Show Keras' docstring and signature; to type checkers what `functools.wraps` returns would be no method."""
+    return cast("Callable[[_Method], _Method]", functools.wraps(method))
 
 
 class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
@@ -108,7 +118,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
             super().build_from_config(config)
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
-        with self._in_scope():
+        with contextlib.nullcontext() if self.built else self._in_scope():
             super().load_weights(*args, **kwargs)
 
     def compile_from_config(self, config: Any) -> None:
@@ -277,7 +287,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
             return feed.Pace(self.steps_per_execution)
         return feed.Pace(1 if _looks_at_batches(callbacks, kind) else None)
 
-    @functools.wraps(keras.Model.fit)
+    @_documented_as(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         check_scope(self, self.distribute_strategy).raise_if_bad()
         call = _FIT.bind(self, *args, **kwargs)
@@ -295,7 +305,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         finally:
             self._stop.needs_agreement = False
 
-    @functools.wraps(keras.Model.evaluate)
+    @_documented_as(keras.Model.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         call = _EVALUATE.bind(self, *args, **kwargs)
         callbacks = call.arguments.get("callbacks")
@@ -307,7 +317,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         with self._feeds([self._pace(callbacks, "test")], stop=lambda: getattr(self, "stop_evaluating", False)):
             return super().evaluate(*call.args[1:], **call.kwargs)
 
-    @functools.wraps(keras.Model.predict)
+    @_documented_as(keras.Model.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         check_scope(self, self.distribute_strategy).raise_if_bad()
         call = _PREDICT.bind(self, *args, **kwargs)
@@ -384,7 +394,37 @@ class _InStep(keras.callbacks.Callback):  # type: ignore[misc]
 def _for_worker(callbacks: Any, workers: Workers) -> list[Any]:
     """The callbacks that this worker runs: those that write files are for the chief."""
     callbacks = tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []
-    return [c for c in callbacks if workers.is_chief or not for_chief_only(c)]
+    return [_Alone(c) if for_chief_only(c) else c for c in callbacks if workers.is_chief or not for_chief_only(c)]
+
+
+class _Alone(keras.callbacks.Callback):  # type: ignore[misc]
+    """A callback that one worker alone runs: what it assigns must not wait for the others.
+
+    TensorFlow broadcasts an assignment to variables like ``optimizer.iterations``, which BackupAndRestore loads; and
+    the first value of any variable made in scope, as Keras makes some to look at them while it saves.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        super().__init__()
+        for name in dir(keras.callbacks.Callback):
+            if name.startswith(("on_", "set_")):
+                setattr(self, name, self._alone(getattr(callback, name)))
+
+    @staticmethod
+    def _alone(method: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> None:
+            with _keras.intercept(PassThrough()):
+                method(*args, **kwargs)
+
+        def outside_of_scopes(*args: Any, **kwargs: Any) -> None:
+            if not tf.distribute.has_strategy():
+                call(*args, **kwargs)
+            else:  # a scope is the thread's
+                with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                    thread.submit(call, *args, **kwargs).result()
+
+        return outside_of_scopes
 
 
 class Functional(Model, _keras.Functional):  # type: ignore[misc]

@@ -124,25 +124,22 @@ class ScopeReport:
 
 
 def describe_strategy(strategy: tf.distribute.Strategy | None) -> str:
-    """Name a strategy and its size, as in `MirroredStrategy (2 replicas)`, or "no strategy".
-
-    Raises:
-        Nothing.
-    """
+    """Name a strategy and its size, as in `MirroredStrategy (2 replicas)`, or say "no strategy"."""
     strategy = _no_default(strategy)
     if strategy is None:
         return NO_STRATEGY
     name = type(strategy).__name__.removesuffix("V1").removesuffix("V2")
     name = {"CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy"}.get(name, name)
-    cluster = getattr(strategy, "cluster_resolver", None)
-    sizes = (
-        {} if cluster is None else {job: cluster.cluster_spec().num_tasks(job) for job in cluster.cluster_spec().jobs}
-    )
-    workers = sizes.get("worker", 0) + sizes.get("chief", 0) * (name != "ParameterServerStrategy")
     if name == "ParameterServerStrategy":
-        return f"{name} ({_counted(workers, 'worker')}, {_counted(sizes.get('ps', 0), 'parameter server')})"
-    replicas = _counted(strategy.num_replicas_in_sync, "replica")
-    return f"{name} ({_counted(workers, 'worker')}, {replicas})" if workers > 1 else f"{name} ({replicas})"
+        tasks = num_tasks(strategy)
+        return (
+            f"{name} ({_counted(tasks.get('worker', 0), 'worker')}, {_counted(tasks.get('ps', 0), 'parameter server')})"
+        )
+    sizes = [_counted(strategy.num_replicas_in_sync, "replica")]
+    if name == "MultiWorkerMirroredStrategy":
+        tasks = num_tasks(strategy)
+        sizes.insert(0, _counted(max(1, tasks.get("worker", 0) + tasks.get("chief", 0)), "worker"))
+    return f"{name} ({', '.join(sizes)})"
 
 
 def _counted(number: int, noun: str) -> str:
@@ -285,6 +282,15 @@ def raw_variables(layer: Any) -> Iterator[tuple[str, Any]]:
 def is_default_strategy(strategy: Any) -> bool:
     """Whether it is what `tf.distribute.get_strategy()` gives outside of all scopes (distribute/distribute_lib.py)."""
     return type(strategy).__name__ == "_DefaultDistributionStrategy"
+
+
+def num_tasks(strategy: tf.distribute.Strategy) -> dict[str, int]:
+    """How many tasks of each job the strategy's cluster has.
+
+    `cluster_resolver` is public, and None under parameter servers (distribute/parameter_server_strategy_v2.py).
+    """
+    cluster = (strategy.cluster_resolver or strategy._cluster_resolver).cluster_spec()
+    return {job: cluster.num_tasks(job) for job in cluster.jobs}
 
 
 def strategy_of_variable(variable: Any) -> tf.distribute.Strategy | None:

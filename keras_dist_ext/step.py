@@ -24,7 +24,7 @@ import tensorflow as tf
 from keras_dist_ext import _keras, data
 from keras_dist_ext._keras import keras, tree
 
-__all__ = ["PredictProgram", "ReplicaStep", "StepProgram", "UnknownLossDegrees"]
+__all__ = ["PassThrough", "PredictProgram", "ReplicaStep", "StepProgram", "UnknownLossDegrees"]
 
 
 class UnknownLossDegrees(Exception):
@@ -264,26 +264,41 @@ class ReplicaStep:
         return self._zero_if_empty([_times(_as_float(leaf), self.share) for leaf in local])
 
 
-class _LocalUpdate:
-    """The inside of an optimizer, run by each replica on its own copies of the variables."""
+class PassThrough:
+    """Answers Keras' questions as Keras would, but assigns to this worker's copies of a variable only."""
 
     def reduce_loss(self, local: Any, *_: Any) -> Any:
+        """Return the loss as it is."""
         return local
 
     def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
+        """Return what the metric was given."""
         return values, sample_weight
 
     def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any:
+        """Scale as the optimizer does."""
         return original(loss)
 
     def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
+        """Apply as the optimizer does."""
         original(grads, variables)
 
     def all_reduce_gradients(self, grads_and_vars: Any) -> Any:
+        """Leave gradients alone."""
         return grads_and_vars
 
     def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
+        """Reduce as TensorFlow does."""
         return original(reduce_op, value)
+
+    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
+        """Assign to every copy on this worker, without a collective."""
+        for copy in _keras.components(variable):
+            copy.assign(tf.cast(value, copy.dtype))
+
+
+class _LocalUpdate(PassThrough):
+    """The inside of an optimizer, run by each replica on its own copies of the variables."""
 
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
         local = _keras.local_component(variable)
@@ -376,11 +391,24 @@ class StepProgram:
             (lambda f: f) if model.run_eagerly else tf.function(autograph=False, reduce_retracing=True)
         )
         self.on_batch = wrap(self._on_batch)
-        self.on_rows_of_worker = wrap(self._on_rows_of_worker)
+        self._on_rows = wrap(self._on_rows_of_worker)
         self.on_iterator = self._on_iterator_eagerly if model.run_eagerly else wrap(self._on_iterator)
         self.on_optional = self._on_optional_eagerly if model.run_eagerly else wrap(self._on_optional)
 
     # Entry points
+
+    def on_batches_like(self, spec: Any, *, of_worker: bool) -> Callable[[Any], Any]:
+        """Return a function that runs one step on a batch of that spec.
+
+        It is traced once, whatever the rows: collectives are numbered as they are traced, so all workers must trace
+        the same functions in the same order, and the number of rows may differ between workers.
+
+        Args:
+            spec: of a batch, its rows unknown where they may vary.
+            of_worker: whether the rows are this worker's own.
+        """
+        run = self._on_rows if of_worker else self.on_batch
+        return run if self.model.run_eagerly else run.get_concrete_function(spec)  # type: ignore[no-any-return]
 
     def _on_batch(self, batch: Any) -> Any:
         """Run one step on a batch (global, or per replica) and return its logs."""

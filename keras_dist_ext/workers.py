@@ -59,7 +59,8 @@ class Workers:
             value = tf.convert_to_tensor(_keras.components(variable)[0])
             wide = tf.float64 if value.dtype.is_floating else tf.int64
             mine = tf.cast(value, wide) if self.is_chief else tf.zeros(value.shape, wide)
-            variable.assign(tf.cast(self._sum(mine), value.dtype))
+            for copy in _keras.components(variable):
+                copy.assign(tf.cast(self._sum(mine), value.dtype))
 
     def _sum_in_graph(self, value: tf.Tensor) -> tf.Tensor:
         def reduce() -> tf.Tensor:

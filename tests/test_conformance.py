@@ -1,8 +1,9 @@
 """Show that N replicas give one device's numbers: the table of `conformance.rows`, a test a row and strategy.
 
 The definition of right is stock Keras without a strategy, on the same global batches from equal initial weights. Each
-row runs under every strategy. A quick run (`-m "not slow"`) has the rows marked `quick` in the table, each under three
-replicas, which no batch splits into evenly, and under one other strategy in turn; the rest is marked `slow`.
+row runs under every strategy of this process, and all of them in one launch of two workers. A quick run
+(`-m "not slow"`) has the rows that the table calls `Quick`: each under three replicas, which few batches split into
+evenly, half of them under another strategy too, and the other half under two workers.
 """
 
 import pickle
@@ -10,18 +11,23 @@ from functools import cache
 from typing import Any
 
 import pytest
+from conformance.feeds import regression
+from conformance.models import dense
 from conformance.rows import ROWS
 from conformance.run import IN_PROCESS, WORKERS, Outcome, Row, differences, run, run_on_one_device
 from conformance.workers import run_rows
 
 import keras_dist_ext as kde
 
-QUICK = [row for row in ROWS if row.quick]
+TURNS = ("mirrored2", WORKERS, "mirrored4", WORKERS, "one_device", WORKERS, "default", WORKERS)
+QUICK = {row: ("mirrored3", TURNS[turn % len(TURNS)]) for turn, row in enumerate(row for row in ROWS if row.quick)}
 
 
-def is_quick(row: Row, kind: str) -> bool:
-    others = IN_PROCESS[1:]
-    return row.quick and kind in ("mirrored3", others[QUICK.index(row) % len(others)])
+def cell(row: Row, kind: str) -> Any:
+    """Name one test of the table; mark it as slow if a quick run is better off without it."""
+    return pytest.param(
+        row, kind, id=f"{row.name}-{kind}", marks=() if kind in QUICK.get(row, ()) else pytest.mark.slow
+    )
 
 
 @cache
@@ -31,18 +37,23 @@ def one_device(row: Row) -> Outcome:
 
 @pytest.mark.parametrize(
     ("row", "kind"),
-    [
-        # Rows outside: one device trains a row just before the replicas do.
-        pytest.param(row, kind, id=f"{row.name}-{kind}", marks=() if is_quick(row, kind) else pytest.mark.slow)
-        for row in ROWS
-        for kind in IN_PROCESS
-        if kind in row.under
-    ],
+    # Rows outside: one device trains a row just before the replicas do.
+    [cell(row, kind) for row in ROWS for kind in IN_PROCESS if kind in row.under],
 )
 def test_replicas_give_what_one_device_gives(row: Row, kind: str, strategies: Any) -> None:
     expected = one_device(row)
     found = run(row, kde, None if kind == "default" else strategies.get(kind))
     assert differences(expected, found, row.tolerance) == []
+
+
+def test_jit_compile_goes_on_uncompiled_where_replicas_are_cpus_and_says_so_once(mirrored: Any) -> None:
+    with mirrored.scope():
+        model = dense(kde)
+        model.compile("sgd", "mse", jit_compile=True)
+    x, y = regression(16, 1)
+    with pytest.warns(UserWarning, match="XLA cannot compile a step whose 2 replicas are CPUs") as caught:
+        model.fit(x, y, epochs=2, batch_size=5, validation_data=(x, y), verbose=0)
+    assert len([warning for warning in caught if "XLA" in str(warning.message)]) == 1
 
 
 def test_names_of_rows_are_sentences_of_their_own() -> None:
@@ -57,7 +68,14 @@ def two_workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp("two_workers")
     found: dict[tuple[str, int], Any] = {}
     try:
-        kde.launch(2, run_rows, args=([row.name for row in rows], str(folder)), timeout=60 + 12 * len(rows), quiet=True)
+        kde.launch(
+            2,
+            run_rows,
+            args=([row.name for row in rows], str(folder)),
+            timeout=60 + 12 * len(rows),
+            threads_per_worker=1,
+            quiet=True,
+        )
     except kde.LaunchError as error:
         found = {(row.name, task): f"the workers did not get here:\n{error}" for row in rows for task in (0, 1)}
     for path in folder.glob("*.pkl"):
@@ -68,15 +86,8 @@ def two_workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 @pytest.mark.multiworker
 @pytest.mark.timeout(3600)  # the first row waits for the launch, that is for all rows
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=row.name, marks=() if row.quick else pytest.mark.slow)
-        for row in ROWS
-        if WORKERS in row.under
-    ],
-)
-def test_two_workers_give_what_one_device_gives(row: Row, two_workers: dict[tuple[str, int], Any]) -> None:
+@pytest.mark.parametrize(("row", "kind"), [cell(row, WORKERS) for row in ROWS if WORKERS in row.under])
+def test_two_workers_give_what_one_device_gives(row: Row, kind: str, two_workers: dict[tuple[str, int], Any]) -> None:
     expected = one_device(row)
     for task in (0, 1):
         found = two_workers[row.name, task]

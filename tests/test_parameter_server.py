@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ import tensorflow as tf
 from keras_dist_ext.coordinator import Coordinator, check_asynchronous
 from keras_dist_ext.errors import DataError, StrategyError
 from keras_dist_ext.launch import launch
+from keras_dist_ext.model import Sequential
 from keras_dist_ext.strategy import pick_strategy
 
 pytestmark = [pytest.mark.multiworker, pytest.mark.slow]
@@ -278,6 +280,72 @@ def test_logs_of_an_own_train_step_hold_pooled_metrics_and_the_rest_of_a_step(se
     assert seen("own_train_step") == {"loss": 0.0, "rows": NUM_ROWS, "largest": 1.0}
 
 
+# Keras' own loops
+
+
+@scenario
+def keras_loops(strategy: tf.distribute.Strategy) -> Any:
+    x, y = rows()
+
+    seen: list[int] = []
+    every_batch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+
+    def make(sequential: Any) -> Any:
+        keras.utils.set_random_seed(1)
+        model = sequential([keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1, activation="sigmoid")])
+        model.compile(keras.optimizers.Adam(0.01), "binary_crossentropy", metrics=["accuracy"])
+        return model
+
+    with strategy.scope():
+        model = make(Sequential)
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/best.keras"
+        best = keras.callbacks.ModelCheckpoint(path, monitor="val_loss", save_best_only=True)
+        # Not EarlyStopping: no two asynchronous runs are equal, and when it stops depends on the losses.
+        stop = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", epoch == 5)
+        )
+        history = model.fit(
+            x, y, batch_size=BATCH, epochs=20, validation_data=(x[:50], y[:50]), callbacks=[best, stop], verbose=0
+        ).history
+        saved = keras.models.load_model(path).evaluate(x[:50], y[:50], return_dict=True, verbose=0)
+    model.fit(((x[i : i + 20], y[i : i + 20]) for i in range(0, NUM_ROWS, 20)), callbacks=[every_batch], verbose=0)
+    alone = make(keras.Sequential)
+    alone.build((None, 8))
+    alone.set_weights(model.get_weights())
+    return {
+        "history": history,
+        "saved": saved["loss"],
+        "batches": seen,
+        "iterations": int(model.optimizer.iterations),
+        "evaluated": [m.evaluate(x, y, batch_size=BATCH, return_dict=True, verbose=0) for m in (model, alone)],
+        "predicted": [m.predict(x, batch_size=BATCH, verbose=0) for m in (model, alone)],
+        "on batch": [m.test_on_batch(x[:10], y[:10], return_dict=True) for m in (model, alone)],
+        "trained on batch": model.train_on_batch(x[:10], y[:10], return_dict=True),
+    }
+
+
+def test_fit_converges_under_keras_callbacks(seen: Any) -> None:
+    saw = seen("keras_loops")
+    assert len(saw["history"]["loss"]) == 6  # of 20: a callback stopped it
+    assert saw["history"]["loss"][-1] < 0.8 * saw["history"]["loss"][0]
+    assert saw["saved"] == pytest.approx(min(saw["history"]["val_loss"]), rel=1e-5)
+
+
+def test_fit_gives_every_batch_to_a_callback_that_wants_them(seen: Any) -> None:
+    saw = seen("keras_loops")
+    assert saw["batches"] == list(range(11))
+    assert saw["iterations"] == 6 * NUM_BATCHES + 11
+
+
+def test_evaluate_predict_and_on_batch_equal_one_device(seen: Any) -> None:
+    saw = seen("keras_loops")
+    for ours, theirs in (saw["evaluated"], saw["on batch"]):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    np.testing.assert_allclose(*saw["predicted"], rtol=1e-6, atol=1e-7)
+    assert saw["trained on batch"] == pytest.approx(saw["on batch"][1], rel=1e-6)
+
+
 # Evaluation, prediction, saving
 
 
@@ -328,8 +396,6 @@ def test_predictions_come_in_order(seen: Any) -> None:
 
 @scenario
 def save_and_load(strategy: tf.distribute.Strategy) -> Any:
-    import tempfile
-
     model = built(strategy, make_model)
     with coordinating(model) as coordinator:
         coordinator.train(iter(dataset()), 4)
@@ -374,7 +440,11 @@ def refusals(strategy: tf.distribute.Strategy) -> Any:
         def act() -> None:
             with strategy.scope():
                 model = make_model(optimizer() if optimizer else None, **arguments)
-            Coordinator(model)
+                model._symbolic_build(data_batch=dataset().element_spec)
+            coordinator = Coordinator(model)
+            coordinator.test(iter(dataset()))  # there the optimizer does not matter
+            coordinator.join()
+            coordinator.train(iter(dataset()))
 
         return act
 
@@ -419,7 +489,7 @@ def refusals(strategy: tf.distribute.Strategy) -> Any:
         ("ema", ["ema_overwrite_frequency=5", "use_ema alone works"]),
         ("loss scale", ["LossScaleOptimizer", "mixed_bfloat16"]),
         ("eager", ["run_eagerly=True", "Compile the model without it"]),
-        ("unbuilt", ["is not built", "strategy's scope"]),
+        ("unbuilt", ["Not built: the model 'sequential", "its optimizer", "strategy's scope"]),
         ("odd metric", ["largest", "aggregation='mean'", "adds up"]),
     ],
 )

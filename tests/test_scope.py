@@ -1,7 +1,10 @@
 """Every variable, optimizer, metric and seed outside the strategy is found, named, and told how to mend."""
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -441,3 +444,68 @@ def test_guard_sees_a_metric_made_outside_in_validation_too(mirrored):
         net.compile("sgd", "mse", metrics=[metric])
     with pytest.raises(kde.ScopeError, match="2 of 4 metric variables of 'net' were created outside"):
         run(net, "evaluate", kde.ScopeGuard())
+
+
+# Strategies that need servers, in a process of their own
+
+
+OTHER_STRATEGIES = """
+import socket, sys
+import keras, numpy as np, tensorflow as tf
+import keras_dist_ext as kde
+from keras_dist_ext.adoption import adopt
+from keras_dist_ext.scope import describe_strategy
+
+def addresses(count):
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    found = ["127.0.0.1:%d" % s.getsockname()[1] for s in sockets]
+    [s.close() for s in sockets]
+    return found
+
+def parameter_server():
+    found = addresses(3)
+    cluster = tf.train.ClusterSpec({"worker": found[:1], "ps": found[1:]})
+    for job, task in (("worker", 0), ("ps", 0), ("ps", 1)):
+        servers.append(tf.distribute.Server(cluster, job_name=job, task_index=task, protocol="grpc"))
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, rpc_layer="grpc")
+    partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
+    return tf.distribute.experimental.ParameterServerStrategy(resolver, variable_partitioner=partitioner)
+
+servers = []
+for make in (tf.distribute.MultiWorkerMirroredStrategy, parameter_server):
+    strategy = make()  # the second renames all devices of the process
+    layers = [keras.Input((4,)), keras.layers.Dense(4, name="head"), keras.layers.Dropout(0.1)]
+    net = keras.Sequential(layers, name="net")
+    net.compile(keras.optimizers.Adam(name="adam"), "mse")
+    net.optimizer.build(net.trainable_variables)
+    print(describe_strategy(strategy))
+    print(str(kde.check_scope(net, strategy)).partition(":")[0])
+    twin = adopt(net, strategy)
+    print(type(twin.layers[0].kernel.value).__name__, kde.check_scope(twin, strategy).ok)
+    whole = [tf.convert_to_tensor(v.value).numpy() for v in twin.weights]  # of all shards
+    print(all(np.array_equal(v.numpy(), w) for v, w in zip(net.weights, whole)))
+    back = adopt(twin, tf.distribute.get_strategy())
+    print(all(np.array_equal(v.numpy(), w.numpy()) for v, w in zip(net.weights, back.weights)))
+sys.stdout.flush()
+os._exit(0)  # in-process servers cannot be stopped
+"""
+
+
+def test_multi_worker_and_parameter_server_variables_are_recognised():
+    # A process of its own: the servers stay for as long as it lives.
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import os\n{OTHER_STRATEGIES}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    assert ran.stdout.splitlines() == [
+        "MultiWorkerMirroredStrategy (1 worker, 1 replica)",
+        "2 of 2 trainable variables of 'net' were created outside MultiWorkerMirroredStrategy (1 worker, 1 replica)",
+        *("MirroredVariable True", "True", "True"),
+        "ParameterServerStrategy (1 worker, 2 parameter servers)",
+        "2 of 2 trainable variables of 'net' were created outside "
+        "ParameterServerStrategy (1 worker, 2 parameter servers)",
+        *("ShardedVariable True", "True", "True"),
+    ], ran.stderr[-3000:]

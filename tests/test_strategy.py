@@ -448,6 +448,15 @@ def free_port():
         return server.getsockname()[1]
 
 
+@pytest.fixture
+def kept_port():
+    """A port as our launcher keeps it for its worker: bound, but nobody listens."""
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("", 0))
+        yield keeper.getsockname()[1]
+
+
 def run_python(code, **environ):
     """Run code in a process that has only pick_strategy imported; return what it prints."""
     ended = subprocess.run(
@@ -472,7 +481,7 @@ def test_num_replicas_makes_cpu_devices_before_tensorflow_starts():
 
 
 @pytest.mark.multiworker
-def test_a_real_worker_takes_its_options_and_reduces(free_port):
+def test_a_real_worker_takes_its_options_and_reduces(kept_port):
     printed = run_python(
         """
         import tensorflow as tf
@@ -488,7 +497,7 @@ def test_a_real_worker_takes_its_options_and_reduces(free_port):
         except ValueError as error:
             print(error)
         """,
-        **cluster_with(worker=[f"127.0.0.1:{free_port}"]),
+        **cluster_with(worker=[f"127.0.0.1:{kept_port}"]),
     )
     assert printed.splitlines()[:-1] == [
         "multi_worker: TF_CONFIG lists 1 worker, this is worker 0",

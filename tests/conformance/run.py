@@ -91,7 +91,7 @@ def plain(value: Any) -> Any:
     return keras.tree.map_structure(lambda leaf: leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf, value)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """One behaviour: N replicas do with it what one device does."""
 

@@ -1,0 +1,155 @@
+"""The demo trains, says what each replica did, and leaves what TensorBoard can show."""
+
+import io
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import keras_dist_ext as kde
+from keras_dist_ext.examples import digits
+
+NUM_TRAIN, NUM_HELD_OUT = 1437, 360
+
+
+def run_demo(folder, *arguments):
+    """Run the command in a process of its own, as a user does; return what it printed to stdout."""
+    command = [sys.executable, "-m", "keras_dist_ext", "demo", *arguments]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def table(output):
+    """Return the lines of the table of replicas, each as [replica, device ..., examples, examples/s, loss, loss]."""
+    lines = [line.removeprefix("[worker 0] ").split() for line in output.splitlines()]
+    first = next(i for i, words in enumerate(lines) if words[:2] == ["replica", "device"])
+    return [words for words in lines[first + 2 :] if words and words[0].isdecimal()]
+
+
+def accuracy(output):
+    return float(re.search(r"held-out digits +accuracy (0\.\d+|1\.0+), loss \d+\.\d+, 360 examples", output)[1])
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """Two epochs in this process; return what was printed and where the logs are."""
+    log_dir = tmp_path_factory.mktemp("demo") / "logs"
+    console = Console(file=io.StringIO(), width=100, highlight=False)
+    assert digits.main(num_replicas=2, epochs=2, log_dir=log_dir, console=console) == 0
+    return console.file.getvalue(), log_dir
+
+
+def test_the_strategy_and_why_it_was_picked_come_first(short):
+    assert short[0].splitlines()[0] == "strategy  mirrored: 2 CPU devices, no TF_CONFIG"
+
+
+def test_each_replica_has_its_examples_throughput_and_losses(short):
+    rows = table(short[0])
+    assert [row[:2] for row in rows] == [["0", "CPU:0"], ["1", "CPU:1"]]
+    assert [int(row[2]) for row in rows] == [718, 719]  # of 1437: in the last batch, 14 and 15
+    for _, _, examples, throughput, first_loss, last_loss in rows:
+        assert int(throughput) > 0
+        assert float(first_loss) > float(last_loss) > 0
+        assert int(examples) > 0
+
+
+def test_every_epoch_has_a_plain_line_where_there_is_no_terminal(short):
+    output, _ = short
+    epochs = re.findall(r"epoch +(\d)/2  loss [\d.]+  accuracy [\d.]+  held out [\d.]+  [\d.]+ s\n", output)
+    assert epochs == ["1", "2"]
+    assert "\x1b" not in output
+    assert accuracy(output) > 0.8
+
+
+def test_the_command_that_opens_tensorboard_finds_the_curves_of_each_replica(short):
+    output, log_dir = short
+    assert output.splitlines()[-1] == f"TensorBoard      tensorboard --logdir {log_dir}"
+    for run, examples in (("train", NUM_TRAIN), ("validation", NUM_HELD_OUT)):
+        events = EventAccumulator(str(log_dir / run), size_guidance={"tensors": 0})
+        events.Reload()
+        per_epoch = [
+            np.array([event.tensor_proto.float_val[0] for event in events.Tensors(f"epoch_replica_{r}_examples")])
+            for r in (0, 1)
+        ]
+        assert (per_epoch[0] + per_epoch[1]).tolist() == [examples, examples]
+        assert {"epoch_accuracy", "epoch_replica_0_loss", "epoch_replica_1_loss"} <= set(events.Tags()["tensors"])
+
+
+def test_the_numbers_of_each_replica_are_those_of_its_rows(strategies):
+    strategy = strategies.get("mirrored3")
+    x, _, y, _ = digits.digits()
+    x, y = x[:130], y[:130]
+    replicas = range(3)
+    with strategy.scope():
+        model = kde.Sequential([keras.layers.Flatten(), keras.layers.Dense(10, activation="softmax")])
+        model.compile(
+            keras.optimizers.SGD(0.0),
+            "sparse_categorical_crossentropy",
+            metrics=[*map(digits.ReplicaLoss, replicas), *map(digits.ReplicaExamples, replicas)],
+        )
+    history = model.fit(x, y, batch_size=64, shuffle=False, verbose=0).history
+
+    of_row = np.concatenate([np.arange(3).repeat([21, 21, 22]), np.arange(3).repeat([21, 21, 22]), [1, 2]])
+    losses = np.asarray(keras.losses.sparse_categorical_crossentropy(y, model.predict(x, verbose=0)))
+    for replica in replicas:
+        mine = losses[of_row == replica]
+        assert history[f"replica_{replica}_examples"] == [len(mine)]
+        np.testing.assert_allclose(history[f"replica_{replica}_loss"], [mine.mean()], rtol=1e-5)
+
+
+def test_a_terminal_shows_a_bar_that_leaves_no_trace(tmp_path):
+    terminal = Console(file=io.StringIO(), width=100, force_terminal=True, highlight=False)
+    digits.main(num_replicas=2, epochs=1, log_dir=tmp_path, console=terminal)
+    output = terminal.file.getvalue()
+    assert "tracing the first step" in output
+    assert output.index("\x1b[?25l") < output.index("\x1b[?25h")  # the cursor comes back
+    assert not re.search(r"epoch +1/1[^\r]*\n\s*\n", output)
+
+
+def test_replicas_of_workers_cannot_be_chosen():
+    with pytest.raises(kde.StrategyError, match="--replicas 2 and --workers 3 were given.*Leave out --replicas."):
+        digits.main(num_replicas=2, num_workers=3)
+
+
+def test_a_log_directory_that_cannot_be_made_is_refused_before_training(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    begin = time.perf_counter()
+    with pytest.raises(kde.KerasDistError, match=rf"{file}/logs cannot be made \(Not a directory\).*--log-dir DIR"):
+        digits.main(num_replicas=2, log_dir=file / "logs")
+    assert time.perf_counter() - begin < 5
+
+
+@pytest.mark.slow
+def test_with_the_defaults_two_replicas_of_a_bare_cpu_read_digits_in_less_than_a_minute(tmp_path):
+    begin = time.perf_counter()
+    output = run_demo(tmp_path)
+    seconds = time.perf_counter() - begin
+    assert output.startswith("strategy  mirrored: 2 CPU devices for num_replicas=2, no TF_CONFIG\n")
+    assert accuracy(output) >= 0.95
+    assert seconds < 60
+    log_dir = Path(tmp_path, output.split()[-1])
+    assert log_dir.parent.name == "logs"
+    assert {path.name for path in log_dir.iterdir()} == {"train", "validation"}
+
+
+@pytest.mark.multiworker
+@pytest.mark.slow
+def test_of_two_workers_the_chief_alone_reports_for_both(tmp_path):
+    output = run_demo(tmp_path, "--workers", "2", "--epochs", "2", "--log-dir", "two")
+    assert "[worker 0] strategy  multi_worker: TF_CONFIG lists 2 workers, this is worker 0\n" in output
+    rows = table(output)
+    assert [row[:4] for row in rows] == [["0", "worker", "0", "CPU:0"], ["1", "worker", "1", "CPU:0"]]
+    assert [int(row[4]) for row in rows] == [718, 719]
+    assert "[worker 0] TensorBoard      tensorboard --logdir two\n" in output
+    assert not re.search(r"\[worker 1\].*(strategy|epoch|accuracy|TensorBoard)", output)
+    for run in ("train", "validation"):
+        assert len(list(Path(tmp_path, "two", run).iterdir())) == 1
