@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -16,6 +17,7 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext.degree import degree_in_rows
 from keras_dist_ext.scope import check_scope, optimizers
 from keras_dist_ext.step import (
+    CannotCompile,
     PassThrough,
     PredictProgram,
     ReplicaStep,
@@ -480,6 +482,14 @@ def _runner(program: Any) -> Callable[[Any], Any]:
             return run_steps()
         except UnknownLossDegrees:  # raised while tracing, before any step is made
             program.model._find_loss_degrees(program.model._batch_spec)
+            return run_steps()
+        except CannotCompile:
+            warnings.warn(
+                f"jit_compile=True: '{program.model.name}' has a loss with a mask or sample weights, or a layer, that "
+                "sums over replicas while it is computed, which XLA cannot compile; the step runs without XLA.",
+                stacklevel=2,
+            )
+            program.without_xla()
             return run_steps()
 
     return run

@@ -15,6 +15,7 @@ Letters: n = rows of a replica, N = rows of the global batch, R = replicas in sy
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ import tensorflow as tf
 from keras_dist_ext import _keras, data
 from keras_dist_ext._keras import keras, tree
 
-__all__ = ["PassThrough", "PredictProgram", "ReplicaStep", "StepProgram", "UnknownLossDegrees"]
+__all__ = ["CannotCompile", "PassThrough", "PredictProgram", "ReplicaStep", "StepProgram", "UnknownLossDegrees"]
 
 
 class UnknownLossDegrees(Exception):
@@ -72,7 +73,7 @@ class ReplicaStep:
         """Add up each value over all replicas; every replica gets the sums."""
         context = tf.distribute.get_replica_context()
         if _keras.in_xla():
-            return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(values)))
+            raise CannotCompile
         return list(context.merge_call(_sum_over_replicas, args=(list(values),)))
 
     # What Keras asks (_keras.Step)
@@ -228,7 +229,7 @@ class ReplicaStep:
 
         TensorFlow's collectives of several strategies in a process take each other's keys (tensorflow#62790).
         """
-        if not shares_memory(self.strategy) or self.num_replicas == 1 or _keras.in_xla():
+        if not shares_memory(self.strategy) or self.num_replicas == 1:
             with _keras.intercept(None):
                 return original(reduce_op, value)
         factor = 1.0
@@ -383,7 +384,7 @@ class StepProgram:
         self._log_plan: Any = None
         self._user_step = getattr(model, f"{kind}_step")
         if model.jit_compile and not model.run_eagerly and can_compile(self.strategy):
-            self._user_step = tf.function(self._user_step, jit_compile=True, autograph=False, reduce_retracing=True)
+            self._compile(f"{kind}_step")
         self._plain_logs = not any(
             _keras.overrides(model, name) for name in (f"{kind}_step", "compute_metrics", "get_metrics_result")
         )
@@ -394,6 +395,22 @@ class StepProgram:
         self._on_rows = wrap(self._on_rows_of_worker)
         self.on_iterator = self._on_iterator_eagerly if model.run_eagerly else wrap(self._on_iterator)
         self.on_optional = self._on_optional_eagerly if model.run_eagerly else wrap(self._on_optional)
+
+    def _compile(self, name: str) -> None:
+        """Compile by XLA: the whole step of one device; of several replicas, what each computes by itself."""
+        if self.num_replicas == 1:
+            self._user_step = _xla(self._user_step)
+        elif _keras.overrides(self.model, name):
+            _warn_once(
+                f"jit_compile=True: '{self.model.name}' has a {name} of its own, and XLA cannot compile the reductions "
+                f"over {self.num_replicas} replicas in it; the step runs without XLA."
+            )
+        else:
+            self._user_step = functools.partial(_STEPS[self.kind], self.model, _xla(functools.partial(_forward, self)))
+
+    def without_xla(self) -> None:
+        """Go on uncompiled."""
+        self._user_step = getattr(self.model, f"{self.kind}_step")
 
     # Entry points
 
@@ -559,25 +576,70 @@ def rows_of_replica(batch: Any, strategy: tf.distribute.Strategy, *, of_worker: 
 _VALUE = object()  # in a log plan: a leaf that no metric holds
 
 
-def can_compile(strategy: tf.distribute.Strategy) -> bool:
-    """Whether XLA can compile a replica's step: on one device, or where all replicas are GPUs. If not, warn once.
+class CannotCompile(Exception):
+    """A reduction over replicas is met inside of what XLA compiles."""
 
-    XLA on a CPU knows no collectives, and runs the programs of several logical CPUs of a process on the first one.
+
+def can_compile(strategy: tf.distribute.Strategy) -> bool:
+    """Whether XLA can compile what a replica computes. If not, warn once.
+
+    XLA runs the programs of all logical CPUs of a process on the first one.
     """
     devices = strategy.extended.worker_devices
-    if strategy.num_replicas_in_sync == 1 or all("GPU" in device for device in devices):
+    if isinstance(strategy, tf.distribute.TPUStrategy):
+        return False  # compiled already
+    if len(devices) == 1 or all("GPU" in device for device in devices):
         return True
-    if not isinstance(strategy, tf.distribute.TPUStrategy) and not _has_warned:
-        _has_warned.append(True)
-        warnings.warn(
-            f"jit_compile=True: XLA cannot compile a step whose {strategy.num_replicas_in_sync} replicas are CPUs; "
-            "training goes on without XLA.",
-            stacklevel=2,
-        )
+    _warn_once(
+        f"jit_compile=True: XLA cannot compile for {len(devices)} replicas that are CPUs of one process; the step runs "
+        "without XLA."
+    )
     return False
 
 
-_has_warned: list[bool] = []
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=2)
+
+
+_warned: set[str] = set()
+
+
+def _xla(function: Callable[..., Any]) -> Callable[..., Any]:
+    return tf.function(function, jit_compile=True, autograph=False, reduce_retracing=True)  # type: ignore[no-any-return]
+
+
+def _forward(program: StepProgram, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
+    """What a replica computes by itself: prediction, loss and, to train, gradients of its own rows.
+
+    With ``_train`` and ``_test`` this is ``train_step`` and ``test_step`` of keras/src/backend/tensorflow/trainer.py,
+    which cannot be compiled in one piece when the optimizer in it waits for other replicas.
+    """
+    model, training = program.model, program.kind == "train"
+    with tf.GradientTape() if training else contextlib.nullcontext() as tape:
+        y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
+        loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+        scaled = model.optimizer.scale_loss(loss) if training else loss
+    return y_pred, loss, tape.gradient(scaled, model.trainable_weights) if training else []
+
+
+def _train(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
+    x, y, sample_weight = _keras.Unpack(batch)
+    y_pred, loss, gradients = forward(x, y, sample_weight)
+    model._loss_tracker.update_state(loss, sample_weight=data.num_rows(x))
+    model.optimizer.apply_gradients(zip(gradients, model.trainable_weights))
+    return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+def _test(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
+    x, y, sample_weight = _keras.Unpack(batch)
+    y_pred, loss, _ = forward(x, y, sample_weight)
+    model._loss_tracker.update_state(loss, sample_weight=data.num_rows(x))
+    return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+_STEPS = {"train": _train, "test": _test}
 
 
 def is_per_replica(batch: Any) -> bool:

@@ -8,6 +8,7 @@ upon. Letters: W = workers.
 from __future__ import annotations
 
 import random
+import weakref
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +24,14 @@ __all__ = ["Workers", "for_chief_only", "workers_of"]
 
 def workers_of(strategy: tf.distribute.Strategy) -> Workers | None:
     """Return the workers that train in step under ``strategy``; None for a strategy of one process."""
-    is_mirrored = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-    return Workers(strategy) if is_mirrored and strategy.extended._in_multi_worker_mode() else None
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return None
+    if not strategy.extended._in_multi_worker_mode():
+        return None
+    return _WORKERS.setdefault(strategy, Workers(strategy))
+
+
+_WORKERS: weakref.WeakKeyDictionary[Any, Workers] = weakref.WeakKeyDictionary()
 
 
 class Workers:
@@ -37,7 +44,9 @@ class Workers:
         self.num_workers: int = len(tasks.get("chief", [])) + len(tasks.get("worker", []))
         first = "chief" if tasks.get("chief") else "worker"
         self.is_chief: bool = (resolver.task_type, resolver.task_id) == (first, 0)
-        self._sum = tf.function(self._sum_in_graph, autograph=False, reduce_retracing=True)
+        self._sum = tf.function(
+            self._sum_in_graph, autograph=False, input_signature=[tf.TensorSpec([None], tf.float64)]
+        )
 
     def sum(self, values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Add up numbers over all workers. Every worker must call it, at the same point of its program."""
@@ -57,10 +66,10 @@ class Workers:
         """Give the chief's values of ``variables`` to all workers."""
         for variable in variables:
             value = tf.convert_to_tensor(_keras.components(variable)[0])
-            wide = tf.float64 if value.dtype.is_floating else tf.int64
-            mine = tf.cast(value, wide) if self.is_chief else tf.zeros(value.shape, wide)
+            flat = tf.reshape(tf.cast(value, tf.float64), [-1])  # exact for all of Keras' dtypes but huge integers
+            shared = tf.reshape(self._sum(flat if self.is_chief else tf.zeros_like(flat)), value.shape)
             for copy in _keras.components(variable):
-                copy.assign(tf.cast(self._sum(mine), value.dtype))
+                copy.assign(tf.cast(shared, value.dtype))
 
     def _sum_in_graph(self, value: tf.Tensor) -> tf.Tensor:
         def reduce() -> tf.Tensor:

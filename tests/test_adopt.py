@@ -10,6 +10,7 @@ import tensorflow as tf
 import keras_dist_ext as kde
 from keras_dist_ext.adoption import adopt, clone_model, load_model
 from keras_dist_ext.model import Functional
+from keras_dist_ext.scope import flat_layers
 
 X = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -285,7 +286,13 @@ def test_trainable_flags_are_taken_over_for_shared_layers_too(mirrored):
     net.layers[1].layers[1].bias.trainable = False
     twin = adopt(net, mirrored)
     assert [v.path for v in twin.trainable_variables] == [v.path for v in net.trainable_variables]
+    assert [layer.trainable for layer in flat_layers(twin)] == [layer.trainable for layer in flat_layers(net)]
     assert_equal(net, twin)
+
+
+def test_wrapped_layers_keep_their_paths(mirrored):
+    net = keras.Sequential([keras.Input((4, 3)), keras.layers.Bidirectional(keras.layers.LSTM(2))])
+    assert_equal(net, adopt(net, mirrored))
 
 
 def test_seeds_go_on_from_where_they_were(mirrored):

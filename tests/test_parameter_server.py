@@ -368,6 +368,8 @@ def compare_results(strategy: tf.distribute.Strategy) -> Any:
                 pass
             found[str(num_steps)] = floats(coordinator.join())
         outputs = np.concatenate([out.numpy() for out in coordinator.predict(dataset().map(lambda x, y: x))])
+        uneven = [np.tile(x, (300, 1)), *x[:12, None]]  # others overtake the first one
+        overtaken = [out.numpy() for out in coordinator.predict(uneven)]
         some = coordinator.predict(iter(dataset()))  # with targets, and left half read
         first = next(some).numpy()
     alone = make_model()
@@ -377,6 +379,7 @@ def compare_results(strategy: tf.distribute.Strategy) -> Any:
         "expected": alone.evaluate(data, return_dict=True, verbose=0),
         "outputs": outputs,
         "first": first,
+        "overtaken": [out[-1] for out in overtaken],
         "expected outputs": alone.predict(x, verbose=0),
     }
 
@@ -392,6 +395,8 @@ def test_predictions_come_in_order(seen: Any) -> None:
     assert saw["outputs"].shape == (NUM_ROWS, 1)
     np.testing.assert_allclose(saw["outputs"], saw["expected outputs"], rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(saw["first"], saw["expected outputs"][:BATCH], rtol=1e-6, atol=1e-7)
+    expected = np.concatenate([saw["expected outputs"][-1:], saw["expected outputs"][:12]])
+    np.testing.assert_allclose(saw["overtaken"], expected, rtol=1e-6, atol=1e-7)
 
 
 @scenario

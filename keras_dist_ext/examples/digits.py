@@ -8,6 +8,8 @@ What makes it run on several replicas is the strategy, its scope, and `kde` in f
 """
 
 import os
+import shlex
+import shutil
 import statistics
 import sys
 import time
@@ -115,7 +117,7 @@ def train(num_replicas: int | None, epochs: int, log_dir: Path, console: Console
         console.print(
             f"held-out digits  accuracy {held_out['accuracy']:.3f}, loss {held_out['loss']:.3f}, {len(x_test)} examples"
         )
-        console.print(f"TensorBoard      tensorboard --logdir {log_dir}", markup=False, soft_wrap=True)
+        console.print(f"TensorBoard      {tensorboard_command(log_dir)}", markup=False, soft_wrap=True)
 
 
 def pick_strategy(num_replicas: int | None) -> kde.StrategyChoice:
@@ -244,6 +246,12 @@ def devices(strategy: tf.distribute.Strategy) -> list[str]:
     local = [device.rpartition("device:")[2] for device in strategy.extended.worker_devices]
     num_workers = strategy.num_replicas_in_sync // len(local)
     return local if num_workers == 1 else [f"worker {i} {device}" for i in range(num_workers) for device in local]
+
+
+def tensorboard_command(log_dir: Path) -> str:
+    """Return what a shell runs to show the curves, also where the virtual environment is not activated."""
+    program = ["tensorboard"] if shutil.which("tensorboard") else [sys.executable, "-m", "tensorboard.main"]
+    return shlex.join([*program, "--logdir", str(log_dir)])
 
 
 def start_workers(num_replicas: int | None, num_workers: int, epochs: int, log_dir: Path) -> int:

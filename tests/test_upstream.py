@@ -1,0 +1,694 @@
+"""Show what `_keras.py` stands on in Keras and TensorFlow, so that we notice when a file that it names has changed.
+
+None of this is documented upstream. A test that fails here says which function of `_keras.py` to look at, before the
+numbers of the conformance table go wrong for no visible reason.
+"""
+
+import importlib
+import inspect
+import threading
+from collections import Counter
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from keras.optimizers import SGD
+
+from keras_dist_ext import _keras
+
+X = np.linspace(-1, 1, 12, dtype="float32").reshape(4, 3)
+Y = X.sum(axis=1, keepdims=True)
+
+# Per upstream file: the names that we call or replace, and the arguments that they take.
+SIGNATURES = {
+    "keras.src.api_export": {"get_name_from_symbol": "symbol"},
+    "keras.src.backend.common.stateless_scope": {
+        "StatelessScope.__init__": "self state_mapping collect_losses initialize_variables",
+        "StatelessScope.add_update": "self update",
+        "StatelessScope.get_current_value": "self variable",
+    },
+    "keras.src.backend.tensorflow.core": {"Variable._direct_assign": "self value"},
+    "keras.src.backend.tensorflow.optimizer": {"TFOptimizer._all_reduce_sum_gradients": "self grads_and_vars"},
+    "keras.src.backend.tensorflow.trainer": {
+        "TensorFlowTrainer._aggregate_additional_loss": "self loss",
+        "TensorFlowTrainer._maybe_symbolic_build": "self iterator data_batch",
+        "TensorFlowTrainer.make_predict_function": "self force",
+        "TensorFlowTrainer.make_test_function": "self force",
+        "TensorFlowTrainer.make_train_function": "self force",
+    },
+    "keras.src.layers.layer": {
+        "Layer._clear_losses": "self",
+        "Layer._flatten_layers": "self include_self recursive",
+    },
+    "keras.src.losses.loss": {
+        "apply_mask": "sample_weight mask dtype reduction",
+        "reduce_weighted_values": "values sample_weight mask reduction dtype",
+        "scale_loss_for_distribution": "value",
+        "unscale_loss_for_distribution": "value",
+    },
+    "keras.src.metrics.reduction_metrics": {"Mean.update_state": "self values sample_weight"},
+    "keras.src.models.model": {"functional_init_arguments": "args kwargs"},
+    "keras.src.optimizers.base_optimizer": {
+        "BaseOptimizer._get_variable_index": "self variable",
+        "BaseOptimizer.apply": "self grads trainable_variables",
+        "BaseOptimizer.scale_loss": "self loss",
+    },
+    "keras.src.optimizers.loss_scale_optimizer": {
+        "LossScaleOptimizer.apply": "self grads trainable_variables",
+        "LossScaleOptimizer.scale_loss": "self loss",
+    },
+    "keras.src.trainers.data_adapters.array_data_adapter": {"ArrayDataAdapter.get_tf_dataset": "self"},
+    "keras.src.trainers.data_adapters.data_adapter_utils": {"unpack_x_y_sample_weight": "data"},
+    "keras.src.trainers.epoch_iterator": {
+        "EpochIterator.__init__": "self x y sample_weight batch_size steps_per_epoch shuffle class_weight "
+        "steps_per_execution",
+        "EpochIterator._enumerate_iterator": "self",
+        "EpochIterator._interrupted_warning": "self",
+        "EpochIterator.catch_stop_iteration": "self",
+        "EpochIterator.reset": "self",
+    },
+    "keras.src.trainers.trainer": {"Trainer._symbolic_build": "self iterator data_batch"},
+    "tensorflow.python.data.ops.dataset_ops": {
+        "DatasetV2._as_serialized_graph": "self allow_stateful strip_device_assignment external_state_policy",
+        "_VariantDataset.__init__": "self dataset_variant element_spec",
+    },
+    "tensorflow.python.distribute.coordinator.cluster_coordinator": {
+        "Worker.create_resource": "self function args kwargs"
+    },
+    "tensorflow.python.distribute.coordinator.values": {
+        "PerWorkerValues.__init__": "self values",
+        "deserialize_dataset_from_graph": "graph_def element_spec",
+        "serialize_dataset_to_graph": "dataset",
+    },
+    "tensorflow.python.distribute.distribute_lib": {
+        "ReplicaContextBase.merge_call": "self merge_fn args kwargs",
+        "StrategyExtendedV1._use_merge_call": "self",
+    },
+    "tensorflow.python.distribute.distribute_utils": {
+        "regroup": "values wrap_class always_wrap",
+    },
+    "tensorflow.python.distribute.input_lib": {"get_iterator_spec_from_dataset": "strategy dataset"},
+    "tensorflow.python.distribute.values": {"DistributedVariable._get_on_device_or_primary": "self"},
+    "tensorflow.python.ops.control_flow_util": {"GraphOrParentsInXlaContext": "graph"},
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "arguments"),
+    [
+        pytest.param(file, name, arguments, id=f"{file.rpartition('.')[2]}-{name}")
+        for file, names in SIGNATURES.items()
+        for name, arguments in names.items()
+    ],
+)
+def test_what_we_call_or_replace_takes_the_same_arguments(file: str, name: str, arguments: str) -> None:
+    found: Any = importlib.import_module(file)
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert " ".join(inspect.signature(inspect.unwrap(found)).parameters) == arguments
+
+
+# The calls that `intercept` sends to a step
+
+
+class Recorder:
+    """A `_keras.Step` that notes what Keras asks, and answers as Keras itself would."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+
+    def count(self) -> Counter[str]:
+        return Counter(name for name, _ in self.asked)
+
+    def about(self, name: str) -> list[Any]:
+        return [what for asked, what in self.asked if asked == name]
+
+    def reduce_loss(self, local: Any, sample_weight: Any, mask: Any, reduction: Any, dtype: Any) -> Any:
+        self.asked.append(("reduce_loss", (local, sample_weight, mask, reduction, dtype)))
+        return local
+
+    def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
+        self.asked.append(("mean_update", (metric.name, values, sample_weight)))
+        return values, sample_weight
+
+    def scale_loss(self, optimizer: Any, loss: Any, original: Any) -> Any:
+        self.asked.append(("scale_loss", optimizer))
+        return original(loss)
+
+    def apply(self, optimizer: Any, grads: Any, variables: Any, original: Any) -> None:
+        self.asked.append(("apply", optimizer))
+        original(grads, variables)
+
+    def all_reduce_gradients(self, grads_and_vars: Any) -> Any:
+        self.asked.append(("all_reduce_gradients", [(tuple(g.shape), tuple(v.shape)) for g, v in grads_and_vars]))
+        return grads_and_vars
+
+    def all_reduce(self, reduce_op: Any, value: Any, original: Any) -> Any:
+        self.asked.append(("all_reduce", reduce_op))
+        return original(reduce_op, value)
+
+    def assign(self, variable: Any, value: Any, original: Any) -> None:
+        self.asked.append(("assign", variable.path))
+        original(value)
+
+
+def compiled(*middle: Any, optimizer: Any = None, **arguments: Any) -> Any:
+    net = keras.Sequential([keras.Input((3,)), layers.Dense(2, name="first"), *middle, layers.Dense(1, name="head")])
+    net.compile(optimizer or SGD(0.1), "mse", **arguments)
+    return net
+
+
+def asked_in_a_step(net: Any, data: Any = (X, Y)) -> Recorder:
+    net._symbolic_build(data_batch=data)
+    recorder = Recorder()
+    with _keras.intercept(recorder):
+        net.train_step(tuple(tf.constant(part) for part in data))
+    return recorder
+
+
+def test_keras_asks_once_a_step_for_each_loss_metric_gradient_and_state() -> None:
+    net = compiled(layers.BatchNormalization(name="norm"), metrics=["mae"], weighted_metrics=["mape"])
+    recorder = asked_in_a_step(net)
+    expected = {"reduce_loss": 1, "mean_update": 3, "scale_loss": 1, "apply": 1, "all_reduce_gradients": 1}
+    assert {name: recorder.count()[name] for name in expected} == expected
+    assert recorder.about("scale_loss") == recorder.about("apply") == [net.optimizer]
+    (pairs,) = recorder.about("all_reduce_gradients")
+    assert pairs == [((3, 2), (3, 2)), ((2,), (2,)), ((2,), (2,)), ((2,), (2,)), ((2, 1), (2, 1)), ((1,), (1,))]
+    paths = recorder.about("assign")
+    assert sum("norm/moving_mean" in path for path in paths) == 1
+    assert sum("norm/moving_variance" in path for path in paths) == 1
+
+
+def test_loss_tracker_gets_the_loss_as_a_scalar_with_the_number_of_rows() -> None:
+    recorder = asked_in_a_step(compiled())
+    ((name, value, weight),) = recorder.about("mean_update")
+    assert name == "loss"
+    assert value.shape == ()
+    assert int(weight) == len(X)
+
+
+def test_loss_is_reduced_with_the_weights_the_mask_and_the_name_of_the_reduction() -> None:
+    recorder = Recorder()
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight", dtype="float32")
+    prediction = tf.constant(Y)
+    prediction._keras_mask = tf.constant([True, False, True, True])
+    with _keras.intercept(recorder):
+        loss(tf.constant(Y), prediction, sample_weight=tf.constant([1.0, 2.0, 3.0, 4.0]))
+    ((local, weight, mask, reduction, dtype),) = recorder.about("reduce_loss")
+    assert local.shape == ()
+    assert np.asarray(weight).tolist() == [1, 2, 3, 4]
+    assert np.asarray(mask).tolist() == [True, False, True, True]
+    assert (reduction, dtype) == ("mean_with_sample_weight", "float32")
+
+
+def test_loss_without_a_reduction_has_its_rows_left() -> None:
+    recorder = Recorder()
+    with _keras.intercept(recorder):
+        keras.losses.MeanSquaredError(reduction=None)(tf.constant(Y), tf.constant(Y))
+    ((local, *_, reduction, _dtype),) = recorder.about("reduce_loss")
+    assert local.shape == (4,)
+    assert reduction in (None, "none")
+
+
+def test_loss_scale_optimizer_is_asked_before_the_optimizer_in_it() -> None:
+    inner = SGD(0.1)
+    net = compiled(optimizer=keras.optimizers.LossScaleOptimizer(inner))
+    recorder = asked_in_a_step(net)
+    assert recorder.about("scale_loss")[0] is net.optimizer
+    assert recorder.about("apply")[0] is net.optimizer
+    assert recorder.count()["all_reduce_gradients"] == 1
+    assert net.optimizer.inner_optimizer is inner
+
+
+def test_synchronized_batch_normalization_reduces_through_the_replica_context() -> None:
+    recorder = asked_in_a_step(compiled(layers.BatchNormalization(synchronized=True)))
+    assert set(recorder.about("all_reduce")) == {tf.distribute.ReduceOp.SUM}
+
+
+def test_without_a_step_and_in_other_threads_keras_answers_for_itself() -> None:
+    recorder = Recorder()
+    with _keras.intercept(recorder):
+        assert _keras.current_step() is recorder
+        with _keras.intercept(None):
+            compiled().evaluate(X, Y, verbose=0)
+        thread = threading.Thread(target=lambda: compiled().evaluate(X, Y, verbose=0))
+        thread.start()
+        thread.join()
+    assert recorder.asked == []
+    assert _keras.current_step() is None
+
+
+def test_a_hook_is_installed_once() -> None:
+    before = _keras.loss_module.scale_loss_for_distribution
+    _keras._install(_keras.loss_module, "scale_loss_for_distribution")(lambda *_: None)
+    assert _keras.loss_module.scale_loss_for_distribution is before
+
+
+def test_keras_divides_losses_by_the_replicas_and_a_step_gets_them_undivided(mirrored: Any) -> None:
+    """Both ways must be found by name in keras/src/losses/loss.py, where the trainer looks them up too."""
+    assert _keras.tf_trainer.loss_module is _keras.loss_module
+    loss = keras.losses.MeanSquaredError()
+    zeros, twos = tf.zeros([4, 1]), tf.fill([4, 1], 2.0)
+
+    def values() -> Any:
+        return loss(zeros, twos), _keras.loss_module.unscale_loss_for_distribution(tf.constant(1.0))
+
+    with mirrored.scope():
+        assert [float(value) for value in values()] == [2, 2]
+        with _keras.intercept(Recorder()):
+            assert [float(value) for value in values()] == [4, 1]
+
+
+@pytest.mark.parametrize("reduction", ["mean_with_sample_weight", "sum"])
+def test_mask_times_weight_is_what_a_weighted_mean_divides_by(reduction: str) -> None:
+    mask, weight = tf.constant([True, False, True]), tf.constant([2.0, 3.0, 4.0])
+    assert np.asarray(_keras.apply_mask(weight, mask, "float32", reduction)).tolist() == [2, 0, 4]
+    assert np.asarray(_keras.apply_mask(None, mask, "float32", reduction)).tolist() == [1, 0, 1]
+
+
+# Keras' loops over our epoch iterators
+
+
+class Scripted(_keras.EpochIterator):
+    """An epoch of two executions: steps 0 to 2, and 3 to 4."""
+
+    def __init__(self, distribute_strategy: Any = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.num_resets = 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.num_resets += 1
+
+    def _enumerate_iterator(self) -> Any:
+        yield 0, 2, iter(["first"])
+        yield 3, 4, iter(["second"])
+
+    def __next__(self) -> Any:
+        return next(self._epoch_iterator)
+
+
+class Told(keras.callbacks.Callback):
+    """Notes the steps that Keras tells callbacks about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[str, int]] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.steps.append(("train begin", batch))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps.append(("train end", batch))
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps.append(("test end", batch))
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps.append(("predict end", batch))
+
+
+class Watched(keras.Sequential):
+    """Notes what Keras' loops call on the way."""
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        self.__dict__.setdefault("built_from", []).append(iterator)
+        self._symbolic_build(data_batch=(tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1])))
+
+
+def watched(given: list[Any]) -> Any:
+    """A model whose step functions note what they are given."""
+    net = Watched([layers.Dense(1)])
+    net.compile("sgd", "mse")
+
+    def step(iterator: Any) -> Any:
+        given.append(next(iterator) if not isinstance(iterator, list) else iterator)
+        return {"loss": 1.0}
+
+    def predict(batches: Any) -> Any:
+        given.append(batches)
+        return tf.zeros([2, 1])
+
+    net.train_function, net.test_function, net.predict_function = step, step, predict
+    net.make_train_function = net.make_test_function = net.make_predict_function = lambda force=False: None
+    return net
+
+
+def test_fit_evaluate_and_predict_read_their_data_through_our_iterator() -> None:
+    given: list[Any] = []
+    arguments: list[set[str]] = []
+    made: list[Scripted] = []
+
+    def make(**kwargs: Any) -> Scripted:
+        arguments.append(set(kwargs))
+        made.append(Scripted(**kwargs))
+        return made[-1]
+
+    told, net = Told(), watched(given)
+    with _keras.epoch_iterators(make):
+        net.fit(X, Y, validation_data=(X, Y), verbose=0, callbacks=[told])
+        net.evaluate(X, Y, verbose=0)
+        outputs = net.predict(X, verbose=0, callbacks=[told])
+    known = set(inspect.signature(_keras.EpochIterator).parameters) | {"distribute_strategy"}
+    assert len(arguments) == 4
+    assert all(names <= known for names in arguments), arguments
+    assert given == ["first", "second"] * 3 + [["first"], ["second"]]
+    assert told.steps == [
+        *[("train begin", 0), ("train end", 2), ("train begin", 3), ("train end", 4)],
+        *[("test end", 2), ("test end", 4), ("predict end", 2), ("predict end", 4)],
+    ]
+    assert made[0].num_resets == 1
+    assert net.built_from[0] is made[0]
+    assert outputs.shape == (4, 1)
+    compiled().fit(X, Y, verbose=0)  # without `epoch_iterators`, Keras' own
+    assert len(arguments) == 4
+
+
+def test_fit_stops_between_executions_when_the_model_wants_to() -> None:
+    given: list[Any] = []
+    net = watched(given)
+    stop = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: setattr(net, "stop_training", True))
+    with _keras.epoch_iterators(Scripted):
+        net.fit(X, Y, epochs=2, verbose=0, callbacks=[stop])
+    assert given == ["first"]
+
+
+def test_fit_begins_at_the_epoch_that_a_callback_has_restored() -> None:
+    """keras/src/callbacks/backup_and_restore.py sets `_initial_epoch` in `on_train_begin`."""
+    net = watched([])
+    assert net._initial_epoch is None
+    restore = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: setattr(net, "_initial_epoch", 3))
+    with _keras.epoch_iterators(Scripted):
+        history = net.fit(X, Y, epochs=5, verbose=0, callbacks=[restore])
+    assert history.epoch == [3, 4]
+
+
+def test_epoch_iterator_keeps_its_adapter_and_counts_under_the_names_that_we_read() -> None:
+    iterator = _keras.EpochIterator(X, Y, batch_size=3, steps_per_execution=1)
+    assert isinstance(iterator.data_adapter, _keras.ArrayDataAdapter)
+    assert (iterator._num_batches, iterator._steps_seen, iterator.steps_per_epoch) == (2, 0, None)
+    assert [tuple(spec.shape)[1:] for spec in iterator.data_adapter.get_tf_dataset().element_spec] == [(3,), (1,)]
+    iter(iterator)
+    assert inspect.isgenerator(iterator._epoch_iterator)
+    with pytest.warns(UserWarning, match="Your input ran out of data"):
+        iterator._interrupted_warning()
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_models_build_from_specs_without_data(built: bool) -> None:
+    """keras/src/trainers/trainer.py, `_symbolic_build`: layers, loss, metrics and optimizer."""
+    net = keras.Sequential([*([keras.Input((3,))] if built else []), layers.Dense(1)])
+    net.compile("adam", "mse", metrics=["mae"])
+    net._symbolic_build(data_batch=(tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1]), tf.TensorSpec([None])))
+    assert net.built
+    assert net.optimizer.built
+    assert [metric.name for metric in net._compile_metrics.metrics] == ["mae"]
+    assert int(net.optimizer.iterations) == 0
+
+
+def test_array_adapter_shuffles_by_the_global_seed_which_comes_back_afterwards() -> None:
+    adapter = _keras.EpochIterator(np.arange(64.0), batch_size=8, shuffle=True).data_adapter
+
+    def order(seed: int) -> list[float]:
+        with _keras.global_tf_seed(seed):
+            dataset = adapter.get_tf_dataset()
+        return [float(v) for batch in dataset for v in tf.nest.flatten(batch)[0]]
+
+    tf.random.set_seed(5)
+    expected = tf.random.uniform([2]).numpy().tolist()
+    tf.random.set_seed(5)
+    assert order(1) == order(1) != order(2)
+    assert tf.random.uniform([2]).numpy().tolist() == expected
+
+
+# What a step does with the model, its metrics and its optimizer
+
+
+class Penalty(layers.Layer):
+    """Gives to `add_loss`."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(keras.ops.sum(x))
+        return x
+
+
+def test_each_additional_loss_is_aggregated_as_the_layer_gave_it() -> None:
+    """keras/src/trainers/trainer.py, `_compute_loss` and `compute_loss`; keras/src/layers/layer.py, `_losses`."""
+    seen: list[Any] = []
+
+    class Net(keras.Sequential):
+        def _aggregate_additional_loss(self, loss: Any) -> Any:
+            seen.append(loss)
+            return super()._aggregate_additional_loss(loss)
+
+    net = Net([keras.Input((3,)), layers.Dense(2, kernel_regularizer="l2"), Penalty(), layers.Dense(1)])
+    net.compile("sgd", "mse")
+    prediction = net(X, training=True)
+    given = [loss for layer in net._flatten_layers() for loss in layer._losses]
+    net.compute_loss(X, Y, prediction, None)
+    assert len(given) == 1
+    assert [loss is given[0] for loss in seen] == [True, False]  # the second one is the regularizer's
+    net._clear_losses()
+    assert not [loss for layer in net._flatten_layers() for loss in layer._losses]
+
+
+def test_results_of_metrics_come_from_the_method_on_the_object() -> None:
+    net = compiled(metrics=["mae"])
+    net.evaluate(X, Y, verbose=0)
+    for metric in (net._loss_tracker, *net._compile_metrics.metrics):
+        metric.__dict__["result"] = lambda: tf.constant(7.0)
+    assert {name: float(value) for name, value in net.get_metrics_result().items()} == {"loss": 7, "mae": 7}
+
+
+def test_metric_variables_add_up_over_replicas_when_read(mirrored: Any) -> None:
+    """keras/src/metrics/metric.py, `add_variable`, since Keras 3.10; before, they were mirrored."""
+    with mirrored.scope():
+        metric = keras.metrics.Mean()
+        weight = keras.Variable(1.0)
+        plain = tf.Variable(1.0)
+    assert all(_keras.is_sync_on_read(variable) for variable in metric.variables)
+    assert not _keras.is_sync_on_read(weight)
+    assert not _keras.is_sync_on_read(plain)
+    assert not _keras.is_sync_on_read(keras.metrics.Mean().variables[0])
+
+
+def test_stateless_scope_maps_variables_by_identity_and_collects_assignments() -> None:
+    variable, other = keras.Variable(1.0), keras.Variable(2.0)
+    with _keras.StatelessScope(state_mapping=[(variable, tf.constant(5.0))]) as scope:
+        variable.assign(variable + 1)
+        assert float(variable.value) == 6
+        assert float(other.value) == 2
+        assert float(scope.get_current_value(variable)) == 6
+        assert set(scope.state_mapping) == {id(variable)}
+    assert float(variable.value) == 1
+
+
+def test_accumulated_gradients_are_added_and_emptied_at_the_update() -> None:
+    """keras/src/optimizers/base_optimizer.py: `_accumulated_gradients`, in the order of `_get_variable_index`."""
+    variable = keras.Variable([1.0, 1.0])
+    optimizer = SGD(1.0, gradient_accumulation_steps=2)
+    optimizer.build([variable])
+    accumulator = optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
+    optimizer.apply([tf.constant([1.0, 2.0])], [variable])
+    assert np.asarray(accumulator).tolist() == [1, 2]
+    assert int(optimizer._iterations) == 1
+    optimizer.apply([tf.constant([3.0, 4.0])], [variable])
+    assert np.asarray(variable).tolist() == [-1, -2]
+    assert np.asarray(accumulator).tolist() == [0, 0]
+
+
+def test_loss_scale_is_a_variable_that_divides_the_gradients() -> None:
+    variable = keras.Variable([1.0])
+    optimizer = keras.optimizers.LossScaleOptimizer(SGD(1.0), initial_scale=8.0)
+    optimizer.build([variable])
+    assert float(tf.convert_to_tensor(optimizer.dynamic_scale)) == 8
+    assert float(optimizer.scale_loss(tf.constant(2.0))) == 16
+    optimizer.apply([tf.constant([8.0])], [variable])
+    assert np.asarray(variable).tolist() == [0]
+
+
+# Variables and replicas
+
+
+def test_under_local_updates_each_replica_writes_its_own_copy(mirrored: Any) -> None:
+    """tensorflow/python/distribute: mirrored_strategy.py, values.py and `interim.maybe_merge_call`."""
+    with mirrored.scope():
+        variable = tf.Variable(0.0)
+
+    @tf.function
+    def run() -> Any:
+        def replica() -> None:
+            with _keras.local_updates(mirrored):
+                variable.assign_add(1.0 + tf.cast(_keras.replica_id(), tf.float32))
+                tf.__internal__.distribute.interim.maybe_merge_call(
+                    lambda strategy, v: strategy.extended.update(v, lambda v: v.assign_add(10.0), group=False),
+                    mirrored,
+                    variable,
+                )
+
+        mirrored.run(replica)
+
+    run()
+    assert [float(copy) for copy in _keras.components(variable)] == [11, 12]
+    assert "_use_merge_call" not in vars(mirrored.extended)
+    assert mirrored.extended._use_merge_call()
+
+
+def test_local_component_is_the_copy_of_the_replica_that_asks(mirrored: Any) -> None:
+    with mirrored.scope():
+        variable = keras.Variable([0.0])
+    ids = []
+
+    @tf.function
+    def run() -> Any:
+        def replica() -> Any:
+            ids.append(_keras.replica_id())
+            local = _keras.local_component(variable)
+            local.assign([float(_keras.replica_id())])
+            return local.read_value()
+
+        return mirrored.run(replica)
+
+    assert [value.numpy().tolist() for value in mirrored.experimental_local_results(run())] == [[0], [1]]
+    assert [copy.numpy().tolist() for copy in _keras.components(variable)] == [[0], [1]]
+    assert sorted(set(ids)) == [0, 1]
+
+
+def test_variable_without_replicas_is_its_own_component() -> None:
+    variable = keras.Variable(3.0)
+    assert _keras.components(variable) == (variable.value,)
+    assert _keras.local_component(variable) is variable.value
+
+
+def test_regrouped_values_are_one_a_replica(mirrored: Any) -> None:
+    values = _keras.regroup([tf.constant(1.0), tf.constant(2.0)])
+    assert isinstance(values, tf.distribute.DistributedValues)
+    doubled = mirrored.run(lambda value: 2 * value, args=(values,))
+    assert [float(value) for value in mirrored.experimental_local_results(doubled)] == [2, 4]
+    same = tf.constant(1.0)
+    assert isinstance(_keras.regroup([same, same]), tf.distribute.DistributedValues)  # always_wrap
+
+
+def test_all_reduce_of_a_replica_context_is_the_one_that_we_replace(mirrored: Any) -> None:
+    recorder = Recorder()
+
+    def replica() -> Any:
+        with _keras.intercept(recorder):
+            return tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0))
+
+    total = mirrored.run(replica)
+    assert [float(value) for value in mirrored.experimental_local_results(total)] == [2, 2]
+    assert recorder.about("all_reduce") == ["SUM", "SUM"]
+
+
+def test_code_to_be_compiled_knows_it() -> None:
+    seen = []
+
+    def function(x: Any) -> Any:
+        seen.append(_keras.in_xla())
+        return x
+
+    tf.function(function)(tf.constant(1.0))
+    tf.function(function, jit_compile=True, autograph=False)(tf.constant(1.0))
+    nested = tf.function(function, autograph=False)
+    tf.function(lambda x: nested(x), jit_compile=True, autograph=False)(tf.constant(1))
+    assert seen == [False, True, True]
+
+
+def test_overrides_tells_a_users_method_from_those_of_keras() -> None:
+    class Net(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            return {}
+
+    assert _keras.overrides(Net(), "train_step")
+    assert not _keras.overrides(Net(), "test_step")
+    assert not _keras.overrides(keras.Sequential(), "compute_metrics")
+
+
+# Classes and names of Keras
+
+
+def test_inputs_and_outputs_make_a_functional_model() -> None:
+    inputs = keras.Input((3,))
+    assert _keras.functional_init_arguments((inputs, inputs), {})
+    assert _keras.functional_init_arguments((), {"inputs": inputs, "outputs": inputs})
+    assert not _keras.functional_init_arguments((), {"name": "net"})
+    assert type(keras.Model(inputs, layers.Dense(1)(inputs))) is _keras.Functional
+
+
+def test_a_class_saved_as_one_of_keras_own_is_written_under_its_name() -> None:
+    class Twin(keras.Sequential):
+        pass
+
+    _keras.save_as(Twin, keras.Sequential)
+    written = keras.saving.serialize_keras_object(Twin([keras.Input((3,)), layers.Dense(1)]))
+    assert (written["module"], written["class_name"]) == ("keras", "Sequential")
+    assert written["registered_name"] is None
+    assert type(keras.saving.deserialize_keras_object(written)) is keras.Sequential
+
+
+def test_data_unpacks_into_x_y_and_weights() -> None:
+    assert _keras.Unpack((1, 2)) == (1, 2, None)
+    assert _keras.Unpack((1, 2, 3)) == (1, 2, 3)
+    assert _keras.Unpack([1]) in [([1], None, None), (1, None, None)]
+
+
+# Graphs of datasets
+
+
+def values_of(dataset: tf.data.Dataset) -> list[int]:
+    return [int(value) for value in dataset]
+
+
+def test_dataset_graph_names_shards() -> None:
+    dataset = tf.data.Dataset.range(10).shard(4, 3).map(lambda x: x + 1).shard(2, 1)
+    assert sorted(_keras.shard_indices(_keras.dataset_graph(dataset))) == [(2, 1), (4, 3)]
+    assert _keras.shard_indices(_keras.dataset_graph(tf.data.Dataset.range(3))) == []
+
+
+def test_shuffles_without_a_seed_get_ours() -> None:
+    tf.random.set_seed(None)  # with a global seed, each shuffle has one
+
+    def shuffled(seed: int, times: int = 1) -> tf.data.Dataset:
+        dataset = tf.data.Dataset.range(50).map(lambda x: x)
+        for _ in range(times):
+            dataset = dataset.shuffle(50)
+        options = tf.data.Options()
+        options.deterministic = True
+        dataset = dataset.with_options(options)
+        seeded = _keras.with_shuffle_seeds(dataset, _keras.dataset_graph(dataset), seed)
+        assert seeded.element_spec == dataset.element_spec
+        assert seeded.options().deterministic is True
+        return seeded
+
+    first, again = shuffled(3), shuffled(3)
+    passes = values_of(first), values_of(first)
+    assert passes == (values_of(again), values_of(again))
+    assert passes[0] != passes[1]  # reshuffled each iteration, as without a seed
+    assert sorted(passes[0]) == list(range(50))
+    assert values_of(shuffled(4)) != passes[0]
+    assert values_of(shuffled(3, times=2)) == values_of(shuffled(3, times=2))
+
+
+def test_shuffles_with_a_seed_keep_it() -> None:
+    dataset = tf.data.Dataset.range(50).shuffle(50, seed=1)
+    assert _keras.with_shuffle_seeds(dataset, _keras.dataset_graph(dataset), 3) is dataset
+
+
+def test_datasets_travel_to_workers_as_graphs() -> None:
+    """tensorflow/python/distribute/coordinator/values.py and cluster_coordinator.py, for `per_worker_values`."""
+    from tensorflow.python.distribute.coordinator import cluster_coordinator
+
+    dataset = tf.data.Dataset.range(3).batch(2)
+    graph = _keras.coordinator_values.serialize_dataset_to_graph(dataset)
+    there = _keras.coordinator_values.deserialize_dataset_from_graph(graph, dataset.element_spec)
+    assert [batch.numpy().tolist() for batch in there] == [[0, 1], [2]]
+    assert tf.distribute.coordinator.PerWorkerValue is _keras.coordinator_values.PerWorkerValues
+    assert "self._cluster = " in inspect.getsource(cluster_coordinator.ClusterCoordinator)
+    assert "self.workers = " in inspect.getsource(cluster_coordinator.Cluster)
+    like_ours = inspect.getsource(_keras.coordinator_values.PerWorkerDatasetFromDatasetFunction)
+    assert "._type_spec = " in like_ours
+    assert "get_iterator_spec_from_dataset(" in like_ours
