@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ if keras.backend.backend() != "tensorflow":
     )
 
 from keras.src import api_export
+from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import StatelessScope
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import trainer as tf_trainer
@@ -43,16 +45,14 @@ from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
 from keras.src.models.functional import Functional
 from keras.src.models.model import functional_init_arguments
-from keras.src.optimizers import base_optimizer
-from keras.src.optimizers import loss_scale_optimizer
-from keras.src.saving import serialization_lib
+from keras.src.optimizers import base_optimizer, loss_scale_optimizer
+from keras.src.random import seed_generator
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.ops import dataset_ops
-from tensorflow.python.distribute import distribute_utils
-from tensorflow.python.distribute import input_lib
+from tensorflow.python.distribute import distribute_utils, input_lib
 from tensorflow.python.distribute.coordinator import values as coordinator_values
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.framework import ops as tf_ops
@@ -87,6 +87,8 @@ class Step(Protocol):
     def all_reduce_gradients(self, grads_and_vars: Any) -> Any: ...
 
     def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any: ...
+
+    def next_seed(self, seed: Any) -> Any: ...
 
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None: ...
 
@@ -187,6 +189,12 @@ def _(original: Any, step: Step, variable: Any, value: Any) -> None:
     step.assign(variable, value, functools.partial(original, variable))
 
 
+# keras/src/random/seed_generator.py: its state is mirrored, so that all replicas would draw the same numbers.
+@_install(keras.random.SeedGenerator, "next")
+def _(original: Any, step: Step, generator: Any, *args: Any, **kwargs: Any) -> Any:
+    return step.next_seed(original(generator, *args, **kwargs))
+
+
 # tensorflow/python/distribute/distribute_lib.py: BatchNormalization(synchronized=True) calls it in the forward pass.
 @_install(tf.distribute.ReplicaContext, "all_reduce")
 def _(original: Any, step: Step, context: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
@@ -268,6 +276,23 @@ def replica_id() -> Any:
     number = tf.distribute.get_replica_context().replica_id_in_sync_group
     static = tf.get_static_value(number) if tf.is_tensor(number) else number
     return number if static is None else int(static)
+
+
+def global_seed_generator() -> Any:
+    """The generator behind ``seed=None``, made here and now if there is none (random/seed_generator.py).
+
+    It is the thread's, and TensorFlow runs each replica in a thread of its own.
+    """
+    state = random.getstate()
+    try:
+        return seed_generator.global_seed_generator()
+    finally:
+        random.setstate(state)
+
+
+def share_global_seed_generator(generator: Any) -> None:
+    """Make it the generator behind ``seed=None`` of this thread."""
+    global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
 
 
 def in_xla() -> bool:

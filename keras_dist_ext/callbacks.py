@@ -10,7 +10,7 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import ScopeError
 from keras_dist_ext.scope import check_scope, is_default_strategy
 
-__all__ = ["ScopeGuard"]
+__all__ = ["ScopeGuard", "StepCallbacks"]
 
 
 class ScopeGuard(keras.callbacks.Callback):  # type: ignore[misc]
@@ -55,3 +55,41 @@ class ScopeGuard(keras.callbacks.Callback):  # type: ignore[misc]
                 "`ScopeGuard(tf.distribute.get_strategy())`."
             )
         check_scope(model, strategy).raise_if_bad()
+
+
+class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
+    """The callbacks of a run, told which batch was really the last one of an execution.
+
+    Keras names the last batch before an execution is made, when the end of data of unknown length is not in sight.
+    They are set up when the run begins: the model is built then, and the number of its batches may be known.
+    """
+
+    def __init__(self, callbacks: Any, model: Any, *, verbose: Any, epochs: int, add_history: bool) -> None:
+        self._arguments = {"callbacks": callbacks, "model": model, "verbose": verbose, "epochs": epochs}
+        self._arguments |= {"add_history": add_history, "add_progbar": verbose != 0}
+        self._is_set_up = False
+        self.feed: Any = None  # the one of training, or of evaluation where nothing is trained
+        self.test_feed: Any = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Set up, and begin training."""
+        self._set_up()
+        super().on_train_begin(logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """End an execution of training at the batch that was its last."""
+        super().on_train_batch_end(min(batch, self.feed.last_step), logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Set up where nothing is trained, and begin evaluation."""
+        self._set_up()
+        super().on_test_begin(logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """End an execution of evaluation at the batch that was its last."""
+        super().on_test_batch_end(min(batch, (self.test_feed or self.feed).last_step), logs)
+
+    def _set_up(self) -> None:
+        if not self._is_set_up:
+            self._is_set_up = True
+            super().__init__(**self._arguments, steps=self.feed.num_batches)

@@ -67,10 +67,14 @@ class Source:
         workers: given where each worker reads rows of its own; they take part in a step until all have none left.
     """
 
-    def __init__(self, dataset: Any, length: int | None, workers: Workers | None = None) -> None:
+    def __init__(
+        self, dataset: Any, length: int | None, workers: Workers | None = None, *, on_tpu: bool = False
+    ) -> None:
         self.iterator = iter(dataset)
         self._is_plain = isinstance(dataset, tf.data.Dataset)
-        self._looks_ahead = length is None or workers is not None
+        self._is_on_tpu = on_tpu
+        # What TensorFlow has distributed does not know its length for sure; on a TPU it must, to loop there.
+        self._looks_ahead = length is None or workers is not None or not (self._is_plain or on_tpu)
         self._workers = workers
         self._spec = dataset.element_spec
         if workers is not None:
@@ -79,6 +83,11 @@ class Source:
         self._has_more = True
         if self._looks_ahead:
             self._look_ahead()
+
+    @property
+    def length_is_known(self) -> bool:
+        """Whether the caller counts the batches."""
+        return not self._looks_ahead
 
     @property
     def is_of_worker(self) -> bool:
@@ -95,10 +104,7 @@ class Source:
         if hasattr(program, "run_source"):
             return program.run_source(self._batches(), num_steps)  # type: ignore[no-any-return]
         steps = tf.constant(num_steps)
-        is_step_by_step = self._workers is not None or not (
-            self._is_plain or isinstance(program.strategy, tf.distribute.TPUStrategy)
-        )
-        if is_step_by_step:
+        if self._workers is not None or not (self._is_plain or self._is_on_tpu):
             made, logs = 0, None
             run = program.on_batches_like(self._spec, of_worker=self.is_of_worker)
             while made < num_steps and self.has_more:
@@ -222,7 +228,8 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         dataset = self.data_adapter.get_tf_dataset()
         if workers is not None:
             dataset, self._own_rows, self._seed = workers.agree_on_data(dataset)
-        if isinstance(strategy, tf.distribute.TPUStrategy) and isinstance(dataset, tf.data.Dataset):
+        self._is_on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
+        if self._is_on_tpu and isinstance(dataset, tf.data.Dataset):
             dataset = strategy.experimental_distribute_dataset(dataset)
         self._dataset = dataset
         self._pace = pace
@@ -244,6 +251,11 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         specs = tree.map_structure(spec_of, self._dataset.element_spec)
         return tree.map_structure(any_number_of_rows, specs)
 
+    @property
+    def last_step(self) -> int:
+        """The last step that was made, counted from 0 in the epoch."""
+        return self._first_step + self._execution.num_made - 1
+
     def reset(self) -> None:
         """Forget the pass that is under way."""
         super().reset()
@@ -255,12 +267,13 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         if self._source is None or self.steps_per_epoch is None:
             self._begin_pass()
         step = 0
-        target = self.steps_per_epoch or (None if self._own_rows else length)
+        known = self._source is not None and self._source.length_is_known
+        target = self.steps_per_epoch or (length if known else None)
         while target is None or step < target:
             source = self._source
             assert source is not None
             num_steps = self._pace.num_steps if target is None else min(self._pace.num_steps, target - step)
-            if length is not None and not self._own_rows:
+            if length is not None and source.length_is_known:
                 num_steps = min(num_steps, length - self._steps_seen)
             if self._workers is not None:
                 stop, num_steps = self._agree(num_steps)
@@ -274,12 +287,13 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
                     self._interrupted_warning()
                     self._source = None
                 break
-            execution = Execution(source, num_steps)
+            execution = self._execution = Execution(source, num_steps)
+            self._first_step = step
             yield step, step + num_steps - 1, execution
             self._pace.record(execution.num_made, execution.seconds)
             step += execution.num_made
             self._steps_seen += execution.num_made
-        if length is not None and self._steps_seen >= length and not self._own_rows:
+        if length is not None and known and self._steps_seen >= length:
             self._source = None
         self._on_epoch_end()
         self.data_adapter.on_epoch_end()
@@ -291,7 +305,8 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
             self._seed += 1
             with _keras.global_tf_seed(self._seed):
                 dataset = self.data_adapter.get_tf_dataset()
-        self._source = Source(dataset, self._num_batches, self._workers if self._own_rows else None)
+        workers = self._workers if self._own_rows else None
+        self._source = Source(dataset, self._num_batches, workers, on_tpu=self._is_on_tpu)
         self._steps_seen = 0
 
     def _agree(self, num_steps: int) -> tuple[bool, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import inspect
@@ -12,22 +11,15 @@ from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras, data, feed
+from keras_dist_ext import _keras, feed
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.callbacks import StepCallbacks
 from keras_dist_ext.degree import degree_in_rows
+from keras_dist_ext.program import PredictProgram, StepProgram, concat_outputs
+from keras_dist_ext.reduce import keep_first_part, sum_parts
 from keras_dist_ext.scope import check_scope, optimizers
-from keras_dist_ext.step import (
-    CannotCompile,
-    PassThrough,
-    PredictProgram,
-    ReplicaStep,
-    StepProgram,
-    UnknownLossDegrees,
-    concat_outputs,
-    keep_first_part,
-    sum_parts,
-)
-from keras_dist_ext.workers import Workers, for_chief_only, workers_of
+from keras_dist_ext.step import CannotCompile, ReplicaStep, UnknownLossDegrees
+from keras_dist_ext.workers import InStep, Stop, callbacks_of_worker, workers_of
 
 __all__ = ["Functional", "Model", "Sequential"]
 
@@ -41,8 +33,8 @@ class _Scoped(type(keras.Model)):  # type: ignore[misc]
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        init = inspect.signature(cls.__init__)
-        parameters = [p for p in init.parameters.values()][1:]
+        init = inspect.signature(cls.__init__)  # type: ignore[misc]
+        parameters = list(init.parameters.values())[1:]
         strategy = inspect.Parameter("strategy", inspect.Parameter.KEYWORD_ONLY, default=None)
         at = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_KEYWORD), len(parameters))
         return init.replace(parameters=[*parameters[:at], strategy, *parameters[at:]])
@@ -78,10 +70,13 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a ``Functional`` where inputs and outputs are given, as Keras does."""
         if cls is Model and _keras.functional_init_arguments(args, kwargs):
             cls = Functional
-        instance = super().__new__(cls, *args, **kwargs)
-        object.__setattr__(instance, "_stop", _Stop())
+        is_graph = issubclass(cls, (_keras.Functional, keras.Sequential))
+        # keras.Model.__new__ forgets the arguments that the default get_config returns; Layer's keeps them.
+        instance = super().__new__(cls, *args, **kwargs) if is_graph else keras.Layer.__new__(cls, *args, **kwargs)
+        object.__setattr__(instance, "_stop", Stop())
         return instance
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -91,10 +86,13 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         else:
             super().__init__(*args, **kwargs)
 
-    _stop: _Stop
+    _stop: Stop
     _steps_per_execution_is_auto = True
     _coordinator: Any = None
     _gradients_are_parts = False
+    train_function: Any
+    test_function: Any
+    predict_function: Any
     _loss_degrees: list[Any] | None = None
     _batch_spec: Any = None
 
@@ -110,20 +108,24 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
                 yield
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; what it builds is made in scope."""
         if self.built:
             return super().__call__(*args, **kwargs)
         with self._in_scope():
             return super().__call__(*args, **kwargs)
 
     def build_from_config(self, config: Any) -> None:
+        """See ``keras.Layer.build_from_config``; variables are made in scope."""
         with self._in_scope():
             super().build_from_config(config)
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
+        """See ``keras.Model.load_weights``."""
         with contextlib.nullcontext() if self.built else self._in_scope():
             super().load_weights(*args, **kwargs)
 
     def compile_from_config(self, config: Any) -> None:
+        """See ``keras.Model.compile_from_config``."""
         if _keras.overrides(self, "compile"):
             super().compile_from_config(config)  # says that such a class must override this too
             return
@@ -147,6 +149,21 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         jit_compile: bool | str = "auto",
         auto_scale_loss: bool = True,
     ) -> None:
+        """Configure the model as ``keras.Model.compile`` does, in the scope of its strategy.
+
+        Args:
+            optimizer: see ``keras.Model.compile``, as for all that is not named here.
+            loss: ...
+            loss_weights: ...
+            metrics: ...
+            weighted_metrics: ...
+            run_eagerly: ...
+            steps_per_execution: "auto" runs as many steps at once as fit into about 0.1 seconds, and every step by
+                itself when a callback of yours looks at batches. An int is Keras' own.
+            jit_compile: True compiles by XLA what one replica computes, where TensorFlow can; else a warning says why
+                not.
+            auto_scale_loss: ...
+        """
         with self._in_scope():
             super().compile(
                 optimizer=optimizer,
@@ -176,16 +193,19 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
     # What runs inside a step
 
     def make_train_function(self, force: bool = False) -> Any:
+        """Return what ``fit`` calls for each execution: it takes an ``Execution``, or an iterator of batches."""
         if self.train_function is None or force:
             self.train_function = _runner(self._program("train"))
         return self.train_function
 
     def make_test_function(self, force: bool = False) -> Any:
+        """Return what ``evaluate`` calls for each execution."""
         if self.test_function is None or force:
             self.test_function = _runner(self._program("test"))
         return self.test_function
 
     def make_predict_function(self, force: bool = False) -> Any:
+        """Return what ``predict`` calls for each execution."""
         if self.predict_function is None or force:
             self.predict_function = _predictor(self._program("predict"))
         return self.predict_function
@@ -236,13 +256,13 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         self._stop.request(value)
 
     @contextlib.contextmanager
-    def _feeds(self, paces: list[feed.Pace], *, stop: Callable[[], bool]) -> Iterator[None]:
+    def _feeds(self, paces: list[feed.Pace], callbacks: Any, *, stop: Callable[[], bool]) -> Iterator[None]:
         made = iter([*paces, *[paces[-1]] * 8])
         workers = workers_of(self.distribute_strategy)
         on_stop = self._stop.agree if workers else lambda: None
 
         def make(distribute_strategy: Any = None, steps_per_execution: int = 1, **arguments: Any) -> feed.Feed:
-            return feed.Feed(
+            new = feed.Feed(
                 self.distribute_strategy,
                 next(made),
                 workers=workers,
@@ -251,6 +271,9 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
                 on_epoch_end=self._settle,
                 **arguments,
             )
+            if isinstance(callbacks, StepCallbacks):
+                callbacks.feed, callbacks.test_feed = callbacks.feed or new, new
+            return new
 
         with _keras.epoch_iterators(make):
             yield
@@ -291,43 +314,53 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
     @_documented_as(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``keras.Model.fit``."""
         check_scope(self, self.distribute_strategy).raise_if_bad()
         call = _FIT.bind(self, *args, **kwargs)
         callbacks = call.arguments.get("callbacks")
         workers = workers_of(self.distribute_strategy)
+        verbose = call.arguments.get("verbose", "auto")
         if workers is not None:
-            call.arguments["callbacks"] = [*_for_worker(callbacks, workers), _InStep(workers)]
-            call.arguments["verbose"] = call.arguments.get("verbose", "auto") if workers.is_chief else 0
+            callbacks = [*callbacks_of_worker(callbacks, workers), InStep(workers)]
+            verbose = verbose if workers.is_chief else 0
+        paces = [self._pace(callbacks, "train"), self._pace(callbacks, "test")]
+        if not isinstance(callbacks, keras.callbacks.CallbackList):
+            epochs = call.arguments.get("epochs", 1)
+            callbacks = StepCallbacks(callbacks, self, verbose=verbose, epochs=epochs, add_history=True)
+        call.arguments["callbacks"] = callbacks
         self._stop.needs_agreement = workers is not None
         try:
-            with self._feeds(
-                [self._pace(callbacks, "train"), self._pace(callbacks, "test")], stop=lambda: self._stop.is_requested
-            ):
+            with self._feeds(paces, callbacks, stop=lambda: self._stop.is_requested):
                 return super().fit(*call.args[1:], **call.kwargs)
         finally:
             self._stop.needs_agreement = False
 
     @_documented_as(keras.Model.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``keras.Model.evaluate``."""
         call = _EVALUATE.bind(self, *args, **kwargs)
         callbacks = call.arguments.get("callbacks")
-        if not isinstance(callbacks, keras.callbacks.CallbackList):  # as it is inside fit, which has checked
+        pace = self._pace(callbacks, "test")
+        if not isinstance(callbacks, keras.callbacks.CallbackList):  # inside fit it is one, and fit has checked
             check_scope(self, self.distribute_strategy).raise_if_bad()
-        workers = workers_of(self.distribute_strategy)
-        if workers is not None and not workers.is_chief and not isinstance(callbacks, keras.callbacks.CallbackList):
-            call.arguments["verbose"] = 0
-        with self._feeds([self._pace(callbacks, "test")], stop=lambda: getattr(self, "stop_evaluating", False)):
+            workers = workers_of(self.distribute_strategy)
+            verbose = call.arguments.get("verbose", "auto") if workers is None or workers.is_chief else 0
+            callbacks = StepCallbacks(callbacks, self, verbose=verbose, epochs=1, add_history=False)
+            call.arguments["callbacks"] = callbacks
+        with self._feeds([pace], callbacks, stop=lambda: getattr(self, "stop_evaluating", False)):
             return super().evaluate(*call.args[1:], **call.kwargs)
 
     @_documented_as(keras.Model.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``keras.Model.predict``."""
         check_scope(self, self.distribute_strategy).raise_if_bad()
         call = _PREDICT.bind(self, *args, **kwargs)
         workers = workers_of(self.distribute_strategy)
         if workers is not None and not workers.is_chief:
             call.arguments["verbose"] = 0
         ahead = 64 if isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy) else 1
-        with self._feeds([feed.Pace(max(ahead, self.steps_per_execution))], stop=lambda: getattr(self, "stop_predicting", False)):
+        pace = feed.Pace(max(ahead, self.steps_per_execution))
+        with self._feeds([pace], None, stop=lambda: getattr(self, "stop_predicting", False)):
             return super().predict(*call.args[1:], **call.kwargs)
 
 
@@ -353,80 +386,6 @@ class CoordinatorProgram:
     def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:
         """Predict each batch and concatenate the outputs along the rows."""
         return concat_outputs(list(self.model._coordinator.predict(batches)))
-
-
-class _Stop:
-    """A wish to end training, and whether all workers know of it."""
-
-    def __init__(self) -> None:
-        self.is_requested = False
-        self.is_agreed = False
-        self.needs_agreement = False
-
-    def request(self, value: bool) -> None:
-        self.is_requested = value
-        if not value:
-            self.is_agreed = False
-
-    def agree(self) -> None:
-        self.is_requested = self.is_agreed = True
-
-
-class _InStep(keras.callbacks.Callback):  # type: ignore[misc]
-    """The last callback of each worker: begins with the chief's state, and ends all workers after the same epoch."""
-
-    def __init__(self, workers: Workers) -> None:
-        super().__init__()
-        self._workers = workers
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        model = self.model
-        initial_epoch, restored = self._workers.chief_says(
-            [float(model._initial_epoch or 0), float(model._initial_epoch is not None)]
-        )
-        if restored:  # by a callback of the chief, such as BackupAndRestore
-            model._initial_epoch = int(initial_epoch)
-            self._workers.share_state([*model.weights, *model.optimizer.variables])
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._workers.sum([float(self.model._stop.is_requested)])[0]:
-            self.model._stop.agree()
-
-
-def _for_worker(callbacks: Any, workers: Workers) -> list[Any]:
-    """The callbacks that this worker runs: those that write files are for the chief."""
-    callbacks = tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []
-    return [_Alone(c) if for_chief_only(c) else c for c in callbacks if workers.is_chief or not for_chief_only(c)]
-
-
-class _Alone(keras.callbacks.Callback):  # type: ignore[misc]
-    """A callback that one worker alone runs: what it assigns must not wait for the others.
-
-    TensorFlow broadcasts an assignment to variables like ``optimizer.iterations``, which BackupAndRestore loads; and
-    the first value of any variable made in scope, as Keras makes some to look at them while it saves.
-    """
-
-    def __init__(self, callback: Any) -> None:
-        super().__init__()
-        for name in dir(keras.callbacks.Callback):
-            if name.startswith(("on_", "set_")):
-                setattr(self, name, self._alone(getattr(callback, name)))
-
-    @staticmethod
-    def _alone(method: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> None:
-            with _keras.intercept(PassThrough()):
-                method(*args, **kwargs)
-
-        def outside_of_scopes(*args: Any, **kwargs: Any) -> None:
-            if not tf.distribute.has_strategy():
-                call(*args, **kwargs)
-            else:  # a scope is the thread's
-                with concurrent.futures.ThreadPoolExecutor(1) as thread:
-                    thread.submit(call, *args, **kwargs).result()
-
-        return outside_of_scopes
 
 
 class Functional(Model, _keras.Functional):  # type: ignore[misc]

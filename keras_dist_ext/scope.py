@@ -339,8 +339,11 @@ def own_variables(layer: Any) -> list[Any]:
 
 
 def optimized_variables(optimizer: Any) -> list[Any]:
-    """The variables that an optimizer was built for, in its order (keras/src/optimizers/base_optimizer.py, `build`)."""
-    return list(optimizer._trainable_variables)
+    """The variables that an optimizer was built for, in its order (keras/src/optimizers/base_optimizer.py, `build`).
+
+    Before Keras 3.12 a LossScaleOptimizer leaves them to the optimizer in it (loss_scale_optimizer.py, `build`).
+    """
+    return list(getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables)
 
 
 def compile_arguments(model: Any) -> dict[str, Any]:
@@ -353,7 +356,7 @@ def compile_arguments(model: Any) -> dict[str, Any]:
 
 def has_own_config(model: Any) -> bool:
     """Whether a model's `get_config` is not Keras' own (keras/src/layers/layer.py, models/functional.py)."""
-    return type(model).get_config.__module__.partition(".")[0] != "keras"
+    return bool(type(model).get_config.__module__.partition(".")[0] != "keras")
 
 
 def is_serializable_dict(value: Any) -> bool:

@@ -7,10 +7,12 @@ upon. Letters: W = workers.
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 import random
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,9 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.step import PassThrough
 
-__all__ = ["Workers", "for_chief_only", "workers_of"]
+__all__ = ["InStep", "Stop", "Workers", "callbacks_of_worker", "workers_of"]
 
 
 def workers_of(strategy: tf.distribute.Strategy) -> Workers | None:
@@ -117,6 +120,84 @@ _WRITERS = (
 )
 
 
-def for_chief_only(callback: Any) -> bool:
+def _is_for_chief(callback: Any) -> bool:
     """Whether a callback writes files that only the chief may write."""
     return isinstance(callback, _WRITERS)
+
+
+class InStep(keras.callbacks.Callback):  # type: ignore[misc]
+    """The last callback of each worker: begins with the chief's state, and ends all workers after the same epoch."""
+
+    def __init__(self, workers: Workers) -> None:
+        super().__init__()
+        self._workers = workers
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Take over what a callback of the chief has restored."""
+        model = self.model
+        initial_epoch, restored = self._workers.chief_says(
+            [float(model._initial_epoch or 0), float(model._initial_epoch is not None)]
+        )
+        if restored:  # by a callback of the chief, such as BackupAndRestore
+            model._initial_epoch = int(initial_epoch)
+            self._workers.share_state([*model.weights, *model.optimizer.variables])
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """End training on all workers where one has asked for it."""
+        if self._workers.sum([float(self.model._stop.is_requested)])[0]:
+            self.model._stop.agree()
+
+
+def callbacks_of_worker(callbacks: Any, workers: Workers) -> list[Any]:
+    """The callbacks that this worker runs: those that write files are for the chief."""
+    callbacks = tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []
+    return [_Alone(c) if _is_for_chief(c) else c for c in callbacks if workers.is_chief or not _is_for_chief(c)]
+
+
+class _Alone(keras.callbacks.Callback):  # type: ignore[misc]
+    """A callback that one worker alone runs: what it assigns must not wait for the others.
+
+    TensorFlow broadcasts an assignment to variables like ``optimizer.iterations``, which BackupAndRestore loads; and
+    the first value of any variable made in scope, as Keras makes some to look at them while it saves.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        super().__init__()
+        for name in dir(keras.callbacks.Callback):
+            if name.startswith(("on_", "set_")):
+                setattr(self, name, self._alone(getattr(callback, name)))
+
+    @staticmethod
+    def _alone(method: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> None:
+            with _keras.intercept(PassThrough()):
+                method(*args, **kwargs)
+
+        def outside_of_scopes(*args: Any, **kwargs: Any) -> None:
+            if not tf.distribute.has_strategy():
+                call(*args, **kwargs)
+            else:  # a scope is the thread's
+                with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                    thread.submit(call, *args, **kwargs).result()
+
+        return outside_of_scopes
+
+
+class Stop:
+    """A wish to end training, and whether all workers know of it."""
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self.is_agreed = False
+        self.needs_agreement = False
+
+    def request(self, value: bool) -> None:
+        """Wish to end training, or to begin anew."""
+        self.is_requested = value
+        if not value:
+            self.is_agreed = False
+
+    def agree(self) -> None:
+        """Note that all workers know."""
+        self.is_requested = self.is_agreed = True

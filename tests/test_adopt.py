@@ -619,8 +619,11 @@ def test_a_config_that_does_not_fit_the_constructor_is_refused(mirrored):
 
 def test_a_config_that_gives_other_weights_is_refused_by_their_names(mirrored):
     class Forgetful(Net):
+        def __init__(self, width, **kwargs):
+            super().__init__(width, **kwargs)
+
         def get_config(self):
-            return {"units": 5}
+            return {"width": 5}
 
     message = refused(called(Forgetful(2, name="net")), mirrored)
     assert "has the weights kernel (3, 2), bias (2,), and what its config and build config make has kernel (3, 5)" in (
@@ -656,8 +659,8 @@ def test_a_nested_model_whose_arguments_nobody_recorded_is_refused(mirrored):
 
 def test_a_metric_that_forgets_an_argument_is_refused(mirrored):
     class Above(keras.metrics.Metric):
-        def __init__(self, limit=0.5, **kwargs):
-            super().__init__(name="above", **kwargs)
+        def __init__(self, limit=0.5, name="above", **kwargs):
+            super().__init__(name=name, **kwargs)
             self.threshold = limit
             self.count = self.add_variable((), "zeros", name="count")
 
@@ -681,6 +684,8 @@ def test_layers_that_are_attached_beside_the_graph_are_refused(mirrored):
     net = make_functional()
     net.extra = keras.layers.Dense(1)
     net.extra.build((None, 3))
+    if net.extra not in net._flatten_layers():
+        pytest.skip("before Keras 3.15 a layer that is attached to a functional model is no part of it")
     assert "kernel (3, 1), bias (1,) belong to layers that were attached to it beside its graph." in (
         refused(net, mirrored)
     )

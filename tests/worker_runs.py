@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 from collections.abc import Callable, Iterator
@@ -110,9 +111,7 @@ DATA_CASES: dict[str, Case] = {
     "AutoShardPolicy.OFF, the same batches": lambda s, w, _: seen(s, dataset("OFF", shuffle=False)),
     "AutoShardPolicy.OFF, 20 and 9 rows": lambda s, w, _: seen(s, dataset("OFF", of=ids()[:20] if w else ids()[20:])),
     "AutoShardPolicy.OFF, 29 and 0 rows": lambda s, w, _: seen(s, dataset("OFF", of=ids() if w else ids()[:0])),
-    "Dataset.shard by worker": lambda s, w, _: seen(
-        s, dataset(shuffle=False).unbatch().shard(2, w).batch(4)
-    ),
+    "Dataset.shard by worker": lambda s, w, _: seen(s, dataset(shuffle=False).unbatch().shard(2, w).batch(4)),
     "generator": lambda s, w, _: seen(s, endless(), steps_per_epoch=4),
     "PyDataset, shuffled, with threads": lambda s, w, _: seen(s, py_dataset()),
     "filter, of unknown length": lambda s, w, _: seen(s, dataset().filter(lambda x, y: True)),
@@ -188,10 +187,8 @@ def restores_from_chief(strategy: Any, worker: int, folder: pathlib.Path) -> Any
         )  # fmt: skip
         return model
 
-    try:
+    with contextlib.suppress(RuntimeError):
         fit([Fail()])
-    except RuntimeError:
-        pass
     resumed = fit([])
     whole = counting_model(strategy)
     whole.fit(ids(), ids(), batch_size=8, epochs=4, shuffle=False, verbose=0)
@@ -199,7 +196,6 @@ def restores_from_chief(strategy: Any, worker: int, folder: pathlib.Path) -> Any
 
 
 def predicts_in_order(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
-    import keras
 
     model = counting_model(strategy)
     model.layers[-1].set_weights([np.ones((1, 1)), np.zeros(1)])

@@ -243,6 +243,8 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
 
 def devices(strategy: tf.distribute.Strategy) -> list[str]:
     """Name the device of each replica, over all workers; every worker has the same ones."""
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        return ["any worker"]  # each takes a batch when it is free, so to the model they are one replica
     local = [device.rpartition("device:")[2] for device in strategy.extended.worker_devices]
     num_workers = strategy.num_replicas_in_sync // len(local)
     return local if num_workers == 1 else [f"worker {i} {device}" for i in range(num_workers) for device in local]

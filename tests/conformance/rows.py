@@ -631,10 +631,11 @@ INPUTS = [
         "tf.data with weights", dense, mse, pipeline(lambda rows: rows.map(lambda x, y: (x, y, tf.abs(x[0]))).batch(8))
     ),
     Row(
-        "tf.data, batched before it is mapped by rows",
+        "tf.data, unbatched and batched again",
         dense,
         mse,
         pipeline(lambda rows: rows.batch(8).unbatch().batch(7)),
+        on_one_device={"serve": pipeline(lambda rows: rows.batch(7))},
     ),
     Quick("endless tf.data", dense, mse, pipeline(lambda rows: rows.repeat().batch(8), steps_per_epoch=6)),
     Row("steps_per_epoch of finite tf.data", dense, mse, pipeline(lambda rows: rows.batch(8), steps_per_epoch=2)),

@@ -1,0 +1,328 @@
+"""The compiled loops over a model's steps: train, test and predict.
+
+Steps loop in the graph, so that Python is met once an execution and not once a step; logs are computed at its end,
+from the state of the metrics pooled over replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import _keras, data
+from keras_dist_ext._keras import tree
+from keras_dist_ext.reduce import shares_memory, sum_over_replicas
+from keras_dist_ext.step import ReplicaStep
+from keras_dist_ext.xla import can_compile, compiled, compiled_step
+
+__all__ = ["PredictProgram", "StepProgram", "concat_outputs"]
+
+
+class StepProgram:
+    """The compiled loop of one kind of step over a model.
+
+    Args:
+        model: the Keras model; its strategy, ``run_eagerly`` and ``jit_compile`` are read here.
+        kind: "train" or "test".
+    """
+
+    def __init__(self, model: Any, kind: str) -> None:
+        self.model = model
+        self.kind = kind
+        self.strategy: tf.distribute.Strategy = model.distribute_strategy
+        self.num_replicas: int = self.strategy.num_replicas_in_sync
+        self._seeds = seeds_in_scope(self.strategy)
+        self._log_plan: Any = None
+        self._user_step = getattr(model, f"{kind}_step")
+        if model.jit_compile and not model.run_eagerly and can_compile(self.strategy):
+            self._user_step = compiled_step(model, kind)
+        self._plain_logs = not any(
+            _keras.overrides(model, name) for name in (f"{kind}_step", "compute_metrics", "get_metrics_result")
+        )
+        wrap: Callable[[Any], Any] = (
+            (lambda f: f) if model.run_eagerly else tf.function(autograph=False, reduce_retracing=True)
+        )
+        self.on_batch = wrap(self._on_batch)
+        self._on_rows = wrap(self._on_rows_of_worker)
+        self.on_iterator = self._on_iterator_eagerly if model.run_eagerly else wrap(self._on_iterator)
+        self.on_optional = self._on_optional_eagerly if model.run_eagerly else wrap(self._on_optional)
+
+    def without_xla(self) -> None:
+        """Go on uncompiled."""
+        self._user_step = getattr(self.model, f"{self.kind}_step")
+
+    # Entry points
+
+    def on_batches_like(self, spec: Any, *, of_worker: bool) -> Callable[[Any], Any]:
+        """Return a function that runs one step on a batch of that spec.
+
+        It is traced once, whatever the rows: collectives are numbered as they are traced, so all workers must trace
+        the same functions in the same order, and the number of rows may differ between workers.
+
+        Args:
+            spec: of a batch, its rows unknown where they may vary.
+            of_worker: whether the rows are this worker's own.
+        """
+        run = self._on_rows if of_worker else self.on_batch
+        return run if self.model.run_eagerly else run.get_concrete_function(spec)  # type: ignore[no-any-return]
+
+    def _on_batch(self, batch: Any) -> Any:
+        """Run one step on a batch (global, or per replica) and return its logs."""
+        return self._logs(self._one(batch))
+
+    def _on_rows_of_worker(self, batch: Any) -> Any:
+        """Run one step on rows that this worker alone has read."""
+        return self._logs(self._one(batch, of_worker=True))
+
+    def _on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
+        """Run exactly ``num_steps`` steps in the graph and return the logs of the last."""
+
+        def body(i: tf.Tensor, *_: Any) -> tuple[Any, ...]:
+            return (i + 1, *self._one(iterator.get_next()))
+
+        extra = self._initial_extra(lambda: iterator.get_next())
+        _i, *extra = tf.while_loop(
+            lambda i, *_: i < num_steps, body, (tf.constant(0), *extra), parallel_iterations=1,
+            shape_invariants=(tf.TensorShape([]), *(tf.TensorShape(None) for _ in extra)),
+        )  # fmt: skip
+        return self._logs(extra)
+
+    def _on_optional(self, optional: Any, iterator: Any, num_steps: tf.Tensor) -> Any:
+        """Run up to ``num_steps`` steps, beginning with ``optional``; return steps made, what is next, and logs."""
+
+        def body(i: tf.Tensor, optional: Any, *_: Any) -> tuple[Any, ...]:
+            extra = self._one(optional.get_value())
+            return (i + 1, iterator.get_next_as_optional(), *extra)
+
+        extra = self._initial_extra(lambda: optional.get_value())
+        i, optional, *extra = tf.while_loop(
+            lambda i, optional, *_: tf.logical_and(i < num_steps, optional.has_value()),
+            body,
+            (tf.constant(0), optional, *extra),
+            parallel_iterations=1,
+        )
+        return i, optional, self._logs(extra)
+
+    def _on_iterator_eagerly(self, iterator: Any, num_steps: tf.Tensor) -> Any:
+        for _ in range(int(num_steps)):
+            extra = self._one(next(iterator))
+        return self._logs(extra)
+
+    def _on_optional_eagerly(self, optional: Any, iterator: Any, num_steps: tf.Tensor) -> Any:
+        made = 0
+        while made < int(num_steps) and optional.has_value():
+            extra = self._one(optional.get_value())
+            optional = iterator.get_next_as_optional()
+            made += 1
+        return tf.constant(made), optional, self._logs(extra)
+
+    # One step
+
+    def _one(self, batch: Any, *, of_worker: bool = False) -> list[tf.Tensor]:
+        """Run one step over all replicas; return each local replica's leaves of the logs that no metric holds."""
+        batch = data.without_optionals(batch)
+        cut = "not" if is_per_replica(batch) else "worker" if of_worker else "global"
+        with self._noted_results():
+            outputs = self.strategy.run(self._replica, args=(batch, cut))
+        return [part for value in outputs for part in self.strategy.experimental_local_results(value)]
+
+    def _replica(self, batch: Any, cut: str) -> list[tf.Tensor]:
+        """Run the user's step on this replica's rows.
+
+        ``cut`` says what the batch is: the "global" one, the rows of this "worker", or "not" to be cut any more.
+        """
+        num_replicas = self.num_replicas
+        if num_replicas == 1:
+            rows: Any = 1
+            global_rows: Any = 1
+        elif cut == "global":
+            global_rows = data.num_rows(batch)
+            batch = rows_of_replica(batch, self.strategy)
+            rows = data.num_rows(batch)
+        else:
+            batch = rows_of_replica(batch, self.strategy, of_worker=True) if cut == "worker" else batch
+            rows = data.num_rows(batch)
+            global_rows = self._global_rows(rows, num_replicas, is_even=cut == "not")
+        step = ReplicaStep(self.model, rows, global_rows)
+        _keras.share_global_seed_generator(self._seeds)
+        with _keras.intercept(step):
+            logs = self._user_step(batch)
+            if self._plain_logs:
+                logs = {}
+            extra = step.finish(logs)
+        self._log_plan = tree.map_structure(lambda leaf: step.results.get(id(leaf), (_VALUE, None))[0], logs)
+        return extra
+
+    def _global_rows(self, rows: int | tf.Tensor, num_replicas: int, *, is_even: bool) -> int | tf.Tensor:
+        if is_even and isinstance(rows, int) and not tf.executing_eagerly():
+            return rows * num_replicas  # TensorFlow makes a static batch dimension only where all replicas have it
+        total = tf.distribute.get_replica_context().merge_call(sum_over_replicas, args=([tf.cast(rows, tf.float32)],))[
+            0
+        ]
+        return tf.cast(total, tf.int32)
+
+    @contextlib.contextmanager
+    def _noted_results(self) -> Iterator[None]:
+        """Have metrics tell the running step which tensors are their results."""
+        if self._plain_logs:
+            yield
+            return
+        metrics = list(_leaf_metrics(self.model.metrics))
+        for metric in metrics:
+            metric.__dict__["result"] = _noting(metric)
+        try:
+            yield
+        finally:
+            for metric in metrics:
+                metric.__dict__.pop("result", None)
+
+    def _initial_extra(self, next_batch: Callable[[], Any]) -> list[tf.Tensor]:
+        """Zeros shaped like the leaves of the logs that a loop must carry, found by tracing a step aside."""
+        if self._plain_logs:
+            return []
+        scratch = tf.__internal__.FuncGraph("logs_of_a_step")
+        with scratch.as_default():
+            extra = self._one(next_batch())
+        return [tf.zeros([d or 0 for d in e.shape] if e.shape.rank is not None else [], e.dtype) for e in extra]
+
+    # Logs
+
+    def _logs(self, extra: Sequence[tf.Tensor]) -> Any:
+        """Compute the logs from the state pooled over replicas."""
+        num_local = len(self.strategy.extended.worker_devices) if self.num_replicas > 1 else 1
+        values = [tuple(extra[i : i + num_local]) for i in range(0, len(extra), num_local)]
+        if self.num_replicas > 1 and values:
+            sums = sum_over_replicas(self.strategy, [_keras.regroup(v) for v in values])
+            values = [self.strategy.experimental_local_results(s) for s in sums]
+        local = iter([v[0] for v in values])
+        with pooled_state(self.model, self.strategy):
+            if self._plain_logs:
+                return self.model.get_metrics_result()
+            return tree.map_structure(
+                lambda metric: next(local) if metric is _VALUE else metric.result(), self._log_plan
+            )
+
+
+def seeds_in_scope(strategy: tf.distribute.Strategy) -> Any:
+    """The generator behind ``seed=None``; where replicas share it, made in their scope if there is none yet."""
+    if strategy.num_replicas_in_sync == 1 or tf.distribute.has_strategy():
+        return _keras.global_seed_generator()
+    with strategy.scope():
+        return _keras.global_seed_generator()
+
+
+def rows_of_replica(batch: Any, strategy: tf.distribute.Strategy, *, of_worker: bool = False) -> Any:
+    """Cut this replica's rows out of the global batch, or out of those of its worker."""
+    replica, num_replicas = _keras.replica_id(), strategy.num_replicas_in_sync
+    if of_worker:
+        num_replicas = len(strategy.extended.worker_devices)
+        replica = replica % num_replicas
+    with tf.device("/device:CPU:0"):
+        return data.replica_rows(batch, replica, num_replicas)
+
+
+_VALUE = object()  # in a log plan: a leaf that no metric holds
+
+
+def is_per_replica(batch: Any) -> bool:
+    """Whether a batch comes from a distributed iterator, split already."""
+    return any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tree.flatten(batch))
+
+
+def _leaf_metrics(metrics: Sequence[Any]) -> Iterator[Any]:
+    for metric in metrics:
+        inner = getattr(metric, "metrics", None)
+        if isinstance(inner, (list, tuple)):
+            yield from _leaf_metrics(inner)
+        else:
+            yield metric
+
+
+def _noting(metric: Any) -> Callable[[], Any]:
+    def result() -> Any:
+        value = type(metric).result(metric)
+        step = _keras.current_step()
+        return step.note_result(metric, value) if isinstance(step, ReplicaStep) else value
+
+    return result
+
+
+@contextlib.contextmanager
+def pooled_state(model: Any, strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Let reads of the model's metric variables give their sum over all replicas, in one reduction."""
+    if strategy.num_replicas_in_sync == 1:
+        yield
+        return
+    variables = [v for v in model.metrics_variables if _keras.is_sync_on_read(v)]
+    parts = [[tf.convert_to_tensor(c) for c in _keras.components(v)] for v in variables]
+    if shares_memory(strategy):
+        sums = [tf.add_n(part) for part in parts]
+    else:
+        floats = [[p if p.dtype.is_floating else tf.cast(p, tf.float64) for p in part] for part in parts]
+        summed = sum_over_replicas(strategy, [_keras.regroup(part) for part in floats]) if parts else []
+        sums = [
+            tf.cast(strategy.experimental_local_results(total)[0], part[0].dtype)
+            for total, part in zip(summed, parts, strict=True)
+        ]
+    with _keras.StatelessScope(state_mapping=list(zip(variables, sums, strict=True))):
+        yield
+
+
+class PredictProgram:
+    """The compiled ``predict_step`` over all replicas, its rows in the order of the batch."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.strategy: tf.distribute.Strategy = model.distribute_strategy
+        step = model.predict_step
+        if model.jit_compile and not model.run_eagerly and can_compile(self.strategy):
+            step = compiled(step)
+        self._step = step
+        self._seeds = seeds_in_scope(self.strategy)
+        self._on_batch = (
+            self._one if model.run_eagerly else tf.function(self._one, autograph=False, reduce_retracing=True)
+        )
+
+    def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:
+        """Predict each batch and concatenate the outputs along the rows."""
+        return concat_outputs([self._on_batch(batch, of_worker) for batch in batches])
+
+    def _one(self, batch: Any, of_worker: bool) -> Any:
+        batch = data.without_optionals(batch)
+        if self.strategy.num_replicas_in_sync == 1:
+            return self.strategy.run(self._step, args=(batch,))
+        cut = "not" if is_per_replica(batch) else "worker" if of_worker else "global"
+        outputs = self.strategy.run(self._replica, args=(batch, cut))
+        if len(self.strategy.extended.worker_devices) == self.strategy.num_replicas_in_sync:
+            return tree.map_structure(lambda v: _concat(self.strategy.experimental_local_results(v)), outputs)
+        return tree.map_structure(self._gather, outputs)
+
+    def _gather(self, value: Any) -> Any:
+        parts = self.strategy.experimental_local_results(value)
+        dtype = parts[0].dtype
+        wide = {tf.bfloat16: tf.float32, tf.float16: tf.float32, tf.bool: tf.int32}.get(dtype, dtype)
+        gathered = self.strategy.gather(_keras.regroup([tf.cast(part, wide) for part in parts]), axis=0)
+        return tf.cast(gathered, dtype)
+
+    def _replica(self, batch: Any, cut: str) -> Any:
+        if cut != "not":
+            batch = rows_of_replica(batch, self.strategy, of_worker=cut == "worker")
+        _keras.share_global_seed_generator(self._seeds)
+        with _keras.intercept(ReplicaStep(self.model, 1, self.strategy.num_replicas_in_sync)):
+            return self._step(batch)
+
+
+def concat_outputs(outputs: Sequence[Any]) -> Any:
+    """Concatenate the outputs of several batches along the rows."""
+    return outputs[0] if len(outputs) == 1 else tree.map_structure(lambda *parts: _concat(parts), *outputs)
+
+
+def _concat(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(axis=0, sp_inputs=list(parts))
+    if parts[0].shape.rank == 0:
+        return tf.stack(parts)
+    return tf.concat(parts, axis=0)

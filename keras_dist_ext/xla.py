@@ -1,0 +1,91 @@
+"""Compile by XLA what a replica computes by itself, where that can be done."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import _keras, data
+
+__all__ = ["can_compile", "compiled", "compiled_step"]
+
+
+def can_compile(strategy: tf.distribute.Strategy) -> bool:
+    """Whether XLA can compile what a replica computes. If not, warn once.
+
+    XLA runs the programs of all logical CPUs of a process on the first one.
+    """
+    devices = strategy.extended.worker_devices
+    if isinstance(strategy, tf.distribute.TPUStrategy):
+        return False  # compiled already
+    if len(devices) == 1 or all("GPU" in device for device in devices):
+        return True
+    _warn_once(
+        f"jit_compile=True: XLA cannot compile for {len(devices)} replicas that are CPUs of one process; the step runs "
+        "without XLA."
+    )
+    return False
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=2)
+
+
+_warned: set[str] = set()
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function by XLA."""
+    return tf.function(function, jit_compile=True, autograph=False, reduce_retracing=True)  # type: ignore[no-any-return]
+
+
+def compiled_step(model: Any, kind: str) -> Callable[[Any], Any]:
+    """Return ``train_step`` or ``test_step``, compiled: all of it on one device, else what each replica computes."""
+    name, num_replicas = f"{kind}_step", model.distribute_strategy.num_replicas_in_sync
+    if num_replicas == 1:
+        return compiled(getattr(model, name))
+    if _keras.overrides(model, name):
+        _warn_once(
+            f"jit_compile=True: '{model.name}' has a {name} of its own, and XLA cannot compile the reductions over "
+            f"{num_replicas} replicas in it; the step runs without XLA."
+        )
+        return getattr(model, name)  # type: ignore[no-any-return]
+    return functools.partial(_STEPS[kind], model, compiled(functools.partial(_forward, model, kind == "train")))
+
+
+def _forward(model: Any, training: bool, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
+    """What a replica computes by itself: prediction, loss and, to train, gradients of its own rows.
+
+    With ``_train`` and ``_test`` this is ``train_step`` and ``test_step`` of keras/src/backend/tensorflow/trainer.py,
+    which cannot be compiled in one piece when the optimizer in it waits for other replicas.
+    """
+    with tf.GradientTape() if training else contextlib.nullcontext() as tape:
+        y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
+        loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+        scaled = model.optimizer.scale_loss(loss) if training else loss
+    return y_pred, loss, [] if tape is None else tape.gradient(scaled, model.trainable_weights)
+
+
+def _train(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
+    x, y, sample_weight = _keras.Unpack(batch)
+    y_pred, loss, gradients = forward(x, y, sample_weight)
+    model._loss_tracker.update_state(loss, sample_weight=data.num_rows(x))
+    model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+    return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+def _test(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
+    x, y, sample_weight = _keras.Unpack(batch)
+    y_pred, loss, _ = forward(x, y, sample_weight)
+    model._loss_tracker.update_state(loss, sample_weight=data.num_rows(x))
+    return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+_STEPS = {"train": _train, "test": _test}
