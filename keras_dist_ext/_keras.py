@@ -47,6 +47,7 @@ from keras.src.models.functional import Functional
 from keras.src.models.model import functional_init_arguments
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
+from keras.src.saving import object_registration, serialization_lib
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
@@ -392,3 +393,106 @@ def save_as(cls: type, keras_class: type) -> None:
     """Have instances of ``cls`` saved under the name of one of Keras' own classes (keras/src/api_export.py)."""
     name = api_export.get_name_from_symbol(keras_class) or f"{keras_class.__module__}.{keras_class.__name__}"
     api_export.REGISTERED_OBJS_TO_NAMES[cls] = name
+
+
+def is_default_strategy(strategy: Any) -> bool:
+    """Whether it is what `tf.distribute.get_strategy()` gives outside of all scopes (distribute/distribute_lib.py)."""
+    return type(strategy).__name__ == "_DefaultDistributionStrategy"
+
+
+def num_tasks(strategy: tf.distribute.Strategy) -> dict[str, int]:
+    """How many tasks of each job the strategy's cluster has.
+
+    `cluster_resolver` is public, and None under parameter servers (distribute/parameter_server_strategy_v2.py).
+    """
+    cluster = (strategy.cluster_resolver or strategy._cluster_resolver).cluster_spec()
+    return {job: cluster.num_tasks(job) for job in cluster.jobs}
+
+
+def strategy_of_variable(variable: Any) -> tf.distribute.Strategy | None:
+    """The strategy in whose scope a variable of Keras, a `tf.Variable` or a `ShardedVariable` was made.
+
+    Every kind of variable keeps it (tensorflow/python/ops/resource_variable_ops.py, distribute/values.py,
+    sharded_variable.py, ps_values.py).
+    """
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    return getattr(value, "_distribute_strategy", None)
+
+
+def strategy_of_model(model: Any) -> tf.distribute.Strategy | None:
+    """The strategy in whose scope a model was made (keras/src/backend/tensorflow/trainer.py, `__init__`)."""
+    return getattr(model, "_distribute_strategy", None)
+
+
+def strategy_of_optimizer(optimizer: Any) -> tf.distribute.Strategy | None:
+    """The strategy in whose scope an optimizer was made (keras/src/backend/tensorflow/optimizer.py, `__init__`)."""
+    return getattr(optimizer, "_distribution_strategy", None)
+
+
+def flat_layers(layer: Any) -> list[Any]:
+    """A layer or model, and all layers in it, each once (keras/src/layers/layer.py, `_flatten_layers`)."""
+    return list(layer._flatten_layers())
+
+
+def own_metrics(layer: Any) -> list[Any]:
+    """The metrics that a layer tracks as its attributes, without those of `compile` (keras/src/layers/layer.py)."""
+    return list(layer._metrics)
+
+
+def given_metrics(model: Any) -> list[Any]:
+    """The metric objects given to `compile`, also before the first step (keras/src/trainers/compile_utils.py)."""
+    compiled = getattr(model, "_compile_metrics", None)
+    if compiled is None:
+        return []
+    given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
+    return [metric for metric in given if isinstance(metric, keras.Metric)]
+
+
+def own_variables(layer: Any) -> list[Any]:
+    """The weights and seed states of a layer, without those of the layers in it (keras/src/layers/layer.py)."""
+    seeds = [generator.state for generator in layer._seed_generators]
+    return [*layer._trainable_variables, *layer._non_trainable_variables, *seeds]
+
+
+def optimized_variables(optimizer: Any) -> list[Any]:
+    """The variables that an optimizer was built for, in its order (keras/src/optimizers/base_optimizer.py, `build`).
+
+    Before Keras 3.12 a LossScaleOptimizer leaves them to the optimizer in it (loss_scale_optimizer.py, `build`).
+    """
+    return list(getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables)
+
+
+def compile_arguments(model: Any) -> dict[str, Any]:
+    """What was given to `compile`, as the objects themselves (keras/src/trainers/trainer.py, `compile`)."""
+    given = dict(model._compile_config.config)
+    # Ours keep beside it that "auto" was asked for (keras_dist_ext/model.py); of stock Keras, 1 is the default.
+    automatic = getattr(model, "_steps_per_execution_is_auto", model.steps_per_execution == 1)
+    return {**given, "steps_per_execution": "auto" if automatic else model.steps_per_execution}
+
+
+def has_own_config(model: Any) -> bool:
+    """Whether a model's `get_config` is not Keras' own (keras/src/layers/layer.py, models/functional.py)."""
+    return bool(type(model).get_config.__module__.partition(".")[0] != "keras")
+
+
+def is_serializable_dict(value: Any) -> bool:
+    """Whether it holds constructor arguments for a config (keras/src/saving/serialization_lib.py)."""
+    return isinstance(value, serialization_lib.SerializableDict)
+
+
+def share_registered_name(cls: type, twin: type) -> None:
+    """Have `twin` saved under the name of `cls`, without loading it by that name (saving/object_registration.py)."""
+    if cls in object_registration.GLOBAL_CUSTOM_NAMES:
+        object_registration.GLOBAL_CUSTOM_NAMES[twin] = object_registration.GLOBAL_CUSTOM_NAMES[cls]
+
+
+def new_input(tensor: Any) -> Any:
+    """A new `keras.Input` like the one that a symbolic tensor came from (keras/src/backend/common/keras_tensor.py)."""
+    layer = tensor._keras_history.operation
+    return keras.Input(
+        batch_shape=tensor.shape,
+        dtype=tensor.dtype,
+        sparse=tensor.sparse,
+        name=layer.name,
+        optional=getattr(layer, "optional", False),
+    )

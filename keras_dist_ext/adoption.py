@@ -20,25 +20,22 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext import _keras
-from keras_dist_ext._keras import keras
-from keras_dist_ext.errors import ScopeError
-from keras_dist_ext.model import Functional, Model, Sequential
-from keras_dist_ext.scope import (
-    check_scope,
+from keras_dist_ext._keras import (
     compile_arguments,
-    describe_strategy,
     flat_layers,
     has_own_config,
     is_default_strategy,
     is_serializable_dict,
+    keras,
     new_input,
     optimized_variables,
-    optimizers,
     own_variables,
-    raw_variables,
     share_registered_name,
     strategy_of_variable,
 )
+from keras_dist_ext.errors import ScopeError
+from keras_dist_ext.model import Functional, Model, Sequential
+from keras_dist_ext.scope import check_scope, describe_strategy, optimizers, raw_variables
 
 __all__ = ["adopt", "clone_model", "load_model"]
 

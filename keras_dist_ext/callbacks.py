@@ -6,9 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras
+from keras_dist_ext._keras import is_default_strategy, keras
 from keras_dist_ext.errors import ScopeError
-from keras_dist_ext.scope import check_scope, is_default_strategy
+from keras_dist_ext.scope import check_scope
 
 __all__ = ["ScopeGuard", "StepCallbacks"]
 

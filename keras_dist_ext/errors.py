@@ -6,6 +6,7 @@
     ├── ScopeError (ValueError)         something lives outside the strategy's scope
     ├── DataError (ValueError)          data that cannot be split or fed as asked
     ├── LaunchError (RuntimeError)      a worker process that did not start, failed or ran out of time
+    │   └── WorkerFailed                the first worker that failed, and how (in launch.py)
     └── BackendError (ImportError)      Keras that is not Keras 3 on TensorFlow
 
 A message says what was found, what it leads to and what to do, with names and numbers.

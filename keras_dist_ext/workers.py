@@ -91,7 +91,7 @@ class Workers:
         get a common one. Data is a worker's own where the user has split it: under ``AutoShardPolicy.OFF`` with
         batches that differ, or by ``Dataset.shard`` with an index that differs.
         """
-        seed = int(self.chief_says([random.SystemRandom().randrange(2**31)])[0])
+        seed = int(self.chief_says([random.randrange(2**31)])[0])
         random.seed(seed)  # Keras shuffles PyDatasets with Python's generator
         if not isinstance(dataset, tf.data.Dataset):
             return dataset, False, seed

@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 
 import keras_dist_ext as kde
+from keras_dist_ext._keras import flat_layers
 from keras_dist_ext.adoption import adopt, clone_model, load_model
 from keras_dist_ext.model import Functional
-from keras_dist_ext.scope import flat_layers
 
 X = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
