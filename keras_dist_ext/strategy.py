@@ -5,33 +5,35 @@
 Facts and decisions are plain values: what can be checked is checked on them, before TensorFlow starts or connects.
 """
 
-import contextlib
-import difflib
 import functools
-import json
 import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias
 
 import tensorflow as tf
 
+from keras_dist_ext.cluster import (
+    JOBS,
+    TF_CONFIG_EXAMPLE,
+    Cluster,
+    Resolver,
+    close_name,
+    cluster_of,
+    counted,
+    slurm_cluster,
+    task_count,
+    tf_config_cluster,
+)
 from keras_dist_ext.errors import ClusterError, StrategyError
 
-__all__ = ["pick_strategy", "StrategyChoice", "list_devices", "gather_facts", "Facts", "decide", "Decision", "Cluster"]
+__all__ = ["pick_strategy", "StrategyChoice", "list_devices", "gather_facts", "Facts", "decide", "Decision"]
 
 NAMES = ("auto", "one_device", "mirrored", "multi_worker", "tpu", "parameter_server")
-JOBS = ("chief", "worker", "ps", "evaluator")
 TPU_VARIABLES = ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "COLAB_TPU_ADDR")
 TPU_PROBE_SECONDS = 5.0
-TF_CONFIG_EXAMPLE = (
-    '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 0}}'
-)
-
-Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
 
 @dataclass(frozen=True)
@@ -288,21 +290,14 @@ def gather_facts(
     devices = tuple(device_lister())
     cluster, num_slurm_tasks = None, 0
     if cluster_resolver is not None:
-        cluster = _cluster_of(lambda: cluster_resolver, type(cluster_resolver).__name__)
+        cluster = cluster_of(lambda: cluster_resolver, type(cluster_resolver).__name__)
     elif "TF_CONFIG" in environ:
-        cluster = _tf_config_cluster(environ)
-    elif _num_tasks(environ, "SLURM_STEP_NUM_TASKS") > 1:
-        cluster = _slurm_cluster(environ)
-    elif "SLURM_STEP_NUM_TASKS" not in environ and (num_tasks := _num_tasks(environ, "SLURM_NTASKS")) > 1:
+        cluster = tf_config_cluster(environ)
+    elif task_count(environ, "SLURM_STEP_NUM_TASKS") > 1:
+        cluster = slurm_cluster(environ)
+    elif "SLURM_STEP_NUM_TASKS" not in environ and (num_tasks := task_count(environ, "SLURM_NTASKS")) > 1:
         num_slurm_tasks = num_tasks
     return Facts(devices, cluster, tpu or _tpu_of(environ, devices), num_slurm_tasks)
-
-
-def _num_tasks(environ: Mapping[str, str], variable: str) -> int:
-    text = environ.get(variable, "0")
-    if not re.fullmatch("[0-9]+", text):
-        raise ClusterError(f"{variable} is {text!r}, which is no number of tasks. Unset it, or start with srun.")
-    return int(text)
 
 
 def _tpu_of(environ: Mapping[str, str], devices: Sequence[str]) -> str | None:
@@ -361,13 +356,8 @@ def _check_name(name: object) -> None:
     if not isinstance(name, str):
         raise StrategyError(f"name is of type {type(name).__name__}; give a string, one of {', '.join(NAMES)}.")
     if name not in NAMES:
-        guess = _close(name.lower().removesuffix("strategy"), NAMES)
+        guess = close_name(name.lower().removesuffix("strategy"), NAMES)
         raise StrategyError(f"There is no strategy {name!r}{guess or '.'} There are {', '.join(NAMES)}.")
-
-
-def _close(name: str, names: Sequence[str]) -> str:
-    matches = difflib.get_close_matches(name.lower(), names, n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def _check_devices(devices: Sequence[str], existing: Sequence[str], num_replicas: int | None) -> tuple[str, ...]:
@@ -433,11 +423,7 @@ def _describe(cluster: "Cluster | None") -> str:
         return "no TF_CONFIG"
     if cluster.task_type == "evaluator":
         return f"{cluster.source} says {cluster.task}, which works alone"
-    return f"{cluster.source} lists {_count(cluster.num_workers, 'worker')}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{cluster.source} lists {counted(cluster.num_workers, 'worker')}"
 
 
 def _decide_local(
@@ -471,7 +457,7 @@ def _decide_local(
 def _kinds(devices: Sequence[str]) -> str:
     """Return, say, `2 GPUs`, or `1 GPU and 1 CPU device`."""
     count = Counter(device.partition(":")[0] for device in devices)
-    return " and ".join(_count(number, "CPU device" if kind == "CPU" else kind) for kind, number in count.items())
+    return " and ".join(counted(number, "CPU device" if kind == "CPU" else kind) for kind, number in count.items())
 
 
 def _decide_tpu(facts: Facts, why: str) -> Decision:
@@ -493,7 +479,7 @@ def _decide_cluster(name: str, cluster: "Cluster | None") -> Decision:
         )
     if cluster.task_type == "evaluator":
         raise ClusterError(f"{_describe(cluster)}; it cannot take part in {name!r}. Take 'auto'.")
-    workers = f"{cluster.source} lists {_count(cluster.num_workers, 'worker')}"
+    workers = f"{cluster.source} lists {counted(cluster.num_workers, 'worker')}"
     if name == "multi_worker":
         if cluster.ps:
             raise ClusterError(
@@ -504,203 +490,12 @@ def _decide_cluster(name: str, cluster: "Cluster | None") -> Decision:
     if not cluster.ps or not cluster.worker:
         raise ClusterError(
             f"'parameter_server' needs workers and parameter servers; {cluster.source} lists "
-            f"{_count(len(cluster.worker), 'worker')} and {len(cluster.ps)} ps. Add what is missing."
+            f"{counted(len(cluster.worker), 'worker')} and {len(cluster.ps)} ps. Add what is missing."
         )
     if cluster.task_type not in ("chief", None):
         raise ClusterError(
             f"{cluster.source} says {cluster.task}, which serves; only the chief of 'parameter_server' trains. Run "
             "`tf.distribute.Server(cluster_spec, job_name, task_index).join()` here."
         )
-    workers = _count(len(cluster.worker), "worker")
+    workers = counted(len(cluster.worker), "worker")
     return Decision(name, f"{cluster.source} lists {workers} and {len(cluster.ps)} ps, this is {cluster.task}")
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Which processes train together, and which one this is; checked, so that TensorFlow will not wait in vain."""
-
-    source: str  # who says so
-    chief: tuple[str, ...] = ()  # addresses, host:port
-    worker: tuple[str, ...] = ()
-    ps: tuple[str, ...] = ()
-    evaluator: tuple[str, ...] = ()
-    task_type: str | None = None  # None: a coordinator of parameter servers, outside the cluster
-    task_index: int = 0
-    rpc_layer: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check what TensorFlow would meet as a hang, or as an error that does not name the culprit."""
-        self._check_addresses()
-        if len(self.chief) > 1:
-            raise ClusterError(f"{self.source} lists {len(self.chief)} chiefs; there can be one. Make them workers.")
-        if not self.num_workers:
-            raise ClusterError(f"{self.source} lists no worker. List the addresses of the workers: {TF_CONFIG_EXAMPLE}")
-        if self.task_type is None:
-            if not self.ps:
-                raise ClusterError(
-                    f"{self.source} does not say which task this process is. Set its task type and index."
-                )
-        else:
-            self._check_task(self.task_type)
-
-    def _check_addresses(self) -> None:
-        seen: dict[str, str] = {}
-        for job in JOBS:
-            for index, address in enumerate(self.addresses(job)):
-                _check_address(self.source, f"{job} {index}", address)
-                if address in seen:
-                    raise ClusterError(
-                        f"{self.source} gives {address} to both {seen[address]} and {job} {index}. They would wait for "
-                        "each other for up to an hour. Give each task an address of its own."
-                    )
-                seen[address] = f"{job} {index}"
-
-    def _check_task(self, task_type: str) -> None:
-        if task_type not in JOBS:
-            raise ClusterError(
-                f"{self.source} calls this process a {task_type!r}{_close(task_type, JOBS) or '.'} There are "
-                f"{', '.join(JOBS)}."
-            )
-        addresses = self.addresses(task_type)
-        if not addresses and task_type != "evaluator":  # TensorFlow does not want an evaluator listed
-            listed = ", ".join(job for job in JOBS if self.addresses(job))
-            raise ClusterError(
-                f"{self.source} calls this process {self.task}, but its cluster lists only {listed}. List the "
-                f"{task_type} too, or correct the task."
-            )
-        if not 0 <= self.task_index < max(len(addresses), 1):
-            raise ClusterError(
-                f"{self.source} calls this process {self.task}, but lists {_count(len(addresses), task_type)}, counted "
-                f"from 0: {', '.join(addresses)}. Correct the index, or list the address."
-            )
-
-    def addresses(self, job: str) -> tuple[str, ...]:
-        """Return the addresses of a job, one of JOBS."""
-        return {"chief": self.chief, "worker": self.worker, "ps": self.ps, "evaluator": self.evaluator}[job]
-
-    @property
-    def num_workers(self) -> int:
-        """How many processes compute gradients: the chief, if any, and the workers."""
-        return len(self.chief) + len(self.worker)
-
-    @property
-    def works_alone(self) -> bool:
-        """Whether this process trains, or evaluates, by itself."""
-        return self.task_type == "evaluator" or (self.num_workers == 1 and not self.ps)
-
-    @property
-    def task(self) -> str:
-        """This process' part, such as `worker 1`."""
-        return "the coordinator" if self.task_type is None else f"{self.task_type} {self.task_index}"
-
-
-def _check_address(source: str, task: str, address: object) -> None:
-    match = re.fullmatch(r"([\w.-]+|\[[\da-fA-F:.]+\]):([^:\s]*)", address) if isinstance(address, str) else None
-    if match is None:
-        raise ClusterError(f"{source} gives {task} the address {address!r}; write host:port, such as '10.0.0.1:2222'.")
-    if not re.fullmatch("[0-9]{1,5}", match[2]) or not 1 <= int(match[2]) <= 65535:
-        raise ClusterError(
-            f"{source} gives {task} the address {address!r}, whose port is not a number from 1 to 65535. Correct it."
-        )
-
-
-def _cluster_of(make_resolver: Callable[[], Resolver], source: str) -> Cluster:
-    try:
-        resolver = make_resolver()
-        jobs: dict[str, Any] = resolver.cluster_spec().as_dict()  # Slurm's knows its task only after this
-    except (RuntimeError, ValueError, LookupError, ImportError, OSError) as error:
-        raise ClusterError(f"{source} describes no cluster: {error}. Correct that, or set TF_CONFIG.") from error
-    for job in jobs:
-        if job not in JOBS:
-            raise ClusterError(f"{source} lists a job {job!r}{_close(job, JOBS) or '.'} There are {', '.join(JOBS)}.")
-    return Cluster(
-        source,
-        **{job: tuple(addresses) for job, addresses in jobs.items()},
-        task_type=resolver.task_type,
-        task_index=resolver.task_id or 0,
-        rpc_layer=resolver.rpc_layer,
-    )
-
-
-def _tf_config_cluster(environ: Mapping[str, str]) -> Cluster:
-    _check_tf_config(environ["TF_CONFIG"])
-    with _environment(environ, "TF_CONFIG"):
-        return _cluster_of(tf.distribute.cluster_resolver.TFConfigClusterResolver, "TF_CONFIG")
-
-
-def _check_tf_config(text: str) -> None:
-    """Raise unless the text has the shape that TFConfigClusterResolver takes for granted."""
-
-    def refuse(found: str) -> NoReturn:
-        shown = text if len(text) <= 200 else f"{text[:200]}..."
-        raise ClusterError(f"TF_CONFIG {found}: {shown!r}. Unset it to train alone, or write, say, {TF_CONFIG_EXAMPLE}")
-
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        refuse(f"is not JSON ({error})" if text.strip() else "is set but empty")
-    if not isinstance(config, dict):
-        refuse(f"is a JSON {_json_type(config)}, not an object")
-    for key in ("cluster", "task"):
-        if key not in config:
-            refuse(f"lacks {key!r}")
-        if not isinstance(config[key], dict):
-            refuse(f"has a JSON {_json_type(config[key])}, not an object, as its {key!r}")
-    if not any(config["cluster"].values()):
-        refuse("has an empty 'cluster'")
-    for job, addresses in config["cluster"].items():
-        if not isinstance(addresses, list):
-            refuse(f"has a JSON {_json_type(addresses)}, not a list, as the addresses of {job!r}")
-        for index, address in enumerate(addresses):
-            _check_address("TF_CONFIG", f"{job} {index}", address)
-    for key in ("type", "index"):
-        if key not in config["task"]:
-            refuse(f"lacks {key!r} in its 'task'")
-    if not re.fullmatch("-?[0-9]+", str(config["task"]["index"])):
-        refuse(f"has the task index {config['task']['index']!r}, which is no whole number")
-
-
-def _json_type(value: object) -> str:
-    return {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")
-
-
-@contextlib.contextmanager
-def _environment(environ: Mapping[str, str], prefix: str) -> Iterator[None]:
-    """Let TensorFlow's resolvers, which know only os.environ, read the variables of `environ`."""
-    if environ is os.environ:
-        yield
-        return
-    saved = {key: value for key, value in os.environ.items() if key.startswith(prefix)}
-    given = {key: value for key, value in environ.items() if key.startswith(prefix)}
-    try:
-        _replace(saved, given)
-        yield
-    finally:
-        _replace(given, saved)
-
-
-def _replace(old: Mapping[str, str], new: Mapping[str, str]) -> None:
-    for key in old:
-        os.environ.pop(key, None)
-    os.environ.update(new)
-
-
-def _slurm_cluster(environ: Mapping[str, str]) -> Cluster:
-    # "A GPU a task", because the resolver divides by zero where there is none, and calls nvidia-smi where it is not
-    # told (slurm_cluster_resolver.py, TensorFlow 2.21). We take the addresses; TensorFlow finds the GPUs.
-    make_resolver = functools.partial(
-        tf.distribute.cluster_resolver.SlurmClusterResolver,
-        gpus_per_node=_num_tasks(environ, "SLURM_STEP_NUM_TASKS"),
-        gpus_per_task=1,
-        auto_set_gpu=False,
-    )
-    with _environment(environ, "SLURM_"):
-        cluster = _cluster_of(make_resolver, "SLURM")
-    host = cluster.addresses("worker")[cluster.task_index].rpartition(":")[0]
-    # The resolver sorts hosts by name, n10 before n2, but SLURM numbers tasks in its own order.
-    if host != (own := environ.get("SLURMD_NODENAME", host)):
-        raise ClusterError(
-            f"TensorFlow's SlurmClusterResolver puts task {cluster.task_index} on {host}, but it runs on {own}: the "
-            f"resolver orders hosts by name ({', '.join(cluster.worker)}), and SLURM does not here. Set TF_CONFIG."
-        )
-    return cluster

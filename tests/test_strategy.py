@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
+from keras_dist_ext.cluster import Cluster
 from keras_dist_ext.errors import ClusterError, StrategyError
 from keras_dist_ext.strategy import (
     NAMES,
-    Cluster,
     Decision,
     Facts,
     StrategyChoice,
