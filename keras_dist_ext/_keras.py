@@ -229,8 +229,8 @@ def epoch_iterators(make: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def local_updates(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Let each replica update its own copy of mirrored variables, without leaving its thread.
+def local_updates(strategy: tf.distribute.Strategy, step: Step) -> Iterator[None]:
+    """Let each replica update its own copy of mirrored variables, without leaving its thread, by ``step.assign``.
 
     tensorflow/python/distribute/mirrored_strategy.py and values.py do so when ``extended._use_merge_call()`` is false
     (under XLA on GPUs). All replicas hold the same reduced gradients, so their copies stay equal; and the conditionals
@@ -239,7 +239,8 @@ def local_updates(strategy: tf.distribute.Strategy) -> Iterator[None]:
     extended = strategy.extended
     extended._use_merge_call = lambda: False
     try:
-        yield
+        with intercept(step):
+            yield
     finally:
         extended.__dict__.pop("_use_merge_call", None)
 

@@ -50,6 +50,8 @@ class ReplicaStep:
         self.num_replicas: int = context.num_replicas_in_sync
         self.rows = rows
         self.global_rows = global_rows
+        # One trace serves all replicas of a TPU: there are no threads to meet, and all is compiled as it is.
+        self._is_on_tpu = isinstance(self.strategy, tf.distribute.TPUStrategy)
         self.results: dict[int, tuple[Any, Any]] = {}
         self._can_be_empty = not (isinstance(rows, int) and rows > 0)
         self._scaled: set[int] = set()
@@ -74,6 +76,8 @@ class ReplicaStep:
     def sum_over_replicas(self, values: Sequence[Any]) -> list[Any]:
         """Add up each value over all replicas; every replica gets the sums."""
         context = tf.distribute.get_replica_context()
+        if self._is_on_tpu:
+            return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(values)))
         if _keras.in_xla():
             raise CannotCompile
         return list(context.merge_call(sum_over_replicas, args=(list(values),)))
@@ -160,7 +164,11 @@ class ReplicaStep:
             present, summed_state = summed[: len(present)], summed[len(present) :]
         self._agree(states, summed_state)
         reduced = iter(present)
-        with _keras.intercept(_LocalUpdate()), _keras.local_updates(self.strategy):
+        if self._is_on_tpu:
+            update: Any = _keras.intercept(PassThrough(of_worker=False))
+        else:
+            update = _keras.local_updates(self.strategy, _LocalUpdate())
+        with update:
             original([None if g is None else next(reduced) for g in grads], variables)
         return None
 
@@ -186,6 +194,15 @@ class ReplicaStep:
             for g, a in zip(grads, accumulators, strict=True)
         ]
 
+        if self._is_on_tpu:
+            # The reduction of a micro-batch before the update is thrown away: XLA takes no collective in a condition.
+            totals = [
+                tf.where(is_update, total, own)
+                for total, own in zip(self.sum_over_replicas(totals), totals, strict=True)
+            ]
+            self._empty(accumulators, is_update)
+            return totals
+
         def merge(strategy: tf.distribute.Strategy, is_update: Any, totals: list[Any]) -> list[Any]:
             here = strategy.experimental_local_results(is_update)[0]
             summed = tf.cond(
@@ -196,10 +213,14 @@ class ReplicaStep:
             return [_keras.regroup(s) for s in summed]
 
         summed = tf.distribute.get_replica_context().merge_call(merge, args=(is_update, totals))
+        self._empty(accumulators, is_update)
+        return list(summed)
+
+    @staticmethod
+    def _empty(accumulators: list[Any], when: tf.Tensor) -> None:
         for accumulator in accumulators:
             local = _keras.local_component(accumulator)
-            local.assign(tf.cond(is_update, lambda a=local: tf.zeros_like(a), lambda a=local: a.read_value()))
-        return list(summed)
+            local.assign(tf.cond(when, lambda a=local: tf.zeros_like(a), lambda a=local: a.read_value()))
 
     def _zero_if_empty(self, values: list[Any]) -> list[Any]:
         """Replace what an empty batch gave (perhaps NaN) by zeros."""
@@ -286,7 +307,14 @@ class ReplicaStep:
 
 
 class PassThrough:
-    """Answers Keras' questions as Keras would, but assigns to this worker's copies of a variable only."""
+    """Answers Keras' questions as Keras would, but assigns to this worker's copies of a variable only.
+
+    Args:
+        of_worker: False assigns as Keras does, too.
+    """
+
+    def __init__(self, *, of_worker: bool = True) -> None:
+        self._of_worker = of_worker
 
     def reduce_loss(self, local: Any, *_: Any) -> Any:
         """Return the loss as it is."""
@@ -318,6 +346,9 @@ class PassThrough:
 
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
         """Assign to every copy on this worker, without a collective."""
+        if not self._of_worker:
+            original(value)
+            return
         for copy in _keras.components(variable):
             copy.assign(tf.cast(value, copy.dtype))
 
