@@ -294,7 +294,7 @@ def global_seed_generator() -> Any:
 
 def share_global_seed_generator(generator: Any) -> None:
     """Make it the generator behind ``seed=None`` of this thread."""
-    global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
+    global_state.set_global_attribute("global_seed_generator", generator)
 
 
 def in_xla() -> bool:

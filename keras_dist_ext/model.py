@@ -18,7 +18,7 @@ from keras_dist_ext.degree import degree_in_rows
 from keras_dist_ext.program import PredictProgram, StepProgram, concat_outputs
 from keras_dist_ext.reduce import keep_first_part, sum_parts
 from keras_dist_ext.scope import check_scope, optimizers
-from keras_dist_ext.step import CannotCompile, ReplicaStep, UnknownLossDegrees
+from keras_dist_ext.step import CannotCompile, ReplicaStep, UnbuiltOptimizer, UnknownLossDegrees
 from keras_dist_ext.workers import InStep, Stop, callbacks_of_worker, workers_of
 
 __all__ = ["Functional", "Model", "Sequential"]
@@ -307,6 +307,18 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
             self._settle()
         return super().save(*args, **kwargs)
 
+    @classmethod
+    def _unpickle_model(cls, file: Any) -> Any:
+        """Load what Keras pickles, a `.keras` file (keras/src/saving/keras_saveable.py), in the scope that is entered.
+
+        Files hold the names of Keras' classes, so what comes from them is taken over.
+        """
+        from keras_dist_ext.adoption import adopt
+
+        with keras.saving.custom_object_scope({keras.saving.get_registered_name(cls): cls}):
+            model = super()._unpickle_model(file)
+        return model if isinstance(model, Model) else adopt(model, tf.distribute.get_strategy())
+
     def _pace(self, callbacks: Any, kind: str) -> feed.Pace:
         if not self._steps_per_execution_is_auto:
             return feed.Pace(self.steps_per_execution)
@@ -437,21 +449,30 @@ def _runner(program: Any) -> Callable[[Any], Any]:
             run_steps = functools.partial(iterator.run, program)
         else:
             run_steps = functools.partial(program.on_batch, tree.map_structure(_as_tensor, next(iterator)))
-        try:
-            return run_steps()
-        except UnknownLossDegrees:  # raised while tracing, before any step is made
-            program.model._find_loss_degrees(program.model._batch_spec)
-            return run_steps()
-        except CannotCompile:
-            warnings.warn(
-                f"jit_compile=True: '{program.model.name}' has a loss with a mask or sample weights, or a layer, that "
-                "sums over replicas while it is computed, which XLA cannot compile; the step runs without XLA.",
-                stacklevel=2,
-            )
-            program.without_xla()
-            return run_steps()
+        while True:
+            try:
+                return run_steps()
+            except (UnbuiltOptimizer, UnknownLossDegrees, CannotCompile) as unprepared:
+                _prepare(program, unprepared)  # they are raised while tracing, before any step is made
 
     return run
+
+
+def _prepare(program: Any, unprepared: Exception) -> None:
+    """Make good what tracing a step has found missing."""
+    model = program.model
+    if isinstance(unprepared, UnbuiltOptimizer):
+        with model._in_scope():
+            unprepared.build()
+    elif isinstance(unprepared, UnknownLossDegrees):
+        model._find_loss_degrees(model._batch_spec)
+    else:
+        warnings.warn(
+            f"jit_compile=True: '{model.name}' has a loss with a mask or sample weights, or a layer, that sums over "
+            "replicas while it is computed, which XLA cannot compile; the step runs without XLA.",
+            stacklevel=2,
+        )
+        program.without_xla()
 
 
 def _predictor(program: PredictProgram) -> Callable[[Any], Any]:

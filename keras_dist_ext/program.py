@@ -36,6 +36,7 @@ class StepProgram:
         self.num_replicas: int = self.strategy.num_replicas_in_sync
         self._seeds = seeds_in_scope(self.strategy)
         self._log_plan: Any = None
+        self._pools_results: bool = model.run_eagerly
         self._user_step = getattr(model, f"{kind}_step")
         if model.jit_compile and not model.run_eagerly and can_compile(self.strategy):
             self._user_step = compiled_step(model, kind)
@@ -71,10 +72,12 @@ class StepProgram:
 
     def _on_batch(self, batch: Any) -> Any:
         """Run one step on a batch (global, or per replica) and return its logs."""
+        self._initial_extra(lambda: batch)
         return self._logs(self._one(batch))
 
     def _on_rows_of_worker(self, batch: Any) -> Any:
         """Run one step on rows that this worker alone has read."""
+        self._initial_extra(lambda: batch, of_worker=True)
         return self._logs(self._one(batch, of_worker=True))
 
     def _on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
@@ -146,12 +149,14 @@ class StepProgram:
             batch = rows_of_replica(batch, self.strategy, of_worker=True) if cut == "worker" else batch
             rows = data.num_rows(batch)
             global_rows = self._global_rows(rows, num_replicas, is_even=cut == "not")
-        step = ReplicaStep(self.model, rows, global_rows)
+        step = ReplicaStep(self.model, rows, global_rows, pools_results=self._pools_results)
         _keras.share_global_seed_generator(self._seeds)
         with _keras.intercept(step):
             logs = self._user_step(batch)
             if self._plain_logs:
                 logs = {}
+            if not self._pools_results and _computes_with(step.results, logs):
+                raise ComputesWithResults
             extra = step.finish(logs)
         self._log_plan = tree.map_structure(lambda leaf: step.results.get(id(leaf), (_VALUE, None))[0], logs)
         return extra
@@ -179,13 +184,16 @@ class StepProgram:
             for metric in metrics:
                 metric.__dict__.pop("result", None)
 
-    def _initial_extra(self, next_batch: Callable[[], Any]) -> list[tf.Tensor]:
+    def _initial_extra(self, next_batch: Callable[[], Any], *, of_worker: bool = False) -> list[tf.Tensor]:
         """Zeros shaped like the leaves of the logs that a loop must carry, found by tracing a step aside."""
-        if self._plain_logs:
+        if self._plain_logs or tf.executing_eagerly():
             return []
-        scratch = tf.__internal__.FuncGraph("logs_of_a_step")
-        with scratch.as_default():
-            extra = self._one(next_batch())
+        try:
+            with tf.__internal__.FuncGraph("logs_of_a_step").as_default():
+                extra = self._one(next_batch(), of_worker=of_worker)
+        except ComputesWithResults:
+            self._pools_results = True
+            return self._initial_extra(next_batch, of_worker=of_worker)
         return [tf.zeros([d or 0 for d in e.shape] if e.shape.rank is not None else [], e.dtype) for e in extra]
 
     # Logs
@@ -204,6 +212,26 @@ class StepProgram:
             return tree.map_structure(
                 lambda metric: next(local) if metric is _VALUE else metric.result(), self._log_plan
             )
+
+
+class ComputesWithResults(Exception):
+    """The logs of a step hold something computed from the results of metrics, not only these results."""
+
+
+def _computes_with(results: dict[int, tuple[Any, Any]], logs: Any) -> bool:
+    """Whether a leaf of the logs depends on a metric's result without being one."""
+    if not results:
+        return False
+    pending = [leaf for leaf in tree.flatten(logs) if tf.is_tensor(leaf) and id(leaf) not in results]
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if id(value) in results:
+            return True
+        if id(value) not in seen:
+            seen.add(id(value))
+            pending.extend(value.op.inputs)
+    return False
 
 
 def seeds_in_scope(strategy: tf.distribute.Strategy) -> Any:

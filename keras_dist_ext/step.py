@@ -14,6 +14,7 @@ Letters: n = rows of a replica, N = rows of the global batch, R = replicas in sy
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,11 +24,23 @@ from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
 from keras_dist_ext.reduce import parts_of, shares_memory, sum_over_replicas, times
 
-__all__ = ["CannotCompile", "PassThrough", "ReplicaStep", "UnknownLossDegrees"]
+__all__ = ["CannotCompile", "PassThrough", "ReplicaStep", "UnbuiltOptimizer", "UnknownLossDegrees"]
 
 
 class UnknownLossDegrees(Exception):
     """A layer's additional loss is met before it is known how it grows with the rows of a batch."""
+
+
+class UnbuiltOptimizer(Exception):
+    """An optimizer meets its variables for the first time in a graph, where it can make none of its own.
+
+    Args:
+        build: makes them, outside of graphs, in the strategy's scope.
+    """
+
+    def __init__(self, build: Callable[[], None]) -> None:
+        super().__init__()
+        self.build = build
 
 
 class CannotCompile(Exception):
@@ -41,9 +54,13 @@ class ReplicaStep:
         model: the Keras model.
         rows: n, an int where static.
         global_rows: N, an int where static.
+        pools_results: whether the results of metrics inside the step are those of all replicas, because the step
+            computes with them.
     """
 
-    def __init__(self, model: Any, rows: int | tf.Tensor, global_rows: int | tf.Tensor) -> None:
+    def __init__(
+        self, model: Any, rows: int | tf.Tensor, global_rows: int | tf.Tensor, *, pools_results: bool = False
+    ) -> None:
         context = tf.distribute.get_replica_context()
         self.model = model
         self.strategy = context.strategy
@@ -53,6 +70,7 @@ class ReplicaStep:
         # One trace serves all replicas of a TPU: there are no threads to meet, and all is compiled as it is.
         self._is_on_tpu = isinstance(self.strategy, tf.distribute.TPUStrategy)
         self.results: dict[int, tuple[Any, Any]] = {}
+        self._pools_results = pools_results
         self._can_be_empty = not (isinstance(rows, int) and rows > 0)
         self._scaled: set[int] = set()
         self._assigned: dict[int, Any] = {}
@@ -145,7 +163,9 @@ class ReplicaStep:
             with _keras.intercept(None):
                 return original(grads, variables)
         if not optimizer.built:
-            with _keras.intercept(None), _keras.keras.name_scope(optimizer.name):
+            if not tf.executing_eagerly():
+                raise UnbuiltOptimizer(functools.partial(optimizer.build, variables))
+            with _keras.intercept(None):
                 optimizer.build(variables)
         present = [g for g in grads if g is not None]
         if id(optimizer) not in self._scaled:
@@ -292,8 +312,18 @@ class ReplicaStep:
 
     def note_result(self, metric: Any, value: Any) -> Any:
         """Remember that ``value`` is the result of ``metric``, to compute it from the pooled state instead."""
+        if self._pools_results and self.num_replicas > 1:
+            return self._pooled_result(metric)
         self.results[id(value)] = (metric, value)
         return value
+
+    def _pooled_result(self, metric: Any) -> Any:
+        variables = [v for v in metric.variables if _keras.is_sync_on_read(v)]
+        states = [_as_float(_keras.local_component(v)) for v in variables]
+        sums = self.sum_over_replicas(states)
+        mapping = [(v, tf.cast(total, v.dtype)) for v, total in zip(variables, sums, strict=True)]
+        with _keras.StatelessScope(state_mapping=mapping):
+            return type(metric).result(metric)
 
     def finish(self, logs: Any) -> list[tf.Tensor]:
         """Agree on what is left, and return the leaves of the logs that are not results of metrics."""

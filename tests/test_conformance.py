@@ -51,7 +51,7 @@ def test_jit_compile_goes_on_uncompiled_where_replicas_are_cpus_and_says_so_once
         model = dense(kde)
         model.compile("sgd", "mse", jit_compile=True)
     x, y = regression(16, 1)
-    with pytest.warns(UserWarning, match="XLA cannot compile a step whose 2 replicas are CPUs") as caught:
+    with pytest.warns(UserWarning, match="XLA cannot compile for 2 replicas that are CPUs of one process") as caught:
         model.fit(x, y, epochs=2, batch_size=5, validation_data=(x, y), verbose=0)
     assert len([warning for warning in caught if "XLA" in str(warning.message)]) == 1
 

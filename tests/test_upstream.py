@@ -6,6 +6,7 @@ numbers of the conformance table go wrong for no visible reason.
 
 import importlib
 import inspect
+import random
 import threading
 from collections import Counter
 from typing import Any
@@ -50,6 +51,7 @@ SIGNATURES = {
         "unscale_loss_for_distribution": "value",
     },
     "keras.src.metrics.reduction_metrics": {"Mean.update_state": "self values sample_weight"},
+    "keras.src.random.seed_generator": {"SeedGenerator.next": "self ordered", "global_seed_generator": ""},
     "keras.src.models.model": {"functional_init_arguments": "args kwargs"},
     "keras.src.optimizers.base_optimizer": {
         "BaseOptimizer._get_variable_index": "self variable",
@@ -146,6 +148,10 @@ class Recorder:
         self.asked.append(("all_reduce_gradients", [(tuple(g.shape), tuple(v.shape)) for g, v in grads_and_vars]))
         return grads_and_vars
 
+    def next_seed(self, seed: Any) -> Any:
+        self.asked.append(("next_seed", seed))
+        return seed
+
     def all_reduce(self, reduce_op: Any, value: Any, original: Any) -> Any:
         self.asked.append(("all_reduce", reduce_op))
         return original(reduce_op, value)
@@ -226,6 +232,41 @@ def test_loss_scale_optimizer_is_asked_before_the_optimizer_in_it() -> None:
 def test_synchronized_batch_normalization_reduces_through_the_replica_context() -> None:
     recorder = asked_in_a_step(compiled(layers.BatchNormalization(synchronized=True)))
     assert set(recorder.about("all_reduce")) == {tf.distribute.ReduceOp.SUM}
+
+
+def test_layers_draw_two_int_seeds_through_their_generators() -> None:
+    """keras/src/random/seed_generator.py: `[seed, counter]`; `seed=None` is one generator a thread."""
+    drop = layers.Dropout(0.5, seed=7)
+    recorder = asked_in_a_step(compiled(drop))
+    (seed,) = recorder.about("next_seed")
+    assert seed.shape == (2,)
+    first, counter = np.asarray(seed).tolist()
+    assert first == 7
+    with _keras.intercept(recorder):
+        keras.random.uniform([1], seed=drop.seed_generator)
+        assert np.asarray(recorder.about("next_seed")[-1]).tolist() == [7, counter + 1]
+        keras.random.uniform([1])
+    assert len(recorder.about("next_seed")) == 3
+
+
+def test_the_generator_behind_no_seed_is_the_threads_and_can_be_shared() -> None:
+    keras.utils.clear_session()
+    state = random.getstate()
+    made = _keras.global_seed_generator()
+    assert random.getstate() == state
+    assert _keras.global_seed_generator() is made
+
+    def other() -> Any:
+        found.append(_keras.global_seed_generator())
+        _keras.share_global_seed_generator(made)
+        found.append(_keras.global_seed_generator())
+
+    found: list[Any] = []
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert found[0] is not made
+    assert found[1] is made
 
 
 def test_without_a_step_and_in_other_threads_keras_answers_for_itself() -> None:
@@ -515,13 +556,15 @@ def test_loss_scale_is_a_variable_that_divides_the_gradients() -> None:
 
 def test_under_local_updates_each_replica_writes_its_own_copy(mirrored: Any) -> None:
     """tensorflow/python/distribute: mirrored_strategy.py, values.py and `interim.maybe_merge_call`."""
+    recorder, asked_here = Recorder(), []
     with mirrored.scope():
         variable = tf.Variable(0.0)
 
     @tf.function
     def run() -> Any:
         def replica() -> None:
-            with _keras.local_updates(mirrored):
+            with _keras.local_updates(mirrored, recorder):
+                asked_here.append(_keras.current_step() is recorder)
                 variable.assign_add(1.0 + tf.cast(_keras.replica_id(), tf.float32))
                 tf.__internal__.distribute.interim.maybe_merge_call(
                     lambda strategy, v: strategy.extended.update(v, lambda v: v.assign_add(10.0), group=False),
@@ -533,6 +576,7 @@ def test_under_local_updates_each_replica_writes_its_own_copy(mirrored: Any) -> 
 
     run()
     assert [float(copy) for copy in _keras.components(variable)] == [11, 12]
+    assert all(asked_here)
     assert "_use_merge_call" not in vars(mirrored.extended)
     assert mirrored.extended._use_merge_call()
 
@@ -634,6 +678,107 @@ def test_data_unpacks_into_x_y_and_weights() -> None:
     assert _keras.Unpack((1, 2)) == (1, 2, None)
     assert _keras.Unpack((1, 2, 3)) == (1, 2, 3)
     assert _keras.Unpack([1]) in [([1], None, None), (1, None, None)]
+
+
+# What a model is made of, and where
+
+
+def test_everything_keeps_the_strategy_in_whose_scope_it_was_made(mirrored: Any) -> None:
+    outside = keras.Variable(1.0)
+    assert _keras.strategy_of_variable(outside) in (None, tf.distribute.get_strategy())
+    assert _keras.is_default_strategy(tf.distribute.get_strategy())
+    with mirrored.scope():
+        net = compiled()
+        made = keras.Variable(1.0)
+    assert not _keras.is_default_strategy(mirrored)
+    assert _keras.strategy_of_model(net) is mirrored
+    assert _keras.strategy_of_optimizer(net.optimizer) is mirrored
+    assert _keras.strategy_of_variable(made) is mirrored
+    assert _keras.strategy_of_variable(made.value) is mirrored
+
+
+def test_strategy_without_its_own_resolver_tells_its_tasks() -> None:
+    class UnderParameterServers:
+        cluster_resolver = None
+        _cluster_resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({"worker": ["a:1", "b:1"], "ps": ["c:1"]})
+        )
+
+    assert _keras.num_tasks(UnderParameterServers()) == {"worker": 2, "ps": 1}  # type: ignore[arg-type]
+    source = inspect.getsource(tf.distribute.ParameterServerStrategy)
+    assert "self._cluster_resolver = " in source
+
+
+def test_layers_metrics_and_variables_are_found_where_keras_keeps_them() -> None:
+    given = keras.metrics.MeanAbsoluteError(name="given")
+    net = compiled(layers.Dropout(0.5), layers.BatchNormalization(name="norm"), metrics=[given, "mse"])
+    net.own = keras.metrics.Mean(name="own")
+    dropout, norm = net.layers[1], net.get_layer("norm")
+    assert _keras.flat_layers(net)[0] is net
+    assert {id(layer) for layer in net.layers} <= {id(layer) for layer in _keras.flat_layers(net)}
+    assert _keras.own_metrics(net) == [net.own]
+    assert _keras.given_metrics(net) == [given]
+    assert _keras.given_metrics(keras.Sequential()) == []
+    names = [variable.name for variable in _keras.own_variables(norm)]
+    assert names == ["gamma", "beta", "moving_mean", "moving_variance"]
+    assert _keras.own_variables(dropout) == [dropout.seed_generator.state]
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, keras.optimizers.LossScaleOptimizer])
+def test_optimizer_remembers_its_variables_in_their_order(wrap: Any) -> None:
+    variables = [keras.Variable(1.0), keras.Variable([1.0])]
+    optimizer = wrap(SGD(0.1))
+    optimizer.build(variables)
+    assert [v is w for v, w in zip(_keras.optimized_variables(optimizer), variables, strict=True)] == [True, True]
+
+
+def test_compile_keeps_the_objects_that_it_was_given() -> None:
+    optimizer, loss = SGD(0.1), keras.losses.MeanSquaredError()
+    net = keras.Sequential([layers.Dense(1)])
+    net.compile(optimizer, loss, metrics=["mae"], steps_per_execution=3)
+    arguments = _keras.compile_arguments(net)
+    assert arguments["optimizer"] is optimizer
+    assert arguments["loss"] is loss
+    assert arguments["metrics"] == ["mae"]
+    assert arguments["steps_per_execution"] == 3
+    assert set(arguments) == {"optimizer", "loss", "loss_weights", "metrics", "weighted_metrics", "run_eagerly",
+                              "steps_per_execution", "jit_compile"}  # fmt: skip
+
+
+def test_a_class_without_a_config_of_its_own_gets_one_from_its_arguments() -> None:
+    class Plain(layers.Layer):
+        def __init__(self, units: int, **arguments: Any) -> None:
+            super().__init__(**arguments)
+
+    class Own(Plain):
+        def get_config(self) -> Any:
+            return {"units": 1}
+
+    assert not _keras.has_own_config(Plain(2))
+    assert _keras.has_own_config(Own(2))
+    assert isinstance(Plain(2)._auto_config, _keras.serialization_lib.SerializableDict)
+    assert _keras.is_serializable_dict(Plain(2)._auto_config)
+    assert not _keras.is_serializable_dict({})
+
+
+def test_a_twin_is_saved_under_the_registered_name_of_the_users_class() -> None:
+    @keras.saving.register_keras_serializable("upstream")
+    class Registered(layers.Layer):
+        pass
+
+    class Twin(Registered):
+        pass
+
+    _keras.share_registered_name(Registered, Twin)
+    assert keras.saving.get_registered_name(Twin) == "upstream>Registered"
+    assert keras.saving.get_registered_object("upstream>Registered") is Registered
+
+
+def test_a_symbolic_tensor_leads_back_to_its_input() -> None:
+    tensor = keras.Input((None, 3), dtype="int32", name="ids")
+    again = _keras.new_input(tensor)
+    assert again is not tensor
+    assert (again.shape, again.dtype, again.name) == ((None, None, 3), "int32", "ids")
 
 
 # Graphs of datasets

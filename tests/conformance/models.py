@@ -354,7 +354,8 @@ def overridden_parts(lib: Library) -> keras.Model:
             return super().test_step(data)
 
         def predict_step(self, data: Any) -> Any:
-            return {"prediction": super().predict_step(data), "rows": ops.sum(data[0], axis=-1)}
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+            return {"prediction": super().predict_step(data), "rows": ops.sum(x, axis=-1)}
 
     inputs = layers.Input((5,))
     return Net(inputs, layers.Dense(3)(inputs))

@@ -1,0 +1,345 @@
+"""Steps are handed out a share of a second at a time; every batch is used once, in order, and counted right."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import keras_dist_ext as kde
+from keras_dist_ext import feed
+from keras_dist_ext.errors import DataError
+from keras_dist_ext.feed import Feed, Pace
+
+TARGET = 0.12  # seconds
+
+
+# Pace
+
+
+def test_a_fixed_pace_ignores_the_clock():
+    pace = Pace(7)
+    for seconds in (0.0, 1e-9, 100.0):
+        pace.record(7, seconds)
+        assert pace.num_steps == 7
+    assert not pace.follows_clock
+
+
+def test_a_pace_that_follows_the_clock_starts_with_one_step_and_grows_to_its_target():
+    pace, made = Pace(), []
+    assert pace.follows_clock
+    for _ in range(8):
+        made.append(pace.num_steps)
+        pace.record(pace.num_steps, pace.num_steps * 0.001)
+    assert made == [1, 1, 8, 64, 120, 120, 120, 120]
+
+
+def test_the_first_execution_was_compiled_and_does_not_count():
+    pace = Pace()
+    pace.record(1, 1e-6)
+    assert pace.num_steps == 1
+
+
+def test_an_execution_without_steps_does_not_count():
+    pace = Pace()
+    pace.record(1, 5.0)
+    pace.record(0, 0.0)
+    pace.record(0, 100.0)
+    assert pace.num_steps == 1
+    pace.record(1, 0.001)
+    assert pace.num_steps == 8
+
+
+def test_an_execution_too_short_for_the_clock_grows_too():
+    pace = Pace()
+    pace.record(1, 1.0)
+    pace.record(1, 0.0)
+    assert pace.num_steps == 8
+
+
+@given(st.lists(st.floats(1e-6, 10.0), min_size=3, max_size=40))
+@example([1e-6] * 6 + [10.0] * 3)
+def test_executions_never_keep_being_longer_than_their_target(step_seconds):
+    """Steps of changing length: an execution is too long once, when they grow, and the next one fits."""
+    pace, before = Pace(), None
+    for seconds in step_seconds:
+        num_steps = pace.num_steps
+        assert num_steps >= 1
+        if before is not None and seconds <= before[1]:
+            assert num_steps == 1 or num_steps * seconds <= TARGET * 1.001
+        if before is not None:
+            assert num_steps <= 8 * before[0]
+        pace.record(num_steps, num_steps * seconds)
+        before = num_steps, seconds
+
+
+def test_another_target_is_aimed_at():
+    pace = Pace(seconds=1.0)
+    for _ in range(6):
+        pace.record(pace.num_steps, pace.num_steps * 0.1)
+    assert pace.num_steps == 10
+
+
+# Feed
+
+
+class Program:
+    """Notes what a compiled loop would be given, in its place: the batches of each execution, and how they came."""
+
+    def __init__(self):
+        self.executions = []
+
+    def on_iterator(self, iterator, num_steps):
+        self.executions.append([int(next(iterator)[0]) for _ in range(int(num_steps))])
+
+    def on_optional(self, ahead, iterator, num_steps):
+        self.executions.append([])
+        while len(self.executions[-1]) < int(num_steps) and ahead.has_value():
+            self.executions[-1].append(int(ahead.get_value()[0]))
+            ahead = iterator.get_next_as_optional()
+        return tf.constant(len(self.executions[-1])), ahead, None
+
+
+def make_feed(dataset, pace=3, **arguments):
+    return Feed(tf.distribute.get_strategy(), Pace(pace), x=dataset, steps_per_execution=1, **arguments)
+
+
+def run_epochs(feed, num_epochs=1):
+    """Run epochs as Keras' loops do; return for each the (first, last) step that was announced, and what was used."""
+    epochs = []
+    for _ in range(num_epochs):
+        program, announced, made = Program(), [], []
+        for first, last, execution in feed:
+            announced.append((first, last))
+            execution.run(program)
+            made.append(feed.last_step)
+        epochs.append((announced, made, program.executions))
+    return epochs
+
+
+def numbers(count=None):
+    """One-element batches 0, 1, 2, ... of known length, or endless."""
+    return (tf.data.Dataset.range(count) if count is not None else tf.data.Dataset.counter()).batch(1)
+
+
+def of_unknown_length(count):
+    return tf.data.Dataset.range(count).filter(lambda _: True).batch(1)
+
+
+def test_an_epoch_of_known_length_is_cut_into_executions():
+    ((announced, made, used),) = run_epochs(make_feed(numbers(8)))
+    assert announced == [(0, 2), (3, 5), (6, 7)]
+    assert made == [2, 5, 7]
+    assert used == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+def test_the_last_step_of_unknown_length_is_the_one_that_was_made():
+    ((announced, made, used),) = run_epochs(make_feed(of_unknown_length(8)))
+    assert announced == [(0, 2), (3, 5), (6, 8)]  # nobody can know before
+    assert made == [2, 5, 7]
+    assert used == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("make", [numbers, of_unknown_length])
+def test_the_end_of_an_epoch_makes_no_empty_execution(make):
+    ((announced, _made, used),) = run_epochs(make_feed(make(6)))
+    assert announced == [(0, 2), (3, 5)]
+    assert used == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("make", [numbers, of_unknown_length])
+def test_every_epoch_begins_at_the_beginning(make):
+    epochs = run_epochs(make_feed(make(4)), num_epochs=3)
+    assert [used for _, _, used in epochs] == [[[0, 1, 2], [3]]] * 3
+
+
+def test_steps_per_epoch_go_on_through_one_iterator():
+    epochs = run_epochs(make_feed(numbers(), steps_per_epoch=5), num_epochs=3)
+    assert [announced for announced, _, _ in epochs] == [[(0, 2), (3, 4)]] * 3  # steps are counted in each epoch
+    assert [used for _, _, used in epochs] == [
+        [[0, 1, 2], [3, 4]],
+        [[5, 6, 7], [8, 9]],
+        [[10, 11, 12], [13, 14]],
+    ]
+
+
+@pytest.mark.parametrize("make", [numbers, of_unknown_length])
+def test_data_that_runs_out_before_steps_per_epoch_warns_and_begins_again(make):
+    feed = make_feed(make(7), steps_per_epoch=5)
+    assert run_epochs(feed)[0][2] == [[0, 1, 2], [3, 4]]
+    with pytest.warns(UserWarning, match="Your input ran out of data; interrupting epoch"):
+        assert run_epochs(feed)[0][2] == [[5, 6]]
+    assert run_epochs(feed)[0][2] == [[0, 1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("make", [numbers, of_unknown_length])
+def test_data_that_runs_out_with_the_epoch_begins_again_without_a_warning(make):
+    epochs = run_epochs(make_feed(make(5), steps_per_epoch=5), num_epochs=2 if make is numbers else 1)
+    assert [used for _, _, used in epochs] == [[[0, 1, 2], [3, 4]]] * len(epochs)
+
+
+@pytest.mark.parametrize("make", [numbers, of_unknown_length])
+def test_an_empty_dataset_is_an_error(make):
+    with pytest.raises(DataError, match=re.escape("The dataset has no batch: there is nothing to compute.")):
+        run_epochs(make_feed(make(0)))
+
+
+def test_an_execution_is_given_once():
+    feed = make_feed(numbers(3))
+    ((_, _, execution),) = feed
+    assert next(execution) is execution
+    with pytest.raises(StopIteration):
+        next(execution)
+
+
+def test_batches_of_an_execution_are_counted_as_they_are_taken():
+    feed = make_feed(of_unknown_length(4))
+    taken = []
+    for _first, _last, execution in feed:
+        taken.append([int(batch[0]) for batch in execution.batches()])
+        assert execution.num_made == len(taken[-1])
+    assert taken == [[0, 1, 2], [3]]
+
+
+def test_specs_have_any_number_of_rows_and_read_no_data():
+    def generate():
+        raise AssertionError("the data was read")
+        yield
+
+    signature = (tf.TensorSpec((8, 3)), {"label": tf.TensorSpec((8,), tf.int32)})
+    feed = make_feed(tf.data.Dataset.from_generator(generate, output_signature=signature))
+    assert feed.batch_spec == (tf.TensorSpec((None, 3)), {"label": tf.TensorSpec((None,), tf.int32)})
+
+
+# In fit
+
+
+def dense(strategy, **arguments):
+    with strategy.scope():
+        net = kde.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        net.compile(keras.optimizers.SGD(0.01), "mse", **arguments)
+    return net
+
+
+class Reads:
+    """A pipeline that counts how often it was started, and which elements were drawn."""
+
+    def __init__(self, num_batches=None):
+        self.num_batches = num_batches
+        self.starts = 0
+        self.drawn = 0
+
+    def dataset(self):
+        def generate():
+            self.starts += 1
+            i = 0
+            while self.num_batches is None or i < self.num_batches:
+                self.drawn += 1
+                yield np.full((4, 1), i, "float32"), np.full((4, 1), i, "float32")
+                i += 1
+
+        spec = tf.TensorSpec((None, 1))
+        return tf.data.Dataset.from_generator(generate, output_signature=(spec, spec))
+
+
+def test_a_pipeline_is_started_once_an_epoch(mirrored):
+    reads, validation = Reads(5), Reads(2)
+    dense(mirrored).fit(reads.dataset(), validation_data=validation.dataset(), epochs=3, verbose=0)
+    assert (reads.starts, reads.drawn) == (3, 15)
+    assert (validation.starts, validation.drawn) == (3, 6)
+
+
+def test_an_endless_pipeline_is_started_once_a_fit(mirrored):
+    reads = Reads()
+    dense(mirrored).fit(reads.dataset(), steps_per_epoch=4, epochs=3, verbose=0)
+    assert reads.starts == 1
+    assert reads.drawn <= 13  # one is looked at ahead
+
+
+class SeenRows(kde.Model):
+    """Adds up the rows that it is trained on, and their number."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = keras.layers.Dense(1)
+        self.seen = keras.metrics.Sum(name="seen")
+
+    def call(self, x):
+        return self.head(x)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.seen.update_state(tf.pow(100.0, x) / 4)  # row i counts in the digits of 100^i
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+
+@pytest.mark.parametrize("num_epochs", [1, 3])
+def test_elements_of_a_generator_are_used_exactly_once(mirrored, num_epochs):
+    def generate():
+        for i in range(3 * num_epochs):
+            yield np.full((4, 1), i % 3, "float32"), np.zeros((4, 1), "float32")
+
+    with mirrored.scope():
+        net = SeenRows()
+        net.compile("sgd", "mse")
+    history = net.fit(generate(), steps_per_epoch=3, epochs=num_epochs, verbose=0).history
+    assert history["seen"] == [10101.0] * num_epochs
+    assert int(net.optimizer.iterations) == 3 * num_epochs
+
+
+class BatchEnds(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.train, self.test, self.begins = [], [], []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.begins.append(batch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.train.append(batch)
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.test.append(batch)
+
+
+def test_callbacks_are_told_the_last_batch_of_unknown_length(mirrored):
+    ends = BatchEnds()
+    dense(mirrored, steps_per_execution=4).fit(
+        Reads(10).dataset(), validation_data=Reads(6).dataset(), epochs=2, verbose=0, callbacks=[ends]
+    )
+    assert ends.begins == [0, 4, 8] * 2
+    assert ends.train == [3, 7, 9] * 2
+    assert ends.test == [3, 5] * 2
+
+
+def test_the_progress_bar_of_unknown_length_ends_at_the_last_batch(mirrored, capsys):
+    dense(mirrored, steps_per_execution=4).fit(Reads(10).dataset(), epochs=2, verbose=2)
+    _, first, _, second = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert first.startswith("10/10 - ")
+    assert second.startswith("10/10 - ")
+
+
+def test_an_empty_dataset_is_an_error_of_fit_evaluate_and_predict(mirrored):
+    net = dense(mirrored)
+    empty = tf.data.Dataset.from_tensor_slices((np.zeros((0, 1), "float32"),) * 2).batch(4)
+    for call in (net.fit, net.evaluate, net.predict):
+        with pytest.raises(DataError, match="The dataset has no batch"):
+            call(empty, verbose=0)
+
+
+def test_executions_follow_the_clock_in_fit(mirrored, monkeypatch):
+    made = []
+
+    class Execution(feed.Execution):
+        def __init__(self, source, num_steps):
+            super().__init__(source, num_steps)
+            made.append(num_steps)
+
+    monkeypatch.setattr(feed, "Execution", Execution)
+    x = np.zeros((1200, 1), "float32")
+    dense(mirrored).fit(x, x, batch_size=4, verbose=0)
+    assert made[:2] == [1, 1]
+    assert max(made) > 4
+    assert sum(made) == 300
