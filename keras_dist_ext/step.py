@@ -290,7 +290,7 @@ class ReplicaStep:
 
         TensorFlow's collectives of several strategies in a process take each other's keys (tensorflow#62790).
         """
-        if not shares_memory(self.strategy) or self.num_replicas == 1:
+        if self.num_replicas == 1 or not shares_memory(self.strategy):
             with _keras.intercept(None):
                 return original(reduce_op, value)
         factor = 1.0

@@ -20,9 +20,11 @@ def can_compile(strategy: tf.distribute.Strategy) -> bool:
 
     XLA runs the programs of all logical CPUs of a process on the first one.
     """
-    devices = strategy.extended.worker_devices
+    if strategy.num_replicas_in_sync == 1:
+        return True
     if isinstance(strategy, tf.distribute.TPUStrategy):
         return False  # compiled already
+    devices = strategy.extended.worker_devices
     if len(devices) == 1 or all("GPU" in device for device in devices):
         return True
     _warn_once(

@@ -6,6 +6,7 @@ row runs under every strategy of this process, and all of them in one launch of 
 evenly, half of them under another strategy too, and the other half under two workers.
 """
 
+import importlib
 import pickle
 from functools import cache
 from typing import Any
@@ -18,6 +19,9 @@ from conformance.run import IN_PROCESS, WORKERS, Outcome, Row, differences, run,
 from conformance.workers import run_rows
 
 import keras_dist_ext as kde
+
+# Stock Keras says so too, from a module whose warnings the suite ignores.
+pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
 TURNS = ("mirrored2", WORKERS, "mirrored4", WORKERS, "one_device", WORKERS, "default", WORKERS)
 QUICK = {row: ("mirrored3", TURNS[turn % len(TURNS)]) for turn, row in enumerate(row for row in ROWS if row.quick)}
@@ -46,7 +50,10 @@ def test_replicas_give_what_one_device_gives(row: Row, kind: str, strategies: An
     assert differences(expected, found, row.tolerance) == []
 
 
-def test_jit_compile_goes_on_uncompiled_where_replicas_are_cpus_and_says_so_once(mirrored: Any) -> None:
+def test_jit_compile_goes_on_uncompiled_where_replicas_are_cpus_and_says_so_once(
+    mirrored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("keras_dist_ext.xla"), "_warned", set())
     with mirrored.scope():
         model = dense(kde)
         model.compile("sgd", "mse", jit_compile=True)

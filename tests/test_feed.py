@@ -286,7 +286,7 @@ def test_elements_of_a_generator_are_used_exactly_once(mirrored, num_epochs):
         net.compile("sgd", "mse")
     history = net.fit(generate(), steps_per_epoch=3, epochs=num_epochs, verbose=0).history
     assert history["seen"] == [10101.0] * num_epochs
-    assert int(net.optimizer.iterations) == 3 * num_epochs
+    assert int(net.optimizer.iterations.numpy()) == 3 * num_epochs
 
 
 class BatchEnds(keras.callbacks.Callback):
