@@ -472,8 +472,13 @@ def compile_arguments(model: Any) -> dict[str, Any]:
 
 
 def has_own_config(model: Any) -> bool:
-    """Whether a model's `get_config` is not Keras' own (keras/src/layers/layer.py, models/functional.py)."""
-    return bool(type(model).get_config.__module__.partition(".")[0] != "keras")
+    """Whether a model's `get_config` is not Keras' own (keras/src/layers/layer.py, models/functional.py).
+
+    Keras' own is as good where the arguments of the constructor are recorded (ops/operation.py), as they are of ours.
+    """
+    recorded = getattr(model, "_auto_config", None)
+    is_own = type(model).get_config.__module__.partition(".")[0] != "keras"
+    return bool(is_own or (recorded is not None and recorded.config))
 
 
 def is_serializable_dict(value: Any) -> bool:

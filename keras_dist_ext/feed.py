@@ -269,7 +269,7 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         step = 0
         known = self._source is not None and self._source.length_is_known
         target = self.steps_per_epoch or (length if known else None)
-        while target is None or step < target:
+        while not target or step < target:  # no batch at all is an error too
             source = self._source
             assert source is not None
             num_steps = self._pace.num_steps if target is None else min(self._pace.num_steps, target - step)

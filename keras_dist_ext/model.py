@@ -17,7 +17,7 @@ from keras_dist_ext.callbacks import StepCallbacks
 from keras_dist_ext.degree import degree_in_rows
 from keras_dist_ext.program import PredictProgram, StepProgram, concat_outputs
 from keras_dist_ext.reduce import keep_first_part, sum_parts
-from keras_dist_ext.scope import check_scope, optimizers
+from keras_dist_ext.scope import check_scope, move_into_scope, optimizers
 from keras_dist_ext.step import CannotCompile, ReplicaStep, UnbuiltOptimizer, UnknownLossDegrees
 from keras_dist_ext.workers import InStep, Stop, callbacks_of_worker, workers_of
 
@@ -45,7 +45,13 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def _documented_as(method: Any) -> Callable[[_Method], _Method]:
     """Show Keras' docstring and signature; to type checkers what `functools.wraps` returns would be no method."""
-    return cast("Callable[[_Method], _Method]", functools.wraps(method))
+
+    def wrap(ours: Any) -> Any:
+        ours = functools.wraps(method)(ours)
+        ours.__doc__ = inspect.getdoc(method)  # Keras' trainer inherits it
+        return ours
+
+    return cast("Callable[[_Method], _Method]", wrap)
 
 
 class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
@@ -152,7 +158,8 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         """Configure the model as ``keras.Model.compile`` does, in the scope of its strategy.
 
         Args:
-            optimizer: see ``keras.Model.compile``, as for all that is not named here.
+            optimizer: see ``keras.Model.compile``, as for all that is not named here. Called outside of all scopes,
+                optimizers and metrics that were made there too, and never used, are moved into the model's.
             loss: ...
             loss_weights: ...
             metrics: ...
@@ -164,6 +171,11 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
                 not.
             auto_scale_loss: ...
         """
+        if self._distribute_strategy is not None and not tf.distribute.has_strategy():
+            with self._in_scope():  # what was made for this call, just outside of the scope, belongs inside
+                for thing in tree.flatten([optimizer, metrics, weighted_metrics]):
+                    if isinstance(thing, (keras.optimizers.Optimizer, keras.metrics.Metric)):
+                        move_into_scope(thing)
         with self._in_scope():
             super().compile(
                 optimizer=optimizer,

@@ -283,3 +283,32 @@ def raw_variables(layer: Any) -> Iterator[tuple[str, Any]]:
             pending.extend((f"{name}/{index}", item) for index, item in enumerate(value))
         elif isinstance(value, dict):
             pending.extend((f"{name}/{key}", item) for key, item in value.items())
+
+
+def move_into_scope(thing: Any) -> None:
+    """Make the variables of an optimizer or a metric that was never used again, in the scope that is entered.
+
+    It stays the same object. What has been used, lives under a strategy, or cannot be made from its config stays as it
+    is, for `check_scope` to refuse.
+    """
+    cls = type(thing)
+    is_keras_own = cls.__module__.partition(".")[0] == "keras"
+    if not is_keras_own and cls.get_config in (keras.optimizers.Optimizer.get_config, keras.metrics.Metric.get_config):
+        return  # its constructor may have taken more than its config tells
+    inner = getattr(thing, "inner_optimizer", None)
+    if inner is not None:
+        move_into_scope(inner)
+    variables = list(thing._variables) if isinstance(thing, keras.optimizers.Optimizer) else list(thing.variables)
+    is_used = getattr(thing, "built", False) and isinstance(thing, keras.optimizers.Optimizer)
+    if is_used or any(strategy_of_variable(v) is not None for v in variables):
+        return
+    if isinstance(thing, keras.metrics.Metric) and any(keras.ops.convert_to_numpy(v).any() for v in variables):
+        return
+    try:
+        new = cls.from_config(thing.get_config())
+    except (TypeError, ValueError, NotImplementedError):
+        return
+    thing.__dict__.clear()
+    thing.__dict__.update(new.__dict__)
+    if inner is not None:
+        thing.inner_optimizer = inner

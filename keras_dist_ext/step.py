@@ -106,6 +106,8 @@ class ReplicaStep:
         """Turn a replica's reduced loss into one whose mean over replicas, weighted by share, is the global loss."""
         if self.num_replicas == 1 or reduction in (None, "none"):
             return local
+        if tuple(local.shape) == (0,):
+            local = tf.reduce_sum(local)  # Keras leaves the losses of no rows as they are (losses/loss.py)
         if reduction == "sum":
             return local * tf.cast(self._inverse_share, local.dtype)
         weighted = reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None)

@@ -33,8 +33,8 @@ def test_a_pace_that_follows_the_clock_starts_with_one_step_and_grows_to_its_tar
     assert pace.follows_clock
     for _ in range(8):
         made.append(pace.num_steps)
-        pace.record(pace.num_steps, pace.num_steps * 0.001)
-    assert made == [1, 1, 8, 64, 120, 120, 120, 120]
+        pace.record(pace.num_steps, pace.num_steps / 1024)
+    assert made == [1, 1, 8, 64, 122, 122, 122, 122]
 
 
 def test_the_first_execution_was_compiled_and_does_not_count():
@@ -170,7 +170,7 @@ def test_steps_per_epoch_go_on_through_one_iterator():
 def test_data_that_runs_out_before_steps_per_epoch_warns_and_begins_again(make):
     feed = make_feed(make(7), steps_per_epoch=5)
     assert run_epochs(feed)[0][2] == [[0, 1, 2], [3, 4]]
-    with pytest.warns(UserWarning, match="Your input ran out of data; interrupting epoch"):
+    with pytest.warns(UserWarning, match="Your input ran out of data; interrupting training"):
         assert run_epochs(feed)[0][2] == [[5, 6]]
     assert run_epochs(feed)[0][2] == [[0, 1, 2], [3, 4]]
 
@@ -189,7 +189,7 @@ def test_an_empty_dataset_is_an_error(make):
 
 def test_an_execution_is_given_once():
     feed = make_feed(numbers(3))
-    ((_, _, execution),) = feed
+    _, _, execution = next(iter(feed))
     assert next(execution) is execution
     with pytest.raises(StopIteration):
         next(execution)
@@ -256,7 +256,7 @@ def test_an_endless_pipeline_is_started_once_a_fit(mirrored):
     reads = Reads()
     dense(mirrored).fit(reads.dataset(), steps_per_epoch=4, epochs=3, verbose=0)
     assert reads.starts == 1
-    assert reads.drawn <= 13  # one is looked at ahead
+    assert reads.drawn < 12 + 4  # some are drawn ahead: by the source one, by tf.data one
 
 
 class SeenRows(kde.Model):
@@ -341,5 +341,5 @@ def test_executions_follow_the_clock_in_fit(mirrored, monkeypatch):
     x = np.zeros((1200, 1), "float32")
     dense(mirrored).fit(x, x, batch_size=4, verbose=0)
     assert made[:2] == [1, 1]
-    assert max(made) > 4
+    assert 4 < max(made) < 300
     assert sum(made) == 300

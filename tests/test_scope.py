@@ -509,3 +509,40 @@ def test_multi_worker_and_parameter_server_variables_are_recognised():
         "ParameterServerStrategy (1 worker, 2 parameter servers)",
         *("ShardedVariable True", "True", "True"),
     ], ran.stderr[-3000:]
+
+
+MAKES = {
+    "SGD": lambda: keras.optimizers.SGD(0.1),
+    "Adam with a schedule": lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)),
+    "a loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)),
+}
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_compile_outside_of_scopes_moves_new_optimizers_and_metrics_into_the_models(make, mirrored):
+    model = kde.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)], strategy=mirrored)
+    optimizer, metric = make(), keras.metrics.MeanAbsoluteError()
+    model.compile(optimizer, "mse", metrics=[metric])
+    model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
+    assert model.optimizer is optimizer
+    assert kde.check_scope(model, mirrored).ok
+    assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == 1
+
+
+def test_an_optimizer_made_outside_is_refused_by_a_compile_inside_the_scope(mirrored):
+    optimizer = keras.optimizers.Adam()
+    with mirrored.scope():
+        model = kde.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+        model.compile(optimizer, "mse")
+    with pytest.raises(kde.ScopeError, match=r"1 of 1 optimizer .* was created outside MirroredStrategy \(2 replicas\)"):
+        model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
+
+
+def test_an_optimizer_that_has_trained_another_model_is_refused(mirrored):
+    stock = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    stock.compile(keras.optimizers.Adam(), "mse")
+    stock.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
+    model = kde.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)], strategy=mirrored)
+    model.compile(stock.optimizer, "mse")
+    with pytest.raises(kde.ScopeError, match="optimizer"):
+        model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
