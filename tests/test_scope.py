@@ -534,7 +534,7 @@ def test_an_optimizer_made_outside_is_refused_by_a_compile_inside_the_scope(mirr
     with mirrored.scope():
         model = kde.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
         model.compile(optimizer, "mse")
-    with pytest.raises(kde.ScopeError, match=r"1 of 1 optimizer .* was created outside MirroredStrategy \(2 replicas\)"):
+    with pytest.raises(kde.ScopeError, match=r"1 of 1 optimizer .* outside MirroredStrategy \(2 replicas\)"):
         model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
 
 

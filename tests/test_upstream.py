@@ -754,8 +754,11 @@ def test_a_class_without_a_config_of_its_own_gets_one_from_its_arguments() -> No
         def get_config(self) -> Any:
             return {"units": 1}
 
-    assert not _keras.has_own_config(Plain(2))
-    assert _keras.has_own_config(Own(2))
+    class Bare(layers.Layer):
+        pass
+
+    assert [_keras.has_own_config(layer) for layer in (Own(2), Plain(2), Bare())] == [True, True, False]
+    assert Plain(2)._auto_config.config == {"units": 2}
     assert isinstance(Plain(2)._auto_config, _keras.serialization_lib.SerializableDict)
     assert _keras.is_serializable_dict(Plain(2)._auto_config)
     assert not _keras.is_serializable_dict({})
