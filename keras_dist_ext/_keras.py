@@ -472,13 +472,14 @@ def compile_arguments(model: Any) -> dict[str, Any]:
 
 
 def has_own_config(model: Any) -> bool:
-    """Whether a model's `get_config` is not Keras' own (keras/src/layers/layer.py, models/functional.py).
+    """Whether a model's `get_config` is not Keras' own (keras/src/layers/layer.py, models/functional.py)."""
+    return bool(type(model).get_config.__module__.partition(".")[0] != "keras")
 
-    Keras' own is as good where the arguments of the constructor are recorded (ops/operation.py), as they are of ours.
-    """
+
+def has_recorded_arguments(model: Any) -> bool:
+    """Whether Keras' own `get_config` has arguments to give (ops/operation.py); of stock models these are defaults."""
     recorded = getattr(model, "_auto_config", None)
-    is_own = type(model).get_config.__module__.partition(".")[0] != "keras"
-    return bool(is_own or (recorded is not None and recorded.config))
+    return bool(recorded is not None and recorded.config)
 
 
 def is_serializable_dict(value: Any) -> bool:

@@ -24,6 +24,7 @@ from keras_dist_ext._keras import (
     compile_arguments,
     flat_layers,
     has_own_config,
+    has_recorded_arguments,
     is_default_strategy,
     is_serializable_dict,
     keras,
@@ -330,10 +331,9 @@ def _stateless(operation: Any) -> Any:
 
 def _again(thing: Any, cls: Any) -> Any:
     """Make a layer, model or metric again."""
-    if not isinstance(thing, keras.Model) or has_own_config(thing):
-        twin = _recipe(thing)(cls)
-    else:
-        twin = _from_nothing(thing, cls)
+    has_config = has_own_config(thing) or (isinstance(thing, Model) and has_recorded_arguments(thing))
+    is_made_from_config = has_config or not isinstance(thing, keras.Model)
+    twin = _recipe(thing)(cls) if is_made_from_config else _from_nothing(thing, cls)
     _rename(twin, thing)
     return twin
 

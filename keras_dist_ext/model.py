@@ -241,7 +241,8 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
             return total  # a weight's regularizer: the same on every replica
         if self._loss_degrees is None:
             raise UnknownLossDegrees
-        return step.additional_loss(total, self._loss_degrees[added.index(id(loss))])
+        place = added.index(id(loss))  # a loss that was not met when the model was traced counts as a mean
+        return step.additional_loss(total, self._loss_degrees[place] if place < len(self._loss_degrees) else 0)
 
     def _find_loss_degrees(self, batch_spec: Any) -> None:
         """Trace the model aside to learn which losses given to ``add_loss`` are sums over the rows."""
@@ -455,8 +456,14 @@ def _runner(program: Any) -> Callable[[Any], Any]:
     """Keras' ``train_function``: takes an ``Execution``, or any iterator of batches for one step."""
 
     def run(iterator: Any) -> Any:
+        model = program.model
         if program.kind == "train":
-            program.model._part()
+            model._part()
+        if model.run_eagerly and model._loss_degrees is None and program.strategy.num_replicas_in_sync > 1:
+            try:  # now, because an eager step has its batch when it meets the loss
+                model._find_loss_degrees(model._batch_spec)
+            except Exception:  # code that only runs eagerly, and may have no such loss
+                model._loss_degrees = []
         if isinstance(iterator, feed.Execution):
             run_steps = functools.partial(iterator.run, program)
         else:

@@ -160,7 +160,7 @@ class ReplicaStep:
     def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
         """Sum the gradients over replicas, then let every replica run the optimizer on its own copies."""
         grads = list(grads)
-        variables = list(optimizer._trainable_variables if variables is None else variables)
+        variables = list(_keras.optimized_variables(optimizer) if variables is None else variables)
         if self.num_replicas == 1:
             with _keras.intercept(None):
                 return original(grads, variables)

@@ -257,12 +257,12 @@ def two_outputs(lib, strategy):
     keras.utils.set_random_seed(3)
     with strategy.scope():
         inputs = keras.Input((3,))
-        net = lib.Model(inputs, [keras.layers.Dense(1)(inputs), keras.layers.Dense(1)(inputs)])
+        net = lib.Model(inputs, [keras.layers.Dense(1, kernel_regularizer="l2")(inputs) for _ in range(2)])
         net.compile(keras.optimizers.SGD(0.1), ["mse", "mae"])
     return net
 
 
-def test_several_losses_of_a_single_row_are_those_of_one_device(mirrored):
+def test_losses_and_regularizers_of_a_single_row_are_those_of_one_device(mirrored):
     ours, stock = two_outputs(kde, mirrored), two_outputs(keras, tf.distribute.get_strategy())
     for net in (ours, stock):
         net.train_on_batch(X[:1], [Y[:1], Y[:1]])  # a static number of rows: Keras does not reduce losses of none
@@ -270,10 +270,6 @@ def test_several_losses_of_a_single_row_are_those_of_one_device(mirrored):
     assert_close(*(net.test_on_batch(X[:1], [Y[:1], Y[:1]]) for net in (ours, stock)))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="UnknownLossDegrees is raised after the batch was taken; run_eagerly has no tracing that comes before",
-)
 def test_add_loss_in_eager_steps_loses_no_batch(mirrored):
     regularized = {"layers": lambda: [keras.layers.Dense(3, activity_regularizer="l2")], "run_eagerly": True}
     ours, stock = dense(kde, mirrored, **regularized), dense(keras, tf.distribute.get_strategy(), **regularized)

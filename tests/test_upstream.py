@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras import layers
 from keras.optimizers import SGD
 
+import keras_dist_ext as kde
 from keras_dist_ext import _keras
 
 X = np.linspace(-1, 1, 12, dtype="float32").reshape(4, 3)
@@ -745,22 +746,24 @@ def test_compile_keeps_the_objects_that_it_was_given() -> None:
                               "steps_per_execution", "jit_compile"}  # fmt: skip
 
 
-def test_a_class_without_a_config_of_its_own_gets_one_from_its_arguments() -> None:
-    class Plain(layers.Layer):
-        def __init__(self, units: int, **arguments: Any) -> None:
-            super().__init__(**arguments)
+def test_models_of_keras_do_not_record_their_arguments_and_those_of_ours_do() -> None:
+    """keras/src/ops/operation.py, `__new__`, which `keras.Model.__new__` calls without arguments."""
+
+    class Plain(keras.Model):
+        def __init__(self, units: int) -> None:
+            super().__init__()
 
     class Own(Plain):
         def get_config(self) -> Any:
             return {"units": 1}
 
-    class Bare(layers.Layer):
-        pass
+    class Ours(kde.Model):
+        def __init__(self, units: int) -> None:
+            super().__init__()
 
-    assert [_keras.has_own_config(layer) for layer in (Own(2), Plain(2), Bare())] == [True, True, False]
-    assert Plain(2)._auto_config.config == {"units": 2}
-    assert isinstance(Plain(2)._auto_config, _keras.serialization_lib.SerializableDict)
-    assert _keras.is_serializable_dict(Plain(2)._auto_config)
+    assert [_keras.has_own_config(net) for net in (Plain(2), Own(2), Ours(2))] == [False, True, True]
+    assert Ours(2)._auto_config.config == {"units": 2}
+    assert _keras.is_serializable_dict(Ours(2)._auto_config)
     assert not _keras.is_serializable_dict({})
 
 
