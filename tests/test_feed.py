@@ -256,7 +256,7 @@ def test_an_endless_pipeline_is_started_once_a_fit(mirrored):
     reads = Reads()
     dense(mirrored).fit(reads.dataset(), steps_per_epoch=4, epochs=3, verbose=0)
     assert reads.starts == 1
-    assert reads.drawn < 12 + 4  # some are drawn ahead: by the source one, by tf.data one
+    assert 12 <= reads.drawn < 24  # tf.data draws some ahead, as many as it likes
 
 
 class SeenRows(kde.Model):
