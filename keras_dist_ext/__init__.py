@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keras_dist_ext.adoption import adopt, clone_model, load_model
-    from keras_dist_ext.callbacks import ScopeGuard
+    from keras_dist_ext.callbacks import ReplicaSeeds, ScopeGuard
     from keras_dist_ext.errors import (
         BackendError,
         ClusterError,
@@ -18,12 +18,16 @@ if TYPE_CHECKING:
         KerasDistError,
         LaunchError,
         ScopeError,
+        SeedError,
         StrategyError,
     )
     from keras_dist_ext.launch import launch
     from keras_dist_ext.model import Model, Sequential
     from keras_dist_ext.scope import check_scope
+    from keras_dist_ext.seed_table import describe_seeds
+    from keras_dist_ext.seeds import seed_replicas
     from keras_dist_ext.strategy import StrategyChoice, pick_strategy
+    from keras_dist_ext.virtual import VirtualReplicas
 
 __version__ = "0.1.0"
 
@@ -33,16 +37,21 @@ __all__ = [
     "StrategyChoice",
     "Model",
     "Sequential",
+    "VirtualReplicas",
     "adopt",
     "load_model",
     "clone_model",
     "check_scope",
     "ScopeGuard",
+    "ReplicaSeeds",
+    "describe_seeds",
+    "seed_replicas",
     "launch",
     "KerasDistError",
     "StrategyError",
     "ClusterError",
     "ScopeError",
+    "SeedError",
     "DataError",
     "LaunchError",
     "BackendError",
@@ -53,16 +62,21 @@ _MODULE_OF = {
     "StrategyChoice": "strategy",
     "Model": "model",
     "Sequential": "model",
+    "VirtualReplicas": "virtual",
     "adopt": "adoption",
     "load_model": "adoption",
     "clone_model": "adoption",
     "check_scope": "scope",
     "ScopeGuard": "callbacks",
+    "ReplicaSeeds": "callbacks",
+    "describe_seeds": "seed_table",
+    "seed_replicas": "seeds",
     "launch": "launch",
     "KerasDistError": "errors",
     "StrategyError": "errors",
     "ClusterError": "errors",
     "ScopeError": "errors",
+    "SeedError": "errors",
     "DataError": "errors",
     "LaunchError": "errors",
     "BackendError": "errors",

@@ -15,9 +15,12 @@ import functools
 import os
 import random
 import threading
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import h5py
+import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext.errors import BackendError
@@ -40,6 +43,7 @@ from keras.src import api_export
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import StatelessScope
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
+from keras.src.backend.tensorflow import random as tf_random
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
@@ -48,7 +52,8 @@ from keras.src.models.model import functional_init_arguments
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
 from keras.src.saving import object_registration, serialization_lib
-from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.trainers.data_adapters import data_adapter_utils, py_dataset_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 from tensorflow.core.framework import graph_pb2
@@ -57,12 +62,14 @@ from tensorflow.python.distribute import distribute_utils, input_lib
 from tensorflow.python.distribute.coordinator import values as coordinator_values
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.framework import ops as tf_ops
-from tensorflow.python.ops import control_flow_util
+from tensorflow.python.framework import random_seed
+from tensorflow.python.ops import control_flow_util, gen_stateless_random_ops_v2, summary_ops_v2
 
 __all__ = [
     "ArrayDataAdapter",
     "EpochIterator",
     "Functional",
+    "KerasSaveable",
     "StatelessScope",
     "functional_init_arguments",
     "intercept",
@@ -89,7 +96,13 @@ class Step(Protocol):
 
     def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any: ...
 
-    def next_seed(self, seed: Any) -> Any: ...
+    def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any: ...
+
+    def op_seeds(self, op_seed: Any, original: Callable[[Any], Any]) -> Any: ...
+
+    def constant_seed(self, seed: int) -> None: ...
+
+    def compiled_draw(self, kind: str, shape: Any, dtype: Any, **key: Any) -> Any: ...
 
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None: ...
 
@@ -190,10 +203,50 @@ def _(original: Any, step: Step, variable: Any, value: Any) -> None:
     step.assign(variable, value, functools.partial(original, variable))
 
 
+# keras/src/backend/common/variables.py: initial values are drawn alike on all replicas.
+@_install(keras.Variable, "__init__")
+def _(original: Any, step: Step, variable: Any, *args: Any, **kwargs: Any) -> None:
+    with intercept(None):
+        original(variable, *args, **kwargs)
+
+
 # keras/src/random/seed_generator.py: its state is mirrored, so that all replicas would draw the same numbers.
 @_install(keras.random.SeedGenerator, "next")
-def _(original: Any, step: Step, generator: Any, *args: Any, **kwargs: Any) -> Any:
-    return step.next_seed(original(generator, *args, **kwargs))
+def _(original: Any, step: Step, generator: Any, ordered: bool = True) -> Any:
+    return step.next_seed(generator, ordered, functools.partial(original, generator))
+
+
+# keras/src/backend/tensorflow/random.py: an integer as a seed is a constant.
+@_install(tf_random, "draw_seed")
+def _(original: Any, step: Step, seed: Any) -> Any:
+    if isinstance(seed, int):
+        step.constant_seed(seed)
+    return original(seed)
+
+
+# tensorflow/python/framework/random_seed.py: the seeds of tf.random.* ops are alike on all workers, or not set.
+@_install(random_seed, "get_seed")
+def _(original: Any, step: Step, op_seed: Any) -> Any:
+    return step.op_seeds(op_seed, original)
+
+
+# tensorflow/python/ops/gen_stateless_random_ops_v2.py: XLA makes other floats of the same random bits.
+for _kind in ("uniform", "normal"):
+
+    @_install(gen_stateless_random_ops_v2, f"stateless_random_{_kind}_v2")
+    def _(
+        original: Any,
+        step: Step,
+        shape: Any,
+        key: Any,
+        counter: Any,
+        alg: Any,
+        dtype: Any = tf.float32,
+        name: Any = None,
+        kind: str = _kind,
+    ) -> Any:
+        drawn = step.compiled_draw(kind, shape, tf.as_dtype(dtype), key=key, counter=counter, alg=alg)
+        return original(shape, key, counter, alg, dtype, name) if drawn is None else drawn
 
 
 # tensorflow/python/distribute/distribute_lib.py: BatchNormalization(synchronized=True) calls it in the forward pass.
@@ -292,9 +345,105 @@ def global_seed_generator() -> Any:
         random.setstate(state)
 
 
-def share_global_seed_generator(generator: Any) -> None:
-    """Make it the generator behind ``seed=None`` of this thread."""
+@contextlib.contextmanager
+def draws_without_seed(generator: Any) -> Iterator[None]:
+    """Have ``seed=None`` of this thread draw from ``generator`` (random/seed_generator.py, a global of the thread)."""
+    before = global_state.get_global_attribute("global_seed_generator")
     global_state.set_global_attribute("global_seed_generator", generator)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("global_seed_generator", before)
+
+
+def copy_of_seed_generator(generator: Any) -> Any:
+    """A generator in the same state, made in the scope that is entered (random/seed_generator.py).
+
+    Of several workers all get the chief's seed, which TensorFlow hands out when the variable is made.
+    """
+    seed, counter = (int(n) for n in components(generator.state)[0].numpy())
+    copy = keras.random.SeedGenerator(seed)
+    for state in components(copy.state):
+        state.assign([state[0], counter])
+    return copy
+
+
+def seed_generators(layer: Any) -> list[Any]:
+    """A layer's own generators, without those of the layers in it (keras/src/layers/layer.py)."""
+    return list(layer._seed_generators)
+
+
+def first_replica(strategy: tf.distribute.Strategy) -> int:
+    """The number of this worker's first replica (distribute/collective_all_reduce_strategy.py)."""
+    worker = int(getattr(strategy.extended, "_id_in_cluster", 0))
+    return worker * len(strategy.extended.worker_devices) if worker else 0
+
+
+@contextlib.contextmanager
+def kept_losses(model: Any) -> Iterator[None]:
+    """Keep what layers were given to ``add_loss`` while other replicas of the model use the same lists (layer.py)."""
+    kept = losses_of_layers(model)
+    yield
+    set_losses_of_layers(kept)
+
+
+def losses_of_layers(model: Any) -> list[tuple[Any, list[Any], set[int]]]:
+    """What each layer was given to ``add_loss`` since the model was last called (keras/src/layers/layer.py)."""
+    return [(layer, list(layer._losses), set(layer._loss_ids)) for layer in model._flatten_layers()]
+
+
+def set_losses_of_layers(losses: Sequence[tuple[Any, list[Any], set[int]]]) -> None:
+    """Put back what ``losses_of_layers`` has returned (keras/src/layers/layer.py)."""
+    for layer, given, ids in losses:
+        layer._losses[:] = given
+        layer._loss_ids.clear()
+        layer._loss_ids.update(ids)
+
+
+def this_place(context: tf.distribute.ReplicaContext) -> Callable[[str], contextlib.AbstractContextManager[None]]:
+    """Note where a replica's thread is, for other threads to enter there: graph, device, globals, summaries.
+
+    tensorflow/python/distribute/mirrored_run.py has threads for replicas, which it prepares likewise. Keras' globals
+    belong to a thread (keras/src/backend/common/global_state.py).
+
+    Args:
+        context: the replica context to enter.
+
+    Returns:
+        What enters, and takes a name for the scope of the ops.
+    """
+    graph, is_eager = tf_ops.get_default_graph(), tf.executing_eagerly()
+    with tf.init_scope():
+        outside = tf_ops.get_default_graph(), tf.executing_eagerly()
+    globals_of_keras = dict(vars(global_state.GLOBAL_STATE_TRACKER))
+    summaries = dict(vars(summary_ops_v2._summary_state))
+    if is_eager:
+        device, scope = tf_context.context().device_name, ""
+    else:
+        graph.switch_to_thread_local()
+        devices, scope = graph._device_function_stack.copy(), graph.get_name_scope()
+
+    @contextlib.contextmanager
+    def enter(name: str) -> Iterator[None]:
+        vars(global_state.GLOBAL_STATE_TRACKER).update(globals_of_keras)
+        vars(summary_ops_v2._summary_state).update(summaries)
+        with contextlib.ExitStack() as stack:
+            for place, eagerly in (outside, (graph, is_eager)):
+                stack.enter_context(place.as_default())
+                if eagerly:
+                    stack.enter_context(tf_context.eager_mode())
+            if is_eager:
+                stack.enter_context(tf.device(device))
+            else:
+                graph._device_function_stack = devices.copy()
+                # A device function of its own makes a tf.function trace again (polymorphic_function/
+                # function_context.py): a trace holds the seeds and weights of one virtual replica.
+                stack.enter_context(graph.device(lambda op: op.device))
+                stack.enter_context(tf.name_scope(f"{scope}/{name}/" if scope else f"{name}/"))
+            stack.enter_context(context)
+            yield
+
+    return enter
 
 
 def in_xla() -> bool:
@@ -347,28 +496,41 @@ def shard_indices(graph: Any) -> list[tuple[int, ...]]:
     return [tuple(value(i) for i in node.input[1:3]) for node in graph.node if node.op == "ShardDataset"]
 
 
-def with_shuffle_seeds(dataset: tf.data.Dataset, graph: Any, seed: int) -> tf.data.Dataset:
-    """Return the dataset with a seed of its own in each shuffle that has none.
+def with_seeds(dataset: tf.data.Dataset, graph: Any, seed: int, map_seed: int | None = None) -> tf.data.Dataset:
+    """Return the dataset with a seed of its own in each shuffle and random op that has none.
 
-    A shuffle without a seed draws one when it is made, differently in each process. tf.data's ShuffleDatasetV3 holds
-    it in a resource; ShuffleDataset (version 1) is the same with the seed in the graph (shuffle_dataset_op.cc).
+    A shuffle without a seed draws one when it is made, differently in each process. tf.data's ShuffleDatasetV3 and
+    RandomDatasetV2 hold it in a resource; ShuffleDataset and RandomDataset are the same with the seed in the graph
+    (shuffle_dataset_op.cc, random_dataset_op.cc).
+
+    Args:
+        dataset: what ``graph`` was made of.
+        graph: is changed.
+        seed: for shuffles.
+        map_seed: for random ops in functions such as that of ``map``; None leaves them alone.
     """
     constants = {n.name: n for n in graph.node if n.op == "Const"}
     found = 0
     for node in list(graph.node):
-        if node.op != "ShuffleDatasetV3" or not all(name in constants for name in node.input[2:4]):
+        first = {"ShuffleDatasetV3": 2, "RandomDatasetV2": 0}.get(node.op)
+        if first is None or not all(name in constants for name in node.input[first : first + 2]):
             continue
-        seeds = [int(tf.make_ndarray(constants[name].attr["value"].tensor)) for name in node.input[2:4]]
-        if seeds != [0, 0]:
+        places = range(first, first + 2)
+        if any(int(tf.make_ndarray(constants[node.input[i]].attr["value"].tensor)) for i in places):
             continue
         found += 1
-        node.op = "ShuffleDataset"
-        del node.input[4:]
-        for position, part in enumerate((seed, found)):
-            constant = graph.node.add(name=f"{node.name}/seed_{position}", op="Const")
+        node.op = node.op[:-2]
+        node.attr.pop("rerandomize_each_iteration", None)
+        del node.input[first + 2 :]
+        for i, part in zip(places, (seed % 2**62, found), strict=True):
+            constant = graph.node.add(name=f"{node.name}/seed_{i}", op="Const")
             constant.attr["dtype"].type = tf.int64.as_datatype_enum
             constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(part + 1, tf.int64))
-            node.input[2 + position] = constant.name
+            node.input[i] = constant.name
+    if map_seed is not None:
+        for node in unseeded_ops(graph):
+            found += 1
+            node.attr["seed"].i, node.attr["seed2"].i = map_seed % 2**62 + 1, found
     if not found:
         return dataset
     variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
@@ -376,18 +538,87 @@ def with_shuffle_seeds(dataset: tf.data.Dataset, graph: Any, seed: int) -> tf.da
     return seeded.with_options(dataset.options())
 
 
+def unseeded_ops(graph: Any) -> list[Any]:
+    """The random ops without a seed in the functions of a dataset's graph (python/ops/random_ops.py)."""
+    return [
+        node
+        for function in graph.library.function
+        for node in function.node_def
+        if node.op in _RANDOM_OPS and not node.attr["seed"].i and not node.attr["seed2"].i
+    ]
+
+
+_RANDOM_OPS = {
+    "Multinomial",
+    "ParameterizedTruncatedNormal",
+    "RandomGamma",
+    "RandomPoissonV2",
+    "RandomShuffle",
+    "RandomStandardNormal",
+    "RandomUniform",
+    "RandomUniformInt",
+    "TruncatedNormal",
+}
+
+
+def caches_in_memory(graph: Any) -> bool:
+    """Whether a dataset keeps elements in memory, which making it anew would lose (dataset_ops.py, `cache`)."""
+    constants = {n.name: n for n in graph.node if n.op == "Const"}
+    caches = [node for node in graph.node if node.op in ("CacheDataset", "CacheDatasetV2")]
+    names = [constants.get(node.input[1]) for node in caches]
+    return any(name is None or not tf.make_ndarray(name.attr["value"].tensor).item() for name in names)
+
+
+class _PyDatasetOrder:
+    """Stands for the module `random` where Keras shuffles the batches of a PyDataset."""
+
+    def __init__(self) -> None:
+        self.generator: Any = random
+
+    def shuffle(self, indices: list[int]) -> None:
+        """Shuffle in place."""
+        self.generator.shuffle(indices)
+
+
+_py_dataset_order = _PyDatasetOrder()
+py_dataset_adapter.random = _py_dataset_order
+
+
+def order_py_datasets_by(seed: int | None) -> None:
+    """Shuffle the batches of a PyDataset by this seed; None by Python's generator, as Keras does.
+
+    keras/src/trainers/data_adapters/py_dataset_adapter.py shuffles by `random`, in a thread of its own.
+    """
+    _py_dataset_order.generator = random if seed is None else random.Random(seed)
+
+
 @contextlib.contextmanager
-def global_tf_seed(seed: int) -> Iterator[None]:
-    """Set TensorFlow's global seed for the ops that are made inside, and put the user's back (context.py)."""
-    context = tf_context.context()
-    before, rng = context._seed, getattr(context, "_rng", None)
-    tf.random.set_seed(seed)
+def arrays_ordered_by(seed: Callable[[], int]) -> Iterator[None]:
+    """Have the array datasets that are made inside shuffle by ``seed()``, asked when a pass begins.
+
+    keras/src/trainers/data_adapters/array_data_adapter.py shuffles by `tf.random.shuffle`, all indices at once, or
+    those of each batch (shuffle="batch"). Its order could be seeded only by making the dataset anew for each pass.
+    """
+    _thread.order = seed
     try:
         yield
     finally:
-        context._seed = before
-        if rng is not None:
-            context._rng = rng
+        del _thread.order
+
+
+_stock_shuffle = tf.random.shuffle
+
+
+@functools.wraps(_stock_shuffle)
+def _shuffle(value: Any, seed: Any = None, name: Any = None) -> Any:
+    order = getattr(_thread, "order", None)
+    if order is None:
+        return _stock_shuffle(value, seed, name)
+    of_pass = tf.numpy_function(lambda: np.int64(order()), [], tf.int64)
+    return tf.random.experimental.stateless_shuffle(value, tf.stack([of_pass, tf.cast(value[0], tf.int64)]))
+
+
+tf.random.shuffle = _shuffle
 
 
 def save_as(cls: type, keras_class: type) -> None:
@@ -491,6 +722,25 @@ def share_registered_name(cls: type, twin: type) -> None:
     """Have `twin` saved under the name of `cls`, without loading it by that name (saving/object_registration.py)."""
     if cls in object_registration.GLOBAL_CUSTOM_NAMES:
         object_registration.GLOBAL_CUSTOM_NAMES[twin] = object_registration.GLOBAL_CUSTOM_NAMES[cls]
+
+
+def saved_variables(path: Any, group: str) -> dict[str, Any]:
+    """The variables that an attribute of a model has saved in a `.keras` file or directory (saving/saving_lib.py).
+
+    ``path`` may be a file object.
+    """
+    with contextlib.ExitStack() as opened:
+        if zipfile.is_zipfile(path):
+            archive = opened.enter_context(zipfile.ZipFile(path))
+            if "model.weights.h5" not in archive.namelist():
+                return {}
+            weights: Any = opened.enter_context(archive.open("model.weights.h5"))
+        else:
+            weights = os.path.join(path, "model.weights.h5")
+            if not os.path.exists(weights):
+                return {}
+        file = opened.enter_context(h5py.File(weights, "r"))
+        return {name: value[()] for name, value in file.get(f"{group}/vars", {}).items()}
 
 
 def new_input(tensor: Any) -> Any:

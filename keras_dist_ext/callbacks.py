@@ -6,11 +6,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import is_default_strategy, keras
+from keras_dist_ext._keras import flat_layers, is_default_strategy, keras, seed_generators
 from keras_dist_ext.errors import ScopeError
 from keras_dist_ext.scope import check_scope
+from keras_dist_ext.seeds import checked_seed, seeds_of
+from keras_dist_ext.xla import warn_once
 
-__all__ = ["ScopeGuard", "StepCallbacks"]
+__all__ = ["ReplicaSeeds", "ScopeGuard", "StepCallbacks"]
 
 
 class ScopeGuard(keras.callbacks.Callback):  # type: ignore[misc]
@@ -55,6 +57,63 @@ class ScopeGuard(keras.callbacks.Callback):  # type: ignore[misc]
                 "`ScopeGuard(tf.distribute.get_strategy())`."
             )
         check_scope(model, strategy).raise_if_bad()
+        num_replicas = strategy.num_replicas_in_sync
+        random_layers = [layer.name for layer in flat_layers(model) if seed_generators(layer)]
+        if num_replicas > 1 and random_layers and not hasattr(model, "seeds"):
+            warn_once(
+                f"'{model.name}' is a model of stock Keras, whose random layers draw the same numbers on all "
+                f"{num_replicas} replicas: {', '.join(random_layers)}. Derive it from kde.Model, or rebuild it by "
+                "kde.adopt(model, strategy)."
+            )
+
+
+class ReplicaSeeds(keras.callbacks.Callback):  # type: ignore[misc]
+    """Give every replica randomness of its own, the same at every run: replica i draws from the seed ``seed + i``.
+
+    Seeded are Keras' random layers, also those with a seed of their own, ``keras.random`` with ``seed=None`` and with
+    generators that the model tracks, ``tf.random`` ops and ``tf.random.Generator``s in a step; Python's and NumPy's
+    generators, differently on each worker; the order of data that is shuffled without a seed, and ``tf.random`` ops in
+    its functions. See ``seeds`` for how. The initial values of weights, and integers given as ``seed=`` to
+    ``keras.random``, stay as they are: alike on all replicas.
+
+    The first run of a model with a seed begins all streams; later ones, and those of a model that was loaded, go on
+    where the last one stopped. ``kde.seeds.seed_replicas(model, seed)`` begins anew.
+
+    Numbers do not depend on ``steps_per_execution``, ``run_eagerly`` and ``jit_compile``, but for ``tf.random`` ops:
+    TensorFlow keeps their place where nothing can save it. Nor do they depend on the number of replicas and workers:
+    replica i draws the same.
+
+    Args:
+        seed: the global seed, from 0 to 2**31 - 3.
+        enable_op_determinism: have TensorFlow choose ops that give the same bits at every run
+            (``tf.config.experimental.enable_op_determinism``), for the rest of the process. It costs speed.
+
+    Raises:
+        SeedError: when it is made, if the seed is none; when a run begins, if the model is not one of ours.
+    """
+
+    def __init__(self, seed: int, *, enable_op_determinism: bool = False) -> None:
+        super().__init__()
+        self.seed = checked_seed(seed)
+        self.enable_op_determinism = enable_op_determinism
+
+    def prepare(self, model: Any) -> None:
+        """Have the model begin its next run with the seed; ours call it before a run begins."""
+        seeds_of(model).wanted = self.seed
+        if self.enable_op_determinism:
+            tf.config.experimental.enable_op_determinism()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Refuse models of stock Keras."""
+        seeds_of(self.model)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Refuse models of stock Keras."""
+        seeds_of(self.model)
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        """Refuse models of stock Keras."""
+        seeds_of(self.model)
 
 
 class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]

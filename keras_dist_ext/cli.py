@@ -105,7 +105,8 @@ def _devices(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # what TensorFlow says about missing GPUs is not asked for
     import tensorflow as tf
 
-    from keras_dist_ext.strategy import decide, gather_facts, list_devices
+    from keras_dist_ext.decision import decide
+    from keras_dist_ext.facts import gather_facts, list_devices
 
     print(f"TensorFlow {tf.__version__}")
     for device in tf.config.list_physical_devices():

@@ -4,27 +4,25 @@ What is wrong is found here as plain values, before TensorFlow opens any connect
 """
 
 import contextlib
-import difflib
 import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import tensorflow as tf
 
 from keras_dist_ext.errors import ClusterError
+from keras_dist_ext.wording import close_name, counted
 
 __all__ = [
     "JOBS",
     "TF_CONFIG_EXAMPLE",
     "Cluster",
     "Resolver",
-    "close_name",
     "cluster_of",
-    "counted",
     "slurm_cluster",
     "task_count",
     "tf_config_cluster",
@@ -40,7 +38,11 @@ Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
 @dataclass(frozen=True)
 class Cluster:
-    """Which processes train together, and which one this is; checked, so that TensorFlow will not wait in vain."""
+    """Which processes train together, and which one this is; checked, so that TensorFlow will not wait in vain.
+
+    Raises:
+        ClusterError: what TensorFlow would meet as a hang, or as an error that does not name the culprit.
+    """
 
     source: str  # who says so
     chief: tuple[str, ...] = ()  # addresses, host:port
@@ -52,7 +54,7 @@ class Cluster:
     rpc_layer: str | None = None
 
     def __post_init__(self) -> None:
-        """Check what TensorFlow would meet as a hang, or as an error that does not name the culprit."""
+        """Check the addresses, then the task."""
         self._check_addresses()
         if len(self.chief) > 1:
             raise ClusterError(f"{self.source} lists {len(self.chief)} chiefs; there can be one. Make them workers.")
@@ -128,7 +130,15 @@ def _check_address(source: str, task: str, address: object) -> None:
 
 
 def cluster_of(make_resolver: Callable[[], Resolver], source: str) -> Cluster:
-    """Ask one of TensorFlow's resolvers for the cluster; its errors name the source."""
+    """Ask one of TensorFlow's resolvers for the cluster.
+
+    Args:
+        make_resolver: makes it; what goes wrong there is told as the source's fault too.
+        source: what messages call it.
+
+    Raises:
+        ClusterError: it describes no cluster, or one that could not train.
+    """
     try:
         resolver = make_resolver()
         jobs: dict[str, Any] = resolver.cluster_spec().as_dict()  # Slurm's knows its task only after this
@@ -149,7 +159,11 @@ def cluster_of(make_resolver: Callable[[], Resolver], source: str) -> Cluster:
 
 
 def tf_config_cluster(environ: Mapping[str, str]) -> Cluster:
-    """Read TF_CONFIG."""
+    """Read TF_CONFIG.
+
+    Raises:
+        ClusterError: it has another shape than TensorFlow takes for granted, or describes what could not train.
+    """
     _check_tf_config(environ["TF_CONFIG"])
     with _environment(environ, "TF_CONFIG"):
         return cluster_of(tf.distribute.cluster_resolver.TFConfigClusterResolver, "TF_CONFIG")
@@ -213,7 +227,11 @@ def _replace(old: Mapping[str, str], new: Mapping[str, str]) -> None:
 
 
 def slurm_cluster(environ: Mapping[str, str]) -> Cluster:
-    """Read what `srun` tells each of its tasks."""
+    """Read what `srun` tells each of its tasks.
+
+    Raises:
+        ClusterError: it describes no cluster, or TensorFlow's resolver puts this task on another host.
+    """
     # "A GPU a task", because the resolver divides by zero where there is none, and calls nvidia-smi where it is not
     # told (slurm_cluster_resolver.py, TensorFlow 2.21). We take the addresses; TensorFlow finds the GPUs.
     make_resolver = functools.partial(
@@ -235,19 +253,12 @@ def slurm_cluster(environ: Mapping[str, str]) -> Cluster:
 
 
 def task_count(environ: Mapping[str, str], variable: str) -> int:
-    """Read a number of tasks; 0 where there is none."""
+    """Read a number of tasks; 0 where there is none.
+
+    Raises:
+        ClusterError: the variable is no number.
+    """
     text = environ.get(variable, "0")
     if not re.fullmatch("[0-9]+", text):
         raise ClusterError(f"{variable} is {text!r}, which is no number of tasks. Unset it, or start with srun.")
     return int(text)
-
-
-def counted(number: int, noun: str) -> str:
-    """Put a number before a noun: `1 worker`, `2 workers`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def close_name(name: str, names: Sequence[str]) -> str:
-    """Suggest a name that is spelled alike, as the end of a sentence."""
-    matches = difflib.get_close_matches(name.lower(), names, n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -4,6 +4,7 @@
     ├── StrategyError (ValueError)      a strategy that cannot be had here
     │   └── ClusterError                TF_CONFIG or the scheduler describes no usable cluster
     ├── ScopeError (ValueError)         something lives outside the strategy's scope
+    ├── SeedError (ValueError)          a seed that cannot be used, or streams that would repeat
     ├── DataError (ValueError)          data that cannot be split or fed as asked
     ├── LaunchError (RuntimeError)      a worker process that did not start, failed or ran out of time
     │   └── WorkerFailed                the first worker that failed, and how (in launch.py)
@@ -17,6 +18,7 @@ __all__ = [
     "StrategyError",
     "ClusterError",
     "ScopeError",
+    "SeedError",
     "DataError",
     "LaunchError",
     "BackendError",
@@ -37,6 +39,10 @@ class ClusterError(StrategyError):
 
 class ScopeError(KerasDistError, ValueError):
     """A variable, optimizer, metric or seed lives outside the strategy's scope."""
+
+
+class SeedError(KerasDistError, ValueError):
+    """A seed that cannot be used, or random generators that would repeat each other."""
 
 
 class DataError(KerasDistError, ValueError):

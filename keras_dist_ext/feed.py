@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import tensorflow as tf
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
 from keras_dist_ext.errors import DataError
+from keras_dist_ext.seeds import fold_in
 from keras_dist_ext.workers import Workers
 
 __all__ = ["Execution", "Feed", "Pace"]
@@ -198,6 +200,9 @@ class Execution:
         return self
 
 
+_ORDERED: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
 class Feed(_keras.EpochIterator):  # type: ignore[misc]
     """Keras' epoch iterator over a dataset that is read as it is: replicas cut their rows in the step.
 
@@ -208,6 +213,7 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         wants_stop: asked before each execution of several workers.
         on_stop: called when a worker has asked to stop; no further execution is made.
         on_epoch_end: called when an epoch has no more steps.
+        order_seed: asked for the seed of the data's order when a pass begins; None leaves the order to chance.
         arguments: those of Keras' ``EpochIterator``.
     """
 
@@ -220,14 +226,17 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         wants_stop: Callable[[], bool] = lambda: False,
         on_stop: Callable[[], None] = lambda: None,
         on_epoch_end: Callable[[], None] = lambda: None,
+        order_seed: Callable[[], int | None] = lambda: None,
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
-        self._seed = 0
+        self._order = 0
+        self._arrays: Any = None
         self._own_rows = False
-        dataset = self.data_adapter.get_tf_dataset()
+        dataset = self._given = self.data_adapter.get_tf_dataset()
         if workers is not None:
-            dataset, self._own_rows, self._seed = workers.agree_on_data(dataset)
+            dataset, self._own_rows, self._order = workers.agree_on_data(dataset)
+        self._strategy = strategy
         self._is_on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
         if self._is_on_tpu and isinstance(dataset, tf.data.Dataset):
             dataset = strategy.experimental_distribute_dataset(dataset)
@@ -237,6 +246,7 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         self._wants_stop = wants_stop
         self._on_stop = on_stop
         self._on_epoch_end = on_epoch_end
+        self._order_seed = order_seed
         self._source: Source | None = None
 
     @property
@@ -262,10 +272,14 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         self._source = None
 
     def _enumerate_iterator(self) -> Iterator[tuple[int, int, Execution]]:
-        self.data_adapter.on_epoch_begin()
         length = self._num_batches
-        if self._source is None or self.steps_per_epoch is None:
-            self._begin_pass()
+        begins_pass = self._source is None or self.steps_per_epoch is None
+        seed = self._order_seed() if begins_pass else None
+        if seed is not None:
+            _keras.order_py_datasets_by(seed)
+        self.data_adapter.on_epoch_begin()
+        if begins_pass:
+            self._begin_pass(seed)
         step = 0
         known = self._source is not None and self._source.length_is_known
         target = self.steps_per_epoch or (length if known else None)
@@ -298,16 +312,40 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         self._on_epoch_end()
         self.data_adapter.on_epoch_end()
 
-    def _begin_pass(self) -> None:
-        dataset = self._dataset
-        if self._workers is not None and isinstance(self.data_adapter, _keras.ArrayDataAdapter):
-            # Its shuffle draws from the seed that is set when it is made: one a pass, the same on all workers.
-            self._seed += 1
-            with _keras.global_tf_seed(self._seed):
-                dataset = self.data_adapter.get_tf_dataset()
+    def _begin_pass(self, seed: int | None) -> None:
+        dataset = None
+        if isinstance(self.data_adapter, _keras.ArrayDataAdapter):
+            if seed is None and self._workers is not None:
+                seed = self._order + 1  # of the seed that the workers have agreed on
+            if seed is not None and self.data_adapter._shuffle:
+                dataset = self._arrays_in_order(seed)
+        elif seed is not None:
+            dataset = self._ordered(seed)
         workers = self._workers if self._own_rows else None
+        dataset = self._dataset if dataset is None else dataset
         self._source = Source(dataset, self._num_batches, workers, on_tpu=self._is_on_tpu)
         self._steps_seen = 0
+
+    def _arrays_in_order(self, seed: int) -> Any:
+        self._order = seed
+        if self._arrays is None:
+            with _keras.arrays_ordered_by(lambda: self._order):
+                self._arrays = self.data_adapter.get_tf_dataset()
+        return self._arrays
+
+    def _ordered(self, seed: int) -> Any:
+        """The dataset with what is random in it drawn by a seed; None where nothing is, or TensorFlow hides it."""
+        if self._is_on_tpu or not isinstance(self._given, tf.data.Dataset):
+            return None
+        graph = _keras.dataset_graph(self._given)
+        if graph is None:
+            return None
+        if _keras.caches_in_memory(graph):  # made once, it keeps what it has cached, and reshuffles by itself
+            if self._given not in _ORDERED:
+                _ORDERED[self._given] = _keras.with_seeds(self._given, graph, seed)
+            return _ORDERED[self._given]
+        worker = _keras.first_replica(self._strategy) if self._own_rows else 0
+        return _keras.with_seeds(self._given, graph, seed, map_seed=fold_in(seed, "map", worker))
 
     def _agree(self, num_steps: int) -> tuple[bool, int]:
         assert self._workers is not None

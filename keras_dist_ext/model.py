@@ -13,31 +13,45 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras, feed
 from keras_dist_ext._keras import keras, tree
-from keras_dist_ext.callbacks import StepCallbacks
+from keras_dist_ext.callbacks import ReplicaSeeds, StepCallbacks
 from keras_dist_ext.degree import degree_in_rows
 from keras_dist_ext.program import PredictProgram, StepProgram, concat_outputs
 from keras_dist_ext.reduce import keep_first_part, sum_parts
 from keras_dist_ext.scope import check_scope, move_into_scope, optimizers
+from keras_dist_ext.seeds import Seeds, checked_seed
 from keras_dist_ext.step import CannotCompile, ReplicaStep, UnbuiltOptimizer, UnknownLossDegrees
+from keras_dist_ext.virtual import VirtualReplicas
 from keras_dist_ext.workers import InStep, Stop, callbacks_of_worker, workers_of
+from keras_dist_ext.xla import warn_once
 
 __all__ = ["Functional", "Model", "Sequential"]
 
 
 class _Scoped(type(keras.Model)):  # type: ignore[misc]
-    """Makes ``Class(..., strategy=s)`` construct the instance inside ``s.scope()``."""
+    """Makes ``Class(..., strategy=s, seed=n)`` construct the instance inside ``s.scope()``, to draw from the seed n.
+
+    Where a user's class takes a ``seed`` itself, it is left to that.
+    """
 
     def __call__(cls, *args: Any, strategy: tf.distribute.Strategy | None = None, **kwargs: Any) -> Any:
+        takes_seed = "seed" not in inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+        seed = kwargs.pop("seed", None) if takes_seed else None
+        if seed is not None:
+            seed = checked_seed(seed)
         with contextlib.nullcontext() if strategy is None else strategy.scope():
-            return super().__call__(*args, **kwargs)
+            model = super().__call__(*args, **kwargs)
+        if seed is not None:
+            model.seeds.wanted = seed
+        return model
 
     @property
     def __signature__(cls) -> inspect.Signature:
         init = inspect.signature(cls.__init__)  # type: ignore[misc]
         parameters = list(init.parameters.values())[1:]
-        strategy = inspect.Parameter("strategy", inspect.Parameter.KEYWORD_ONLY, default=None)
+        names = [name for name in ("strategy", "seed") if name not in init.parameters]
+        ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
         at = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_KEYWORD), len(parameters))
-        return init.replace(parameters=[*parameters[:at], strategy, *parameters[at:]])
+        return init.replace(parameters=[*parameters[:at], *ours, *parameters[at:]])
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -70,9 +84,12 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
     Args:
         strategy: the strategy to live under (keyword only); by default the one whose scope is entered.
+        seed: the global seed of all that is random in a step (keyword only), as ``ReplicaSeeds(seed)`` gives it. The
+            weights' initial values are the initializers' affair, and ``keras.utils.set_random_seed``'s.
 
     Raises:
         ScopeError: by ``fit``, ``evaluate`` and ``predict``, when a variable lives elsewhere.
+        SeedError: ``seed`` is not an integer from 0 to 2**31 - 3.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -83,6 +100,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         # keras.Model.__new__ forgets the arguments that the default get_config returns; Layer's keeps them.
         instance = super().__new__(cls, *args, **kwargs) if is_graph else keras.Layer.__new__(cls, *args, **kwargs)
         object.__setattr__(instance, "_stop", Stop())
+        object.__setattr__(instance, "seeds", Seeds(instance))
         return instance
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -92,7 +110,9 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         else:
             super().__init__(*args, **kwargs)
 
+    virtual_replicas: VirtualReplicas | None = None
     _stop: Stop
+    seeds: Seeds
     _steps_per_execution_is_auto = True
     _coordinator: Any = None
     _gradients_are_parts = False
@@ -138,10 +158,15 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         arguments = keras.saving.deserialize_keras_object(config)
         if arguments.get("steps_per_execution") == 1:  # how "auto" is saved, so that stock Keras can load it
             arguments["steps_per_execution"] = "auto"
-        self.compile(**arguments)
+        self.compile(**arguments, virtual_replicas=VirtualReplicas.read_from(config))
         if self.optimizer is not None and self.built:
             with self._in_scope():
                 self.optimizer.build(self.trainable_variables)
+
+    def get_compile_config(self) -> Any:
+        """See ``keras.Model.get_compile_config``."""
+        config = super().get_compile_config()
+        return config if self.virtual_replicas is None else self.virtual_replicas.noted_in(config)
 
     def compile(
         self,
@@ -154,6 +179,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         steps_per_execution: int | str = "auto",
         jit_compile: bool | str = "auto",
         auto_scale_loss: bool = True,
+        virtual_replicas: VirtualReplicas | int | None = None,
     ) -> None:
         """Configure the model as ``keras.Model.compile`` does, in the scope of its strategy.
 
@@ -170,7 +196,20 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
             jit_compile: True compiles by XLA what one replica computes, where TensorFlow can; else a warning says why
                 not.
             auto_scale_loss: ...
+            virtual_replicas: for how many replicas the run is defined, on as many devices or fewer: a number, or
+                ``VirtualReplicas``. By default as many as the strategy has.
+
+        Raises:
+            StrategyError: the replicas of the strategy cannot carry so many virtual ones evenly.
         """
+        virtual = VirtualReplicas.of(virtual_replicas, self.distribute_strategy)
+        if virtual is not None:
+            if jit_compile is True:
+                warn_once(
+                    f"jit_compile=True: with virtual_replicas={virtual.count} the step runs without XLA, which cannot "
+                    "compile for every number of devices, and computes other numbers."
+                )
+            jit_compile = False
         if self._distribute_strategy is not None and not tf.distribute.has_strategy():
             with self._in_scope():  # what was made for this call, just outside of the scope, belongs inside
                 for thing in tree.flatten([optimizer, metrics, weighted_metrics]):
@@ -189,6 +228,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
                 auto_scale_loss=auto_scale_loss,
             )
         self._steps_per_execution_is_auto = steps_per_execution == "auto"
+        self.virtual_replicas = virtual
         if self._coordinator is not None:
             self._coordinator.close()
             object.__setattr__(self, "_coordinator", None)
@@ -201,6 +241,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         self._batch_spec = spec
         with self._in_scope():
             self._symbolic_build(data_batch=spec)
+        self.seeds.begin()
 
     # What runs inside a step
 
@@ -269,10 +310,13 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         self._stop.request(value)
 
     @contextlib.contextmanager
-    def _feeds(self, paces: list[feed.Pace], callbacks: Any, *, stop: Callable[[], bool]) -> Iterator[None]:
+    def _feeds(
+        self, paces: list[feed.Pace], callbacks: Any, *, stop: Callable[[], bool], trains: bool = False
+    ) -> Iterator[None]:
         made = iter([*paces, *[paces[-1]] * 8])
         workers = workers_of(self.distribute_strategy)
         on_stop = self._stop.agree if workers else lambda: None
+        orders = iter([self.seeds.order_of_next_pass] if trains else [])
 
         def make(distribute_strategy: Any = None, steps_per_execution: int = 1, **arguments: Any) -> feed.Feed:
             new = feed.Feed(
@@ -282,6 +326,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
                 wants_stop=stop,
                 on_stop=on_stop,
                 on_epoch_end=self._settle,
+                order_seed=next(orders, self.seeds.order_of_evaluation),
                 **arguments,
             )
             if isinstance(callbacks, StepCallbacks):
@@ -307,7 +352,8 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
     def _part(self) -> None:
         """Before training goes on in the middle of an accumulation: the first replica holds the sum, the others 0."""
         if not self._gradients_are_parts:
-            self._gradients_are_parts = self.distribute_strategy.num_replicas_in_sync > 1
+            sums_each_batch = self.virtual_replicas is not None and self.virtual_replicas.is_ordered
+            self._gradients_are_parts = self.distribute_strategy.num_replicas_in_sync > 1 and not sums_each_batch
             if self._gradients_are_parts:
                 workers = workers_of(self.distribute_strategy)
                 for optimizer in _accumulating(self):
@@ -320,6 +366,10 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
             self._settle()
         return super().save(*args, **kwargs)
 
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        children = super()._trackable_children(save_type, **kwargs)
+        return {**children, "seeds": self.seeds.in_checkpoint} if save_type == "checkpoint" else children
+
     @classmethod
     def _unpickle_model(cls, file: Any) -> Any:
         """Load what Keras pickles, a `.keras` file (keras/src/saving/keras_saveable.py), in the scope that is entered.
@@ -330,12 +380,23 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
         with keras.saving.custom_object_scope({keras.saving.get_registered_name(cls): cls}):
             model = super()._unpickle_model(file)
-        return model if isinstance(model, Model) else adopt(model, tf.distribute.get_strategy())
+        if isinstance(model, Model):
+            return model
+        adopted = adopt(model, tf.distribute.get_strategy())
+        adopted.seeds.load(_keras.saved_variables(file, "seeds"))
+        adopted.virtual_replicas = VirtualReplicas.read_from_file(file)
+        return adopted
 
     def _pace(self, callbacks: Any, kind: str) -> feed.Pace:
         if not self._steps_per_execution_is_auto:
             return feed.Pace(self.steps_per_execution)
         return feed.Pace(1 if _looks_at_batches(callbacks, kind) else None)
+
+    def _prepare_seeds(self, callbacks: Any) -> None:
+        for callback in tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []:
+            if isinstance(callback, ReplicaSeeds):
+                callback.prepare(self)
+        self.seeds.will_begin()
 
     @_documented_as(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
@@ -343,6 +404,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         check_scope(self, self.distribute_strategy).raise_if_bad()
         call = _FIT.bind(self, *args, **kwargs)
         callbacks = call.arguments.get("callbacks")
+        self._prepare_seeds(callbacks)
         workers = workers_of(self.distribute_strategy)
         verbose = call.arguments.get("verbose", "auto")
         if workers is not None:
@@ -355,7 +417,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         call.arguments["callbacks"] = callbacks
         self._stop.needs_agreement = workers is not None
         try:
-            with self._feeds(paces, callbacks, stop=lambda: self._stop.is_requested):
+            with self._feeds(paces, callbacks, stop=lambda: self._stop.is_requested, trains=True):
                 return super().fit(*call.args[1:], **call.kwargs)
         finally:
             self._stop.needs_agreement = False
@@ -368,6 +430,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         pace = self._pace(callbacks, "test")
         if not isinstance(callbacks, keras.callbacks.CallbackList):  # inside fit it is one, and fit has checked
             check_scope(self, self.distribute_strategy).raise_if_bad()
+            self._prepare_seeds(callbacks)
             workers = workers_of(self.distribute_strategy)
             verbose = call.arguments.get("verbose", "auto") if workers is None or workers.is_chief else 0
             callbacks = StepCallbacks(callbacks, self, verbose=verbose, epochs=1, add_history=False)
@@ -380,6 +443,8 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         """See ``keras.Model.predict``."""
         check_scope(self, self.distribute_strategy).raise_if_bad()
         call = _PREDICT.bind(self, *args, **kwargs)
+        self._prepare_seeds(call.arguments.get("callbacks"))
+        self.seeds.begin()
         workers = workers_of(self.distribute_strategy)
         if workers is not None and not workers.is_chief:
             call.arguments["verbose"] = 0
@@ -459,7 +524,8 @@ def _runner(program: Any) -> Callable[[Any], Any]:
         model = program.model
         if program.kind == "train":
             model._part()
-        if model.run_eagerly and model._loss_degrees is None and program.strategy.num_replicas_in_sync > 1:
+        is_split = program.strategy.num_replicas_in_sync > 1 or model.virtual_replicas is not None
+        if model.run_eagerly and model._loss_degrees is None and is_split:
             try:  # now, because an eager step has its batch when it meets the loss
                 model._find_loss_degrees(model._batch_spec)
             except Exception:  # code that only runs eagerly, and may have no such loss

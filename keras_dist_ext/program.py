@@ -15,7 +15,9 @@ import tensorflow as tf
 from keras_dist_ext import _keras, data
 from keras_dist_ext._keras import tree
 from keras_dist_ext.reduce import shares_memory, sum_over_replicas
+from keras_dist_ext.seeds import generator_without_seed
 from keras_dist_ext.step import ReplicaStep
+from keras_dist_ext.turns import in_turns
 from keras_dist_ext.xla import can_compile, compiled, compiled_step
 
 __all__ = ["PredictProgram", "StepProgram", "concat_outputs"]
@@ -34,10 +36,12 @@ class StepProgram:
         self.kind = kind
         self.strategy: tf.distribute.Strategy = model.distribute_strategy
         self.num_replicas: int = self.strategy.num_replicas_in_sync
-        self._seeds = seeds_in_scope(self.strategy)
+        self._without_seed = generator_without_seed(self.strategy, is_seeded=model.seeds.root is not None)
         self._log_plan: Any = None
         self._pools_results: bool = model.run_eagerly
         self._user_step = getattr(model, f"{kind}_step")
+        virtual = model.virtual_replicas
+        self._num_turns: int = 0 if virtual is None else virtual.num_turns(self.strategy)
         if model.jit_compile and not model.run_eagerly and can_compile(self.strategy):
             self._user_step = compiled_step(model, kind)
         self._plain_logs = not any(
@@ -137,29 +141,47 @@ class StepProgram:
 
         ``cut`` says what the batch is: the "global" one, the rows of this "worker", or "not" to be cut any more.
         """
-        num_replicas = self.num_replicas
-        if num_replicas == 1:
-            rows: Any = 1
-            global_rows: Any = 1
-        elif cut == "global":
-            global_rows = data.num_rows(batch)
-            batch = rows_of_replica(batch, self.strategy)
-            rows = data.num_rows(batch)
-        else:
-            batch = rows_of_replica(batch, self.strategy, of_worker=True) if cut == "worker" else batch
-            rows = data.num_rows(batch)
-            global_rows = self._global_rows(rows, num_replicas, is_even=cut == "not")
-        step = ReplicaStep(self.model, rows, global_rows, pools_results=self._pools_results)
-        _keras.share_global_seed_generator(self._seeds)
-        with _keras.intercept(step):
-            logs = self._user_step(batch)
-            if self._plain_logs:
-                logs = {}
-            if not self._pools_results and _computes_with(step.results, logs):
-                raise ComputesWithResults
-            extra = step.finish(logs)
-        self._log_plan = tree.map_structure(lambda leaf: step.results.get(id(leaf), (_VALUE, None))[0], logs)
+        options = {"pools_results": self._pools_results, "without_seed": self._without_seed}
+        with _keras.draws_without_seed(self._without_seed):
+            if self._num_turns:
+                parts, global_rows = self._cut(batch, cut, self._num_turns)
+                self._log_plan, extra = in_turns(
+                    self.model.virtual_replicas, self.model, parts, global_rows, self._step_of_replica, **options
+                )
+                return extra
+            if self.num_replicas == 1:
+                rows: Any = 1
+                global_rows = 1
+            else:
+                (batch,), global_rows = self._cut(batch, cut)
+                rows = data.num_rows(batch)
+            step = ReplicaStep(self.model, rows, global_rows, **options)
+            with _keras.intercept(step):
+                self._log_plan, extra = self._step_of_replica(step, batch)
         return extra
+
+    def _step_of_replica(self, step: ReplicaStep, batch: Any) -> tuple[Any, list[tf.Tensor]]:
+        """Run the user's step; return what its logs are, and its part of those that no metric holds."""
+        logs = self._user_step(batch)
+        if self._plain_logs:
+            logs = {}
+        if not self._pools_results and _computes_with(step.results, logs):
+            raise ComputesWithResults
+        extra = step.finish(logs)
+        return tree.map_structure(lambda leaf: step.results.get(id(leaf), (_VALUE, None))[0], logs), extra
+
+    def _cut(self, batch: Any, cut: str, num_parts: int = 1) -> tuple[list[Any], int | tf.Tensor]:
+        """Cut this replica's rows out of a batch, in as many parts, and count those of the global batch."""
+        parts = [
+            data.replica_rows(batch, part, num_parts)
+            if cut == "not"
+            else rows_of_replica(batch, self.strategy, of_worker=cut == "worker", part=part, num_parts=num_parts)
+            for part in range(num_parts)
+        ]
+        if cut == "global":
+            return parts, data.num_rows(batch)
+        rows = data.num_rows(batch) if cut == "not" else sum(data.num_rows(part) for part in parts)
+        return parts, self._global_rows(rows, self.num_replicas, is_even=cut == "not")
 
     def _global_rows(self, rows: int | tf.Tensor, num_replicas: int, *, is_even: bool) -> int | tf.Tensor:
         if is_even and isinstance(rows, int) and not tf.executing_eagerly():
@@ -234,22 +256,16 @@ def _computes_with(results: dict[int, tuple[Any, Any]], logs: Any) -> bool:
     return False
 
 
-def seeds_in_scope(strategy: tf.distribute.Strategy) -> Any:
-    """The generator behind ``seed=None``; where replicas share it, made in their scope if there is none yet."""
-    if strategy.num_replicas_in_sync == 1 or tf.distribute.has_strategy():
-        return _keras.global_seed_generator()
-    with strategy.scope():
-        return _keras.global_seed_generator()
-
-
-def rows_of_replica(batch: Any, strategy: tf.distribute.Strategy, *, of_worker: bool = False) -> Any:
-    """Cut this replica's rows out of the global batch, or out of those of its worker."""
+def rows_of_replica(
+    batch: Any, strategy: tf.distribute.Strategy, *, of_worker: bool = False, part: int = 0, num_parts: int = 1
+) -> Any:
+    """Cut this replica's rows, or one of several parts of them, out of the global batch, or out of its worker's."""
     replica, num_replicas = _keras.replica_id(), strategy.num_replicas_in_sync
     if of_worker:
         num_replicas = len(strategy.extended.worker_devices)
         replica = replica % num_replicas
     with tf.device("/device:CPU:0"):
-        return data.replica_rows(batch, replica, num_replicas)
+        return data.replica_rows(batch, replica * num_parts + part, num_replicas * num_parts)
 
 
 _VALUE = object()  # in a log plan: a leaf that no metric holds
@@ -309,7 +325,7 @@ class PredictProgram:
         if model.jit_compile and not model.run_eagerly and can_compile(self.strategy):
             step = compiled(step)
         self._step = step
-        self._seeds = seeds_in_scope(self.strategy)
+        self._without_seed = generator_without_seed(self.strategy, is_seeded=model.seeds.root is not None)
         self._on_batch = (
             self._one if model.run_eagerly else tf.function(self._one, autograph=False, reduce_retracing=True)
         )
@@ -338,8 +354,8 @@ class PredictProgram:
     def _replica(self, batch: Any, cut: str) -> Any:
         if cut != "not":
             batch = rows_of_replica(batch, self.strategy, of_worker=cut == "worker")
-        _keras.share_global_seed_generator(self._seeds)
-        with _keras.intercept(ReplicaStep(self.model, 1, self.strategy.num_replicas_in_sync)):
+        step = ReplicaStep(self.model, 1, self.strategy.num_replicas_in_sync, without_seed=self._without_seed)
+        with _keras.intercept(step), _keras.draws_without_seed(self._without_seed):
             return self._step(batch)
 
 

@@ -12,7 +12,17 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras
 
-__all__ = ["keep_first_part", "parts_of", "shares_memory", "sum_over_replicas", "sum_parts", "times"]
+__all__ = [
+    "OrderedSum",
+    "PlainSum",
+    "apart",
+    "keep_first_part",
+    "parts_of",
+    "shares_memory",
+    "sum_over_replicas",
+    "sum_parts",
+    "times",
+]
 
 
 def sum_over_replicas(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:
@@ -49,6 +59,153 @@ def _add(parts: Sequence[Any]) -> Any:
         values = tf.concat([part.values for part in parts], 0)
         return tf.IndexedSlices(values, tf.concat([part.indices for part in parts], 0), parts[0].dense_shape)
     return tf.add_n([tf.convert_to_tensor(part) for part in parts])
+
+
+class PlainSum:
+    """The sum of a replica's terms, added up as they come, then that over replicas.
+
+    Attributes:
+        values: the sum so far.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+
+    def add(self, term: int, values: Sequence[Any]) -> None:
+        """Add a term: one value for each of the sum's."""
+        values = list(values)
+        self.values = [_add(pair) for pair in zip(self.values, values, strict=True)] if self.values else values
+
+    def over_replicas(self) -> list[Any]:
+        """Return the sum of all replicas' terms, in replica context."""
+        context = tf.distribute.get_replica_context()
+        if context.num_replicas_in_sync == 1 or not self.values:
+            return self.values
+        return list(context.merge_call(sum_over_replicas, args=(self.values,)))
+
+
+class OrderedSum:
+    """A sum whose bits depend on its terms alone, not on how many replicas have added them up.
+
+    Additions are those of one binary tree over the terms 0 ... V - 1, padded to a power of two. A replica has a block
+    of neighbouring terms and makes the additions of the tree that lie in it; the nodes that are left are gathered, and
+    every replica makes the other additions alike. Sparse terms are listed in order.
+
+    Args:
+        num_terms: V.
+    """
+
+    def __init__(self, num_terms: int) -> None:
+        self._num_terms = num_terms
+        self._nodes: dict[tuple[int, int], list[Any]] = {}  # (first term, terms below it in the padded tree) -> sums
+
+    @property
+    def values(self) -> list[Any]:
+        """What has been added up so far, where the order does not matter."""
+        flat = PlainSum()
+        for values in self._in_order():
+            flat.add(0, values)
+        return flat.values
+
+    def _in_order(self) -> list[list[Any]]:
+        return [self._nodes[node] for node in sorted(self._nodes)]
+
+    def add(self, term: int, values: Sequence[Any]) -> None:
+        """Add a term: one value for each of the sum's."""
+        self._place(term, 1, [apart(value) for value in values])
+
+    def _place(self, first: int, size: int, values: list[Any]) -> None:
+        while size < self._num_terms:
+            sibling = first ^ size
+            if sibling < self._num_terms:
+                other = self._nodes.pop((sibling, size), None)
+                if other is None:
+                    break
+                pairs = zip(values, other, strict=True) if first < sibling else zip(other, values, strict=True)
+                values = [apart(_add(pair)) for pair in pairs]
+            first, size = min(first, sibling), 2 * size
+        self._nodes[first, size] = values
+
+    def over_replicas(self) -> list[Any]:
+        """Return the sum of all replicas' terms, in replica context."""
+        context = tf.distribute.get_replica_context()
+        nodes = self._in_order()
+        if context.num_replicas_in_sync == 1 or not nodes[0]:
+            return self._total()
+        is_sparse = [isinstance(value, tf.IndexedSlices) for value in nodes[0]]
+        sparse = [_add([node[place] for node in nodes]) for place, is_one in enumerate(is_sparse) if is_one]
+        lists = iter(context.merge_call(sum_over_replicas, args=(sparse,)) if sparse else [])
+        dense = [place for place, is_one in enumerate(is_sparse) if not is_one]
+        sums = iter(self._dense_over_replicas(context, dense) if dense else [])
+        return [next(lists) if is_one else next(sums) for is_one in is_sparse]
+
+    def _dense_over_replicas(self, context: tf.distribute.ReplicaContext, places: Sequence[int]) -> list[Any]:
+        num_replicas: int = context.num_replicas_in_sync
+        blocks = [self._nodes_of_block(replica, num_replicas) for replica in range(num_replicas)]
+        own = [[node[place] for place in places] for node in self._in_order()]
+        own += own[-1:] * (max(map(len, blocks)) - len(own))  # all gather as many; what is too many is not read
+
+        def finish(by_replica: list[list[list[Any]]]) -> list[Any]:
+            whole = OrderedSum(self._num_terms)
+            for nodes, lists in zip(blocks, by_replica, strict=True):
+                for node, values in zip(nodes, lists, strict=False):
+                    whole._place(*node, values)
+            return whole._total()
+
+        def finish_in_memory(strategy: tf.distribute.Strategy, own: list[list[Any]]) -> list[Any]:
+            parts = [[parts_of(strategy, value) for value in values] for values in own]
+            return finish([[[p[replica] for p in values] for values in parts] for replica in range(num_replicas)])
+
+        if shares_memory(context.strategy):
+            return list(context.merge_call(finish_in_memory, args=(own,)))
+        return finish(_gathered(context, own))
+
+    def _total(self) -> list[Any]:
+        ((_, total),) = self._nodes.items()
+        return total
+
+    def _nodes_of_block(self, replica: int, num_replicas: int) -> list[tuple[int, int]]:
+        block = OrderedSum(self._num_terms)
+        for term in range(replica * self._num_terms // num_replicas, (replica + 1) * self._num_terms // num_replicas):
+            block._place(term, 1, [])
+        return sorted(block._nodes)
+
+
+def apart(value: Any) -> Any:
+    """Keep what computes a value apart from what uses it, by an op that copies nothing.
+
+    Grappler's arithmetic optimizer makes one AddN of a tree of additions, and takes common factors out of them
+    (tensorflow/core/grappler/optimizers/arithmetic_optimizer.cc), which changes the rounding. It does not look through
+    this op. Neither does oneDNN's graph pass, which merges ops on one device that it leaves alone where a value comes
+    from another (common_runtime/mkl_layout_pass.cc).
+    """
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(apart(value.values), value.indices, value.dense_shape)
+    if isinstance(value, tf.SparseTensor | tf.RaggedTensor):
+        return tf.identity(value)
+    value = tf.convert_to_tensor(value)
+    return tf.ensure_shape(value, value.shape)
+
+
+def _gathered(context: tf.distribute.ReplicaContext, own: list[list[Any]]) -> list[list[list[Any]]]:
+    """Give every replica the lists of all replicas by collectives, one for each dtype: [replicas][lists][values]."""
+    everyones = [[list(values) for values in own] for _ in range(context.num_replicas_in_sync)]
+    by_dtype: dict[tf.DType, list[int]] = {}
+    for place, value in enumerate(own[0]):
+        by_dtype.setdefault(value.dtype, []).append(place)
+    for dtype, places in by_dtype.items():
+        wide = {tf.bfloat16: tf.float32, tf.float16: tf.float32}.get(dtype, dtype)
+        packed = tf.stack([tf.concat([tf.reshape(values[p], [-1]) for p in places], 0) for values in own])
+        rows = tf.unstack(
+            tf.cast(context.all_gather(tf.cast(packed, wide), axis=0), dtype), num=len(everyones) * len(own)
+        )
+        shapes = [tf.shape(own[0][p]) for p in places]
+        sizes = [tf.reduce_prod(shape) for shape in shapes]
+        for i, row in enumerate(rows):
+            values = everyones[i // len(own)][i % len(own)]
+            for place, flat, shape in zip(places, tf.split(row, sizes, num=len(places)), shapes, strict=True):
+                values[place] = tf.reshape(flat, shape)
+    return everyones
 
 
 def times(value: Any, factor: float | tf.Tensor) -> Any:

@@ -24,8 +24,18 @@ from keras_dist_ext._keras import (
     strategy_of_variable,
 )
 from keras_dist_ext.errors import ScopeError
+from keras_dist_ext.wording import counted
 
-__all__ = ["check_scope", "ScopeReport", "ScopeEntry", "Role", "describe_strategy"]
+__all__ = [
+    "check_scope",
+    "ScopeReport",
+    "ScopeEntry",
+    "Role",
+    "describe_strategy",
+    "optimizers",
+    "raw_variables",
+    "move_into_scope",
+]
 
 Role = Literal[
     "model", "trainable", "non-trainable", "tf.Variable", "seed", "optimizer", "optimizer variable", "metric variable"
@@ -142,17 +152,13 @@ def describe_strategy(strategy: tf.distribute.Strategy | None) -> str:
     if name == "ParameterServerStrategy":
         tasks = num_tasks(strategy)
         return (
-            f"{name} ({_counted(tasks.get('worker', 0), 'worker')}, {_counted(tasks.get('ps', 0), 'parameter server')})"
+            f"{name} ({counted(tasks.get('worker', 0), 'worker')}, {counted(tasks.get('ps', 0), 'parameter server')})"
         )
-    sizes = [_counted(strategy.num_replicas_in_sync, "replica")]
+    sizes = [counted(strategy.num_replicas_in_sync, "replica")]
     if name == "MultiWorkerMirroredStrategy":
         tasks = num_tasks(strategy)
-        sizes.insert(0, _counted(max(1, tasks.get("worker", 0) + tasks.get("chief", 0)), "worker"))
+        sizes.insert(0, counted(max(1, tasks.get("worker", 0) + tasks.get("chief", 0)), "worker"))
     return f"{name} ({', '.join(sizes)})"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 _NOUNS: dict[Role, tuple[str, str]] = {
@@ -268,7 +274,8 @@ def _optimizer_parts(optimizer: Any) -> Iterator[tuple[str, Role, Any, tf.distri
 
 def raw_variables(layer: Any) -> Iterator[tuple[str, Any]]:
     """`tf.Variable`s that a layer holds as attributes, in containers, `tf.Module`s and `tf.random.Generator`s."""
-    pending: list[tuple[str, Any]] = [(name, value) for name, value in vars(layer).items() if not name.startswith("_")]
+    # TensorFlow's own list of what it tracks (tensorflow/python/trackable/base.py) would name them again.
+    pending: list[tuple[str, Any]] = [(k, v) for k, v in vars(layer).items() if not k.startswith("_self_")]
     while pending:
         name, value = pending.pop(0)
         if isinstance(value, keras.Variable | keras.Layer | keras.Metric | keras.optimizers.Optimizer):
@@ -298,7 +305,8 @@ def move_into_scope(thing: Any) -> None:
     inner = getattr(thing, "inner_optimizer", None)
     if inner is not None:
         move_into_scope(inner)
-    variables = list(thing._variables) if isinstance(thing, keras.optimizers.Optimizer) else list(thing.variables)
+    of_inner = {id(v) for v in inner.variables} if inner is not None else set()
+    variables = [v for v in thing.variables if id(v) not in of_inner]
     is_used = getattr(thing, "built", False) and isinstance(thing, keras.optimizers.Optimizer)
     if is_used or any(strategy_of_variable(v) is not None for v in variables):
         return

@@ -23,6 +23,8 @@ import tensorflow as tf
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
 from keras_dist_ext.reduce import parts_of, shares_memory, sum_over_replicas, times
+from keras_dist_ext.seeds import fold_in, replica_offset
+from keras_dist_ext.xla import draw_as_uncompiled, warn_once
 
 __all__ = ["CannotCompile", "PassThrough", "ReplicaStep", "UnbuiltOptimizer", "UnknownLossDegrees"]
 
@@ -56,10 +58,17 @@ class ReplicaStep:
         global_rows: N, an int where static.
         pools_results: whether the results of metrics inside the step are those of all replicas, because the step
             computes with them.
+        without_seed: the generator behind ``seed=None``.
     """
 
     def __init__(
-        self, model: Any, rows: int | tf.Tensor, global_rows: int | tf.Tensor, *, pools_results: bool = False
+        self,
+        model: Any,
+        rows: int | tf.Tensor,
+        global_rows: int | tf.Tensor,
+        *,
+        pools_results: bool = False,
+        without_seed: Any = None,
     ) -> None:
         context = tf.distribute.get_replica_context()
         self.model = model
@@ -74,6 +83,9 @@ class ReplicaStep:
         self._can_be_empty = not (isinstance(rows, int) and rows > 0)
         self._scaled: set[int] = set()
         self._assigned: dict[int, Any] = {}
+        self._seeds: Any = getattr(model, "seeds", None)
+        self._generator_without_seed = without_seed
+        self._num_ops = 0
 
     # Shares
 
@@ -98,7 +110,18 @@ class ReplicaStep:
             return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(values)))
         if _keras.in_xla():
             raise CannotCompile
-        return list(context.merge_call(sum_over_replicas, args=(list(values),)))
+        with _keras.kept_losses(self.model):  # of the layers, which the other replicas call meanwhile
+            return list(context.merge_call(sum_over_replicas, args=(list(values),)))
+
+    @property
+    def replica_id(self) -> Any:
+        """The replica's number over all workers: an int but on TPUs."""
+        return _keras.replica_id()
+
+    @property
+    def sums_in_layers(self) -> bool:
+        """Whether sums inside of a layer are ours to make."""
+        return self.num_replicas > 1 and shares_memory(self.strategy)
 
     # What Keras asks (_keras.Step)
 
@@ -164,35 +187,51 @@ class ReplicaStep:
         if self.num_replicas == 1:
             with _keras.intercept(None):
                 return original(grads, variables)
+        self.build(optimizer, variables)
+        gradients, states, values = self.contribution(optimizer, grads)
+        trained = [v for g, v in zip(grads, variables, strict=True) if g is not None]
+        gradients, values = self.reduce(optimizer, trained, gradients, values)
+        self.agree(states, values)
+        self.update(grads, gradients, variables, original)
+        return None
+
+    def build(self, optimizer: Any, variables: list[Any]) -> None:
+        """Make the variables of an optimizer that has none yet."""
         if not optimizer.built:
             if not tf.executing_eagerly():
                 raise UnbuiltOptimizer(functools.partial(optimizer.build, variables))
             with _keras.intercept(None):
                 optimizer.build(variables)
+
+    def contribution(self, optimizer: Any, grads: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return what this replica adds to the sums: its gradients that are there, and state assigned, with values."""
         present = [g for g in grads if g is not None]
         if id(optimizer) not in self._scaled:
             present = [times(g, self.share) for g in present]
         self._scaled.discard(id(optimizer))
-        present = self._zero_if_empty(present)
-        states, state_values = self._assigned_state()
-        accumulation = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps
-        if accumulation:
-            summed_state = self.sum_over_replicas(state_values) if states else []
-            present = self._accumulate(
-                optimizer, present, [v for g, v in zip(grads, variables, strict=True) if g is not None]
-            )
-        else:
-            summed = self.sum_over_replicas(present + state_values)
-            present, summed_state = summed[: len(present)], summed[len(present) :]
-        self._agree(states, summed_state)
-        reduced = iter(present)
-        if self._is_on_tpu:
-            update: Any = _keras.intercept(PassThrough(of_worker=False))
+        return self._zero_if_empty(present), *self.assigned_state()
+
+    def reduce(
+        self, optimizer: Any, variables: list[Any], grads: list[Any], values: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Sum gradients and values over replicas."""
+        if getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps:
+            values = self.sum_over_replicas(values) if values else []
+            return self._accumulate(optimizer, grads, variables), values
+        summed = self.sum_over_replicas(grads + values)
+        return summed[: len(grads)], summed[len(grads) :]
+
+    def update(self, grads: list[Any], reduced: list[Any], variables: list[Any], original: Callable[..., None]) -> None:
+        """Let every replica run the optimizer on its own copies."""
+        if self.num_replicas == 1:
+            update: Any = _keras.intercept(None)
+        elif self._is_on_tpu:
+            update = _keras.intercept(PassThrough(of_worker=False))
         else:
             update = _keras.local_updates(self.strategy, _LocalUpdate())
+        rest = iter(reduced)
         with update:
-            original([None if g is None else next(reduced) for g in grads], variables)
-        return None
+            original([None if g is None else next(rest) for g in grads], variables)
 
     def _accumulate(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
         """Sum over replicas at the last micro-batch of an accumulation only; before it, keep each replica's own.
@@ -259,13 +298,15 @@ class ReplicaStep:
             for d, v in zip(dense, values, strict=True)
         ]
 
-    def _assigned_state(self) -> tuple[list[Any], list[Any]]:
+    def assigned_state(self) -> tuple[list[Any], list[Any]]:
+        """Return the variables assigned since this was asked last, and what this replica adds to their mean."""
         variables = list(self._assigned.values())
         self._assigned.clear()
         values = [times(tf.convert_to_tensor(_keras.local_component(v)), self.share) for v in variables]
         return variables, self._zero_if_empty(values)
 
-    def _agree(self, variables: list[Any], values: list[Any]) -> None:
+    def agree(self, variables: list[Any], values: list[Any]) -> None:
+        """Assign what the replicas have agreed on."""
         for variable, value in zip(variables, values, strict=True):
             local = _keras.local_component(variable)
             local.assign(tf.cast(value, local.dtype))
@@ -274,25 +315,56 @@ class ReplicaStep:
         """Leave gradients alone: ``apply`` sums them."""
         return grads_and_vars
 
-    def next_seed(self, seed: tf.Tensor) -> tf.Tensor:
-        """Give each replica a stream of its own; the first replica's is that of one device.
-
-        Keras takes seeds modulo 2**31 - 2. A step of the golden ratio in that ring meets no number twice, whatever the
-        number of replicas.
-        """
-        replica = _keras.replica_id()
+    def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
+        """Give each replica a stream of its own; the first replica's is that of one device (see ``seeds``)."""
+        seeds = self._seeds
+        if seeds is not None and generator is self._generator_without_seed:
+            seeds.uses_global = True
+            ordered = ordered or seeds.root is not None
+        state = original(ordered)
+        replica = self.replica_id
         if self.num_replicas == 1 or (isinstance(replica, int) and replica == 0):
-            return seed
-        first, counter = tf.unstack(tf.cast(seed, tf.int64))
-        first = (first + tf.cast(replica, tf.int64) * 0x9E3779B1) % (2**31 - 2)
-        return tf.cast(tf.stack([first, counter]), seed.dtype)
+            return state
+        return state + tf.cast(replica_offset(replica), state.dtype)
+
+    def op_seeds(self, op_seed: Any, original: Callable[[Any], Any]) -> Any:
+        """Seed a ``tf.random`` op: by its place in the step from the global seed, else apart from other replicas'."""
+        replica = self.replica_id
+        if not isinstance(replica, int):
+            return original(op_seed)  # one trace for all replicas of a TPU
+        if op_seed is None and self._seeds is not None and self._seeds.root is not None:
+            self._num_ops += 1
+            number = fold_in(self._seeds.root + replica, "tf.random", replica, self._num_ops)
+            return number % 2**31, number >> 31
+        first, second = original(op_seed)
+        if replica == 0 or first is None:
+            return first, second
+        offset = replica_offset(replica)
+        return (first + int(offset[0])) % 2**31, (second + int(offset[1])) % 2**31
+
+    def constant_seed(self, seed: int) -> None:
+        """Warn that an integer as a seed gives every replica the same numbers."""
+        is_seeded = self._seeds is not None and self._seeds.root is not None
+        is_initializer = tf.executing_eagerly()  # it runs outside of the graph, and all replicas want its numbers
+        if self.num_replicas > 1 and not is_seeded and not is_initializer:
+            warn_once(
+                f"keras.random was called with seed={seed} in a step: an integer is a constant, so every replica draws "
+                "the same numbers, at every step. Pass a keras.random.SeedGenerator instead; or, if that is what you "
+                "want, say so by the callback ReplicaSeeds(seed)."
+            )
+
+    def compiled_draw(self, kind: str, shape: Any, dtype: tf.DType, **key: Any) -> Any:
+        """Under XLA and a global seed, draw the numbers that are drawn without XLA."""
+        if self._seeds is None or self._seeds.root is None or not _keras.in_xla():
+            return None
+        return draw_as_uncompiled(kind, shape, dtype, **key)
 
     def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
         """All-reduce inside a layer by plain additions where replicas share memory, else as TensorFlow does.
 
         TensorFlow's collectives of several strategies in a process take each other's keys (tensorflow#62790).
         """
-        if self.num_replicas == 1 or not shares_memory(self.strategy):
+        if not self.sums_in_layers:
             with _keras.intercept(None):
                 return original(reduce_op, value)
         factor = 1.0
@@ -315,11 +387,14 @@ class ReplicaStep:
     def note_result(self, metric: Any, value: Any) -> Any:
         """Remember that ``value`` is the result of ``metric``, to compute it from the pooled state instead."""
         if self._pools_results and self.num_replicas > 1:
-            return self._pooled_result(metric)
+            return self.pooled_result(metric)
         self.results[id(value)] = (metric, value)
         return value
 
-    def _pooled_result(self, metric: Any) -> Any:
+    def pooled_result(self, metric: Any) -> Any:
+        """Compute a metric's result from the state of all replicas."""
+        if self.num_replicas == 1:
+            return type(metric).result(metric)
         variables = [v for v in metric.variables if _keras.is_sync_on_read(v)]
         states = [_as_float(_keras.local_component(v)) for v in variables]
         sums = self.sum_over_replicas(states)
@@ -329,9 +404,9 @@ class ReplicaStep:
 
     def finish(self, logs: Any) -> list[tf.Tensor]:
         """Agree on what is left, and return the leaves of the logs that are not results of metrics."""
-        states, values = self._assigned_state()
+        states, values = self.assigned_state()
         if states:
-            self._agree(states, self.sum_over_replicas(values))
+            self.agree(states, self.sum_over_replicas(values))
         local = [leaf for leaf in tree.flatten(logs) if id(leaf) not in self.results]
         if self.num_replicas == 1:
             return [tf.convert_to_tensor(leaf) for leaf in local]
@@ -368,9 +443,19 @@ class PassThrough:
         """Leave gradients alone."""
         return grads_and_vars
 
-    def next_seed(self, seed: tf.Tensor) -> tf.Tensor:
+    def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
         """Draw what Keras draws."""
-        return seed
+        return original(ordered)
+
+    def op_seeds(self, op_seed: Any, original: Callable[[Any], Any]) -> Any:
+        """Seed as TensorFlow does."""
+        return original(op_seed)
+
+    def constant_seed(self, seed: int) -> None:
+        """Take a constant as it is."""
+
+    def compiled_draw(self, kind: str, shape: Any, dtype: tf.DType, **key: Any) -> Any:
+        """Draw what TensorFlow draws."""
 
     def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
         """Reduce as TensorFlow does."""

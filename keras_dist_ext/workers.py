@@ -92,7 +92,7 @@ class Workers:
         batches that differ, or by ``Dataset.shard`` with an index that differs.
         """
         seed = int(self.chief_says([random.randrange(2**31)])[0])
-        random.seed(seed)  # Keras shuffles PyDatasets with Python's generator
+        _keras.order_py_datasets_by(seed)
         if not isinstance(dataset, tf.data.Dataset):
             return dataset, False, seed
         graph = _keras.dataset_graph(dataset)
@@ -101,7 +101,7 @@ class Workers:
             return dataset, True, seed
         if dataset.options().experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF:
             return dataset, not self.all_equal(_checksum(next(iter(dataset), None))), seed
-        return (dataset if graph is None else _keras.with_shuffle_seeds(dataset, graph, seed)), False, seed
+        return (dataset if graph is None else _keras.with_seeds(dataset, graph, seed)), False, seed
 
 
 def _checksum(batch: Any) -> int:
@@ -140,7 +140,9 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
         )
         if restored:  # by a callback of the chief, such as BackupAndRestore
             model._initial_epoch = int(initial_epoch)
-            self._workers.share_state([*model.weights, *model.optimizer.variables])
+            generators = [generator.state for generator in model.seeds.generators(with_global=True)]
+            self._workers.share_state([*model.weights, *model.optimizer.variables, *generators])
+            model.seeds.load({"run": self._workers.chief_says(model.seeds.run)})
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """End training on all workers where one has asked for it."""

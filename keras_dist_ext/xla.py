@@ -8,11 +8,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext import _keras, data
 
-__all__ = ["can_compile", "compiled", "compiled_step"]
+__all__ = ["can_compile", "compiled", "compiled_step", "draw_as_uncompiled", "warn_once"]
 
 
 def can_compile(strategy: tf.distribute.Strategy) -> bool:
@@ -27,14 +28,15 @@ def can_compile(strategy: tf.distribute.Strategy) -> bool:
     devices = strategy.extended.worker_devices
     if len(devices) == 1 or all("GPU" in device for device in devices):
         return True
-    _warn_once(
+    warn_once(
         f"jit_compile=True: XLA cannot compile for {len(devices)} replicas that are CPUs of one process; the step runs "
         "without XLA."
     )
     return False
 
 
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Warn of something once in a process."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, stacklevel=2)
@@ -54,7 +56,7 @@ def compiled_step(model: Any, kind: str) -> Callable[[Any], Any]:
     if num_replicas == 1:
         return compiled(getattr(model, name))
     if _keras.overrides(model, name):
-        _warn_once(
+        warn_once(
             f"jit_compile=True: '{model.name}' has a {name} of its own, and XLA cannot compile the reductions over "
             f"{num_replicas} replicas in it; the step runs without XLA."
         )
@@ -91,3 +93,42 @@ def _test(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
 
 
 _STEPS = {"train": _train, "test": _test}
+
+
+def draw_as_uncompiled(kind: str, shape: Any, dtype: tf.DType, **key: Any) -> Any:
+    """Draw under XLA what TensorFlow draws without it, or None where that is not known how.
+
+    Both take the same random bits. TensorFlow makes a float of the lowest bits (lib/random/random_distributions.h),
+    XLA of the highest, and by another formula for normal numbers.
+
+    Args:
+        kind: "uniform", in [0, 1), or "normal", equal to rounding.
+        shape: of the result.
+        dtype: of the result; float64 and truncated normals are not covered.
+        key: ``key``, ``counter`` and ``alg`` of the op.
+    """
+    if dtype not in _MANTISSA or (kind == "normal" and not isinstance(tf.get_static_value(shape), np.ndarray)):
+        return None
+    if kind == "uniform":
+        bits = tf.raw_ops.StatelessRandomUniformFullIntV2(shape=shape, dtype=tf.uint32, **key)
+        return _as_float(bits, dtype)
+    static = [int(n) for n in tf.get_static_value(shape)]
+    num_pairs = (int(np.prod(static)) + 1) // 2
+    bits = tf.raw_ops.StatelessRandomUniformFullIntV2(shape=[num_pairs, 2], dtype=tf.uint32, **key)
+    uniform = _as_float(bits, tf.float32)
+    radius = tf.sqrt(-2.0 * tf.math.log(tf.maximum(uniform[:, 0], 1e-7)))
+    angle = 2.0 * np.float32(np.pi) * uniform[:, 1]
+    pairs = tf.stack([tf.sin(angle) * radius, tf.cos(angle) * radius], axis=1)
+    return tf.cast(tf.reshape(tf.reshape(pairs, [-1])[: int(np.prod(static))], static), dtype)
+
+
+# Bits of the mantissa, and the integer type that holds the whole.
+_MANTISSA = {tf.float32: (23, tf.uint32), tf.float16: (10, tf.uint16), tf.bfloat16: (7, tf.uint16)}
+
+
+def _as_float(bits: Any, dtype: tf.DType) -> Any:
+    """Make of the lowest bits a float from 1 to 2, less 1."""
+    num_bits, holder = _MANTISSA[dtype]
+    mantissa = tf.cast(tf.bitwise.bitwise_and(bits, tf.constant(2**num_bits - 1, tf.uint32)), holder)
+    one = tf.bitcast(tf.constant(1.0, dtype), holder)
+    return tf.bitcast(tf.bitwise.bitwise_or(mantissa, one), dtype) - tf.constant(1.0, dtype)

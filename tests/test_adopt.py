@@ -322,15 +322,17 @@ def test_tf_variables_that_a_layer_holds_are_taken_over(mirrored):
     class Counts(keras.Layer):
         def __init__(self, **kwargs):
             super().__init__(**kwargs)
-            self.seen = tf.Variable(0)
+            self.seen, self._last = tf.Variable(0), [tf.Variable("")]
 
         def call(self, x):
             return x
 
     net = keras.Sequential([keras.Input((3,)), Counts(), keras.layers.Dense(1)])
     net.layers[0].seen.assign(7)
+    net.layers[0]._last[0].assign("a word")
     twin = adopt(net, mirrored)
     assert twin.layers[0].seen.numpy() == 7
+    assert twin.layers[0]._last[0].numpy() == b"a word"
     kde.check_scope(twin, mirrored).raise_if_bad()
 
 
@@ -421,6 +423,16 @@ def test_classes_that_nobody_registered_are_found(mirrored):
 
     net = keras.Sequential([keras.Input((3,)), Scale(Shifted()), keras.layers.Dense(1)])
     assert_equal(net, adopt(net, mirrored))
+
+
+def test_an_own_class_from_a_module_whose_name_begins_with_keras_is_found(mirrored):
+    class Doubled(keras.Layer):
+        def call(self, x):
+            return x * 2
+
+    Doubled.__module__ = "keras_of_mine"
+    net = keras.Sequential([keras.Input((4, 3)), keras.layers.TimeDistributed(Doubled()), keras.layers.Flatten()])
+    assert type(adopt(net, mirrored).layers[0].layer) is Doubled
 
 
 # What was compiled
@@ -626,9 +638,7 @@ def test_a_config_that_gives_other_weights_is_refused_by_their_names(mirrored):
             return {"width": 5}
 
     message = refused(called(Forgetful(2, name="net")), mirrored)
-    assert "has the weights kernel (3, 2), bias (2,), and what its config and build config make has kernel (3, 5)" in (
-        message
-    )
+    assert "has the weights kernel (3, 2), bias (2,), and what its config makes has kernel (3, 5)" in message
 
 
 def test_a_config_that_forgets_an_argument_is_refused(mirrored):
@@ -691,6 +701,24 @@ def test_layers_that_are_attached_beside_the_graph_are_refused(mirrored):
     )
 
 
+def test_a_tf_variable_that_nothing_makes_again_is_refused(mirrored):
+    net = make_sequential()
+    net.layers[0].steps, net.layers[0].table = tf.Variable(7), tf.Variable([[1.0]])
+    assert (
+        "'dense' (Dense) has the tf.Variables steps (), table (1, 1), and what its config makes has none. "
+        "Make them in its constructor or in `build`."
+    ) in refused(net, mirrored).replace(net.layers[0].name, "dense")
+
+
+def test_an_optimizer_that_nothing_makes_again_is_refused(mirrored):
+    net = make_sequential()
+    net.compile("adam", "mse")
+    net.other_optimizer = keras.optimizers.SGD(name="other")
+    assert (
+        "its optimizer 'other' is the attribute other_optimizer, which neither its constructor nor its `compile` makes."
+    ) in refused(net, mirrored)
+
+
 def test_an_optimizer_of_other_variables_is_refused(mirrored):
     net = make_sequential()
     net.compile(keras.optimizers.Adam(name="adam"), "mse")
@@ -750,6 +778,16 @@ def test_a_clone_lives_in_the_scope_that_is_entered_or_with_its_model(mirrored, 
     with strategies.get("mirrored3").scope():
         assert kde.check_scope(clone_model(net), strategies.get("mirrored3")).ok
     assert kde.check_scope(clone_model(make_sequential()), None).ok
+
+
+@pytest.mark.parametrize("make", [make_sequential, make_functional])
+def test_keras_own_clone_is_a_stock_sequential_or_a_functional_model_of_ours(make):
+    ours = make({make_sequential: kde.Sequential, make_functional: kde.Model}[make])
+    assert type(clone_model(ours)) is type(ours)
+    # Should Keras begin to keep the class of a Sequential, what `kde.clone_model` says of it must go.
+    assert (
+        type(keras.models.clone_model(ours)) is {make_sequential: keras.Sequential, make_functional: Functional}[make]
+    )
 
 
 def test_an_unbuilt_model_can_be_cloned(mirrored):

@@ -129,15 +129,15 @@ def test_the_signature_and_help_of_a_loop_are_those_of_keras(name):
     assert pydoc.render_doc(ours).count("batch_size") > 2
 
 
-def test_the_signature_of_compile_differs_by_its_default_of_steps_per_execution():
+def test_the_signature_of_compile_differs_by_virtual_replicas_and_the_default_of_steps_per_execution():
     ours, theirs = (inspect.signature(lib.Model.compile).parameters for lib in (kde, keras))
-    assert list(ours) == list(theirs)
-    assert [name for name in ours if ours[name].default != theirs[name].default] == ["steps_per_execution"]
+    assert list(ours) == [*theirs, "virtual_replicas"]
+    assert [name for name in theirs if ours[name].default != theirs[name].default] == ["steps_per_execution"]
 
 
-def test_the_signature_of_a_subclass_is_its_own_with_a_strategy():
-    assert str(inspect.signature(Net)) == "(units, activation='tanh', *, strategy=None, **kwargs)"
-    assert "Net(units, activation='tanh', *, strategy=None, **kwargs)" in pydoc.render_doc(
+def test_the_signature_of_a_subclass_is_its_own_with_a_strategy_and_a_seed():
+    assert str(inspect.signature(Net)) == "(units, activation='tanh', *, strategy=None, seed=None, **kwargs)"
+    assert "Net(units, activation='tanh', *, strategy=None, seed=None, **kwargs)" in pydoc.render_doc(
         Net, renderer=pydoc.plaintext
     )
 

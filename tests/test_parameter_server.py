@@ -420,18 +420,6 @@ def test_chief_saves_what_the_parameter_server_holds(seen: Any) -> None:
 # What cannot be
 
 
-class Largest(keras.metrics.Metric):
-    def __init__(self) -> None:
-        super().__init__(name="largest")
-        self.value = self.add_variable((), "zeros", aggregation="mean", name="value")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_pred)))
-
-    def result(self) -> Any:
-        return self.value + 0.0
-
-
 @scenario
 def refusals(strategy: tf.distribute.Strategy) -> Any:
     def refused(act: Callable[[], Any]) -> tuple[str, str]:
@@ -459,14 +447,6 @@ def refusals(strategy: tf.distribute.Strategy) -> Any:
             model.compile("sgd", "mse")
         Coordinator(model).train(iter(dataset()))
 
-    def odd_metric() -> None:
-        def make() -> keras.Model:
-            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
-            model.compile("sgd", "mse", metrics=[Largest()])
-            return model
-
-        Coordinator(built(strategy, make)).test(iter(dataset()))
-
     def compiled() -> str:
         with strategy.scope():
             model = make_model(jit_compile=True)
@@ -475,6 +455,9 @@ def refusals(strategy: tf.distribute.Strategy) -> Any:
             check_asynchronous(model)
         return str(caught[-1].message)
 
+    def whole_dataset() -> None:
+        Coordinator(built(strategy, make_model)).train(dataset())
+
     sgd = keras.optimizers.SGD
     return {
         "accumulation": refused(of(lambda: sgd(gradient_accumulation_steps=4))),
@@ -482,7 +465,7 @@ def refusals(strategy: tf.distribute.Strategy) -> Any:
         "loss scale": refused(of(lambda: keras.optimizers.LossScaleOptimizer(sgd()))),
         "eager": refused(of(run_eagerly=True)),
         "unbuilt": refused(unbuilt),
-        "odd metric": refused(odd_metric),
+        "whole dataset": refused(whole_dataset),
         "jit warning": compiled(),
     }
 
@@ -495,7 +478,6 @@ def refusals(strategy: tf.distribute.Strategy) -> Any:
         ("loss scale", ["LossScaleOptimizer", "mixed_bfloat16"]),
         ("eager", ["run_eagerly=True", "Compile the model without it"]),
         ("unbuilt", ["Not built: the model 'sequential", "its optimizer", "strategy's scope"]),
-        ("odd metric", ["largest", "aggregation='mean'", "adds up"]),
     ],
 )
 def test_what_workers_cannot_do_at_the_same_time_is_refused(seen: Any, case: str, words: list[str]) -> None:
@@ -503,6 +485,13 @@ def test_what_workers_cannot_do_at_the_same_time_is_refused(seen: Any, case: str
     assert kind == "StrategyError"
     for word in words:
         assert word in message
+
+
+def test_data_that_would_begin_anew_at_every_call_is_refused(seen: Any) -> None:
+    kind, message = seen("refusals")["whole dataset"]
+    assert kind == "DataError"
+    assert message.startswith("The data is a _BatchDataset, which begins anew at every call: its end would never")
+    assert "Give an iterator over it, iter(data)" in message
 
 
 def test_jit_compile_goes_on_uncompiled_and_says_why(seen: Any) -> None:
@@ -569,7 +558,9 @@ def distributed_iterator(strategy: tf.distribute.Strategy) -> Any:
 
 
 def test_distributed_iterators_are_refused(seen: Any) -> None:
-    assert "give the dataset itself, without experimental_distribute_dataset" in seen("distributed_iterator")
+    assert "give the dataset itself, without experimental_distribute_dataset, as iter(dataset)" in seen(
+        "distributed_iterator"
+    )
 
 
 # Accidents

@@ -13,17 +13,10 @@ import pytest
 import tensorflow as tf
 
 from keras_dist_ext.cluster import Cluster
+from keras_dist_ext.decision import NAMES, Decision, decide
 from keras_dist_ext.errors import ClusterError, StrategyError
-from keras_dist_ext.strategy import (
-    NAMES,
-    Decision,
-    Facts,
-    StrategyChoice,
-    decide,
-    gather_facts,
-    list_devices,
-    pick_strategy,
-)
+from keras_dist_ext.facts import Facts, gather_facts, list_devices
+from keras_dist_ext.strategy import StrategyChoice, pick_strategy
 
 ONE_CPU = ("CPU:0",)
 TWO_GPUS = ("CPU:0", "GPU:0", "GPU:1")
@@ -393,6 +386,14 @@ def test_communication_options_that_cannot_be_had_are_refused(arguments, message
         pick_strategy("mirrored", environ={}, **arguments)
 
 
+@pytest.mark.parametrize("arguments", [{"name": "mirrored"}, {"devices": ["CPU:0", "CPU:1"]}])
+def test_a_tpu_that_was_given_and_is_not_used_is_refused(arguments):
+    with pytest.raises(
+        StrategyError, match=r"tpu='here' was given, but 'mirrored' \(\d CPU devices, .*\) uses none. Leave it"
+    ):
+        pick_strategy(**arguments, tpu="here", environ={})
+
+
 def test_nccl_without_gpus_is_refused():
     with pytest.raises(StrategyError, match="implementation='nccl' needs GPUs, and this worker has none"):
         pick_strategy("multi_worker", implementation="nccl", environ=tf_config(TWO_WORKERS))
@@ -423,6 +424,7 @@ def test_one_mirrored_strategy_is_made_for_a_set_of_devices(strategies):
     assert isinstance(choice.strategy, tf.distribute.MirroredStrategy)
     assert choice.strategy.num_replicas_in_sync == 2
     assert choice.strategy is pick_strategy(devices=["cpu:0", "/CPU:1"], environ={}).strategy
+    assert choice.strategy is pick_strategy("mirrored", devices=["CPU:1", "CPU:0"], environ={}).strategy
     assert choice.strategy is strategies.get("mirrored2")
 
 

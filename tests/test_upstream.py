@@ -149,9 +149,20 @@ class Recorder:
         self.asked.append(("all_reduce_gradients", [(tuple(g.shape), tuple(v.shape)) for g, v in grads_and_vars]))
         return grads_and_vars
 
-    def next_seed(self, seed: Any) -> Any:
+    def next_seed(self, generator: Any, ordered: bool, original: Any) -> Any:
+        seed = original(ordered)
         self.asked.append(("next_seed", seed))
         return seed
+
+    def op_seeds(self, op_seed: Any, original: Any) -> Any:
+        self.asked.append(("op_seeds", op_seed))
+        return original(op_seed)
+
+    def constant_seed(self, seed: int) -> None:
+        self.asked.append(("constant_seed", seed))
+
+    def compiled_draw(self, kind: str, shape: Any, dtype: Any, **key: Any) -> Any:
+        self.asked.append(("compiled_draw", (kind, dtype, sorted(key))))
 
     def all_reduce(self, reduce_op: Any, value: Any, original: Any) -> Any:
         self.asked.append(("all_reduce", reduce_op))
@@ -250,6 +261,65 @@ def test_layers_draw_two_int_seeds_through_their_generators() -> None:
     assert len(recorder.about("next_seed")) == 3
 
 
+def test_constant_seeds_tf_random_ops_and_draws_are_asked_about() -> None:
+    """keras/src/backend/tensorflow/random.py; random_seed.py and gen_stateless_random_ops_v2.py of TensorFlow."""
+    recorder = Recorder()
+    with _keras.intercept(recorder):
+        keras.random.normal([2], seed=5)
+        keras.layers.Dropout(0.5, dtype="float16")(np.ones([2, 2]), training=True)
+        tf.random.uniform([2], seed=6)
+        tf.random.shuffle([1, 2])
+    assert recorder.about("constant_seed") == [5]
+    assert recorder.about("op_seeds") == [6, None]
+    key = ["alg", "counter", "key"]
+    assert recorder.about("compiled_draw") == [("normal", tf.float32, key), ("uniform", tf.float16, key)]
+
+
+def test_seeds_of_layers_their_copies_and_what_they_saved_are_found(tmp_path: Any) -> None:
+    drop = layers.Dropout(0.5, seed=7)
+    (generator,) = _keras.seed_generators(drop)
+    generator.next()
+    copy = _keras.copy_of_seed_generator(generator)
+    assert copy.state.numpy().tolist() == generator.state.numpy().tolist() == [7, 1]
+    net = compiled(drop)
+    net.save(tmp_path / "net.keras")
+    assert _keras.saved_variables(tmp_path / "net.keras", "layers/dense").keys() == {"0", "1"}
+    assert _keras.saved_variables(tmp_path / "net.keras", "none") == {}
+    assert _keras.saved_variables(tmp_path, "none") == {}
+
+
+def test_seeds_of_datasets_are_in_their_graphs() -> None:
+    tf.random.set_seed(None)
+    random_map = tf.data.Dataset.range(8).shuffle(8).map(lambda x: tf.cast(x, tf.float32) + tf.random.uniform([]))
+    graph = _keras.dataset_graph(random_map)
+    assert [node.op for node in _keras.unseeded_ops(graph)] == ["RandomUniform"]
+    assert not _keras.caches_in_memory(graph)
+    first, again, other = (
+        list(_keras.with_seeds(random_map, _keras.dataset_graph(random_map), seed, seed).as_numpy_iterator())
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert sorted(map(int, first)) == sorted(map(int, other)) == list(range(8))
+    assert _keras.caches_in_memory(_keras.dataset_graph(random_map.cache()))
+
+
+def test_the_order_of_py_datasets_is_drawn_by_a_seed() -> None:
+    """keras/src/trainers/data_adapters/py_dataset_adapter.py shuffles by its module's `random`."""
+    from keras.src.trainers.data_adapters import py_dataset_adapter
+
+    def order(seed: int | None) -> list[int]:
+        _keras.order_py_datasets_by(seed)
+        indices = list(range(20))
+        py_dataset_adapter.random.shuffle(indices)
+        return indices
+
+    assert order(1) == order(1) != order(2)
+    random.seed(3)
+    by_python = order(None)
+    random.seed(3)
+    assert order(None) == by_python
+
+
 def test_the_generator_behind_no_seed_is_the_threads_and_can_be_shared() -> None:
     keras.utils.clear_session()
     state = random.getstate()
@@ -259,7 +329,8 @@ def test_the_generator_behind_no_seed_is_the_threads_and_can_be_shared() -> None
 
     def other() -> Any:
         found.append(_keras.global_seed_generator())
-        _keras.share_global_seed_generator(made)
+        with _keras.draws_without_seed(made):
+            found.append(_keras.global_seed_generator())
         found.append(_keras.global_seed_generator())
 
     found: list[Any] = []
@@ -268,6 +339,7 @@ def test_the_generator_behind_no_seed_is_the_threads_and_can_be_shared() -> None
     thread.join()
     assert found[0] is not made
     assert found[1] is made
+    assert found[2] is found[0]
 
 
 def test_without_a_step_and_in_other_threads_keras_answers_for_itself() -> None:
@@ -451,19 +523,33 @@ def test_models_build_from_specs_without_data(built: bool) -> None:
     assert int(net.optimizer.iterations) == 0
 
 
-def test_array_adapter_shuffles_by_the_global_seed_which_comes_back_afterwards() -> None:
-    adapter = _keras.EpochIterator(np.arange(64.0), batch_size=8, shuffle=True).data_adapter
+@pytest.mark.parametrize("shuffle", [True, "batch"])
+def test_array_adapter_shuffles_in_the_order_of_a_seed_that_is_asked_for_in_each_pass(shuffle: bool | str) -> None:
+    """keras/src/trainers/data_adapters/array_data_adapter.py, `get_tf_dataset`, by `tf.random.shuffle`."""
+    adapter = _keras.EpochIterator(np.arange(64.0), batch_size=8, shuffle=shuffle).data_adapter
+    seeds = iter([1, 2, 1])
+    with _keras.arrays_ordered_by(lambda: seeds.__next__() if shuffle is True else 3):
+        dataset = adapter.get_tf_dataset()
 
-    def order(seed: int) -> list[float]:
-        with _keras.global_tf_seed(seed):
-            dataset = adapter.get_tf_dataset()
-        return [float(v) for batch in dataset for v in tf.nest.flatten(batch)[0]]
+    def order() -> list[list[float]]:
+        return [[float(v) for v in tf.nest.flatten(batch)[0]] for batch in dataset]
 
-    tf.random.set_seed(5)
-    expected = tf.random.uniform([2]).numpy().tolist()
-    tf.random.set_seed(5)
-    assert order(1) == order(1) != order(2)
-    assert tf.random.uniform([2]).numpy().tolist() == expected
+    if shuffle is True:
+        first, second, third = order(), order(), order()
+        assert first == third != second
+    else:
+        first = order()
+        assert first == order()
+        within = {tuple(v - min(batch) for v in batch) for batch in first}
+        assert len(within) == len(first)  # each batch in an order of its own
+    assert sorted(tf.random.shuffle([1, 2, 3]).numpy().tolist()) == [1, 2, 3]
+
+
+def test_initial_values_are_not_drawn_apart() -> None:
+    recorder = Recorder()
+    with _keras.intercept(recorder):
+        layers.Dense(2).build((None, 3))
+    assert recorder.asked == []
 
 
 # What a step does with the model, its metrics and its optimizer
@@ -811,7 +897,7 @@ def test_shuffles_without_a_seed_get_ours() -> None:
         options = tf.data.Options()
         options.deterministic = True
         dataset = dataset.with_options(options)
-        seeded = _keras.with_shuffle_seeds(dataset, _keras.dataset_graph(dataset), seed)
+        seeded = _keras.with_seeds(dataset, _keras.dataset_graph(dataset), seed)
         assert seeded.element_spec == dataset.element_spec
         assert seeded.options().deterministic is True
         return seeded
@@ -827,7 +913,7 @@ def test_shuffles_without_a_seed_get_ours() -> None:
 
 def test_shuffles_with_a_seed_keep_it() -> None:
     dataset = tf.data.Dataset.range(50).shuffle(50, seed=1)
-    assert _keras.with_shuffle_seeds(dataset, _keras.dataset_graph(dataset), 3) is dataset
+    assert _keras.with_seeds(dataset, _keras.dataset_graph(dataset), 3) is dataset
 
 
 def test_datasets_travel_to_workers_as_graphs() -> None:

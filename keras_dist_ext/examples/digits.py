@@ -29,7 +29,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import keras_dist_ext as kde
-from keras_dist_ext.strategy import decide, gather_facts
+from keras_dist_ext.decision import decide
+from keras_dist_ext.facts import gather_facts
 from keras_dist_ext.workers import workers_of
 
 __all__ = ["main"]

@@ -1,0 +1,81 @@
+"""Turn numbers into JSON that every browser reads: no NaN, no Infinity, no seventeen digits.
+
+A number that is not finite is null in lists and the string "NaN", "Infinity" or "-Infinity" where it stands alone, so
+that a page can say which it was.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["numbers", "number", "spelled", "finite", "to_json", "round_up"]
+
+_DIGITS = 8  # what a float32 can tell apart
+
+
+def numbers(values: NDArray[Any], digits: int = _DIGITS) -> list[float | None]:
+    """Return values for JSON: rounded to what a float32 holds, or coarser; null where not finite."""
+    values = np.asarray(values, dtype=np.float64)
+    is_finite = np.isfinite(values)
+    safe = np.where(is_finite, values, 0.0)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        exponent = np.floor(np.log10(np.abs(safe)))
+        scale = 10.0 ** (digits - 1 - exponent)
+        rounded = np.rint(safe * scale) / scale
+    result: list[float | None] = np.where(np.isfinite(rounded), rounded, safe).tolist()
+    if not is_finite.all():
+        for index in np.flatnonzero(~is_finite).tolist():
+            result[index] = None
+    return result
+
+
+def number(value: float | None) -> float | str | None:
+    """Return one value for JSON: a number, null for none, a word for what is not finite.
+
+    >>> number(0.25), number(None), number(float("nan")), number(float("-inf"))
+    (0.25, None, 'NaN', '-Infinity')
+    """
+    if value is None:
+        return None
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else spelled(value)
+
+
+def spelled(value: float) -> str:
+    """Return the word for a number that is not finite, as JavaScript spells it."""
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def finite(value: Any) -> Any:
+    """Return a value that came from a file, with words for numbers that are not finite, so that it is strict JSON."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return spelled(value)
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def to_json(value: Any) -> bytes:
+    """Return strict JSON.
+
+    Raises:
+        ValueError: a number in it is not finite.
+    """
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+
+
+def round_up(value: int) -> int:
+    """Return the next number that starts with 1, 2 or 5 and goes on with zeros: one to type.
+
+    >>> round_up(19_999), round_up(20_001)
+    (20000, 50000)
+    """
+    digit = 1
+    while True:
+        for start in (1, 2, 5):
+            if start * digit >= value:
+                return start * digit
+        digit *= 10

@@ -1,0 +1,122 @@
+"""Say for how many replicas a run is defined, whatever devices carry them.
+
+Virtual replicas as such are known from VirtualFlow (https://arxiv.org/abs/2009.09523), and an order of sums that does
+not depend on the devices from EasyScale (https://arxiv.org/abs/2208.14228). How they run is in ``turns``.
+
+Letters: V = virtual replicas, P = real ones, both over all workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import operator
+import zipfile
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from keras_dist_ext.errors import StrategyError
+
+__all__ = ["VirtualReplicas"]
+
+_NOTE = "keras_dist_ext.virtual_replicas"
+
+
+@dataclasses.dataclass(frozen=True)
+class VirtualReplicas:
+    """For how many replicas a run is defined, whatever devices carry them.
+
+    Args:
+        count: V, a multiple of the number of replicas of every strategy that is to carry the run.
+        reduction: "ordered" adds up gradients in an order that depends on V alone: the weights have the same bits on 1
+            or V replicas of equal processors. "fast" adds up as TensorFlow does: they are equal to float32 rounding.
+
+    Raises:
+        StrategyError: ``count`` is no number of replicas, or ``reduction`` is neither.
+    """
+
+    count: int
+    reduction: Literal["ordered", "fast"] = "ordered"
+
+    def __post_init__(self) -> None:
+        try:
+            count = operator.index(self.count)
+        except TypeError:
+            count = 0
+        if count < 1 or isinstance(self.count, bool):
+            raise StrategyError(
+                f"virtual_replicas={self.count!r} is no number of replicas, so nothing could run. Give an integer from 1."
+            )
+        if self.reduction not in ("ordered", "fast"):
+            raise StrategyError(
+                f'VirtualReplicas({count}, reduction={self.reduction!r}): there is no such reduction. Take "ordered" for '
+                'the same bits on any number of replicas, or "fast" for the same numbers to rounding.'
+            )
+        object.__setattr__(self, "count", count)
+
+    @staticmethod
+    def of(value: VirtualReplicas | int | None, strategy: tf.distribute.Strategy) -> VirtualReplicas | None:
+        """Return what ``compile(virtual_replicas=value)`` means under a strategy; None where nothing is virtual.
+
+        Raises:
+            StrategyError: it is no number of replicas, or those of the strategy cannot carry them.
+        """
+        if value is None:
+            return None
+        virtual = value if isinstance(value, VirtualReplicas) else VirtualReplicas(value)
+        virtual.check(strategy)
+        return None if virtual.count == 1 else virtual
+
+    def check(self, strategy: tf.distribute.Strategy) -> None:
+        """See that the replicas of a strategy can carry them.
+
+        Raises:
+            StrategyError: they cannot.
+        """
+        kind, num_replicas = type(strategy).__name__, strategy.num_replicas_in_sync
+        if isinstance(strategy, tf.distribute.ParameterServerStrategy | tf.distribute.TPUStrategy):
+            raise StrategyError(
+                f"virtual_replicas={self.count} under {kind}, whose replicas cannot take turns, so the run would be "
+                "another elsewhere. Compile without virtual_replicas, or under a mirrored strategy."
+            )
+        if self.count % num_replicas:
+            fitting = [str(n) for n in range(1, self.count + 1) if self.count % n == 0]
+            raise StrategyError(
+                f"virtual_replicas={self.count} cannot be dealt evenly to the {num_replicas} replicas of {kind}. Use "
+                f"{' or '.join(fitting)} replicas, or a multiple of {num_replicas} as virtual_replicas."
+            )
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the order of sums is that of the virtual replicas."""
+        return self.reduction == "ordered"
+
+    # Saved among the arguments of `compile`
+
+    def noted_in(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return a compile config that says so too, beside the optimizer's class, where stock Keras does not look."""
+        optimizer = config.get("optimizer")
+        if not isinstance(optimizer, dict):
+            return config
+        return {**config, "optimizer": {**optimizer, _NOTE: dataclasses.asdict(self)}}
+
+    @staticmethod
+    def read_from(config: dict[str, Any] | None) -> VirtualReplicas | None:
+        """Return what ``noted_in`` has noted in a compile config."""
+        optimizer = (config or {}).get("optimizer")
+        note = optimizer.get(_NOTE) if isinstance(optimizer, dict) else None
+        return None if note is None else VirtualReplicas(**note)
+
+    @staticmethod
+    def read_from_file(file: Any) -> VirtualReplicas | None:
+        """Return what a `.keras` file, or an open one, says of the model in it; legacy files say nothing."""
+        if not zipfile.is_zipfile(file):
+            return None
+        with zipfile.ZipFile(file) as archive:
+            return VirtualReplicas.read_from(json.loads(archive.read("config.json")).get("compile_config"))
+
+    def num_turns(self, strategy: tf.distribute.Strategy) -> int:
+        """How many steps each real replica makes in turns: V / P; 0 where its own step is all that is needed."""
+        turns = self.count // strategy.num_replicas_in_sync
+        return 0 if turns == 1 and not self.is_ordered else turns
