@@ -61,6 +61,7 @@ from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.distribute import distribute_utils, input_lib
 from tensorflow.python.distribute.coordinator import values as coordinator_values
 from tensorflow.python.eager import context as tf_context
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import control_flow_util, gen_stateless_random_ops_v2, summary_ops_v2
@@ -86,6 +87,8 @@ class Step(Protocol):
 
     def reduce_loss(self, local: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> Any: ...
 
+    def note_loss(self, value: Any) -> None: ...
+
     def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]: ...
 
     def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any: ...
@@ -105,6 +108,8 @@ class Step(Protocol):
     def compiled_draw(self, kind: str, shape: Any, dtype: Any, **key: Any) -> Any: ...
 
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None: ...
+
+    def trace_of(self, function: Any) -> Any: ...
 
 
 _thread = threading.local()
@@ -170,6 +175,14 @@ def _(
     if len(getattr(values, "shape", ())) == 0:
         return local
     return step.reduce_loss(local, sample_weight, mask, reduction, dtype)
+
+
+# keras/src/trainers/trainer.py
+@_install(keras.Model, "compute_loss")
+def _(original: Any, step: Step, *args: Any, **kwargs: Any) -> Any:
+    loss = original(*args, **kwargs)
+    step.note_loss(loss)
+    return loss
 
 
 # keras/src/metrics/reduction_metrics.py
@@ -253,6 +266,17 @@ for _kind in ("uniform", "normal"):
 @_install(tf.distribute.ReplicaContext, "all_reduce")
 def _(original: Any, step: Step, context: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
     return step.all_reduce(reduce_op, value, functools.partial(original, context, options=options))
+
+
+# tensorflow/python/eager/polymorphic_function/polymorphic_function.py: a trace is used again on the same device.
+@_install(polymorphic_function.Function, "__call__")
+def _(original: Any, step: Step, function: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(step.trace_of(function), *args, **kwargs)
+
+
+def copy_of_function(function: Any) -> Any:
+    """A tf.function like another, without its traces (polymorphic_function.py)."""
+    return function._clone(None)
 
 
 _stock_epoch_iterator = tf_trainer.TFEpochIterator
@@ -436,9 +460,6 @@ def this_place(context: tf.distribute.ReplicaContext) -> Callable[[str], context
                 stack.enter_context(tf.device(device))
             else:
                 graph._device_function_stack = devices.copy()
-                # A device function of its own makes a tf.function trace again (polymorphic_function/
-                # function_context.py): a trace holds the seeds and weights of one virtual replica.
-                stack.enter_context(graph.device(lambda op: op.device))
                 stack.enter_context(tf.name_scope(f"{scope}/{name}/" if scope else f"{name}/"))
             stack.enter_context(context)
             yield
@@ -711,6 +732,14 @@ def has_recorded_arguments(model: Any) -> bool:
     """Whether Keras' own `get_config` has arguments to give (ops/operation.py); of stock models these are defaults."""
     recorded = getattr(model, "_auto_config", None)
     return bool(recorded is not None and recorded.config)
+
+
+def has_automatic_config(thing: Any) -> bool:
+    """Whether `get_config` gives the recorded arguments of the constructor (ops/operation.py).
+
+    Keras 3.11 records those that were given, so others have their defaults; Keras 3.15 records all.
+    """
+    return bool(getattr(type(thing).get_config, "_is_default", False))
 
 
 def is_serializable_dict(value: Any) -> bool:

@@ -127,6 +127,7 @@ class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._arguments = {"callbacks": callbacks, "model": model, "verbose": verbose, "epochs": epochs}
         self._arguments |= {"add_history": add_history, "add_progbar": verbose != 0}
         self._is_set_up = False
+        self._executor: Any = None  # which Keras 3.11 looks at when a list is deleted (callbacks/callback_list.py)
         self.feed: Any = None  # the one of training, or of evaluation where nothing is trained
         self.test_feed: Any = None
 

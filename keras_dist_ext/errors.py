@@ -6,6 +6,7 @@
     ├── ScopeError (ValueError)         something lives outside the strategy's scope
     ├── SeedError (ValueError)          a seed that cannot be used, or streams that would repeat
     ├── DataError (ValueError)          data that cannot be split or fed as asked
+    ├── MonitorError (ValueError)       what a monitor cannot record, or has nowhere to write
     ├── LaunchError (RuntimeError)      a worker process that did not start, failed or ran out of time
     │   └── WorkerFailed                the first worker that failed, and how (in launch.py)
     └── BackendError (ImportError)      Keras that is not Keras 3 on TensorFlow
@@ -20,6 +21,7 @@ __all__ = [
     "ScopeError",
     "SeedError",
     "DataError",
+    "MonitorError",
     "LaunchError",
     "BackendError",
 ]
@@ -47,6 +49,10 @@ class SeedError(KerasDistError, ValueError):
 
 class DataError(KerasDistError, ValueError):
     """Data that cannot be split over workers and replicas, or fed to them, as asked."""
+
+
+class MonitorError(KerasDistError, ValueError):
+    """What a monitor is asked to do and cannot: a model it cannot see into, or nowhere to write."""
 
 
 class LaunchError(KerasDistError, RuntimeError):

@@ -83,8 +83,10 @@ class Source:
             self._spec = tree.map_structure(_any_rows, self._spec)
         self._ahead: Any = None
         self._has_more = True
+        begin = time.perf_counter()
         if self._looks_ahead:
             self._look_ahead()
+        self._waited_seconds = time.perf_counter() - begin
 
     @property
     def length_is_known(self) -> bool:
@@ -105,19 +107,27 @@ class Source:
         """Run up to ``num_steps`` steps; return how many were made, and the logs."""
         if hasattr(program, "run_source"):
             return program.run_source(self._batches(), num_steps)  # type: ignore[no-any-return]
-        steps = tf.constant(num_steps)
         if self._workers is not None or not (self._is_plain or self._is_on_tpu):
             made, logs = 0, None
             run = program.on_batches_like(self._spec, of_worker=self.is_of_worker)
             while made < num_steps and self.has_more:
-                logs = run(self.next_batch())
+                begin = time.perf_counter()
+                batch = self.next_batch()
+                program.waited_seconds = time.perf_counter() - begin + self._take_waited()
+                logs = run(batch)
                 made += 1
             return made, logs
         if not self._looks_ahead:
-            return num_steps, program.on_iterator(self.iterator, steps)
-        made, self._ahead, logs = program.on_optional(self._ahead, self.iterator, steps)
+            return num_steps, program.on_iterator(self.iterator, num_steps)
+        program.waited_seconds = self._take_waited()
+        made, self._ahead, logs = program.on_optional(self._ahead, self.iterator, num_steps)
         self._has_more = bool(self._ahead.has_value())
-        return int(made), logs
+        return made, logs
+
+    def _take_waited(self) -> float:
+        """Return once how long the first batch has taken."""
+        waited, self._waited_seconds = self._waited_seconds, 0.0
+        return waited
 
     def _batches(self) -> Iterator[Any]:
         while self.has_more:

@@ -6,16 +6,17 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
 from keras_dist_ext import _keras, feed
 from keras_dist_ext._keras import keras, tree
-from keras_dist_ext.callbacks import ReplicaSeeds, StepCallbacks
+from keras_dist_ext.callbacks import StepCallbacks
 from keras_dist_ext.degree import degree_in_rows
 from keras_dist_ext.program import PredictProgram, StepProgram, concat_outputs
+from keras_dist_ext.recorder import Recorder
 from keras_dist_ext.reduce import keep_first_part, sum_parts
 from keras_dist_ext.scope import check_scope, move_into_scope, optimizers
 from keras_dist_ext.seeds import Seeds, checked_seed
@@ -113,6 +114,8 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
     virtual_replicas: VirtualReplicas | None = None
     _stop: Stop
     seeds: Seeds
+    recorders: tuple[Recorder, ...] = ()
+    _recorded: Mapping[str, tuple[bool, bool]] = {}
     _steps_per_execution_is_auto = True
     _coordinator: Any = None
     _gradients_are_parts = False
@@ -247,13 +250,13 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
     def make_train_function(self, force: bool = False) -> Any:
         """Return what ``fit`` calls for each execution: it takes an ``Execution``, or an iterator of batches."""
-        if self.train_function is None or force:
+        if self.train_function is None or force or self._is_recorded_otherwise("train"):
             self.train_function = _runner(self._program("train"))
         return self.train_function
 
     def make_test_function(self, force: bool = False) -> Any:
         """Return what ``evaluate`` calls for each execution."""
-        if self.test_function is None or force:
+        if self.test_function is None or force or self._is_recorded_otherwise("test"):
             self.test_function = _runner(self._program("test"))
         return self.test_function
 
@@ -262,6 +265,13 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         if self.predict_function is None or force:
             self.predict_function = _predictor(self._program("predict"))
         return self.predict_function
+
+    def _is_recorded_otherwise(self, kind: str) -> bool:
+        """Whether the steps that were traced last record something else than what is wanted now."""
+        wanted = bool(self.recorders), any(recorder.gradient_norm for recorder in self.recorders)
+        traced = self._recorded.get(kind)
+        self._recorded = {**self._recorded, kind: wanted}
+        return traced != wanted
 
     def _program(self, kind: str) -> Any:
         if isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy):
@@ -325,7 +335,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
                 workers=workers,
                 wants_stop=stop,
                 on_stop=on_stop,
-                on_epoch_end=self._settle,
+                on_epoch_end=self._end_epoch,
                 order_seed=next(orders, self.seeds.order_of_evaluation),
                 **arguments,
             )
@@ -335,6 +345,11 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
         with _keras.epoch_iterators(make):
             yield
+
+    def _end_epoch(self) -> None:
+        self._settle()
+        for recorder in self.recorders:
+            recorder.begin()
 
     def _settle(self) -> None:
         """At the end of an epoch, and before saving: hold what one device would hold.
@@ -392,9 +407,19 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
             return feed.Pace(self.steps_per_execution)
         return feed.Pace(1 if _looks_at_batches(callbacks, kind) else None)
 
-    def _prepare_seeds(self, callbacks: Any) -> None:
+    def add_recorder(self, recorder: Recorder) -> None:
+        """Have the steps of the run that is about to begin recorded.
+
+        For callbacks, by their method ``prepare(model)``, which is called before a run of ours begins.
+        """
+        recorder.begin()
+        self.recorders = (*self.recorders, recorder)
+
+    def _prepare(self, callbacks: Any) -> None:
+        """Let callbacks say what a run needs before it begins."""
+        self.recorders = ()
         for callback in tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []:
-            if isinstance(callback, ReplicaSeeds):
+            if hasattr(callback, "prepare"):
                 callback.prepare(self)
         self.seeds.will_begin()
 
@@ -404,7 +429,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         check_scope(self, self.distribute_strategy).raise_if_bad()
         call = _FIT.bind(self, *args, **kwargs)
         callbacks = call.arguments.get("callbacks")
-        self._prepare_seeds(callbacks)
+        self._prepare(callbacks)
         workers = workers_of(self.distribute_strategy)
         verbose = call.arguments.get("verbose", "auto")
         if workers is not None:
@@ -430,7 +455,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         pace = self._pace(callbacks, "test")
         if not isinstance(callbacks, keras.callbacks.CallbackList):  # inside fit it is one, and fit has checked
             check_scope(self, self.distribute_strategy).raise_if_bad()
-            self._prepare_seeds(callbacks)
+            self._prepare(callbacks)
             workers = workers_of(self.distribute_strategy)
             verbose = call.arguments.get("verbose", "auto") if workers is None or workers.is_chief else 0
             callbacks = StepCallbacks(callbacks, self, verbose=verbose, epochs=1, add_history=False)
@@ -443,7 +468,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         """See ``keras.Model.predict``."""
         check_scope(self, self.distribute_strategy).raise_if_bad()
         call = _PREDICT.bind(self, *args, **kwargs)
-        self._prepare_seeds(call.arguments.get("callbacks"))
+        self._prepare(call.arguments.get("callbacks"))
         self.seeds.begin()
         workers = workers_of(self.distribute_strategy)
         if workers is not None and not workers.is_chief:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras, data
 from keras_dist_ext._keras import tree
+from keras_dist_ext.recorder import StepNote, now, row, tape, when_updated
 from keras_dist_ext.reduce import shares_memory, sum_over_replicas
 from keras_dist_ext.seeds import generator_without_seed
 from keras_dist_ext.step import ReplicaStep
@@ -50,16 +51,23 @@ class StepProgram:
         wrap: Callable[[Any], Any] = (
             (lambda f: f) if model.run_eagerly else tf.function(autograph=False, reduce_retracing=True)
         )
-        self.on_batch = wrap(self._on_batch)
-        self._on_rows = wrap(self._on_rows_of_worker)
-        self.on_iterator = self._on_iterator_eagerly if model.run_eagerly else wrap(self._on_iterator)
-        self.on_optional = self._on_optional_eagerly if model.run_eagerly else wrap(self._on_optional)
+        self._records = bool(model.recorders)
+        self._records_norm = any(recorder.gradient_norm for recorder in model.recorders)
+        self.waited_seconds = 0.0  # for the first batch of the next execution
+        self._of_batch = wrap(self._on_batch)
+        self._of_rows = wrap(self._on_rows_of_worker)
+        self._of_iterator = self._on_iterator_eagerly if model.run_eagerly else wrap(self._on_iterator)
+        self._of_optional = self._on_optional_eagerly if model.run_eagerly else wrap(self._on_optional)
 
     def without_xla(self) -> None:
         """Go on uncompiled."""
         self._user_step = getattr(self.model, f"{self.kind}_step")
 
     # Entry points
+
+    def on_batch(self, batch: Any) -> Any:
+        """Run one step on a batch (global, or per replica) and return its logs."""
+        return self._keep(self._of_batch(batch), 1)
 
     def on_batches_like(self, spec: Any, *, of_worker: bool) -> Callable[[Any], Any]:
         """Return a function that runs one step on a batch of that spec.
@@ -71,77 +79,170 @@ class StepProgram:
             spec: of a batch, its rows unknown where they may vary.
             of_worker: whether the rows are this worker's own.
         """
-        run = self._on_rows if of_worker else self.on_batch
-        return run if self.model.run_eagerly else run.get_concrete_function(spec)  # type: ignore[no-any-return]
+        run = self._of_rows if of_worker else self._of_batch
+        if not self.model.run_eagerly:
+            run = run.get_concrete_function(spec)
+        return lambda batch: self._keep(run(batch), 1)
+
+    def on_iterator(self, iterator: Any, num_steps: int) -> Any:
+        """Run exactly ``num_steps`` steps in the graph and return the logs of the last."""
+        return self._keep(self._of_iterator(iterator, tf.constant(num_steps)), num_steps)
+
+    def on_optional(self, optional: Any, iterator: Any, num_steps: int) -> tuple[int, Any, Any]:
+        """Run up to ``num_steps`` steps, beginning with ``optional``; return steps made, what is next, and logs."""
+        made, optional, outcome = self._of_optional(optional, iterator, tf.constant(num_steps))
+        made = int(made)
+        return made, optional, self._keep(outcome, made)
+
+    def _keep(self, outcome: Any, num_steps: int) -> Any:
+        """Hand the records of an execution to who wants them, and return its logs."""
+        if not self._records:
+            return outcome
+        logs, rows, end = outcome
+        waited, self.waited_seconds = self.waited_seconds, 0.0
+        for recorder in self.model.recorders:
+            recorder.add(self.kind, rows, num_steps, end, waited_seconds=waited, has_norm=self._records_norm)
+        return logs
+
+    # Loops
+
+    # These two take nothing but the batch: a concrete function of TensorFlow 2.16 misses arguments that have defaults.
 
     def _on_batch(self, batch: Any) -> Any:
-        """Run one step on a batch (global, or per replica) and return its logs."""
-        self._initial_extra(lambda: batch)
-        return self._logs(self._one(batch))
+        return self._on_one(batch, of_worker=False)
 
     def _on_rows_of_worker(self, batch: Any) -> Any:
         """Run one step on rows that this worker alone has read."""
-        self._initial_extra(lambda: batch, of_worker=True)
-        return self._logs(self._one(batch, of_worker=True))
+        return self._on_one(batch, of_worker=True)
+
+    def _on_one(self, batch: Any, *, of_worker: bool) -> Any:
+        self._initial_extra(lambda: batch, of_worker=of_worker)
+        batch, times = self._timed(lambda: batch)
+        extra, rows = self._one(batch, times, of_worker=of_worker)
+        return self._outcome(extra, [rows], extra)
 
     def _on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
-        """Run exactly ``num_steps`` steps in the graph and return the logs of the last."""
+        def body(i: tf.Tensor, tape: Any, *_: Any) -> tuple[Any, ...]:
+            extra, row = self._one(*self._timed(iterator.get_next))
+            return (i + 1, tape.write(i, row) if self._records else tape, *extra)
 
-        def body(i: tf.Tensor, *_: Any) -> tuple[Any, ...]:
-            return (i + 1, *self._one(iterator.get_next()))
-
-        extra = self._initial_extra(lambda: iterator.get_next())
-        _i, *extra = tf.while_loop(
-            lambda i, *_: i < num_steps, body, (tf.constant(0), *extra), parallel_iterations=1,
-            shape_invariants=(tf.TensorShape([]), *(tf.TensorShape(None) for _ in extra)),
-        )  # fmt: skip
-        return self._logs(extra)
+        extra = self._initial_extra(iterator.get_next)
+        i, tape, *extra = tf.while_loop(
+            lambda i, *_: i < num_steps,
+            body,
+            (tf.constant(0), self._tape(num_steps), *extra),
+            parallel_iterations=1,
+            shape_invariants=(
+                tf.TensorShape([]),
+                tf.TensorShape(None) if self._records else (),
+                *(tf.TensorShape(None) for _ in extra),
+            ),
+        )
+        return self._outcome(extra, tape, i)
 
     def _on_optional(self, optional: Any, iterator: Any, num_steps: tf.Tensor) -> Any:
-        """Run up to ``num_steps`` steps, beginning with ``optional``; return steps made, what is next, and logs."""
-
-        def body(i: tf.Tensor, optional: Any, *_: Any) -> tuple[Any, ...]:
-            extra = self._one(optional.get_value())
-            return (i + 1, iterator.get_next_as_optional(), *extra)
+        def body(i: tf.Tensor, optional: Any, tape: Any, *_: Any) -> tuple[Any, ...]:
+            graph = tf.compat.v1.get_default_graph()
+            num_ops = len(graph.get_operations())
+            batch, times = self._timed(optional.get_value)
+            extra, row = self._one(batch, times, is_over=lambda: when_updated(graph, num_ops))
+            return (i + 1, iterator.get_next_as_optional(), tape.write(i, row) if self._records else tape, *extra)
 
         extra = self._initial_extra(lambda: optional.get_value())
-        i, optional, *extra = tf.while_loop(
+        i, optional, tape, *extra = tf.while_loop(
             lambda i, optional, *_: tf.logical_and(i < num_steps, optional.has_value()),
             body,
-            (tf.constant(0), optional, *extra),
+            (tf.constant(0), optional, self._tape(num_steps), *extra),
             parallel_iterations=1,
         )
-        return i, optional, self._logs(extra)
+        return i, optional, self._outcome(extra, tape, i)
 
     def _on_iterator_eagerly(self, iterator: Any, num_steps: tf.Tensor) -> Any:
+        rows = []
         for _ in range(int(num_steps)):
-            extra = self._one(next(iterator))
-        return self._logs(extra)
+            extra, row = self._one(*self._timed(lambda: next(iterator)))
+            rows.append(row)
+        return self._outcome(extra, rows, extra)
 
     def _on_optional_eagerly(self, optional: Any, iterator: Any, num_steps: tf.Tensor) -> Any:
-        made = 0
-        while made < int(num_steps) and optional.has_value():
-            extra = self._one(optional.get_value())
+        rows: list[Any] = []
+        while len(rows) < int(num_steps) and optional.has_value():
+            batch, times = self._timed(optional.get_value)
+            extra, row = self._one(batch, times, is_over=now)
+            rows.append(row)
             optional = iterator.get_next_as_optional()
-            made += 1
-        return tf.constant(made), optional, self._logs(extra)
+        return len(rows), optional, self._outcome(extra, rows, extra)
+
+    def _tape(self, num_steps: tf.Tensor) -> Any:
+        return tape(num_steps, self._num_local, gradient_norm=self._records_norm) if self._records else ()
+
+    def _outcome(self, extra: Sequence[Any], rows: Any, after: Any) -> Any:
+        """The logs, and if steps are recorded their rows, and when all was over."""
+        if not self._records:
+            return self._logs(extra)
+        end = now(after)
+        return self._logs(extra), tf.stack(rows) if isinstance(rows, list) else rows.stack(), end
+
+    def _timed(self, pull: Callable[[], Any]) -> tuple[Any, Any]:
+        """Pull a batch; return it with when that began, and when it was there."""
+        if not self._records:
+            return pull(), None
+        begin = now()
+        with tf.control_dependencies([begin]):
+            batch = pull()
+        batch_there = now(batch)
+        if not is_per_replica(batch):
+            with tf.control_dependencies([batch_there]):  # replicas begin when the clock was read, not before
+                batch = tf.nest.map_structure(_same, batch, expand_composites=True)
+        return batch, (begin, batch_there)
+
+    @property
+    def _num_local(self) -> int:
+        """How many replicas this worker has."""
+        return len(self.strategy.extended.worker_devices) if self.num_replicas > 1 else 1
 
     # One step
 
-    def _one(self, batch: Any, *, of_worker: bool = False) -> list[tf.Tensor]:
-        """Run one step over all replicas; return each local replica's leaves of the logs that no metric holds."""
+    def _one(
+        self, batch: Any, times: Any = None, *, of_worker: bool = False, is_over: Callable[[], Any] | None = None
+    ) -> tuple[list[tf.Tensor], Any]:
+        """Run one step over all replicas.
+
+        Args:
+            batch: global, or per replica.
+            times: when the step began and when its batch was there, if it is recorded.
+            of_worker: whether the rows are this worker's own.
+            is_over: asked for when the step was over, if something else follows it than the next one.
+
+        Returns:
+            Each local replica's leaves of the logs that no metric holds, and the step's record.
+        """
         batch = data.without_optionals(batch)
         cut = "not" if is_per_replica(batch) else "worker" if of_worker else "global"
         with self._noted_results():
-            outputs = self.strategy.run(self._replica, args=(batch, cut))
-        return [part for value in outputs for part in self.strategy.experimental_local_results(value)]
+            extra, noted = self.strategy.run(self._replica, args=(batch, cut))
+        local = self.strategy.experimental_local_results
+        if times is not None:
+            over = tf.constant(float("nan"), tf.float64) if is_over is None else is_over()
+            begin, batch_there = times
+            times = row(begin, batch_there, over, [local(column) for column in noted])
+        return [part for value in extra for part in local(value)], times
 
-    def _replica(self, batch: Any, cut: str) -> list[tf.Tensor]:
+    def _replica(self, batch: Any, cut: str) -> tuple[list[tf.Tensor], Any]:
         """Run the user's step on this replica's rows.
 
         ``cut`` says what the batch is: the "global" one, the rows of this "worker", or "not" to be cut any more.
         """
-        options = {"pools_results": self._pools_results, "without_seed": self._without_seed}
+        note = (
+            StepNote(gradient_norm=self._records_norm, on_tpu=isinstance(self.strategy, tf.distribute.TPUStrategy))
+            if self._records
+            else None
+        )
+        options = {"pools_results": self._pools_results, "without_seed": self._without_seed, "note": note}
+        extra = self._extra_of_replica(batch, cut, options)
+        return extra, () if note is None else note.columns()
+
+    def _extra_of_replica(self, batch: Any, cut: str, options: dict[str, Any]) -> list[tf.Tensor]:
         with _keras.draws_without_seed(self._without_seed):
             if self._num_turns:
                 parts, global_rows = self._cut(batch, cut, self._num_turns)
@@ -163,6 +264,8 @@ class StepProgram:
     def _step_of_replica(self, step: ReplicaStep, batch: Any) -> tuple[Any, list[tf.Tensor]]:
         """Run the user's step; return what its logs are, and its part of those that no metric holds."""
         logs = self._user_step(batch)
+        if step.note is not None:
+            step.note.end(step.replica_id, data.num_rows(batch), logs)
         if self._plain_logs:
             logs = {}
         if not self._pools_results and _computes_with(step.results, logs):
@@ -212,7 +315,7 @@ class StepProgram:
             return []
         try:
             with tf.__internal__.FuncGraph("logs_of_a_step").as_default():
-                extra = self._one(next_batch(), of_worker=of_worker)
+                extra, _ = self._one(next_batch(), of_worker=of_worker)
         except ComputesWithResults:
             self._pools_results = True
             return self._initial_extra(next_batch, of_worker=of_worker)
@@ -222,7 +325,7 @@ class StepProgram:
 
     def _logs(self, extra: Sequence[tf.Tensor]) -> Any:
         """Compute the logs from the state pooled over replicas."""
-        num_local = len(self.strategy.extended.worker_devices) if self.num_replicas > 1 else 1
+        num_local = self._num_local
         values = [tuple(extra[i : i + num_local]) for i in range(0, len(extra), num_local)]
         if self.num_replicas > 1 and values:
             sums = sum_over_replicas(self.strategy, [_keras.regroup(v) for v in values])
@@ -266,6 +369,10 @@ def rows_of_replica(
         replica = replica % num_replicas
     with tf.device("/device:CPU:0"):
         return data.replica_rows(batch, replica * num_parts + part, num_replicas * num_parts)
+
+
+def _same(leaf: Any) -> Any:
+    return tf.identity(leaf) if tf.is_tensor(leaf) else leaf
 
 
 _VALUE = object()  # in a log plan: a leaf that no metric holds

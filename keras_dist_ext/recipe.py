@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras import flat_layers, has_own_config, has_recorded_arguments, is_serializable_dict, keras
+from keras_dist_ext._keras import (
+    flat_layers,
+    has_automatic_config,
+    has_own_config,
+    has_recorded_arguments,
+    is_serializable_dict,
+    keras,
+)
 from keras_dist_ext.model import Model
 
 __all__ = [
@@ -113,7 +120,8 @@ def refuse_lost_arguments(thing: Any, twin: Any, config: Any = None) -> None:
                 f"{label(thing)} was made with {name}={before!r}, and what its config makes has {name}={after!r}. "
                 f"Have the `get_config` of {cls.__name__} return {name}."
             )
-        if config is not None and name not in config and not is_own and not (are_plain and hasattr(thing, name)):
+        is_left_out = config is not None and name not in config and not has_automatic_config(thing)
+        if is_left_out and not is_own and not (are_plain and hasattr(thing, name)):
             raise CannotRebuildError(
                 f"the config of {label(thing)} leaves out {name}, which its constructor takes. "
                 f"Have the `get_config` of {cls.__name__} return {name}."

@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
+from keras_dist_ext.recorder import StepNote
 from keras_dist_ext.reduce import parts_of, shares_memory, sum_over_replicas, times
 from keras_dist_ext.seeds import fold_in, replica_offset
 from keras_dist_ext.xla import draw_as_uncompiled, warn_once
@@ -59,6 +60,7 @@ class ReplicaStep:
         pools_results: whether the results of metrics inside the step are those of all replicas, because the step
             computes with them.
         without_seed: the generator behind ``seed=None``.
+        note: takes what is recorded of the step, if anything is.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class ReplicaStep:
         *,
         pools_results: bool = False,
         without_seed: Any = None,
+        note: StepNote | None = None,
     ) -> None:
         context = tf.distribute.get_replica_context()
         self.model = model
@@ -86,6 +89,7 @@ class ReplicaStep:
         self._seeds: Any = getattr(model, "seeds", None)
         self._generator_without_seed = without_seed
         self._num_ops = 0
+        self.note = note
 
     # Shares
 
@@ -152,6 +156,12 @@ class ReplicaStep:
 
     def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Make a scalar that a step gives to a ``Mean`` count once for the global batch, not once a replica."""
+        values, sample_weight = self._mean_update(values, sample_weight)
+        if self.note is not None and metric.name == "loss" and len(getattr(values, "shape", ())) == 0:
+            self.note.loss(self.replica_id, values, is_logged=True)
+        return values, sample_weight
+
+    def _mean_update(self, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         if self.num_replicas == 1:
             return values, sample_weight
         is_scalar = len(getattr(values, "shape", ())) == 0
@@ -185,6 +195,7 @@ class ReplicaStep:
         grads = list(grads)
         variables = list(_keras.optimized_variables(optimizer) if variables is None else variables)
         if self.num_replicas == 1:
+            self._note_gradients(optimizer, [g for g in grads if g is not None])
             with _keras.intercept(None):
                 return original(grads, variables)
         self.build(optimizer, variables)
@@ -206,10 +217,26 @@ class ReplicaStep:
     def contribution(self, optimizer: Any, grads: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Return what this replica adds to the sums: its gradients that are there, and state assigned, with values."""
         present = [g for g in grads if g is not None]
+        self._note_gradients(optimizer, present)
         if id(optimizer) not in self._scaled:
             present = [times(g, self.share) for g in present]
         self._scaled.discard(id(optimizer))
         return self._zero_if_empty(present), *self.assigned_state()
+
+    def _note_gradients(self, optimizer: Any, grads: list[Any]) -> None:
+        if self.note is None:
+            return
+        factor: Any = 1.0
+        if self.num_replicas > 1 and id(optimizer) in self._scaled:
+            factor = self._inverse_share
+        if hasattr(optimizer, "dynamic_scale"):
+            factor = tf.math.divide_no_nan(tf.cast(factor, tf.float32), tf.convert_to_tensor(optimizer.dynamic_scale))
+        self.note.gradients(self.replica_id, grads, factor)
+
+    def note_loss(self, value: Any) -> None:
+        """Note what ``compute_loss`` has returned."""
+        if self.note is not None and len(getattr(value, "shape", ())) == 0:
+            self.note.loss(self.replica_id, value)
 
     def reduce(
         self, optimizer: Any, variables: list[Any], grads: list[Any], values: list[Any]
@@ -382,6 +409,10 @@ class ReplicaStep:
         summed = total(*values)
         return list(summed) if isinstance(summed, (list, tuple)) else [summed]
 
+    def trace_of(self, function: Any) -> Any:
+        """Leave a tf.function alone: TensorFlow traces it for each device."""
+        return function
+
     # Around the user's step
 
     def note_result(self, metric: Any, value: Any) -> Any:
@@ -427,6 +458,9 @@ class PassThrough:
         """Return the loss as it is."""
         return local
 
+    def note_loss(self, value: Any) -> None:
+        """Take no note."""
+
     def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Return what the metric was given."""
         return values, sample_weight
@@ -460,6 +494,10 @@ class PassThrough:
     def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
         """Reduce as TensorFlow does."""
         return original(reduce_op, value)
+
+    def trace_of(self, function: Any) -> Any:
+        """Call a tf.function as it is."""
+        return function
 
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
         """Assign to every copy on this worker, without a collective."""

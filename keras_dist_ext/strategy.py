@@ -6,8 +6,10 @@ Facts and decisions are plain values: what can be checked is checked on them, be
 """
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import tensorflow as tf
 
@@ -17,7 +19,7 @@ from keras_dist_ext.decision import decide
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.facts import gather_facts, list_devices
 
-__all__ = ["pick_strategy", "StrategyChoice"]
+__all__ = ["pick_strategy", "reason_for", "StrategyChoice"]
 
 
 @dataclass(frozen=True)
@@ -99,4 +101,14 @@ def pick_strategy(
                 "takes none of them. Leave them out."
             )
         reason += "; communication options unused"
-    return StrategyChoice(build(decision, facts, communication), decision.name, reason)
+    strategy = build(decision, facts, communication)
+    _REASONS[strategy] = reason
+    return StrategyChoice(strategy, decision.name, reason)
+
+
+def reason_for(strategy: tf.distribute.Strategy) -> str | None:
+    """Return why `pick_strategy` chose a strategy, the last time it did; None for one that was made otherwise."""
+    return _REASONS.get(strategy)
+
+
+_REASONS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()

@@ -86,7 +86,7 @@ class _Turns:
         self._before: list[Any] = []
         self._replicas = [
             _VirtualReplica(
-                self.state, self._first + turn, virtual.count, model, data.num_rows(part), global_rows, options
+                model, virtual.count, self._first + turn, self.state, data.num_rows(part), global_rows, options
             )
             for turn, part in enumerate(parts)
         ]
@@ -190,6 +190,7 @@ class _VirtualReplica(ReplicaStep):
         self.num_replicas = num_replicas
         self._state = state
         self._replica_id = replica_id
+        self._functions: dict[int, tuple[Any, Any]] = {}  # by id: a tf.function of the user's, and its copy
 
     @property
     def replica_id(self) -> int:
@@ -226,6 +227,12 @@ class _VirtualReplica(ReplicaStep):
         local.assign(tf.cast(value, local.dtype))
         if tf.as_dtype(variable.dtype).is_floating and not variable.trainable:
             self._assigned[id(variable)] = variable
+
+    def trace_of(self, function: Any) -> Any:
+        """Have a tf.function traced for this virtual replica: a trace holds the replica's seeds and weights."""
+        if id(function) not in self._functions:
+            self._functions[id(function)] = (function, _keras.copy_of_function(function))
+        return self._functions[id(function)][1]
 
     def pooled_result(self, metric: Any) -> Any:
         """The result of a metric once all virtual replicas have come here."""
@@ -346,7 +353,7 @@ class _Thread:
         self._meeting: _Meeting | None = None
         self._error: BaseException | None = None
         self._is_abandoned = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="in_turns", daemon=True)
 
     def go_on(self, answer: Any) -> _Meeting:
         """Answer, and wait until it stops again."""

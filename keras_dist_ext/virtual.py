@@ -46,12 +46,12 @@ class VirtualReplicas:
             count = 0
         if count < 1 or isinstance(self.count, bool):
             raise StrategyError(
-                f"virtual_replicas={self.count!r} is no number of replicas, so nothing could run. Give an integer from 1."
+                f"virtual_replicas={self.count!r} is no number of replicas, so nothing can run. Give an integer, as 4."
             )
         if self.reduction not in ("ordered", "fast"):
             raise StrategyError(
-                f'VirtualReplicas({count}, reduction={self.reduction!r}): there is no such reduction. Take "ordered" for '
-                'the same bits on any number of replicas, or "fast" for the same numbers to rounding.'
+                f'VirtualReplicas({count}, reduction={self.reduction!r}): there is no such reduction. Take "ordered" '
+                'for the same bits on any number of replicas, or "fast" for the same numbers to rounding.'
             )
         object.__setattr__(self, "count", count)
 

@@ -54,7 +54,7 @@ def compiled_step(model: Any, kind: str) -> Callable[[Any], Any]:
     """Return ``train_step`` or ``test_step``, compiled: all of it on one device, else what each replica computes."""
     name, num_replicas = f"{kind}_step", model.distribute_strategy.num_replicas_in_sync
     if num_replicas == 1:
-        return compiled(getattr(model, name))
+        return _noting(getattr(model, name))
     if _keras.overrides(model, name):
         warn_once(
             f"jit_compile=True: '{model.name}' has a {name} of its own, and XLA cannot compile the reductions over "
@@ -62,6 +62,28 @@ def compiled_step(model: Any, kind: str) -> Callable[[Any], Any]:
         )
         return getattr(model, name)  # type: ignore[no-any-return]
     return functools.partial(_STEPS[kind], model, compiled(functools.partial(_forward, model, kind == "train")))
+
+
+def _noting(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Compile a step as a whole; what is recorded of it comes out beside its logs."""
+
+    def inside(batch: Any) -> Any:
+        logs, note = step(batch), _note()
+        return logs, () if note is None else note.from_compiled()
+
+    function = compiled(inside)
+
+    def run(batch: Any) -> Any:
+        (logs, noted), note = function(batch), _note()
+        if note is not None:
+            note.put_back(0, noted)
+        return logs
+
+    return run
+
+
+def _note() -> Any:
+    return getattr(_keras.current_step(), "note", None)
 
 
 def _forward(model: Any, training: bool, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:

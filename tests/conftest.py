@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_dist_ext.strategy import pick_strategy
 
+KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
 NUM_DEVICES = 4
 SEED = 1337
 

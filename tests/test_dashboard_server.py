@@ -39,7 +39,9 @@ CTX = RequestContext()
 def log_dir(tmp_path_factory):
     """A log with every oddity that the routes must bear."""
     folder = tmp_path_factory.mktemp("logs")
-    write_experiment(folder, "a/b", example_series(3, range(40), slow=1), findings=FINDINGS)
+    write_experiment(
+        folder, "a/b", example_series(3, range(40), slow=1), findings=FINDINGS, later_findings=FINDINGS[:1]
+    )
     write_experiment(folder, "no chief", example_series(2, range(30), seed=1), with_all=False, as_tensors=False)
     write_experiment(folder, "", example_series(2, range(3), seed=2), manifest="{broken", findings={"not": "a list"})
     starved = example_series(2, range(12), seed=3)
@@ -58,8 +60,6 @@ def log_dir(tmp_path_factory):
         run.scalars(0, {"loss": 1.0})
     with Run(folder, "other/train") as run:
         run.scalars(0, {"loss": 1.0})
-    with Run(folder, "a/b/all") as run:
-        run.text(names.FINDINGS_TAG, FINDINGS[:1], 5, START + 5)
     return folder
 
 

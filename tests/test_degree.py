@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import KERAS_VERSION
 from keras import ops
 
 from keras_dist_ext.degree import degree_in_rows
@@ -57,7 +58,6 @@ MEANS = {
     ),
     "a Gram matrix divided by the rows": lambda x: ops.sum(ops.matmul(ops.transpose(x), x)) / num_rows(x),
     "a mean of a product with weights": lambda x: ops.mean(ops.matmul(x, KERNEL)),
-    "an activity regularizer": regularized_by("l2"),  # which Keras divides by the rows
     "a constant": lambda x: ops.convert_to_tensor(2.0),
     "a norm of weights": lambda x: ops.sum(ops.square(KERNEL)),
     "an L2 regularizer of weights": lambda x: keras.regularizers.L2(0.1)(KERNEL),
@@ -85,6 +85,8 @@ SUMS = {
     "a sum of sums": lambda x: ops.sum(x) + ops.sum(x * x),
     "a sum in float64": lambda x: ops.sum(ops.cast(x, "float64")),
 }
+# Keras divides it by the rows since 3.14 (keras/src/layers/layer.py).
+(MEANS if KERAS_VERSION >= (3, 14) else SUMS)["an activity regularizer"] = regularized_by("l2")
 OTHERS = {
     "a root of a sum": (HALF, lambda x: ops.sqrt(ops.sum(x * x))),
     "a squared sum": (2, lambda x: ops.square(ops.sum(x))),

@@ -95,6 +95,8 @@ SIGNATURES = {
     },
     "tensorflow.python.distribute.input_lib": {"get_iterator_spec_from_dataset": "strategy dataset"},
     "tensorflow.python.distribute.values": {"DistributedVariable._get_on_device_or_primary": "self"},
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function": {"Function._clone": "self python_function"},
+    "tensorflow.python.framework.ops": {"Graph.switch_to_thread_local": "self", "Graph.get_name_scope": "self"},
     "tensorflow.python.ops.control_flow_util": {"GraphOrParentsInXlaContext": "graph"},
 }
 
@@ -171,6 +173,10 @@ class Recorder:
     def assign(self, variable: Any, value: Any, original: Any) -> None:
         self.asked.append(("assign", variable.path))
         original(value)
+
+    def trace_of(self, function: Any) -> Any:
+        self.asked.append(("trace_of", function))
+        return function
 
 
 def compiled(*middle: Any, optimizer: Any = None, **arguments: Any) -> Any:
@@ -850,6 +856,7 @@ def test_models_of_keras_do_not_record_their_arguments_and_those_of_ours_do() ->
     assert [_keras.has_own_config(net) for net in (Plain(2), Own(2), Ours(2))] == [False, True, False]
     assert _keras.has_recorded_arguments(Ours(2))
     assert Ours(2)._auto_config.config == {"units": 2}
+    assert [_keras.has_automatic_config(thing) for thing in (Ours(2), Own(2), layers.Dense(2))] == [True, False, False]
     assert _keras.is_serializable_dict(Ours(2)._auto_config)
     assert not _keras.is_serializable_dict({})
 
@@ -930,3 +937,95 @@ def test_datasets_travel_to_workers_as_graphs() -> None:
     like_ours = inspect.getsource(_keras.coordinator_values.PerWorkerDatasetFromDatasetFunction)
     assert "._type_spec = " in like_ours
     assert "get_iterator_spec_from_dataset(" in like_ours
+
+
+# Threads for virtual replicas
+
+
+def in_thread(function: Any) -> Any:
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(function()))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+def test_another_thread_enters_the_graph_device_and_globals_of_a_replica() -> None:
+    """tensorflow/python/distribute/mirrored_run.py and keras/src/backend/common/global_state.py, for `this_place`."""
+    seen: list[Any] = []
+
+    @tf.function
+    def traced() -> None:
+        graph = tf.compat.v1.get_default_graph()
+        with tf.device("CPU:1"), tf.name_scope("outer"), _keras.draws_without_seed("a generator"):
+            enter = _keras.this_place(tf.distribute.get_replica_context())
+
+            def elsewhere() -> Any:
+                with enter("inner"):
+                    op = tf.zeros([]).op
+                    with tf.init_scope():
+                        is_eager_outside = tf.executing_eagerly()
+                    without_seed = _keras.global_state.get_global_attribute("global_seed_generator")
+                    return op.graph is graph, op.device[-5:], op.name, is_eager_outside, without_seed
+
+            seen.append(in_thread(elsewhere))
+
+    traced.get_concrete_function()
+    assert seen == [(True, "CPU:1", "outer/inner/zeros", True, "a generator")]
+
+
+def test_another_thread_enters_the_device_of_an_eager_replica() -> None:
+    with tf.device("CPU:1"):
+        enter = _keras.this_place(tf.distribute.get_replica_context())
+
+    def elsewhere() -> str:
+        with enter("inner"):
+            return tf.zeros([]).device[-5:]  # type: ignore[no-any-return]
+
+    assert in_thread(elsewhere) == "CPU:1"
+
+
+def test_another_thread_writes_summaries_where_a_replica_would(tmp_path: Any) -> None:
+    """tensorflow/python/ops/summary_ops_v2.py keeps the writer in the thread, for `this_place`."""
+    with tf.summary.create_file_writer(str(tmp_path)).as_default(step=0):
+        enter = _keras.this_place(tf.distribute.get_replica_context())
+
+        def elsewhere() -> bool:
+            with enter("inner"):
+                return bool(tf.summary.scalar("loss", 1.0))
+
+        assert in_thread(elsewhere)
+
+
+def test_a_copy_of_a_function_is_traced_again() -> None:
+    """polymorphic_function.py, for `copy_of_function`."""
+    traces: list[int] = []
+
+    class Holder:
+        @tf.function
+        def method(self, x: Any) -> Any:
+            traces.append(1)
+            return x + 1
+
+    method = Holder().method
+    one = tf.constant(1)
+    assert (int(method(one)), int(method(one)), len(traces)) == (2, 2, 1)
+    assert (int(_keras.copy_of_function(method)(one)), len(traces)) == (2, 2)
+    recorder = Recorder()
+    with _keras.intercept(recorder):
+        method(one)
+    assert recorder.about("trace_of") == [method]
+
+
+def test_losses_of_layers_come_back() -> None:
+    """keras/src/layers/layer.py, for `losses_of_layers` and `set_losses_of_layers`."""
+    net = keras.Sequential([keras.Input((3,)), layers.Dense(2, activity_regularizer="l2")])
+    net(X)
+    first, kept = net.losses, _keras.losses_of_layers(net)
+    net(X + 1)
+    assert net.losses[0] is not first[0]
+    _keras.set_losses_of_layers(kept)
+    assert net.losses[0] is first[0]
+    with _keras.kept_losses(net):
+        net(X + 1)
+    assert net.losses[0] is first[0]

@@ -62,7 +62,8 @@ def bins_of(
         return Bins(steps, steps)
     low, high = max(low, positions[0]), min(high, positions[-1])
     length = (high - low) / width or 1.0
-    number = np.floor((positions - low) / length)
+    with np.errstate(over="ignore"):  # where the whole axis is shorter than any bin could be
+        number = np.floor(np.clip((positions - low) / length, -1.0, width))
     number[positions == high] = width - 1
     starts = np.flatnonzero(np.diff(number, prepend=number[0] - 1))
     ends = np.append(starts[1:], steps.size) - 1

@@ -24,6 +24,8 @@ from selenium.webdriver.remote.webelement import WebElement
 
 __all__ = ["chromium", "Dashboard", "take_screenshot"]
 
+# Chromium asks before a page's second download; it does not take the clicks of a driver for a person's.
+_MANY_DOWNLOADS = "profile.default_content_setting_values.automatic_downloads"
 # No sandbox: tests run as root in containers. The rest keeps the browser off the network and quiet.
 _FLAGS = (
     "--headless",
@@ -55,7 +57,8 @@ def chromium(work: Path, width: int = 1440, height: int = 1000) -> Iterator[webd
     options.binary_location = shutil.which("chromium") or ""
     for flag in (*_FLAGS, f"--user-data-dir={work / 'profile'}", f"--window-size={width},{height}"):
         options.add_argument(flag)
-    options.add_experimental_option("prefs", {"download.default_directory": str(downloads)})
+    prefs = {"download.default_directory": str(downloads), _MANY_DOWNLOADS: 1}
+    options.add_experimental_option("prefs", prefs)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     browser = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     browser.set_script_timeout(60)
@@ -84,6 +87,13 @@ class Dashboard:
             time.sleep(0.05)
         self.browser.switch_to.frame(frames[0])
         self.settle(timeout)
+
+    def reset(self, *experiments: str) -> None:
+        """Load the tab's frame anew, as if nothing had been chosen before, and choose experiments."""
+        self.run("delete window.replicasDashboard; localStorage.clear(); window.location.reload()")
+        self.enter()
+        if experiments:
+            self.choose(*experiments)
 
     def settle(self, timeout: float = 60.0) -> None:
         """Wait until everything that was asked for has been drawn."""
@@ -127,12 +137,12 @@ class Dashboard:
 
     def choose(self, *experiments: str) -> None:
         """Tick these experiments, and no others, in the order given."""
-        self.run("document.querySelector('[data-control=experiments]').click()")
+        opener = "document.querySelector('[data-control=experiments][aria-expanded={}]')?.click()"
         for i, name in enumerate(experiments):
-            selector = "button" if i == 0 else "input"
-            elements = [one for one in self.all(f".picker-list {selector}") if one.get_attribute("data-name") == name]
-            elements[0].click()
-        self.run("document.querySelector('[data-control=experiments]').click()")
+            self.run(opener.format("false"))  # opening one by its name closes the list
+            elements = self.all(f".picker-list {'input' if i else 'button'}")
+            next(one for one in elements if one.get_attribute("data-name") == name).click()
+        self.run(opener.format("true"))
         self.settle()
 
     def drag(self, chart: str, start: float, end: float, experiment: str = "") -> None:
@@ -146,8 +156,13 @@ class Dashboard:
         ).release().perform()
         self.settle()
 
+    def press(self, *keys: str) -> None:
+        """Press keys, wherever the focus is."""
+        ActionChains(self.browser, duration=10).send_keys(*keys).perform()
+        self.settle()
+
     def hover(self, chart: str, share: float, experiment: str = "") -> None:
-        """Move the mouse over a chart, at a share of its width."""
+        """Move the mouse over a chart, at a share of its width and half of its height."""
         over = self.over(chart, experiment)
         ActionChains(self.browser, duration=30).move_to_element_with_offset(
             over, round((share - 0.5) * over.size["width"]), 0
@@ -163,11 +178,11 @@ class Dashboard:
         raise AssertionError(f"no chart {chart!r} of {experiment!r}")
 
     def errors(self) -> list[str]:
-        """Return what the browser complains about: scripts that fail, things that the page's policy forbids."""
+        """Return what the browser complains about, but for fonts that TensorBoard itself does not find."""
         return [
             entry["message"]
             for entry in self.browser.get_log("browser")
-            if entry["level"] == "SEVERE" and "favicon" not in entry["message"]
+            if entry["level"] == "SEVERE" and not any(word in entry["message"] for word in ("favicon", "font-roboto"))
         ]
 
     def screenshot(self, path: Path, height: int | None = None) -> None:

@@ -53,6 +53,10 @@ class Run:
         tensor = TensorProto(dtype=DT_STRING, string_val=[content.encode()], tensor_shape=TensorShapeProto())
         self._add(step, Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=_TEXT)]), wall)
 
+    def flush(self) -> None:
+        """Put what was written so far into the file."""
+        self._writer.flush()
+
     def _add(self, step: int, summary: Summary, wall: float | None) -> None:
         wall = START + step * SECONDS if wall is None else wall
         self._writer.add_event(Event(wall_time=wall, step=step, summary=summary))
@@ -140,6 +144,7 @@ def write_experiment(
     with_all: bool = True,
     manifest: Any = MANIFEST,
     findings: Any = None,
+    later_findings: Any = None,
     as_tensors: bool = True,
     start: float = START,
     seconds: float = SECONDS,
@@ -162,6 +167,8 @@ def write_experiment(
             run.scalars(step, values, wall(step))
         if findings is not None:
             run.text(names.FINDINGS_TAG, findings, 0, wall(1))
+        if later_findings is not None:
+            run.text(names.FINDINGS_TAG, later_findings, 5, wall(5))
 
 
 def _over_replicas(series: Sequence[Series]) -> dict[int, dict[str, float]]:

@@ -2,14 +2,15 @@
 import { cssColor } from "./colors.js";
 import { h } from "./dom.js";
 
-/** Have the browser save what is at an address; `once`: the address is of a blob that can go afterwards. */
-export function download(url, name, once = false) {
+/** Have the browser save what is at an address; what the page makes itself is in a data URL. */
+export function download(url, name) {
   const link = h("a", { href: url, download: name });
   document.body.append(link);
   link.click();
   link.remove();
-  if (once) setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
+
+export const textUrl = (text, type) => `data:${type};charset=utf-8,${encodeURIComponent(text)}`;
 
 /** A name of letters, digits and dashes. */
 export const fileName = (name) => name.replace(/[^A-Za-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 80) || "replicas";

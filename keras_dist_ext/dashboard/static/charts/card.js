@@ -1,6 +1,6 @@
 /** The frame of a chart: title, what the cursor reads, controls, downloads, and what to say when there is no chart. */
 import { fill, h, icon } from "../dom.js";
-import { download, paintPng } from "../download.js";
+import { download, paintPng, textUrl } from "../download.js";
 
 export class Card {
   /**
@@ -45,7 +45,7 @@ export class Card {
   saveCsv(source) {
     const name = `${this.about.file}-${this.kind}.csv`;
     if (source.url) download(source.url, name);
-    else download(URL.createObjectURL(new Blob([source.text], { type: "text/csv" })), name, true);
+    else download(textUrl(source.text, "text/csv"), name);
   }
 
   /** The chart with its title and legend, as a canvas. */
@@ -56,6 +56,6 @@ export class Card {
   }
 
   savePng() {
-    this.picture().toBlob((blob) => download(URL.createObjectURL(blob), `${this.about.file}-${this.kind}.png`, true));
+    download(this.picture().toDataURL(), `${this.about.file}-${this.kind}.png`);
   }
 }

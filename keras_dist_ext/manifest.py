@@ -1,0 +1,106 @@
+"""Describe a run: what it runs on, and with which settings."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import socket
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import __version__
+from keras_dist_ext._keras import keras, num_tasks
+from keras_dist_ext.dashboard.metadata import MANIFEST_VERSION, Manifest, Strategy
+from keras_dist_ext.strategy import reason_for
+from keras_dist_ext.workers import workers_of
+
+__all__ = ["describe_model", "manifest_of"]
+
+
+def manifest_of(model: Any, experiment: str, *, batch_size: int | None = None) -> Manifest:
+    """Return what does not change while an experiment runs.
+
+    Args:
+        model: a model of ours.
+        experiment: its name.
+        batch_size: of the global batch, if it is known.
+    """
+    strategy = model.distribute_strategy
+    workers = workers_of(strategy)
+    num_replicas = strategy.num_replicas_in_sync
+    arrangement = Strategy(
+        name=type(strategy).__name__,
+        num_replicas=num_replicas,
+        num_workers=1 if workers is None else workers.num_workers,
+    )
+    reason = reason_for(strategy)
+    if reason is not None:
+        arrangement["reason"] = reason
+    seed = model.seeds.root
+    return Manifest(
+        version=MANIFEST_VERSION,
+        experiment=experiment,
+        strategy=arrangement,
+        devices=_devices(strategy),
+        seeds=None if seed is None else {"global": seed, "replicas": [seed + i for i in range(num_replicas)]},
+        versions=_versions(),
+        batch_size=batch_size,
+        host=socket.gethostname(),
+    )
+
+
+def _devices(strategy: tf.distribute.Strategy) -> list[str]:
+    """Return the device of each replica, over all workers."""
+    local = list(strategy.extended.worker_devices)
+    if workers_of(strategy) is None:
+        return local
+    tasks = num_tasks(strategy)
+    names = [f"/job:{job}/replica:0/task:{task}" for job in ("chief", "worker") for task in range(tasks.get(job, 0))]
+    return [f"{name}/device:{device.partition('/device:')[2]}" for name in names for device in local]
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "keras_dist_ext": __version__,
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+        "tensorboard": importlib.metadata.version("tensorboard"),
+        "python": platform.python_version(),
+    }
+
+
+def describe_model(model: Any) -> dict[str, str]:
+    """Return the settings of a model that decide how it trains, for people."""
+    details = {"model": model.name}
+    if model.built:
+        details["parameters"] = f"{model.count_params():,}"
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        details["optimizer"] = type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
+        settings = getattr(optimizer, "inner_optimizer", optimizer).get_config()
+        details |= {
+            name.replace("_", " "): _short(value)
+            for name, value in settings.items()
+            if name != "name" and value not in (None, False)
+        }
+        if optimizer is not getattr(optimizer, "inner_optimizer", optimizer):
+            details["loss scale"] = "dynamic"
+    details["precision"] = model.dtype_policy.name
+    if getattr(model, "_steps_per_execution_is_auto", False):
+        details["steps per execution"] = "auto"
+    else:
+        details["steps per execution"] = str(model.steps_per_execution)
+    details["run eagerly"] = str(model.run_eagerly)
+    details["compiled by XLA"] = str(model.jit_compile)
+    virtual = getattr(model, "virtual_replicas", None)
+    if virtual is not None:
+        details["virtual replicas"] = str(virtual.count)
+    return details
+
+
+def _short(value: Any) -> str:
+    """Return a setting of an optimizer in a few words; a schedule is a config."""
+    if isinstance(value, dict) and "class_name" in value:
+        return f"{value['class_name']} {value.get('config', '')}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

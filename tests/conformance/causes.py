@@ -1,0 +1,424 @@
+"""What makes the rows of the table fail: patches of ours that put a cause back, and which of them belongs to a row.
+
+A row that cannot fail shows nothing. `cd tests && python -m conformance` puts the causes back one at a time; what was
+seen then is in causes.txt.
+"""
+
+import contextlib
+import faulthandler
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import keras
+import tensorflow as tf
+from conftest import strategies
+
+import keras_dist_ext as kde
+from conformance.rows import ROWS
+from conformance.run import Row, differences, run, run_on_one_device
+from keras_dist_ext import _keras, data, feed, program, reduce, step
+from keras_dist_ext._keras import tree
+from keras_dist_ext.model import Model
+from keras_dist_ext.step import PassThrough, ReplicaStep
+
+__all__ = ["PASSES", "RECORD", "SECONDS", "Cause", "cause_of", "look", "seen"]
+
+RECORD = Path(__file__).with_name("causes.txt")
+"""A line a row: its name, its cause, what was seen of ours with the cause put back, and what of stock Keras."""
+PASSES = "passes"
+SECONDS = 120
+"""How long a row may take before it is said to hang."""
+
+Cause = Callable[[], AbstractContextManager[Any]]
+"""Puts a cause back while its context lasts; its docstring says what is wrong then."""
+
+
+def cause_of(row: Row) -> Cause:
+    """Return the cause that the row must show: the first whose pattern matches its name."""
+    return next(cause for cause, names in CAUSES if re.fullmatch(names, row.name))
+
+
+def seen(row: Row, library: str) -> str:
+    """Say how a row fails by stock Keras under two replicas ("stock"), or by "ours" under three with its cause back."""
+    expected = run_on_one_device(row)
+    try:
+        if library == "stock":
+            found = run(row, keras, strategies.get("mirrored2"))
+        else:
+            with cause_of(row)():
+                found = run(row, kde, strategies.get("mirrored3"))
+    except Exception as error:
+        text = re.sub(r"\x1b\[\d+m|\{\{.*?\}\} ?|Exception encountered when calling .*\n+", "", str(error))
+        return f"dies: {type(error).__name__}: {' '.join(text.split())[:90]}"
+    apart = [key for key in found if key.startswith("copies of ")]
+    lines = differences(expected, found, row.tolerance)
+    return (apart or [line.split(": is")[0][:90] for line in lines] or [PASSES])[0]
+
+
+def look(library: str, names: Sequence[str], path: str) -> None:
+    """Write what is seen of rows, a line each; end the process after them, or early, after an error, or a hanging row."""
+    for descriptor in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    with open(path, "w", buffering=1) as file:
+        for row in sorted((row for row in ROWS if row.name in names), key=lambda row: names.index(row.name)):
+            faulthandler.dump_traceback_later(SECONDS, exit=True)
+            found = seen(row, library)
+            file.write(found + "\n")
+            if found.startswith("dies"):
+                break
+    os._exit(0)  # threads of a step that has failed may never end
+
+
+# How replicas are weighted and added up
+
+
+def equal_shares() -> AbstractContextManager[Any]:
+    """A replica counts 1/R, whatever its share of the rows (fault 8)."""
+    equal = {
+        "share": property(lambda self: 1.0 / self.num_replicas),
+        "_inverse_share": property(lambda self: float(self.num_replicas)),
+    }
+    return patch.multiple(ReplicaStep, **equal)
+
+
+def own_gradients() -> AbstractContextManager[Any]:
+    """A replica applies its own gradients, not their sum."""
+    return patch.object(ReplicaStep, "reduce", lambda self, optimizer, variables, grads, values: (grads, values))
+
+
+def empty_batches_count() -> AbstractContextManager[Any]:
+    """What a replica without rows computes is added too (fault 10)."""
+
+    def init(original: Any) -> Any:
+        def changed(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            self._can_be_empty = False
+
+        return changed
+
+    return instead(ReplicaStep, "__init__", init)
+
+
+def local_counts() -> AbstractContextManager[Any]:
+    """A loss divides by the elements of its replica (fault 9), and a sum counts as a mean."""
+    return patch.object(ReplicaStep, "reduce_loss", lambda self, local, *_: local)
+
+
+def a_vector_is_a_mean() -> AbstractContextManager[Any]:
+    """A loss that is not reduced is weighted as a mean is."""
+
+    def scale_loss(original: Any) -> Any:
+        def changed(self: Any, optimizer: Any, loss: Any, keras_own: Any) -> Any:
+            scaled = original(self, optimizer, loss, keras_own)
+            return scaled * tf.cast(self.share, scaled.dtype) if scaled.shape.rank else scaled
+
+        return changed
+
+    return instead(ReplicaStep, "scale_loss", scale_loss)
+
+
+def sums_count_as_means() -> AbstractContextManager[Any]:
+    """A sum that a layer gives to `add_loss` is averaged over replicas."""
+    return patch.object(ReplicaStep, "additional_loss", lambda self, local, degree: local)
+
+
+def penalties_once_a_replica() -> AbstractContextManager[Any]:
+    """A penalty is added by each replica, and not divided by their number."""
+
+    def aggregate(original: Any) -> Any:
+        def changed(self: Any, loss: Any) -> Any:
+            return original(self, loss) * (1 if _keras.current_step() is None else _keras.current_step().num_replicas)
+
+        return changed
+
+    return instead(Model, "_aggregate_additional_loss", aggregate)
+
+
+def unscaled_gradients_are_whole() -> AbstractContextManager[Any]:
+    """Gradients of a loss that no optimizer has scaled are added without weights."""
+
+    def contribution(original: Any) -> Any:
+        def changed(self: Any, optimizer: Any, grads: Any) -> Any:
+            self._scaled.add(id(optimizer))
+            return original(self, optimizer, grads)
+
+        return changed
+
+    return instead(ReplicaStep, "contribution", contribution)
+
+
+def sparse_of_the_first() -> AbstractContextManager[Any]:
+    """Of sparse gradients only those of the first replica are kept."""
+
+    def add(original: Any) -> Any:
+        return lambda parts: parts[0] if isinstance(parts[0], tf.IndexedSlices) else original(parts)
+
+    return instead(reduce, "_add", add)
+
+
+# How replicas update what they hold
+
+
+def clipped_before_the_sum() -> AbstractContextManager[Any]:
+    """Each replica clips its own gradients."""
+
+    def contribution(original: Any) -> Any:
+        def changed(self: Any, optimizer: Any, grads: Any) -> Any:
+            own, *rest = original(self, optimizer, grads)
+            return optimizer._clip_gradients(own), *rest
+
+        return changed
+
+    return instead(ReplicaStep, "contribution", contribution)
+
+
+def slots_of_the_first() -> AbstractContextManager[Any]:
+    """An optimizer updates its own variables on the first replica only."""
+
+    def assign(original: Any) -> Any:
+        def changed(self: Any, variable: Any, value: Any, keras_own: Any) -> None:
+            if variable.trainable or _keras.replica_id() == 0:
+                original(self, variable, value, keras_own)
+
+        return changed
+
+    return instead(step._LocalUpdate, "assign", assign)
+
+
+def updates_once_a_replica() -> AbstractContextManager[Any]:
+    """The optimizer makes as many updates of a step as there are replicas."""
+
+    def update(original: Any) -> Any:
+        def changed(self: Any, *args: Any) -> None:
+            for _ in range(self.num_replicas):
+                original(self, *args)
+
+        return changed
+
+    return instead(ReplicaStep, "update", update)
+
+
+def updates_of_all_replicas_at_once() -> AbstractContextManager[Any]:
+    """Replicas meet inside of an optimizer's conditions (fault 6)."""
+    return patch.object(_keras, "local_updates", lambda strategy, step: _keras.intercept(PassThrough(of_worker=False)))
+
+
+def accumulators_are_kept() -> AbstractContextManager[Any]:
+    """Gradients that were accumulated count on each replica again, after they were added up."""
+    return patch.object(ReplicaStep, "_empty", staticmethod(lambda accumulators, when: None))
+
+
+def state_of_each() -> AbstractContextManager[Any]:
+    """State that a layer assigns is left as each replica has it (fault 11)."""
+    return patch.object(ReplicaStep, "assign", lambda self, variable, value, keras_own: keras_own(value))
+
+
+def moments_of_each() -> AbstractContextManager[Any]:
+    """A reduction inside of a layer gives what its replica has."""
+    return patch.object(ReplicaStep, "all_reduce", lambda self, reduce_op, value, keras_own: value)
+
+
+def built_out_of_scope() -> AbstractContextManager[Any]:
+    """What is built late is built outside of the strategy's scope (fault 15)."""
+    return patch.object(Model, "_in_scope", lambda self: contextlib.nullcontext())
+
+
+def compiled_over_devices() -> AbstractContextManager[Any]:
+    """XLA is given what several CPUs of a process compute (fault 7)."""
+    return patch.object(program, "can_compile", lambda strategy: True)
+
+
+# Metrics and logs
+
+
+def metrics_of_the_first() -> AbstractContextManager[Any]:
+    """Results of metrics are those of the first replica's rows."""
+
+    @contextlib.contextmanager
+    def pooled_state(model: Any, strategy: tf.distribute.Strategy) -> Iterator[None]:
+        variables = [v for v in model.metrics_variables if _keras.is_sync_on_read(v)]
+        firsts = [(v, tf.convert_to_tensor(_keras.components(v)[0])) for v in variables]
+        with _keras.StatelessScope(state_mapping=firsts):
+            yield
+
+    return patch.object(program, "pooled_state", pooled_state)
+
+
+def tracked_losses_count_alike() -> AbstractContextManager[Any]:
+    """A scalar that a step gives to a metric counts 1 on each replica."""
+    return patch.object(ReplicaStep, "mean_update", lambda self, metric, values, sample_weight: (values, sample_weight))
+
+
+def computed_results_of_each() -> AbstractContextManager[Any]:
+    """What a step computes from the results of metrics comes from those of each replica (fault 14)."""
+    return patch.object(program, "_computes_with", lambda results, logs: False)
+
+
+# Data
+
+
+def rows_left_over_are_dropped() -> AbstractContextManager[Any]:
+    """Rows that do not divide by the number of replicas go to none."""
+
+    def replica_rows(batch: Any, replica: int, num_replicas: int) -> Any:
+        rows = data.num_rows(batch) // num_replicas
+        return tree.map_structure(
+            lambda leaf: leaf[replica * rows : (replica + 1) * rows] if getattr(leaf, "shape", ()) else leaf, batch
+        )
+
+    return patch.object(data, "replica_rows", replica_rows)
+
+
+def every_replica_takes_all() -> AbstractContextManager[Any]:
+    """Each replica computes the whole batch (fault 13)."""
+    return patch.object(data, "replica_rows", lambda batch, replica, num_replicas: batch)
+
+
+def predictions_out_of_order() -> AbstractContextManager[Any]:
+    """Predictions are put together from the last replica, or batch, to the first."""
+    return instead(program, "_concat", lambda original: lambda parts: original(parts[::-1]))
+
+
+def split_batches_are_even() -> AbstractContextManager[Any]:
+    """Of batches that TensorFlow has split, all parts are taken to have as many rows as a replica's own."""
+    return patch.object(
+        program.StepProgram, "_global_rows", lambda self, rows, num_replicas, is_even: rows * num_replicas
+    )
+
+
+def built_from_the_mean_of_a_batch() -> AbstractContextManager[Any]:
+    """The model is built from the mean of the first batch over the replicas (faults 3 and 4)."""
+
+    def build(original: Any) -> Any:
+        def changed(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+            if iterator is not None:
+                strategy = self.distribute_strategy
+                split = strategy.experimental_distribute_dataset(iterator.data_adapter.get_tf_dataset())
+                tree.map_structure(lambda part: strategy.reduce("MEAN", part, axis=None), next(iter(split)))
+            original(self, iterator, data_batch)
+
+        return changed
+
+    return instead(Model, "_maybe_symbolic_build", build)
+
+
+def a_pass_begins_twice() -> AbstractContextManager[Any]:
+    """A batch is taken before a pass begins (fault 4)."""
+
+    def init(original: Any) -> Any:
+        def changed(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+            next(iter(dataset), None)
+            original(self, dataset, *args, **kwargs)
+
+        return changed
+
+    return instead(feed.Source, "__init__", init)
+
+
+def an_epoch_begins_anew() -> AbstractContextManager[Any]:
+    """Each epoch begins with the first batch, also where it should go on."""
+
+    def enumerate_iterator(original: Any) -> Any:
+        def changed(self: Any) -> Any:
+            self._source = None
+            return original(self)
+
+        return changed
+
+    return instead(feed.Feed, "_enumerate_iterator", enumerate_iterator)
+
+
+def a_batch_is_lost_between_executions() -> AbstractContextManager[Any]:
+    """After several steps at once, a batch is taken and not used."""
+
+    def run(original: Any) -> Any:
+        def changed(self: Any, program: Any, num_steps: int) -> Any:
+            outcome = original(self, program, num_steps)
+            if num_steps > 1:
+                with contextlib.suppress(StopIteration):
+                    self.next_batch()
+            return outcome
+
+        return changed
+
+    return instead(feed.Source, "run", run)
+
+
+def the_end_counts_as_a_step() -> AbstractContextManager[Any]:
+    """The end of an epoch's data counts as a step of the optimizer (fault 18)."""
+
+    def settle(original: Any) -> Any:
+        def changed(self: Any) -> None:
+            original(self)
+            self.optimizer.iterations.assign_add(1)
+
+        return changed
+
+    return instead(Model, "_settle", settle)
+
+
+def instead(owner: Any, name: str, change: Callable[[Any], Any]) -> AbstractContextManager[Any]:
+    """Replace `owner.name` by what `change` makes of it."""
+    return patch.object(owner, name, change(getattr(owner, name)))
+
+
+CAUSES: tuple[tuple[Cause, str], ...] = (
+    # Batches
+    (
+        built_from_the_mean_of_a_batch,
+        r"a first batch of 15 rows|strings and bools.*|a generator with an uneven first.*",
+    ),
+    (empty_batches_count, r"(a|batches of) .*1 row( only)?|fewer rows than replicas|.* of replicas without rows"),
+    (rows_left_over_are_dropped, r"batches of 1 to 9 rows"),
+    (own_gradients, r"even batches"),
+    # Weights, masks, losses
+    (metrics_of_the_first, r"sample weights of a metric"),
+    (a_vector_is_a_mean, r"loss reduction None.*"),
+    (
+        local_counts,
+        r"loss reduction (sum|mean_with_sample_weight, weighted|.*, masked.*)(, .*)?|loss reduction .*masked.*",
+    ),
+    (local_counts, r"masked (time steps|tokens).*|a mask of the loss's own|ignored classes|run_eagerly with masks.*"),
+    (sums_count_as_means, r"add_loss of a (sum|tf\.reduce_sum)"),
+    (penalties_once_a_replica, r"regularizers|an activity regularizer|add_loss .*"),
+    # Optimizers
+    (clipped_before_the_sum, r"clipping by .*|Adam clipped .*|sparse gradients, clipped.*"),
+    (updates_of_all_replicas_at_once, r"EMA that overwrites.*|accumulation, Adam and clipping|accumulation and EMA"),
+    (accumulators_are_kept, r".*accumulat.*"),
+    (slots_of_the_first, r"(Nesterov )?momentum|Adam|AMSGrad|AdamW|RMSprop|Adagrad|Nadam|LossScaleOptimizer.*"),
+    (updates_once_a_replica, r"EMA|SGD with weight decay|an? (.* schedule.*|learning rate .*|constraint)"),
+    (the_end_counts_as_a_step, r"a schedule over data.*|tf\.data of unknown length"),
+    (sparse_of_the_first, r"sparse gradients.*"),
+    # Execution
+    (metrics_of_the_first, r"1 steps an execution"),
+    (a_batch_is_lost_between_executions, r"\d+ steps an execution.*|(run_eagerly|a custom train_step), 3 steps.*"),
+    (every_replica_takes_all, r"train(, test and predict)? on batch.*"),
+    (predictions_out_of_order, r"predict .*|predict, 3 steps an execution"),
+    (compiled_over_devices, r"jit_compile.*"),
+    # Metrics
+    (
+        metrics_of_the_first,
+        r"accuracy|.*AUC.*|confusion counts|F1 score.*|R2.*|a (custom|function as) metric.*|metrics of .*|logs of .*|"
+        r"a metric updated in call|(weighted )?validation.*",
+    ),
+    # State
+    (moments_of_each, r"synchronized BatchNormalization.*"),
+    (state_of_each, r"state assigned in call.*"),
+    # Inputs
+    (a_pass_begins_twice, r".*started once a fit|an? (endless )?generator.*"),
+    (an_epoch_begins_anew, r"endless tf\.data|steps_per_epoch of .*"),
+    (split_batches_are_even, r"a distributed dataset|a dataset made on each worker"),
+    (rows_left_over_are_dropped, r"tensors|lists|initial_epoch|tf\.data.*|looked up words|a PyDataset.*"),
+    # Models and steps of the user's own
+    (built_out_of_scope, r".*lazily built.*"),
+    (tracked_losses_count_alike, r"a custom train_step"),
+    (empty_batches_count, r"a custom train_step of 1 to 9 rows"),
+    (unscaled_gradients_are_whole, r"a custom train_step from scratch|two optimizers from one tape|a GAN"),
+    (computed_results_of_each, r"overridden losses.*"),
+    (equal_shares, r"a partial last batch|.*weights.*|loss reduction .*|several losses.*|.*loss.*|mixed_.*|float64|.*"),
+)

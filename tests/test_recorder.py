@@ -1,0 +1,344 @@
+"""Every step of every replica is recorded, inside of executions too, and adds up to what Keras logs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_dist_ext as kde
+from keras_dist_ext.recorder import Recorder
+from keras_dist_ext.stats import Kind, ReplicaStats, StepRecords, join_records, summarize
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(50, 6)).astype("float32")
+Y = (X.sum(axis=1, keepdims=True) + RNG.normal(size=(50, 1))).astype("float32")
+
+
+class Recording(keras.callbacks.Callback):
+    """Has a run recorded."""
+
+    def __init__(self, *, gradient_norm: bool = False) -> None:
+        super().__init__()
+        self.recorder = Recorder(gradient_norm=gradient_norm)
+
+    def prepare(self, model: Any) -> None:
+        model.add_recorder(self.recorder)
+
+    def of(self, kind: Kind = "train") -> StepRecords:
+        records = self.recorder.fetch(kind)
+        assert records is not None
+        return records
+
+
+class OwnMetric(kde.Model):
+    """A train_step of its own, that feeds a metric called loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = keras.layers.Dense(1)
+        self.mean = keras.metrics.Mean("loss")
+
+    def call(self, x: Any) -> Any:
+        return self.head(x)
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.mean]
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+        )
+        self.mean.update_state(loss)
+        return {"loss": self.mean.result()}
+
+
+class ComputesLoss(OwnMetric):
+    """A train_step that calls compute_loss and feeds a metric of another name."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+        )
+        self.mean.update_state(loss)
+        return {"total": self.mean.result()}
+
+
+class Logs(OwnMetric):
+    """A train_step that returns its loss as it is."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def dense(strategy: Any, model: Any = None, **arguments: Any) -> Any:
+    with strategy.scope():
+        keras.utils.set_random_seed(3)
+        net = (model or (lambda: kde.Sequential([keras.Input((6,)), keras.layers.Dense(1)])))()
+        make_optimizer = arguments.pop("optimizer", lambda: keras.optimizers.SGD(0.01))
+        net.compile(make_optimizer(), "mse", **arguments)
+    return net
+
+
+def batches(num_rows: int = 50, seconds: float = 0.0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for i in range(0, num_rows, 8):
+        time.sleep(seconds)
+        yield X[i : min(i + 8, num_rows)], Y[i : min(i + 8, num_rows)]
+
+
+def dataset(num_rows: int = 50, seconds: float = 0.0) -> tf.data.Dataset:
+    signature = tf.TensorSpec([None, 6]), tf.TensorSpec([None, 1])
+    return tf.data.Dataset.from_generator(lambda: batches(num_rows, seconds), output_signature=signature)
+
+
+COMPILED: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "1 step an execution": {"steps_per_execution": 1},
+    "3 steps an execution": {"steps_per_execution": 3},
+    "50 steps an execution": {"steps_per_execution": 50},
+    "eager": {"run_eagerly": True},
+    "Adam, clipped": {"optimizer": lambda: keras.optimizers.Adam(clipnorm=1.0)},
+    "accumulated": {"optimizer": lambda: keras.optimizers.SGD(0.01, gradient_accumulation_steps=3)},
+    "loss scale": {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01))},
+    "custom step, metric": {"model": OwnMetric},
+    "custom step, compute_loss": {"model": ComputesLoss},
+    "virtual replicas": {"virtual_replicas": 4},
+}
+
+
+@pytest.mark.parametrize("kind", ["default", "mirrored2", "mirrored4"])
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("data", ["arrays", "of unknown length"])
+def test_losses_weighted_by_examples_add_up_to_the_loss_in_history(
+    name: str, kind: str, data: str, strategies: Any
+) -> None:
+    net, recording = dense(strategies.get(kind), **COMPILED[name]), Recording()
+    given = {"x": X, "y": Y, "batch_size": 8} if data == "arrays" else {"x": dataset()}
+    history = net.fit(**given, verbose=0, shuffle=False, callbacks=[recording]).history
+    records = recording.of()
+    num_replicas = strategies.get(kind).num_replicas_in_sync
+    assert records.loss.shape == (7, num_replicas)  # 50 rows: 7 batches, the last of 2
+    assert records.examples.sum(axis=1).tolist() == [8] * 6 + [2]
+    logged = history.get("loss", history.get("total"))[0]
+    if "custom" in name:  # these metrics count every batch alike, also the one of two rows
+        steps = [summarize(records.steps(i, i + 1), step=i, wall_time=0.0).mean_loss for i in range(7)]
+        assert np.mean(steps) == pytest.approx(logged, rel=1e-5)
+    else:
+        assert summarize(records, step=7, wall_time=0.0).mean_loss == pytest.approx(logged, rel=1e-5)
+    if num_replicas > 1 and name != "virtual replicas":
+        assert len(np.unique(records.loss[0])) == num_replicas  # each its own
+
+
+def test_a_loss_that_is_only_returned_is_recorded(mirrored: Any) -> None:
+    net, recording = dense(mirrored, model=Logs), Recording()
+    net.fit(X[:16], Y[:16], batch_size=16, verbose=0, shuffle=False, callbacks=[recording])
+    fresh = dense(mirrored, model=Logs)
+    errors = np.square(fresh.predict(X[:16], verbose=0) - Y[:16]).reshape(2, 8).mean(axis=1)
+    np.testing.assert_allclose(recording.of().loss[0], errors, rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision_is_recorded(policy: str, mirrored: Any) -> None:
+    def net() -> Any:
+        return kde.Sequential([keras.Input((6,)), keras.layers.Dense(1, dtype=policy)])
+
+    recording = Recording(gradient_norm=True)
+    model = dense(mirrored, model=net)
+    history = model.fit(X, Y, batch_size=8, verbose=0, callbacks=[recording]).history
+    records = recording.of()
+    assert summarize(records, step=7, wall_time=0.0).mean_loss == pytest.approx(history["loss"][0], rel=1e-3)
+    assert records.gradient_norm is not None
+    assert np.isfinite(records.gradient_norm).all()
+
+
+def test_a_compiled_step_is_recorded() -> None:
+    recording = Recording(gradient_norm=True)
+    net = dense(tf.distribute.get_strategy(), jit_compile=True)
+    history = net.fit(X, Y, batch_size=8, verbose=0, callbacks=[recording]).history
+    records = recording.of()
+    assert summarize(records, step=7, wall_time=0.0).mean_loss == pytest.approx(history["loss"][0], rel=1e-5)
+    assert records.gradient_norm is not None
+    assert (records.gradient_norm > 0).all()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"run_eagerly": True}, {"steps_per_execution": 3}], ids=str)
+def test_evaluation_is_recorded_as_such(arguments: Any, mirrored: Any) -> None:
+    net, recording = dense(mirrored, **arguments), Recording()
+    loss = net.evaluate(X, Y, batch_size=8, verbose=0, callbacks=[recording])
+    assert recording.recorder.fetch("train") is None
+    assert summarize(recording.of("test"), step=0, wall_time=0.0).mean_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_validation_inside_of_fit_is_recorded_apart(mirrored: Any) -> None:
+    net, recording = dense(mirrored), Recording()
+    history = net.fit(
+        X, Y, batch_size=8, validation_data=(X[:20], Y[:20]), validation_batch_size=5, verbose=0, callbacks=[recording]
+    ).history
+    assert len(recording.of("train")) == 7
+    validation = recording.of("test")
+    assert len(validation) == 4
+    assert summarize(validation, step=7, wall_time=0.0).mean_loss == pytest.approx(history["val_loss"][0], rel=1e-5)
+
+
+def test_a_replica_without_examples_has_no_loss(strategies: Any) -> None:
+    net, recording = dense(strategies.get("mirrored4")), Recording(gradient_norm=True)
+    history = net.fit(X[:9], Y[:9], batch_size=8, verbose=0, shuffle=False, callbacks=[recording]).history
+    records = recording.of()
+    assert records.examples.tolist() == [[2, 2, 2, 2], [0, 0, 0, 1]]
+    assert np.isnan(records.loss[1]).tolist() == [True, True, True, False]
+    assert records.gradient_norm is not None
+    assert np.isnan(records.gradient_norm[1]).tolist() == [True, True, True, False]
+    assert summarize(records, step=2, wall_time=0.0).mean_loss == pytest.approx(history["loss"][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["default", "mirrored2"])
+@pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, lambda rate: scaled(rate)])
+def test_the_norm_is_that_of_the_replicas_own_gradients(kind: str, optimizer: Any, strategies: Any) -> None:
+    strategy = strategies.get(kind)
+    net, recording = dense(strategy, optimizer=lambda: optimizer(0.01)), Recording(gradient_norm=True)
+    kernel, bias = dense(strategy).get_weights()
+    net.fit(X[:12], Y[:12], batch_size=12, verbose=0, shuffle=False, callbacks=[recording])
+    expected = []
+    for rows in np.split(np.arange(12), strategy.num_replicas_in_sync):
+        error = 2 * (X[rows] @ kernel + bias - Y[rows]) / len(rows)
+        expected.append(np.sqrt(np.sum((X[rows].T @ error) ** 2) + np.sum(error) ** 2))
+    records = recording.of()
+    assert records.gradient_norm is not None
+    np.testing.assert_allclose(records.gradient_norm[0], expected, rtol=1e-4)
+
+
+def scaled(rate: float) -> Any:
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate))
+
+
+@pytest.mark.parametrize("steps", [1, 3, "auto"])
+@pytest.mark.parametrize("kind", ["default", "mirrored2"])
+def test_waiting_for_input_is_told_from_computing(kind: str, steps: Any, strategies: Any) -> None:
+    net, recording = dense(strategies.get(kind), steps_per_execution=steps), Recording()
+    net.fit(dataset(), verbose=0)  # trace
+    net.fit(dataset(seconds=0.03), verbose=0, callbacks=[recording])
+    recording.recorder.fetch("train")
+    begin = time.perf_counter()
+    net.fit(dataset(seconds=0.03), verbose=0, callbacks=[recording])
+    took = time.perf_counter() - begin
+    records = recording.of()
+    assert 7 * 0.03 <= records.input_seconds.sum() <= took
+    assert (records.compute_seconds >= 0).all()
+    assert (records.sync_seconds >= 0).all()
+    assert (
+        records.input_seconds.sum() > records.compute_seconds.max(axis=1).sum() + records.sync_seconds.max(axis=1).sum()
+    )
+    assert records.step_seconds.sum() + records.host_seconds <= took
+
+
+def test_a_slow_replica_computes_and_the_others_wait_for_it(mirrored: Any) -> None:
+    class Slow(kde.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            context = tf.distribute.get_replica_context()
+            replica = 0 if context is None else context.replica_id_in_sync_group
+
+            def wait(x: Any, replica: Any) -> Any:
+                time.sleep(0.05 * int(replica))
+                return x
+
+            waited = tf.py_function(wait, [x, replica], tf.float32)
+            return self.head(tf.ensure_shape(waited, x.shape))
+
+    net, recording = dense(mirrored, model=Slow), Recording()
+    net.fit(X[:40], Y[:40], batch_size=8, verbose=0, callbacks=[recording])
+    recording.recorder.fetch("train")
+    net.fit(X[:40], Y[:40], batch_size=8, verbose=0, callbacks=[recording])
+    fast, slow = recording.of().compute_seconds.T
+    assert np.median(slow) >= 0.05 > np.median(fast)
+
+
+def test_records_follow_from_fit_to_fit_and_nothing_is_recorded_without_a_recorder(mirrored: Any) -> None:
+    net, recording = dense(mirrored), Recording()
+    net.fit(X, Y, batch_size=8, verbose=0, callbacks=[recording])
+    net.fit(X, Y, batch_size=8, verbose=0)
+    assert len(recording.of()) == 7
+    net.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[recording])
+    assert recording.recorder.num_pending("train") == 14
+    assert len(recording.of()) == 14
+    assert recording.recorder.fetch("train") is None
+
+
+def test_recording_does_not_change_what_is_trained(strategies: Any) -> None:
+    for kind in ("default", "mirrored2"):
+        weights = []
+        for callbacks in ([], [Recording(gradient_norm=True)]):
+            net = dense(strategies.get(kind))
+            net.fit(X, Y, batch_size=8, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
+            weights.append(net.get_weights())
+        for plain, recorded in zip(*weights, strict=True):
+            np.testing.assert_array_equal(plain, recorded)
+
+
+# What records come to
+
+
+def records_of(loss: Any, examples: Any, *, compute: Any = None) -> StepRecords:
+    examples = np.array(examples, np.int64)
+    compute = np.ones(examples.shape) if compute is None else np.array(compute, float)
+    return StepRecords(
+        kind="train",
+        loss=np.array(loss, float),
+        examples=examples,
+        gradient_norm=None,
+        input_seconds=np.full(len(examples), 0.5),
+        compute_seconds=compute,
+        sync_seconds=compute.max(axis=1, keepdims=True) - compute + 0.25,
+        host_seconds=1.0,
+    )
+
+
+def test_stats_weight_by_examples_and_leave_out_who_had_none() -> None:
+    nan = float("nan")
+    records = records_of([[1.0, 2.0], [3.0, nan]], [[1, 3], [1, 0]], compute=[[1, 2], [1, 2]])
+    stats = summarize(records, step=9, wall_time=5.0)
+    assert stats.loss.tolist() == [2.0, 2.0]
+    assert stats.examples.tolist() == [2, 3]
+    assert stats.mean_loss == pytest.approx((1 + 6 + 3) / 5)
+    assert stats.seconds == pytest.approx(2 * (0.5 + 2 + 0.25) + 1.0)
+    assert stats.examples_per_second.sum() == pytest.approx(5 / stats.seconds)
+    assert stats.step_seconds.tolist() == [2.75, 2.75]
+    assert stats.input_share == pytest.approx(1 / stats.seconds)
+    assert stats.scaling_efficiency == pytest.approx(5 / stats.seconds / (2 * 1.0))
+
+
+def test_stats_of_no_examples_at_all_are_not_a_number() -> None:
+    stats = summarize(records_of([[float("nan")]], [[0]]), step=1, wall_time=0.0)
+    assert isinstance(stats, ReplicaStats)
+    assert np.isnan(stats.loss[0])
+    assert np.isnan(stats.mean_loss)
+    assert np.isnan(stats.scaling_efficiency)
+
+
+def test_records_can_be_cut_and_joined_again() -> None:
+    whole = records_of(np.arange(8.0).reshape(4, 2), np.arange(8).reshape(4, 2))
+    again = join_records([whole.steps(0, 1), whole.steps(1, 4)])
+    assert len(whole.steps(1, 4)) == 3
+    assert again.host_seconds == whole.host_seconds
+    for name in ("loss", "examples", "input_seconds", "compute_seconds", "sync_seconds"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(whole, name))
