@@ -17,17 +17,23 @@ if TYPE_CHECKING:
         DataError,
         KerasDistError,
         LaunchError,
+        MonitorError,
         ScopeError,
         SeedError,
         StrategyError,
     )
+    from keras_dist_ext.event_files import EventWriter
+    from keras_dist_ext.json_lines import JsonLinesWriter, replay
     from keras_dist_ext.launch import launch
     from keras_dist_ext.model import Model, Sequential
+    from keras_dist_ext.monitor import ReplicaMonitor
     from keras_dist_ext.scope import check_scope
     from keras_dist_ext.seed_table import describe_seeds
     from keras_dist_ext.seeds import seed_replicas
     from keras_dist_ext.strategy import StrategyChoice, pick_strategy
+    from keras_dist_ext.terminal import TerminalWriter
     from keras_dist_ext.virtual import VirtualReplicas
+    from keras_dist_ext.writers import MemoryWriter
 
 __version__ = "0.1.0"
 
@@ -46,6 +52,12 @@ __all__ = [
     "ReplicaSeeds",
     "describe_seeds",
     "seed_replicas",
+    "ReplicaMonitor",
+    "EventWriter",
+    "JsonLinesWriter",
+    "replay",
+    "MemoryWriter",
+    "TerminalWriter",
     "launch",
     "KerasDistError",
     "StrategyError",
@@ -53,6 +65,7 @@ __all__ = [
     "ScopeError",
     "SeedError",
     "DataError",
+    "MonitorError",
     "LaunchError",
     "BackendError",
 ]
@@ -71,6 +84,12 @@ _MODULE_OF = {
     "ReplicaSeeds": "callbacks",
     "describe_seeds": "seed_table",
     "seed_replicas": "seeds",
+    "ReplicaMonitor": "monitor",
+    "EventWriter": "event_files",
+    "JsonLinesWriter": "json_lines",
+    "replay": "json_lines",
+    "MemoryWriter": "writers",
+    "TerminalWriter": "terminal",
     "launch": "launch",
     "KerasDistError": "errors",
     "StrategyError": "errors",
@@ -78,6 +97,7 @@ _MODULE_OF = {
     "ScopeError": "errors",
     "SeedError": "errors",
     "DataError": "errors",
+    "MonitorError": "errors",
     "LaunchError": "errors",
     "BackendError": "errors",
 }

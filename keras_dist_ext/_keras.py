@@ -715,6 +715,15 @@ def optimized_variables(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables)
 
 
+def batches_used(optimizer: Any) -> int:
+    """How many batches an optimizer has used, also those whose gradients it still accumulates.
+
+    Public is `iterations`, which counts updates (keras/src/optimizers/base_optimizer.py). A LossScaleOptimizer leaves
+    counting to the optimizer in it (loss_scale_optimizer.py).
+    """
+    return int(components(getattr(optimizer, "inner_optimizer", optimizer)._iterations)[0].numpy())
+
+
 def compile_arguments(model: Any) -> dict[str, Any]:
     """What was given to `compile`, as the objects themselves (keras/src/trainers/trainer.py, `compile`)."""
     given = dict(model._compile_config.config)

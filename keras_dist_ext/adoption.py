@@ -67,7 +67,7 @@ def adopt(model: Any, strategy: tf.distribute.Strategy, *, compile: bool = True)
                 take_over_optimizers(rebuilt.twin, model, variables)
     check_scope(rebuilt.twin, strategy).raise_if_bad()
     if isinstance(model, Model):
-        rebuilt.twin.seeds.go_on_from(model.seeds)
+        rebuilt.twin.replica_seeds.go_on_from(model.replica_seeds)
     return rebuilt.twin
 
 
@@ -138,7 +138,7 @@ def load_model(
         if isinstance(model, Model):
             return model
         adopted = adopt(model, tf.distribute.get_strategy(), compile=compile)
-        adopted.seeds.load(saved_variables(path, "seeds"))  # where Keras' own class did not look
+        adopted.replica_seeds.load(saved_variables(path, "replica_seeds"))  # where Keras' own class did not look
         adopted.virtual_replicas = virtual
         return adopted
 

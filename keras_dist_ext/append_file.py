@@ -79,7 +79,8 @@ def _append(path: str, data: bytes) -> None:
             while rest:
                 rest = rest[os.write(file, rest) :]
         except BaseException:  # also a KeyboardInterrupt: a torn record would hide all that come after it
-            os.ftruncate(file, size)
+            if len(rest) < len(data):
+                os.ftruncate(file, size)
             raise
     finally:
         os.close(file)

@@ -59,7 +59,7 @@ class ScopeGuard(keras.callbacks.Callback):  # type: ignore[misc]
         check_scope(model, strategy).raise_if_bad()
         num_replicas = strategy.num_replicas_in_sync
         random_layers = [layer.name for layer in flat_layers(model) if seed_generators(layer)]
-        if num_replicas > 1 and random_layers and not hasattr(model, "seeds"):
+        if num_replicas > 1 and random_layers and not hasattr(model, "replica_seeds"):
             warn_once(
                 f"'{model.name}' is a model of stock Keras, whose random layers draw the same numbers on all "
                 f"{num_replicas} replicas: {', '.join(random_layers)}. Derive it from kde.Model, or rebuild it by "

@@ -72,7 +72,8 @@ class Divergence:
         everywhere = np.zeros((self._strategy.num_replicas_in_sync, local.shape[1]))
         everywhere[first : first + len(local)] = folded
         summed = self._workers.sum(everywhere.ravel().tolist())
-        return summed.reshape(everywhere.shape).astype(np.int64)
+        hashes: npt.NDArray[np.int64] = summed.reshape(everywhere.shape).astype(np.int64)
+        return hashes
 
     def _finding(self, hashes: npt.NDArray[np.int64], differs: npt.NDArray[np.bool_], step: int) -> FindingRecord:
         place = int(differs.argmax())
@@ -121,7 +122,11 @@ def _hash(variable: Any) -> tf.Tensor:
     value = tf.reshape(tf.convert_to_tensor(variable), [-1])
     if value.dtype == tf.bool:
         value = tf.cast(value, tf.uint8)
-    bits = tf.cast(tf.bitcast(value, _INTEGERS[value.dtype.size]), tf.int64)
+    return _hash_of_bits(tf.cast(tf.bitcast(value, _INTEGERS[value.dtype.size]), tf.int64))
+
+
+@tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)])  # type: ignore[untyped-decorator]
+def _hash_of_bits(bits: tf.Tensor) -> tf.Tensor:  # traced once, for all variables
     index = tf.range(1, tf.size(bits, out_type=tf.int64) + 1, dtype=tf.int64)
     mixed = index * _ODD[0]
     mixed = tf.bitwise.bitwise_xor(mixed, tf.bitwise.right_shift(mixed, 29)) * _ODD[1]

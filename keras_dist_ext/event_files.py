@@ -5,6 +5,7 @@ Numbers are simple values: TensorBoard's Scalars tab, its Python readers, old an
 
 from __future__ import annotations
 
+import html
 import io
 import itertools
 import json
@@ -235,9 +236,11 @@ def _markdown(run: Run) -> str:
         **manifest.get("versions", {}),
         **run.details,
     }
-    lines = [f"| {name} | {_cell(value)} |" for name, value in rows.items() if value not in (None, "")]
+    lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items() if value not in (None, "")]
     return "\n".join(["| | |", "| --- | --- |", *lines])
 
 
 def _cell(value: Any) -> str:
-    return str(value).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
+    """Return a value as Markdown that shows it as it is."""
+    text = re.sub(r"([\\`*_\[\]])", r"\\\1", html.escape(str(value), quote=False))
+    return text.replace("|", "&#124;").replace("\n", " ")

@@ -37,7 +37,7 @@ def manifest_of(model: Any, experiment: str, *, batch_size: int | None = None) -
     reason = reason_for(strategy)
     if reason is not None:
         arrangement["reason"] = reason
-    seed = model.seeds.root
+    seed = model.replica_seeds.root
     return Manifest(
         version=MANIFEST_VERSION,
         experiment=experiment,

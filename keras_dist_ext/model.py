@@ -42,7 +42,7 @@ class _Scoped(type(keras.Model)):  # type: ignore[misc]
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             model = super().__call__(*args, **kwargs)
         if seed is not None:
-            model.seeds.wanted = seed
+            model.replica_seeds.wanted = seed
         return model
 
     @property
@@ -101,7 +101,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         # keras.Model.__new__ forgets the arguments that the default get_config returns; Layer's keeps them.
         instance = super().__new__(cls, *args, **kwargs) if is_graph else keras.Layer.__new__(cls, *args, **kwargs)
         object.__setattr__(instance, "_stop", Stop())
-        object.__setattr__(instance, "seeds", Seeds(instance))
+        object.__setattr__(instance, "replica_seeds", Seeds(instance))
         return instance
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -113,8 +113,8 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
     virtual_replicas: VirtualReplicas | None = None
     _stop: Stop
-    seeds: Seeds
-    recorders: tuple[Recorder, ...] = ()
+    replica_seeds: Seeds
+    replica_recorders: tuple[Recorder, ...] = ()
     _recorded: Mapping[str, tuple[bool, bool]] = {}
     _steps_per_execution_is_auto = True
     _coordinator: Any = None
@@ -244,7 +244,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         self._batch_spec = spec
         with self._in_scope():
             self._symbolic_build(data_batch=spec)
-        self.seeds.begin()
+        self.replica_seeds.begin()
 
     # What runs inside a step
 
@@ -268,7 +268,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
     def _is_recorded_otherwise(self, kind: str) -> bool:
         """Whether the steps that were traced last record something else than what is wanted now."""
-        wanted = bool(self.recorders), any(recorder.gradient_norm for recorder in self.recorders)
+        wanted = bool(self.replica_recorders), any(recorder.gradient_norm for recorder in self.replica_recorders)
         traced = self._recorded.get(kind)
         self._recorded = {**self._recorded, kind: wanted}
         return traced != wanted
@@ -326,7 +326,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         made = iter([*paces, *[paces[-1]] * 8])
         workers = workers_of(self.distribute_strategy)
         on_stop = self._stop.agree if workers else lambda: None
-        orders = iter([self.seeds.order_of_next_pass] if trains else [])
+        orders = iter([self.replica_seeds.order_of_next_pass] if trains else [])
 
         def make(distribute_strategy: Any = None, steps_per_execution: int = 1, **arguments: Any) -> feed.Feed:
             new = feed.Feed(
@@ -336,7 +336,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
                 wants_stop=stop,
                 on_stop=on_stop,
                 on_epoch_end=self._end_epoch,
-                order_seed=next(orders, self.seeds.order_of_evaluation),
+                order_seed=next(orders, self.replica_seeds.order_of_evaluation),
                 **arguments,
             )
             if isinstance(callbacks, StepCallbacks):
@@ -348,7 +348,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
     def _end_epoch(self) -> None:
         self._settle()
-        for recorder in self.recorders:
+        for recorder in self.replica_recorders:
             recorder.begin()
 
     def _settle(self) -> None:
@@ -383,7 +383,9 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         children = super()._trackable_children(save_type, **kwargs)
-        return {**children, "seeds": self.seeds.in_checkpoint} if save_type == "checkpoint" else children
+        return (
+            {**children, "replica_seeds": self.replica_seeds.in_checkpoint} if save_type == "checkpoint" else children
+        )
 
     @classmethod
     def _unpickle_model(cls, file: Any) -> Any:
@@ -398,7 +400,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         if isinstance(model, Model):
             return model
         adopted = adopt(model, tf.distribute.get_strategy())
-        adopted.seeds.load(_keras.saved_variables(file, "seeds"))
+        adopted.replica_seeds.load(_keras.saved_variables(file, "replica_seeds"))
         adopted.virtual_replicas = VirtualReplicas.read_from_file(file)
         return adopted
 
@@ -413,22 +415,28 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         For callbacks, by their method ``prepare(model)``, which is called before a run of ours begins.
         """
         recorder.begin()
-        self.recorders = (*self.recorders, recorder)
+        self.replica_recorders = (*self.replica_recorders, recorder)
 
     def _prepare(self, callbacks: Any) -> None:
         """Let callbacks say what a run needs before it begins."""
-        self.recorders = ()
+        self.replica_recorders = ()
         for callback in tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []:
             if hasattr(callback, "prepare"):
                 callback.prepare(self)
-        self.seeds.will_begin()
+        self.replica_seeds.will_begin()
+
+    def _release(self, callbacks: Any) -> None:
+        """Let callbacks clean up after a run, which an exception may have broken off: they are not told otherwise."""
+        for callback in tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []:
+            if hasattr(callback, "release"):
+                callback.release()
 
     @_documented_as(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """See ``keras.Model.fit``."""
         check_scope(self, self.distribute_strategy).raise_if_bad()
         call = _FIT.bind(self, *args, **kwargs)
-        callbacks = call.arguments.get("callbacks")
+        callbacks = given = call.arguments.get("callbacks")
         self._prepare(callbacks)
         workers = workers_of(self.distribute_strategy)
         verbose = call.arguments.get("verbose", "auto")
@@ -446,6 +454,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
                 return super().fit(*call.args[1:], **call.kwargs)
         finally:
             self._stop.needs_agreement = False
+            self._release(given)
 
     @_documented_as(keras.Model.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -469,7 +478,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         check_scope(self, self.distribute_strategy).raise_if_bad()
         call = _PREDICT.bind(self, *args, **kwargs)
         self._prepare(call.arguments.get("callbacks"))
-        self.seeds.begin()
+        self.replica_seeds.begin()
         workers = workers_of(self.distribute_strategy)
         if workers is not None and not workers.is_chief:
             call.arguments["verbose"] = 0
@@ -616,7 +625,9 @@ def _looks_at_batches(callbacks: Any, kind: str) -> bool:
 
 
 def _is_content_with_executions(callback: Any) -> bool:
-    """Whether one of Keras' own callbacks needs no single batch, as it is set up."""
+    """Whether a callback needs no single batch: it says so itself, or it is one of Keras' own and is set up like that."""
+    if getattr(callback, "is_content_with_executions", False):
+        return True
     if type(callback) in (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore):
         return getattr(callback, "save_freq", getattr(callback, "_save_freq", "epoch")) == "epoch"
     if type(callback) is keras.callbacks.TensorBoard:

@@ -37,7 +37,7 @@ class StepProgram:
         self.kind = kind
         self.strategy: tf.distribute.Strategy = model.distribute_strategy
         self.num_replicas: int = self.strategy.num_replicas_in_sync
-        self._without_seed = generator_without_seed(self.strategy, is_seeded=model.seeds.root is not None)
+        self._without_seed = generator_without_seed(self.strategy, is_seeded=model.replica_seeds.root is not None)
         self._log_plan: Any = None
         self._pools_results: bool = model.run_eagerly
         self._user_step = getattr(model, f"{kind}_step")
@@ -51,8 +51,8 @@ class StepProgram:
         wrap: Callable[[Any], Any] = (
             (lambda f: f) if model.run_eagerly else tf.function(autograph=False, reduce_retracing=True)
         )
-        self._records = bool(model.recorders)
-        self._records_norm = any(recorder.gradient_norm for recorder in model.recorders)
+        self._records = bool(model.replica_recorders)
+        self._records_norm = any(recorder.gradient_norm for recorder in model.replica_recorders)
         self.waited_seconds = 0.0  # for the first batch of the next execution
         self._of_batch = wrap(self._on_batch)
         self._of_rows = wrap(self._on_rows_of_worker)
@@ -100,7 +100,7 @@ class StepProgram:
             return outcome
         logs, rows, end = outcome
         waited, self.waited_seconds = self.waited_seconds, 0.0
-        for recorder in self.model.recorders:
+        for recorder in self.model.replica_recorders:
             recorder.add(self.kind, rows, num_steps, end, waited_seconds=waited, has_norm=self._records_norm)
         return logs
 
@@ -432,7 +432,7 @@ class PredictProgram:
         if model.jit_compile and not model.run_eagerly and can_compile(self.strategy):
             step = compiled(step)
         self._step = step
-        self._without_seed = generator_without_seed(self.strategy, is_seeded=model.seeds.root is not None)
+        self._without_seed = generator_without_seed(self.strategy, is_seeded=model.replica_seeds.root is not None)
         self._on_batch = (
             self._one if model.run_eagerly else tf.function(self._one, autograph=False, reduce_retracing=True)
         )

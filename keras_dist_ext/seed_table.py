@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_dist_ext.seeds import MODULUS, Generator, replica_offset, seeds_of
+from keras_dist_ext.virtual import num_replicas_of
 
 __all__ = ["SeedRow", "SeedTable", "describe_seeds"]
 
@@ -68,8 +69,13 @@ def describe_seeds(model: Any) -> SeedTable:
     from rich.console import Console
 
     seeds = seeds_of(model)
-    replicas = range(model.distribute_strategy.num_replicas_in_sync)
-    table = SeedTable(tuple(_row(g, replica, seeds.root) for g in seeds.generators() for replica in replicas))
+    num_real = model.distribute_strategy.num_replicas_in_sync  # a generator of TensorFlow's knows no virtual ones
+    rows = [
+        _row(generator, replica, seeds.root)
+        for generator in seeds.generators()
+        for replica in range(num_replicas_of(model) if generator.is_keras else num_real)
+    ]
+    table = SeedTable(tuple(rows))
     Console().print(table)
     return table
 

@@ -35,6 +35,7 @@ import tensorflow as tf
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import SeedError
+from keras_dist_ext.virtual import num_replicas_of
 
 __all__ = ["Generator", "Seeds", "fold_in", "generator_without_seed", "replica_offset", "seed_replicas", "stream"]
 
@@ -143,7 +144,7 @@ def seeds_of(model: Any) -> Seeds:
     Raises:
         SeedError: it is another model.
     """
-    seeds = getattr(model, "seeds", None)
+    seeds = getattr(model, "replica_seeds", None)
     if not isinstance(seeds, Seeds):
         raise SeedError(
             f"'{getattr(model, 'name', model)}' is a {type(model).__name__} of stock Keras, whose random layers draw "
@@ -319,7 +320,7 @@ class Seeds(_keras.KerasSaveable):  # type: ignore[misc]
         return Generator("global", "keras.random, seed=None", generator.state)
 
     def _check_distinct(self, generators: Sequence[Generator], seed: int) -> None:
-        num_replicas = self._strategy.num_replicas_in_sync
+        num_replicas = num_replicas_of(self._model)
         taken: dict[tuple[int, int], tuple[str, int]] = {}
         for generator in generators:
             for replica in range(num_replicas if generator.is_keras else 0):

@@ -86,7 +86,7 @@ class ReplicaStep:
         self._can_be_empty = not (isinstance(rows, int) and rows > 0)
         self._scaled: set[int] = set()
         self._assigned: dict[int, Any] = {}
-        self._seeds: Any = getattr(model, "seeds", None)
+        self._seeds: Any = getattr(model, "replica_seeds", None)
         self._generator_without_seed = without_seed
         self._num_ops = 0
         self.note = note

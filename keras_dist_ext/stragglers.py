@@ -24,7 +24,7 @@ from keras_dist_ext.dashboard.metadata import FindingRecord
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.stats import ReplicaStats
 
-__all__ = ["Scores", "Stragglers"]
+__all__ = ["Scores", "Stragglers", "own_seconds"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -74,11 +74,11 @@ class Stragglers:
         self._window.append(stats)
         num_steps = sum(held.num_steps for held in self._window)
         if num_steps >= _WINDOW_STEPS:
-            seconds = sum(_own_seconds(held) * held.num_steps for held in self._window) / num_steps
+            seconds = sum(own_seconds(held) * held.num_steps for held in self._window) / num_steps
             examples = sum(held.examples for held in self._window) / num_steps
             self._window = []
             self._judge(np.asarray(seconds), np.asarray(examples), num_steps, stats.step)
-        own = _own_seconds(stats)
+        own = own_seconds(stats)
         return Scores(_fastest(own, stats.examples) / own, np.minimum(1.0, self._best / own))
 
     def _judge(self, own: Floats, examples: Floats, num_steps: int, step: int) -> None:
@@ -112,7 +112,7 @@ class Stragglers:
         return f"{_capital(names)} (of {_listed('worker', workers)})"
 
 
-def _own_seconds(stats: ReplicaStats) -> Floats:
+def own_seconds(stats: ReplicaStats) -> Floats:
     """Return the seconds of a step that replicas spend on their own, [R]; NaN where nothing is to be compared."""
     own: Floats = stats.input_seconds + stats.compute_seconds
     return np.where((stats.examples > 0) & (own > 0), own, np.nan)

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from keras_dist_ext.errors import StrategyError
 
-__all__ = ["VirtualReplicas"]
+__all__ = ["VirtualReplicas", "num_replicas_of"]
 
 _NOTE = "keras_dist_ext.virtual_replicas"
 
@@ -27,10 +27,24 @@ _NOTE = "keras_dist_ext.virtual_replicas"
 class VirtualReplicas:
     """For how many replicas a run is defined, whatever devices carry them.
 
+    ``model.compile(..., virtual_replicas=8)`` trains on 1, 2, 4 or 8 devices as on 8: each virtual replica has its rows
+    of the global batch, its random streams and its batch statistics, and a device makes the steps of V / P of them, one
+    after the other. It is saved with the model, so that a run goes on elsewhere.
+
+    What it covers: training, and evaluation, whose metrics are equal to rounding. State that layers assign becomes the
+    mean over all, weighted by rows; integers must not depend on the rows. Of random numbers, those of ``keras.random``
+    and Keras' layers; those of ``tf.random`` ops where the model has a global seed. Not covered: a
+    ``tf.random.Generator``, state in a ``tf.Variable`` of TensorFlow's own, and the random numbers of ``predict``.
+    Steps run without XLA. A step is traced V / P times into one graph, so tracing takes that much longer.
+
+    Bits depend on more than the order of sums: the kind of processor, the number of intra-op threads, oneDNN, XLA and
+    op determinism must be alike.
+
     Args:
         count: V, a multiple of the number of replicas of every strategy that is to carry the run.
         reduction: "ordered" adds up gradients in an order that depends on V alone: the weights have the same bits on 1
-            or V replicas of equal processors. "fast" adds up as TensorFlow does: they are equal to float32 rounding.
+            or V replicas. On several GPUs or workers it gathers as many gradients as there are replicas, instead of
+            reducing them to one. "fast" adds up as TensorFlow does: the weights are equal to float32 rounding.
 
     Raises:
         StrategyError: ``count`` is no number of replicas, or ``reduction`` is neither.
@@ -120,3 +134,9 @@ class VirtualReplicas:
         """How many steps each real replica makes in turns: V / P; 0 where its own step is all that is needed."""
         turns = self.count // strategy.num_replicas_in_sync
         return 0 if turns == 1 and not self.is_ordered else turns
+
+
+def num_replicas_of(model: Any) -> int:
+    """For how many replicas a model of ours runs: virtual ones, if it was compiled for these."""
+    virtual: VirtualReplicas | None = model.virtual_replicas
+    return int(model.distribute_strategy.num_replicas_in_sync) if virtual is None else virtual.count

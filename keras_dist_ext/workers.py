@@ -140,9 +140,9 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
         )
         if restored:  # by a callback of the chief, such as BackupAndRestore
             model._initial_epoch = int(initial_epoch)
-            generators = [generator.state for generator in model.seeds.generators(with_global=True)]
+            generators = [generator.state for generator in model.replica_seeds.generators(with_global=True)]
             self._workers.share_state([*model.weights, *model.optimizer.variables, *generators])
-            model.seeds.load({"run": self._workers.chief_says(model.seeds.run)})
+            model.replica_seeds.load({"run": self._workers.chief_says(model.replica_seeds.run)})
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """End training on all workers where one has asked for it."""

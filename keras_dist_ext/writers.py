@@ -1,4 +1,4 @@
-"""Write what replicas did: the protocol of writers, one that keeps it in memory, and several at once.
+"""Write what replicas did: what writers have in common, one that keeps it in memory, and several at once.
 
 The others are in ``event_files`` (TensorBoard), ``json_lines`` and ``terminal``. Letters: R = replicas in sync, over
 all workers.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +37,7 @@ class Run:
     is_chief: bool = True  # which writes what is about all replicas
 
 
-class Writer(Protocol):
+class Writer:
     """Takes the records of runs, in order.
 
     Derive from it and write ``write``; the rest does nothing by default. With several workers each has its writers,
@@ -62,6 +61,7 @@ class Writer(Protocol):
             stats: of R replicas.
             scores: of each against its own best, 1 = as fast as it ever was, NaN = unknown, [R]; None in evaluation.
         """
+        raise NotImplementedError
 
     def find(self, findings: Sequence[FindingRecord], *, step: int, wall_time: float) -> None:
         """Take the list of all that was found out about the run of training so far."""

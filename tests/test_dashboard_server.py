@@ -29,6 +29,7 @@ from keras_dist_ext.dashboard import source as source_module
 from keras_dist_ext.dashboard.export import file_name
 from keras_dist_ext.dashboard.plugin import ReplicasPlugin
 from keras_dist_ext.dashboard.points import newest
+from keras_dist_ext.dashboard.reading import read_columns, read_publicly
 from keras_dist_ext.dashboard.source import Source
 from keras_dist_ext.dashboard.static_files import StaticFiles
 
@@ -347,35 +348,24 @@ def test_what_tensorboard_dropped_is_told_with_the_flag_that_keeps_it(tmp_path):
 # --- reading
 
 
-def test_the_fast_way_of_reading_is_taken_and_gives_what_the_public_one_gives(fast_provider, log_dir):
-    runs = ["a/b/replica_0", "a/b/replica_2", "starved/replica_0"]
-    fast = source_module._read_arrays(fast_provider, "", runs, names.LOSS)
-    assert fast is not None, "TensorBoard's data provider has changed: reading is 10 times as slow now"
-    read = fast_provider.read_scalars(
-        CTX,
-        experiment_id="",
-        plugin_name="scalars",
-        downsample=10**9,
-        run_tag_filter=source_module.tb.RunTagFilter(runs=runs, tags=[names.LOSS]),
-    )
-    assert fast.keys() == read.keys() == set(runs)
-    for run, (steps, walls, values) in fast.items():
-        data = read[run][names.LOSS]
-        assert steps.tolist() == [datum.step for datum in data]
-        assert walls.tolist() == [datum.wall_time for datum in data]
-        np.testing.assert_array_equal(values, np.array([datum.value for datum in data], np.float32))
+def test_the_fast_way_of_reading_is_taken_and_gives_what_the_public_one_gives(provider):
+    for runs in (["a/b/replica_0", "a/b/replica_2"], ["starved/replica_0"], ["no chief/replica_1"], ["gone"]):
+        fast = read_columns(provider, "", runs, names.LOSS)
+        assert fast is not None, "TensorBoard's data provider has changed: reading is 10 times as slow now"
+        public = read_publicly(provider, CTX, "", runs, names.LOSS)
+        assert fast.keys() == public.keys()
+        assert len(fast) == (runs != ["gone"]) * len(runs)
+        for run, columns in fast.items():
+            for column, expected in zip(columns, public[run], strict=True):
+                np.testing.assert_array_equal(np.float64(column), np.float64(expected))
 
 
-def test_reading_falls_back_to_the_public_way(fast_provider):
-    public = types.SimpleNamespace(
-        read_scalars=fast_provider.read_scalars,
-        list_scalars=fast_provider.list_scalars,
-        list_tensors=fast_provider.list_tensors,
-        _stub=None,
-    )
+@pytest.mark.parametrize("private", [{}, {"_stub": object()}, {"_multiplexer": object()}])
+def test_reading_falls_back_to_the_public_way(slow_provider, private):
+    methods = ("read_scalars", "list_scalars", "list_tensors")
+    public = types.SimpleNamespace(**{name: getattr(slow_provider, name) for name in methods}, **private)
     source = Source(public)
-    experiment = source.experiments(CTX, "")["a/b"]
-    found = source.points(CTX, "", experiment, names.LOSS)
+    found = source.points(CTX, "", source.experiments(CTX, "")["a/b"], names.LOSS)
     assert found["a/b/replica_1"].values.tolist() == list(example_series(3, range(40), slow=1)[1][names.LOSS].values())
 
 

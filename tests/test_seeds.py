@@ -141,8 +141,8 @@ def test_a_class_that_takes_a_seed_itself_keeps_it(mirrored: Any) -> None:
             self.given = seed
 
     model = Seeded(seed=5, strategy=mirrored)
-    assert (model.given, model.seeds.wanted) == (5, None)
-    assert kde.Sequential([], seed=5).seeds.wanted == 5
+    assert (model.given, model.replica_seeds.wanted) == (5, None)
+    assert kde.Sequential([], seed=5).replica_seeds.wanted == 5
 
 
 def test_seed_replicas_begins_all_streams_anew(mirrored: Any, two: seed_runs.Draws) -> None:
@@ -456,7 +456,7 @@ def test_ours_loads_what_stock_keras_saved(mirrored: Any, tmp_path: pathlib.Path
     stock.save_weights(tmp_path / "model.weights.h5")
     model = kde.load_model(tmp_path / "model.keras", mirrored)
     model.load_weights(tmp_path / "model.weights.h5")
-    assert model.seeds.root is None
+    assert model.replica_seeds.root is None
     np.testing.assert_array_equal(model.get_weights()[0], stock.get_weights()[0])
 
 

@@ -270,6 +270,26 @@ def test_losses_and_regularizers_of_a_single_row_are_those_of_one_device(mirrore
     assert_close(*(net.test_on_batch(X[:1], [Y[:1], Y[:1]]) for net in (ours, stock)))
 
 
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_additional_losses_are_each_replicas_own_where_another_loss_sums_over_replicas(mirrored, run_eagerly):
+    """While a loss by sample weights waits for the other replicas' sums, their layers make losses of their own."""
+
+    def build(lib, strategy):
+        return dense(
+            lib,
+            strategy,
+            lambda: [keras.layers.Dense(3, activity_regularizer=keras.regularizers.L2(0.1))],
+            loss=keras.losses.MeanSquaredError("mean_with_sample_weight"),
+            run_eagerly=run_eagerly,
+        )
+
+    weights = np.linspace(0, 2, 21)
+    nets = build(kde, mirrored), build(keras, tf.distribute.get_strategy())
+    ours, stock = (net.fit(X, Y, sample_weight=weights, **FIT).history for net in nets)
+    assert_close(ours.values(), stock.values())
+    assert_close(nets[0].get_weights(), nets[1].get_weights())
+
+
 def test_add_loss_in_eager_steps_loses_no_batch(mirrored):
     regularized = {"layers": lambda: [keras.layers.Dense(3, activity_regularizer="l2")], "run_eagerly": True}
     ours, stock = dense(kde, mirrored, **regularized), dense(keras, tf.distribute.get_strategy(), **regularized)

@@ -73,7 +73,7 @@ def test_fast_sums_give_the_same_numbers_to_rounding(name):
 
 def test_six_virtual_replicas_are_the_same_on_one_two_and_three():
     six = kde.VirtualReplicas(6)  # whose tree is not full: two replicas have three leaves each
-    name = "batch normalization and dropout"
+    name = "accumulation of gradients"
     on_one = run(name, 1, six)[0]
     assert_same_bits(on_one, run(name, 2, six)[0])
     assert_same_bits(on_one, run(name, 3, six)[0])
@@ -143,9 +143,16 @@ class DrawInFunction(Draw):
         return self.scale * keras.random.uniform((tf.shape(x)[0], 1), seed=self.seed)
 
 
-def draws(layer, num_replicas, virtual, **arguments):
+class DrawByOp(Draw):
+    """Draws by an op of TensorFlow's, which has a seed of its own if the model has one."""
+
+    def call(self, x):
+        return self.scale * tf.random.uniform((tf.shape(x)[0], 1))
+
+
+def draws(layer, num_replicas, virtual, *, seed=None, **arguments):
     with strategies.get(KINDS[num_replicas]).scope():
-        net = kde.Sequential([keras.Input((1,)), layer()])
+        net = kde.Sequential([keras.Input((1,)), layer()], seed=seed)
         net.compile(keras.optimizers.SGD(0.0), "mse", metrics=[Drawn()], virtual_replicas=virtual, **arguments)
     rows = np.arange(8, dtype="float32")[:, None]
     drawn = net.fit(rows, rows, batch_size=8, epochs=1, shuffle=False, verbose=0).history["drawn"][0]
@@ -159,6 +166,12 @@ def test_each_virtual_replica_draws_what_a_real_one_would(layer):
     np.testing.assert_array_equal(drawn, expected)
     assert len(np.unique(drawn)) == 8
     assert state[1] == 1, "the counter goes on as for one"
+
+
+def test_ops_of_tensorflow_draw_for_each_virtual_replica_by_the_seed_of_the_model():
+    drawn, _ = draws(DrawByOp, 2, 4, seed=42)
+    np.testing.assert_array_equal(drawn, draws(DrawByOp, 4, None, seed=42)[0])
+    assert len(np.unique(drawn)) == 8
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])

@@ -9,10 +9,9 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 from tensorboard import errors
 from tensorboard.data import provider as tb
 
@@ -28,17 +27,16 @@ from keras_dist_ext.dashboard.metadata import (
     SCALARS_PLUGIN_NAME,
     STEP_SECONDS,
 )
-from keras_dist_ext.dashboard.points import Points, newest
+from keras_dist_ext.dashboard.points import Points
+from keras_dist_ext.dashboard.reading import ALL, read_scalars
 
 __all__ = ["DEFAULT_LIMIT", "Source"]
 
 DEFAULT_LIMIT = 1000  # what TensorBoard keeps of a scalar series, unless --samples_per_plugin says otherwise
-_ALL = 2**30  # more points than TensorBoard can send in a message
 _LISTING_SECONDS = 5.0  # for requests that come with no reload: a zoom asks for several series at once
 _MAX_POINTS = 24_000_000  # in memory: 20 bytes each
 
 _log = logging.getLogger("tensorboard")
-_T = TypeVar("_T")
 
 
 class Source:
@@ -96,7 +94,7 @@ class Source:
         return self._kept.get(
             (experiment_id, experiment.name, tag),
             tuple(sorted(ends.items())),
-            lambda: _read_scalars(self._provider, ctx, experiment_id, sorted(ends), tag),
+            lambda: read_scalars(self._provider, ctx, experiment_id, sorted(ends), tag),
         )
 
     def warm(self, ctx: Any, experiment_id: str, experiment: Experiment) -> None:
@@ -125,7 +123,7 @@ class Source:
             ctx,
             experiment_id=experiment_id,
             plugin_name=PLUGIN_NAME,
-            downsample=_ALL,
+            downsample=ALL,
             run_tag_filter=tb.RunTagFilter(runs=sorted(ends), tags=[tag]),
         )
         return last_text((datum.wall_time, datum.numpy) for by_tag in read.values() for datum in by_tag.get(tag, ()))
@@ -170,66 +168,3 @@ class _Kept:
 
     def _num_points(self) -> int:
         return sum(points.steps.size for _, series in self._series.values() for points in series.values())
-
-
-def _read_scalars(provider: Any, ctx: Any, experiment_id: str, runs: list[str], tag: str) -> dict[str, Points]:
-    """Return the series of a tag in some runs, without abandoned steps."""
-    arrays = _read_arrays(provider, experiment_id, runs, tag)
-    if arrays is None:
-        read = provider.read_scalars(
-            ctx,
-            experiment_id=experiment_id,
-            plugin_name=SCALARS_PLUGIN_NAME,
-            downsample=_ALL,
-            run_tag_filter=tb.RunTagFilter(runs=runs, tags=[tag]),
-        )
-        arrays = {
-            run: ([d.step for d in data], [d.wall_time for d in data], [d.value for d in data])
-            for run, by_tag in read.items()
-            for data in [by_tag.get(tag, ())]
-        }
-    return _with_shared_steps({run: newest(*columns) for run, columns in arrays.items() if len(columns[0])})
-
-
-def _read_arrays(provider: Any, experiment_id: str, runs: list[str], tag: str) -> Mapping[str, Any] | None:
-    """Return steps, wall times and values by run, straight from the message of TensorBoard's fast loader; None if not.
-
-    `tensorboard/data/grpc_provider.py` (2.16 to 2.21) wraps each of a million points in an object of its own: 1.9 s for
-    64 replicas x 20,000 steps, against 0.19 s for the columns of the message. `_stub` is private: whatever is not as
-    expected leads to the public way, and a test fails when that becomes the usual one.
-    """
-    try:
-        stub = provider._stub
-        from tensorboard.data.proto import data_provider_pb2
-
-        request = data_provider_pb2.ReadScalarsRequest()
-        request.experiment_id = experiment_id
-        request.plugin_filter.plugin_name = SCALARS_PLUGIN_NAME
-        request.run_tag_filter.runs.names[:] = runs
-        request.run_tag_filter.tags.names[:] = [tag]
-        request.downsample.num_points = _ALL
-        return {
-            run.run_name: (
-                np.array(series.data.step, np.int64),
-                np.array(series.data.wall_time, np.float64),
-                np.array(series.data.value, np.float32),
-            )
-            for run in stub.ReadScalars(request).runs
-            for series in run.tags
-        }
-    except Exception as error:  # the public way reports what is wrong in TensorBoard's own terms
-        if hasattr(provider, "_stub"):
-            _log.info("Replicas: reading %s point by point (%s: %s)", tag, type(error).__name__, error)
-        return None
-
-
-def _with_shared_steps(series: dict[str, Points]) -> dict[str, Points]:
-    """Return the same series, with one array where replicas have the same steps: 8 bytes a point less."""
-    first: dict[tuple[int, int, int], Any] = {}
-    shared = {}
-    for run, points in series.items():
-        steps = points.steps
-        known = first.setdefault((steps.size, int(steps[0]), int(steps[-1])), steps)
-        same = known is not steps and np.array_equal(known, steps)
-        shared[run] = Points(known, points.walls, points.values, points.num_read) if same else points
-    return shared

@@ -6,12 +6,15 @@ stock Keras does may end a process or hang it, so rows run in other processes, s
 
 import argparse
 import multiprocessing
+import os
 import re
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from conformance.causes import PASSES, RECORD, SECONDS, cause_of, look
 from conformance.rows import ROWS

@@ -6,6 +6,7 @@ seen then is in causes.txt.
 
 import contextlib
 import faulthandler
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +62,7 @@ def seen(row: Row, library: str) -> str:
 
 
 def look(library: str, names: Sequence[str], path: str) -> None:
-    """Write what is seen of rows, a line each; end the process after them, or early, after an error, or a hanging row."""
+    """Write what is seen of rows, a line each, and end the process; after an error, or when a row hangs, early."""
     for descriptor in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     with open(path, "w", buffering=1) as file:
@@ -177,8 +178,8 @@ def clipped_before_the_sum() -> AbstractContextManager[Any]:
     return instead(ReplicaStep, "contribution", contribution)
 
 
-def slots_of_the_first() -> AbstractContextManager[Any]:
-    """An optimizer updates its own variables on the first replica only."""
+def counts_of_the_first() -> AbstractContextManager[Any]:
+    """What an optimizer counts, such as its steps, counts on the first replica only."""
 
     def assign(original: Any) -> Any:
         def changed(self: Any, variable: Any, value: Any, keras_own: Any) -> None:
@@ -237,7 +238,33 @@ def compiled_over_devices() -> AbstractContextManager[Any]:
 
 
 def metrics_of_the_first() -> AbstractContextManager[Any]:
-    """Results of metrics are those of the first replica's rows."""
+    """Only the first replica's rows reach the metrics."""
+
+    def compute_metrics(original: Any) -> Any:
+        @functools.wraps(original)
+        def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.get_metrics_result() if _keras.replica_id() else original(self, *args, **kwargs)
+
+        return changed
+
+    return instead(Model, "compute_metrics", compute_metrics)
+
+
+def means_of_the_first() -> AbstractContextManager[Any]:
+    """Of what is averaged, such as losses, only the first replica's part counts."""
+
+    def mean_update(original: Any) -> Any:
+        def changed(self: Any, metric: Any, values: Any, sample_weight: Any) -> Any:
+            values, sample_weight = original(self, metric, values, sample_weight)
+            return values, 0.0 if _keras.replica_id() else sample_weight
+
+        return changed
+
+    return instead(ReplicaStep, "mean_update", mean_update)
+
+
+def logs_of_the_first() -> AbstractContextManager[Any]:
+    """Logs are computed from the state of metrics on the first replica (fault 14)."""
 
     @contextlib.contextmanager
     def pooled_state(model: Any, strategy: tf.distribute.Strategy) -> Iterator[None]:
@@ -373,7 +400,8 @@ CAUSES: tuple[tuple[Cause, str], ...] = (
         built_from_the_mean_of_a_batch,
         r"a first batch of 15 rows|strings and bools.*|a generator with an uneven first.*",
     ),
-    (empty_batches_count, r"(a|batches of) .*1 row( only)?|fewer rows than replicas|.* of replicas without rows"),
+    (empty_batches_count, r".* of replicas without rows|a custom train_step of 1 to 9 rows"),
+    (equal_shares, r".*batch.* of 1 row.*|fewer rows than replicas|a batch larger than the data"),
     (rows_left_over_are_dropped, r"batches of 1 to 9 rows"),
     (own_gradients, r"even batches"),
     # Weights, masks, losses
@@ -390,21 +418,22 @@ CAUSES: tuple[tuple[Cause, str], ...] = (
     (clipped_before_the_sum, r"clipping by .*|Adam clipped .*|sparse gradients, clipped.*"),
     (updates_of_all_replicas_at_once, r"EMA that overwrites.*|accumulation, Adam and clipping|accumulation and EMA"),
     (accumulators_are_kept, r".*accumulat.*"),
-    (slots_of_the_first, r"(Nesterov )?momentum|Adam|AMSGrad|AdamW|RMSprop|Adagrad|Nadam|LossScaleOptimizer.*"),
-    (updates_once_a_replica, r"EMA|SGD with weight decay|an? (.* schedule.*|learning rate .*|constraint)"),
+    (counts_of_the_first, r"Adam|AMSGrad|AdamW|Nadam|LossScaleOptimizer.*"),
+    (updates_once_a_replica, r"(Nesterov )?momentum|RMSprop|Adagrad|EMA|SGD with weight decay"),
+    (updates_once_a_replica, r"an? (exponential|piecewise|cosine) schedule.*|a learning rate .*|a constraint"),
     (the_end_counts_as_a_step, r"a schedule over data.*|tf\.data of unknown length"),
     (sparse_of_the_first, r"sparse gradients.*"),
     # Execution
-    (metrics_of_the_first, r"1 steps an execution"),
+    (logs_of_the_first, r"1 steps an execution|logs of every batch"),
     (a_batch_is_lost_between_executions, r"\d+ steps an execution.*|(run_eagerly|a custom train_step), 3 steps.*"),
     (every_replica_takes_all, r"train(, test and predict)? on batch.*"),
     (predictions_out_of_order, r"predict .*|predict, 3 steps an execution"),
     (compiled_over_devices, r"jit_compile.*"),
     # Metrics
+    (means_of_the_first, r"a metric updated in call|(weighted )?validation.*"),
     (
         metrics_of_the_first,
-        r"accuracy|.*AUC.*|confusion counts|F1 score.*|R2.*|a (custom|function as) metric.*|metrics of .*|logs of .*|"
-        r"a metric updated in call|(weighted )?validation.*",
+        r"accuracy|.*AUC.*|confusion counts|F1 score.*|R2.*|a (custom|function as) metric.*|metrics of .*",
     ),
     # State
     (moments_of_each, r"synchronized BatchNormalization.*"),
@@ -417,7 +446,6 @@ CAUSES: tuple[tuple[Cause, str], ...] = (
     # Models and steps of the user's own
     (built_out_of_scope, r".*lazily built.*"),
     (tracked_losses_count_alike, r"a custom train_step"),
-    (empty_batches_count, r"a custom train_step of 1 to 9 rows"),
     (unscaled_gradients_are_whole, r"a custom train_step from scratch|two optimizers from one tape|a GAN"),
     (computed_results_of_each, r"overridden losses.*"),
     (equal_shares, r"a partial last batch|.*weights.*|loss reduction .*|several losses.*|.*loss.*|mixed_.*|float64|.*"),

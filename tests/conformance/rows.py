@@ -82,7 +82,7 @@ BATCHES = [
     Row("a middle batch of 1 row", dense, mse, batches(8, 8, 1, 8, 8)),
     Quick("a last batch of 1 row", dense, mse, arrays(num_rows=49, batch=16)),
     Row("batches of 1 row only", dense, mse, batches(1, 1, 1, epochs=10)),
-    Quick("fewer rows than replicas", dense, mse, arrays(num_rows=3, batch=3, epochs=20)),
+    Quick("fewer rows than replicas", dense, mse, arrays(num_rows=2, batch=2, epochs=20)),
     Row("a batch larger than the data", dense, mse, arrays(num_rows=7, batch=32, epochs=20)),
 ]
 

@@ -90,7 +90,8 @@ class Dashboard:
 
     def reset(self, *experiments: str) -> None:
         """Load the tab's frame anew, as if nothing had been chosen before, and choose experiments."""
-        self.run("delete window.replicasDashboard; localStorage.clear(); window.location.reload()")
+        self.run("delete window.replicasDashboard; localStorage.clear()")
+        self.run("parent.history.replaceState({}, '', '#replicas'); window.location.reload()")
         self.enter()
         if experiments:
             self.choose(*experiments)

@@ -1,7 +1,7 @@
 /**
  * Colours that people with any colour vision can tell apart, for a light and a dark page.
  *
- * Up to eight replicas: Okabe and Ito's set, darkened or lightened until it has 3:1 contrast to the page. More: one ramp
+ * Up to eight replicas: Okabe and Ito's set, darkened or lightened until it has 3:1 contrast to the page. More: a ramp
  * of rising lightness, so that neighbours (often of one worker) look alike and the ends do not. Heat: one ramp from
  * nearly the page's colour (fast) to what is farthest from it (slow), lightness strictly monotone.
  */

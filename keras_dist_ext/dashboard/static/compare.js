@@ -19,7 +19,15 @@ const ROWS = [
   ["Step time, mean", ({ summary }) => summary.overall["replica/step_seconds"]?.mean, seconds, -1],
   ["Scaling efficiency", ({ summary }) => summary.overall["all/scaling_efficiency"]?.mean, percent, 1],
   ["Waiting for input", ({ summary }) => summary.overall["all/input_share"]?.mean, percent, -1],
-  ["Slowest replica’s time to the fastest’s", ({ summary }) => { const slowest = slowestOf(summary); return slowest ? 1 / slowest.relative : null; }, (value) => `${number(value, 3)} ×`, -1],
+  [
+    "Slowest replica’s time to the fastest’s",
+    ({ summary }) => {
+      const slowest = slowestOf(summary);
+      return slowest ? 1 / slowest.relative : null;
+    },
+    (value) => `${number(value, 3)} ×`,
+    -1,
+  ],
 ];
 
 export class Comparison {
@@ -27,15 +35,34 @@ export class Comparison {
     this.page = page;
     const about = { id: "comparison", experiment: "", name: "comparison", file: "comparison" };
     this.table = h("table", { class: "comparison" });
-    this.numbers = new Card({ kind: "comparison", title: "Against the first", about, csv: () => ({ text: this.csv() }) });
-    this.numbers.body.append(h("div", { class: "table-scroll", tabindex: 0, role: "region", "aria-label": "Comparison of experiments" }, this.table));
+    this.numbers = new Card({
+      kind: "comparison",
+      title: "Against the first",
+      about,
+      csv: () => ({ text: this.csv() }),
+    });
+    this.numbers.body.append(
+      h(
+        "div",
+        { class: "table-scroll", tabindex: 0, role: "region", "aria-label": "Comparison of experiments" },
+        this.table,
+      ),
+    );
     this.overlays = [
       new Overlay(page, "compare-loss", "Loss, mean over replicas", "loss", "mean", number, about),
       new Overlay(page, "compare-throughput", "Examples per second, all replicas", "throughput", "total", short, about),
     ];
-    this.element = h("section", { class: "panel compare", "aria-label": "Comparison" },
+    this.element = h(
+      "section",
+      { class: "panel compare", "aria-label": "Comparison" },
       h("header", { class: "panel-header" }, h("h2", {}, "Comparison")),
-      h("div", { class: "charts three" }, this.overlays.map(({ card }) => card.element), this.numbers.element));
+      h(
+        "div",
+        { class: "charts three" },
+        this.overlays.map(({ card }) => card.element),
+        this.numbers.element,
+      ),
+    );
   }
 
   redraw() {
@@ -50,8 +77,12 @@ export class Comparison {
   rows() {
     const panels = this.page.panels();
     if (panels.some(({ summary }) => !summary)) return null;
-    return ROWS.map(([label, value, text, better]) => ({ label, text, better, values: panels.map((panel) => value(panel) ?? null) }))
-      .filter(({ values }) => values.some((value) => value !== null));
+    return ROWS.map(([label, value, text, better]) => ({
+      label,
+      text,
+      better,
+      values: panels.map((panel) => value(panel) ?? null),
+    })).filter(({ values }) => values.some((value) => value !== null));
   }
 
   redrawTable() {
@@ -59,19 +90,59 @@ export class Comparison {
     const rows = this.rows();
     if (!rows) return;
     this.numbers.setStatus("");
-    fill(this.table,
-      h("thead", {}, h("tr", {}, h("td", {}), panels.map((panel, i) =>
-        h("th", { scope: "col" }, h("span", { class: "swatch", style: { background: experimentColor(i) } }), panel.title)))),
-      h("tbody", {}, rows.map(({ label, text, better, values }) => h("tr", {}, h("th", { scope: "row" }, label), values.map((value, i) =>
-        h("td", {}, h("span", { class: "value" }, value === null ? "–" : text(value)), i && better ? change(value, values[0], better) : null))))));
+    fill(
+      this.table,
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          h("td", {}),
+          panels.map((panel, i) =>
+            h(
+              "th",
+              { scope: "col" },
+              h("span", { class: "swatch", style: { background: experimentColor(i) } }),
+              panel.title,
+            ),
+          ),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        rows.map(({ label, text, better, values }) =>
+          h(
+            "tr",
+            {},
+            h("th", { scope: "row" }, label),
+            values.map((value, i) =>
+              h(
+                "td",
+                {},
+                h("span", { class: "value" }, value === null ? "–" : text(value)),
+                i && better ? change(value, values[0], better) : null,
+              ),
+            ),
+          ),
+        ),
+      ),
+    );
   }
 
   csv() {
-    return csvText([["", ...this.page.panels().map(({ title }) => title)], ...(this.rows() ?? []).map(({ label, values }) => [label, ...values])]);
+    return csvText([
+      ["", ...this.page.panels().map(({ title }) => title)],
+      ...(this.rows() ?? []).map(({ label, values }) => [label, ...values]),
+    ]);
   }
 
   drawn() {
-    return { table: this.rows()?.map(({ label, values }) => ({ label, values })), charts: this.overlays.map((overlay) => overlay.drawn()) };
+    return {
+      table: this.rows()?.map(({ label, values }) => ({ label, values })),
+      charts: this.overlays.map((overlay) => overlay.drawn()),
+    };
   }
 
   destroy() {
@@ -85,7 +156,8 @@ function change(value, base, better) {
   const share = value / base - 1;
   if (Math.abs(share) < 0.005) return h("span", { class: "change" }, "same");
   const good = share * better > 0;
-  const size = Math.abs(share) >= 2 ? `${number(value / base, 3)} ×` : `${share > 0 ? "+" : "−"}${percent(Math.abs(share), 2)}`;
+  const size =
+    Math.abs(share) >= 2 ? `${number(value / base, 3)} ×` : `${share > 0 ? "+" : "−"}${percent(Math.abs(share), 2)}`;
   return h("span", { class: good ? "change better" : "change worse" }, `${size} ${good ? "better" : "worse"}`);
 }
 
@@ -94,8 +166,13 @@ class Overlay {
   constructor(page, kind, title, source, line, text, about) {
     Object.assign(this, { page, kind, source, line, text });
     this.card = new Card({
-      kind, title, about,
-      png: () => ({ canvases: [this.plot.u.ctx.canvas], legend: page.panels().map((panel, i) => ({ color: experimentColor(i), text: panel.title.slice(0, 40) })) }),
+      kind,
+      title,
+      about,
+      png: () => ({
+        canvases: [this.plot.u.ctx.canvas],
+        legend: page.panels().map((panel, i) => ({ color: experimentColor(i), text: panel.title.slice(0, 40) })),
+      }),
     });
     this.plot = new Plot({ label: title, height: 260, oncursor: (index, u) => this.read(index, u) });
     this.card.body.append(this.plot.element);
@@ -103,12 +180,31 @@ class Overlay {
 
   redraw() {
     const panels = this.page.panels();
-    const held = panels.map((panel, i) => ({ panel, i, chart: panel.chart(this.source) })).filter(({ chart }) => chart?.bins && (chart.overall[this.line] || chart.lines.size));
-    fill(this.card.footer, h("div", { class: "part-legend" }, panels.map((panel, i) =>
-      h("span", { class: "swatch-label" }, h("span", { class: "swatch", style: { background: experimentColor(i) } }), panel.title))));
+    const held = panels
+      .map((panel, i) => ({ panel, i, chart: panel.chart(this.source) }))
+      .filter(({ chart }) => chart?.bins && (chart.overall[this.line] || chart.lines.size));
+    fill(
+      this.card.footer,
+      h(
+        "div",
+        { class: "part-legend" },
+        panels.map((panel, i) =>
+          h(
+            "span",
+            { class: "swatch-label" },
+            h("span", { class: "swatch", style: { background: experimentColor(i) } }),
+            panel.title,
+          ),
+        ),
+      ),
+    );
     if (!held.length) return;
     this.card.setStatus("");
-    const columns = held.map(({ chart }) => ({ x: middleX(chart.bins), line: chart.overall[this.line] ?? [...chart.lines.values()][0], chart }));
+    const columns = held.map(({ chart }) => ({
+      x: middleX(chart.bins),
+      line: chart.overall[this.line] ?? [...chart.lines.values()][0],
+      chart,
+    }));
     const x = [...new Set(columns.flatMap((column) => column.x))].sort((a, b) => a - b);
     const places = new Map(x.map((position, i) => [position, i]));
     const spread = (column, values) => {
@@ -126,10 +222,30 @@ class Overlay {
         series.push({ name: `${panel.title} highest`, values: spread(column, max.mean), color, hidden: true });
         series.push({ name: `${panel.title} lowest`, values: spread(column, min.mean), color, hidden: true });
       }
-      if (state.smoothing) series.push({ name: `${panel.title} as it was`, values: spread(column, column.line.mean), color: faint(color, 0.25), width: 1, points: false });
-      series.push({ name: panel.title, experiment: panel.name, values: spread(column, smooth(column.line.mean, state.smoothing)), color, width: 2, focus: true, points: false });
+      if (state.smoothing)
+        series.push({
+          name: `${panel.title} as it was`,
+          values: spread(column, column.line.mean),
+          color: faint(color, 0.25),
+          width: 1,
+          points: false,
+        });
+      series.push({
+        name: panel.title,
+        experiment: panel.name,
+        values: spread(column, smooth(column.line.mean, state.smoothing)),
+        color,
+        width: 2,
+        focus: true,
+        points: false,
+      });
     });
-    this.drawing = { x, series, bands, y: { text: this.text, log: state.log, zero: this.line === "total" && !state.log } };
+    this.drawing = {
+      x,
+      series,
+      bands,
+      y: { text: this.text, log: state.log, zero: this.line === "total" && !state.log },
+    };
     this.plot.draw(this.drawing);
   }
 
@@ -137,11 +253,13 @@ class Overlay {
   read(index, u) {
     if (index === null) return void (this.card.readout.textContent = "");
     const at = u.data[0][index];
-    const values = this.drawing.series.filter((one) => one.experiment !== undefined).map((one) => {
-      let i = index;
-      while (i >= 0 && typeof one.values[i] !== "number") i--;
-      return `${one.name} ${i < 0 ? "–" : this.text(one.values[i])}`;
-    });
+    const values = this.drawing.series
+      .filter((one) => one.experiment !== undefined)
+      .map((one) => {
+        let i = index;
+        while (i >= 0 && typeof one.values[i] !== "number") i--;
+        return `${one.name} ${i < 0 ? "–" : this.text(one.values[i])}`;
+      });
     const place = state.axis === "step" ? `step ${whole(at)}` : state.axis === "relative" ? duration(at) : "";
     this.card.readout.textContent = [place, ...values].filter(Boolean).join("  ·  ");
   }
@@ -149,7 +267,15 @@ class Overlay {
   drawn() {
     if (!this.drawing) return null;
     const { x, series } = this.drawing;
-    return { kind: this.kind, view: this.plot.view(), x: [...x], series: series.map(({ name, experiment, values }) => ({ name, experiment, values: values.map((value) => value ?? null) })) };
+    return {
+      kind: this.kind,
+      view: this.plot.view(),
+      x: [...x],
+      series: series.map(({ name, experiment, values }) => ({
+        name,
+        experiment,
+        values: values.map((value) => value ?? null),
+      })),
+    };
   }
 }
-

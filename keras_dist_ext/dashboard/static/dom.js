@@ -1,6 +1,6 @@
 /**
- * Make elements. Text only ever becomes a text node: names of runs, devices and findings come from files that anyone may
- * have written, and nothing in this page parses HTML.
+ * Make elements. Text only ever becomes a text node: names of runs, devices and findings come from files that anyone
+ * may have written, and nothing in this page parses HTML.
  */
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -65,26 +65,44 @@ export function icon(name) {
 /** A row of buttons of which one is pressed. `options` is [[value, label, title], ...]. */
 export function segmented(label, options, value, onchange) {
   const buttons = options.map(([option, text, title]) =>
-    h("button", {
-      type: "button", "data-value": option, title, "aria-pressed": String(option === value),
-      onclick: () => { set(option); onchange(option); },
-    }, text));
-  const set = (pressed) => buttons.forEach((button) =>
-    button.setAttribute("aria-pressed", String(button.dataset.value === pressed)));
+    h(
+      "button",
+      {
+        type: "button",
+        "data-value": option,
+        title,
+        "aria-pressed": String(option === value),
+        onclick: () => {
+          set(option);
+          onchange(option);
+        },
+      },
+      text,
+    ),
+  );
+  const set = (pressed) =>
+    buttons.forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.value === pressed)));
   const element = h("div", { class: "segmented", role: "group", "aria-label": label }, buttons);
   return { element, set };
 }
 
 /** A button that is on or off. */
 export function toggle(label, value, onchange, props = {}) {
-  const button = h("button", {
-    type: "button", class: "toggle", "aria-pressed": String(value), ...props,
-    onclick: () => {
-      const pressed = button.getAttribute("aria-pressed") !== "true";
-      button.setAttribute("aria-pressed", String(pressed));
-      onchange(pressed);
+  const button = h(
+    "button",
+    {
+      type: "button",
+      class: "toggle",
+      "aria-pressed": String(value),
+      ...props,
+      onclick: () => {
+        const pressed = button.getAttribute("aria-pressed") !== "true";
+        button.setAttribute("aria-pressed", String(pressed));
+        onchange(pressed);
+      },
     },
-  }, label);
+    label,
+  );
   return { element: button, set: (pressed) => button.setAttribute("aria-pressed", String(pressed)) };
 }
 

@@ -13,7 +13,11 @@ export function download(url, name) {
 export const textUrl = (text, type) => `data:${type};charset=utf-8,${encodeURIComponent(text)}`;
 
 /** A name of letters, digits and dashes. */
-export const fileName = (name) => name.replace(/[^A-Za-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 80) || "replicas";
+export const fileName = (name) =>
+  name
+    .replace(/[^A-Za-z0-9]+/g, "-")
+    .replace(/^-|-$/g, "")
+    .slice(0, 80) || "replicas";
 
 /** A cell of CSV; what a spreadsheet would take for a formula is text. */
 export function csvCell(value) {

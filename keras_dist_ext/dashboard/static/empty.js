@@ -12,20 +12,42 @@ const quote = (text) => JSON.stringify(text || "logs");
 
 export function emptyView(logdir) {
   const code = LINES(logdir).join("\n");
-  const button = h("button", {
-    type: "button", class: "icon-button copy", "aria-label": "Copy the three lines",
-    onclick: async () => {
-      const copied = await copy(code);
-      fill(button, icon(copied ? "check" : "copy"), copied ? "Copied" : "Select and copy");
+  const button = h(
+    "button",
+    {
+      type: "button",
+      class: "icon-button copy",
+      "aria-label": "Copy the three lines",
+      onclick: async () => {
+        const copied = await copy(code);
+        fill(button, icon(copied ? "check" : "copy"), copied ? "Copied" : "Select and copy");
+      },
     },
-  }, icon("copy"), "Copy");
-  return h("section", { class: "empty" },
+    icon("copy"),
+    "Copy",
+  );
+  return h(
+    "section",
+    { class: "empty" },
     h("h2", {}, "No replicas here yet"),
-    h("p", {}, "This tab shows what each replica of a distributed training run does: its loss, its throughput, and where its time goes. TensorBoard found no run of ",
-      h("code", {}, "keras_dist_ext"), logdir ? [" in ", h("code", { class: "logdir" }, logdir)] : null, "."),
+    h(
+      "p",
+      {},
+      "This tab shows what each replica of a distributed training run does: its loss, its throughput, and where its ",
+      "time goes. TensorBoard found no run of ",
+      h("code", {}, "keras_dist_ext"),
+      logdir ? [" in ", h("code", { class: "logdir" }, logdir)] : null,
+      ".",
+    ),
     h("p", {}, "Add three lines to your code:"),
     h("div", { class: "code" }, h("pre", {}, h("code", {}, code)), button),
-    h("p", { class: "hint" }, "Then train. The charts appear with TensorBoard’s next reload: the button at the top right, or its interval in the settings."));
+    h(
+      "p",
+      { class: "hint" },
+      "Then train. The charts appear with TensorBoard’s next reload: the button at the top right, or its interval ",
+      "in the settings.",
+    ),
+  );
 }
 
 async function copy(text) {

@@ -38,8 +38,16 @@ export function duration(value) {
   if (value < 60) return `${Number(value.toFixed(value < 10 ? 2 : 1))}s`;
   const all = Math.round(value);
   const [days, hours, minutes, rest] = [all / 86400, (all % 86400) / 3600, (all % 3600) / 60, all % 60].map(Math.floor);
-  const words = [[days, "d"], [hours, "h"], [minutes, "m"], [rest, "s"]].filter(([count]) => count);
-  return words.slice(0, 3).map(([count, unit]) => count + unit).join(" ");
+  const words = [
+    [days, "d"],
+    [hours, "h"],
+    [minutes, "m"],
+    [rest, "s"],
+  ].filter(([count]) => count);
+  return words
+    .slice(0, 3)
+    .map(([count, unit]) => count + unit)
+    .join(" ");
 }
 
 /** 0.873 -> "87.3 %" */
@@ -52,7 +60,12 @@ export function percent(value, digits = 3) {
 export function short(value) {
   if (typeof value !== "number" || !Number.isFinite(value)) return number(value);
   const size = Math.abs(value);
-  for (const [from, unit, letter] of [[1e12, 1e12, "T"], [1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e5, 1e3, "k"]]) {
+  for (const [from, unit, letter] of [
+    [1e12, 1e12, "T"],
+    [1e9, 1e9, "G"],
+    [1e6, 1e6, "M"],
+    [1e5, 1e3, "k"],
+  ]) {
     if (size >= from) return `${Number((value / unit).toPrecision(4))}${letter}`;
   }
   if (size >= 1000) return WHOLE.format(value);
@@ -61,7 +74,13 @@ export function short(value) {
 
 /** Labels of an axis: `text` without zeros that say nothing, and more digits where labels would be the same. */
 export function ticks(values, text = short) {
-  const labels = values.map((value) => (value === null ? "" : text(value).replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "")));
+  const labels = values.map((value) =>
+    value === null
+      ? ""
+      : text(value)
+          .replace(/(\.\d*?)0+(?=\D|$)/, "$1")
+          .replace(/\.(?=\D|$)/, ""),
+  );
   const shown = labels.filter(Boolean);
   if (new Set(shown).size === shown.length) return labels;
   return values.map((value) => (value === null ? "" : String(Number(value.toPrecision(8)))));

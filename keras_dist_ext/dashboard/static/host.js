@@ -2,8 +2,8 @@
  * Talk to TensorBoard, which shows this page in a frame.
  *
  * Messages go over a MessageChannel, as JSON: {type, id, payload, error, isReply}. TensorBoard says
- * "experimental.DataReloaded" when its reload button or interval has read new data. Dark mode is not among the messages:
- * TensorBoard marks its own body with the class "dark-mode", which a frame of the same origin can see.
+ * "experimental.DataReloaded" when its reload button or interval has read new data. Dark mode is not among the
+ * messages: TensorBoard marks its own body with the class "dark-mode", which a frame of the same origin can see.
  */
 
 const VERSION = "experimental";
@@ -43,7 +43,11 @@ export function onDataReloaded(callback) {
 export function getUrlData() {
   try {
     const parts = window.parent.location.hash.split("&").map((part) => part.split("=").map(decodeURIComponent));
-    return Object.fromEntries(parts.filter(([name]) => name.startsWith(URL_PREFIX)).map(([name, value]) => [name.slice(URL_PREFIX.length), value]));
+    return Object.fromEntries(
+      parts
+        .filter(([name]) => name.startsWith(URL_PREFIX))
+        .map(([name, value]) => [name.slice(URL_PREFIX.length), value]),
+    );
   } catch {
     return {}; // embedded by a page of another origin, or an address that nobody encoded
   }

@@ -4,7 +4,7 @@
  * For tests and the console there is `window.replicasDashboard`:
  *   idle               whether everything asked for has been drawn
  *   state              what has been chosen (state.js)
- *   drawn(name)        what each chart of an experiment has drawn: {loss: {x, series}, throughput, heatmap, split, table}
+ *   drawn(name)        what each chart of an experiment has drawn: {loss: {x, series}, heatmap, split, table, ...}
  *   comparison()       the same for the comparison
  *   png(name, chart)   the picture that the PNG button saves, as a data URL
  */
@@ -12,6 +12,9 @@ import { getExperiments } from "./api.js";
 import { h } from "./dom.js";
 import { followTheme, getUrlData, onDataReloaded } from "./host.js";
 import { on, recall, set, state } from "./state.js";
+
+// In the order in which they overrule each other.
+const STYLES = ["theme", "toolbar", "panels", "charts", "tables", "media"].map((name) => `styles/${name}.css`);
 
 // Ask at once: TensorBoard reads while the other modules of the page are loading.
 const asked = getExperiments();
@@ -22,7 +25,7 @@ const loading = import("./page.js");
 export async function render() {
   document.documentElement.lang = "en";
   document.title = "Replicas";
-  const [{ Page }] = await Promise.all([loading, styles("vendor/uplot/uPlot.min.css", "styles.css")]);
+  const [{ Page }] = await Promise.all([loading, styles("vendor/uplot/uPlot.min.css", ...STYLES)]);
   let page = null;
   followTheme(() => page?.redraw());
   const fromUrl = getUrlData();
@@ -43,7 +46,8 @@ export async function render() {
     get idle() {
       return page.busy === 0;
     },
-    drawn: (name) => Object.fromEntries((page.held.get(name)?.charts ?? []).map((chart) => [chart.kind, chart.drawn()])),
+    drawn: (name) =>
+      Object.fromEntries((page.held.get(name)?.charts ?? []).map((chart) => [chart.kind, chart.drawn()])),
     comparison: () => page.comparison?.drawn() ?? null,
     png: (name, kind) => {
       const { card } = page.held.get(name).chart(kind);
@@ -56,8 +60,18 @@ export async function render() {
 
 /** Load style sheets, and wait for them: a chart measures itself when it is made. */
 function styles(...names) {
-  return Promise.all(names.map((name) => new Promise((resolve) => {
-    const link = h("link", { rel: "stylesheet", href: new URL(name, import.meta.url).href, onload: resolve, onerror: resolve });
-    document.head.append(link);
-  })));
+  return Promise.all(
+    names.map(
+      (name) =>
+        new Promise((resolve) => {
+          const link = h("link", {
+            rel: "stylesheet",
+            href: new URL(name, import.meta.url).href,
+            onload: resolve,
+            onerror: resolve,
+          });
+          document.head.append(link);
+        }),
+    ),
+  );
 }

@@ -1,4 +1,4 @@
-/** Which replicas are shown: one button each. Click hides and shows; double click, or Shift and click, shows one alone. */
+/** Which replicas show: one button each. Click hides and shows; Shift and click, or double click, shows one alone. */
 import { fill, h, setProps } from "./dom.js";
 import { hiddenOf, setHidden } from "./state.js";
 
@@ -8,12 +8,19 @@ export class Legend {
     this.buttons = new Map();
     this.count = h("span", { class: "legend-count" });
     this.chips = h("div", { class: "chips", onkeydown: (event) => this.key(event) });
-    this.element = h("div", { class: "legend", role: "group", "aria-label": `Replicas of ${panel.title}` },
-      this.count, this.chips,
-      h("div", { class: "legend-all" },
+    this.element = h(
+      "div",
+      { class: "legend", role: "group", "aria-label": `Replicas of ${panel.title}` },
+      this.count,
+      this.chips,
+      h(
+        "div",
+        { class: "legend-all" },
         h("button", { type: "button", class: "link", onclick: () => setHidden(panel.name, []) }, "all"),
         h("button", { type: "button", class: "link", onclick: () => setHidden(panel.name, panel.replicas) }, "none"),
-        h("button", { type: "button", class: "link", onclick: () => this.invert() }, "invert")));
+        h("button", { type: "button", class: "link", onclick: () => this.invert() }, "invert"),
+      ),
+    );
   }
 
   redraw() {
@@ -30,20 +37,32 @@ export class Legend {
       button.firstChild.style.background = panel.color(id);
     }
     const shown = panel.replicas.filter((id) => !hidden.has(id)).length;
-    this.count.textContent = shown === panel.replicas.length ? "Replicas" : `Replicas (${shown} of ${panel.replicas.length})`;
+    this.count.textContent =
+      shown === panel.replicas.length ? "Replicas" : `Replicas (${shown} of ${panel.replicas.length})`;
     if (within && focused !== undefined) this.buttons.get(Number(focused))?.focus();
   }
 
   chip(id, index) {
     const device = this.panel.deviceOf(id);
-    return h("button", {
-      type: "button", class: "chip", "data-replica": id, tabindex: index ? -1 : 0,
-      "aria-label": `replica ${id}`, title: `replica ${id}${device ? ` on ${device}` : ""}: click hides or shows, Shift and click shows it alone`,
-      onclick: (event) => (event.shiftKey ? this.alone(id) : this.flip(id)),
-      ondblclick: () => this.alone(id),
-      onpointerenter: () => this.panel.highlight(id), onpointerleave: () => this.panel.highlight(null),
-      onfocus: () => this.panel.highlight(id), onblur: () => this.panel.highlight(null),
-    }, h("span", { class: "swatch" }), String(id));
+    return h(
+      "button",
+      {
+        type: "button",
+        class: "chip",
+        "data-replica": id,
+        tabindex: index ? -1 : 0,
+        "aria-label": `replica ${id}`,
+        title: `replica ${id}${device ? ` on ${device}` : ""}: click hides or shows, Shift and click shows it alone`,
+        onclick: (event) => (event.shiftKey ? this.alone(id) : this.flip(id)),
+        ondblclick: () => this.alone(id),
+        onpointerenter: () => this.panel.highlight(id),
+        onpointerleave: () => this.panel.highlight(null),
+        onfocus: () => this.panel.highlight(id),
+        onblur: () => this.panel.highlight(null),
+      },
+      h("span", { class: "swatch" }),
+      String(id),
+    );
   }
 
   flip(id) {
@@ -53,12 +72,18 @@ export class Legend {
   }
 
   alone(id) {
-    setHidden(this.panel.name, this.panel.replicas.filter((other) => other !== id));
+    setHidden(
+      this.panel.name,
+      this.panel.replicas.filter((other) => other !== id),
+    );
   }
 
   invert() {
     const hidden = hiddenOf(this.panel.name);
-    setHidden(this.panel.name, this.panel.replicas.filter((id) => !hidden.has(id)));
+    setHidden(
+      this.panel.name,
+      this.panel.replicas.filter((id) => !hidden.has(id)),
+    );
   }
 
   /** One stop of the Tab key; arrows move inside, Space and Enter click. */

@@ -52,7 +52,8 @@ export class Page {
         listing = await asked;
       } catch (error) {
         this.toolbar.setUpdated("not updated");
-        if (!state.experiments.length) fill(this.over, h("p", { class: "hint error" }, `TensorBoard does not answer: ${error.message}`));
+        if (!state.experiments.length)
+          fill(this.over, h("p", { class: "hint error" }, `TensorBoard does not answer: ${error.message}`));
         return;
       }
       const { experiments, logdir } = listing;
@@ -63,9 +64,15 @@ export class Page {
       const kept = state.selected.filter((name) => names.has(name));
       const added = experiments.length && !kept.length ? [this.first(experiments)] : [];
       const before = new Set(this.held.keys());
-      set({ experiments, selected: added.length || kept.length !== state.selected.length ? [...kept, ...added] : state.selected });
-      await Promise.all(this.panels().filter(({ name }) => before.has(name)).map((panel) =>
-        panel.update(experiments.find(({ name }) => name === panel.name))));
+      set({
+        experiments,
+        selected: added.length || kept.length !== state.selected.length ? [...kept, ...added] : state.selected,
+      });
+      await Promise.all(
+        this.panels()
+          .filter(({ name }) => before.has(name))
+          .map((panel) => panel.update(experiments.find(({ name }) => name === panel.name))),
+      );
     });
   }
 
@@ -88,7 +95,10 @@ export class Page {
     const fresh = [];
     for (const name of state.selected) {
       if (this.held.has(name)) continue;
-      const panel = new Panel(this, state.experiments.find((experiment) => experiment.name === name));
+      const panel = new Panel(
+        this,
+        state.experiments.find((experiment) => experiment.name === name),
+      );
       this.held.set(name, panel);
       fresh.push(panel);
     }
@@ -98,7 +108,10 @@ export class Page {
     }
     this.columns.classList.toggle("side-by-side", this.comparing());
     fill(this.over, this.comparison?.element);
-    fill(this.columns, this.panels().map(({ element }) => element));
+    fill(
+      this.columns,
+      this.panels().map(({ element }) => element),
+    );
     for (const panel of this.panels()) if (!fresh.includes(panel)) panel.redraw();
     this.during(() => Promise.all((fresh.length ? fresh : []).map((panel) => panel.load())));
     this.comparison?.redraw();

@@ -21,7 +21,12 @@ export class Panel {
     this.page = page;
     this.name = experiment.name;
     this.title = experimentName(experiment.name);
-    this.about = { id: `experiment-${++lastId}`, experiment: experiment.name, name: this.title, file: fileName(this.title) };
+    this.about = {
+      id: `experiment-${++lastId}`,
+      experiment: experiment.name,
+      name: this.title,
+      file: fileName(this.title),
+    };
     this.extents = new Map();
     this.start = null;
     this.summary = null;
@@ -33,9 +38,21 @@ export class Panel {
     this.hints = h("div", { class: "hints" });
     this.legend = new Legend(this);
     this.grid = h("div", { class: "charts" });
-    this.element = h("section", { class: "panel", "data-experiment": this.name, "aria-label": `Experiment ${this.title}` },
-      h("header", { class: "panel-header" }, h("h2", {}, this.swatch, h("span", { class: "experiment-name" }, this.title)), this.setup),
-      this.tiles, this.findings, this.hints, this.legend.element, this.grid);
+    this.element = h(
+      "section",
+      { class: "panel", "data-experiment": this.name, "aria-label": `Experiment ${this.title}` },
+      h(
+        "header",
+        { class: "panel-header" },
+        h("h2", {}, this.swatch, h("span", { class: "experiment-name" }, this.title)),
+        this.setup,
+      ),
+      this.tiles,
+      this.findings,
+      this.hints,
+      this.legend.element,
+      this.grid,
+    );
     this.buildCharts();
     this.redrawFrame();
   }
@@ -53,13 +70,18 @@ export class Panel {
       new LinesChart(this, "loss", "replica/loss"),
       new LinesChart(this, "throughput", "replica/examples_per_second"),
       new Heatmap(this),
-      ...(this.tags.has("replica/gradient_norm") ? [new LinesChart(this, "gradient_norm", "replica/gradient_norm")] : []),
+      ...(this.tags.has("replica/gradient_norm")
+        ? [new LinesChart(this, "gradient_norm", "replica/gradient_norm")]
+        : []),
     ];
     this.summaries = [new SplitChart(this), new ReplicaTable(this)];
     this.charts = [...this.series, ...this.summaries];
     const order = ["loss", "throughput", "heatmap", "split", "gradient_norm", "table"];
     const sorted = [...this.charts].sort((a, b) => order.indexOf(a.kind) - order.indexOf(b.kind));
-    fill(this.grid, sorted.map((chart) => chart.element));
+    fill(
+      this.grid,
+      sorted.map((chart) => chart.element),
+    );
     this.builtFor = String([...this.tags]);
   }
 
@@ -83,7 +105,10 @@ export class Panel {
     this.swatch.style.background = experimentColor(Math.max(0, state.selected.indexOf(this.name)));
     this.swatch.hidden = !this.page.comparing();
     fill(this.setup, setupView(this.experiment));
-    fill(this.findings, findingsView(this.experiment, (step) => this.lookAt(step)));
+    fill(
+      this.findings,
+      findingsView(this.experiment, (step) => this.lookAt(step)),
+    );
     this.legend.redraw();
     if (this.summary) fill(this.tiles, tilesView(this));
   }
@@ -125,7 +150,10 @@ export class Panel {
       this.chart("heatmap").advise();
       this.page.changed(this, "split");
     };
-    const wanted = this.series.filter((chart) => !(chart.response?.everything && chart.response.tag === chart.tag && chart.version === this.experiment.version));
+    const wanted = this.series.filter(
+      (chart) =>
+        !(chart.response?.everything && chart.response.tag === chart.tag && chart.version === this.experiment.version),
+    );
     await Promise.all([
       ...wanted.map((chart) => this.guarded(fetchSeries(chart), [chart], controller)),
       this.guarded(fetchSummary(), this.summaries, controller),
@@ -156,18 +184,29 @@ export class Panel {
 
   refreshExtents() {
     const extents = [...this.extents.values()].map((extent) =>
-      state.axis === "step" ? extent.step : state.axis === "wall" ? extent.wall : extent.wall.map((wall) => wall - this.start));
+      state.axis === "step"
+        ? extent.step
+        : state.axis === "wall"
+          ? extent.wall
+          : extent.wall.map((wall) => wall - this.start),
+    );
     if (!extents.length) return;
     const extent = [Math.min(...extents.map(([low]) => low)), Math.max(...extents.map(([, high]) => high))];
     const held = state.extents.get(this.name);
-    if (!held || held[0] !== extent[0] || held[1] !== extent[1]) set({ extents: new Map(state.extents).set(this.name, extent) });
+    if (!held || held[0] !== extent[0] || held[1] !== extent[1])
+      set({ extents: new Map(state.extents).set(this.name, extent) });
   }
 
   /** The same part of the run on another axis, as near as the points that are drawn tell. */
   convert(zoom, from, to) {
     const response = this.series.map((chart) => chart.response).find((one) => one?.steps.length > 1);
     if (!response) return null;
-    const on = (axis) => (axis === "step" ? response.steps : axis === "wall" ? response.walls : response.walls.map((wall) => wall - this.start));
+    const on = (axis) =>
+      axis === "step"
+        ? response.steps
+        : axis === "wall"
+          ? response.walls
+          : response.walls.map((wall) => wall - this.start);
     const [source, target] = [on(from), on(to)];
     const [low, high] = [zoom.low, zoom.high].map((position) => interpolate(source, target, position));
     return low < high ? { low, high } : null;
@@ -189,9 +228,13 @@ export class Panel {
   /** "step 1,240 · 14:03:22" */
   binTitle(response, bin) {
     const last = response.ends?.[bin] ?? response.steps[bin];
-    const steps = last > response.steps[bin] ? `steps ${whole(response.steps[bin])}–${whole(last)}` : `step ${whole(response.steps[bin])}`;
+    const steps =
+      last > response.steps[bin]
+        ? `steps ${whole(response.steps[bin])}–${whole(last)}`
+        : `step ${whole(response.steps[bin])}`;
     const wall = response.walls[bin];
-    return `${steps}  ·  ${state.axis === "relative" ? duration(wall - response.start) : state.axis === "wall" ? dateTime(wall) : clock(wall)}`;
+    const time = { step: clock, wall: dateTime, relative: () => duration(wall - response.start) }[state.axis](wall);
+    return `${steps}  ·  ${time}`;
   }
 
   axisCaption() {
@@ -205,7 +248,12 @@ export class Panel {
     const marks = [];
     for (const { step, kind } of this.experiment.findings) {
       if (typeof step !== "number") continue;
-      const position = state.axis === "step" ? step : response?.steps.length ? interpolate(response.steps, response.walls, step) - (state.axis === "relative" ? this.start : 0) : null;
+      const position =
+        state.axis === "step"
+          ? step
+          : response?.steps.length
+            ? interpolate(response.steps, response.walls, step) - (state.axis === "relative" ? this.start : 0)
+            : null;
       if (position !== null) marks.push({ position, color: cssColor(kind === "divergence" ? "--bad" : "--warn") });
     }
     return marks;
@@ -221,7 +269,12 @@ export class Panel {
 
   /** What the same chart of other experiments needs of a scale that all have in common; null where each has its own. */
   union(chart) {
-    const extents = this.page.linked(this).map((panel) => panel.chart(chart.kind)).filter((one) => one && (one === chart || one.mode === chart.mode)).map((one) => one.extent()).filter(Boolean);
+    const extents = this.page
+      .linked(this)
+      .map((panel) => panel.chart(chart.kind))
+      .filter((one) => one && (one === chart || one.mode === chart.mode))
+      .map((one) => one.extent())
+      .filter(Boolean);
     if (extents.length < 2) return null;
     return extents[0].map((_, i) => (i ? Math.max : Math.min)(...extents.map((extent) => extent[i])));
   }
@@ -235,9 +288,17 @@ export class Panel {
     if (!sampled.length) return fill(this.hints);
     const { limit } = sampled[0];
     const suggested = Math.max(...sampled.map((one) => one.suggested));
-    return fill(this.hints, h("p", { class: "hint sampled", role: "note" },
-      `TensorBoard keeps ${whole(limit)} points of a series, and has dropped others of this run before this page could ask. To see every step, start it with `,
-      h("code", {}, `--samples_per_plugin scalars=${suggested}`), "."));
+    return fill(
+      this.hints,
+      h(
+        "p",
+        { class: "hint sampled", role: "note" },
+        `TensorBoard keeps ${whole(limit)} points of a series, and has dropped others of this run before this page `,
+        "could ask. To see every step, start it with ",
+        h("code", {}, `--samples_per_plugin scalars=${suggested}`),
+        ".",
+      ),
+    );
   }
 
   destroy() {

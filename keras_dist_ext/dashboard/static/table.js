@@ -13,18 +13,52 @@ function columnsOf(summary) {
   for (const tag of GROUPS) {
     if (!summary.replicas.some(({ numbers }) => numbers[tag])) continue;
     const { title, text, worst } = METRICS[tag];
-    const stat = (key, label, help, value, mark) => columns.push({
-      key: `${tag}:${key}`, group: title, label, title: `${title}: ${help}`, text, worst: mark, value: (replica) => (replica.numbers[tag] ? value(replica.numbers[tag]) : null),
-    });
+    const stat = (key, label, help, value, mark) =>
+      columns.push({
+        key: `${tag}:${key}`,
+        group: title,
+        label,
+        title: `${title}: ${help}`,
+        text,
+        worst: mark,
+        value: (replica) => (replica.numbers[tag] ? value(replica.numbers[tag]) : null),
+      });
     stat("last", "Last", "the newest value", (n) => n.last, null);
     stat("mean", "Mean", "mean over the steps in view", (n) => n.mean, worst);
     stat("spread", "Spread", "standard deviation over the steps in view", (n) => n.std, null);
     stat("worst", "Worst", `${worst === "max" ? "highest" : "lowest"} value in view`, (n) => n[worst], worst);
   }
-  columns.push({ key: "examples", group: "Examples", label: "Total", title: "Examples that the replica got in the steps in view", text: whole, worst: "min", value: (replica) => replica.examples, atLeast: (replica) => replica.examples_sampled });
-  columns.push({ key: "relative", group: "Score", label: "To fastest", title: "Own time of a step (compute and input) of the fastest replica, over that of this one: 1 is as fast", text: (value) => number(value, 3), worst: "min", value: (replica) => replica.relative });
-  columns.push({ key: "score", group: "Score", label: "To own best", title: "Score as recorded when training: the replica against its own best; 1 is as fast as ever", text: (value) => number(value, 3), worst: "min", value: (replica) => replica.score });
-  return columns.filter(({ value }) => summary.replicas.some((replica) => value(replica) !== null && value(replica) !== undefined));
+  columns.push({
+    key: "examples",
+    group: "Examples",
+    label: "Total",
+    title: "Examples that the replica got in the steps in view",
+    text: whole,
+    worst: "min",
+    value: (replica) => replica.examples,
+    atLeast: (replica) => replica.examples_sampled,
+  });
+  columns.push({
+    key: "relative",
+    group: "Score",
+    label: "To fastest",
+    title: "Own time of a step (compute and input) of the fastest replica, over that of this one: 1 is as fast",
+    text: (value) => number(value, 3),
+    worst: "min",
+    value: (replica) => replica.relative,
+  });
+  columns.push({
+    key: "score",
+    group: "Score",
+    label: "To own best",
+    title: "Score as recorded when training: the replica against its own best; 1 is as fast as ever",
+    text: (value) => number(value, 3),
+    worst: "min",
+    value: (replica) => replica.score,
+  });
+  return columns.filter(({ value }) =>
+    summary.replicas.some((replica) => value(replica) !== null && value(replica) !== undefined),
+  );
 }
 
 export class ReplicaTable {
@@ -34,9 +68,14 @@ export class ReplicaTable {
     this.sort = { key: "replica", descending: false };
     this.table = h("table", { class: "replicas" });
     this.card = new Card({
-      kind: "table", title: "Replicas", about: panel.about, csv: () => ({ text: this.csv() }),
+      kind: "table",
+      title: "Replicas",
+      about: panel.about,
+      csv: () => ({ text: this.csv() }),
     });
-    this.card.body.append(h("div", { class: "table-scroll", tabindex: 0, role: "region", "aria-label": "Table of replicas" }, this.table));
+    this.card.body.append(
+      h("div", { class: "table-scroll", tabindex: 0, role: "region", "aria-label": "Table of replicas" }, this.table),
+    );
   }
 
   get element() {
@@ -70,21 +109,51 @@ export class ReplicaTable {
       else groups.push({ group, span: 1 });
     }
     const focused = this.table.contains(document.activeElement) ? document.activeElement.dataset.key : null;
-    fill(this.table,
+    fill(
+      this.table,
       h("caption", { class: "visually-hidden" }, `Numbers of each replica of ${this.panel.title}`),
-      h("thead", {},
-        h("tr", { class: "groups" }, h("td", { colspan: 2 }), groups.map(({ group, span }) => h("th", { colspan: span, scope: "colgroup" }, group))),
-        h("tr", {}, this.head({ key: "replica", label: "Replica", title: "Replica" }), h("th", { scope: "col", class: "device" }, "Device"),
-          this.columns.map((column, i) => this.head(column, this.columns[i - 1]?.group !== column.group)))),
-      h("tbody", {}, rows.map((row) => this.row(row, worst))));
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          { class: "groups" },
+          h("td", { colspan: 2 }),
+          groups.map(({ group, span }) => h("th", { colspan: span, scope: "colgroup" }, group)),
+        ),
+        h(
+          "tr",
+          {},
+          this.head({ key: "replica", label: "Replica", title: "Replica" }),
+          h("th", { scope: "col", class: "device" }, "Device"),
+          this.columns.map((column, i) => this.head(column, this.columns[i - 1]?.group !== column.group)),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        rows.map((row) => this.row(row, worst)),
+      ),
+    );
     if (focused) this.table.querySelector(`button[data-key="${CSS.escape(focused)}"]`)?.focus();
   }
 
   head({ key, label, title }, first = false) {
     const sorted = this.sort.key === key ? (this.sort.descending ? "descending" : "ascending") : "none";
-    return h("th", { scope: "col", "aria-sort": sorted, class: first ? "first" : null },
-      h("button", { type: "button", "data-key": key, title, onclick: () => this.sortBy(key) }, label,
-        h("span", { class: "arrow", "aria-hidden": "true" }, sorted === "none" ? "" : sorted === "ascending" ? "▲" : "▼")));
+    return h(
+      "th",
+      { scope: "col", "aria-sort": sorted, class: first ? "first" : null },
+      h(
+        "button",
+        { type: "button", "data-key": key, title, onclick: () => this.sortBy(key) },
+        label,
+        h(
+          "span",
+          { class: "arrow", "aria-hidden": "true" },
+          sorted === "none" ? "" : sorted === "ascending" ? "▲" : "▼",
+        ),
+      ),
+    );
   }
 
   sortBy(key) {
@@ -93,24 +162,53 @@ export class ReplicaTable {
   }
 
   row(row, worst) {
-    return h("tr", { "data-replica": row.id, onpointerenter: () => this.panel.highlight(row.id, this), onpointerleave: () => this.panel.highlight(null, this) },
-      h("th", { scope: "row" }, h("span", { class: "swatch", style: { background: this.panel.color(row.id) } }), row.id),
+    return h(
+      "tr",
+      {
+        "data-replica": row.id,
+        onpointerenter: () => this.panel.highlight(row.id, this),
+        onpointerleave: () => this.panel.highlight(null, this),
+      },
+      h(
+        "th",
+        { scope: "row" },
+        h("span", { class: "swatch", style: { background: this.panel.color(row.id) } }),
+        row.id,
+      ),
       h("td", { class: "device", title: this.panel.fullDeviceOf(row.id) }, this.panel.deviceOf(row.id)),
       this.columns.map((column, i) => {
         const value = column.value(row);
         const isWorst = worst.get(column.key) === row.id;
         const bad = typeof value === "string";
-        const classes = [isWorst || bad ? "worst" : "", this.columns[i - 1]?.group !== column.group ? "first" : ""].join(" ").trim();
-        return h("td", { class: classes || null, "data-key": column.key, title: isWorst ? "Worst of the replicas shown" : column.atLeast?.(row) ? "At least: TensorBoard dropped points" : null },
+        const classes = [isWorst || bad ? "worst" : "", this.columns[i - 1]?.group !== column.group ? "first" : ""]
+          .join(" ")
+          .trim();
+        return h(
+          "td",
+          {
+            class: classes || null,
+            "data-key": column.key,
+            title: isWorst
+              ? "Worst of the replicas shown"
+              : column.atLeast?.(row)
+                ? "At least: TensorBoard dropped points"
+                : null,
+          },
           isWorst ? h("span", { class: "mark", "aria-label": "worst: " }, "▾") : null,
-          column.atLeast?.(row) && value !== null ? "≥ " : null, column.text(value));
-      }));
+          column.atLeast?.(row) && value !== null ? "≥ " : null,
+          column.text(value),
+        );
+      }),
+    );
   }
 
   csv() {
     const columns = this.columns;
     const head = ["replica", "device", ...columns.map(({ key }) => key.replace("replica/", "").replace(":", "_"))];
-    return csvText([head, ...this.rows().map((row) => [row.id, this.panel.fullDeviceOf(row.id), ...columns.map(({ value }) => value(row))])]);
+    return csvText([
+      head,
+      ...this.rows().map((row) => [row.id, this.panel.fullDeviceOf(row.id), ...columns.map(({ value }) => value(row))]),
+    ]);
   }
 
   highlight() {}
@@ -120,8 +218,12 @@ export class ReplicaTable {
   drawn() {
     if (!this.summary) return null;
     return {
-      kind: "table", columns: this.columns.map(({ key }) => key),
-      rows: this.rows().map((row) => ({ replica: row.id, values: this.columns.map(({ value }) => value(row) ?? null) })),
+      kind: "table",
+      columns: this.columns.map(({ key }) => key),
+      rows: this.rows().map((row) => ({
+        replica: row.id,
+        values: this.columns.map(({ value }) => value(row) ?? null),
+      })),
     };
   }
 
@@ -142,4 +244,3 @@ function worstOf({ value, worst }, rows) {
   const sorted = [...known].sort((a, b) => sign * (value(b) - value(a)));
   return value(sorted[0]) === value(sorted[1]) || value(sorted[0]) === value(sorted.at(-1)) ? null : sorted[0].id;
 }
-

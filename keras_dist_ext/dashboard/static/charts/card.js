@@ -21,14 +21,44 @@ export class Card {
     this.body = h("div", { class: "card-body" });
     this.footer = h("div", { class: "card-footer" });
     const button = (name, label, act) =>
-      h("button", { type: "button", class: "icon-button", title: label, "aria-label": `${label}: ${title}`, "data-action": name, onclick: act }, icon(name === "png" ? "image" : "download"), h("span", {}, name.toUpperCase()));
-    this.element = h("section", { class: "card", "data-chart": kind, "data-experiment": about.experiment, "aria-labelledby": `${about.id}-${kind}` },
-      h("header", { class: "card-header" },
+      h(
+        "button",
+        {
+          type: "button",
+          class: "icon-button",
+          title: label,
+          "aria-label": `${label}: ${title}`,
+          "data-action": name,
+          onclick: act,
+        },
+        icon(name === "png" ? "image" : "download"),
+        h("span", {}, name.toUpperCase()),
+      );
+    this.element = h(
+      "section",
+      {
+        class: "card",
+        "data-chart": kind,
+        "data-experiment": about.experiment,
+        "aria-labelledby": `${about.id}-${kind}`,
+      },
+      h(
+        "header",
+        { class: "card-header" },
         h("div", { class: "card-title" }, this.heading, note ? this.note : null),
-        h("div", { class: "card-controls" }, controls,
+        h(
+          "div",
+          { class: "card-controls" },
+          controls,
           csv ? button("csv", "Download the data as CSV", () => this.saveCsv(csv())) : null,
-          png ? button("png", "Download the chart as PNG", () => this.savePng()) : null)),
-      this.readout, this.body, this.status, this.footer);
+          png ? button("png", "Download the chart as PNG", () => this.savePng()) : null,
+        ),
+      ),
+      this.readout,
+      this.body,
+      this.status,
+      this.footer,
+    );
     this.setStatus("loading", "Loading …");
   }
 

@@ -6,7 +6,7 @@ import { METRICS, seconds } from "../format.js";
 import { hiddenOf, set, state } from "../state.js";
 import { slowestOf } from "../tiles.js";
 import { Card } from "./card.js";
-import { paintMarks, Plot } from "./plot.js";
+import { KEYS_HELP, paintMarks, Plot } from "./plot.js";
 import { binsOf, carry, expand } from "./series.js";
 import { hideTooltip, showTooltip } from "./tooltip.js";
 
@@ -25,7 +25,10 @@ export class Heatmap {
     this.modes = segmented("Show seconds of", tags, state.heat, (tag) => set({ heat: tag }));
     this.legend = h("div", { class: "heat-legend" });
     this.card = new Card({
-      kind: "heatmap", title: "Step time by replica", about: panel.about, controls: tags.length > 1 ? [this.modes.element] : [],
+      kind: "heatmap",
+      title: "Step time by replica",
+      about: panel.about,
+      controls: tags.length > 1 ? [this.modes.element] : [],
       csv: () => ({ url: csvUrl(panel.name, this.tag, panel.range(), hiddenOf(panel.name)) }),
       png: () => ({ canvases: [this.plot.u.ctx.canvas, this.scaleCanvas()], caption: panel.axisCaption() }),
     });
@@ -64,29 +67,37 @@ export class Heatmap {
     this.bins = binsOf(this.response, state.axis);
     const rows = this.rows();
     this.scale = this.panel.union(this) ?? this.extent() ?? [0, 1, 1];
-    this.plot.setHeight(Math.max(96, Math.min(28, Math.max(7, Math.floor(380 / Math.max(1, rows.length)))) * rows.length + 46));
+    this.plot.setHeight(
+      Math.max(96, Math.min(28, Math.max(7, Math.floor(380 / Math.max(1, rows.length)))) * rows.length + 46),
+    );
     const every = Math.ceil(rows.length / Math.max(1, Math.floor((this.plot.height - 46) / 13)));
     this.drawing = {
       x: this.bins.first,
       series: [{ name: "", values: this.bins.first.map(() => null), color: "transparent", hidden: true }],
       y: {
-        dir: -1, size: 44, range: () => [-0.5, Math.max(1, rows.length) - 0.5],
+        dir: -1,
+        size: 44,
+        range: () => [-0.5, Math.max(1, rows.length) - 0.5],
         splits: () => rows.map((_, row) => row).filter((row) => row % every === 0),
         text: (row) => String(rows[row] ?? ""),
       },
       paint: (u) => this.paint(u, rows),
     };
-    this.plot.element.setAttribute("aria-label", `${METRICS[this.tag].title} of ${rows.length} replicas as a heat map. Left and right arrow read values, plus and minus zoom, 0 shows everything.`);
+    this.plot.element.setAttribute(
+      "aria-label",
+      `${METRICS[this.tag].title} of ${rows.length} replicas as a heat map. ${KEYS_HELP}`,
+    );
     this.plot.draw(this.drawing);
     this.drawLegend();
     this.advise();
   }
 
-  /** From which seconds to which the colours go. Rare peaks (the first step compiles) must not make all else look alike. */
+  /** From which seconds to which the colours go. Rare peaks (the first step compiles) must not make all else alike. */
   extent() {
     if (!this.lines) return null;
     const all = [];
-    for (const id of this.rows()) for (const value of this.lines.get(id).mean) if (typeof value === "number") all.push(value);
+    for (const id of this.rows())
+      for (const value of this.lines.get(id).mean) if (typeof value === "number") all.push(value);
     if (!all.length) return null;
     const sorted = Float64Array.from(all).sort();
     const at = (share) => sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))];
@@ -135,7 +146,9 @@ export class Heatmap {
     const { first, last } = this.bins;
     const count = first.length;
     if (count === 1) return [first[0] - 0.5, last[0] + 0.5];
-    const edges = first.map((position, bin) => (bin ? (position + last[bin - 1]) / 2 : position - (first[1] - last[0]) / 2));
+    const edges = first.map((position, bin) =>
+      bin ? (position + last[bin - 1]) / 2 : position - (first[1] - last[0]) / 2,
+    );
     edges.push(last[count - 1] + (first[count - 1] - last[count - 2]) / 2);
     return edges;
   }
@@ -143,25 +156,54 @@ export class Heatmap {
   drawLegend() {
     const [low, high, most] = this.scale;
     const open = most > high * 1.0001;
-    fill(this.legend,
+    fill(
+      this.legend,
       h("span", { class: "heat-word" }, "fast"),
-      h("div", { class: "heat-scale" },
+      h(
+        "div",
+        { class: "heat-scale" },
         h("div", { class: "heat-bar", style: { background: heatGradient() } }),
-        h("div", { class: "heat-ticks" }, [0, 0.25, 0.5, 0.75, 1].map((share) =>
-          h("span", {}, (share === 1 && open ? "≥ " : "") + seconds(low + share * (high - low)))))),
+        h(
+          "div",
+          { class: "heat-ticks" },
+          [0, 0.25, 0.5, 0.75, 1].map((share) =>
+            h("span", {}, (share === 1 && open ? "≥ " : "") + seconds(low + share * (high - low))),
+          ),
+        ),
+      ),
       h("span", { class: "heat-word" }, "slow"),
       open ? h("span", { class: "heat-word" }, `up to ${seconds(most)}`) : null,
-      h("span", { class: "swatch-label" }, h("span", { class: "swatch", style: { background: cssColor("--empty") } }), "no data"));
+      h(
+        "span",
+        { class: "swatch-label" },
+        h("span", { class: "swatch", style: { background: cssColor("--empty") } }),
+        "no data",
+      ),
+    );
   }
 
   /** Replicas that train in step wait for the slowest, so that all of their steps take equally long. */
   advise() {
     const slowest = this.panel.summary && slowestOf(this.panel.summary);
-    const hides = slowest && slowest.relative < 0.9 && this.tag === "replica/step_seconds" && this.panel.tags.has("replica/compute_seconds");
-    fill(this.hint, hides ? [
-      `Step times include waiting for the slowest replica. Replica ${slowest.id} takes longest for its own part: `,
-      h("button", { type: "button", class: "link", onclick: () => set({ heat: "replica/compute_seconds" }) }, "look at compute"),
-    ] : null);
+    const hides =
+      slowest &&
+      slowest.relative < 0.9 &&
+      this.tag === "replica/step_seconds" &&
+      this.panel.tags.has("replica/compute_seconds");
+    fill(
+      this.hint,
+      hides
+        ? [
+            "Step times include waiting for the slowest replica. ",
+            `Replica ${slowest.id} takes longest for its own part: `,
+            h(
+              "button",
+              { type: "button", class: "link", onclick: () => set({ heat: "replica/compute_seconds" }) },
+              "look at compute",
+            ),
+          ]
+        : null,
+    );
   }
 
   /** The legend again, for the PNG. */
@@ -176,7 +218,8 @@ export class Heatmap {
     ctx.fillStyle = cssColor("--ink-soft");
     ctx.font = `${11 * unit}px Roboto, "Segoe UI", system-ui, sans-serif`;
     ctx.textAlign = "center";
-    for (const share of [0, 0.5, 1]) ctx.fillText(seconds(low + share * (high - low)), (44 + share * 240) * unit, 32 * unit);
+    for (const share of [0, 0.5, 1])
+      ctx.fillText(seconds(low + share * (high - low)), (44 + share * 240) * unit, 32 * unit);
     return canvas;
   }
 
@@ -200,13 +243,23 @@ export class Heatmap {
     const [id, line] = [rows[row], this.lines.get(rows[row])];
     if (!line) return;
     const text = (value) => (typeof value === "number" ? seconds(value) : "–");
-    const extra = this.response.exact || typeof line.mean[index] !== "number" ? [] : [
-      { name: "shortest", value: text(line.low[index]) }, { name: "longest", value: text(line.high[index]) },
-    ];
+    const extra =
+      this.response.exact || typeof line.mean[index] !== "number"
+        ? []
+        : [
+            { name: "shortest", value: text(line.low[index]) },
+            { name: "longest", value: text(line.high[index]) },
+          ];
     const value = line.bad.get(index) ?? values[row];
     showTooltip(u, title, [
-      { color: typeof value === "number" ? heatColor(this.share(value)) : null, name: `replica ${id}`, value: typeof value === "string" ? value : text(value), strong: true },
-      ...extra, { name: this.panel.deviceOf(id), value: "" },
+      {
+        color: typeof value === "number" ? heatColor(this.share(value)) : null,
+        name: `replica ${id}`,
+        value: typeof value === "string" ? value : text(value),
+        strong: true,
+      },
+      ...extra,
+      { name: this.panel.deviceOf(id), value: "" },
     ]);
   }
 
@@ -220,9 +273,16 @@ export class Heatmap {
   drawn() {
     if (!this.drawing) return null;
     return {
-      kind: this.kind, tag: this.tag, axis: state.axis, view: this.plot.view(), exact: this.response.exact, x: [...this.bins.first], scale: this.scale,
+      kind: this.kind,
+      tag: this.tag,
+      axis: state.axis,
+      view: this.plot.view(),
+      exact: this.response.exact,
+      x: [...this.bins.first],
+      scale: this.scale,
       series: this.rows().map((id) => ({
-        name: `replica ${id}`, replica: id,
+        name: `replica ${id}`,
+        replica: id,
         values: this.bins.first.map((_, bin) => this.lines.get(id).cells[bin] ?? null),
         colors: this.bins.first.map((_, bin) => {
           const value = this.lines.get(id).cells[bin];

@@ -5,12 +5,16 @@ import { fill, h, segmented } from "../dom.js";
 import { METRICS } from "../format.js";
 import { hiddenOf, set, state, xRange } from "../state.js";
 import { Card } from "./card.js";
-import { band, paintMarks, Plot } from "./plot.js";
+import { band, KEYS_HELP, paintMarks, Plot } from "./plot.js";
 import { binsOf, expand, middleX, pairedX, pairedY, positive, repeatedY, smooth, stack } from "./series.js";
 import { hideTooltip, showTooltip, thinRows } from "./tooltip.js";
 
 const MODES = [
-  ["replicas", "Per replica", "A line for each replica, with their mean and the band between the lowest and the highest"],
+  [
+    "replicas",
+    "Per replica",
+    "A line for each replica, with their mean and the band between the lowest and the highest",
+  ],
   ["stacked", "Stacked", "Replicas on top of each other: the upper edge is what all of them do together"],
   ["total", "Total", "All replicas together"],
 ];
@@ -22,14 +26,21 @@ export class LinesChart {
     this.tag = tag;
     this.text = METRICS[tag].text;
     this.focused = null;
-    this.modes = kind === "throughput" ? segmented("Show throughput", MODES, state.throughput, (mode) => set({ throughput: mode })) : null;
+    this.modes =
+      kind === "throughput"
+        ? segmented("Show throughput", MODES, state.throughput, (mode) => set({ throughput: mode }))
+        : null;
     this.card = new Card({
-      kind, title: METRICS[tag].title, about: panel.about, controls: this.modes ? [this.modes.element] : [],
+      kind,
+      title: METRICS[tag].title,
+      about: panel.about,
+      controls: this.modes ? [this.modes.element] : [],
       csv: () => ({ url: csvUrl(panel.name, tag, panel.range(), hiddenOf(panel.name)) }),
       png: () => ({ canvases: [this.plot.u.ctx.canvas], legend: this.legend(), caption: panel.axisCaption() }),
     });
     this.plot = new Plot({
-      label: "", height: 260,
+      label: "",
+      height: 260,
       oncursor: (index, u) => this.read(index, u),
       onfocus: (one) => (this.focused = one?.replica ?? null),
     });
@@ -54,7 +65,9 @@ export class LinesChart {
     this.response = response;
     const count = response.steps.length;
     this.lines = new Map(response.replicas.map((line) => [line.id, expand(line, count)]));
-    this.overall = Object.fromEntries(Object.entries(response.overall).map(([name, line]) => [name, expand(line, count)]));
+    this.overall = Object.fromEntries(
+      Object.entries(response.overall).map(([name, line]) => [name, expand(line, count)]),
+    );
     this.redraw();
   }
 
@@ -81,7 +94,11 @@ export class LinesChart {
     }
     this.card.setStatus("");
     this.bins = binsOf(this.response, state.axis);
-    const drawing = { replicas: () => this.drawReplicas(), stacked: () => this.drawStacked(), total: () => this.drawTotal() }[this.mode]();
+    const drawing = {
+      replicas: () => this.drawReplicas(),
+      stacked: () => this.drawStacked(),
+      total: () => this.drawTotal(),
+    }[this.mode]();
     if (this.log) drawing.series.forEach((one) => (one.values = positive(one.values)));
     drawing.y = { text: this.text, log: this.log, zero: this.mode !== "replicas", ...drawing.y };
     drawing.y.union = () => this.panel.union(this);
@@ -97,12 +114,29 @@ export class LinesChart {
     const entries = [];
     if (this.mode === "replicas" && this.lines.size > 1) {
       if (this.overall.mean) entries.push(["line", cssColor("--ink"), `mean of all replicas${this.derived("mean")}`]);
-      if (this.overall.min) entries.push(["area", faint(cssColor("--band"), 0.3), `lowest to highest${this.derived("min")}`]);
+      if (this.overall.min)
+        entries.push(["area", faint(cssColor("--band"), 0.3), `lowest to highest${this.derived("min")}`]);
     }
-    if (this.mode === "total") entries.push(["line", replicaColor(0, 1), `all replicas together${this.derived("total")}`]);
-    if (this.mode === "stacked") entries.push(["", "", `the upper edge is all replicas shown together${state.log ? "; on a linear scale, as areas on a log scale mean nothing" : ""}`]);
+    if (this.mode === "total")
+      entries.push(["line", replicaColor(0, 1), `all replicas together${this.derived("total")}`]);
+    if (this.mode === "stacked")
+      entries.push([
+        "",
+        "",
+        `the upper edge is all replicas shown together${state.log ? "; linear, as stacked logs mean nothing" : ""}`,
+      ]);
     if (this.crosses().length) entries.push(["", "", "✕ not a finite number"]);
-    fill(this.key, entries.map(([shape, color, text]) => h("span", { class: "swatch-label" }, shape ? h("span", { class: `swatch ${shape}`, style: { background: color } }) : null, text)));
+    fill(
+      this.key,
+      entries.map(([shape, color, text]) =>
+        h(
+          "span",
+          { class: "swatch-label" },
+          shape ? h("span", { class: `swatch ${shape}`, style: { background: color } }) : null,
+          text,
+        ),
+      ),
+    );
   }
 
   derived(statistic) {
@@ -130,21 +164,47 @@ export class LinesChart {
       const color = this.panel.color(id);
       const look = { replica: id, color, width: many ? 1 : 1.5, focus: true, alpha: many ? 0.75 : 1 };
       if (state.smoothing && !many) {
-        series.push({ name: `replica ${id} as it was`, values: line.mean, color: faint(color, 0.22), width: 1, points: false });
+        series.push({
+          name: `replica ${id} as it was`,
+          values: line.mean,
+          color: faint(color, 0.22),
+          width: 1,
+          points: false,
+        });
       }
-      series.push({ name: `replica ${id}`, values: paired ? pairedY(bins, line) : smooth(line.mean, state.smoothing), ...look });
+      series.push({
+        name: `replica ${id}`,
+        values: paired ? pairedY(bins, line) : smooth(line.mean, state.smoothing),
+        ...look,
+      });
     }
     if (mean && this.lines.size > 1) {
-      series.push({ name: "mean", values: at(smooth(mean.mean, state.smoothing)), color: cssColor("--ink"), width: 2, focus: true, points: false });
+      series.push({
+        name: "mean",
+        values: at(smooth(mean.mean, state.smoothing)),
+        color: cssColor("--ink"),
+        width: 2,
+        focus: true,
+        points: false,
+      });
     }
     return { x, series, bands };
   }
 
   drawStacked() {
     const ids = this.visible();
-    const tops = stack(ids.map((id) => smooth(this.lines.get(id).mean, state.smoothing)), this.bins.first.length);
+    const tops = stack(
+      ids.map((id) => smooth(this.lines.get(id).mean, state.smoothing)),
+      this.bins.first.length,
+    );
     const series = ids.map((id, i) => ({
-      name: `replica ${id}`, replica: id, values: tops[i], color: this.panel.color(id), width: ids.length > 16 ? 0.5 : 1, focus: true, points: false,
+      name: `replica ${id}`,
+      replica: id,
+      values: tops[i],
+      color: this.panel.color(id),
+      width: ids.length > 16 ? 0.5 : 1,
+      focus: true,
+      points: false,
     }));
     series.reverse(); // the band of each goes down to the next one
     const bands = series.slice(1).map((_, i) => band(i, i + 1, series[i].color, 0.55));
@@ -157,9 +217,15 @@ export class LinesChart {
     const color = replicaColor(0, 1);
     const paired = !this.response.exact && !state.smoothing;
     const series = [];
-    if (state.smoothing) series.push({ name: "total as it was", values: total.mean, color: faint(color, 0.25), width: 1, points: false });
+    if (state.smoothing)
+      series.push({ name: "total as it was", values: total.mean, color: faint(color, 0.25), width: 1, points: false });
     series.push({
-      name: "total", values: paired ? pairedY(this.bins, total) : smooth(total.mean, state.smoothing), color, width: 1.75, focus: true, fill: faint(color, 0.12),
+      name: "total",
+      values: paired ? pairedY(this.bins, total) : smooth(total.mean, state.smoothing),
+      color,
+      width: 1.75,
+      focus: true,
+      fill: faint(color, 0.12),
     });
     return { x: paired ? pairedX(this.bins) : middleX(this.bins), series };
   }
@@ -168,7 +234,8 @@ export class LinesChart {
   crosses() {
     const found = [];
     for (const id of this.visible()) {
-      for (const bin of this.lines.get(id).bad.keys()) found.push({ position: this.bins.first[bin], color: this.panel.color(id) });
+      for (const bin of this.lines.get(id).bad.keys())
+        found.push({ position: this.bins.first[bin], color: this.panel.color(id) });
     }
     return found;
   }
@@ -181,7 +248,9 @@ export class LinesChart {
       if (first[middle] <= position) low = middle;
       else high = middle - 1;
     }
-    return low + 1 < first.length && position > last[low] && first[low + 1] - position < position - last[low] ? low + 1 : low;
+    return low + 1 < first.length && position > last[low] && first[low + 1] - position < position - last[low]
+      ? low + 1
+      : low;
   }
 
   read(index, u) {
@@ -203,7 +272,10 @@ export class LinesChart {
     this.card.readout.textContent = parts.join("  ·  ");
     if (!this.plot.hovered) return;
     const rows = this.visible().map((id) => ({
-      color: this.panel.color(id), name: `replica ${id}`, number: value(this.lines.get(id)), strong: id === this.focused,
+      color: this.panel.color(id),
+      name: `replica ${id}`,
+      number: value(this.lines.get(id)),
+      strong: id === this.focused,
     }));
     rows.sort((a, b) => order(b.number) - order(a.number));
     rows.forEach((row) => (row.value = text(row.number)));
@@ -223,16 +295,24 @@ export class LinesChart {
   }
 
   legend() {
-    const lines = this.mode === "total" ? [] : this.visible().map((id) => ({ color: this.panel.color(id), text: `replica ${id}` }));
+    const lines =
+      this.mode === "total" ? [] : this.visible().map((id) => ({ color: this.panel.color(id), text: `replica ${id}` }));
     if (this.mode === "replicas" && this.lines.size > 1) {
-      lines.push({ color: cssColor("--ink"), text: "mean" }, { color: faint(cssColor("--band"), 0.3), text: "lowest to highest" });
+      lines.push(
+        { color: cssColor("--ink"), text: "mean" },
+        { color: faint(cssColor("--band"), 0.3), text: "lowest to highest" },
+      );
     }
     return lines;
   }
 
   label() {
-    const what = { replicas: `${METRICS[this.tag].title} of ${this.visible().length} replicas`, stacked: "Examples per second, replicas stacked", total: "Examples per second of all replicas" }[this.mode];
-    return `${what}. Left and right arrow read values, plus and minus zoom, 0 shows everything.`;
+    const what = {
+      replicas: `${METRICS[this.tag].title} of ${this.visible().length} replicas`,
+      stacked: "Examples per second, replicas stacked",
+      total: "Examples per second of all replicas",
+    }[this.mode];
+    return `${what}. ${KEYS_HELP}`;
   }
 
   /** What is drawn, for tests and the console. */
@@ -240,8 +320,19 @@ export class LinesChart {
     if (!this.drawing) return null;
     const { x, series } = this.drawing;
     return {
-      kind: this.kind, mode: this.mode, axis: state.axis, view: this.plot.view(), log: this.log, exact: this.response.exact, x: [...x],
-      series: series.map(({ name, replica, values, color }) => ({ name, replica, color, values: [...values].map((value) => value ?? null) })),
+      kind: this.kind,
+      mode: this.mode,
+      axis: state.axis,
+      view: this.plot.view(),
+      log: this.log,
+      exact: this.response.exact,
+      x: [...x],
+      series: series.map(({ name, replica, values, color }) => ({
+        name,
+        replica,
+        color,
+        values: [...values].map((value) => value ?? null),
+      })),
       crosses: this.crosses().map(({ position }) => position),
     };
   }

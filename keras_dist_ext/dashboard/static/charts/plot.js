@@ -6,7 +6,7 @@
  *   plot.zoom();                               // the same data, another part of the axis
  *
  * A series is {name, values, color, width?, dash?, fill?, focus?, points?}. `y` is {text, log?, zero?, range?, splits?,
- * size?, union?}; `union()` is what other plots need of the same scale. `paint(u)` draws on the canvas, between axes and lines.
+ * size?, union?}; `union()` is what other plots need of the same scale. `paint(u)` draws between axes and lines.
  */
 import uPlot from "../vendor/uplot/uPlot.esm.js";
 import { announce, h } from "../dom.js";
@@ -14,6 +14,7 @@ import { cssColor, faint } from "../colors.js";
 import { duration, ticks } from "../format.js";
 import { state, xRange, zoomTo } from "../state.js";
 
+export const KEYS_HELP = "Left and right arrow read values, plus and minus zoom, 0 shows everything.";
 const plots = new Set();
 const FONT = '11px Roboto, "Segoe UI", system-ui, sans-serif';
 
@@ -26,7 +27,11 @@ export class Plot {
     this.hovered = false;
     this.keyboard = false;
     this.element = h("div", {
-      class: "plot", tabindex: 0, role: "application", "aria-roledescription": "chart", "aria-label": label,
+      class: "plot",
+      tabindex: 0,
+      role: "application",
+      "aria-roledescription": "chart",
+      "aria-label": label,
       onkeydown: (event) => this.key(event),
       onblur: () => this.keyboard && this.leave(),
     });
@@ -81,7 +86,12 @@ export class Plot {
 
   options({ series, bands = [], y, paint }) {
     const [ink, grid] = [cssColor("--ink-soft"), cssColor("--grid")];
-    const axis = { stroke: ink, font: FONT, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1, size: 4 } };
+    const axis = {
+      stroke: ink,
+      font: FONT,
+      grid: { stroke: grid, width: 1 },
+      ticks: { stroke: grid, width: 1, size: 4 },
+    };
     return {
       width: this.width,
       height: this.height,
@@ -94,7 +104,8 @@ export class Plot {
       axes: [
         { ...axis, ...xAxis(state.axis), size: 30, ...(y.splits ? { grid: { show: false } } : {}) },
         {
-          ...axis, gap: 6,
+          ...axis,
+          gap: 6,
           size: (u, values) => y.size ?? Math.max(44, 18 + 6.4 * Math.max(0, ...(values ?? []).map((v) => v.length))),
           values: (u, splits) => ticks(splits, y.text),
           ...(y.log ? { splits: logSplits } : {}),
@@ -109,7 +120,12 @@ export class Plot {
         y: false,
         points: { show: (u, i) => this.cursorPoint(series[i - 1], u, i) },
         drag: { x: true, y: false, setScale: false, dist: 4 },
-        bind: { dblclick: () => () => { zoomTo(null); return null; } },
+        bind: {
+          dblclick: () => () => {
+            zoomTo(null);
+            return null;
+          },
+        },
         focus: {
           prox: 24,
           dist: (u, i, at, valuePosition, cursorPosition) =>
@@ -121,10 +137,12 @@ export class Plot {
         setCursor: [(u) => this.moved(u)],
         setSeries: [(u, i, changes) => changes.focus !== undefined && this.onfocus(i === null ? null : series[i - 1])],
         setSelect: [(u) => this.selected(u)],
-        ready: [(u) => {
-          u.over.addEventListener("mouseenter", () => (this.hovered = true));
-          u.over.addEventListener("mouseleave", () => this.leave());
-        }],
+        ready: [
+          (u) => {
+            u.over.addEventListener("mouseenter", () => (this.hovered = true));
+            u.over.addEventListener("mouseleave", () => this.leave());
+          },
+        ],
       },
     };
   }
@@ -235,7 +253,9 @@ function yRange(y, low, high) {
   if (y.log) {
     const [from, to] = [10 ** Math.floor(Math.log10(low)), 10 ** Math.ceil(Math.log10(high))];
     // Whole decades waste half of the plot when the data fill a part of one.
-    return high / low > 10 ? [Math.max(from, low / 1.6), Math.min(to === from ? to * 10 : to, high * 1.6)] : [low / 1.3, high * 1.3];
+    return high / low > 10
+      ? [Math.max(from, low / 1.6), Math.min(to === from ? to * 10 : to, high * 1.6)]
+      : [low / 1.3, high * 1.3];
   }
   if (y.zero) return [Math.min(0, low), high > 0 ? high * 1.06 : 1];
   const margin = (high - low || Math.abs(high) || 1) * 0.06;
@@ -255,7 +275,9 @@ function logSplits(u, i, low, high) {
   const rough = (high - low) / 4;
   const unit = 10 ** Math.floor(Math.log10(rough));
   const step = unit * [1, 2, 5, 10].find((digit) => digit * unit >= rough);
-  return Array.from({ length: 6 }, (_, k) => Number(((Math.ceil(low / step) + k) * step).toPrecision(10))).filter((value) => value <= high);
+  return Array.from({ length: 6 }, (_, k) => Number(((Math.ceil(low / step) + k) * step).toPrecision(10))).filter(
+    (value) => value <= high,
+  );
 }
 
 const WHOLE = Array.from({ length: 13 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
@@ -267,7 +289,12 @@ const TIMES = [
 function xAxis(axis) {
   if (axis === "step") return { space: 64, incrs: WHOLE, values: (u, splits) => ticks(splits) };
   if (axis === "relative") return { space: 72, incrs: TIMES, values: (u, splits) => splits.map(duration) };
-  return { space: 84, incrs: TIMES, splits: localSplits, values: (u, splits, i, space, step) => timeLabels(splits, step) };
+  return {
+    space: 84,
+    incrs: TIMES,
+    splits: localSplits,
+    values: (u, splits, i, space, step) => timeLabels(splits, step),
+  };
 }
 
 /** Splits at whole hours and days of the local time. */
@@ -283,7 +310,10 @@ function timeLabels(splits, step) {
   return splits.map((at) => {
     const date = new Date(at * 1000);
     const two = (value) => String(value).padStart(2, "0");
-    const [today, time] = [`${two(date.getMonth() + 1)}-${two(date.getDate())}`, `${two(date.getHours())}:${two(date.getMinutes())}`];
+    const [today, time] = [
+      `${two(date.getMonth() + 1)}-${two(date.getDate())}`,
+      `${two(date.getHours())}:${two(date.getMinutes())}`,
+    ];
     const fraction = step < 1 ? (date.getMilliseconds() / 1000).toFixed(3).slice(1) : "";
     const text = step >= 86400 ? today : step >= 60 ? time : `${time}:${two(date.getSeconds())}${fraction}`;
     const isNewDay = day !== null && day !== today;
@@ -293,7 +323,10 @@ function timeLabels(splits, step) {
 }
 
 /** Fill the band between two series, the higher one first. */
-export const band = (higher, lower, color, alpha = 0.16) => ({ series: [higher + 1, lower + 1], fill: faint(color, alpha) });
+export const band = (higher, lower, color, alpha = 0.16) => ({
+  series: [higher + 1, lower + 1],
+  fill: faint(color, alpha),
+});
 
 /** Draw dashed lines where something was found, and crosses where values were not finite. */
 export function paintMarks(u, findings, crosses) {
@@ -332,4 +365,3 @@ export function paintMarks(u, findings, crosses) {
   }
   ctx.restore();
 }
-

@@ -19,20 +19,45 @@ export class SplitChart {
   constructor(panel) {
     this.panel = panel;
     this.kind = "split";
-    this.modes = segmented("Show parts of a step as", [["seconds", "Seconds", "Mean seconds of a step"], ["share", "Share", "Share of the three"]], state.split, (mode) => set({ split: mode }));
+    this.modes = segmented(
+      "Show parts of a step as",
+      [
+        ["seconds", "Seconds", "Mean seconds of a step"],
+        ["share", "Share", "Share of the three"],
+      ],
+      state.split,
+      (mode) => set({ split: mode }),
+    );
     this.canvas = h("canvas", {});
     this.over = h("div", { class: "split-over" });
-    this.box = h("div", {
-      class: "plot split", tabindex: 0, role: "application", "aria-roledescription": "chart",
-      onpointermove: (event) => this.point(event), onpointerleave: () => this.unpoint(), onblur: () => this.unpoint(),
-      onkeydown: (event) => this.key(event),
-    }, this.canvas, this.over);
+    this.box = h(
+      "div",
+      {
+        class: "plot split",
+        tabindex: 0,
+        role: "application",
+        "aria-roledescription": "chart",
+        onpointermove: (event) => this.point(event),
+        onpointerleave: () => this.unpoint(),
+        onblur: () => this.unpoint(),
+        onkeydown: (event) => this.key(event),
+      },
+      this.canvas,
+      this.over,
+    );
     this.box.style.height = `${HEIGHT}px`;
     this.legendRow = h("div", { class: "part-legend" });
     this.card = new Card({
-      kind: "split", title: "Where a step’s time goes", about: panel.about, controls: [this.modes.element],
+      kind: "split",
+      title: "Where a step’s time goes",
+      about: panel.about,
+      controls: [this.modes.element],
       csv: () => ({ text: this.csv() }),
-      png: () => ({ canvases: [this.canvas], legend: PARTS.map(([part, , text]) => ({ color: partColor(part), text })), caption: panel.axisCaption() }),
+      png: () => ({
+        canvases: [this.canvas],
+        legend: PARTS.map(([part, , text]) => ({ color: partColor(part), text })),
+        caption: panel.axisCaption(),
+      }),
     });
     this.card.body.append(this.box);
     this.card.footer.append(this.legendRow);
@@ -54,7 +79,13 @@ export class SplitChart {
     const hidden = hiddenOf(this.panel.name);
     return this.summary.replicas
       .map(({ id, numbers }) => ({
-        id, parts: Object.fromEntries(PARTS.filter(([, tag]) => typeof numbers[tag]?.mean === "number").map(([part, tag]) => [part, numbers[tag].mean])),
+        id,
+        parts: Object.fromEntries(
+          PARTS.filter(([, tag]) => typeof numbers[tag]?.mean === "number").map(([part, tag]) => [
+            part,
+            numbers[tag].mean,
+          ]),
+        ),
       }))
       .filter(({ id, parts }) => !hidden.has(id) && Object.keys(parts).length)
       .map(({ id, parts }) => ({ id, parts, total: Object.values(parts).reduce((sum, value) => sum + value, 0) }));
@@ -72,9 +103,20 @@ export class SplitChart {
     if (!bars.length) return this.card.setStatus("empty", "No compute, input or sync times in this log.");
     this.card.setStatus("");
     const parts = PARTS.filter(([part]) => bars.some((bar) => part in bar.parts));
-    this.legendRow.replaceChildren(...parts.map(([part, , text]) =>
-      h("span", { class: "swatch-label" }, h("span", { class: "swatch", style: { background: partColor(part) } }), text)));
-    this.box.setAttribute("aria-label", `Compute, input and sync time of ${bars.length} replicas. Left and right arrow read values.`);
+    this.legendRow.replaceChildren(
+      ...parts.map(([part, , text]) =>
+        h(
+          "span",
+          { class: "swatch-label" },
+          h("span", { class: "swatch", style: { background: partColor(part) } }),
+          text,
+        ),
+      ),
+    );
+    this.box.setAttribute(
+      "aria-label",
+      `Compute, input and sync time of ${bars.length} replicas. Left and right arrow read values.`,
+    );
     const width = this.box.clientWidth;
     if (width) this.paint(bars, parts, width);
   }
@@ -143,12 +185,20 @@ export class SplitChart {
     const { id, parts, total, left, slot, x } = this.places[index];
     Object.assign(this.over.style, { display: "block", left: `${left}px`, width: `${slot}px` });
     const rows = PARTS.filter(([part]) => part in parts).map(([part, , text]) => ({
-      color: partColor(part), name: text, value: `${seconds(parts[part])}  ·  ${percent(parts[part] / (total || 1))}`,
+      color: partColor(part),
+      name: text,
+      value: `${seconds(parts[part])}  ·  ${percent(parts[part] / (total || 1))}`,
     }));
-    this.card.readout.textContent = [`replica ${id}`, ...rows.map(({ name, value }) => `${name} ${value.split("  ·  ")[0]}`)].join("  ·  ");
+    this.card.readout.textContent = [
+      `replica ${id}`,
+      ...rows.map(({ name, value }) => `${name} ${value.split("  ·  ")[0]}`),
+    ].join("  ·  ");
     const box = this.box.getBoundingClientRect();
     const cursor = { left: x, top: clientY === undefined ? HEIGHT / 3 : clientY - box.top };
-    showTooltip({ over: this.box, cursor }, `replica ${id}  ·  ${this.panel.deviceOf(id)}`, [...rows, { name: "together", value: seconds(total) }]);
+    showTooltip({ over: this.box, cursor }, `replica ${id}  ·  ${this.panel.deviceOf(id)}`, [
+      ...rows,
+      { name: "together", value: seconds(total) },
+    ]);
     this.panel.highlight(id, this);
   }
 
@@ -169,8 +219,13 @@ export class SplitChart {
   drawn() {
     if (!this.places) return null;
     return {
-      kind: this.kind, mode: state.split,
-      bars: this.places.map(({ id, parts, drawn }) => ({ replica: id, parts, heights: Object.fromEntries(drawn.map(({ part, height }) => [part, height])) })),
+      kind: this.kind,
+      mode: state.split,
+      bars: this.places.map(({ id, parts, drawn }) => ({
+        replica: id,
+        parts,
+        heights: Object.fromEntries(drawn.map(({ part, height }) => [part, height])),
+      })),
     };
   }
 

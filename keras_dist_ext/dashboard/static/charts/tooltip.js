@@ -9,10 +9,19 @@ export function showTooltip(u, title, rows) {
     box = h("div", { class: "tooltip", "aria-hidden": "true" });
     document.body.append(box);
   }
-  fill(box, h("div", { class: "tooltip-title" }, title), rows.map(({ color, name, value, strong }) =>
-    h("div", { class: strong ? "tooltip-row strong" : "tooltip-row" },
-      color ? h("span", { class: "swatch", style: { background: color } }) : h("span", { class: "swatch none" }),
-      h("span", { class: "tooltip-name" }, name), h("span", { class: "tooltip-value" }, value))));
+  fill(
+    box,
+    h("div", { class: "tooltip-title" }, title),
+    rows.map(({ color, name, value, strong }) =>
+      h(
+        "div",
+        { class: strong ? "tooltip-row strong" : "tooltip-row" },
+        color ? h("span", { class: "swatch", style: { background: color } }) : h("span", { class: "swatch none" }),
+        h("span", { class: "tooltip-name" }, name),
+        h("span", { class: "tooltip-value" }, value),
+      ),
+    ),
+  );
   box.hidden = false;
   const over = u.over.getBoundingClientRect();
   const [width, height] = [box.offsetWidth, box.offsetHeight];

@@ -1,0 +1,125 @@
+"""Who is slow is named, against the fastest and against its own best; who is unlucky is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from intervals_made_up import interval
+
+import keras_dist_ext as kde
+from keras_dist_ext.stragglers import Stragglers
+
+
+def judge(stragglers: Stragglers, *computes: Sequence[float], **given: Any) -> Any:
+    """Score intervals of 10 steps, one after another, and return the last scores."""
+    for number, compute in enumerate(computes, 1):
+        scores = stragglers.score(interval(compute, step=10 * number, **{"waiting": 0.0, **given}))
+    return scores
+
+
+def test_scores_are_ratios_to_the_fastest_and_to_ones_own_best() -> None:
+    stragglers = Stragglers()
+    judge(stragglers, [0.010, 0.020], [0.008, 0.030])
+    scores = judge(stragglers, [0.016, 0.040])
+    np.testing.assert_allclose(scores.relative, [1.0, 0.4])
+    np.testing.assert_allclose(scores.individual, [0.5, 0.5])
+
+
+def test_waiting_for_input_counts_as_ones_own_time() -> None:
+    scores = judge(Stragglers(), [0.010, 0.010], waiting=[0.0, 0.010])
+    np.testing.assert_allclose(scores.relative, [1.0, 0.5])
+
+
+def test_a_replica_without_examples_has_no_score_and_sets_none() -> None:
+    scores = judge(Stragglers(), [0.0001, 0.010, 0.010], examples=[0, 160, 160])
+    np.testing.assert_allclose(scores.relative, [np.nan, 1.0, 1.0])
+    np.testing.assert_allclose(scores.individual, [np.nan, 1.0, 1.0])
+
+
+def test_a_replica_with_half_the_examples_is_no_measure_for_the_others() -> None:
+    scores = judge(Stragglers(), [0.005, 0.010, 0.012], examples=[80, 160, 155])
+    np.testing.assert_allclose(scores.relative, [1.0, 1.0, 10 / 12])
+
+
+def test_ones_best_with_fewer_examples_is_forgotten() -> None:
+    stragglers = Stragglers()
+    judge(stragglers, [0.005], examples=[80])
+    assert judge(stragglers, [0.010], examples=[160]).individual == 1.0
+    assert judge(stragglers, [0.020], examples=[160]).individual == 0.5
+    assert judge(stragglers, [0.005], examples=[80]).individual == 1.0
+
+
+def test_the_slowest_replica_is_named_with_its_share_and_what_it_costs() -> None:
+    stragglers = Stragglers()
+    judge(stragglers, *[[0.030, 0.032, 0.045]] * 4)
+    (finding,) = stragglers.findings
+    assert finding["kind"] == "straggler"
+    assert finding["code"] == "slow-replica"
+    assert finding["what"] == "Replica 2 is slow: 1.50 times as long a step as the fastest."
+    assert finding["evidence"] == "45 ms of a step for input and computing, the fastest 30 ms; 40 steps in a row"
+    assert finding["step"] == 30
+    assert finding["seconds"] == pytest.approx(40 * (0.045 - 0.032))  # steps would take as long as replica 1
+
+
+@pytest.mark.parametrize(("threshold", "is_named"), [(0.75, True), (0.6, False), (0.0, False)])
+def test_the_threshold_decides_who_is_a_straggler(threshold: float, is_named: bool) -> None:
+    stragglers = Stragglers(threshold)
+    judge(stragglers, *[[0.030, 0.045]] * 5)
+    assert bool(stragglers.findings) is is_named
+
+
+def test_a_hiccup_is_no_straggler() -> None:
+    stragglers = Stragglers()
+    slow, even = [0.010, 0.030], [0.010, 0.010]
+    judge(stragglers, even, slow, slow, even, slow, slow, even)
+    assert stragglers.findings == []
+
+
+def test_intervals_of_one_step_are_judged_ten_at_a_time() -> None:
+    stragglers = Stragglers()
+    lucky = [[0.001, 0.010] if i % 10 == 0 else [0.010, 0.010] for i in range(60)]
+    judge(stragglers, *lucky, num_steps=1, examples=[16, 16])
+    assert stragglers.findings == []
+    judge(stragglers, *[[0.010, 0.020]] * 30, num_steps=1, examples=[16, 16])
+    assert {finding["code"] for finding in stragglers.findings} == {"slow-replica", "slower-than-before"}
+
+
+def test_a_replica_that_gets_slower_is_named_even_when_all_do() -> None:
+    stragglers = Stragglers()
+    judge(stragglers, [0.010, 0.010], *[[0.018, 0.018]] * 3)
+    (finding,) = stragglers.findings
+    assert finding["code"] == "slower-than-before"
+    assert finding["what"] == "All replicas got slower: 1.80 times as long a step as at best (the worst, replica 1)."
+    assert finding["seconds"] == pytest.approx(30 * 0.008)
+
+
+def test_a_slow_worker_is_named_as_one() -> None:
+    stragglers = Stragglers(num_workers=2)
+    judge(stragglers, *[[0.010, 0.011, 0.021, 0.020]] * 3)
+    (finding,) = stragglers.findings
+    assert finding["what"].startswith("Worker 1 (replicas 2 and 3) is slow: 2.10 times as long")
+
+
+def test_a_slow_replica_of_several_workers_is_named_with_its_worker() -> None:
+    stragglers = Stragglers(num_workers=2)
+    judge(stragglers, *[[0.010, 0.011, 0.010, 0.020]] * 3)
+    (finding,) = stragglers.findings
+    assert finding["what"].startswith("Replica 3 (of worker 1) is slow: 2.00 times as long")
+
+
+def test_replicas_that_take_turns_at_being_slow_are_listed_together() -> None:
+    stragglers = Stragglers()
+    judge(stragglers, *[[0.02, 0.01, 0.01]] * 3, *[[0.01, 0.03, 0.01]] * 3)
+    finding = next(f for f in stragglers.findings if f["code"] == "slow-replica")
+    assert finding["what"].startswith("Replicas 0 and 1 are slow: 3.00 times")
+    assert finding["step"] == 30
+    assert finding["seconds"] == pytest.approx(30 * 0.01 + 30 * 0.02)
+
+
+@pytest.mark.parametrize("threshold", [-0.1, 1.5, float("nan")])
+def test_a_threshold_that_is_no_score_is_refused(threshold: float) -> None:
+    with pytest.raises(kde.MonitorError, match="straggler_threshold is .*; scores are from 0 to 1"):
+        Stragglers(threshold)
