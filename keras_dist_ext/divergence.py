@@ -80,7 +80,8 @@ class Divergence:
         name, variable = self._hashed[place]
         replica = int((hashes[:, place] != hashes[0, place]).argmax())
         num_others = int(differs.sum()) - 1
-        others = f" So do {num_others} other variables of {len(differs)}." if num_others else ""
+        verb = "does 1 other" if num_others == 1 else f"do {num_others} others"
+        others = f" So {verb} of {len(differs)} variables." if num_others else ""
         when = "at the first check" if self._equal_at is None else f"all were equal at step {self._equal_at}"
         return FindingRecord(
             step=step,

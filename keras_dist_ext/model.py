@@ -625,7 +625,7 @@ def _looks_at_batches(callbacks: Any, kind: str) -> bool:
 
 
 def _is_content_with_executions(callback: Any) -> bool:
-    """Whether a callback needs no single batch: it says so itself, or it is one of Keras' own and is set up like that."""
+    """Whether a callback needs no single batch: it says so, or is one of Keras' own and set up like that."""
     if getattr(callback, "is_content_with_executions", False):
         return True
     if type(callback) in (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore):

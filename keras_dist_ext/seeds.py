@@ -320,7 +320,7 @@ class Seeds(_keras.KerasSaveable):  # type: ignore[misc]
         return Generator("global", "keras.random, seed=None", generator.state)
 
     def _check_distinct(self, generators: Sequence[Generator], seed: int) -> None:
-        num_replicas = num_replicas_of(self._model)
+        num_replicas = num_replicas_of(self._made_model())
         taken: dict[tuple[int, int], tuple[str, int]] = {}
         for generator in generators:
             for replica in range(num_replicas if generator.is_keras else 0):

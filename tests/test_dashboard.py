@@ -9,18 +9,32 @@ import io
 import itertools
 import math
 import struct
+import sys
 import time
 import zlib
 
+import keras
 import numpy as np
 import pytest
 from dashboard import browser as browser_module
 from dashboard.browser import Dashboard, chromium
-from dashboard.logs import FINDINGS, MANIFEST, SECONDS, START, Run, example_series, write_experiment
+from dashboard.logs import (
+    FINDINGS,
+    MANIFEST,
+    SECONDS,
+    START,
+    Run,
+    example_series,
+    write_experiment,
+    write_large_experiment,
+)
 from dashboard.server import tensorboard
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
+import keras_dist_ext as kde
 from keras_dist_ext.dashboard import metadata as names
 
 pytestmark = pytest.mark.skipif(browser_module.missing() is not None, reason=str(browser_module.missing()))
@@ -185,6 +199,23 @@ def test_the_loss_of_every_replica_their_mean_and_their_band_are_drawn(page):
     for name, statistic in (("highest", "max"), ("lowest", "min"), ("mean", "mean")):
         assert lines[name] == close(over(mirrored(), names.LOSS, statistic))
     assert len({one["color"] for one in loss["series"] if one["name"].startswith("replica")}) == 4
+
+
+def test_the_band_is_there_without_the_replicas_too(page):
+    assert band_pixels(page) < 3 * band_pixels(page, "none")
+    assert band_pixels(page, "none") > 500
+
+
+def band_pixels(page, replicas="all"):
+    """Count the pixels of the loss chart that have the colour of the band, with all or none of the replicas shown."""
+    page.run(
+        "[...document.querySelectorAll('.legend-all button')].find(b => b.textContent === arguments[0]).click()",
+        replicas,
+    )
+    page.settle()
+    png = page.run("return window.replicasDashboard.png(...arguments)", MIRRORED, "loss").split(",")[1]
+    pixels = pixels_of(base64.b64decode(png))[60:300, :, :3].astype(int)
+    return int((np.abs(pixels - (221, 223, 225)).max(axis=-1) <= 2).sum())
 
 
 def test_throughput_is_drawn_for_each_replica_stacked_and_in_total(page):
@@ -880,3 +911,79 @@ def test_an_empty_log_directory_shows_the_three_lines_to_add(chrome, tmp_path):
         assert page.find("h2").text == "(log directory)"
         assert len(page.drawn("")["table"]["rows"]) == 2
         assert page.errors() == []
+
+
+# --- real runs, and large ones
+
+
+def test_a_real_run_is_drawn_as_its_event_files_say(chrome, tmp_path, mirrored_strategy):
+    folder = tmp_path / "logs"
+    with mirrored_strategy.scope():
+        model = kde.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(80, 4)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=16, epochs=2, verbose=0, callbacks=[kde.ReplicaMonitor(folder, update_freq=1)])
+    with tensorboard(folder, tmp_path / "work") as board:
+        board.wait(lambda listed: "" in listed and listed[""]["replicas"] == [0, 1])
+        page = Dashboard(chrome, board.url)
+        drawn = page.drawn("")
+        for replica, (kind, tag) in itertools.product(range(2), TAGS.items()):
+            if kind not in drawn:
+                continue
+            events = events_of(folder / names.replica_run("", replica), tag)
+            line = next(one for one in drawn[kind]["series"] if one.get("replica") == replica)
+            assert dict(zip(drawn[kind]["x"], line["values"], strict=True)) == pytest.approx(events, rel=1e-6), tag
+        assert drawn["loss"]["x"] == list(range(1, 11))
+        means = page.lines("loss")["mean"]
+        losses = [events_of(folder / names.replica_run("", replica), names.LOSS) for replica in range(2)]
+        assert means == pytest.approx([np.mean([one[step] for one in losses]) for step in range(1, 11)], rel=1e-5)
+        assert "MirroredStrategy" in page.find(".panel-header").text
+        assert page.errors() == []
+
+
+def events_of(folder, tag):
+    """Return what TensorBoard's own reader finds, by step."""
+    reader = EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0}).Reload()
+    if tag in reader.Tags()["scalars"]:
+        return {event.step: event.value for event in reader.Scalars(tag)}
+    return {event.step: float(make_ndarray(event.tensor_proto)) for event in reader.Tensors(tag)}
+
+
+@pytest.fixture
+def mirrored_strategy(strategies):
+    return strategies.get("mirrored2")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_five_million_points_open_and_zoom_with_every_peak(chrome, tmp_path, capsys):
+    """64 replicas x 20,000 steps x 4 tags: how long it takes is printed, what arrives is asserted."""
+    folder = tmp_path / "logs"
+    write_large_experiment(folder, 64, 20_000, {5: 12_345, 60: 19_998})
+    with tensorboard(folder, tmp_path / "work", "--samples_per_plugin=scalars=100000") as board:
+        board.wait(lambda listed: "" in listed and len(listed[""]["replicas"]) == 64, 300)
+        time.sleep(5)  # runs are listed before they have been read to their ends
+        start = time.perf_counter()
+        page = Dashboard(chrome, board.url)
+        seconds = {"open, with TensorBoard's own page": time.perf_counter() - start}
+        seconds["open the tab"] = page.run("return performance.now() / 1000")
+        drawn = page.drawn("")
+        replicas = [one for one in drawn["loss"]["series"] if one.get("replica") is not None]
+        assert len(replicas) == len(drawn["heatmap"]["series"]) == 64
+        assert not drawn["loss"]["exact"]
+        assert len(drawn["loss"]["x"]) < 2500
+        highest = {one["replica"]: max(one["values"]) for one in replicas}
+        assert [replica for replica, value in highest.items() if value == 50.0] == [5, 60]
+        sizes = page.run("return performance.getEntriesByType('resource').map((e) => e.encodedBodySize)")
+        assert sum(sizes) < 4e6
+        start = time.perf_counter()
+        page.drag("loss", 0.6, 0.64)
+        seconds["zoom"] = time.perf_counter() - start
+        fine = page.drawn("")["loss"]
+        assert fine["exact"]
+        line = next(one["values"] for one in fine["series"] if one.get("replica") == 5)
+        assert dict(zip(fine["x"], line, strict=True))[12_345] == 50.0
+        assert page.errors() == []
+    with capsys.disabled():
+        times = ", ".join(f"{what} {value:.2f} s" for what, value in seconds.items())
+        sys.stdout.write(f"\n64 x 20,000 x 4 points: {times}\n")

@@ -20,6 +20,7 @@ from keras import layers, losses, metrics
 from keras.optimizers import SGD, Adam
 
 import keras_dist_ext as kde
+from keras_dist_ext.launch import WorkerFailed
 
 Strategy = tf.distribute.Strategy
 InvalidArgument = tf.errors.InvalidArgumentError
@@ -142,11 +143,34 @@ DIFFERS: dict[str, tuple[Row, Callable[[Outcome, Outcome], float], float]] = {
 }
 
 
+def outcomes_of_stock() -> dict[str, Outcome]:
+    """What stock Keras comes to on two replicas."""
+    from conftest import strategies
+
+    return {fault: run(row, keras, strategies.get("mirrored2")) for fault, (row, _, _) in DIFFERS.items()}
+
+
+@pytest.fixture(scope="module")
+def of_stock() -> dict[str, Outcome]:
+    """Run stock Keras in a process of its own: its iterators crash TensorFlow once in a while, on busy machines."""
+    for _ in range(3):
+        try:
+            (outcomes,) = kde.launch(1, outcomes_of_stock, timeout=200, quiet=True).values
+        except WorkerFailed as failure:
+            if failure.signal_name is None:
+                raise
+            continue
+        return outcomes
+    raise AssertionError("stock Keras crashed three times")
+
+
 @pytest.mark.parametrize("fault", DIFFERS)
-def test_stock_is_off_and_ours_gives_what_one_device_gives(fault: str, mirrored: Strategy) -> None:
+def test_stock_is_off_and_ours_gives_what_one_device_gives(
+    fault: str, mirrored: Strategy, of_stock: dict[str, Outcome]
+) -> None:
     row, distance, at_least = DIFFERS[fault]
     expected = run_on_one_device(row)
-    assert distance(expected, run(row, keras, mirrored)) >= at_least
+    assert distance(expected, of_stock[fault]) >= at_least
     assert differences(expected, run(row, kde, mirrored), row.tolerance) == []
 
 

@@ -23,7 +23,6 @@ import numpy as np
 import tensorflow as tf
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress
 from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -31,6 +30,8 @@ from sklearn.model_selection import train_test_split
 import keras_dist_ext as kde
 from keras_dist_ext.decision import decide
 from keras_dist_ext.facts import gather_facts
+from keras_dist_ext.stats import ReplicaStats
+from keras_dist_ext.terminal import TerminalWriter
 from keras_dist_ext.workers import workers_of
 
 __all__ = ["main"]
@@ -93,28 +94,29 @@ def train(num_replicas: int | None, epochs: int, log_dir: Path, console: Console
                 keras.layers.Dense(10, activation="softmax"),
             ]
         )
-        replicas = range(strategy.num_replicas_in_sync)
-        model.compile(
-            keras.optimizers.Adam(2e-3),
-            "sparse_categorical_crossentropy",
-            metrics=["accuracy", *map(ReplicaLoss, replicas), *map(ReplicaExamples, replicas)],
-        )
+        model.compile(keras.optimizers.Adam(2e-3), "sparse_categorical_crossentropy", metrics=["accuracy"])
 
-    report = Report(console, epochs, is_shown=is_chief)
-    with report.bar:
-        model.fit(
-            x_train,
-            y_train,
-            batch_size=BATCH_SIZE,
-            epochs=epochs,
-            validation_data=(x_test, y_test),
-            callbacks=[kde.ScopeGuard(), keras.callbacks.TensorBoard(log_dir), report],
-            verbose=0,
-        )
+    memory = kde.MemoryWriter()  # keeps what the table in the end is made of
+    live = [TerminalWriter(console)] if console.is_terminal else []  # a table that is drawn anew while it trains
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=BATCH_SIZE,
+        epochs=epochs,
+        validation_data=(x_test, y_test),
+        callbacks=[
+            kde.ScopeGuard(),  # every variable lives under the strategy, or a clear error
+            kde.ReplicaSeeds(1),  # every replica draws numbers of its own, the same at every run
+            kde.ReplicaMonitor(log_dir, update_freq=5, writers=[memory, *live]),
+            keras.callbacks.TensorBoard(log_dir),
+            Epochs(console, epochs, is_shown=is_chief and not console.is_terminal),
+        ],
+        verbose=0,
+    )
     held_out = model.evaluate(x_test, y_test, batch_size=BATCH_SIZE, verbose=0, return_dict=True)
 
     if is_chief:
-        console.print(report.table(strategy))
+        console.print(table_of(memory.train, devices(strategy), epochs))
         console.print(
             f"held-out digits  accuracy {held_out['accuracy']:.3f}, loss {held_out['loss']:.3f}, {len(x_test)} examples"
         )
@@ -147,45 +149,11 @@ def digits() -> list[np.ndarray[Any, Any]]:
     return list(split)
 
 
-# What each replica did. Metrics run on every replica and add up over all of them: one in which only the rows of one
-# replica count tells about that replica, in the History and in TensorBoard too.
-
-
-class ReplicaLoss(keras.metrics.Mean):  # type: ignore[misc]
-    """The mean loss of the examples that one replica got."""
-
-    def __init__(self, replica: int) -> None:
-        super().__init__(name=f"replica_{replica}_loss")
-        self.replica = replica
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        losses = keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
-        super().update_state(losses, weights_on(self.replica, losses))
-
-
-class ReplicaExamples(keras.metrics.Sum):  # type: ignore[misc]
-    """The number of examples that one replica got."""
-
-    def __init__(self, replica: int) -> None:
-        super().__init__(name=f"replica_{replica}_examples")
-        self.replica = replica
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        super().update_state(weights_on(self.replica, y_true))
-
-
-def weights_on(replica: int, rows: Any) -> tf.Tensor:
-    """Return a weight for each row: 1 on this replica, 0 on all others."""
-    context = tf.distribute.get_replica_context()
-    here = context.replica_id_in_sync_group if context else 0  # Keras builds metrics outside of all replicas
-    return tf.fill([tf.shape(rows)[0]], tf.cast(tf.equal(here, replica), tf.float32))
-
-
-class Report(keras.callbacks.Callback):  # type: ignore[misc]
-    """Show how training goes, and remember what the table of replicas is made of.
+class Epochs(keras.callbacks.Callback):  # type: ignore[misc]
+    """Print a line an epoch.
 
     Args:
-        console: where to show it: a bar on a terminal, else a line an epoch.
+        console: where to.
         epochs: how many there will be.
         is_shown: whether to show anything.
     """
@@ -195,57 +163,37 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self.console = console
         self.is_shown = is_shown
         self.epochs = epochs
-        self.logs: list[dict[str, float]] = []
-        self.seconds: list[float] = []  # of training in each epoch, without validation
-        self.bar = Progress(
-            "{task.description}",
-            BarColumn(16),
-            console=console,
-            transient=True,
-            disable=not (is_shown and console.is_terminal),
-        )
-        self.task = self.bar.add_task("tracing the first step", total=epochs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.began = time.perf_counter()
 
-    def on_test_begin(self, logs: Any = None) -> None:
-        self.seconds.append(time.perf_counter() - self.began)
-
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.logs.append(logs)
-        text = (
-            f"epoch {epoch + 1:2d}/{self.epochs}  loss {logs['loss']:.3f}  accuracy {logs['accuracy']:.3f}  "
-            f"held out {logs['val_accuracy']:.3f}  {self.seconds[epoch]:.2f} s"
-        )
-        self.bar.update(self.task, advance=1, description=text)
-        if self.is_shown and not self.console.is_terminal:
-            self.console.print(text, soft_wrap=True)
+        if self.is_shown:
+            seconds = time.perf_counter() - self.began
+            self.console.print(
+                f"epoch {epoch + 1:2d}/{self.epochs}  loss {logs['loss']:.3f}  accuracy {logs['accuracy']:.3f}  "
+                f"held out {logs['val_accuracy']:.3f}  {seconds:.2f} s",
+                soft_wrap=True,
+            )
 
-    def table(self, strategy: tf.distribute.Strategy) -> Table:
-        """Draw what each replica did in an epoch.
 
-        Replicas are in step, so each one's throughput is its examples by the time of all: here that of a median epoch
-        after the first, which includes tracing.
-        """
-        seconds = statistics.median(self.seconds[1:] or self.seconds)
-        table = Table(box=box.SIMPLE_HEAD)
-        table.add_column("replica")
-        table.add_column("device", no_wrap=True)
-        for heading in ("examples", "examples/s", "first loss", "last loss"):
-            table.add_column(heading, justify="right")
-        for replica, device in enumerate(devices(strategy)):
-            first, last = (self.logs[epoch][f"replica_{replica}_loss"] for epoch in (0, -1))
-            examples = self.logs[-1][f"replica_{replica}_examples"]
-            row = (str(replica), device, f"{examples:.0f}", f"{examples / seconds:.0f}", f"{first:.3f}", f"{last:.3f}")
-            table.add_row(*row)
-        return table
+def table_of(records: list[ReplicaStats], devices: list[str], epochs: int) -> Table:
+    """Draw what each replica did: its examples in an epoch, its throughput but for the first steps, its losses."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("replica")
+    table.add_column("device", no_wrap=True)
+    for heading in ("examples", "examples/s", "first loss", "last loss"):
+        table.add_column(heading, justify="right")
+    for replica, device in enumerate(devices):
+        examples = sum(int(record.examples[replica]) for record in records) / epochs
+        rate = statistics.median(record.examples_per_second[replica] for record in records[1:] or records)
+        losses = [record.loss[replica] for record in records if record.examples[replica]]
+        table.add_row(str(replica), device, f"{examples:.0f}", f"{rate:.0f}", f"{losses[0]:.3f}", f"{losses[-1]:.3f}")
+    return table
 
 
 def devices(strategy: tf.distribute.Strategy) -> list[str]:
     """Name the device of each replica, over all workers; every worker has the same ones."""
-    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return ["any worker"]  # each takes a batch when it is free, so to the model they are one replica
     local = [device.rpartition("device:")[2] for device in strategy.extended.worker_devices]
     num_workers = strategy.num_replicas_in_sync // len(local)
     return local if num_workers == 1 else [f"worker {i} {device}" for i in range(num_workers) for device in local]

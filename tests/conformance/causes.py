@@ -27,7 +27,7 @@ from keras_dist_ext._keras import tree
 from keras_dist_ext.model import Model
 from keras_dist_ext.step import PassThrough, ReplicaStep
 
-__all__ = ["PASSES", "RECORD", "SECONDS", "Cause", "cause_of", "look", "seen"]
+__all__ = ["CAUSES", "PASSES", "RECORD", "SECONDS", "Cause", "cause_of", "look", "seen"]
 
 RECORD = Path(__file__).with_name("causes.txt")
 """A line a row: its name, its cause, what was seen of ours with the cause put back, and what of stock Keras."""
@@ -229,9 +229,15 @@ def built_out_of_scope() -> AbstractContextManager[Any]:
     return patch.object(Model, "_in_scope", lambda self: contextlib.nullcontext())
 
 
-def compiled_over_devices() -> AbstractContextManager[Any]:
-    """XLA is given what several CPUs of a process compute (fault 7)."""
-    return patch.object(program, "can_compile", lambda strategy: True)
+def compiled_in_one_piece() -> AbstractContextManager[Any]:
+    """XLA is given a whole step, in which replicas wait for each other (fault 7)."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(patch.object(_keras, "in_xla", lambda: False))
+    stack.enter_context(patch.object(program, "can_compile", lambda strategy: True))
+    stack.enter_context(
+        patch.object(program, "compiled_step", lambda model, kind: program.compiled(getattr(model, f"{kind}_step")))
+    )
+    return stack
 
 
 # Metrics and logs
@@ -376,6 +382,15 @@ def a_batch_is_lost_between_executions() -> AbstractContextManager[Any]:
     return instead(feed.Source, "run", run)
 
 
+def executions_do_not_end_with_the_data() -> AbstractContextManager[Any]:
+    """An execution makes as many steps as it was asked for, also where fewer batches are left."""
+
+    def run(original: Any) -> Any:
+        return lambda self, program, num_steps: original(self, program, program.model.steps_per_execution)
+
+    return instead(feed.Source, "run", run)
+
+
 def the_end_counts_as_a_step() -> AbstractContextManager[Any]:
     """The end of an epoch's data counts as a step of the optimizer (fault 18)."""
 
@@ -400,7 +415,7 @@ CAUSES: tuple[tuple[Cause, str], ...] = (
         built_from_the_mean_of_a_batch,
         r"a first batch of 15 rows|strings and bools.*|a generator with an uneven first.*",
     ),
-    (empty_batches_count, r".* of replicas without rows|a custom train_step of 1 to 9 rows"),
+    (empty_batches_count, r"state assigned .* of replicas without rows|a custom train_step of 1 to 9 rows"),
     (equal_shares, r".*batch.* of 1 row.*|fewer rows than replicas|a batch larger than the data"),
     (rows_left_over_are_dropped, r"batches of 1 to 9 rows"),
     (own_gradients, r"even batches"),
@@ -425,10 +440,11 @@ CAUSES: tuple[tuple[Cause, str], ...] = (
     (sparse_of_the_first, r"sparse gradients.*"),
     # Execution
     (logs_of_the_first, r"1 steps an execution|logs of every batch"),
+    (executions_do_not_end_with_the_data, r"50 steps an execution"),
     (a_batch_is_lost_between_executions, r"\d+ steps an execution.*|(run_eagerly|a custom train_step), 3 steps.*"),
     (every_replica_takes_all, r"train(, test and predict)? on batch.*"),
     (predictions_out_of_order, r"predict .*|predict, 3 steps an execution"),
-    (compiled_over_devices, r"jit_compile.*"),
+    (compiled_in_one_piece, r"jit_compile.*"),
     # Metrics
     (means_of_the_first, r"a metric updated in call|(weighted )?validation.*"),
     (

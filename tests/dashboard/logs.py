@@ -20,7 +20,16 @@ from keras_dist_ext.dashboard import metadata as names
 START = 1_763_700_000.0  # when the logs say that they begin
 SECONDS = 0.5  # from one step to the next
 
-__all__ = ["START", "SECONDS", "Run", "write_experiment", "example_series", "MANIFEST", "FINDINGS"]
+__all__ = [
+    "START",
+    "SECONDS",
+    "Run",
+    "MANIFEST",
+    "FINDINGS",
+    "example_series",
+    "write_experiment",
+    "write_large_experiment",
+]
 
 
 class Run:
@@ -188,3 +197,36 @@ def _over_replicas(series: Sequence[Series]) -> dict[int, dict[str, float]]:
             if tag == names.INPUT_SECONDS:
                 values[names.INPUT_SHARE] = float(held.mean() / 0.04)
     return found
+
+
+def write_large_experiment(log_dir: Path, num_replicas: int, num_steps: int, peaks: Mapping[int, int]) -> None:
+    """Write four tags a replica, a point a step, as fast as TensorFlow writes records.
+
+    Args:
+        log_dir: Where.
+        num_replicas: Runs.
+        num_steps: Points of each series.
+        peaks: By replica, a step at which its loss is 50.
+    """
+    import tensorflow as tf
+
+    tags = (names.LOSS, names.EXAMPLES_PER_SECOND, names.STEP_SECONDS, names.INPUT_SECONDS)
+    steps = np.arange(num_steps)
+    for replica in range(num_replicas):
+        rng = np.random.default_rng(replica)
+        folder = log_dir / names.replica_run("", replica)
+        folder.mkdir(parents=True)
+        loss = np.exp(-steps / 4000) + rng.normal(0, 0.05, num_steps)
+        if replica in peaks:
+            loss[peaks[replica]] = 50.0
+        columns = [loss, *(rng.normal(mean, mean / 20, num_steps) for mean in (1000, 0.1, 0.01))]
+        event = Event(file_version="brain.Event:2", wall_time=START)
+        with tf.io.TFRecordWriter(str(folder / f"events.out.tfevents.{START:.0f}.host.{replica}")) as writer:
+            writer.write(event.SerializeToString())
+            event = Event()
+            values = [event.summary.value.add(tag=tag) for tag in tags]
+            for step, row in enumerate(np.stack(columns, axis=1).tolist()):
+                event.step, event.wall_time = step, START + step * 0.1
+                for value, number in zip(values, row, strict=True):
+                    value.simple_value = number
+                writer.write(event.SerializeToString())

@@ -5,7 +5,7 @@
  *   plot.draw({x, series, bands, y, paint});   // new data, or another look
  *   plot.zoom();                               // the same data, another part of the axis
  *
- * A series is {name, values, color, width?, dash?, fill?, focus?, points?}. `y` is {text, log?, zero?, range?, splits?,
+ * A series is {name, values, color, width?, fill?, hidden?, focus?, points?}. `y` is {text, log?, zero?, range?, splits?,
  * size?, union?}; `union()` is what other plots need of the same scale. `paint(u)` draws between axes and lines.
  */
 import uPlot from "../vendor/uplot/uPlot.esm.js";
@@ -235,12 +235,11 @@ function seriesOptions(one, count) {
   return {
     label: one.name,
     scale: "y",
-    stroke: one.color,
+    // A hidden series still has a path: a band needs the two of its edges.
+    stroke: one.hidden ? "transparent" : one.color,
     width: one.width ?? 1.5,
-    dash: one.dash,
     fill: one.fill,
     alpha: one.alpha ?? 1,
-    paths: one.hidden ? () => null : undefined,
     points: one.hidden ? { show: false } : { size: count > 24 ? 3 : 5, width: 0, fill: one.color, show: one.points },
   };
 }

@@ -1,0 +1,454 @@
+"""A monitor shows what Keras logs, replica by replica, at the optimizer's steps, and never gets in the way."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import keras_dist_ext as kde
+from keras_dist_ext import _keras
+from keras_dist_ext.dashboard import metadata as names
+from keras_dist_ext.stats import ReplicaStats
+
+X = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
+Y = (X.sum(axis=1, keepdims=True) + 1).astype("float32")
+BATCHES = 7  # of 8 rows, the last of 2
+
+
+class OwnStep(kde.Model):
+    """A train_step of its own, with optimizers of its own."""
+
+    def __init__(self, *, num_updates: int = 1) -> None:
+        super().__init__()
+        self.head = keras.layers.Dense(1)
+        self.num_updates = num_updates
+        self.own = [keras.optimizers.SGD(0.01)]  # in a list, where nobody looks
+
+    def call(self, x: Any) -> Any:
+        return self.head(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        optimizer = self.own[0] if self.num_updates == 0 else self.optimizer
+        for _ in range(max(1, self.num_updates)):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+def build(strategy: Any, optimizer: Callable[[], Any] = lambda: keras.optimizers.SGD(0.01), **compiled: Any) -> Any:
+    with strategy.scope():
+        model = kde.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+        model.compile(optimizer(), "mse", **compiled)
+    return model
+
+
+def fit(model: Any, monitor: Any, **given: Any) -> Any:
+    arguments = {"batch_size": 8, "epochs": 2, "verbose": 0, "shuffle": False, "callbacks": [monitor], **given}
+    return model.fit(X, Y, **arguments)
+
+
+def remembered(**given: Any) -> tuple[kde.ReplicaMonitor, kde.MemoryWriter]:
+    memory = kde.MemoryWriter()
+    return kde.ReplicaMonitor(writers=[memory], **given), memory
+
+
+def mean_loss(intervals: list[ReplicaStats]) -> float:
+    """The mean over intervals and replicas weighted by examples."""
+    counts = np.concatenate([stats.examples for stats in intervals])
+    losses = np.concatenate([stats.loss for stats in intervals])
+    return float((losses[counts > 0] * counts[counts > 0]).sum() / counts.sum())
+
+
+def scalars(folder: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+
+# What it shows is what Keras logs
+
+WAYS: dict[str, dict[str, Any]] = {
+    "one step an execution": {"steps_per_execution": 1},
+    "five steps an execution": {"steps_per_execution": 5},
+    "as many as fit": {"steps_per_execution": "auto"},
+    "eagerly": {"run_eagerly": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_of_replicas_are_those_of_history_whatever_runs_a_step(way: str, mirrored: Any) -> None:
+    model = build(mirrored, **WAYS[way])
+    monitor, memory = remembered(update_freq=3)
+    history = fit(model, monitor, validation_data=(X[:9], Y[:9])).history
+    assert [stats.step for stats in memory.train] == [3, 6, 7, 9, 12, 14]  # ends of epochs are ends of intervals
+    assert [stats.num_steps for stats in memory.train] == [3, 3, 1, 2, 3, 2]
+    assert [stats.examples.tolist() for stats in memory.train[:3]] == [[12, 12], [12, 12], [1, 1]]
+    for epoch in (0, 1):
+        assert mean_loss(memory.train[3 * epoch : 3 * epoch + 3]) == pytest.approx(history["loss"][epoch], rel=1e-5)
+        assert memory.test[epoch].mean_loss == pytest.approx(history["val_loss"][epoch], rel=1e-5)
+    assert [stats.step for stats in memory.test] == [7, 14]
+    assert [stats.examples.tolist() for stats in memory.test] == [[5, 4]] * 2
+    assert not np.array_equal(memory.train[0].loss[0], memory.train[0].loss[1])
+    assert memory.runs["train"].manifest["batch_size"] == 8
+
+
+def test_compiled_by_xla_it_shows_the_same(strategies: Any) -> None:
+    model = build(strategies.get("default"), jit_compile=True)
+    monitor, memory = remembered(update_freq="epoch")
+    history = fit(model, monitor).history
+    assert [stats.mean_loss for stats in memory.train] == pytest.approx(history["loss"], rel=1e-5)
+    assert [stats.step for stats in memory.train] == [7, 14]
+
+
+def test_a_replica_without_examples_has_none_and_no_loss(strategies: Any) -> None:
+    model = build(strategies.get("mirrored4"))
+    monitor, memory = remembered(update_freq="epoch", gradient_norm=True)
+    history = fit(model, monitor, batch_size=49, epochs=1).history  # the second batch has one row
+    (stats,) = memory.train
+    assert stats.examples.tolist() == [14, 12, 12, 12]
+    assert stats.mean_loss == pytest.approx(history["loss"][0], rel=1e-5)
+    monitor, memory = remembered(update_freq=1, gradient_norm=True)
+    fit(model, monitor, batch_size=49, epochs=1)
+    starved = memory.train[1]
+    assert starved.examples.tolist() == [1, 0, 0, 0]
+    assert starved.gradient_norm is not None
+    for values in (starved.loss, starved.gradient_norm):
+        assert np.isfinite(values).tolist() == [True, False, False, False]
+
+
+def test_steps_are_updates_where_gradients_accumulate(mirrored: Any) -> None:
+    model = build(mirrored, lambda: keras.optimizers.SGD(0.01, gradient_accumulation_steps=3))
+    monitor, memory = remembered(update_freq=1)
+    history = fit(model, monitor, epochs=3).history
+    # 7, 14 and 21 batches, 3 of which make a step; an epoch may end in the middle of one
+    assert [stats.num_steps for stats in memory.train] == [3, 3, 1, 2, 3, 2, 1, 3, 3]
+    assert [stats.step for stats in memory.train] == [1, 2, 2, 3, 4, 4, 5, 6, 7]
+    assert mean_loss(memory.train[:3]) == pytest.approx(history["loss"][0], rel=1e-5)
+    assert int(model.optimizer.iterations) == 7
+
+
+def test_an_automatic_interval_is_neither_a_step_nor_the_whole_run(mirrored: Any) -> None:
+    model = build(mirrored)
+    monitor, memory = remembered()
+    model.fit(X, Y, batch_size=1, epochs=40, verbose=0, callbacks=[monitor])
+    assert sum(stats.num_steps for stats in memory.train) == 2000
+    assert memory.train[-1].step == 2000
+    assert memory.train[0].step == 1  # something to see at once
+    assert 3 <= len(memory.train) < 200
+    last = [stats for stats in memory.train if stats.num_steps > 1]
+    assert all(np.isfinite(stats.loss).all() for stats in last)
+
+
+# Steps go on
+
+
+def test_steps_go_on_over_calls_and_after_a_resume(mirrored: Any, tmp_path: pathlib.Path) -> None:
+    model = build(mirrored)
+    monitor, memory = remembered(update_freq=5)
+    fit(model, monitor, epochs=1)
+    fit(model, monitor, epochs=1)
+    assert [stats.step for stats in memory.train] == [5, 7, 10, 14]
+    model.evaluate(X, Y, verbose=0, callbacks=[monitor])
+    assert [stats.step for stats in memory.test] == [14]
+    model.save(tmp_path / "model.keras")
+    with mirrored.scope():
+        loaded = kde.load_model(tmp_path / "model.keras")
+    again, resumed = remembered(update_freq=5)
+    fit(loaded, again, epochs=1)
+    assert [stats.step for stats in resumed.train] == [15, 20, 21]
+    assert resumed.runs["train"].step == 14
+
+
+def test_steps_go_on_from_a_backup_that_another_callback_restores(mirrored: Any, tmp_path: pathlib.Path) -> None:
+    class Fail(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                raise RuntimeError("interrupted")
+
+    def backup() -> Any:
+        return keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
+
+    monitor, memory = remembered(update_freq=5)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        fit(build(mirrored), monitor, callbacks=[monitor, backup(), Fail()])
+    again, resumed = remembered(update_freq=5)
+    fit(build(mirrored), again, callbacks=[again, backup()])
+    assert [stats.step for stats in memory.train + resumed.train] == [5, 7, 10, 14]
+
+
+@pytest.mark.parametrize(("num_updates", "steps"), [(0, [7, 14]), (1, [7, 14]), (2, [14, 28])])
+def test_a_train_step_of_ones_own_may_update_as_it_likes(num_updates: int, steps: list[int], mirrored: Any) -> None:
+    with mirrored.scope():
+        model = OwnStep(num_updates=num_updates)
+        model.build((None, 4))
+        for optimizer in model.own:
+            optimizer.build(model.trainable_variables)
+        model.compile("sgd", "mse")
+    monitor, memory = remembered(update_freq="epoch")
+    for _ in range(2):
+        fit(model, monitor, epochs=1)
+    assert [stats.step for stats in memory.train] == steps
+
+
+def test_updates_that_are_left_out_are_not_counted(mirrored: Any) -> None:
+    def optimizer() -> Any:
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0**127)
+
+    model = build(mirrored, optimizer)  # the scale falls by half until gradients are finite
+    monitor, memory = remembered(update_freq="epoch")
+    fit(model, monitor)
+    updates = int(model.optimizer.iterations)
+    assert updates < 14
+    assert memory.train[-1].step == updates
+
+
+# Files
+
+
+def test_with_a_directory_alone_tensorboard_has_a_run_a_replica_and_one_for_all(
+    mirrored: Any, tmp_path: pathlib.Path
+) -> None:
+    model = build(mirrored, metrics=["mae"])
+    monitor = kde.ReplicaMonitor(tmp_path, experiment="a/b", update_freq=5)
+    seeds = kde.ReplicaSeeds(7)
+    history = fit(model, monitor, validation_data=(X[:9], Y[:9]), callbacks=[monitor, seeds]).history
+    for name in ("replica_0", "replica_1", "all", "validation/replica_0", "validation/replica_1", "validation/all"):
+        assert len(list((tmp_path / "a" / "b" / name).glob("*tfevents*"))) == 1, name
+    held = [scalars(tmp_path / "a" / "b" / f"replica_{i}") for i in (0, 1)]
+    assert set(held[0]) == {*names.REPLICA_TAGS} - {names.GRADIENT_NORM}
+    assert [step for step, _ in held[0][names.LOSS]] == [5, 7, 10, 14]
+    both = np.array([[value for _, value in of[names.LOSS]] for of in held])
+    counts = np.array([[value for _, value in of[names.EXAMPLES]] for of in held])
+    for epoch, part in enumerate([slice(0, 2), slice(2, 4)]):
+        mean = (both[:, part] * counts[:, part]).sum() / counts[:, part].sum()
+        assert mean == pytest.approx(history["loss"][epoch], rel=1e-5)
+    validation = scalars(tmp_path / "a" / "b" / "validation" / "all")
+    assert [value for _, value in validation[names.ALL_LOSS]] == pytest.approx(history["val_loss"], rel=1e-5)
+    assert [step for step, _ in validation[names.ALL_LOSS]] == [7, 14]
+
+
+def test_the_manifest_says_what_it_ran_on_and_why(mirrored: Any) -> None:
+    choice = kde.pick_strategy("mirrored", devices=["CPU:0", "CPU:1"], environ={})
+    assert choice.strategy is mirrored
+    model = build(mirrored, lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)))
+    monitor, memory = remembered(experiment="night")
+    fit(model, monitor, callbacks=[kde.ReplicaSeeds(7), monitor])
+    manifest = memory.runs["train"].manifest
+    assert manifest["strategy"] == {
+        "name": "MirroredStrategy",
+        "reason": "2 CPU devices, asked for by name",
+        "num_replicas": 2,
+        "num_workers": 1,
+    }
+    assert [device[-5:] for device in manifest["devices"]] == ["CPU:0", "CPU:1"]
+    assert manifest["seeds"] == {"global": 7, "replicas": [7, 8]}
+    assert manifest["versions"]["keras"] == keras.__version__
+    assert manifest["batch_size"] == 8
+    assert manifest["experiment"] == "night"
+    details = memory.runs["train"].details
+    assert details["optimizer"] == "Adam"
+    assert details["learning rate"].startswith("ExponentialDecay")
+    assert details["steps per execution"] == "auto"
+    json.dumps([manifest, dict(details)])
+
+
+def test_a_killed_run_leaves_events_up_to_the_last_flush(tmp_path: pathlib.Path) -> None:
+    code = f"""
+import os, signal, time
+import numpy as np, keras, tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+import keras_dist_ext as kde
+strategy = kde.pick_strategy("mirrored", num_replicas=2, environ={{}}).strategy
+with strategy.scope():
+    model = kde.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=1)
+class Kill(keras.callbacks.Callback):
+    is_content_with_executions = True
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 0:
+            self.begin = time.monotonic()
+        time.sleep(0.01)
+        if time.monotonic() - self.begin > 1.5:
+            os.kill(os.getpid(), signal.SIGKILL)
+x = np.ones((4000, 4), "float32")
+monitor = kde.ReplicaMonitor({str(tmp_path)!r}, update_freq=1, flush_seconds=0.2)
+model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[monitor, Kill()])
+"""
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    steps = [[step for step, _ in scalars(tmp_path / f"replica_{i}")[names.LOSS]] for i in (0, 1)]
+    assert steps[0] == steps[1] == list(range(1, len(steps[0]) + 1))
+    assert len(steps[0]) > 5
+
+
+def test_a_writer_that_fails_stops_neither_training_nor_the_others(mirrored: Any, tmp_path: pathlib.Path) -> None:
+    class Break(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                file.unlink()
+                file.symlink_to("/dev/full")
+
+    file = tmp_path / "r.jsonl"
+    memory = kde.MemoryWriter()
+    monitor = kde.ReplicaMonitor(update_freq=3, writers=[kde.JsonLinesWriter(file, flush_seconds=0.0), memory])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history = fit(build(mirrored), monitor, epochs=3, callbacks=[monitor, Break()])
+    said = [str(warning.message) for warning in caught if "JsonLinesWriter" in str(warning.message)]
+    assert len(said) == 2
+    assert "No space left on device. 1 record dropped so far" in said[0]
+    assert said[1] == "JsonLinesWriter dropped 6 records of this run in all."
+    assert len(history.history["loss"]) == 3
+    assert len(memory.train) == 9
+
+
+def test_a_run_that_is_broken_off_leaves_what_it_did(mirrored: Any, tmp_path: pathlib.Path) -> None:
+    class Interrupt(keras.callbacks.Callback):
+        is_content_with_executions = True
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 4:
+                raise KeyboardInterrupt
+
+    model = build(mirrored, steps_per_execution=1)
+    monitor = kde.ReplicaMonitor(tmp_path, update_freq=3, flush_seconds=1000.0)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, monitor, callbacks=[monitor, Interrupt()])
+    assert [step for step, _ in scalars(tmp_path / "replica_1")[names.LOSS]] == [3, 5]
+    fit(model, monitor, epochs=1)
+    assert [step for step, _ in scalars(tmp_path / "replica_1")[names.LOSS]] == [3, 5, 6, 9, 12]
+
+
+# Findings
+
+
+def test_the_first_variable_that_differs_is_named_with_its_step(mirrored: Any) -> None:
+    class Change(keras.callbacks.Callback):
+        is_content_with_executions = True
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 5:
+                copies = _keras.components(self.model.layers[0].bias)
+                copies[1].assign(copies[1] + 1.0)
+
+    model = build(mirrored, steps_per_execution=1)
+    monitor, memory = remembered(check_divergence_every=2)
+    with pytest.warns(UserWarning, match=r"bias differs between replica 0 and replica 1 at step 8"):
+        fit(model, monitor, callbacks=[monitor, Change()])
+    (finding,) = [f for f in memory.findings if f["kind"] == "divergence"]
+    assert finding["step"] == 8  # changed after the sixth step was checked
+    assert "all were equal at step 6; up to 1 apart" in finding["evidence"]
+
+
+def test_replicas_that_agree_are_no_finding(mirrored: Any) -> None:
+    monitor, memory = remembered(check_divergence_every=1, straggler_threshold=0.0)
+    fit(build(mirrored), monitor)
+    assert memory.findings == []
+
+
+def test_a_replica_that_is_slow_is_a_finding(mirrored: Any) -> None:
+    class Slow(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            if tf.distribute.get_replica_context().replica_id_in_sync_group == 1:
+                x.set_shape((None, 4))
+                shape = x.shape
+                x = tf.numpy_function(lambda value: (time.sleep(0.03), value)[1], [x], tf.float32)
+                x.set_shape(shape)
+            return x
+
+    with mirrored.scope():
+        model = kde.Sequential([keras.Input((4,)), Slow(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    monitor, memory = remembered(update_freq=7)
+    fit(model, monitor, epochs=7)
+    finding = next(f for f in memory.findings if f["code"] == "slow-replica")
+    assert finding["what"].startswith("Replica 1 is slow: ")
+    assert finding["seconds"] > 0.3
+    assert memory.scores[-1] is not None
+
+
+# What cannot be is refused
+
+
+def test_a_model_of_stock_keras_is_refused_with_the_way_out(mirrored: Any, tmp_path: pathlib.Path) -> None:
+    with mirrored.scope():
+        stock = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        stock.compile("sgd", "mse")
+    monitor = kde.ReplicaMonitor(tmp_path)
+    message = "is a Sequential of stock Keras, whose steps ReplicaMonitor .* Derive it from kde.Model, .* by kde.adopt"
+    with pytest.raises(kde.MonitorError, match=message):
+        stock.fit(X, Y, batch_size=10, verbose=0, callbacks=[monitor])
+    with pytest.raises(kde.MonitorError, match=message):
+        stock.evaluate(X, Y, batch_size=10, verbose=0, callbacks=[monitor])
+    adopted = kde.adopt(stock, mirrored)
+    adopted.fit(X, Y, batch_size=10, verbose=0, callbacks=[monitor])
+    assert scalars(tmp_path / "replica_0")[names.LOSS][-1][0] == 5
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_before_the_first_step(
+    mirrored: Any, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    model = build(mirrored)
+    with pytest.raises(kde.MonitorError, match="TensorBoard's events cannot be written to .*file/logs"):
+        fit(model, kde.ReplicaMonitor(tmp_path / "file" / "logs"))
+    assert int(model.optimizer.iterations) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "nowhere to write. Give it a log_dir, or writers="),
+        ({"log_dir": "x", "update_freq": 0}, "update_freq is 0; it is a number of optimizer steps, at least 1, or"),
+        ({"log_dir": "x", "update_freq": "batch"}, "update_freq is 'batch'"),
+        ({"log_dir": "x", "update_freq": True}, "update_freq is True"),
+        ({"log_dir": "x", "experiment": "../y"}, "experiment is '../y'; it is a name for a folder below log_dir"),
+        ({"log_dir": "x", "experiment": "/y"}, "experiment is '/y'"),
+        ({"log_dir": "x", "straggler_threshold": 2}, "straggler_threshold is 2"),
+        ({"log_dir": "x", "check_divergence_every": 0}, "check_divergence_every is 0"),
+        ({"writers": [print]}, "writers holds <built-in function print>, which is no writer"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(kde.MonitorError) as caught:
+        kde.ReplicaMonitor(**arguments)
+    assert message in str(caught.value)
+
+
+def test_a_parameter_server_has_no_replicas_to_compare() -> None:
+    class Model:
+        name = "net"
+        distribute_strategy = object.__new__(tf.distribute.ParameterServerStrategy)
+
+    with pytest.raises(kde.MonitorError, match="'net' lives under ParameterServerStrategy, whose workers"):
+        kde.ReplicaMonitor("x").prepare(Model())
+
+
+def test_a_monitor_can_be_copied_for_each_trial_and_serve_one_model_after_another(mirrored: Any) -> None:
+    original, _ = remembered(terminal=True)
+    monitor = copy.deepcopy(original)
+    memory = monitor._writers._writers[0]
+    for _ in range(2):
+        fit(build(mirrored), monitor, epochs=1)
+    assert [stats.step for stats in memory.train if stats.num_steps > 1][-1] == 7
+    assert sum(stats.num_steps for stats in memory.train) == 14
