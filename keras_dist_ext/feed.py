@@ -83,10 +83,9 @@ class Source:
             self._spec = tree.map_structure(_any_rows, self._spec)
         self._ahead: Any = None
         self._has_more = True
-        begin = time.perf_counter()
+        self._waited_seconds = 0.0  # for a batch of this worker's, since that was asked for
         if self._looks_ahead:
             self._look_ahead()
-        self._waited_seconds = time.perf_counter() - begin
 
     @property
     def length_is_known(self) -> bool:
@@ -111,9 +110,8 @@ class Source:
             made, logs = 0, None
             run = program.on_batches_like(self._spec, of_worker=self.is_of_worker)
             while made < num_steps and self.has_more:
-                begin = time.perf_counter()
                 batch = self.next_batch()
-                program.waited_seconds = time.perf_counter() - begin + self._take_waited()
+                program.waited_seconds = self._take_waited()
                 logs = run(batch)
                 made += 1
             return made, logs
@@ -125,7 +123,7 @@ class Source:
         return made, logs
 
     def _take_waited(self) -> float:
-        """Return once how long the first batch has taken."""
+        """Return once how long batches have taken that were pulled ahead."""
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return waited
 
@@ -150,12 +148,14 @@ class Source:
         return batch
 
     def _look_ahead(self) -> None:
+        begin = time.perf_counter()
         if self._is_plain:
             self._ahead = self.iterator.get_next_as_optional()
             self._has_more = bool(self._ahead.has_value())
         else:
             self._ahead = next(self.iterator, None)
             self._has_more = self._ahead is not None
+        self._waited_seconds += time.perf_counter() - begin  # without what follows: waiting for other workers
         if self._workers is not None:
             self._has_more = self._workers.sum([float(self._has_more)])[0] > 0
 

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext import __version__
-from keras_dist_ext._keras import keras, num_tasks
+from keras_dist_ext._keras import is_default_strategy, keras, num_tasks
 from keras_dist_ext.dashboard.metadata import MANIFEST_VERSION, Manifest, Strategy
 from keras_dist_ext.strategy import reason_for
 from keras_dist_ext.workers import workers_of
@@ -52,6 +52,9 @@ def manifest_of(model: Any, experiment: str, *, batch_size: int | None = None) -
 
 def _devices(strategy: tf.distribute.Strategy) -> list[str]:
     """Return the device of each replica, over all workers."""
+    if is_default_strategy(strategy):
+        first = [*tf.config.list_logical_devices("GPU"), *tf.config.list_logical_devices("CPU")][0]
+        return [first.name]
     local = list(strategy.extended.worker_devices)
     if workers_of(strategy) is None:
         return local

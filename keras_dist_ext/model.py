@@ -250,13 +250,13 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
     def make_train_function(self, force: bool = False) -> Any:
         """Return what ``fit`` calls for each execution: it takes an ``Execution``, or an iterator of batches."""
-        if self.train_function is None or force or self._is_recorded_otherwise("train"):
+        if self._is_recorded_otherwise("train") or self.train_function is None or force:
             self.train_function = _runner(self._program("train"))
         return self.train_function
 
     def make_test_function(self, force: bool = False) -> Any:
         """Return what ``evaluate`` calls for each execution."""
-        if self.test_function is None or force or self._is_recorded_otherwise("test"):
+        if self._is_recorded_otherwise("test") or self.test_function is None or force:
             self.test_function = _runner(self._program("test"))
         return self.test_function
 

@@ -74,14 +74,20 @@ class Stragglers:
         self._window.append(stats)
         num_steps = sum(held.num_steps for held in self._window)
         if num_steps >= _WINDOW_STEPS:
-            seconds = sum(own_seconds(held) * held.num_steps for held in self._window) / num_steps
-            examples = sum(held.examples for held in self._window) / num_steps
+            window = _Window(
+                own=sum((own_seconds(held) * held.num_steps for held in self._window), _NONE) / num_steps,
+                waiting=sum((held.input_seconds * held.num_steps for held in self._window), _NONE) / num_steps,
+                examples=sum((held.examples for held in self._window), _NONE) / num_steps,
+                num_steps=num_steps,
+                step=stats.step,
+            )
             self._window = []
-            self._judge(np.asarray(seconds), np.asarray(examples), num_steps, stats.step)
+            self._judge(window)
         own = own_seconds(stats)
         return Scores(_fastest(own, stats.examples) / own, np.minimum(1.0, self._best / own))
 
-    def _judge(self, own: Floats, examples: Floats, num_steps: int, step: int) -> None:
+    def _judge(self, window: _Window) -> None:
+        own, examples = window.own, window.examples
         has_more = _AS_MANY * examples > self._most
         self._best = np.where(has_more, np.inf, self._best)  # what was done with fewer examples is no measure
         self._most = np.maximum(self._most, examples)
@@ -90,8 +96,8 @@ class Stragglers:
         is_slow = fastest / own < self._threshold
         others = max([0.0, *own[~is_slow & ~np.isnan(own)]])  # a step's length were it not for the slow ones
         slow, slower = self._streaks
-        slow.add(is_slow, own, fastest, own - others, num_steps, step)
-        slower.add(self._best / own < self._threshold, own, self._best, own - self._best, num_steps, step)
+        slow.add(window, is_slow, by=fastest, lost=own - others)
+        slower.add(window, self._best / own < self._threshold, by=self._best, lost=own - self._best)
 
     @property
     def findings(self) -> list[FindingRecord]:
@@ -124,6 +130,20 @@ def _fastest(own: Floats, examples: npt.NDArray[Any]) -> Floats:
     return np.where(np.isnan(own), np.nan, np.fmin.reduce(peers, axis=1))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    """Some intervals together."""
+
+    own: Floats  # seconds of a step that replicas spend on their own, [R]
+    waiting: Floats  # of these, for input, [R]
+    examples: Floats  # of a step, [R]
+    num_steps: int
+    step: int  # that it ends with
+
+
+_NONE: Floats = np.zeros(1)
+
+
 class _Streaks:
     """Who stays below a threshold, for how long, and what that cost."""
 
@@ -134,31 +154,34 @@ class _Streaks:
         self._running: dict[int, tuple[int, int, float]] = {}  # replica -> windows, steps, seconds lost
         self._longest = 0  # steps of a streak
         self._seconds_lost = 0.0
-        self._worst = (1.0, 0, 0.0, 0.0)  # times as long, replica, own seconds, those it is measured by
+        self._worst = (1.0, 0, 0.0, 0.0, 0.0)  # times as long, replica, own seconds, of these waiting, the measure
 
-    def add(self, is_low: npt.NDArray[np.bool_], own: Floats, by: Floats, lost: Floats, steps: int, step: int) -> None:
-        """Take note of a window: who was below, by which seconds each is measured, and the seconds lost a step."""
+    def add(self, window: _Window, is_low: npt.NDArray[np.bool_], *, by: Floats, lost: Floats) -> None:
+        """Take note of a window: who was below, the seconds that each is measured by, and those lost in a step."""
         self._running = {
-            replica: (windows + 1, so_far + steps, seconds + steps * max(0.0, float(lost[replica])))
+            replica: (
+                windows + 1,
+                steps + window.num_steps,
+                seconds + window.num_steps * max(0.0, float(lost[replica])),
+            )
             for replica in np.flatnonzero(is_low).tolist()
-            for windows, so_far, seconds in [self._running.get(replica, (0, 0, 0.0))]
+            for windows, steps, seconds in [self._running.get(replica, (0, 0, 0.0))]
         }
         sure = {replica: held for replica, held in self._running.items() if held[0] >= _MIN_WINDOWS}
         if not sure:
             return
-        self._step = self._step or step
+        self._step = self._step or window.step
         self.replicas |= set(sure)
-        self._longest = max(self._longest, *(so_far for _, so_far, _ in sure.values()))
+        self._longest = max(self._longest, *(steps for _, steps, _ in sure.values()))
         self._seconds_lost += max(seconds for _, _, seconds in sure.values())  # all wait for the slowest at once
-        for replica, (windows, so_far, _) in sure.items():
-            self._running[replica] = windows, so_far, 0.0
-            self._worst = max(
-                self._worst, (float(own[replica] / by[replica]), replica, float(own[replica]), float(by[replica]))
-            )
+        for replica, (windows, steps, _) in sure.items():
+            self._running[replica] = windows, steps, 0.0
+            own, waiting, measure = (float(values[replica]) for values in (window.own, window.waiting, by))
+            self._worst = max(self._worst, (own / measure, replica, own, waiting, measure))
 
     def finding(self, who: str) -> FindingRecord:
         """Return what is to be said of them."""
-        times, replica, own, by = self._worst
+        times, replica, own, waiting, measure = self._worst
         worst = "" if len(self.replicas) == 1 else f" (the worst, replica {replica})"
         if self._code == "slow-replica":
             verb = "is" if len(self.replicas) == 1 or who.startswith("Worker ") else "are"
@@ -172,8 +195,8 @@ class _Streaks:
             kind="straggler",
             code=self._code,
             what=what,
-            evidence=f"{1e3 * own:.3g} ms of a step for input and computing, {against} {1e3 * by:.3g} ms; "
-            f"{self._longest} steps in a row",
+            evidence=f"{1e3 * (own - waiting):.3g} ms computing and {1e3 * waiting:.3g} ms waiting for input in a step, "
+            f"{against} {1e3 * measure:.3g} ms together; {self._longest} steps in a row",
             fix=fix,
             seconds=round(self._seconds_lost, 3),
         )

@@ -12,11 +12,12 @@ from functools import cache
 from typing import Any
 
 import pytest
-from conformance.causes import CAUSES, PASSES, RECORD, cause_of, seen
+from conformance.causes import CAUSES, cause_of
 from conformance.feeds import regression
 from conformance.models import dense
 from conformance.rows import ROWS
 from conformance.run import IN_PROCESS, WORKERS, Outcome, Row, differences, run, run_on_one_device
+from conformance.seen import PASSES, RECORD, seen
 from conformance.workers import run_rows
 
 import keras_dist_ext as kde

@@ -8,6 +8,7 @@ import csv
 import io
 import itertools
 import math
+import shutil
 import struct
 import sys
 import time
@@ -866,6 +867,14 @@ def test_a_reload_of_tensorboard_brings_new_steps_and_keeps_the_zoom(page, log_d
         assert page.lines("loss", name)["replica 0"] == close(np.float32([5.0 - step / 10 for step in range(20)]))
 
 
+def test_a_reload_keeps_a_comparison(page):
+    page.choose(ONE, MIRRORED)
+    before = page.run("return window.replicasDashboard.comparison()")
+    reload_with_button(page)
+    assert [one.text for one in page.all("h2")] == ["Comparison", ONE, MIRRORED]
+    assert page.run("return window.replicasDashboard.comparison()") == before
+
+
 def reload_with_button(page):
     """Click TensorBoard's own reload button."""
     before = page.run("return performance.getEntriesByType('resource').length")
@@ -910,6 +919,12 @@ def test_an_empty_log_directory_shows_the_three_lines_to_add(chrome, tmp_path):
         reload_with_button(page)
         assert page.find("h2").text == "(log directory)"
         assert len(page.drawn("")["table"]["rows"]) == 2
+        assert page.all(".empty") == []
+        shutil.rmtree(folder)
+        board.wait(lambda listed: not listed)
+        reload_with_button(page)
+        assert page.find(".empty pre").text == code
+        assert page.all("h2") == page.all(".empty h2")
         assert page.errors() == []
 
 

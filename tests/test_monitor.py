@@ -105,7 +105,7 @@ def test_losses_of_replicas_are_those_of_history_whatever_runs_a_step(way: str, 
         assert mean_loss(memory.train[3 * epoch : 3 * epoch + 3]) == pytest.approx(history["loss"][epoch], rel=1e-5)
         assert memory.test[epoch].mean_loss == pytest.approx(history["val_loss"][epoch], rel=1e-5)
     assert [stats.step for stats in memory.test] == [7, 14]
-    assert [stats.examples.tolist() for stats in memory.test] == [[5, 4]] * 2
+    assert [stats.examples.tolist() for stats in memory.test] == [[4, 5]] * 2
     assert not np.array_equal(memory.train[0].loss[0], memory.train[0].loss[1])
     assert memory.runs["train"].manifest["batch_size"] == 8
 
@@ -123,15 +123,15 @@ def test_a_replica_without_examples_has_none_and_no_loss(strategies: Any) -> Non
     monitor, memory = remembered(update_freq="epoch", gradient_norm=True)
     history = fit(model, monitor, batch_size=49, epochs=1).history  # the second batch has one row
     (stats,) = memory.train
-    assert stats.examples.tolist() == [14, 12, 12, 12]
+    assert stats.examples.tolist() == [12, 12, 12, 14]
     assert stats.mean_loss == pytest.approx(history["loss"][0], rel=1e-5)
     monitor, memory = remembered(update_freq=1, gradient_norm=True)
     fit(model, monitor, batch_size=49, epochs=1)
     starved = memory.train[1]
-    assert starved.examples.tolist() == [1, 0, 0, 0]
+    assert starved.examples.tolist() == [0, 0, 0, 1]
     assert starved.gradient_norm is not None
     for values in (starved.loss, starved.gradient_norm):
-        assert np.isfinite(values).tolist() == [True, False, False, False]
+        assert np.isfinite(values).tolist() == [False, False, False, True]
 
 
 def test_steps_are_updates_where_gradients_accumulate(mirrored: Any) -> None:
@@ -142,19 +142,28 @@ def test_steps_are_updates_where_gradients_accumulate(mirrored: Any) -> None:
     assert [stats.num_steps for stats in memory.train] == [3, 3, 1, 2, 3, 2, 1, 3, 3]
     assert [stats.step for stats in memory.train] == [1, 2, 2, 3, 4, 4, 5, 6, 7]
     assert mean_loss(memory.train[:3]) == pytest.approx(history["loss"][0], rel=1e-5)
-    assert int(model.optimizer.iterations) == 7
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 7
 
 
-def test_an_automatic_interval_is_neither_a_step_nor_the_whole_run(mirrored: Any) -> None:
+def test_an_automatic_interval_is_neither_a_step_nor_the_whole_run(
+    mirrored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build(mirrored)
     monitor, memory = remembered()
-    model.fit(X, Y, batch_size=1, epochs=40, verbose=0, callbacks=[monitor])
-    assert sum(stats.num_steps for stats in memory.train) == 2000
-    assert memory.train[-1].step == 2000
+    executions: list[int] = []
+    on_train_batch_end = kde.ReplicaMonitor.on_train_batch_end
+
+    def counting(self: Any, batch: int, logs: Any = None) -> None:
+        executions.append(batch)
+        on_train_batch_end(self, batch, logs)
+
+    monkeypatch.setattr(kde.ReplicaMonitor, "on_train_batch_end", counting)
+    model.fit(X, Y, batch_size=2, epochs=40, verbose=0, callbacks=[monitor])
+    assert sum(stats.num_steps for stats in memory.train) == 1000
+    assert memory.train[-1].step == 1000
     assert memory.train[0].step == 1  # something to see at once
-    assert 3 <= len(memory.train) < 200
-    last = [stats for stats in memory.train if stats.num_steps > 1]
-    assert all(np.isfinite(stats.loss).all() for stats in last)
+    assert 3 <= len(memory.train) < 100
+    assert len(executions) < 500  # steps_per_execution="auto" goes on to make many steps at once
 
 
 # Steps go on
@@ -198,7 +207,7 @@ def test_steps_go_on_from_a_backup_that_another_callback_restores(mirrored: Any,
 def test_a_train_step_of_ones_own_may_update_as_it_likes(num_updates: int, steps: list[int], mirrored: Any) -> None:
     with mirrored.scope():
         model = OwnStep(num_updates=num_updates)
-        model.build((None, 4))
+        model(X)
         for optimizer in model.own:
             optimizer.build(model.trainable_variables)
         model.compile("sgd", "mse")
@@ -215,8 +224,8 @@ def test_updates_that_are_left_out_are_not_counted(mirrored: Any) -> None:
     model = build(mirrored, optimizer)  # the scale falls by half until gradients are finite
     monitor, memory = remembered(update_freq="epoch")
     fit(model, monitor)
-    updates = int(model.optimizer.iterations)
-    assert updates < 14
+    updates = _keras.batches_used(model.optimizer)
+    assert 0 < updates < 14
     assert memory.train[-1].step == updates
 
 
@@ -369,12 +378,17 @@ def test_replicas_that_agree_are_no_finding(mirrored: Any) -> None:
 def test_a_replica_that_is_slow_is_a_finding(mirrored: Any) -> None:
     class Slow(keras.layers.Layer):
         def call(self, x: Any) -> Any:
-            if tf.distribute.get_replica_context().replica_id_in_sync_group == 1:
-                x.set_shape((None, 4))
-                shape = x.shape
-                x = tf.numpy_function(lambda value: (time.sleep(0.03), value)[1], [x], tf.float32)
-                x.set_shape(shape)
-            return x
+            context = tf.distribute.get_replica_context()
+            if context is None:  # when the model is built
+                return x
+            return tf.ensure_shape(
+                tf.numpy_function(slowly, [x, context.replica_id_in_sync_group], tf.float32), x.shape
+            )
+
+    def slowly(value: Any, replica: int) -> Any:
+        if replica == 1:
+            time.sleep(0.03)
+        return value
 
     with mirrored.scope():
         model = kde.Sequential([keras.Input((4,)), Slow(), keras.layers.Dense(1)])
@@ -412,7 +426,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_the_first_step(
     model = build(mirrored)
     with pytest.raises(kde.MonitorError, match="TensorBoard's events cannot be written to .*file/logs"):
         fit(model, kde.ReplicaMonitor(tmp_path / "file" / "logs"))
-    assert int(model.optimizer.iterations) == 0
+    assert _keras.batches_used(model.optimizer) == 0
 
 
 @pytest.mark.parametrize(

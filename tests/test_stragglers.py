@@ -54,12 +54,14 @@ def test_ones_best_with_fewer_examples_is_forgotten() -> None:
 
 def test_the_slowest_replica_is_named_with_its_share_and_what_it_costs() -> None:
     stragglers = Stragglers()
-    judge(stragglers, *[[0.030, 0.032, 0.045]] * 4)
+    judge(stragglers, *[[0.028, 0.030, 0.043]] * 4, waiting=0.002)
     (finding,) = stragglers.findings
     assert finding["kind"] == "straggler"
     assert finding["code"] == "slow-replica"
     assert finding["what"] == "Replica 2 is slow: 1.50 times as long a step as the fastest."
-    assert finding["evidence"] == "45 ms of a step for input and computing, the fastest 30 ms; 40 steps in a row"
+    assert finding["evidence"] == (
+        "43 ms computing and 2 ms waiting for input in a step, the fastest 30 ms together; 40 steps in a row"
+    )
     assert finding["step"] == 30
     assert finding["seconds"] == pytest.approx(40 * (0.045 - 0.032))  # steps would take as long as replica 1
 

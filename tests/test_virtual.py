@@ -14,7 +14,7 @@ from conftest import strategies
 from virtual_runs import CASES, FIT, OF_WORKERS, QUICK, Case, X, Y, randomized, run_in_worker, values
 
 import keras_dist_ext as kde
-from keras_dist_ext import program, reduce, xla
+from keras_dist_ext import program, reduce, turns, xla
 from keras_dist_ext.launch import launch
 
 ORDERED, FAST = kde.VirtualReplicas(4), kde.VirtualReplicas(4, reduction="fast")
@@ -184,6 +184,23 @@ def test_batch_statistics_are_those_of_each_virtual_replica(num_replicas):
     pairs = X[:8].reshape(4, 2, 6)
     np.testing.assert_allclose(normalize.moving_mean, X[:8].mean(axis=0), atol=1e-6)
     np.testing.assert_allclose(normalize.moving_variance, pairs.var(axis=1).mean(axis=0), rtol=1e-5)
+
+
+def test_a_virtual_replica_begins_when_the_gradients_of_the_last_are_there(monkeypatch):
+    """So that what a gradient is computed from need not be held for all of them at once."""
+    waits = []
+
+    def apart(value):
+        kept = reduce.apart(value)
+        waits.append(sorted(op.name.split("/")[-1] for op in kept.op.control_inputs))
+        return kept
+
+    monkeypatch.setattr(turns, "apart", apart)
+    net = Case(list).build(strategies.get("default"), 2)
+    net.train_on_batch(X, Y)
+    assert waits[:2] == [[], []], "the first one's inputs and targets wait for nothing"
+    assert waits[2:] == [waits[2]] * 2
+    assert len(waits[2]) == 2, "a kernel's and a bias's gradient"
 
 
 def test_a_virtual_replica_for_each_real_one_adds_nothing_to_a_fast_step(monkeypatch):

@@ -26,12 +26,12 @@ def chart(view: View, tag: str, query: Query) -> dict[str, Any]:
     replicas, recorded, gaps = view.replicas(tag), view.recorded(tag), view.gaps(tag)
     steps = union_of_steps([points.steps for points in (*replicas.values(), *recorded.values())] + list(gaps.values()))
     positions = view.clock.positions(steps, query.axis)
-    width, most = query.width, 2
+    width = query.width
     has_recorded = {"mean", "min", "max"} <= recorded.keys()
     if not has_recorded and _differ_by_chance(replicas, view.limit):
         # A mean over whichever replicas kept a step would jump from one to the other (and its band open and close).
-        width, most = max(1, min(width, min(points.steps.size for points in replicas.values()) // _COARSE)), 0
-    bins = bins_of(steps, positions, query.low, query.high, width, most=most)
+        width = max(1, min(width, min(points.steps.size for points in replicas.values()) // _COARSE))
+    bins = bins_of(steps, positions, query.low, query.high, width)
     lines = {replica: reduce(points, bins, *_of(gaps, replica)) for replica, points in replicas.items()}
     overall = over(lines) | {statistic: reduce(points, bins) for statistic, points in recorded.items()}
     return {

@@ -42,9 +42,7 @@ class Bins:
         return np.append(self.first, self.last[-1:] + 1)
 
 
-def bins_of(
-    steps: NDArray[np.int64], positions: NDArray[np.float64], low: float, high: float, width: int, *, most: int = 2
-) -> Bins:
+def bins_of(steps: NDArray[np.int64], positions: NDArray[np.float64], low: float, high: float, width: int) -> Bins:
     """Return the bins of a chart: a step each while they fit, else stretches of equal length on the axis.
 
     Args:
@@ -52,13 +50,12 @@ def bins_of(
         positions: [U], where they are on the axis, not falling.
         low: where the chart begins on the axis.
         high: where it ends. The neighbours on both sides are in, so that lines go on to the chart's edges.
-        width: bins at most; neighbours and the ends may make it three more.
-        most: steps a bin that still fit without reducing, as a bin is drawn with two points.
+        width: bins at most, but for neighbours; a bin is drawn with two points, so twice as many steps fit.
     """
     start = max(int(np.searchsorted(positions, low, "left")) - 1, 0)
     end = int(np.searchsorted(positions, high, "right")) + 1
     steps, positions = steps[start:end], positions[start:end]
-    if steps.size <= most * width:
+    if steps.size <= 2 * width:
         return Bins(steps, steps)
     low, high = max(low, positions[0]), min(high, positions[-1])
     length = (high - low) / width or 1.0

@@ -16,9 +16,10 @@ from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from conformance.causes import PASSES, RECORD, SECONDS, cause_of, look
+from conformance.causes import cause_of
 from conformance.rows import ROWS
 from conformance.run import Row
+from conformance.seen import PASSES, RECORD, SECONDS, look
 
 ROWS_A_PROCESS = 20
 
@@ -52,17 +53,17 @@ def see(library: str, rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
         path = Path(folder, "seen")
         while left:
             path.write_text("")
-            begin = time.monotonic()
-            process = context.Process(
-                target=look, args=(library, [row.name for row in left[:ROWS_A_PROCESS]], str(path))
-            )
+            names = [row.name for row in left[:ROWS_A_PROCESS]]
+            process = context.Process(target=look, args=(library, names, str(path)))
             process.start()
             process.join()
             found = path.read_text().splitlines()
+            hangs = time.time() - path.stat().st_mtime > SECONDS - 5
             yield from zip(left, found, strict=False)
             left = left[len(found) :]
+            if process.exitcode == 1 and not hangs:
+                raise RuntimeError(f"'{left[0].name}' cannot be looked at: run conformance.seen.seen(row, {library!r})")
             if process.exitcode:
-                hangs = time.monotonic() - begin > SECONDS
                 yield left.pop(0), "hangs" if hangs else f"ends the process with exit code {process.exitcode}"
 
 

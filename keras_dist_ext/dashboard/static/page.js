@@ -16,8 +16,9 @@ export class Page {
     this.busy = 0;
     this.toolbar = new Toolbar();
     this.columns = h("div", { class: "columns" });
+    this.notice = h("div", {});
     this.over = h("div", {});
-    this.main = h("main", {}, this.over, this.columns);
+    this.main = h("main", {}, this.notice, this.over, this.columns);
     this.element = h("div", { class: "page" }, this.toolbar.element, this.main);
     on(["selected"], () => this.arrange());
     on(["zoom"], () => this.rezoom());
@@ -53,13 +54,13 @@ export class Page {
       } catch (error) {
         this.toolbar.setUpdated("not updated");
         if (!state.experiments.length)
-          fill(this.over, h("p", { class: "hint error" }, `TensorBoard does not answer: ${error.message}`));
+          fill(this.notice, h("p", { class: "hint error" }, `TensorBoard does not answer: ${error.message}`));
         return;
       }
       const { experiments, logdir } = listing;
       this.toolbar.setUpdated();
       this.element.classList.toggle("is-empty", !experiments.length);
-      fill(this.over, experiments.length ? null : emptyView(logdir));
+      fill(this.notice, experiments.length ? null : emptyView(logdir));
       const names = new Set(experiments.map(({ name }) => name));
       const kept = state.selected.filter((name) => names.has(name));
       const added = experiments.length && !kept.length ? [this.first(experiments)] : [];
