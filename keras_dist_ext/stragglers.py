@@ -195,8 +195,8 @@ class _Streaks:
             kind="straggler",
             code=self._code,
             what=what,
-            evidence=f"{1e3 * (own - waiting):.3g} ms computing and {1e3 * waiting:.3g} ms waiting for input in a step, "
-            f"{against} {1e3 * measure:.3g} ms together; {self._longest} steps in a row",
+            evidence=f"{1e3 * (own - waiting):.3g} ms computing and {1e3 * waiting:.3g} ms waiting for input in a "
+            f"step, {against} {1e3 * measure:.3g} ms together; {self._longest} steps in a row",
             fix=fix,
             seconds=round(self._seconds_lost, 3),
         )
