@@ -139,6 +139,9 @@ class Recorder:
         self.asked.append(("mean_update", (metric.name, values, sample_weight)))
         return values, sample_weight
 
+    def note_loss(self, value: Any) -> None:
+        self.asked.append(("note_loss", value))
+
     def scale_loss(self, optimizer: Any, loss: Any, original: Any) -> Any:
         self.asked.append(("scale_loss", optimizer))
         return original(loss)
