@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import socket
 from typing import Any
@@ -15,7 +16,7 @@ from keras_dist_ext.dashboard.metadata import MANIFEST_VERSION, Manifest, Strate
 from keras_dist_ext.strategy import reason_for
 from keras_dist_ext.workers import workers_of
 
-__all__ = ["describe_model", "manifest_of"]
+__all__ = ["describe_model", "devices_of", "manifest_of", "num_cores"]
 
 
 def manifest_of(model: Any, experiment: str, *, batch_size: int | None = None) -> Manifest:
@@ -42,7 +43,7 @@ def manifest_of(model: Any, experiment: str, *, batch_size: int | None = None) -
         version=MANIFEST_VERSION,
         experiment=experiment,
         strategy=arrangement,
-        devices=_devices(strategy),
+        devices=devices_of(strategy),
         seeds=None if seed is None else {"global": seed, "replicas": [seed + i for i in range(num_replicas)]},
         versions=_versions(),
         batch_size=batch_size,
@@ -50,7 +51,7 @@ def manifest_of(model: Any, experiment: str, *, batch_size: int | None = None) -
     )
 
 
-def _devices(strategy: tf.distribute.Strategy) -> list[str]:
+def devices_of(strategy: tf.distribute.Strategy) -> list[str]:
     """Return the device of each replica, over all workers."""
     if is_default_strategy(strategy):
         first = [*tf.config.list_logical_devices("GPU"), *tf.config.list_logical_devices("CPU")][0]
@@ -61,6 +62,12 @@ def _devices(strategy: tf.distribute.Strategy) -> list[str]:
     tasks = num_tasks(strategy)
     names = [f"/job:{job}/replica:0/task:{task}" for job in ("chief", "worker") for task in range(tasks.get(job, 0))]
     return [f"{name}/device:{device.partition('/device:')[2]}" for name in names for device in local]
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux; in a container fewer than there are
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _versions() -> dict[str, str]:

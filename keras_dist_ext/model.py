@@ -101,6 +101,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         # keras.Model.__new__ forgets the arguments that the default get_config returns; Layer's keeps them.
         instance = super().__new__(cls, *args, **kwargs) if is_graph else keras.Layer.__new__(cls, *args, **kwargs)
         object.__setattr__(instance, "_stop", Stop())
+        object.__setattr__(instance, "_functions", {"train": {}, "test": {}})
         object.__setattr__(instance, "replica_seeds", Seeds(instance))
         return instance
 
@@ -115,7 +116,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
     _stop: Stop
     replica_seeds: Seeds
     replica_recorders: tuple[Recorder, ...] = ()
-    _recorded: Mapping[str, tuple[bool, bool]] = {}
+    _functions: Mapping[str, dict[tuple[bool, bool], Any]]  # train and test functions, by what their steps record
     _steps_per_execution_is_auto = True
     _coordinator: Any = None
     _gradients_are_parts = False
@@ -250,14 +251,12 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
     def make_train_function(self, force: bool = False) -> Any:
         """Return what ``fit`` calls for each execution: it takes an ``Execution``, or an iterator of batches."""
-        if self._is_recorded_otherwise("train") or self.train_function is None or force:
-            self.train_function = _runner(self._program("train"))
+        self.train_function = self._recording_function("train", force or self.train_function is None)
         return self.train_function
 
     def make_test_function(self, force: bool = False) -> Any:
         """Return what ``evaluate`` calls for each execution."""
-        if self._is_recorded_otherwise("test") or self.test_function is None or force:
-            self.test_function = _runner(self._program("test"))
+        self.test_function = self._recording_function("test", force or self.test_function is None)
         return self.test_function
 
     def make_predict_function(self, force: bool = False) -> Any:
@@ -266,12 +265,15 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
             self.predict_function = _predictor(self._program("predict"))
         return self.predict_function
 
-    def _is_recorded_otherwise(self, kind: str) -> bool:
-        """Whether the steps that were traced last record something else than what is wanted now."""
+    def _recording_function(self, kind: str, is_new: bool) -> Any:
+        """Return a function whose steps record what is wanted now; one for each that was wanted before is kept."""
         wanted = bool(self.replica_recorders), any(recorder.gradient_norm for recorder in self.replica_recorders)
-        traced = self._recorded.get(kind)
-        self._recorded = {**self._recorded, kind: wanted}
-        return traced != wanted
+        made = self._functions[kind]
+        if is_new:
+            made.clear()
+        if wanted not in made:
+            made[wanted] = _runner(self._program(kind))
+        return made[wanted]
 
     def _program(self, kind: str) -> Any:
         if isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy):
@@ -417,44 +419,48 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         recorder.begin()
         self.replica_recorders = (*self.replica_recorders, recorder)
 
-    def _prepare(self, callbacks: Any) -> None:
-        """Let callbacks say what a run needs before it begins."""
-        self.replica_recorders = ()
-        for callback in tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []:
-            if hasattr(callback, "prepare"):
-                callback.prepare(self)
-        self.replica_seeds.will_begin()
+    @contextlib.contextmanager
+    def _prepared(self, callbacks: Any) -> Iterator[None]:
+        """Let callbacks say what a run needs before it begins, and clean up after it, however it ended.
 
-    def _release(self, callbacks: Any) -> None:
-        """Let callbacks clean up after a run, which an exception may have broken off: they are not told otherwise."""
-        for callback in tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []:
-            if hasattr(callback, "release"):
-                callback.release()
+        A callback may begin another run, say predict, in the middle of one.
+        """
+        recorders, self.replica_recorders = self.replica_recorders, ()
+        try:
+            with contextlib.ExitStack() as stack:
+                for callback in tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []:
+                    if hasattr(callback, "prepare"):
+                        callback.prepare(self)
+                    if hasattr(callback, "release"):
+                        stack.callback(callback.release)
+                self.replica_seeds.will_begin()
+                yield
+        finally:
+            self.replica_recorders = recorders
 
     @_documented_as(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """See ``keras.Model.fit``."""
         check_scope(self, self.distribute_strategy).raise_if_bad()
         call = _FIT.bind(self, *args, **kwargs)
-        callbacks = given = call.arguments.get("callbacks")
-        self._prepare(callbacks)
+        callbacks = call.arguments.get("callbacks")
         workers = workers_of(self.distribute_strategy)
         verbose = call.arguments.get("verbose", "auto")
-        if workers is not None:
-            callbacks = [*callbacks_of_worker(callbacks, workers), InStep(workers)]
-            verbose = verbose if workers.is_chief else 0
-        paces = [self._pace(callbacks, "train"), self._pace(callbacks, "test")]
-        if not isinstance(callbacks, keras.callbacks.CallbackList):
-            epochs = call.arguments.get("epochs", 1)
-            callbacks = StepCallbacks(callbacks, self, verbose=verbose, epochs=epochs, add_history=True)
-        call.arguments["callbacks"] = callbacks
-        self._stop.needs_agreement = workers is not None
-        try:
-            with self._feeds(paces, callbacks, stop=lambda: self._stop.is_requested, trains=True):
-                return super().fit(*call.args[1:], **call.kwargs)
-        finally:
-            self._stop.needs_agreement = False
-            self._release(given)
+        with self._prepared(callbacks):
+            if workers is not None:
+                callbacks = [*callbacks_of_worker(callbacks, workers), InStep(workers)]
+                verbose = verbose if workers.is_chief else 0
+            paces = [self._pace(callbacks, "train"), self._pace(callbacks, "test")]
+            if not isinstance(callbacks, keras.callbacks.CallbackList):
+                epochs = call.arguments.get("epochs", 1)
+                callbacks = StepCallbacks(callbacks, self, verbose=verbose, epochs=epochs, add_history=True)
+            call.arguments["callbacks"] = callbacks
+            self._stop.needs_agreement = workers is not None
+            try:
+                with self._feeds(paces, callbacks, stop=lambda: self._stop.is_requested, trains=True):
+                    return super().fit(*call.args[1:], **call.kwargs)
+            finally:
+                self._stop.needs_agreement = False
 
     @_documented_as(keras.Model.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -462,14 +468,15 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         call = _EVALUATE.bind(self, *args, **kwargs)
         callbacks = call.arguments.get("callbacks")
         pace = self._pace(callbacks, "test")
-        if not isinstance(callbacks, keras.callbacks.CallbackList):  # inside fit it is one, and fit has checked
-            check_scope(self, self.distribute_strategy).raise_if_bad()
-            self._prepare(callbacks)
-            workers = workers_of(self.distribute_strategy)
-            verbose = call.arguments.get("verbose", "auto") if workers is None or workers.is_chief else 0
-            callbacks = StepCallbacks(callbacks, self, verbose=verbose, epochs=1, add_history=False)
-            call.arguments["callbacks"] = callbacks
-        with self._feeds([pace], callbacks, stop=lambda: getattr(self, "stop_evaluating", False)):
+        with contextlib.ExitStack() as stack:
+            if not isinstance(callbacks, keras.callbacks.CallbackList):  # inside fit it is one, and fit has checked
+                check_scope(self, self.distribute_strategy).raise_if_bad()
+                stack.enter_context(self._prepared(callbacks))
+                workers = workers_of(self.distribute_strategy)
+                verbose = call.arguments.get("verbose", "auto") if workers is None or workers.is_chief else 0
+                callbacks = StepCallbacks(callbacks, self, verbose=verbose, epochs=1, add_history=False)
+                call.arguments["callbacks"] = callbacks
+            stack.enter_context(self._feeds([pace], callbacks, stop=lambda: getattr(self, "stop_evaluating", False)))
             return super().evaluate(*call.args[1:], **call.kwargs)
 
     @_documented_as(keras.Model.predict)
@@ -477,15 +484,15 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         """See ``keras.Model.predict``."""
         check_scope(self, self.distribute_strategy).raise_if_bad()
         call = _PREDICT.bind(self, *args, **kwargs)
-        self._prepare(call.arguments.get("callbacks"))
-        self.replica_seeds.begin()
         workers = workers_of(self.distribute_strategy)
-        if workers is not None and not workers.is_chief:
-            call.arguments["verbose"] = 0
-        ahead = 64 if isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy) else 1
-        pace = feed.Pace(max(ahead, self.steps_per_execution))
-        with self._feeds([pace], None, stop=lambda: getattr(self, "stop_predicting", False)):
-            return super().predict(*call.args[1:], **call.kwargs)
+        with self._prepared(call.arguments.get("callbacks")):
+            self.replica_seeds.begin()
+            if workers is not None and not workers.is_chief:
+                call.arguments["verbose"] = 0
+            ahead = 64 if isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy) else 1
+            pace = feed.Pace(max(ahead, self.steps_per_execution))
+            with self._feeds([pace], None, stop=lambda: getattr(self, "stop_predicting", False)):
+                return super().predict(*call.args[1:], **call.kwargs)
 
 
 class CoordinatorProgram:

@@ -109,7 +109,7 @@ class ReplicaMonitor(keras.callbacks.Callback):  # type: ignore[misc]
         model.add_recorder(self._recorder)
         if self._watch is None or self._watch.model is not model:
             self._watch = Watch(model, self._recorder, self._writers, **self._options)
-        self._watch.begin_run()
+        self._watch.prepare()
 
     def release(self) -> None:
         """Keep what there is of a run that an exception has broken off; models of ours call it after every run."""

@@ -6,7 +6,9 @@ step that a replica spends on its own, waiting for input and computing. For the 
     relative     seconds of the fastest replica / its own
     individual   its own seconds at its best so far / its own now
 
-More examples take longer, so a replica is compared with those, and with the times, that had at least 9/10 as many.
+A straggler is below the threshold for some time, and not one of the most: if most replicas are slower than one, that
+one is fast. More examples take longer, so a replica is compared with those, and with the times, that had at least 9/10
+as many.
 
 Letters: R = replicas in sync, over all workers; W = workers, each with R / W replicas.
 """
@@ -47,12 +49,13 @@ class Stragglers:
     Args:
         threshold: below which a score is too low, from 0 to 1.
         num_workers: W.
+        take_turns: whether replicas share so few cores that they wait for each other: who comes last is no straggler.
 
     Raises:
         MonitorError: the threshold is no such number.
     """
 
-    def __init__(self, threshold: float = 0.75, *, num_workers: int = 1) -> None:
+    def __init__(self, threshold: float = 0.75, *, num_workers: int = 1, take_turns: bool = False) -> None:
         if not 0 <= threshold <= 1:
             raise MonitorError(
                 f"straggler_threshold is {threshold!r}; scores are from 0 to 1. With 0.75, the default, a replica that "
@@ -60,6 +63,7 @@ class Stragglers:
             )
         self._threshold = threshold
         self._num_workers = num_workers
+        self._take_turns = take_turns
         self._num_replicas = 0
         self._window: list[ReplicaStats] = []
         self._most: Floats = np.zeros(0)  # examples a step that each replica has had, [R]
@@ -93,10 +97,11 @@ class Stragglers:
         self._most = np.maximum(self._most, examples)
         self._best = np.where(examples >= _AS_MANY * self._most, np.fmin(self._best, own), self._best)
         fastest = _fastest(own, examples)
-        is_slow = fastest / own < self._threshold
+        is_slow = (fastest / own < self._threshold) & (_lower_median(own) / own < self._threshold)
         others = max([0.0, *own[~is_slow & ~np.isnan(own)]])  # a step's length were it not for the slow ones
         slow, slower = self._streaks
-        slow.add(window, is_slow, by=fastest, lost=own - others)
+        if not self._take_turns:
+            slow.add(window, is_slow, by=fastest, lost=own - others)
         slower.add(window, self._best / own < self._threshold, by=self._best, lost=own - self._best)
 
     @property
@@ -130,6 +135,11 @@ def _fastest(own: Floats, examples: npt.NDArray[Any]) -> Floats:
     return np.where(np.isnan(own), np.nan, np.fmin.reduce(peers, axis=1))
 
 
+def _lower_median(values: Floats) -> float:
+    known = np.sort(values[~np.isnan(values)])
+    return float(known[(len(known) - 1) // 2]) if len(known) else float("nan")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Window:
     """Some intervals together."""
@@ -158,12 +168,9 @@ class _Streaks:
 
     def add(self, window: _Window, is_low: npt.NDArray[np.bool_], *, by: Floats, lost: Floats) -> None:
         """Take note of a window: who was below, the seconds that each is measured by, and those lost in a step."""
+        seconds_lost = window.num_steps * np.maximum(lost, 0.0)
         self._running = {
-            replica: (
-                windows + 1,
-                steps + window.num_steps,
-                seconds + window.num_steps * max(0.0, float(lost[replica])),
-            )
+            replica: (windows + 1, steps + window.num_steps, seconds + float(seconds_lost[replica]))
             for replica in np.flatnonzero(is_low).tolist()
             for windows, steps, seconds in [self._running.get(replica, (0, 0, 0.0))]
         }

@@ -17,7 +17,7 @@ from keras_dist_ext.dashboard.metadata import FindingRecord
 from keras_dist_ext.divergence import Divergence
 from keras_dist_ext.exchange import exchange
 from keras_dist_ext.intervals import Intervals, StepCounter, UpdateFreq
-from keras_dist_ext.manifest import describe_model, manifest_of
+from keras_dist_ext.manifest import describe_model, devices_of, manifest_of, num_cores
 from keras_dist_ext.recorder import Recorder
 from keras_dist_ext.stats import Kind, ReplicaStats, StepRecords, join_records, summarize
 from keras_dist_ext.stragglers import Stragglers
@@ -64,30 +64,53 @@ class Watch:
         self._first_replica = _keras.first_replica(model.distribute_strategy)
         self._counter = StepCounter(model)
         self._intervals = Intervals(update_freq)
+        self._num_workers = 1 if self._workers is None else self._workers.num_workers
+        num_local = self._num_replicas // self._num_workers
+        self._replicas = range(self._first_replica, self._first_replica + num_local)
         self._stragglers = Stragglers(
-            straggler_threshold, num_workers=1 if self._workers is None else self._workers.num_workers
+            straggler_threshold,
+            num_workers=self._num_workers,
+            take_turns=num_local > num_cores() and "CPU" in devices_of(model.distribute_strategy)[0],
         )
         self._divergence = None if check_divergence_every is None else Divergence(model)
         self._check_every = check_divergence_every or 0
         self._findings: list[FindingRecord] = []
         self._told: list[FindingRecord] = []
         self._cost_seconds = 0.0
-        self.begin_run()
-
-    def begin_run(self) -> None:
-        """Forget what is left of a run that was broken off."""
-        for kind in ("train", "test"):
-            self._recorder.fetch(kind)
-        self._described: set[Kind] = set()
+        self._num_runs = 0  # under way: a callback may evaluate in the middle of training
         self._trains = False
+        self._described: set[Kind] = set()
         self._rest: StepRecords | None = None  # fetched, of the interval that is under way
         self._num_missing: float = 0.0  # batches to be recorded until an interval ends
         self._num_unchecked = 0  # batches that were fetched since variables were compared
         self._batch_size: int | None = None
 
+    def prepare(self) -> None:
+        """Take note that a run is about to begin."""
+        self._num_runs += 1
+        if self._num_runs == 1:
+            for kind in ("train", "test"):
+                self._recorder.fetch(kind)  # what came after the last run
+            self._described = set()
+            self._rest = None
+            self._num_unchecked = 0
+            self._batch_size = None
+
+    def release(self) -> None:
+        """Take note that a run is over, and if it was broken off, write what is left.
+
+        Other workers may be gone then, so they are not waited for.
+        """
+        self._num_runs -= 1
+        if self._num_runs == 0 and self._trains:
+            self._trains = False
+            if self._workers is None:
+                with contextlib.suppress(Exception):  # the one that broke it off says more
+                    self._end_intervals(is_last=True)
+            self._writer.close()
+
     def begin_epoch(self) -> None:
         """Begin to count where the optimizer is, when the first epoch begins: callbacks may have restored it."""
-        self._recorder.begin()
         if not self._trains:
             self._trains = True
             self._counter.begin()
@@ -134,15 +157,6 @@ class Watch:
         if self._trains:
             self._writer.flush()
         else:
-            self._writer.close()
-
-    def release(self) -> None:
-        """Write what is left of a run that was broken off. Other workers may be gone, so they are not waited for."""
-        if self._trains:
-            self._trains = False
-            if self._workers is None:
-                with contextlib.suppress(Exception):  # the one that broke it off says more
-                    self._end_intervals(is_last=True)
             self._writer.close()
 
     @property
@@ -205,7 +219,6 @@ class Watch:
         experiment = self._experiment
         if kind == "test":
             experiment = f"{experiment}/validation" if experiment else "validation"
-        num_local = self._num_replicas if self._workers is None else self._num_replicas // self._workers.num_workers
         self._writer.begin(
             Run(
                 kind=kind,
@@ -214,7 +227,7 @@ class Watch:
                 details=describe_model(self.model),
                 step=self._counter.step(self._counter.count),
                 wall_time=time.time(),
-                replicas=range(self._first_replica, self._first_replica + num_local),
+                replicas=self._replicas,
                 is_chief=self._is_chief,
             )
         )

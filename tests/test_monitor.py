@@ -229,6 +229,40 @@ def test_updates_that_are_left_out_are_not_counted(mirrored: Any) -> None:
     assert memory.train[-1].step == updates
 
 
+def test_other_runs_in_the_middle_of_training_are_neither_shown_nor_in_the_way(mirrored: Any) -> None:
+    class Looks(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.predict(X, verbose=0)
+            self.model.evaluate(X, Y, verbose=0)
+            self.model.evaluate(X[:5], Y[:5], verbose=0, callbacks=[monitor])
+
+    model = build(mirrored)
+    monitor, memory = remembered(update_freq="epoch")
+    fit(model, monitor, callbacks=[Looks(), monitor], validation_data=(X[:9], Y[:9]))
+    assert [(stats.step, stats.examples.sum()) for stats in memory.train] == [(7, 50), (14, 50)]
+    assert [(stats.step, stats.examples.sum()) for stats in memory.test] == [(7, 9), (7, 5), (14, 9), (14, 5)]
+    assert model.replica_recorders == ()
+
+
+def test_watched_and_unwatched_runs_are_traced_once_each(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    program = kde.Model._program
+
+    def counting(self: Any, kind: str) -> Any:
+        made.append(kind)
+        return program(self, kind)
+
+    monkeypatch.setattr(kde.Model, "_program", counting)
+    model = build(mirrored)
+    monitor, memory = remembered()
+    for _ in range(2):
+        fit(model, monitor, epochs=1)
+        fit(model, keras.callbacks.Callback(), epochs=1)
+        model.train_on_batch(X, Y)
+    assert made == ["train", "train"]
+    assert memory.train[-1].step == 22  # after two runs of 7 batches, and one batch
+
+
 # Files
 
 

@@ -98,6 +98,24 @@ def test_a_replica_that_gets_slower_is_named_even_when_all_do() -> None:
     assert finding["seconds"] == pytest.approx(30 * 0.008)
 
 
+def test_if_most_are_slower_than_one_that_one_is_fast() -> None:
+    stragglers = Stragglers()
+    judge(stragglers, *[[0.003, 0.0045, 0.005, 0.0055]] * 5)  # four logical CPUs on two cores
+    assert stragglers.findings == []
+    judge(stragglers, *[[0.003, 0.0045, 0.005, 0.0065]] * 5)
+    (finding,) = (f for f in stragglers.findings if f["code"] == "slow-replica")
+    assert finding["what"].startswith("Replica 3 is slow: 2.17 times")
+
+
+def test_replicas_that_take_turns_on_few_cores_are_compared_with_themselves_alone() -> None:
+    stragglers = Stragglers(take_turns=True)
+    scores = judge(stragglers, *[[0.010, 0.040]] * 5)
+    assert scores.relative.tolist() == [1.0, 0.25]
+    assert stragglers.findings == []
+    judge(stragglers, *[[0.010, 0.080]] * 5)
+    assert [f["code"] for f in stragglers.findings] == ["slower-than-before"]
+
+
 def test_a_slow_worker_is_named_as_one() -> None:
     stragglers = Stragglers(num_workers=2)
     judge(stragglers, *[[0.010, 0.011, 0.021, 0.020]] * 3)

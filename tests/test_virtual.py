@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import strategies
-from virtual_runs import CASES, FIT, OF_WORKERS, QUICK, Case, X, Y, randomized, run_in_worker, values
+from virtual_runs import CASES, FIT, OF_WORKERS, QUICK, Case, X, Y, randomized, rows_of_worker, run_in_worker, values
 
 import keras_dist_ext as kde
 from keras_dist_ext import program, reduce, turns, xla
@@ -79,7 +79,17 @@ def test_six_virtual_replicas_are_the_same_on_one_two_and_three():
     assert_same_bits(on_one, run(name, 3, six)[0])
 
 
-@pytest.mark.parametrize("name", ["a convolution", pytest.param("sparse gradients", marks=pytest.mark.slow)])
+def test_batches_that_tensorflow_has_distributed_are_dealt_on(mirrored):
+    batches = tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(8, drop_remainder=True)
+    nets = [Case(randomized).build(strategy, ORDERED) for strategy in (mirrored, strategies.get("default"))]
+    nets[0].fit(mirrored.experimental_distribute_dataset(batches), verbose=0)
+    nets[1].fit(batches, verbose=0)
+    assert_same_bits(values(nets[0]), values(nets[1]))
+
+
+@pytest.mark.parametrize(
+    "name", ["accumulation of gradients", pytest.param("sparse gradients", marks=pytest.mark.slow)]
+)
 def test_collectives_give_the_bits_that_memory_gives(name, monkeypatch):
     for module in (reduce, program):
         monkeypatch.setattr(module, "shares_memory", lambda strategy: False)
@@ -90,9 +100,10 @@ def test_collectives_give_the_bits_that_memory_gives(name, monkeypatch):
         "all_gather",
         lambda self, value, axis: gathers.append(value) or original(self, value, axis),
     )
-    gathered = CASES[name].run(strategies.get("mirrored2"), ORDERED)[0]
+    six = kde.VirtualReplicas(6)  # each of the two has two nodes to give; of four virtual ones, one sum is left to make
+    gathered = CASES[name].run(strategies.get("mirrored2"), six)[0]
     assert gathers
-    assert_same_bits(gathered, run(name, 1, ORDERED)[0])
+    assert_same_bits(gathered, run(name, 1, six)[0])
 
 
 def test_a_run_goes_on_with_other_numbers_of_replicas(tmp_path):
@@ -378,6 +389,15 @@ def test_two_workers_come_to_the_bits_that_one_process_comes_to(name, of_workers
     for worker in of_workers:
         assert_same_bits(worker[name][0], on_one)
         assert_close(worker[name][1], logs)
+
+
+@pytest.mark.multiworker
+def test_rows_that_a_worker_reads_are_dealt_to_the_virtual_replicas_that_it_carries(of_workers):
+    net = CASES["accumulation of gradients"].build(strategies.get("default"), 4)
+    batches = tf.data.Dataset.zip(rows_of_worker(0), rows_of_worker(1))
+    net.fit(batches.map(lambda *parts: tuple(tf.concat(pair, 0) for pair in zip(*parts, strict=True))), verbose=0)
+    for worker in of_workers:
+        assert_same_bits(worker["rows of their own"], values(net))
 
 
 @pytest.mark.multiworker

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m conformance", description=__doc__)
     parser.add_argument("--rows", default=".*", metavar="PATTERN", help="a regular expression for the names of rows")
     parser.add_argument("--ours", action="store_true", help="leave stock Keras out")
-    parser.add_argument("--write", action="store_true", help=f"write {RECORD.name} anew")
+    parser.add_argument("--write", action="store_true", help=f"write them into {RECORD.name}")
     given = parser.parse_args(arguments)
     rows = [row for row in ROWS if re.fullmatch(given.rows, row.name)]
     ours, lines = [], []
@@ -40,7 +40,9 @@ def main(arguments: Sequence[str]) -> int:
         lines.append(f"{row.name} | {cause_of(row).__name__} | {on_ours} | {seen}")
         print(f"{row.name} | stock Keras | {seen}", flush=True)
     if given.write:
-        RECORD.write_text("\n".join([*lines, ""]))
+        kept = RECORD.read_text().splitlines() if RECORD.exists() else []
+        by_name = {line.split(" | ")[0]: line for line in [*kept, *lines]}
+        RECORD.write_text("".join(f"{by_name[row.name]}\n" for row in ROWS if row.name in by_name))
     print(f"{len(ours) - ours.count(PASSES)} of {len(ours)} rows fail with their causes put back")
     return int(PASSES in ours)
 
