@@ -102,7 +102,8 @@ def pick_strategy(
             )
         reason += "; communication options unused"
     strategy = build(decision, facts, communication)
-    _REASONS[strategy] = reason
+    if isinstance(strategy, tf.distribute.Strategy):
+        _REASONS[strategy] = reason
     return StrategyChoice(strategy, decision.name, reason)
 
 
