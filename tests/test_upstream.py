@@ -828,6 +828,17 @@ def test_optimizer_remembers_its_variables_in_their_order(wrap: Any) -> None:
     assert [v is w for v, w in zip(_keras.optimized_variables(optimizer), variables, strict=True)] == [True, True]
 
 
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_optimizer_counts_batches_also_while_it_accumulates(is_scaled: bool) -> None:
+    inner = SGD(0.1, gradient_accumulation_steps=2)
+    optimizer = keras.optimizers.LossScaleOptimizer(inner) if is_scaled else inner
+    variable = keras.Variable(1.0)
+    for _ in range(3):
+        optimizer.apply([tf.constant(1.0)], [variable])
+    assert _keras.batches_used(optimizer) == 3
+    assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == 1
+
+
 def test_compile_keeps_the_objects_that_it_was_given() -> None:
     optimizer, loss = SGD(0.1), keras.losses.MeanSquaredError()
     net = keras.Sequential([layers.Dense(1)])
