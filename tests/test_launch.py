@@ -204,6 +204,16 @@ def environ_with(**more):
     return {**os.environ, **more}
 
 
+@pytest.fixture(autouse=True)
+def signals_as_in_a_terminal():
+    """What starts in the background, or by nohup, ignores some signals, and so do its children."""
+    before = {signum: signal.signal(signum, signal.SIG_DFL) for signum in (signal.SIGHUP, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
     """A folder for temporary files that must be empty in the end."""
