@@ -6,13 +6,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import flat_layers, is_default_strategy, keras, seed_generators
+from keras_dist_ext._keras import flat_layers, is_default_strategy, keras, seed_generators, tree
 from keras_dist_ext.errors import ScopeError
 from keras_dist_ext.scope import check_scope
 from keras_dist_ext.seeds import checked_seed, seeds_of
 from keras_dist_ext.xla import warn_once
 
-__all__ = ["ReplicaSeeds", "ScopeGuard", "StepCallbacks"]
+__all__ = ["ReplicaSeeds", "ScopeGuard", "StepCallbacks", "looks_at_batches"]
 
 
 class ScopeGuard(keras.callbacks.Callback):  # type: ignore[misc]
@@ -153,3 +153,30 @@ class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         if not self._is_set_up:
             self._is_set_up = True
             super().__init__(**self._arguments, steps=self.feed.num_batches)
+
+
+def looks_at_batches(callbacks: Any, kind: str) -> bool:
+    """Return whether a callback of the user's own wants every batch of a run of this kind, train or test."""
+    callbacks = getattr(callbacks, "callbacks", callbacks)
+    names = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"] + (
+        ["on_batch_begin", "on_batch_end"] if kind == "train" else []
+    )
+    for callback in tree.flatten(callbacks) if callbacks else []:
+        if _is_content_with_executions(callback):
+            continue
+        for name in names:
+            method = getattr(callback, name, None)
+            if getattr(method, "__func__", method) is not getattr(keras.callbacks.Callback, name):
+                return True
+    return False
+
+
+def _is_content_with_executions(callback: Any) -> bool:
+    """Whether a callback needs no single batch: it says so, or is one of Keras' own and set up like that."""
+    if getattr(callback, "is_content_with_executions", False):
+        return True
+    if type(callback) in (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore):
+        return getattr(callback, "save_freq", getattr(callback, "_save_freq", "epoch")) == "epoch"
+    if type(callback) is keras.callbacks.TensorBoard:
+        return callback.update_freq == "epoch" and not callback.write_steps_per_second and not callback._should_trace
+    return type(callback) is keras.callbacks.ProgbarLogger

@@ -5,22 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
 from keras_dist_ext import _keras, feed
 from keras_dist_ext._keras import keras, tree
-from keras_dist_ext.callbacks import StepCallbacks
+from keras_dist_ext.callbacks import StepCallbacks, looks_at_batches
 from keras_dist_ext.degree import degree_in_rows
-from keras_dist_ext.program import PredictProgram, StepProgram, concat_outputs
+from keras_dist_ext.program import PredictProgram, StepProgram
 from keras_dist_ext.recorder import Recorder
 from keras_dist_ext.reduce import keep_first_part, sum_parts
+from keras_dist_ext.runners import CoordinatorProgram, predictor, runner
 from keras_dist_ext.scope import check_scope, move_into_scope, optimizers
 from keras_dist_ext.seeds import Seeds, checked_seed
-from keras_dist_ext.step import CannotCompile, ReplicaStep, UnbuiltOptimizer, UnknownLossDegrees
+from keras_dist_ext.step import ReplicaStep, UnknownLossDegrees
 from keras_dist_ext.virtual import VirtualReplicas
 from keras_dist_ext.workers import InStep, Stop, callbacks_of_worker, workers_of
 from keras_dist_ext.xla import warn_once
@@ -262,7 +262,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
     def make_predict_function(self, force: bool = False) -> Any:
         """Return what ``predict`` calls for each execution."""
         if self.predict_function is None or force:
-            self.predict_function = _predictor(self._program("predict"))
+            self.predict_function = predictor(self._program("predict"))
         return self.predict_function
 
     def _recording_function(self, kind: str, is_new: bool) -> Any:
@@ -272,7 +272,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         if is_new:
             made.clear()
         if wanted not in made:
-            made[wanted] = _runner(self._program(kind))
+            made[wanted] = runner(self._program(kind))
         return made[wanted]
 
     def _program(self, kind: str) -> Any:
@@ -409,7 +409,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
     def _pace(self, callbacks: Any, kind: str) -> feed.Pace:
         if not self._steps_per_execution_is_auto:
             return feed.Pace(self.steps_per_execution)
-        return feed.Pace(1 if _looks_at_batches(callbacks, kind) else None)
+        return feed.Pace(1 if looks_at_batches(callbacks, kind) else None)
 
     def add_recorder(self, recorder: Recorder) -> None:
         """Have the steps of the run that is about to begin recorded.
@@ -495,30 +495,6 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
                 return super().predict(*call.args[1:], **call.kwargs)
 
 
-class CoordinatorProgram:
-    """Steps that the workers of a ParameterServerStrategy make, each on a batch of its own."""
-
-    def __init__(self, model: Any, kind: str) -> None:
-        self.model = model
-        self.kind = kind
-        self.strategy = model.distribute_strategy
-
-    def run_source(self, batches: Iterator[Any], num_steps: int) -> tuple[int, Any]:
-        """Hand out up to ``num_steps`` steps; return how many there were, and the logs of those that are done."""
-        coordinator = self.model._coordinator
-        made = getattr(coordinator, self.kind)(batches, num_steps)
-        return made, coordinator.logs()
-
-    def on_batch(self, batch: Any) -> Any:
-        """Run one step and wait for it."""
-        self.run_source(iter([batch]), 1)
-        return self.model._coordinator.join()
-
-    def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:
-        """Predict each batch and concatenate the outputs along the rows."""
-        return concat_outputs(list(self.model._coordinator.predict(batches)))
-
-
 class Functional(Model, _keras.Functional):  # type: ignore[misc]
     """What ``Model(inputs, outputs)`` makes."""
 
@@ -556,87 +532,3 @@ def _accumulating(model: Any) -> list[Any]:
         and optimizer.gradient_accumulation_steps
         and int(keras.ops.convert_to_numpy(optimizer._iterations)) % optimizer.gradient_accumulation_steps
     ]
-
-
-def _runner(program: Any) -> Callable[[Any], Any]:
-    """Keras' ``train_function``: takes an ``Execution``, or any iterator of batches for one step."""
-
-    def run(iterator: Any) -> Any:
-        model = program.model
-        if program.kind == "train":
-            model._part()
-        is_split = program.strategy.num_replicas_in_sync > 1 or model.virtual_replicas is not None
-        if model.run_eagerly and model._loss_degrees is None and is_split:
-            try:  # now, because an eager step has its batch when it meets the loss
-                model._find_loss_degrees(model._batch_spec)
-            except Exception:  # code that only runs eagerly, and may have no such loss
-                model._loss_degrees = []
-        if isinstance(iterator, feed.Execution):
-            run_steps = functools.partial(iterator.run, program)
-        else:
-            run_steps = functools.partial(program.on_batch, tree.map_structure(_as_tensor, next(iterator)))
-        while True:
-            try:
-                return run_steps()
-            except (UnbuiltOptimizer, UnknownLossDegrees, CannotCompile) as unprepared:
-                _prepare(program, unprepared)  # they are raised while tracing, before any step is made
-
-    return run
-
-
-def _prepare(program: Any, unprepared: Exception) -> None:
-    """Make good what tracing a step has found missing."""
-    model = program.model
-    if isinstance(unprepared, UnbuiltOptimizer):
-        with model._in_scope():
-            unprepared.build()
-    elif isinstance(unprepared, UnknownLossDegrees):
-        model._find_loss_degrees(model._batch_spec)
-    else:
-        warnings.warn(
-            f"jit_compile=True: '{model.name}' has a loss with a mask or sample weights, or a layer, that sums over "
-            "replicas while it is computed, which XLA cannot compile; the step runs without XLA.",
-            stacklevel=2,
-        )
-        program.without_xla()
-
-
-def _predictor(program: PredictProgram) -> Callable[[Any], Any]:
-    def run(batches: Any) -> Any:
-        if isinstance(batches[0], feed.Execution):
-            (execution,) = batches
-            return program.on_batches(list(execution.batches()), of_worker=execution.source.is_of_worker)
-        return program.on_batches([tree.map_structure(_as_tensor, batch) for batch in batches])
-
-    return run
-
-
-def _as_tensor(value: Any) -> Any:
-    return None if value is None else tf.convert_to_tensor(value) if not tf.is_tensor(value) else value
-
-
-def _looks_at_batches(callbacks: Any, kind: str) -> bool:
-    """Whether a callback of the user's own wants every batch."""
-    callbacks = getattr(callbacks, "callbacks", callbacks)
-    names = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"] + (
-        ["on_batch_begin", "on_batch_end"] if kind == "train" else []
-    )
-    for callback in tree.flatten(callbacks) if callbacks else []:
-        if _is_content_with_executions(callback):
-            continue
-        for name in names:
-            method = getattr(callback, name, None)
-            if getattr(method, "__func__", method) is not getattr(keras.callbacks.Callback, name):
-                return True
-    return False
-
-
-def _is_content_with_executions(callback: Any) -> bool:
-    """Whether a callback needs no single batch: it says so, or is one of Keras' own and set up like that."""
-    if getattr(callback, "is_content_with_executions", False):
-        return True
-    if type(callback) in (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore):
-        return getattr(callback, "save_freq", getattr(callback, "_save_freq", "epoch")) == "epoch"
-    if type(callback) is keras.callbacks.TensorBoard:
-        return callback.update_freq == "epoch" and not callback.write_steps_per_second and not callback._should_trace
-    return type(callback) is keras.callbacks.ProgbarLogger

@@ -1,0 +1,100 @@
+"""What Keras calls for each execution: programs as its train, test and predict functions."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import feed
+from keras_dist_ext._keras import tree
+from keras_dist_ext.program import PredictProgram, concat_outputs
+from keras_dist_ext.step import CannotCompile, UnbuiltOptimizer, UnknownLossDegrees
+
+__all__ = ["CoordinatorProgram", "predictor", "runner"]
+
+
+def runner(program: Any) -> Callable[[Any], Any]:
+    """Return Keras' ``train_function`` or ``test_function``: it takes an ``Execution``, or an iterator of batches."""
+
+    def run(iterator: Any) -> Any:
+        model = program.model
+        if program.kind == "train":
+            model._part()
+        is_split = program.strategy.num_replicas_in_sync > 1 or model.virtual_replicas is not None
+        if model.run_eagerly and model._loss_degrees is None and is_split:
+            try:  # now, because an eager step has its batch when it meets the loss
+                model._find_loss_degrees(model._batch_spec)
+            except Exception:  # code that only runs eagerly, and may have no such loss
+                model._loss_degrees = []
+        if isinstance(iterator, feed.Execution):
+            run_steps = functools.partial(iterator.run, program)
+        else:
+            run_steps = functools.partial(program.on_batch, tree.map_structure(_as_tensor, next(iterator)))
+        while True:
+            try:
+                return run_steps()
+            except (UnbuiltOptimizer, UnknownLossDegrees, CannotCompile) as unprepared:
+                _prepare(program, unprepared)  # they are raised while tracing, before any step is made
+
+    return run
+
+
+def _prepare(program: Any, unprepared: Exception) -> None:
+    """Make good what tracing a step has found missing."""
+    model = program.model
+    if isinstance(unprepared, UnbuiltOptimizer):
+        with model._in_scope():
+            unprepared.build()
+    elif isinstance(unprepared, UnknownLossDegrees):
+        model._find_loss_degrees(model._batch_spec)
+    else:
+        warnings.warn(
+            f"jit_compile=True: '{model.name}' has a loss with a mask or sample weights, or a layer, that sums over "
+            "replicas while it is computed, which XLA cannot compile; the step runs without XLA.",
+            stacklevel=2,
+        )
+        program.without_xla()
+
+
+def predictor(program: PredictProgram) -> Callable[[Any], Any]:
+    """Return Keras' ``predict_function``: it takes a list, of an ``Execution`` or of batches."""
+
+    def run(batches: Any) -> Any:
+        if isinstance(batches[0], feed.Execution):
+            (execution,) = batches
+            return program.on_batches(list(execution.batches()), of_worker=execution.source.is_of_worker)
+        return program.on_batches([tree.map_structure(_as_tensor, batch) for batch in batches])
+
+    return run
+
+
+def _as_tensor(value: Any) -> Any:
+    return None if value is None else tf.convert_to_tensor(value) if not tf.is_tensor(value) else value
+
+
+class CoordinatorProgram:
+    """Steps that the workers of a ParameterServerStrategy make, each on a batch of its own."""
+
+    def __init__(self, model: Any, kind: str) -> None:
+        self.model = model
+        self.kind = kind
+        self.strategy = model.distribute_strategy
+
+    def run_source(self, batches: Iterator[Any], num_steps: int) -> tuple[int, Any]:
+        """Hand out up to ``num_steps`` steps; return how many there were, and the logs of those that are done."""
+        coordinator = self.model._coordinator
+        made = getattr(coordinator, self.kind)(batches, num_steps)
+        return made, coordinator.logs()
+
+    def on_batch(self, batch: Any) -> Any:
+        """Run one step and wait for it."""
+        self.run_source(iter([batch]), 1)
+        return self.model._coordinator.join()
+
+    def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:
+        """Predict each batch and concatenate the outputs along the rows."""
+        return concat_outputs(list(self.model._coordinator.predict(batches)))
