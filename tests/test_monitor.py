@@ -313,6 +313,31 @@ def test_the_manifest_says_what_it_ran_on_and_why(mirrored: Any) -> None:
     json.dumps([manifest, dict(details)])
 
 
+def test_sixteen_replicas_are_watched_and_seeded() -> None:
+    code = """
+import json
+import numpy as np, keras
+import keras_dist_ext as kde
+with kde.pick_strategy("mirrored", num_replicas=16, environ={}).strategy.scope():
+    model = kde.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dropout(0.2), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.random.default_rng(0).normal(size=(100, 4)).astype("float32")
+memory = kde.MemoryWriter()
+callbacks = [kde.ReplicaMonitor(writers=[memory], update_freq="epoch"), kde.ReplicaSeeds(1)]
+history = model.fit(x, x[:, :1], batch_size=30, epochs=2, verbose=0, callbacks=callbacks).history
+print(json.dumps([history["loss"], *[[s.examples.tolist(), s.loss.tolist()] for s in memory.train]]))
+"""
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    losses, *intervals = json.loads(ended.stdout)
+    assert len(intervals) == len(losses) == 2
+    for loss, (examples, of_replicas) in zip(losses, intervals, strict=True):
+        assert len(examples) == 16
+        assert sum(examples) == 100  # in batches of 30, 30, 30 and 10, which leaves some without any
+        assert np.average(of_replicas, weights=examples) == pytest.approx(loss, rel=1e-6)
+
+
 def test_a_killed_run_leaves_events_up_to_the_last_flush(tmp_path: pathlib.Path) -> None:
     code = f"""
 import os, signal, time

@@ -1,11 +1,13 @@
 """The package imports nothing heavy, shows its names, and raises errors of one tree."""
 
 import ast
+import configparser
 import inspect
 import pickle
 import subprocess
 import sys
 from importlib import resources
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +100,13 @@ def test_every_error_is_of_the_tree_is_drawn_in_it_and_crosses_processes(name):
 )
 def test_errors_are_also_what_python_code_expects(error_class, builtin):
     assert issubclass(error_class, builtin)
+
+
+def test_the_lower_bounds_are_the_versions_that_tox_installs():
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).resolve().parents[1] / "setup.cfg")
+    extras = setup["options.extras_require"]
+    needed = [setup["options"]["install_requires"], extras["tuner"], extras["test"]]
+    bounds = [line for text in needed for line in text.split("\n") if line and not line.startswith("keras_dist_ext[")]
+    tried = setup["testenv:oldest"]["deps"].strip().split("\n")
+    assert sorted(line.replace("==", ">=") for line in tried) == sorted(bounds)
