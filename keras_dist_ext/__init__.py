@@ -9,27 +9,42 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from keras_dist_ext.actions import every, on_improvement, on_preemption
     from keras_dist_ext.adoption import adopt, clone_model, load_model
+    from keras_dist_ext.audit import audit
+    from keras_dist_ext.buckets import bucket_by_length
     from keras_dist_ext.callbacks import ReplicaSeeds, ScopeGuard
+    from keras_dist_ext.certificate import Certificate, certify
+    from keras_dist_ext.diagnose import diagnose
+    from keras_dist_ext.doctor import ParallelismDoctor
     from keras_dist_ext.errors import (
         BackendError,
+        CertificateError,
         ClusterError,
         DataError,
         KerasDistError,
         LaunchError,
+        LoopError,
         MonitorError,
+        ResumeError,
         ScopeError,
         SeedError,
         StrategyError,
     )
     from keras_dist_ext.event_files import EventWriter
+    from keras_dist_ext.gathering import gather, per_replica
     from keras_dist_ext.json_lines import JsonLinesWriter, replay
     from keras_dist_ext.launch import launch
+    from keras_dist_ext.loop import TrainLoop
     from keras_dist_ext.model import Model, Sequential
     from keras_dist_ext.monitor import ReplicaMonitor
+    from keras_dist_ext.pipeline import inspect
+    from keras_dist_ext.replica import Replica
+    from keras_dist_ext.resume import Resume
     from keras_dist_ext.scope import check_scope
     from keras_dist_ext.seed_table import describe_seeds
     from keras_dist_ext.seeds import seed_replicas
+    from keras_dist_ext.sharding import distribute
     from keras_dist_ext.strategy import StrategyChoice, pick_strategy
     from keras_dist_ext.terminal import TerminalWriter
     from keras_dist_ext.virtual import VirtualReplicas
@@ -47,17 +62,33 @@ __all__ = [
     "adopt",
     "load_model",
     "clone_model",
+    "TrainLoop",
+    "Replica",
+    "per_replica",
+    "gather",
+    "distribute",
+    "bucket_by_length",
+    "audit",
+    "inspect",
     "check_scope",
     "ScopeGuard",
     "ReplicaSeeds",
     "describe_seeds",
     "seed_replicas",
     "ReplicaMonitor",
+    "ParallelismDoctor",
+    "diagnose",
+    "certify",
+    "Certificate",
     "EventWriter",
     "JsonLinesWriter",
     "replay",
     "MemoryWriter",
     "TerminalWriter",
+    "Resume",
+    "every",
+    "on_improvement",
+    "on_preemption",
     "launch",
     "KerasDistError",
     "StrategyError",
@@ -66,6 +97,9 @@ __all__ = [
     "SeedError",
     "DataError",
     "MonitorError",
+    "CertificateError",
+    "ResumeError",
+    "LoopError",
     "LaunchError",
     "BackendError",
 ]
@@ -79,17 +113,33 @@ _MODULE_OF = {
     "adopt": "adoption",
     "load_model": "adoption",
     "clone_model": "adoption",
+    "TrainLoop": "loop",
+    "Replica": "replica",
+    "per_replica": "gathering",
+    "gather": "gathering",
+    "distribute": "sharding",
+    "bucket_by_length": "buckets",
+    "audit": "audit",
+    "inspect": "pipeline",
     "check_scope": "scope",
     "ScopeGuard": "callbacks",
     "ReplicaSeeds": "callbacks",
     "describe_seeds": "seed_table",
     "seed_replicas": "seeds",
     "ReplicaMonitor": "monitor",
+    "ParallelismDoctor": "doctor",
+    "diagnose": "diagnose",
+    "certify": "certificate",
+    "Certificate": "certificate",
     "EventWriter": "event_files",
     "JsonLinesWriter": "json_lines",
     "replay": "json_lines",
     "MemoryWriter": "writers",
     "TerminalWriter": "terminal",
+    "Resume": "resume",
+    "every": "actions",
+    "on_improvement": "actions",
+    "on_preemption": "actions",
     "launch": "launch",
     "KerasDistError": "errors",
     "StrategyError": "errors",
@@ -98,6 +148,9 @@ _MODULE_OF = {
     "SeedError": "errors",
     "DataError": "errors",
     "MonitorError": "errors",
+    "CertificateError": "errors",
+    "ResumeError": "errors",
+    "LoopError": "errors",
     "LaunchError": "errors",
     "BackendError": "errors",
 }

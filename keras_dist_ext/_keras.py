@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import random
 import threading
+import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import h5py
@@ -41,7 +43,10 @@ if keras.backend.backend() != "tensorflow":
 
 from keras.src import api_export
 from keras.src.backend.common import global_state
+from keras.src.backend.common.name_scope import current_path
 from keras.src.backend.common.stateless_scope import StatelessScope
+from keras.src.backend.tensorflow import nn as tf_nn
+from keras.src.backend.tensorflow import numpy as tf_numpy
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import random as tf_random
 from keras.src.backend.tensorflow import trainer as tf_trainer
@@ -53,18 +58,27 @@ from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
 from keras.src.saving import object_registration, serialization_lib
 from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.trainers import compile_utils, data_adapters
 from keras.src.trainers.data_adapters import data_adapter_utils, py_dataset_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 from tensorflow.core.framework import graph_pb2
+from tensorflow.python.data.experimental.ops import distribute as data_distribute
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.distribute import distribute_utils, input_lib
 from tensorflow.python.distribute.coordinator import values as coordinator_values
 from tensorflow.python.eager import context as tf_context
-from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.eager.polymorphic_function import polymorphic_function, tracing_compilation
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.framework import random_seed
-from tensorflow.python.ops import control_flow_util, gen_stateless_random_ops_v2, summary_ops_v2
+from tensorflow.python.ops import (
+    control_flow_util,
+    gen_random_ops,
+    gen_stateless_random_ops,
+    gen_stateless_random_ops_v2,
+    summary_ops_v2,
+)
 
 __all__ = [
     "ArrayDataAdapter",
@@ -72,6 +86,7 @@ __all__ = [
     "Functional",
     "KerasSaveable",
     "StatelessScope",
+    "TFDatasetAdapter",
     "functional_init_arguments",
     "intercept",
     "keras",
@@ -110,6 +125,8 @@ class Step(Protocol):
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None: ...
 
     def trace_of(self, function: Any) -> Any: ...
+
+    def on_rows(self, inputs: Any, op: Callable[[Any], Any]) -> Any: ...
 
 
 _thread = threading.local()
@@ -268,6 +285,23 @@ def _(original: Any, step: Step, context: Any, reduce_op: Any, value: Any, optio
     return step.all_reduce(reduce_op, value, functools.partial(original, context, options=options))
 
 
+# keras/src/backend/tensorflow/nn.py: TensorFlow's kernels fail on no rows, and some end the process.
+for _op_name in ("conv", "conv_transpose", "depthwise_conv", "separable_conv", "max_pool"):
+
+    @_install(tf_nn, _op_name)
+    def _(original: Any, step: Step, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return step.on_rows(inputs, lambda rows: original(rows, *args, **kwargs))
+
+
+# keras/src/backend/tensorflow/numpy.py: takes what has no rows for the vector of a bias, since 0 is no more than 1.
+@_install(tf_numpy, "add")
+def _(original: Any, step: Step, x1: Any, x2: Any) -> Any:
+    if 0 not in (getattr(x2, "shape", None) or ()):
+        return original(x1, x2)
+    dtype = keras.backend.result_type(*(getattr(x, "dtype", type(x)) for x in (x1, x2)))
+    return tf.add(*(tf.cast(keras.ops.convert_to_tensor(x), dtype) for x in (x1, x2)))
+
+
 # tensorflow/python/eager/polymorphic_function/polymorphic_function.py: a trace is used again on the same device.
 @_install(polymorphic_function.Function, "__call__")
 def _(original: Any, step: Step, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -338,6 +372,11 @@ def components(variable: Any) -> tuple[Any, ...]:
     """The copies of a variable on this worker's replicas, or the variable itself (values.py)."""
     value = variable._value if isinstance(variable, keras.Variable) else variable
     return tuple(getattr(value, "_values", (value,)))
+
+
+def whole_variable(variable: Any) -> Any:
+    """The mirrored variable that a copy of it belongs to, or the variable itself (distribute_utils.py)."""
+    return distribute_utils.value_container(variable)
 
 
 def regroup(values: Sequence[Any]) -> Any:
@@ -506,6 +545,39 @@ def dataset_graph(dataset: tf.data.Dataset) -> Any:
         return None
 
 
+def iterator_state(iterator: Any) -> list[bytes] | None:
+    """What a dataset's iterator holds, buffers included; None where it depends on what TensorFlow cannot save.
+
+    tensorflow/python/data/ops/iterator_ops.py does the same for `tf.train.Checkpoint`, which writes files.
+    """
+    fail = tf.data.experimental.ExternalStatePolicy.FAIL.value
+    try:
+        state = tf.raw_ops.SerializeIterator(resource_handle=iterator._iterator_resource, external_state_policy=fail)
+        return [tf.io.serialize_tensor(part).numpy() for part in tf.unstack(state)]
+    except (tf.errors.OpError, AttributeError):
+        return None
+
+
+def draws_order(graph: Any) -> bool:
+    """Whether a dataset shuffles, or has a source of random numbers, also in its functions (dataset_ops.py).
+
+    The state of an iterator then does not bring back what comes after this pass: saved when a shuffle has taken the
+    last element of its input, it loses count of the passes (core/kernels/data/shuffle_dataset_op.cc, TensorFlow 2.21).
+    """
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    return any(node.op.startswith(("Shuffle", "RandomDataset")) for node in nodes)
+
+
+def set_iterator_state(iterator: Any, state: Sequence[bytes]) -> bool:
+    """Put back what ``iterator_state`` has returned; return whether that has worked (iterator_ops.py)."""
+    try:
+        parts = tf.stack([tf.io.parse_tensor(part, tf.variant) for part in state])
+        tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=parts)
+    except (tf.errors.OpError, AttributeError):
+        return False
+    return True
+
+
 def shard_indices(graph: Any) -> list[tuple[int, ...]]:
     """The (number of shards, index) of each ``Dataset.shard`` in the graph."""
     constants = {n.name: n for n in graph.node if n.op == "Const"}
@@ -611,6 +683,27 @@ def order_py_datasets_by(seed: int | None) -> None:
     keras/src/trainers/data_adapters/py_dataset_adapter.py shuffles by `random`, in a thread of its own.
     """
     _py_dataset_order.generator = random if seed is None else random.Random(seed)
+
+
+def py_dataset_from(adapter: Any, batch: int, seed: int | None) -> tf.data.Dataset:
+    """The rest of a pass over a PyDataset, from a batch on; those before it are not asked for.
+
+    keras/src/trainers/data_adapters/py_dataset_adapter.py makes a dataset of what `_get_iterator` gives.
+    """
+
+    def rest() -> Iterator[Any]:
+        length = adapter.num_batches
+        numbers: Any = itertools.count() if length is None else list(range(length))
+        if adapter.shuffle and length is not None:
+            (random if seed is None else random.Random(seed)).shuffle(numbers)
+        for number in itertools.islice(numbers, batch, None):
+            yield adapter._standardize_batch(adapter.py_dataset[number])
+
+    adapter._get_iterator = rest
+    try:
+        return adapter.get_tf_dataset()
+    finally:
+        del adapter._get_iterator
 
 
 @contextlib.contextmanager
@@ -791,3 +884,285 @@ def new_input(tensor: Any) -> Any:
         name=layer.name,
         optional=getattr(layer, "optional", False),
     )
+
+
+def keep_gradients(optimizer: Any) -> Callable[[], list[tuple[Any, Any]]]:
+    """Have an optimizer keep the gradient of each variable's last update; return what lists (variable, gradient).
+
+    keras/src/optimizers/base_optimizer.py: ``build`` makes slots by ``add_variable_from_reference``, and
+    ``update_step`` takes each gradient as it is used: summed over replicas, unscaled, clipped.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    kept: list[tuple[Any, Any]] = []
+    build, update_step = inner.build, inner.update_step
+
+    def build_and_keep(variables: Any) -> None:
+        build(variables)
+        if not kept:
+            made = [inner.add_variable_from_reference(v, name="kept_gradient") for v in inner._trainable_variables]
+            kept.extend(zip(inner._trainable_variables, made, strict=True))
+
+    def update_and_keep(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        inner.assign(kept[inner._get_variable_index(variable)][1], tf.convert_to_tensor(gradient))
+        update_step(gradient, variable, learning_rate)
+
+    if inner.built:
+        build_and_keep(None)
+    inner.build, inner.update_step = build_and_keep, update_and_keep
+    return lambda: list(kept)
+
+
+@contextlib.contextmanager
+def draws_sent_to(draw: Callable[..., Any]) -> Iterator[None]:
+    """Send the random ops that all threads make to ``draw(name, original, *args, **kwargs)``, also those of Keras.
+
+    tensorflow/python/ops: random_ops.py, stateless_random_ops.py and stateful_random_ops.py call these by module.
+    """
+    with contextlib.ExitStack() as stack:
+        for module, names in _RANDOM_FUNCTIONS.items():
+            for name in names:
+                stack.enter_context(replaced(module, name, functools.partial(draw, name, getattr(module, name))))
+        yield
+
+
+_RANDOM_FUNCTIONS = {
+    gen_stateless_random_ops_v2: (
+        "stateless_random_uniform_v2",
+        "stateless_random_normal_v2",
+        "stateless_truncated_normal_v2",
+        "stateless_random_uniform_int_v2",
+        "stateless_random_gamma_v3",
+        "stateless_shuffle",
+    ),
+    gen_stateless_random_ops: (
+        "stateless_multinomial",
+        "stateless_random_binomial",
+        "stateless_random_poisson",
+        "stateless_parameterized_truncated_normal",
+    ),
+    gen_random_ops: (
+        "random_uniform",
+        "random_standard_normal",
+        "truncated_normal",
+        "random_uniform_int",
+        "multinomial",
+        "random_gamma",
+        "random_poisson_v2",
+        "random_shuffle",
+        "parameterized_truncated_normal",
+    ),
+}
+
+
+@contextlib.contextmanager
+def dropouts_sent_to(dropout: Callable[..., Any]) -> Iterator[None]:
+    """Send Keras' dropout of all threads to ``dropout(original, inputs, rate, ...)`` (backend/tensorflow/random.py)."""
+    with replaced(tf_random, "dropout", functools.partial(dropout, tf_random.dropout)):
+        yield
+
+
+@contextlib.contextmanager
+def without_parts(parts: Collection[str]) -> Iterator[None]:
+    """Have what all threads trace go without some parts of a step; what was traced before stays as it is.
+
+    Args:
+        parts: "weights" and "masks" that losses take (keras/src/losses/loss.py, ``reduce_weighted_values``), "moments"
+            that BatchNormalization takes of a batch (batch_normalization.py, ``_moments``; its moving statistics
+            instead), the "loss" of ``compile`` (trainers/compile_utils.py; the mean square of the outputs instead).
+    """
+    reduce_values = loss_module.reduce_weighted_values
+
+    def reduce_all_alike(values: Any, sample_weight: Any = None, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        kept = (None if "weights" in parts else sample_weight, None if "masks" in parts else mask)
+        return reduce_values(values, *kept, *args, **kwargs)
+
+    def moving(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        return tuple(tf.cast(v.value, inputs.dtype) for v in (layer.moving_mean, layer.moving_variance))
+
+    def mean_square(_: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        outputs = [tf.cast(y, tf.float32) for y in tree.flatten(y_pred) if tf.as_dtype(y.dtype).is_floating]
+        means = [tf.math.divide_no_nan(tf.reduce_sum(y * y), tf.cast(tf.size(y), tf.float32)) for y in outputs]
+        return loss_module.scale_loss_for_distribution(tf.add_n(means))
+
+    with contextlib.ExitStack() as stack:
+        if {"weights", "masks"} & set(parts):
+            stack.enter_context(replaced(loss_module, "reduce_weighted_values", reduce_all_alike))
+        if "moments" in parts:
+            stack.enter_context(replaced(keras.layers.BatchNormalization, "_moments", moving))
+        if "loss" in parts:
+            stack.enter_context(replaced(compile_utils.CompileLoss, "__call__", mean_square))
+        yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a module or a class another attribute for a while."""
+    own = name in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before) if own else delattr(owner, name)
+
+
+def stateless_draws() -> tuple[Callable[..., Any], ...]:
+    """The ops that draw uniform, normal, truncated normal and integer numbers by a key (stateless_random_ops.py)."""
+    ops = gen_stateless_random_ops_v2
+    return (
+        ops.stateless_random_uniform_v2,
+        ops.stateless_random_normal_v2,
+        ops.stateless_truncated_normal_v2,
+        ops.stateless_random_uniform_int_v2,
+    )
+
+
+def layer_being_called() -> str:
+    """The path of the layer that this thread is calling, empty outside of all (backend/common/name_scope.py)."""
+    return str(current_path())
+
+
+def metric_results(model: Any, logs: Any) -> dict[str, Any]:
+    """What ``fit`` logs at the end of an epoch, of the logs of its last step (keras/src/trainers/trainer.py)."""
+    results = model._get_metrics_result_or_logs(logs)
+    flat = dict(tree.flatten_with_path(results)) if isinstance(results, dict) else {}
+    return {"/".join(map(str, path)): np.asarray(value) for path, value in flat.items()}
+
+
+def build_from_batch(model: Any, batch: Any) -> None:
+    """Build a model, its metrics and its optimizer as ``fit`` does (trainer.py, ``_symbolic_build``)."""
+    model._symbolic_build(data_batch=batch)
+
+
+def begin_fit(model: Any, split_batch: Any) -> None:
+    """Do what ``fit`` of stock Keras does before its first step (backend/tensorflow/trainer.py)."""
+    model._maybe_symbolic_build(iterator=[(0, 1, iter([split_batch]))])
+
+
+class WrappedDataset(tf.data.Dataset):  # type: ignore[misc]
+    """A dataset that gives what another gives, for classes that have more to say about it.
+
+    tensorflow_io derives its datasets from tf.data.Dataset in the same way; `_inputs` carries options on
+    (tensorflow/python/data/ops/dataset_ops.py).
+    """
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self._wrapped = dataset
+        super().__init__(tf.data.experimental.to_variant(dataset))
+
+    def _inputs(self) -> list[tf.data.Dataset]:
+        return [self._wrapped]
+
+    @property
+    def element_spec(self) -> Any:
+        """Specs of an element."""
+        return self._wrapped.element_spec
+
+
+def num_local_replicas(strategy: tf.distribute.Strategy) -> int:
+    """How many replicas this worker has; the default strategy does not tell (distribute/distribute_lib.py)."""
+    return 1 if is_default_strategy(strategy) else len(strategy.extended.worker_devices)
+
+
+def sharded(dataset: tf.data.Dataset, num_workers: int, worker: int) -> tf.data.Dataset:
+    """A worker's part of a dataset under the `auto_shard_policy` of its options, without any batch being cut.
+
+    tensorflow/python/data/experimental/ops/distribute.py; the graph is rewritten in core/grappler/optimizers/data/
+    auto_shard.cc. `strategy.experimental_distribute_dataset` does the same, and more.
+    """
+    return data_distribute._AutoShardDataset(dataset, num_workers, worker)
+
+
+def datasets_of_worker(distributed: Any) -> list[tf.data.Dataset]:
+    """What this worker reads of `strategy.experimental_distribute_dataset`: its replicas take elements in turn.
+
+    tensorflow/python/distribute/input_lib.py. Reading it waits for no other worker.
+    """
+    return list(distributed._cloned_datasets)
+
+
+def data_adapter(x: Any, y: Any, sample_weight: Any, *, batch_size: int | None, shuffle: bool) -> Any:
+    """What `fit` makes of its data (keras/src/trainers/data_adapters/__init__.py)."""
+    return data_adapters.get_data_adapter(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle)
+
+
+def py_dataset_batches(adapter: Any) -> Iterator[Any]:
+    """One pass over a PyDataset, begun and ended as `fit` does an epoch, also when it is left early.
+
+    keras/src/trainers/data_adapters/py_dataset_adapter.py.
+    """
+    adapter.on_epoch_begin()
+    try:
+        yield from adapter._get_iterator()
+    finally:
+        adapter.on_epoch_end()
+
+
+def note_traces(note: Callable[[str, dict[str, str], float], None]) -> Callable[[], None]:
+    """Have ``note(name, arguments, seconds)`` called for each tf.function that is traced outside of others.
+
+    TensorFlow traces in one place (eager/polymorphic_function/tracing_compilation.py), and warns of frequent tracing
+    without naming the argument that changes.
+
+    Returns:
+        What ends it.
+    """
+    original = tracing_compilation._create_concrete_function
+
+    def create(function_type: Any, *args: Any, **kwargs: Any) -> Any:
+        if tf.inside_function():
+            return original(function_type, *args, **kwargs)
+        begin = time.perf_counter()
+        made = original(function_type, *args, **kwargs)
+        options = kwargs.get("tracing_options", args[-1] if args else None)
+        constraints = {name: parameter.type_constraint for name, parameter in function_type.parameters.items()}
+        arguments = {name: str(getattr(c, "value", c)) for name, c in constraints.items()}
+        note(str(getattr(options, "name", "a function")), arguments, time.perf_counter() - begin)
+        return made
+
+    def stop() -> None:
+        if tracing_compilation._create_concrete_function is create:
+            tracing_compilation._create_concrete_function = original
+
+    tracing_compilation._create_concrete_function = create
+    return stop
+
+
+def graphs_of(function: Any) -> list[Any]:
+    """The graphs that a tf.function was traced to so far (polymorphic_function.py); none of a plain function."""
+    traces: list[Any] = getattr(function, "_list_all_concrete_functions", list)()
+    return [trace.graph for trace in traces]
+
+
+@contextlib.contextmanager
+def fits_through(hook: Callable[..., Any], classes: Sequence[type]) -> Iterator[None]:
+    """Send calls of ``fit`` of these classes to ``hook(original, model, *args, **kwargs)``; nested ones pass by.
+
+    For a script that is run to be looked at. `fit` is public, but made in keras/src/backend/tensorflow/trainer.py and
+    inherited by ``keras.Model``.
+    """
+    before = {cls: vars(cls).get("fit") for cls in classes}
+
+    def wrapped(original: Any) -> Any:
+        @functools.wraps(original)
+        def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(_thread, "fits", False):
+                return original(model, *args, **kwargs)
+            _thread.fits = True
+            try:
+                return hook(original, model, *args, **kwargs)
+            finally:
+                _thread.fits = False
+
+        return fit
+
+    for cls in classes:
+        cls.fit = wrapped(cls.fit)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for cls, own in before.items():
+            if own is None:
+                del cls.fit  # type: ignore[attr-defined]
+            else:
+                cls.fit = own  # type: ignore[attr-defined]

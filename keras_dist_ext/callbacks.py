@@ -121,6 +121,9 @@ class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     Keras names the last batch before an execution is made, when the end of data of unknown length is not in sight.
     They are set up when the run begins: the model is built then, and the number of its batches may be known.
+
+    One that has to come before or after all others, wherever it stands in the list, has methods named like
+    ``before_train_begin(callbacks)`` or ``after_epoch_end(epoch)``, see ``Resume``.
     """
 
     def __init__(self, callbacks: Any, model: Any, *, verbose: Any, epochs: int, add_history: bool) -> None:
@@ -134,11 +137,29 @@ class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     def on_train_begin(self, logs: Any = None) -> None:
         """Set up, and begin training."""
         self._set_up()
+        self._call("before_train_begin", self)
         super().on_train_begin(logs)
+        self._call("after_train_begin")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin an epoch."""
+        super().on_epoch_begin(epoch, logs)
+        self._call("after_epoch_begin")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """End an execution of training at the batch that was its last."""
         super().on_train_batch_end(min(batch, self.feed.last_step), logs)
+        self._call("after_execution")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """End an epoch."""
+        super().on_epoch_end(epoch, logs)
+        self._call("after_epoch_end", epoch)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """End training."""
+        super().on_train_end(logs)
+        self._call("after_train_end")
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Set up where nothing is trained, and begin evaluation."""
@@ -149,10 +170,19 @@ class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         """End an execution of evaluation at the batch that was its last."""
         super().on_test_batch_end(min(batch, (self.test_feed or self.feed).last_step), logs)
 
+    def _call(self, name: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            method = getattr(callback, name, None)
+            if method is not None:
+                method(*arguments)
+
     def _set_up(self) -> None:
         if not self._is_set_up:
             self._is_set_up = True
             super().__init__(**self._arguments, steps=self.feed.num_batches)
+            for callback in self.callbacks:
+                if hasattr(callback, "meet"):  # one that looks at the others, and at the data
+                    callback.meet(self.callbacks, self.feed)
 
 
 def looks_at_batches(callbacks: Any, kind: str) -> bool:

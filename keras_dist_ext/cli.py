@@ -1,4 +1,4 @@
-"""Offer the package on the command line: `keras-dist-ext demo | launch | devices`."""
+"""Offer the package on the command line: `keras-dist-ext demo | launch | doctor | devices`."""
 
 import argparse
 import os
@@ -40,6 +40,17 @@ def _parser() -> argparse.ArgumentParser:
             usage="keras-dist-ext launch --workers N [--ps M] [option ...] SCRIPT.py [ARG ...]",
             description="Start a process for each worker, with its TF_CONFIG, and wait. The first that fails ends all. "
             "With --ps the script runs in a chief process, and workers and parameter servers serve it.",
+            allow_abbrev=False,
+        )
+    )
+    _add_doctor(
+        commands.add_parser(
+            "doctor",
+            help="run a script for some steps of training, and say why it is not faster",
+            usage="keras-dist-ext doctor [option ...] SCRIPT.py [ARG ...]",
+            description="Run a script until its first call of fit has made some steps, and say what keeps them from "
+            "being parallel, and what to change. What comes after that call is not run. Of models of stock Keras it "
+            "judges strategy, scope, eager execution and threads.",
             allow_abbrev=False,
         )
     )
@@ -94,6 +105,47 @@ def _launch(arguments: argparse.Namespace) -> int:
         log_dir=arguments.log_dir,
         quiet=arguments.quiet,
     ).exit_code
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=_count, metavar="N", help="steps to watch, about (200), or to certify (10)")
+    parser.add_argument(
+        "--certify", action="store_true", help="say instead whether it trains what one device would; exit code 1 if not"
+    )
+    parser.add_argument("--allow", action="append", default=[], metavar="CODE", help="a finding that --certify accepts")
+    parser.add_argument("--interventions", action="store_true", help="make experiments too, for about ten seconds")
+    parser.add_argument("--json", metavar="FILE", help="write the report there, too")
+    parser.add_argument("--log-dir", metavar="DIR", help="for TensorBoard")
+    parser.add_argument("script", metavar="SCRIPT.py")
+    rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="passed to it untouched")
+    rest.required = False  # argparse would ask for it when the script is missing
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.certify:
+        return _certify(arguments)
+    from keras_dist_ext.doctor_command import examine_script
+
+    examine_script(
+        arguments.script,
+        arguments.args,
+        num_steps=arguments.steps or 200,
+        interventions=arguments.interventions,
+        json=arguments.json,
+        log_dir=arguments.log_dir,
+    )
+    return 0
+
+
+def _certify(arguments: argparse.Namespace) -> int:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from keras_dist_ext.certified_script import certify_script, print_certificate
+
+    certificate = certify_script(
+        arguments.script, arguments.args, steps=arguments.steps or 10, allow=tuple(arguments.allow)
+    )
+    return print_certificate(certificate, arguments.json)
 
 
 def _add_devices(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
 from keras_dist_ext.dashboard.metadata import FindingRecord
-from keras_dist_ext.scope import optimizers
+from keras_dist_ext.scope import optimizers, raw_variables
 from keras_dist_ext.workers import Workers, workers_of
 
 __all__ = ["Divergence"]
@@ -46,6 +46,8 @@ class Divergence:
         if self._strategy.num_replicas_in_sync == 1:
             return None
         variables = _variables(self._model)
+        if not variables:
+            return None
         if [id(v) for _, v in variables] != [id(v) for _, v in self._hashed]:
             self._hashed = variables
             self._hash_all = tf.function(self._hashes_of_replicas, autograph=False)
@@ -106,6 +108,9 @@ def _variables(model: Any) -> list[tuple[str, Any]]:
     """Return the variables whose copies must be equal, with their paths, in the order in which a model computes."""
     skipped = {id(variable) for variable in model.metrics_variables}
     found = [(variable.path, variable) for variable in model.variables]
+    for layer in _keras.flat_layers(model):  # of numbers that are no floats, replicas may keep some apart: seeds
+        own = [(f"{layer.path or layer.name}/{name}", variable) for name, variable in raw_variables(layer)]
+        found += [(path, variable) for path, variable in own if variable.dtype.is_floating]
     for attribute, optimizer in optimizers(model):
         accumulated = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_accumulated_gradients", [])
         skipped |= {id(variable) for variable in accumulated}
@@ -114,7 +119,7 @@ def _variables(model: Any) -> list[tuple[str, Any]]:
     return [
         (path, variable)
         for path, variable in unique.values()
-        if isinstance(variable, keras.Variable) and not _keras.is_sync_on_read(variable)
+        if isinstance(variable, keras.Variable | tf.Variable) and not _keras.is_sync_on_read(variable)
     ]
 
 

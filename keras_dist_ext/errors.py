@@ -7,6 +7,9 @@
     ├── SeedError (ValueError)          a seed that cannot be used, or streams that would repeat
     ├── DataError (ValueError)          data that cannot be split or fed as asked
     ├── MonitorError (ValueError)       what a monitor cannot record, or has nowhere to write
+    ├── CertificateError (ValueError)   a model, data or strategy that no certificate can be made of
+    ├── ResumeError (ValueError)        a run that cannot be saved, or cannot go on from what was saved
+    ├── LoopError (ValueError)          a step of your own that would not do what it seems to
     ├── LaunchError (RuntimeError)      a worker process that did not start, failed or ran out of time
     │   └── WorkerFailed                the first worker that failed, and how (in launch.py)
     └── BackendError (ImportError)      Keras that is not Keras 3 on TensorFlow
@@ -22,6 +25,9 @@ __all__ = [
     "SeedError",
     "DataError",
     "MonitorError",
+    "CertificateError",
+    "ResumeError",
+    "LoopError",
     "LaunchError",
     "BackendError",
 ]
@@ -53,6 +59,18 @@ class DataError(KerasDistError, ValueError):
 
 class MonitorError(KerasDistError, ValueError):
     """What a monitor is asked to do and cannot: a model it cannot see into, or nowhere to write."""
+
+
+class CertificateError(KerasDistError, ValueError):
+    """A model, data or a strategy that no certificate can be made of."""
+
+
+class ResumeError(KerasDistError, ValueError):
+    """A run that cannot be saved as asked, or that cannot go on from what was saved."""
+
+
+class LoopError(KerasDistError, ValueError):
+    """A step of a training loop that would not do what it seems to, or a loop that lacks something."""
 
 
 class LaunchError(KerasDistError, RuntimeError):

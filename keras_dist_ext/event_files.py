@@ -37,6 +37,7 @@ from keras_dist_ext.writers import Floats, Run, Writer
 __all__ = ["EventWriter", "overall_values", "replica_values"]
 
 SUMMARY_TAG = "run"  # a text for people, in TensorBoard's Text tab
+FINDINGS_TEXT_TAG = "findings"  # likewise
 
 
 class EventWriter(Writer):
@@ -96,8 +97,11 @@ class EventWriter(Writer):
         """See ``Writer.find``."""
         run = self._runs["train"]
         if run.is_chief:
-            text = _text(names.FINDINGS_TAG, json.dumps(finite(list(findings))), _OUR_TEXT)
-            self._add({names.all_run(run.experiment): [text]}, step, wall_time)
+            texts = [
+                _text(names.FINDINGS_TAG, json.dumps(finite(list(findings))), _OUR_TEXT),
+                _text(FINDINGS_TEXT_TAG, _findings_markdown(findings), create_summary_metadata("", "")),
+            ]
+            self._add({names.all_run(run.experiment): texts}, step, wall_time)
 
     def flush(self) -> None:
         """See ``Writer.flush``."""
@@ -238,6 +242,22 @@ def _markdown(run: Run) -> str:
     }
     lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items() if value not in (None, "")]
     return "\n".join(["| | |", "| --- | --- |", *lines])
+
+
+def _findings_markdown(findings: Sequence[FindingRecord]) -> str:
+    """Return findings as a table, as they came."""
+    if not findings:
+        return "no findings"
+    rows = [
+        [
+            f.get("code"),
+            f"{f['seconds']:.3g} s" if "seconds" in f else "",
+            *(f.get(n) for n in ("what", "evidence", "fix")),
+        ]
+        for f in findings
+    ]
+    lines = ["| " + " | ".join(_cell("" if value is None else value) for value in row) + " |" for row in rows]
+    return "\n".join(["| finding | lost | what | seen | what to do |", "| --- | --- | --- | --- | --- |", *lines])
 
 
 def _cell(value: Any) -> str:

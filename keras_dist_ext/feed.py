@@ -8,9 +8,10 @@ to make of it. Nothing is pulled ahead of time: data begins once an epoch, and e
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,160 +19,22 @@ import tensorflow as tf
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
 from keras_dist_ext.errors import DataError
+from keras_dist_ext.pace import Pace
+from keras_dist_ext.position import (
+    Position,
+    batches_of,
+    check_positionable,
+    entered_at,
+    go_to,
+    has_plain_state,
+    make_up_for,
+    seekable,
+)
 from keras_dist_ext.seeds import fold_in
+from keras_dist_ext.source import Source
 from keras_dist_ext.workers import Workers
 
 __all__ = ["Execution", "Feed", "Pace"]
-
-
-class Pace:
-    """How many steps one execution makes: fixed, or as many as fit into a share of a second.
-
-    Args:
-        fixed: a number of steps, or None to follow the clock.
-        seconds: the length of an execution to aim at. Callbacks, the progress bar and requests to stop wait at most
-            about twice as long.
-    """
-
-    def __init__(self, fixed: int | None = None, *, seconds: float = 0.12) -> None:
-        self._fixed = fixed
-        self._seconds = seconds
-        self._num_steps = fixed or 1
-        self._is_warm = False
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the next execution."""
-        return self._num_steps
-
-    @property
-    def follows_clock(self) -> bool:
-        """Whether the number of steps is tuned."""
-        return self._fixed is None
-
-    def record(self, num_steps: int, seconds: float) -> None:
-        """Take note of how long an execution took; the first one was compiled and does not count."""
-        if not self.follows_clock or num_steps == 0:
-            return
-        if not self._is_warm:
-            self._is_warm = True
-            return
-        fitting = int(self._seconds * num_steps / max(seconds, 1e-6))
-        self._num_steps = max(1, min(fitting, 8 * self._num_steps))
-
-
-class Source:
-    """Batches of one pass over a dataset, one ahead where the end cannot be foreseen.
-
-    Args:
-        dataset: a ``tf.data.Dataset``, or one that TensorFlow has distributed.
-        length: its number of batches, or None.
-        workers: given where each worker reads rows of its own; they take part in a step until all have none left.
-    """
-
-    def __init__(
-        self, dataset: Any, length: int | None, workers: Workers | None = None, *, on_tpu: bool = False
-    ) -> None:
-        self.iterator = iter(dataset)
-        self._is_plain = isinstance(dataset, tf.data.Dataset)
-        self._is_on_tpu = on_tpu
-        # What TensorFlow has distributed does not know its length for sure; on a TPU it must, to loop there.
-        self._looks_ahead = length is None or workers is not None or not (self._is_plain or on_tpu)
-        self._workers = workers
-        self._spec = dataset.element_spec
-        if workers is not None:
-            self._spec = tree.map_structure(_any_rows, self._spec)
-        self._ahead: Any = None
-        self._has_more = True
-        self._waited_seconds = 0.0  # for a batch of this worker's, since that was asked for
-        if self._looks_ahead:
-            self._look_ahead()
-
-    @property
-    def length_is_known(self) -> bool:
-        """Whether the caller counts the batches."""
-        return not self._looks_ahead
-
-    @property
-    def is_of_worker(self) -> bool:
-        """Whether the rows are this worker's own."""
-        return self._workers is not None
-
-    @property
-    def has_more(self) -> bool:
-        """Whether another batch is there; True where the length is known and the caller counts."""
-        return self._has_more
-
-    def run(self, program: Any, num_steps: int) -> tuple[int, Any]:
-        """Run up to ``num_steps`` steps; return how many were made, and the logs."""
-        if hasattr(program, "run_source"):
-            return program.run_source(self._batches(), num_steps)  # type: ignore[no-any-return]
-        if self._workers is not None or not (self._is_plain or self._is_on_tpu):
-            made, logs = 0, None
-            run = program.on_batches_like(self._spec, of_worker=self.is_of_worker)
-            while made < num_steps and self.has_more:
-                batch = self.next_batch()
-                program.waited_seconds = self._take_waited()
-                logs = run(batch)
-                made += 1
-            return made, logs
-        if not self._looks_ahead:
-            return num_steps, program.on_iterator(self.iterator, num_steps)
-        program.waited_seconds = self._take_waited()
-        made, self._ahead, logs = program.on_optional(self._ahead, self.iterator, num_steps)
-        self._has_more = bool(self._ahead.has_value())
-        return made, logs
-
-    def _take_waited(self) -> float:
-        """Return once how long batches have taken that were pulled ahead."""
-        waited, self._waited_seconds = self._waited_seconds, 0.0
-        return waited
-
-    def _batches(self) -> Iterator[Any]:
-        while self.has_more:
-            try:
-                yield self.next_batch()
-            except StopIteration:
-                return
-
-    def next_batch(self) -> Any:
-        """Return the next batch; without rows, where only other workers have some left."""
-        if not self._looks_ahead:
-            return next(self.iterator)
-        if not self._is_plain:
-            batch = self._ahead
-        elif self._ahead.has_value():
-            batch = self._ahead.get_value()
-        else:
-            batch = tree.map_structure(_no_rows, self._spec)
-        self._look_ahead()
-        return batch
-
-    def _look_ahead(self) -> None:
-        begin = time.perf_counter()
-        if self._is_plain:
-            self._ahead = self.iterator.get_next_as_optional()
-            self._has_more = bool(self._ahead.has_value())
-        else:
-            self._ahead = next(self.iterator, None)
-            self._has_more = self._ahead is not None
-        self._waited_seconds += time.perf_counter() - begin  # without what follows: waiting for other workers
-        if self._workers is not None:
-            self._has_more = self._workers.sum([float(self._has_more)])[0] > 0
-
-
-def _any_rows(spec: Any) -> Any:
-    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
-        return spec
-    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
-
-
-def _no_rows(spec: Any) -> Any:
-    if not hasattr(spec, "shape") or isinstance(spec, tf.OptionalSpec):
-        return tf.experimental.Optional.empty(None)
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensor.from_row_splits(tf.zeros([0, *spec.shape[spec.ragged_rank + 1 :]], spec.dtype), [0])
-    return tf.zeros([0, *[d or 0 for d in spec.shape[1:]]], spec.dtype)
 
 
 class Execution:
@@ -239,6 +102,7 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         order_seed: Callable[[], int | None] = lambda: None,
         **arguments: Any,
     ) -> None:
+        self._seekable = seekable(arguments)
         super().__init__(**arguments)
         self._order = 0
         self._arrays: Any = None
@@ -258,6 +122,22 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         self._on_epoch_end = on_epoch_end
         self._order_seed = order_seed
         self._source: Source | None = None
+        self._start: Position | None = None
+        self._state: Sequence[bytes] | None = None
+        self._saves_iterator: bool | None = None
+        self._order_of: Callable[[int], int | None] = lambda number: None
+        self.num_passes = 0
+        self._num_missed = 0  # passes of an earlier process, to be made up for
+        self._first_order: int | None = None
+        self._num_batches_used = 0
+        self._num_epochs = 0
+        self._is_running = False
+
+    plan: Callable[[int], tuple[int, int]] = staticmethod(lambda num_steps: (num_steps, 0))
+    """Asked before each execution of so many steps: how many to make, and what is wished to happen after them."""
+
+    agreed_wish = 0
+    """What is wished to happen after the last execution; of several workers the sum."""
 
     @property
     def batch_spec(self) -> Any:
@@ -272,6 +152,22 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         return tree.map_structure(any_number_of_rows, specs)
 
     @property
+    def given(self) -> Any:
+        """The dataset that was given, or that Keras has made of what was."""
+        return self._given
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether a dataset was given, which Keras reads as it is."""
+        return isinstance(self.data_adapter, _keras.TFDatasetAdapter)
+
+    @property
+    def can_be_read_again(self) -> bool:
+        """Whether another iterator takes nothing from this one: not so for generators, and what is split already."""
+        plain = isinstance(self._given, tf.data.Dataset) and not self._own_rows
+        return plain and (self.is_pipeline or isinstance(self.data_adapter, _keras.ArrayDataAdapter))
+
+    @property
     def last_step(self) -> int:
         """The last step that was made, counted from 0 in the epoch."""
         return self._first_step + self._execution.num_made - 1
@@ -281,16 +177,116 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         super().reset()
         self._source = None
 
+    # Where a run is, and how to get there
+
+    def position(self, epoch: int, *, order: int, num_tests: int) -> Position:
+        """Return where training is: after the last execution, or between two epochs.
+
+        Args:
+            epoch: that is under way, or comes next.
+            order: the number of the order that the last pass had.
+            num_tests: how many passes evaluation has made over its data.
+        """
+        made = self._execution.num_made if self._is_running else 0
+        in_pass = self._is_running or (self._source is not None and self.steps_per_epoch is not None)
+        return Position(
+            epoch=epoch,
+            step=self._first_step + made if self._is_running else 0,
+            num_epochs=self._num_epochs,
+            num_passes=self.num_passes,
+            num_used=self._steps_seen + made if in_pass else 0,
+            num_used_in_all=self._num_batches_used + made,
+            order=order,
+            num_tests=num_tests,
+        )
+
+    @property
+    def num_batches_used(self) -> int:
+        """Batches that were used in this run, up to the last execution."""
+        return self._num_batches_used + (self._execution.num_made if self._is_running else 0)
+
+    @property
+    def follows_clock(self) -> bool:
+        """Whether the number of steps of an execution is tuned."""
+        return self._pace.follows_clock
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the last execution was the last one of its epoch."""
+        source, made = self._source, self._execution.num_made
+        if source is None or not source.has_more or made < self._execution.num_steps:
+            return True
+        length = self._num_batches if source.length_is_known else None
+        is_used = length is not None and self._steps_seen + made >= length
+        return is_used or self._first_step + made == (self.steps_per_epoch or -1)
+
+    @property
+    def data_facts(self) -> dict[str, Any]:
+        """What a run's data must have in common with that of an earlier process, for positions to mean the same.
+
+        Raises:
+            DataError: nobody can say where in this data a run is.
+        """
+        kind = check_positionable(self.data_adapter, self._given, self._seekable)
+        return {
+            "data": kind,
+            "batch_size": self.data_adapter.batch_size if kind == "arrays" else None,
+            "batches of a pass": self._num_batches if kind != "iterator" else None,
+            "steps_per_epoch": self.steps_per_epoch,
+            "workers that read rows of their own": self._workers.num_workers if self._workers and self._own_rows else 0,
+        }
+
+    def iterator_state(self) -> list[bytes] | None:
+        """What the iterator of the pass that is under way holds.
+
+        None where TensorFlow cannot save it, or is slow to, or where it would not bring back all that comes after it.
+        """
+        if self._saves_iterator is None:
+            self._saves_iterator = has_plain_state(self.data_adapter, self._given)
+        if not self._saves_iterator or self._source is None or not self._is_running:
+            return None
+        begin = time.perf_counter()
+        state = self._source.iterator_state()
+        self._saves_iterator = state is not None and time.perf_counter() - begin < 0.05
+        return state
+
+    def seek(
+        self, position: Position, order_of: Callable[[int], int | None], state: Sequence[bytes] | None = None
+    ) -> None:
+        """Begin the first epoch at a position.
+
+        Args:
+            position: where.
+            order_of: gives the seed of the order with a number.
+            state: of the iterator that was there.
+        """
+        self._start, self._order_of, self._state = position, order_of, state
+        self.begin_after(
+            position.num_passes - bool(position.num_used), order_of(position.order - position.num_passes + 1)
+        )
+        self._num_batches_used = position.num_used_in_all - position.num_used
+        self._num_epochs = position.num_epochs
+        go_to(self.data_adapter, position)
+
+    def begin_after(self, num_passes: int, first_order: int | None) -> None:
+        """Have the data be as if it had been read so often, the first time in the order of a seed."""
+        self.num_passes = self._num_missed = num_passes
+        self._first_order = first_order
+
     def _enumerate_iterator(self) -> Iterator[tuple[int, int, Execution]]:
         length = self._num_batches
-        begins_pass = self._source is None or self.steps_per_epoch is None
+        start, self._start = self._start, None
+        in_pass = start is not None and start.num_used > 0
+        begins_pass = not in_pass and (self._source is None or self.steps_per_epoch is None)
         seed = self._order_seed() if begins_pass else None
+        if start is not None and in_pass:
+            seed = self._order_of(start.order)
         if seed is not None:
             _keras.order_py_datasets_by(seed)
         self.data_adapter.on_epoch_begin()
-        if begins_pass:
-            self._begin_pass(seed)
-        step = 0
+        if begins_pass or in_pass:
+            self._begin_pass(seed, start)
+        step = 0 if start is None else start.step
         known = self._source is not None and self._source.length_is_known
         target = self.steps_per_epoch or (length if known else None)
         while not target or step < target:  # no batch at all is an error too
@@ -299,6 +295,7 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
             num_steps = self._pace.num_steps if target is None else min(self._pace.num_steps, target - step)
             if length is not None and source.length_is_known:
                 num_steps = min(num_steps, length - self._steps_seen)
+            num_steps, self.agreed_wish = self.plan(num_steps)
             if self._workers is not None:
                 stop, num_steps = self._agree(num_steps)
                 if stop:
@@ -313,17 +310,25 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
                 break
             execution = self._execution = Execution(source, num_steps)
             self._first_step = step
+            self._is_running = True
             yield step, step + num_steps - 1, execution
+            self._is_running = False
             self._pace.record(execution.num_made, execution.seconds)
             step += execution.num_made
             self._steps_seen += execution.num_made
+            self._num_batches_used += execution.num_made
         if length is not None and known and self._steps_seen >= length:
             self._source = None
+        self._num_epochs += 1
         self._on_epoch_end()
         self.data_adapter.on_epoch_end()
 
-    def _begin_pass(self, seed: int | None) -> None:
+    def _begin_pass(self, seed: int | None, start: Position | None = None) -> None:
         dataset = None
+        if self._num_missed and self.is_pipeline:
+            ordered = None if self._first_order is None else self._ordered(self._first_order)
+            make_up_for(self._num_missed, self._given, ordered)
+        self._num_missed = 0
         if isinstance(self.data_adapter, _keras.ArrayDataAdapter):
             if seed is None and self._workers is not None:
                 seed = self._order + 1  # of the seed that the workers have agreed on
@@ -333,8 +338,20 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
             dataset = self._ordered(seed)
         workers = self._workers if self._own_rows else None
         dataset = self._dataset if dataset is None else dataset
-        self._source = Source(dataset, self._num_batches, workers, on_tpu=self._is_on_tpu)
-        self._steps_seen = 0
+        self.num_passes += 1
+        skip = self._steps_seen = 0 if start is None else start.num_used
+        self._num_batches_used += skip
+        if self._seekable is not None:
+            self._seekable.seek(self._num_batches_used)
+            self.data_adapter.generator = functools.partial(
+                batches_of, self._seekable
+            )  # without the batches that Keras has looked at
+            skip = 0
+        state, self._state = self._state, None
+        entered = entered_at(skip, self.data_adapter, seed)
+        if entered is not None:
+            dataset, skip = entered, 0
+        self._source = Source(dataset, self._num_batches, workers, on_tpu=self._is_on_tpu, skip=skip, state=state)
 
     def _arrays_in_order(self, seed: int) -> Any:
         self._order = seed
@@ -359,8 +376,9 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
 
     def _agree(self, num_steps: int) -> tuple[bool, int]:
         assert self._workers is not None
-        stop = float(self._wants_stop())
-        stops, steps = self._workers.sum([stop, float(num_steps) if self._workers.is_chief else 0.0])
+        stop, wish = float(self._wants_stop()), float(self.agreed_wish)
+        stops, wishes, steps = self._workers.sum([stop, wish, float(num_steps) if self._workers.is_chief else 0.0])
+        self.agreed_wish = int(wishes)
         return stops > 0, int(steps)
 
     def __next__(self) -> tuple[int, int, Execution]:

@@ -419,6 +419,11 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         recorder.begin()
         self.replica_recorders = (*self.replica_recorders, recorder)
 
+    def drop_recorder(self, recorder: Recorder) -> None:
+        """Have the steps of the run that is under way recorded no longer, from the next execution on."""
+        self.replica_recorders = tuple(other for other in self.replica_recorders if other is not recorder)
+        self.make_train_function()
+
     @contextlib.contextmanager
     def _prepared(self, callbacks: Any) -> Iterator[None]:
         """Let callbacks say what a run needs before it begins, and clean up after it, however it ended.

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext.dashboard.metadata import FindingRecord
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.event_files import EventWriter
 from keras_dist_ext.intervals import Intervals, UpdateFreq
@@ -115,6 +116,10 @@ class ReplicaMonitor(keras.callbacks.Callback):  # type: ignore[misc]
         """Keep what there is of a run that an exception has broken off; models of ours call it after every run."""
         if self._watch is not None:
             self._watch.release()
+
+    def find(self, kind: str, findings: Sequence[FindingRecord]) -> None:
+        """Take what another callback has found out, of one kind, to be written with the monitor's own findings."""
+        self._watched().find(kind, findings)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuse models of stock Keras."""

@@ -7,6 +7,7 @@ from the state of the metrics pooled over replicas.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from keras_dist_ext.step import ReplicaStep
 from keras_dist_ext.turns import in_turns
 from keras_dist_ext.xla import can_compile, compiled, compiled_step
 
-__all__ = ["PredictProgram", "StepProgram", "concat_outputs"]
+__all__ = ["PredictProgram", "StepProgram", "concat_outputs", "gather_rows", "is_per_replica", "rows_of_replica"]
 
 
 class StepProgram:
@@ -31,6 +32,8 @@ class StepProgram:
         model: the Keras model; its strategy, ``run_eagerly`` and ``jit_compile`` are read here.
         kind: "train" or "test".
     """
+
+    step_class: type[ReplicaStep] = ReplicaStep  # one replica's part
 
     def __init__(self, model: Any, kind: str) -> None:
         self.model = model
@@ -62,6 +65,11 @@ class StepProgram:
     def without_xla(self) -> None:
         """Go on uncompiled."""
         self._user_step = getattr(self.model, f"{self.kind}_step")
+
+    def graphs(self) -> list[Any]:
+        """Return the graphs that its loops were traced to so far."""
+        loops = (self._of_batch, self._of_rows, self._of_iterator, self._of_optional)
+        return [graph for loop in loops for graph in _keras.graphs_of(loop)]
 
     # Entry points
 
@@ -256,7 +264,7 @@ class StepProgram:
             else:
                 (batch,), global_rows = self._cut(batch, cut)
                 rows = data.num_rows(batch)
-            step = ReplicaStep(self.model, rows, global_rows, **options)
+            step = self.step_class(self.model, rows, global_rows, **options)
             with _keras.intercept(step):
                 self._log_plan, extra = self._step_of_replica(step, batch)
         return extra
@@ -447,16 +455,7 @@ class PredictProgram:
             return self.strategy.run(self._step, args=(batch,))
         cut = "not" if is_per_replica(batch) else "worker" if of_worker else "global"
         outputs = self.strategy.run(self._replica, args=(batch, cut))
-        if len(self.strategy.extended.worker_devices) == self.strategy.num_replicas_in_sync:
-            return tree.map_structure(lambda v: _concat(self.strategy.experimental_local_results(v)), outputs)
-        return tree.map_structure(self._gather, outputs)
-
-    def _gather(self, value: Any) -> Any:
-        parts = self.strategy.experimental_local_results(value)
-        dtype = parts[0].dtype
-        wide = {tf.bfloat16: tf.float32, tf.float16: tf.float32, tf.bool: tf.int32}.get(dtype, dtype)
-        gathered = self.strategy.gather(_keras.regroup([tf.cast(part, wide) for part in parts]), axis=0)
-        return tf.cast(gathered, dtype)
+        return tree.map_structure(functools.partial(gather_rows, self.strategy), outputs)
 
     def _replica(self, batch: Any, cut: str) -> Any:
         if cut != "not":
@@ -464,6 +463,17 @@ class PredictProgram:
         step = ReplicaStep(self.model, 1, self.strategy.num_replicas_in_sync, without_seed=self._without_seed)
         with _keras.intercept(step), _keras.draws_without_seed(self._without_seed):
             return self._step(batch)
+
+
+def gather_rows(strategy: tf.distribute.Strategy, value: Any) -> Any:
+    """Concatenate what each replica of all workers has for its rows, in the order of the replicas."""
+    parts = strategy.experimental_local_results(value)
+    if len(strategy.extended.worker_devices) == strategy.num_replicas_in_sync:
+        return _concat(parts)
+    dtype = parts[0].dtype
+    wide = {tf.bfloat16: tf.float32, tf.float16: tf.float32, tf.bool: tf.int32}.get(dtype, dtype)
+    gathered = strategy.gather(_keras.regroup([tf.cast(part, wide) for part in parts]), axis=0)
+    return tf.cast(gathered, dtype)
 
 
 def concat_outputs(outputs: Sequence[Any]) -> Any:

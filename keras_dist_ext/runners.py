@@ -40,6 +40,7 @@ def runner(program: Any) -> Callable[[Any], Any]:
             except (UnbuiltOptimizer, UnknownLossDegrees, CannotCompile) as unprepared:
                 _prepare(program, unprepared)  # they are raised while tracing, before any step is made
 
+    run.program = program  # type: ignore[attr-defined]  # for who looks into what it has traced
     return run
 
 

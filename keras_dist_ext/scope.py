@@ -258,9 +258,13 @@ def _own_strategy(variable: Any) -> tf.distribute.Strategy | None:
     return _no_default(strategy_of_variable(variable))
 
 
+_OPTIMIZER = keras.optimizers.Optimizer
+
+
 def optimizers(model: Any) -> list[tuple[str, Any]]:
-    """The optimizers that a model holds, by attribute: `optimizer`, and those of a `compile` of the user's own."""
-    return [(name, value) for name, value in vars(model).items() if isinstance(value, keras.optimizers.Optimizer)]
+    """The optimizers that a model holds, each once, by attribute: `optimizer`, and those of the user's own."""
+    found = {id(value): (name, value) for name, value in vars(model).items() if isinstance(value, _OPTIMIZER)}
+    return list(found.values())
 
 
 def _optimizer_parts(optimizer: Any) -> Iterator[tuple[str, Role, Any, tf.distribute.Strategy | None]]:

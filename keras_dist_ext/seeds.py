@@ -207,6 +207,7 @@ class Seeds(_keras.KerasSaveable):  # type: ignore[misc]
         root: the global seed S, or None while generators have seeds of their own.
         wanted: the seed given to the model's constructor or by ``ReplicaSeeds``, for when a run begins.
         num_passes: how many times training has gone through its data since it was seeded.
+        order_root: orders the data where there is no global seed; None leaves its order to chance.
         uses_global: whether a step of the model has drawn with ``seed=None``.
     """
 
@@ -216,6 +217,7 @@ class Seeds(_keras.KerasSaveable):  # type: ignore[misc]
         self.root: int | None = None
         self.wanted: int | None = None
         self.num_passes = 0
+        self.order_root: int | None = None
         self.uses_global = False
         self._has_seeded_host = False
         self._is_to_begin = True
@@ -272,14 +274,16 @@ class Seeds(_keras.KerasSaveable):  # type: ignore[misc]
     def order_of_next_pass(self) -> int | None:
         """Return the seed of the data's order in the next pass of training, alike on all workers."""
         self.num_passes += 1
-        return self._order(self.num_passes)
+        return self.order_of_pass(self.num_passes)
 
     def order_of_evaluation(self) -> int | None:
         """Return the seed of the data's order in evaluation and prediction."""
-        return self._order(0)
+        return self.order_of_pass(0)
 
-    def _order(self, number: int) -> int | None:
-        return None if self.root is None else fold_in(self.root, "data", number)
+    def order_of_pass(self, number: int) -> int | None:
+        """Return the seed of the data's order in a pass, counted from 1."""
+        root = self.order_root if self.root is None else self.root
+        return None if root is None else fold_in(root, "data", number)
 
     @property
     def _strategy(self) -> tf.distribute.Strategy:

@@ -415,6 +415,10 @@ class ReplicaStep:
 
     # Around the user's step
 
+    def on_rows(self, inputs: Any, op: Callable[[Any], Any]) -> Any:
+        """Return what an op gives for each row, where this replica may have none."""
+        return op(inputs) if self.num_replicas == 1 else _on_rows(inputs, op)
+
     def note_result(self, metric: Any, value: Any) -> Any:
         """Remember that ``value`` is the result of ``metric``, to compute it from the pooled state instead."""
         if self._pools_results and self.num_replicas > 1:
@@ -507,6 +511,10 @@ class PassThrough:
         for copy in _keras.components(variable):
             copy.assign(tf.cast(value, copy.dtype))
 
+    def on_rows(self, inputs: Any, op: Callable[[Any], Any]) -> Any:
+        """Return what an op gives for each row."""
+        return _on_rows(inputs, op)
+
 
 class _LocalUpdate(PassThrough):
     """The inside of an optimizer, run by each replica on its own copies of the variables."""
@@ -519,3 +527,23 @@ class _LocalUpdate(PassThrough):
 def _as_float(value: Any) -> tf.Tensor:
     value = tf.convert_to_tensor(value)
     return value if value.dtype.is_floating else tf.cast(value, tf.float32)
+
+
+def _on_rows(inputs: Any, op: Callable[[Any], Any]) -> Any:
+    """Run an op that fails on no rows on a row of zeros where there are none, and return none for it.
+
+    Convolutions and max pooling do on CPUs (oneDNN's in the forward pass or in the gradient). Where there are rows,
+    nothing is copied: TensorFlow's kernels hand on a tensor that a Pad or a Slice leaves as it is.
+    """
+    inputs = tf.convert_to_tensor(inputs)
+    if inputs.shape.rank is None or inputs.shape[0]:
+        return op(inputs)
+    rows = tf.shape(inputs)[0]
+    missing = [[0, tf.maximum(1 - rows, 0)], *[[0, 0]] * (inputs.shape.rank - 1)]
+    padded = tf.ensure_shape(
+        tf.pad(inputs, missing), [None, *inputs.shape[1:]]
+    )  # or oneDNN takes a Pad into the convolution
+    outputs = op(padded)
+    kept = tf.slice(outputs, [0] * outputs.shape.rank, [rows, *[-1] * (outputs.shape.rank - 1)])
+    kept.set_shape([inputs.shape[0], *outputs.shape[1:]])
+    return kept

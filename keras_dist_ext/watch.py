@@ -243,6 +243,12 @@ class Watch:
             if self._is_chief:
                 warnings.warn(f"{finding['what']} ({finding['evidence']}) {finding['fix']}", stacklevel=2)
 
+    def find(self, kind: str, findings: Sequence[FindingRecord]) -> None:
+        """Take what others have found out about the run, in place of what they said of this kind before."""
+        self._findings = [finding for finding in self._findings if finding["kind"] != kind] + list(findings)
+        self._tell(self._counter.latest(self._num_pending), is_last=True)
+        self._writer.flush()
+
     def _tell(self, step: int, *, is_last: bool = False) -> None:
         """Write the findings if there is news: another one, or one that has become clearly worse."""
         findings = [*self._findings, *self._stragglers.findings]

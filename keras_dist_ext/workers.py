@@ -20,9 +20,10 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.scope import optimizers, raw_variables
 from keras_dist_ext.step import PassThrough
 
-__all__ = ["InStep", "Stop", "Workers", "callbacks_of_worker", "workers_of"]
+__all__ = ["InStep", "Stop", "Workers", "callbacks_of_worker", "own_callback", "workers_of"]
 
 
 def workers_of(strategy: tf.distribute.Strategy) -> Workers | None:
@@ -47,17 +48,31 @@ class Workers:
         self.num_workers: int = len(tasks.get("chief", [])) + len(tasks.get("worker", []))
         first = "chief" if tasks.get("chief") else "worker"
         self.is_chief: bool = (resolver.task_type, resolver.task_id) == (first, 0)
+        self.index: int = _keras.first_replica(strategy) // len(strategy.extended.worker_devices)
         self._sum = tf.function(
             self._sum_in_graph, autograph=False, input_signature=[tf.TensorSpec([None], tf.float64)]
         )
 
-    def sum(self, values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def sum(self, values: Sequence[float] | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Add up numbers over all workers. Every worker must call it, at the same point of its program."""
         return np.asarray(self._sum(tf.constant(list(values), tf.float64)))
 
     def chief_says(self, values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return the chief's numbers to all workers."""
         return self.sum(list(values) if self.is_chief else [0.0] * len(values))
+
+    def chief_gives(self, data: bytes) -> bytes:
+        """Return the chief's bytes to all workers."""
+        (size,) = self.chief_says([float(len(data))])
+        words = np.zeros(-(-int(size) // 6))  # of 48 bits, where a float64 holds 53
+        if self.is_chief:
+            spread = np.zeros([len(words), 8], np.uint8)
+            spread[:, :6] = np.frombuffer(data.ljust(6 * len(words), b"\0"), np.uint8).reshape(-1, 6)
+            words = spread.view("<u8")[:, 0].astype(np.float64)
+        for begin in range(0, len(words), _WORDS_AT_ONCE):
+            part = slice(begin, begin + _WORDS_AT_ONCE)
+            words[part] = self.sum(words[part])
+        return words.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :6].tobytes()[: int(size)]
 
     def all_equal(self, checksum: int) -> bool:
         """Whether all workers hold the same checksum (its low 24 bits)."""
@@ -104,6 +119,9 @@ class Workers:
         return (dataset if graph is None else _keras.with_seeds(dataset, graph, seed)), False, seed
 
 
+_WORDS_AT_ONCE = 1 << 20
+
+
 def _checksum(batch: Any) -> int:
     checksum = 0
     for leaf in tree.flatten(batch):
@@ -141,7 +159,9 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
         if restored:  # by a callback of the chief, such as BackupAndRestore
             model._initial_epoch = int(initial_epoch)
             generators = [generator.state for generator in model.replica_seeds.generators(with_global=True)]
-            self._workers.share_state([*model.weights, *model.optimizer.variables, *generators])
+            made = [variable for _, optimizer in optimizers(model) for variable in optimizer.variables]
+            plain = [v for layer in _keras.flat_layers(model) for _, v in raw_variables(layer) if v.dtype.is_floating]
+            self._workers.share_state([*model.weights, *made, *plain, *generators])
             model.replica_seeds.load({"run": self._workers.chief_says(model.replica_seeds.run)})
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -156,6 +176,11 @@ def callbacks_of_worker(callbacks: Any, workers: Workers) -> list[Any]:
     return [_Alone(c) if _is_for_chief(c) else c for c in callbacks if workers.is_chief or not _is_for_chief(c)]
 
 
+def own_callback(callback: Any) -> Any:
+    """Return the user's callback, which may be wrapped to be run by this worker alone."""
+    return callback.callback if isinstance(callback, _Alone) else callback
+
+
 class _Alone(keras.callbacks.Callback):  # type: ignore[misc]
     """A callback that one worker alone runs: what it assigns must not wait for the others.
 
@@ -165,6 +190,7 @@ class _Alone(keras.callbacks.Callback):  # type: ignore[misc]
 
     def __init__(self, callback: Any) -> None:
         super().__init__()
+        self.callback = callback
         for name in dir(keras.callbacks.Callback):
             if name.startswith(("on_", "set_")):
                 setattr(self, name, self._alone(getattr(callback, name)))

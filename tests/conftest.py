@@ -1,6 +1,8 @@
 """Give every test four logical CPU devices, one strategy object per kind, and the same seeds."""
 
 import os
+import signal
+from collections.abc import Iterator
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -57,6 +59,16 @@ def strategy(request: pytest.FixtureRequest) -> tf.distribute.Strategy:
 def mirrored() -> tf.distribute.Strategy:
     """Two replicas in this process."""
     return strategies.get("mirrored2")
+
+
+@pytest.fixture
+def signals_as_in_a_terminal() -> Iterator[None]:
+    """Mind what starts in the background, or by nohup: it ignores some signals, and so do its children."""
+    before = {signum: signal.signal(signum, signal.SIG_DFL) for signum in (signal.SIGHUP, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 @pytest.fixture(autouse=True)

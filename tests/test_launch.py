@@ -19,7 +19,7 @@ import keras_dist_ext as kde
 from keras_dist_ext.cli import main
 from keras_dist_ext.launch import LaunchResult, WorkerFailed, launch
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("signals_as_in_a_terminal")]
 
 ROOT = Path(__file__).resolve().parents[1]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part of this exists on Linux alone")
@@ -202,16 +202,6 @@ def wait_until(condition, seconds=15.0):
 
 def environ_with(**more):
     return {**os.environ, **more}
-
-
-@pytest.fixture(autouse=True)
-def signals_as_in_a_terminal():
-    """What starts in the background, or by nohup, ignores some signals, and so do its children."""
-    before = {signum: signal.signal(signum, signal.SIG_DFL) for signum in (signal.SIGHUP, signal.SIGINT)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
 
 
 @pytest.fixture

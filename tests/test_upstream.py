@@ -20,6 +20,8 @@ from keras.optimizers import SGD
 
 import keras_dist_ext as kde
 from keras_dist_ext import _keras
+from keras_dist_ext.sides import RowsAlike
+from keras_dist_ext.step import PassThrough
 
 X = np.linspace(-1, 1, 12, dtype="float32").reshape(4, 3)
 Y = X.sum(axis=1, keepdims=True)
@@ -27,13 +29,17 @@ Y = X.sum(axis=1, keepdims=True)
 # Per upstream file: the names that we call or replace, and the arguments that they take.
 SIGNATURES = {
     "keras.src.api_export": {"get_name_from_symbol": "symbol"},
+    "keras.src.backend.common.name_scope": {"current_path": ""},
     "keras.src.backend.common.stateless_scope": {
         "StatelessScope.__init__": "self state_mapping collect_losses initialize_variables",
         "StatelessScope.add_update": "self update",
         "StatelessScope.get_current_value": "self variable",
     },
     "keras.src.backend.tensorflow.core": {"Variable._direct_assign": "self value"},
-    "keras.src.backend.tensorflow.optimizer": {"TFOptimizer._all_reduce_sum_gradients": "self grads_and_vars"},
+    "keras.src.backend.tensorflow.optimizer": {
+        "TFOptimizer._all_reduce_sum_gradients": "self grads_and_vars",
+        "TFOptimizer.add_variable_from_reference": "self reference_variable name initializer",
+    },
     "keras.src.backend.tensorflow.trainer": {
         "TensorFlowTrainer._aggregate_additional_loss": "self loss",
         "TensorFlowTrainer._maybe_symbolic_build": "self iterator data_batch",
@@ -45,12 +51,21 @@ SIGNATURES = {
         "Layer._clear_losses": "self",
         "Layer._flatten_layers": "self include_self recursive",
     },
+    "keras.src.layers.normalization.batch_normalization": {"BatchNormalization._moments": "self inputs mask"},
     "keras.src.losses.loss": {
         "apply_mask": "sample_weight mask dtype reduction",
         "reduce_weighted_values": "values sample_weight mask reduction dtype",
         "scale_loss_for_distribution": "value",
         "unscale_loss_for_distribution": "value",
     },
+    "keras.src.backend.tensorflow.nn": {
+        "conv": "inputs kernel strides padding data_format dilation_rate",
+        "conv_transpose": "inputs kernel strides padding output_padding data_format dilation_rate",
+        "depthwise_conv": "inputs kernel strides padding data_format dilation_rate",
+        "max_pool": "inputs pool_size strides padding data_format",
+        "separable_conv": "inputs depthwise_kernel pointwise_kernel strides padding data_format dilation_rate",
+    },
+    "keras.src.backend.tensorflow.numpy": {"add": "x1 x2"},
     "keras.src.metrics.reduction_metrics": {"Mean.update_state": "self values sample_weight"},
     "keras.src.random.seed_generator": {"SeedGenerator.next": "self ordered", "global_seed_generator": ""},
     "keras.src.models.model": {"functional_init_arguments": "args kwargs"},
@@ -58,11 +73,21 @@ SIGNATURES = {
         "BaseOptimizer._get_variable_index": "self variable",
         "BaseOptimizer.apply": "self grads trainable_variables",
         "BaseOptimizer.scale_loss": "self loss",
+        "BaseOptimizer.update_step": "self gradient variable learning_rate",
     },
     "keras.src.optimizers.loss_scale_optimizer": {
         "LossScaleOptimizer.apply": "self grads trainable_variables",
         "LossScaleOptimizer.scale_loss": "self loss",
     },
+    "keras.src.trainers.data_adapters": {
+        "get_data_adapter": "x y sample_weight batch_size steps_per_epoch shuffle class_weight"
+    },
+    "keras.src.trainers.data_adapters.py_dataset_adapter": {
+        "PyDatasetAdapter._get_iterator": "self",
+        "PyDatasetAdapter.on_epoch_begin": "self",
+        "PyDatasetAdapter.on_epoch_end": "self",
+    },
+    "keras.src.trainers.compile_utils": {"CompileLoss.__call__": "self y_true y_pred sample_weight"},
     "keras.src.trainers.data_adapters.array_data_adapter": {"ArrayDataAdapter.get_tf_dataset": "self"},
     "keras.src.trainers.data_adapters.data_adapter_utils": {"unpack_x_y_sample_weight": "data"},
     "keras.src.trainers.epoch_iterator": {
@@ -73,8 +98,15 @@ SIGNATURES = {
         "EpochIterator.catch_stop_iteration": "self",
         "EpochIterator.reset": "self",
     },
-    "keras.src.trainers.trainer": {"Trainer._symbolic_build": "self iterator data_batch"},
+    "keras.src.trainers.trainer": {
+        "Trainer._get_metrics_result_or_logs": "self logs",
+        "Trainer._symbolic_build": "self iterator data_batch",
+    },
+    "tensorflow.python.data.experimental.ops.distribute": {
+        "_AutoShardDataset.__init__": "self input_dataset num_workers index num_replicas"
+    },
     "tensorflow.python.data.ops.dataset_ops": {
+        "DatasetV2._inputs": "self",
         "DatasetV2._as_serialized_graph": "self allow_stateful strip_device_assignment external_state_policy",
         "_VariantDataset.__init__": "self dataset_variant element_spec",
     },
@@ -95,7 +127,13 @@ SIGNATURES = {
     },
     "tensorflow.python.distribute.input_lib": {"get_iterator_spec_from_dataset": "strategy dataset"},
     "tensorflow.python.distribute.values": {"DistributedVariable._get_on_device_or_primary": "self"},
-    "tensorflow.python.eager.polymorphic_function.polymorphic_function": {"Function._clone": "self python_function"},
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function": {
+        "Function._clone": "self python_function",
+        "Function._list_all_concrete_functions": "self",
+    },
+    "tensorflow.python.eager.polymorphic_function.tracing_compilation": {
+        "_create_concrete_function": "function_type type_context func_graph tracing_options"
+    },
     "tensorflow.python.framework.ops": {"Graph.switch_to_thread_local": "self", "Graph.get_name_scope": "self"},
     "tensorflow.python.ops.control_flow_util": {"GraphOrParentsInXlaContext": "graph"},
 }
@@ -362,6 +400,15 @@ def test_without_a_step_and_in_other_threads_keras_answers_for_itself() -> None:
         thread.join()
     assert recorder.asked == []
     assert _keras.current_step() is None
+
+
+def test_keras_takes_what_has_no_rows_for_a_bias_and_a_step_adds_it() -> None:
+    nothing = tf.zeros([0, 3])
+    with pytest.raises(Exception, match="rank|bias|1-D|1D"):
+        keras.ops.add(nothing, nothing)
+    with _keras.intercept(PassThrough()):
+        assert keras.ops.add(nothing, nothing).shape == (0, 3)
+        assert keras.ops.add(tf.ones([2, 3], tf.int32), 0.5).dtype == tf.float32
 
 
 def test_a_hook_is_installed_once() -> None:
@@ -703,6 +750,14 @@ def test_variable_without_replicas_is_its_own_component() -> None:
     assert _keras.local_component(variable) is variable.value
 
 
+def test_a_copy_of_a_mirrored_variable_leads_back_to_it(mirrored: Any) -> None:
+    with mirrored.scope():
+        variable = tf.Variable(1.0)
+    assert all(_keras.whole_variable(copy) is variable for copy in _keras.components(variable))
+    alone = tf.Variable(1.0)
+    assert _keras.whole_variable(alone) is alone
+
+
 def test_regrouped_values_are_one_a_replica(mirrored: Any) -> None:
     values = _keras.regroup([tf.constant(1.0), tf.constant(2.0)])
     assert isinstance(values, tf.distribute.DistributedValues)
@@ -937,6 +992,64 @@ def test_shuffles_with_a_seed_keep_it() -> None:
     assert _keras.with_seeds(dataset, _keras.dataset_graph(dataset), 3) is dataset
 
 
+def test_a_wrapped_dataset_gives_what_it_wraps_and_carries_its_options(mirrored: Any) -> None:
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    wrapped = _keras.WrappedDataset(tf.data.Dataset.range(6).batch(2).with_options(options))
+    assert [batch.numpy().tolist() for batch in wrapped] == [[0, 1], [2, 3], [4, 5]]
+    assert wrapped.options().experimental_distribute.auto_shard_policy.name == "DATA"
+    assert int(wrapped.cardinality()) == 3
+    (distributed, *_) = mirrored.experimental_distribute_dataset(wrapped)
+    assert [part.numpy().tolist() for part in mirrored.experimental_local_results(distributed)] == [[0], [1]]
+    with mirrored.scope():
+        model = kde.Sequential([layers.Dense(1)])
+    model.compile("sgd", "mse")
+    pairs = _keras.WrappedDataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(2))
+    assert len(model.fit(pairs, epochs=2, verbose=0).history["loss"]) == 2
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_worker_reads_its_shard_and_no_batch_is_cut(worker: int) -> None:
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    shard = _keras.sharded(tf.data.Dataset.range(8).batch(2).with_options(options), 2, worker)
+    assert [batch.numpy().tolist() for batch in shard] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]][worker]
+    assert _keras.shard_indices(_keras.dataset_graph(shard)) == [(2, worker)]
+
+
+def test_replicas_take_what_their_worker_reads_in_turn(mirrored: Any) -> None:
+    distributed = mirrored.experimental_distribute_dataset(tf.data.Dataset.range(6).batch(4))
+    (dataset,) = _keras.datasets_of_worker(distributed)
+    parts = [part for batch in distributed for part in mirrored.experimental_local_results(batch)]
+    assert [e.numpy().tolist() for e in dataset] == [e.numpy().tolist() for e in parts] == [[0, 1], [2, 3], [4], [5]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_over_a_py_dataset_is_begun_and_ended(workers: int) -> None:
+    calls = []
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, i: int) -> Any:
+            return (np.full((2, 1), i),)
+
+        def on_epoch_begin(self) -> None:
+            calls.append("begin")
+
+        def on_epoch_end(self) -> None:
+            calls.append("end")
+
+    adapter = _keras.data_adapter(Batches(workers=workers), None, None, batch_size=None, shuffle=False)
+    for _ in range(2):
+        assert [int(x[0, 0]) for (x,) in _keras.py_dataset_batches(adapter)] == [0, 1, 2]
+    begun = _keras.py_dataset_batches(adapter)
+    next(begun)
+    begun.close()
+    assert calls == ["begin", "end"] * 3
+
+
 def test_datasets_travel_to_workers_as_graphs() -> None:
     """tensorflow/python/distribute/coordinator/values.py and cluster_coordinator.py, for `per_worker_values`."""
     from tensorflow.python.distribute.coordinator import cluster_coordinator
@@ -951,6 +1064,65 @@ def test_datasets_travel_to_workers_as_graphs() -> None:
     like_ours = inspect.getsource(_keras.coordinator_values.PerWorkerDatasetFromDatasetFunction)
     assert "._type_spec = " in like_ours
     assert "get_iterator_spec_from_dataset(" in like_ours
+
+
+def test_an_iterator_goes_on_from_its_state() -> None:
+    data = tf.data.Dataset.range(20).map(lambda i: 2 * i, num_parallel_calls=2).batch(2).prefetch(3)
+    iterator = iter(data)
+    for _ in range(4):
+        next(iterator)
+    state = _keras.iterator_state(iterator)
+    other = iter(data)
+    assert state is not None
+    assert _keras.set_iterator_state(other, state)
+    assert [x.numpy().tolist() for x in other] == [x.numpy().tolist() for x in iterator]
+    assert not _keras.set_iterator_state(iter(tf.data.Dataset.range(3)), state)
+
+
+def test_what_depends_on_python_has_no_iterator_state() -> None:
+    data = tf.data.Dataset.from_generator(lambda: iter(range(4)), output_signature=tf.TensorSpec([], tf.int64))
+    assert _keras.iterator_state(iter(data)) is None
+
+
+def test_pipelines_that_draw_an_order_are_known() -> None:
+    numbers = tf.data.Dataset.range(9)
+    nested = numbers.interleave(lambda i: tf.data.Dataset.range(3).shuffle(2))
+    for data in (numbers.shuffle(5).batch(2), numbers.shuffle(3, seed=1), nested, tf.data.Dataset.random().take(3)):
+        assert _keras.draws_order(_keras.dataset_graph(data))
+    assert not _keras.draws_order(_keras.dataset_graph(numbers.map(lambda i: 2 * i).batch(2).repeat()))
+
+
+def test_the_state_of_a_shuffle_at_the_end_of_its_input_loses_count_of_the_passes() -> None:
+    def orders(num_read: int) -> tuple[list[list[int]], list[list[int]]]:
+        data, other = (tf.data.Dataset.range(44).shuffle(20, seed=7).batch(8) for _ in range(2))
+        iterator, restored = iter(data), iter(other)
+        for _ in range(num_read):
+            next(iterator)
+        _keras.set_iterator_state(restored, _keras.iterator_state(iterator) or [])
+        return [x.numpy().tolist() for x in data], [x.numpy().tolist() for x in other]
+
+    one, other = orders(2)
+    assert one == other
+    one, other = orders(6)
+    assert one != other  # when this fails, `draws_order` has no reason any more
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_rest_of_a_pass_over_a_py_dataset_asks_for_no_more(shuffle: bool) -> None:
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, number: int) -> Any:
+            return np.full([2, 1], number, "float32"), np.zeros([2, 1], "float32")
+
+    adapter = _keras.py_dataset_adapter.PyDatasetAdapter(Batches(), shuffle=shuffle)
+    _keras.order_py_datasets_by(5)
+    whole = [float(x[0, 0]) for x, _ in adapter.get_tf_dataset()]
+    _keras.order_py_datasets_by(None)
+    rest = [float(x[0, 0]) for x, _ in _keras.py_dataset_from(adapter, 2, 5)]
+    assert rest == whole[2:]
+    assert (whole == sorted(whole)) != shuffle
 
 
 # Threads for virtual replicas
@@ -1031,6 +1203,52 @@ def test_a_copy_of_a_function_is_traced_again() -> None:
     assert recorder.about("trace_of") == [method]
 
 
+def test_each_trace_of_a_function_is_noted_once_with_its_arguments() -> None:
+    """tracing_compilation.py, for `note_traces`; polymorphic_function.py, for `graphs_of`."""
+    noted: list[tuple[str, dict[str, str]]] = []
+
+    @tf.function
+    def inner(value: Any) -> Any:
+        return value + 1
+
+    @tf.function
+    def outer(step: Any, value: Any) -> Any:
+        return inner(value) + step
+
+    outer(0, tf.constant(1))  # an earlier trace makes variables, if it wants any
+    stop = _keras.note_traces(lambda name, arguments, seconds: noted.append((name, arguments)))
+    try:
+        for step in (1, 1, 2):
+            outer(step, tf.constant(1))
+    finally:
+        stop()
+    outer(3, tf.constant(1))
+    assert [name for name, _ in noted] == ["outer", "outer"]
+    assert [arguments["step"] for _, arguments in noted] == ["1", "2"]
+    assert noted[0][1]["value"] == noted[1][1]["value"]
+    assert len(_keras.graphs_of(outer)) == 4
+    assert _keras.graphs_of(len) == []
+
+
+def test_calls_of_fit_go_through_a_hook_once_and_then_no_more() -> None:
+    """backend/tensorflow/trainer.py, whose `fit` is inherited, for `fits_through`."""
+    seen: list[str] = []
+
+    def hook(fit: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(type(model).__module__.partition(".")[0])
+        return fit(model, *args, **kwargs)
+
+    models = [keras.Sequential([layers.Dense(1)]), kde.Sequential([layers.Dense(1)])]
+    for model in models:
+        model.compile("sgd", "mse")
+    with _keras.fits_through(hook, [keras.Model, kde.Model]):
+        for model in models:
+            model.fit(X, Y, verbose=0)
+    models[0].fit(X, Y, verbose=0)
+    assert seen == ["keras", "keras_dist_ext"]
+    assert "fit" not in vars(keras.Model)
+
+
 def test_losses_of_layers_come_back() -> None:
     """keras/src/layers/layer.py, for `losses_of_layers` and `set_losses_of_layers`."""
     net = keras.Sequential([keras.Input((3,)), layers.Dense(2, activity_regularizer="l2")])
@@ -1043,3 +1261,100 @@ def test_losses_of_layers_come_back() -> None:
     with _keras.kept_losses(net):
         net(X + 1)
     assert net.losses[0] is first[0]
+
+
+# What a certificate stands on
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_an_optimizer_keeps_the_gradients_that_it_uses(is_scaled: bool) -> None:
+    model = keras.Sequential([layers.Input((3,)), layers.Dense(1)])
+    optimizer = SGD(0.5)
+    model.compile(keras.optimizers.LossScaleOptimizer(optimizer) if is_scaled else optimizer, "mse")
+    gradients = _keras.keep_gradients(model.optimizer)
+    before = model.get_weights()
+    model.train_on_batch(X, Y)
+    assert [id(variable) for variable, _ in gradients()] == [id(v) for v in model.trainable_variables]
+    for was, (variable, gradient) in zip(before, gradients(), strict=True):
+        np.testing.assert_allclose((was - variable.numpy()) / 0.5, gradient.numpy(), rtol=1e-5)
+
+
+LOGITS = tf.zeros([2, 3])
+DRAWS = {
+    "tf uniform": lambda: tf.random.uniform([2]),
+    "tf integers": lambda: tf.random.uniform([2], maxval=5, dtype=tf.int32),
+    "tf normal": lambda: tf.random.normal([2]),
+    "tf truncated": lambda: tf.random.truncated_normal([2]),
+    "tf gamma": lambda: tf.random.gamma([2], 1.0),
+    "tf poisson": lambda: tf.random.poisson([2], 1.0),
+    "tf categorical": lambda: tf.random.categorical(LOGITS, 1),
+    "tf stateless": lambda: tf.random.stateless_uniform([2], [1, 2]),
+    "tf generator": lambda: tf.random.Generator.from_seed(1).normal([2]),
+    "keras dropout": lambda: keras.random.dropout(X, 0.5, seed=1),
+    "keras normal": lambda: keras.random.normal([2], seed=1),
+    "keras truncated": lambda: keras.random.truncated_normal([2], seed=1),
+    "keras integers": lambda: keras.random.randint([2], 0, 5, seed=1),
+    "keras gamma": lambda: keras.random.gamma([2], 1.0, seed=1),
+    "keras binomial": lambda: keras.random.binomial([2], 3.0, 0.5, seed=1),
+    "keras categorical": lambda: keras.random.categorical(LOGITS, 1, seed=1),
+    "keras shuffle": lambda: keras.random.shuffle(X, seed=1),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_random_ops_are_sent_where_we_want_them(kind: str) -> None:
+    asked = []
+
+    def draw(name: str, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+        asked.append(name)
+        return original(*args, **kwargs)
+
+    with _keras.draws_sent_to(draw):
+        DRAWS[kind]()
+    assert len(asked) == 1
+    DRAWS[kind]()
+    assert len(asked) == 1
+
+
+def test_rows_draw_alike_whatever_their_number() -> None:
+    alike = RowsAlike()
+    with _keras.draws_sent_to(alike):
+        few, many = keras.random.normal([2, 7, 3], seed=1), tf.random.normal([5, 7, 3])
+        assert np.unique(keras.random.randint([4, 1], 0, 9, seed=1)).size == 1
+        alike.step.assign(1)
+        later = tf.random.normal([5, 7, 3])
+    assert not alike.unknown
+    np.testing.assert_array_equal(np.unique(many, axis=0), few[:1])
+    assert np.unique(few).size == 3
+    assert not np.isin(later, many).any()
+
+
+def loss_of_a_step(parts: tuple[str, ...]) -> float:
+    """The loss, whose rows have other weights and a mask, behind a BatchNormalization with given statistics."""
+    keras.utils.set_random_seed(1)
+    norm = layers.BatchNormalization()
+    model = keras.Sequential([layers.Input((3, 1)), layers.Masking(), norm, layers.Dense(1)])
+    model.compile(SGD(0.0), "mse")
+    norm.moving_mean.assign([7.0])
+    with _keras.without_parts(parts):
+        x = X[..., None] * (np.arange(3) > 0)[:, None]
+        return float(model.train_on_batch(x, x + 1, sample_weight=np.arange(12.0).reshape(4, 3)))
+
+
+def test_each_part_of_a_step_can_be_left_out() -> None:
+    parts = ("weights", "masks", "moments", "loss")
+    losses = [loss_of_a_step(without) for without in ((), *((part,) for part in parts), parts[:2])]
+    assert len({round(loss, 4) for loss in losses}) == len(losses)
+    assert loss_of_a_step(()) == losses[0]
+
+
+def test_a_layer_that_is_called_knows_its_path() -> None:
+    class Asks(layers.Layer):
+        def call(self, x: Any) -> Any:
+            self.found = _keras.layer_being_called()
+            return x
+
+    asks = Asks(name="asks")
+    keras.Sequential([layers.Input((3,)), asks], name="net")(X)
+    assert asks.found == "net/asks"
+    assert _keras.layer_being_called() == ""

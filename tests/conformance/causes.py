@@ -263,6 +263,11 @@ def rows_left_over_are_dropped() -> AbstractContextManager[Any]:
     return patch.object(data, "replica_rows", replica_rows)
 
 
+def ops_meet_no_rows() -> AbstractContextManager[Any]:
+    """Convolutions and max pooling run on no rows, which some of TensorFlow's kernels do not bear."""
+    return patch.object(step, "_on_rows", lambda inputs, op: op(inputs))
+
+
 def every_replica_takes_all() -> AbstractContextManager[Any]:
     """Each replica computes the whole batch (fault 13)."""
     return patch.object(data, "replica_rows", lambda batch, replica, num_replicas: batch)
@@ -375,7 +380,9 @@ CAUSES: tuple[tuple[Cause, str], ...] = (
     ),
     (empty_batches_count, r"state assigned .* of replicas without rows|a custom train_step of 1 to 9 rows"),
     (equal_shares, r".*batch.* of 1 row.*|fewer rows than replicas|a batch larger than the data"),
+    (equal_shares, r"(an LSTM|a GRU|a masked LSTM|an Embedding with a mask|attention) of 1 to 9 rows"),
     (rows_left_over_are_dropped, r"batches of 1 to 9 rows"),
+    (ops_meet_no_rows, r"(a CNN|convolutions in time|a ConvLSTM) of 1 to 9 rows"),
     (own_gradients, r"even batches"),
     # Weights, masks, losses
     (metrics_of_the_first, r"sample weights of a metric"),

@@ -115,6 +115,29 @@ def cnn(lib: Library) -> keras.Model:
     )
 
 
+def convolutions_in_time(lib: Library) -> keras.Model:
+    """All that slides along an axis: some of it in TensorFlow fails on no rows, or ends the process."""
+    return lib.Sequential(
+        [
+            layers.Input((4, 3)),
+            layers.Conv1D(4, 2, padding="causal", dilation_rate=2, activation="tanh"),
+            layers.SeparableConv1D(4, 2, padding="same"),
+            layers.DepthwiseConv1D(2, padding="same"),
+            layers.MaxPooling1D(2, strides=1, padding="same"),
+            layers.Conv1DTranspose(3, 2, activation="tanh"),
+            layers.AveragePooling1D(2),
+            layers.Flatten(),
+            layers.Dense(3),
+        ]
+    )
+
+
+def conv_lstm(lib: Library) -> keras.Model:
+    inputs = layers.Input((4, 3))
+    lines = layers.ConvLSTM1D(2, 2)(layers.Reshape((4, 3, 1))(inputs))
+    return lib.Model(inputs, layers.Dense(3)(layers.Flatten()(lines)))
+
+
 def lstm(lib: Library) -> keras.Model:
     return lib.Sequential([layers.Input((4, 3)), layers.LSTM(4), layers.Dense(3)])
 

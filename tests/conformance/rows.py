@@ -20,6 +20,8 @@ from conformance.models import (
     binary_classifier,
     classifier,
     cnn,
+    conv_lstm,
+    convolutions_in_time,
     custom_train_step,
     dense,
     embedding,
@@ -691,6 +693,9 @@ INPUTS = [
     Quick("a dataset made on each worker", dense, mse, feeds.dataset_from_function()),
 ]
 
+few = partial(batches, *range(1, 10))
+"""Batches of 1 to 9 rows: some replicas have none."""
+
 MODELS = [
     Quick("Sequential", sequential, mse, arrays()),
     Quick("Sequential, lazily built", lazy_sequential, mse, arrays()),
@@ -706,6 +711,14 @@ MODELS = [
     Quick("a masked LSTM", masked_lstm, mse, arrays(feeds.padded_sequences)),
     Quick("an Embedding with a mask", embedding_with_mask, mse, arrays(feeds.tokens)),
     Quick("attention", attention, mse, arrays(feeds.sequences)),
+    Quick("a CNN of 1 to 9 rows", cnn, lambda: mse(SGD(0.02)), few(make=feeds.images)),
+    Quick("convolutions in time of 1 to 9 rows", convolutions_in_time, mse, few(make=feeds.sequences)),
+    Row("a ConvLSTM of 1 to 9 rows", conv_lstm, mse, few(make=feeds.sequences)),
+    Row("an LSTM of 1 to 9 rows", lstm, mse, few(make=feeds.sequences)),
+    Row("a GRU of 1 to 9 rows", gru, mse, few(make=feeds.sequences)),
+    Row("a masked LSTM of 1 to 9 rows", masked_lstm, mse, few(make=feeds.padded_sequences)),
+    Row("an Embedding with a mask of 1 to 9 rows", embedding_with_mask, mse, few(make=feeds.tokens)),
+    Row("attention of 1 to 9 rows", attention, mse, few(make=feeds.sequences)),
 ]
 
 

@@ -1,0 +1,115 @@
+"""Certify the model that a training script is about to train: run it up to its first `fit`, as often as needed."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import pathlib
+import runpy
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from rich.console import Console
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import keras
+from keras_dist_ext.certificate import Certificate, certify
+from keras_dist_ext.errors import CertificateError
+from keras_dist_ext.model import Model
+from keras_dist_ext.scope import describe_strategy
+
+__all__ = ["certify_script", "print_certificate"]
+
+
+def certify_script(path: str, args: Sequence[str] = (), *, steps: int = 10, allow: Collection[str] = ()) -> Certificate:
+    """Certify what a script trains in its first `fit`, with that data, under the strategy of that model.
+
+    The script runs three times from its start to that call, and never beyond: as it is; with the strategy's scope
+    entered already; and with all of its scopes left out, to build the model for one device.
+
+    Args:
+        path: the script.
+        args: its command line arguments.
+        steps: how many steps to make.
+        allow: codes of findings that do not count.
+
+    Returns:
+        The certificate, see ``certify``.
+
+    Raises:
+        CertificateError: the script never calls `fit`, trains on one device, or with data or a model that
+            cannot be certified.
+        Exception: whatever the script raises before.
+    """
+    reached = _run(path, args)
+    strategy = reached.model.distribute_strategy
+    if strategy.num_replicas_in_sync == 1:
+        raise CertificateError(
+            f"{path} trains '{reached.model.name}' under {describe_strategy(strategy)}, on one device: there is "
+            "nothing to compare. If a strategy was meant, build the model inside `with strategy.scope():`."
+        )
+
+    def build_model() -> Any:
+        with _keras.replaced(tf.distribute.Strategy, "scope", lambda self: contextlib.nullcontext(self)):
+            return _run(path, args).model
+
+    return certify(
+        build_model, strategy, reached.data(), steps, batch_size=reached.given.get("batch_size") or 32, allow=allow
+    )
+
+
+def print_certificate(certificate: Certificate, json: str | None = None) -> int:
+    """Print a certificate, and write it to a file, if given; return the exit code: 0 if it is equivalent, else 1."""
+    Console().print(certificate)
+    if json is not None:
+        pathlib.Path(json).write_text(certificate.to_json() + "\n", encoding="utf-8")
+    return 0 if certificate.is_equivalent else 1
+
+
+class _Reached(BaseException):
+    """Leaves a script at its call of `fit`. No Exception, which a script might catch."""
+
+    def __init__(self, model: Any, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.given = given
+
+    def data(self) -> Any:
+        """What `certify` takes as data."""
+        if self.given.get("class_weight") is not None:
+            raise CertificateError(
+                "fit is called with class_weight, which is not compared. Give it as sample weights to certify it."
+            )
+        x, y, weights = (self.given.get(name) for name in ("x", "y", "sample_weight"))
+        if y is None:
+            return x
+        return (x, y) if weights is None else (x, y, weights)
+
+
+def _run(path: str, args: Sequence[str]) -> _Reached:
+    """Run a script up to its first `fit`."""
+
+    def stop(fit: Callable[..., Any], model: Any, *given: Any, **named: Any) -> None:
+        raise _Reached(model, dict(inspect.signature(fit).bind(model, *given, **named).arguments))
+
+    try:
+        with _as_main(path, args), _keras.fits_through(stop, [keras.Model, Model]):
+            runpy.run_path(path, run_name="__main__")
+    except _Reached as reached:
+        return reached
+    except SystemExit as ended:
+        raise CertificateError(f"{path} ended with exit code {ended.code} before it called `fit`.") from ended
+    raise CertificateError(f"{path} ended without a call of `fit`: there is nothing to certify.")
+
+
+@contextlib.contextmanager
+def _as_main(path: str, args: Sequence[str]) -> Iterator[None]:
+    argv, places = sys.argv, sys.path[:]
+    sys.argv, sys.path[0:0] = [path, *args], [os.path.dirname(os.path.abspath(path))]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, places

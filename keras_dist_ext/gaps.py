@@ -1,0 +1,118 @@
+"""Measure how far replicas are from one device after a step, and how much of it rounding explains.
+
+A gap is rounding as long as it stays below a bound, which is the sum of
+
+- 1e-5 of the largest value of the variable's gradient, state or metric on one device (80 units of float32; 4 units of
+  the layers' dtype where that is coarser); values below a thousandth of the largest gradient, or below 0.001, count as
+  that large;
+- 8 times the gap that one device has to itself when the rows of the batch come in another order and its weights are
+  moved by a unit of rounding (gradients that cancel, such as those of a bias before a normalization, are rounding of
+  larger numbers), unless that is more
+  than 0.001 of the value, or of the largest gradient, and so no rounding;
+- for weights, which optimizers may compute by dividing rounding by rounding: 8 units of float32 of the weight, 1e-5 of
+  the largest update, and what the gap of the element's gradient explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["LEAST", "ROUNDING", "Array", "Gap", "Part", "Values", "as_float", "difference", "largest", "measure"]
+
+Array = npt.NDArray[Any]
+Part = tuple[str, str]  # what a value is, and of what: ("gradient", "dense/kernel")
+Values = Mapping[Part, tuple[Array, ...]]  # one array a replica
+ROUNDING = 1e-5
+COPIES = 8.0  # how many times the gap of rows in another order, and of a gradient, is allowed
+LEAST = 1e-3  # below it, a value counts as that large
+ORDER_MATTERS = 1e-3  # one device that is further from itself than this does not only round differently
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far the replicas are from one device in one variable or metric, after one step or the worst of several."""
+
+    part: str  # "gradient", "weights", "state" or "metric"
+    name: str
+    absolute: float  # the largest difference of an element, on any replica
+    relative: float  # the same, relative to the largest value on one device
+    excess: float  # relative to what rounding explains, element by element: beyond rounding above 1
+    spread: float  # the largest difference between two replicas
+    is_apart: bool  # whether the spread is beyond rounding
+    step: int  # from 1
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether rounding does not explain it."""
+        return not self.excess <= 1.0
+
+
+def measure(
+    expected: Values,
+    found: Values,
+    reordered: Values,
+    before: Mapping[Part, Array],
+    step: int,
+    rounding: float,
+) -> Iterator[Gap]:
+    """Measure the gap of everything that both sides have.
+
+    Args:
+        expected: after the step on one device.
+        found: after the step on the replicas.
+        reordered: after the step on one device with rows in another order, and values moved by rounding.
+        before: weights before the step.
+        step: its number.
+        rounding: the least bound, relative.
+    """
+    gradients = {name: as_float(copies[0]) for (part, name), copies in expected.items() if part == "gradient"}
+    largest_gradient = max((largest(g) for g in gradients.values()), default=0.0)
+    for (part, name), copies in expected.items():
+        one = as_float(copies[0])
+        others = [as_float(copy) for copy in found.get((part, name), ())]
+        if not others or any(other.shape != one.shape for other in others):
+            continue
+        scale = max(largest(one), LEAST * largest_gradient if part == "gradient" else LEAST, 1e-30)
+        control = np.abs(as_float(reordered[part, name][0]) - one)
+        size = max(scale, largest_gradient) if part == "gradient" else scale
+        control = np.zeros_like(one) if not largest(control) <= ORDER_MATTERS * size else control
+        allowed = np.full_like(one, rounding * scale + COPIES * largest(control))
+        if part == "weights" and (part, name) in before:
+            update = largest(one - before[part, name])
+            unit = 8 * 2.0**-23 * largest(one)
+            allowed = np.full_like(one, unit + rounding * update + COPIES * largest(control))
+            if name in gradients:
+                of_gradient = np.max([np.abs(as_float(g) - gradients[name]) for g in found["gradient", name]], axis=0)
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    unsure = np.nan_to_num(of_gradient / np.abs(gradients[name]), nan=0.0, posinf=1.0)
+                allowed = allowed + COPIES * update * np.minimum(1.0, unsure)
+        apart = np.max([difference(other, one) for other in others], axis=0)
+        spread = np.max([difference(other, others[0]) for other in others], axis=0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            excess = largest(np.where(apart > 0, apart / allowed, 0.0))
+            is_apart = largest(np.where(spread > 0, spread / allowed, 0.0)) > 1.0
+        absolute = largest(apart)
+        yield Gap(part, name, absolute, absolute / scale, excess, largest(spread), is_apart, step)
+
+
+def as_float(value: Any) -> Array:
+    """Return a value as float64."""
+    return np.asarray(value).astype(np.float64)
+
+
+def largest(value: Array) -> float:
+    """Return the largest absolute value, 0 for none."""
+    return float(np.max(np.abs(value), initial=0.0))
+
+
+def difference(one: Array, other: Array) -> Array:
+    """Return the absolute difference; infinite where one is not a number, none where both are not."""
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(one - other)
+    both = ~np.isfinite(one) & ~np.isfinite(other)
+    return np.where(both, 0.0, np.nan_to_num(apart, nan=np.inf, posinf=np.inf))

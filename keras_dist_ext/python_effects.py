@@ -1,0 +1,111 @@
+"""See what a function of the user's does in Python: which names it uses, and what it changes while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+__all__ = ["effects_of", "names_used"]
+
+_FOREIGN = ("tensorflow", "keras", "numpy", "keras_dist_ext", "builtins")
+
+
+def names_used(function: Callable[..., Any]) -> set[str]:
+    """Return the global names and attributes in a function's code, and in functions of the user's that it calls."""
+    return {name for part in _functions(function) for code in _codes(part.__code__) for name in code.co_names}
+
+
+def _functions(function: Any) -> list[Any]:
+    """A function, and those of the user's that it refers to by a global name or from an enclosing function."""
+    found: dict[int, Any] = {}
+    pending = [function]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, functools.partial):
+            pending.append(part.func)
+            continue
+        part = getattr(part, "python_function", part)  # of a tf.function
+        part = getattr(part, "__func__", part)
+        if not isinstance(part, types.FunctionType):
+            part = vars(type(part)).get("__call__") if not _is_foreign(part) else None
+        if not isinstance(part, types.FunctionType) or id(part) in found or _is_foreign(part):
+            continue
+        found[id(part)] = part
+        pending += [value for _, value in _references(part) if callable(value) and not isinstance(value, type)]
+    return list(found.values())
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _is_foreign(value: Any) -> bool:
+    module = getattr(value, "__module__", None) or type(value).__module__
+    return str(module).partition(".")[0] in _FOREIGN and not str(module).startswith("keras_dist_ext.examples")
+
+
+def _references(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function refers to outside of itself, by name."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
+    for code in _codes(function.__code__):
+        for name in code.co_names:
+            if name in function.__globals__:
+                yield name, function.__globals__[name]
+
+
+@contextlib.contextmanager
+def effects_of(function: Callable[..., Any]) -> Iterator[list[str]]:
+    """Fill a list with what a function has changed while this was entered: names, and generators of random numbers.
+
+    Looked at are numbers, texts and containers that the function refers to, and those that are attributes of objects
+    that it refers to.
+    """
+    changed: list[str] = []
+    before = _state(function)
+    yield changed
+    after = _state(function)
+    changed += [name for name in after if name in before and after[name] != before[name]]
+
+
+def _state(function: Callable[..., Any]) -> dict[str, Any]:
+    owner = getattr(function, "__self__", None)
+    pairs = [("self", owner)] if owner is not None else []
+    for part in _functions(function):
+        pairs += list(_references(part))
+    state = {
+        "the random numbers of NumPy": _numpy_state(),
+        "the random numbers of Python": random.getstate(),
+    }
+    for name, value in pairs:
+        if _is_plain(value):
+            state[repr(name)] = _summary(value)
+        elif hasattr(value, "__dict__") and not isinstance(value, types.ModuleType | type) and not _is_foreign(value):
+            state.update({f"'{name}.{key}'": _summary(v) for key, v in vars(value).items() if _is_plain(v)})
+    return state
+
+
+def _numpy_state() -> Any:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return kind, np.asarray(keys).tobytes(), *rest
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, int | float | str | bytes | list | dict | set | deque)
+
+
+def _summary(value: Any) -> Any:
+    if isinstance(value, list | dict | set | deque):
+        return id(value), len(value), [id(part) for part in (value.values() if isinstance(value, dict) else value)]
+    return value

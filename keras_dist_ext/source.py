@@ -1,0 +1,156 @@
+"""Give out the batches of one pass over a dataset."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import tree
+from keras_dist_ext.workers import Workers
+
+__all__ = ["Source"]
+
+
+class Source:
+    """Batches of one pass over a dataset, one ahead where the end cannot be foreseen.
+
+    Args:
+        dataset: a ``tf.data.Dataset``, or one that TensorFlow has distributed.
+        length: its number of batches, or None.
+        workers: given where each worker reads rows of its own; they take part in a step until all have none left.
+        skip: how many of the first batches were used before.
+        state: what an iterator held after these, to be put back instead of reading up to there.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        length: int | None,
+        workers: Workers | None = None,
+        *,
+        on_tpu: bool = False,
+        skip: int = 0,
+        state: Sequence[bytes] | None = None,
+    ) -> None:
+        if state is not None:
+            self.iterator = iter(dataset)
+            if not _keras.set_iterator_state(self.iterator, state):
+                warnings.warn(
+                    "This TensorFlow cannot put back what the data's iterator held when the run was saved (is it "
+                    "another version, or the data another pipeline?). The data is read up to there instead.",
+                    stacklevel=2,
+                )
+                state = None
+        if state is None:
+            self.iterator = iter(dataset.skip(skip) if skip and isinstance(dataset, tf.data.Dataset) else dataset)
+            if not isinstance(dataset, tf.data.Dataset):
+                for _ in range(skip):
+                    next(self.iterator)
+        self._is_plain = isinstance(dataset, tf.data.Dataset)
+        self._is_on_tpu = on_tpu
+        # What TensorFlow has distributed does not know its length for sure; on a TPU it must, to loop there.
+        self._looks_ahead = length is None or workers is not None or not (self._is_plain or on_tpu)
+        self._workers = workers
+        self._spec = dataset.element_spec
+        if workers is not None:
+            self._spec = tree.map_structure(_any_rows, self._spec)
+        self._ahead: Any = None
+        self._has_more = True
+        self._waited_seconds = 0.0  # for a batch of this worker's, since that was asked for
+        if self._looks_ahead:
+            self._look_ahead()
+
+    @property
+    def length_is_known(self) -> bool:
+        """Whether the caller counts the batches."""
+        return not self._looks_ahead
+
+    def iterator_state(self) -> list[bytes] | None:
+        """What the iterator holds; None where TensorFlow cannot save it, or a batch was taken ahead."""
+        return None if self._looks_ahead or not self._is_plain else _keras.iterator_state(self.iterator)
+
+    @property
+    def is_of_worker(self) -> bool:
+        """Whether the rows are this worker's own."""
+        return self._workers is not None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether another batch is there; True where the length is known and the caller counts."""
+        return self._has_more
+
+    def run(self, program: Any, num_steps: int) -> tuple[int, Any]:
+        """Run up to ``num_steps`` steps; return how many were made, and the logs."""
+        if hasattr(program, "run_source"):
+            return program.run_source(self._batches(), num_steps)  # type: ignore[no-any-return]
+        if self._workers is not None or not (self._is_plain or self._is_on_tpu):
+            made, logs = 0, None
+            run = program.on_batches_like(self._spec, of_worker=self.is_of_worker)
+            while made < num_steps and self.has_more:
+                batch = self.next_batch()
+                program.waited_seconds = self._take_waited()
+                logs = run(batch)
+                made += 1
+            return made, logs
+        if not self._looks_ahead:
+            return num_steps, program.on_iterator(self.iterator, num_steps)
+        program.waited_seconds = self._take_waited()
+        made, self._ahead, logs = program.on_optional(self._ahead, self.iterator, num_steps)
+        self._has_more = bool(self._ahead.has_value())
+        return made, logs
+
+    def _take_waited(self) -> float:
+        """Return once how long batches have taken that were pulled ahead."""
+        waited, self._waited_seconds = self._waited_seconds, 0.0
+        return waited
+
+    def _batches(self) -> Iterator[Any]:
+        while self.has_more:
+            try:
+                yield self.next_batch()
+            except StopIteration:
+                return
+
+    def next_batch(self) -> Any:
+        """Return the next batch; without rows, where only other workers have some left."""
+        if not self._looks_ahead:
+            return next(self.iterator)
+        if not self._is_plain:
+            batch = self._ahead
+        elif self._ahead.has_value():
+            batch = self._ahead.get_value()
+        else:
+            batch = tree.map_structure(_no_rows, self._spec)
+        self._look_ahead()
+        return batch
+
+    def _look_ahead(self) -> None:
+        begin = time.perf_counter()
+        if self._is_plain:
+            self._ahead = self.iterator.get_next_as_optional()
+            self._has_more = bool(self._ahead.has_value())
+        else:
+            self._ahead = next(self.iterator, None)
+            self._has_more = self._ahead is not None
+        self._waited_seconds += time.perf_counter() - begin  # without what follows: waiting for other workers
+        if self._workers is not None:
+            self._has_more = self._workers.sum([float(self._has_more)])[0] > 0
+
+
+def _any_rows(spec: Any) -> Any:
+    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
+        return spec
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+
+
+def _no_rows(spec: Any) -> Any:
+    if not hasattr(spec, "shape") or isinstance(spec, tf.OptionalSpec):
+        return tf.experimental.Optional.empty(None)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensor.from_row_splits(tf.zeros([0, *spec.shape[spec.ragged_rank + 1 :]], spec.dtype), [0])
+    return tf.zeros([0, *[d or 0 for d in spec.shape[1:]]], spec.dtype)

@@ -1,0 +1,70 @@
+"""Write while training goes on: one job at a time, in a thread."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+
+__all__ = ["WriteBehind"]
+
+
+class WriteBehind:
+    """Runs one writing job at a time in a thread. A job that fails is a warning, and the next one is tried.
+
+    Warnings come from the thread that calls these methods, some time after the failure.
+
+    Args:
+        where: what is written to, for people.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._num_failed = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], object]) -> None:
+        """Run a job when the one before is over."""
+        self.wait()
+
+        def run() -> None:
+            try:
+                job()
+            except BaseException as error:  # said by whoever waits: a thread has nobody to tell
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="keras_dist_ext.save")
+        self._thread.start()
+
+    def wait(self) -> bool:
+        """Wait for the job that is under way; return whether the last one has succeeded."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            error, self._error = self._error, None
+            if error is None:
+                self._num_failed = 0
+            else:
+                self._num_failed += 1
+                if self._num_failed == 1:
+                    warnings.warn(
+                        f"{self._where} could not be written to: {type(error).__name__}: {error}. What was saved "
+                        "before is as it was; training goes on, and the next save is tried when it is due.",
+                        stacklevel=2,
+                    )
+        return self._num_failed == 0
+
+    def close(self) -> None:
+        """Wait for the job that is under way, and say how many have failed at the end."""
+        if not self.wait() and self._num_failed > 1:
+            warnings.warn(
+                f"{self._where} could not be written to: the last {self._num_failed} saves of this run have failed.",
+                stacklevel=2,
+            )
+        self._num_failed = 0
