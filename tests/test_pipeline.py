@@ -1,0 +1,272 @@
+"""A pipeline is looked into: what is slow or mixes badly is found, and nothing on a healthy one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_dist_ext as kde
+from keras_dist_ext import stage_times
+from keras_dist_ext.dataset_graph import read_graph
+from keras_dist_ext.errors import DataError
+
+AUTO = tf.data.AUTOTUNE
+BASE = tf.data.Dataset.range(1600)
+measures_stages = pytest.mark.skipif(
+    not hasattr(tf.data.experimental, "get_model_proto"), reason="TensorFlow tells what stages cost since 2.18"
+)
+
+
+def without_optimizations(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    options = tf.data.Options()
+    options.experimental_optimization.apply_default_optimizations = False
+    return dataset.with_options(options)
+
+
+def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
+def slow(i: tf.Tensor) -> tf.Tensor:
+    """About half a millisecond of work in TensorFlow."""
+    matrix = tf.random.stateless_uniform([200, 200], tf.stack([tf.cast(i, tf.int32), 1]))
+    return tf.reduce_sum(matrix @ matrix @ matrix @ matrix)
+
+
+def quick(i: tf.Tensor) -> tf.Tensor:
+    return i + 1
+
+
+def in_python(i: tf.Tensor) -> tf.Tensor:
+    def sleep(value: Any) -> Any:
+        time.sleep(0.001)
+        return value
+
+    return tf.ensure_shape(tf.numpy_function(sleep, [i], i.dtype), i.shape)
+
+
+def augmented(i: tf.Tensor) -> tf.Tensor:
+    return tf.cast(i, tf.float32) + tf.random.uniform([])
+
+
+def numbers(pause: float) -> tf.data.Dataset:
+    def generate() -> Any:
+        for i in range(1600):
+            time.sleep(pause)
+            yield i
+
+    return tf.data.Dataset.from_generator(generate, output_signature=tf.TensorSpec([], tf.int64))
+
+
+def batches_of_python() -> tf.data.Dataset:
+    def generate() -> Any:
+        for _ in range(100):
+            yield np.ones(8, "f")
+
+    return tf.data.Dataset.from_generator(generate, output_signature=tf.TensorSpec([None], tf.float32))
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, pause: float, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.pause = pause
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        time.sleep(self.pause)
+        return np.ones((8, 2), "f"), np.ones(8, "f")
+
+
+def record_files(folder: Path) -> list[str]:
+    paths = [str(folder / f"{i}.tfrecord") for i in range(4)]
+    for path in paths:
+        with tf.io.TFRecordWriter(path) as writer:
+            for i in range(400):
+                writer.write(str(i).encode())
+    return paths
+
+
+def slow_records(path: tf.Tensor) -> tf.data.Dataset:
+    return tf.data.TFRecordDataset(path).map(in_python)
+
+
+# What is found. The seconds and the number of batches are kept low, because each case really reads.
+
+
+def codes(dataset: Any, strategy: Any = None, **arguments: Any) -> list[str]:
+    found = kde.inspect(dataset, strategy, **{"seconds": 0.3, "num_batches": 20, **arguments})
+    assert found.ok == (not found.findings)
+    return sorted(finding.code for finding in found.findings)
+
+
+HEALTHY = {
+    "numbers": lambda: BASE.shuffle(1000).map(quick, num_parallel_calls=AUTO).batch(8).prefetch(AUTO),
+    "work in parallel": lambda: BASE.map(slow, num_parallel_calls=AUTO).batch(8).prefetch(AUTO),
+    "cache, shuffle, augment": lambda: (
+        BASE.map(slow, num_parallel_calls=AUTO).cache().shuffle(1600).map(augmented, num_parallel_calls=AUTO)
+        .batch(8).prefetch(AUTO)
+    ),
+    "parallel batches": lambda: BASE.shuffle(1600, seed=1).batch(8, num_parallel_calls=AUTO).prefetch(2),
+    "batches mapped": lambda: BASE.batch(8).map(quick, num_parallel_calls=AUTO).prefetch(AUTO),
+    "repeated": lambda: BASE.shuffle(1000).repeat().batch(8, drop_remainder=True).prefetch(AUTO),
+    "a prefetch that tf.data adds": lambda: BASE.shuffle(1000).batch(8),
+    "a map that tf.data makes parallel": lambda: BASE.map(slow).batch(8).prefetch(AUTO),
+    "a quick sequential map": lambda: without_optimizations(BASE.map(quick).batch(8).prefetch(AUTO)),
+    "a quick generator": lambda: batches_of_python().prefetch(AUTO),
+    "ragged": lambda: (
+        tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3]] * 20)).ragged_batch(4).prefetch(AUTO)
+    ),
+    "arrays": lambda: (np.ones((80, 3), "f"), np.ones(80, "f")),
+    "batches in memory": lambda: tf.data.Dataset.from_tensor_slices(np.ones((10, 8, 3), "f")).prefetch(AUTO),
+    "distributed": lambda: kde.distribute(BASE.shuffle(1000), batch_size=8, seed=1),
+    "distributed arrays": lambda: kde.distribute(np.ones((80, 3), "f"), batch_size=8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_pipeline_has_no_findings(name: str, mirrored: Any) -> None:
+    assert codes(HEALTHY[name](), mirrored, batch_size=8) == []
+
+
+FAULTY: dict[str, tuple[Any, list[str]]] = {
+    "no prefetch": (lambda: without_optimizations(BASE.shuffle(1000).batch(8)), ["no-prefetch"]),
+    "no prefetch, no autotune": (lambda: without_autotune(BASE.shuffle(1000).batch(8)), ["no-prefetch"]),
+    "sequential map": (
+        lambda: without_optimizations(BASE.map(slow).batch(8).prefetch(AUTO)),
+        ["sequential-map"],
+    ),
+    "a map with a limit of one": (
+        lambda: BASE.map(in_python).shuffle(10).batch(8).prefetch(AUTO),
+        ["python-map", "sequential-map"],
+    ),
+    "a map that is fused with its batch": (
+        lambda: BASE.map(in_python).batch(8).prefetch(AUTO),
+        ["python-map", "sequential-map"],
+    ),
+    "Python in a map": (
+        lambda: BASE.map(in_python, num_parallel_calls=AUTO).batch(8).prefetch(AUTO),
+        ["python-map"],
+    ),
+    "a slow generator": (lambda: numbers(0.0005).batch(8).prefetch(AUTO), ["generator-bound"]),
+    "a slow PyDataset": (lambda: Batches(0.003), ["generator-bound"]),
+    "shuffle before cache": (
+        lambda: BASE.shuffle(1000).cache().batch(8).prefetch(AUTO),
+        ["shuffle-before-cache"],
+    ),
+    "augmentation before cache": (
+        lambda: BASE.map(augmented, num_parallel_calls=AUTO).cache().batch(8).prefetch(AUTO),
+        ["random-before-cache"],
+    ),
+    "repeat before cache": (lambda: BASE.repeat(2).cache().batch(8).prefetch(AUTO), ["repeat-before-cache"]),
+    "slow map after cache": (
+        lambda: BASE.cache().map(slow, num_parallel_calls=AUTO).batch(8).prefetch(AUTO),
+        ["map-after-cache"],
+    ),
+    "shuffle after batch": (lambda: BASE.batch(8).shuffle(10).prefetch(AUTO), ["shuffle-after-batch"]),
+    "a small buffer": (lambda: BASE.shuffle(4).batch(8).prefetch(AUTO), ["shuffle-buffer-small"]),
+    "no batch": (lambda: BASE.prefetch(AUTO), ["not-batched"]),
+    "two batches": (lambda: BASE.batch(8).batch(4).prefetch(AUTO), ["batched-twice"]),
+    "batches that replicas share unevenly": (lambda: BASE.batch(5).prefetch(AUTO), ["uneven-batch"]),
+    "batches that leave replicas idle": (lambda: BASE.batch(1).prefetch(AUTO), ["batch-smaller-than-replicas"]),
+    "a ragged last batch": (lambda: BASE.take(83).batch(8).prefetch(AUTO), ["partial-last-batch"]),
+}
+
+
+@measures_stages
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_planted_fault_is_found_and_nothing_else(name: str, mirrored: Any) -> None:
+    make, expected = FAULTY[name]
+    assert codes(make(), mirrored) == expected
+
+
+@measures_stages
+def test_files_that_are_read_one_after_the_other_are_found(tmp_path: Path) -> None:
+    paths = record_files(tmp_path)
+    files = tf.data.Dataset.from_tensor_slices(paths)
+    sequential = files.interleave(slow_records, cycle_length=4).batch(8).prefetch(AUTO)
+    parallel = files.interleave(slow_records, cycle_length=4, num_parallel_calls=AUTO).batch(8).prefetch(AUTO)
+    assert "sequential-interleave" in codes(sequential)
+    assert "sequential-interleave" not in codes(parallel)
+    assert codes(tf.data.TFRecordDataset(paths).shuffle(1000).batch(8).prefetch(AUTO)) == []  # costs nothing here
+
+
+@measures_stages
+def test_costs_of_stages_are_those_that_were_planted() -> None:
+    found = kde.inspect(without_optimizations(BASE.map(in_python).batch(8).prefetch(1)), seconds=1.0)
+    cost = {stage.name: stage.seconds for stage in found.times.stages}
+    assert 8e-3 < cost["Map"] < 20e-3  # eight times a sleep of a millisecond
+    assert cost["Range"] + cost["BatchV2"] < 1e-3
+    assert found.times.batch_seconds == pytest.approx(cost["Map"], rel=0.3)
+    lost = next(finding.seconds for finding in found.findings if finding.code == "sequential-map")
+    assert lost == pytest.approx(cost["Map"] * found.times.num_batches)
+    lines = str(found).splitlines()
+    assert lines[0] == "Range > Map > Batch > Prefetch"
+    assert any(line.split()[0] == "Map" and line.endswith("ms a batch") for line in lines[1:])
+
+
+@measures_stages
+def test_costs_are_kept_when_the_data_ends_early() -> None:
+    found = kde.inspect(without_optimizations(BASE.take(80).map(in_python).batch(8).prefetch(1)), seconds=1.0)
+    assert found.times.num_batches == 9
+    assert "Map" in {stage.name for stage in found.times.stages}
+
+
+def test_filling_a_shuffle_buffer_is_told_apart() -> None:
+    dataset = BASE.map(in_python, num_parallel_calls=1).shuffle(100).batch(8).prefetch(1)
+    times = kde.inspect(dataset, seconds=0.3).times
+    assert times.first_seconds > 0.1
+    assert times.batch_seconds is not None
+    assert times.batch_seconds < 0.5 * times.first_seconds
+
+
+def test_sizes_are_told(mirrored: Any) -> None:
+    found = kde.inspect(BASE.take(83).batch(8).prefetch(AUTO), mirrored)
+    assert (found.batch_size, found.num_examples) == (8, 83)
+    (finding,) = found.findings
+    assert finding.evidence == "83 examples in batches of 8 leave 3 for 2 replicas"
+
+
+def test_without_what_stages_cost_the_graph_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_times, "_model", lambda iterator: None)
+    assert codes(BASE.map(slow).batch(8)) == []  # tf.data makes it parallel, and adds a prefetch
+    assert codes(without_optimizations(BASE.map(slow).batch(8))) == ["no-prefetch", "sequential-map"]
+    assert codes(BASE.map(in_python).batch(8).prefetch(AUTO)) == ["sequential-map"]
+
+
+def test_data_without_a_batch_is_refused() -> None:
+    with pytest.raises(DataError, match="The dataset has no batch: there is nothing to look into."):
+        kde.inspect(BASE.take(0).batch(8))
+
+
+# The graph
+
+
+def test_a_graph_tells_its_stages_from_the_end_to_the_source() -> None:
+    tf.random.set_seed(None)  # with a global seed, each shuffle has one
+    graph = read_graph(BASE.shuffle(5).map(augmented, num_parallel_calls=2).batch(8, drop_remainder=True).prefetch(1))
+    assert graph is not None
+    assert [stage.kind for stage in graph] == ["Prefetch", "Batch", "Map", "Shuffle", "Range"]
+    batch, mapped, shuffle = graph.of_kind("Batch", "Map", "Shuffle")
+    assert (batch.batch_size, batch.drops_remainder) == (8, True)
+    assert (mapped.is_parallel, mapped.is_random, mapped.calls_python) == (True, True, False)
+    assert (shuffle.lacks_seed, shuffle.values[1]) == (True, 5)
+    assert graph.num_elements(shuffle) == 1600
+    assert graph.num_elements(batch) == 200
+
+
+def test_both_arms_of_a_pipeline_are_in_its_graph() -> None:
+    graph = read_graph(tf.data.Dataset.zip(BASE.map(in_python), BASE.shuffle(5, seed=1)).batch(8))
+    assert graph is not None
+    assert [stage.kind for stage in graph] == ["Batch", "Zip", "Map", "Range", "Shuffle", "Range"]
+    assert graph.of_kind("Map")[0].calls_python
+    assert not graph.of_kind("Shuffle")[0].lacks_seed
