@@ -1,0 +1,414 @@
+"""Judgement: from plain facts and timings to findings, each with its evidence and a change; and none without cause."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keras_dist_ext.diagnose import judge
+from keras_dist_ext.examination import (
+    Calls,
+    Estimate,
+    Examination,
+    Loop,
+    Setting,
+    Stray,
+    Times,
+    Traces,
+    Trials,
+    blocks_of_steps,
+)
+from keras_dist_ext.findings import Finding
+from keras_dist_ext.setting_rules import shared_cpu
+from keras_dist_ext.stats import ReplicaStats
+from keras_dist_ext.time_rules import best_steps_per_execution
+
+GPUS = ("GPU:0", "GPU:1")
+HEALTHY = Setting(strategy="mirrored", num_replicas=2, devices=GPUS, accelerators=GPUS, num_cores=8)
+
+
+def block(
+    *,
+    num_steps: int = 10,
+    step: float = 0.020,
+    input_: Any = 0.0005,
+    compute: Any = 0.018,
+    sync: Any = 0.0012,
+    host: float = 0.0003,
+    examples: Any = 64,
+    num_replicas: int = 2,
+) -> ReplicaStats:
+    """Return a block of steps; seconds are those of a step, and one number stands for all replicas."""
+
+    def each(value: Any) -> Any:
+        return np.broadcast_to(np.asarray(value, np.float64), (num_replicas,)).copy()
+
+    return ReplicaStats(
+        kind="train",
+        step=0,
+        num_steps=num_steps,
+        wall_time=0.0,
+        seconds=num_steps * step,
+        host_seconds=num_steps * host,
+        loss=each(1.0),
+        examples=(each(examples) * num_steps).astype(np.int64),
+        input_seconds=each(input_),
+        compute_seconds=each(compute),
+        sync_seconds=each(sync),
+    )
+
+
+def times(num_blocks: int = 8, *, num_executions: int = 80, others: float | None = None, **given: Any) -> Times:
+    extra = {name: given.pop(name) for name in ("calls", "traces", "tracing_seconds") if name in given}
+    blocks = tuple(block(**given) for _ in range(num_blocks))
+    return Times(blocks, num_executions=num_executions, others_cores=others, **extra)
+
+
+def codes(setting: Setting = HEALTHY, measured: Times | None = None, **more: Any) -> list[str]:
+    return judge(Examination(setting, measured, **more)).codes
+
+
+def changed(**facts: Any) -> Setting:
+    return dataclasses.replace(HEALTHY, **facts)
+
+
+def trials(**samples: Any) -> Trials:
+    """Return experiments of seven rounds, from the seconds a step of each."""
+    noise = np.array([1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0])
+    return Trials({name.replace("_", " "): tuple(float(s) * noise) for name, s in samples.items()}, {"many steps": 50})
+
+
+def test_a_healthy_run_has_no_findings_and_no_notes() -> None:
+    report = judge(Examination(HEALTHY, times(), trials(as_it_was=0.02, no_sum=0.0195, double=0.039, data=0.0201)))
+    assert (report.findings, report.notes) == ((), ())
+    assert str(report).startswith("no findings about 'model' in 80 steps of 20 ms on 2 replicas, ")
+
+
+# The setting
+
+WRONG_SETTINGS: dict[str, tuple[Setting, str]] = {
+    "mirrored-one-device": (
+        changed(num_replicas=1, devices=("GPU:0",), accelerators=("GPU:0",)),
+        "kde.pick_strategy()",
+    ),
+    "idle-accelerators": (changed(num_replicas=1, devices=("GPU:0",), strategy="none"), "with strategy.scope()"),
+    "cluster-ignored": (changed(num_listed_workers=3), 'kde.pick_strategy("multi_worker")'),
+    "no-cluster": (changed(strategy="multi_worker"), "keras-dist-ext launch --workers 2"),
+    "outside-scope": (changed(outside="1 of 2 parts of 'model'", num_replicas_meant=2), "kde.adopt(model, strategy)"),
+    "eager": (changed(runs_eagerly=True), "run_eagerly=False"),
+    "pinned-device": (
+        changed(strays=(Stray("dense", (1,), "GPU:0"),), stray_share=0.4),
+        "Remove `tf.device('GPU:0')`",
+    ),
+    "oversubscribed-threads": (
+        changed(devices=("CPU:0", "CPU:1"), accelerators=(), num_threads=64),
+        "set_intra_op_parallelism_threads(8)",
+    ),
+}
+
+
+@pytest.mark.parametrize("code", WRONG_SETTINGS)
+def test_a_wrong_setting_is_found_whatever_the_timings_and_says_what_to_change(code: str) -> None:
+    setting, fix = WRONG_SETTINGS[code]
+    for measured in (None, times()):
+        (finding,) = judge(Examination(setting, measured)).findings
+        assert finding.code == code
+        assert fix in finding.fix
+        assert finding.what.endswith(".")
+        assert finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("setting", "seconds"),
+    [
+        (WRONG_SETTINGS["idle-accelerators"][0], 0.8),  # of 1.6 seconds, half
+        (WRONG_SETTINGS["cluster-ignored"][0], 1.6 * 2 / 3),
+        (WRONG_SETTINGS["outside-scope"][0], 0.8),
+        (changed(outside="all", num_replicas_meant=2, devices=("CPU:0", "CPU:1")), None),  # no speed-up is possible
+    ],
+)
+def test_idle_devices_lose_the_seconds_that_they_could_have_taken_over(setting: Setting, seconds: float | None) -> None:
+    (finding, *_) = judge(Examination(setting, times())).findings
+    assert finding.seconds == (None if seconds is None else pytest.approx(seconds))
+
+
+def test_workers_of_one_machine_oversubscribe_it_together() -> None:
+    alone = changed(devices=("CPU:0",), num_replicas=1, strategy="one_device", accelerators=(), num_cores=2)
+    four = dataclasses.replace(alone, strategy="multi_worker", num_workers=4, num_workers_here=4, num_replicas=4)
+    assert codes(dataclasses.replace(four, num_listed_workers=4)) == ["oversubscribed-threads"]
+    assert codes(dataclasses.replace(four, num_workers_here=2, num_listed_workers=4)) == []  # the default of two
+    assert codes(dataclasses.replace(four, num_threads=1, num_listed_workers=4)) == []
+    assert codes(alone) == []
+
+
+def test_replicas_that_share_a_cpu_are_a_note_and_no_fault() -> None:
+    setting = changed(devices=("CPU:0", "CPU:1"), accelerators=(), num_cores=2)
+    report = judge(Examination(setting, times()))
+    assert report.findings == ()
+    (note,) = report.notes
+    assert note.code == "shared-cpu"
+    assert "they share its 2 cores, so no speed-up over one replica is possible here" in note.what
+    assert report.speedup is None
+    assert shared_cpu(HEALTHY) is None
+
+
+def test_other_processes_and_stock_models_are_notes() -> None:
+    report = judge(Examination(changed(is_ours=False), times(others=5.0)))
+    assert report.findings == ()
+    assert [note.code for note in report.notes] == ["stock-model", "busy-machine"]
+    assert "took 5 of 8 cores" in report.notes[1].what
+    assert judge(Examination(HEALTHY, times(others=0.4))).notes == ()
+
+
+# Where the time goes
+
+
+def waiting(**given: Any) -> Times:
+    return times(**{"input_": 0.012, "compute": 0.006, **given})
+
+
+def test_waiting_for_input_is_a_finding_of_its_own_where_the_pipeline_tells_no_reason() -> None:
+    (finding,) = judge(Examination(HEALTHY, waiting())).findings
+    assert finding.code == "input-bound"
+    assert finding.seconds == pytest.approx(0.96)
+    assert "12 ms of 20 ms a step (60% of the time)" in finding.evidence
+    assert "prefetch(tf.data.AUTOTUNE)" in finding.fix
+
+
+def test_what_is_wrong_with_the_pipeline_stands_for_the_waiting_that_it_causes() -> None:
+    reasons = tuple(Finding(code, "", "seen", "", 1.0) for code in ("sequential-map", "no-prefetch"))
+    first, second = judge(Examination(HEALTHY, waiting(), pipeline=reasons)).findings
+    assert (first.code, second.code) == ("sequential-map", "no-prefetch")
+    assert first.seconds == pytest.approx(0.96)
+    assert first.evidence.startswith("seen; waiting for input took 12 ms")
+    assert second.seconds is None
+    assert codes(HEALTHY, times(), pipeline=reasons) == []  # which costs nothing here
+
+
+def test_one_long_wait_and_short_ones_are_not_input_bound() -> None:
+    fills_its_buffer = Times((block(step=0.4, input_=0.39), *(block() for _ in range(7))), num_executions=80)
+    assert codes(HEALTHY, fills_its_buffer) == []
+    assert codes(HEALTHY, times(step=0.001, input_=0.0006, compute=0.0003, sync=0.0001, host=0.0)) == []
+
+
+def test_an_experiment_decides_whether_input_is_to_blame() -> None:
+    assert codes(HEALTHY, waiting(), trials=trials(as_it_was=0.02, data=0.0199)) == []
+    report = judge(Examination(HEALTHY, waiting(), trials(as_it_was=0.01, data=0.02)))
+    assert report.codes == ["input-bound"]
+    assert report.findings[0].seconds == pytest.approx(0.8, rel=0.05)
+    assert "on a cached batch a step took 10 ms (9.9 to 10.1) less" in report.findings[0].evidence
+
+
+def test_a_callback_that_is_slow_at_every_batch_is_named_with_what_it_fetches() -> None:
+    calls = Calls("Log", "on_train_batch_end", 0.5, 80, ("numpy (20 times)",))
+    (finding,) = judge(Examination(HEALTHY, times(calls=(calls,), host=0.007))).findings
+    assert finding.code == "fetching-callback"
+    assert "Log.on_train_batch_end took 6.25 ms a call, 80 times: 31% of the time" in finding.evidence
+    assert "fetched by numpy (20 times)" in finding.evidence
+    assert finding.seconds == pytest.approx(0.5)
+    slow = dataclasses.replace(calls, fetched=())
+    assert codes(HEALTHY, times(calls=(slow,), host=0.007)) == ["slow-callback"]
+    for harmless in (
+        dataclasses.replace(calls, seconds=0.1),
+        dataclasses.replace(calls, is_keras_own=True, name="ProgbarLogger"),
+        dataclasses.replace(calls, num_calls=8000),
+    ):
+        assert codes(HEALTHY, times(calls=(harmless,), host=0.007)) == []
+
+
+def test_a_function_that_is_traced_again_and_again_is_named_with_its_argument() -> None:
+    traces = Traces("note", 60, 60, 0.9, "step", ("2", "3", "4"))
+    calls = Calls("Log", "on_train_batch_end", 1.0, 80)
+    (finding,) = judge(
+        Examination(HEALTHY, times(traces=(traces,), calls=(calls,), tracing_seconds=0.9, host=0.012))
+    ).findings
+    assert finding.code == "retracing"  # which explains the callback
+    assert "60 traces in 60 of 80 executions, 15 ms each: its argument step was another one each time (2, 3, 4" in (
+        finding.evidence
+    )
+    assert "Pass step as a tensor" in finding.fix
+    for harmless in (
+        dataclasses.replace(traces, num_traces=2, num_executions=2),  # the shape of the last batch
+        dataclasses.replace(traces, num_executions=5),
+        dataclasses.replace(traces, seconds=0.01),
+    ):
+        assert codes(HEALTHY, times(traces=(harmless,))) == []
+
+
+def short(**given: Any) -> Times:
+    return times(**{"step": 0.0012, "compute": 0.0001, "sync": 0.00005, "input_": 0.00005, "host": 0.001, **given})
+
+
+def test_steps_shorter_than_their_start_say_how_many_to_make_at_once() -> None:
+    (finding,) = judge(Examination(changed(steps_per_execution=1), short())).findings
+    assert finding.code == "host-bound"
+    assert "steps_per_execution=95" in finding.fix
+    assert "starting an execution took 1 ms" in finding.evidence
+    assert codes(HEALTHY, short()) == []  # "auto" makes as many as callbacks can wait for
+    (watched,) = judge(Examination(changed(step_watchers=("Log",)), short())).findings
+    assert "Let Log do without every batch" in watched.fix
+    assert codes(changed(steps_per_execution=1), times()) == []
+
+
+def test_an_experiment_decides_whether_more_steps_an_execution_help() -> None:
+    setting = changed(steps_per_execution=1)
+    assert codes(setting, short(), trials=trials(one_step=0.0012, many_steps=0.00121)) == []
+    (finding,) = judge(Examination(setting, short(), trials(one_step=0.0012, many_steps=0.0003))).findings
+    assert "50 an execution saved 0.9 ms (0.891 to 0.909) a step" in finding.evidence
+
+
+@pytest.mark.parametrize(("host", "step", "best"), [(1e-3, 1e-4, 190), (1e-3, 2e-2, 1), (1e-5, 1e-3, 1), (1.0, 0.1, 2)])
+def test_enough_steps_make_the_host_a_twentieth_and_an_execution_at_most_a_quarter_of_a_second(
+    host: float, step: float, best: int
+) -> None:
+    assert best_steps_per_execution(host, step) == best
+
+
+def test_unequal_shards_are_found_and_a_remainder_is_not() -> None:
+    (finding,) = judge(Examination(HEALTHY, times(examples=[96, 32]))).findings
+    assert finding.code == "unequal-shards"
+    assert "Replica 0 has 1.50 times as many examples as the mean" in finding.what
+    assert finding.seconds == pytest.approx(0.018 * 80 / 3)
+    assert codes(HEALTHY, times(examples=[32, 33])) == []
+    assert codes(HEALTHY, times(examples=[2, 3], num_replicas=2)) == []
+
+
+def test_a_straggler_is_named_where_the_replicas_have_devices_of_their_own() -> None:
+    slow = times(compute=[0.005, 0.018])
+    (finding,) = judge(Examination(HEALTHY, slow)).findings
+    assert finding.code == "straggler"
+    assert finding.what.startswith("Replica 1 is slow: 3.36 times as long a step as the others")
+    assert finding.seconds == pytest.approx(0.013 * 80)
+    on_cpu = changed(devices=("CPU:0", "CPU:1"), accelerators=())
+    assert codes(on_cpu, slow) == ["straggler"]
+    assert codes(on_cpu, times(compute=[0.009, 0.018])) == []  # who is given a core first is ahead
+    assert codes(on_cpu, times(step=0.006, compute=[0.0005, 0.005])) == []  # who loses its core for a moment is behind
+    assert codes(dataclasses.replace(on_cpu, num_cores=1), slow) == []  # they take turns
+    once = Times((block(compute=[0.001, 0.018]), *(block() for _ in range(7))), num_executions=80)
+    assert codes(HEALTHY, once) == []
+
+
+def test_a_slow_worker_is_named_as_such() -> None:
+    setting = changed(
+        strategy="multi_worker", num_workers=2, num_listed_workers=2, num_replicas=4, devices=("GPU:0", "GPU:1")
+    )
+    (finding,) = judge(Examination(setting, times(compute=[0.005, 0.005, 0.018, 0.018], num_replicas=4))).findings
+    assert finding.code == "straggler"
+    assert finding.what.startswith("Worker 1 (replicas 2, 3) ")
+
+
+def synchronising(**given: Any) -> Times:
+    return times(**{"compute": 0.006, "sync": 0.013, **given})
+
+
+def test_summing_that_takes_longer_than_computing_says_how_many_bytes_at_what_rate() -> None:
+    (finding,) = judge(Examination(changed(gradient_bytes=13_000_000), synchronising())).findings
+    assert finding.code == "sync-bound"
+    assert "13 MB of gradients a step, 1 GB a second" in finding.evidence
+    assert "gradient_accumulation_steps=4" in finding.fix
+    assert codes(HEALTHY, synchronising(compute=[0.001, 0.006], sync=[0.018, 0.0005])) == ["straggler"]
+    assert codes(changed(num_replicas=1, strategy="none", accelerators=()), synchronising(num_replicas=1)) == []
+
+
+def test_an_experiment_tells_the_sum_from_the_update() -> None:
+    assert codes(HEALTHY, synchronising(), trials=trials(as_it_was=0.02, no_sum=0.0195)) == []
+    (finding,) = judge(Examination(HEALTHY, synchronising(), trials(as_it_was=0.02, no_sum=0.008))).findings
+    assert finding.seconds == pytest.approx(0.012 * 80, rel=0.05)
+
+
+def test_few_rows_a_replica_are_the_batchs_fault_and_not_the_sums() -> None:
+    report = judge(Examination(HEALTHY, synchronising(examples=4)))
+    assert report.codes == ["batch-too-small"]
+    assert "from 8 to 64 rows or more" in report.findings[0].fix
+    assert codes(HEALTHY, times(examples=4)) == []  # a large model may well have few
+    starved = judge(Examination(HEALTHY, times(examples=[0, 1])))
+    assert starved.codes == ["batch-too-small"]
+    assert "rows a step: 0, 1" in starved.findings[0].evidence
+
+
+def test_an_experiment_decides_whether_twice_the_rows_are_nearly_free() -> None:
+    few = times(examples=4)
+    (finding,) = judge(Examination(HEALTHY, few, trials(as_it_was=0.02, double=0.021))).findings
+    assert finding.code == "batch-too-small"
+    assert "with twice the rows it took 1.05 (" in finding.evidence
+    assert codes(HEALTHY, synchronising(examples=4), trials=trials(as_it_was=0.02, double=0.039)) == []
+
+
+def test_a_long_recurrence_of_small_steps_is_sequential_and_a_short_or_a_wide_one_is_not() -> None:
+    def setting(num_steps: int, parameters: int) -> Setting:
+        return changed(loops=(Loop("lstm", num_steps, parameters),))
+
+    (finding,) = judge(Examination(setting(200, 400), times())).findings
+    assert finding.code == "sequential-model"
+    assert "lstm makes 200 time steps, one after the other: 90 µs each" in finding.evidence
+    assert codes(setting(24, 400), times()) == []
+    assert codes(setting(200, 400_000), times()) == []
+    assert codes(setting(200, 400), times(step=2.0, compute=1.9)) == []  # something else takes the time
+    assert codes(setting(200, 400), times(), trials=trials(as_it_was=0.02, double=0.039)) == []
+
+
+# What explains what, and in which order
+
+
+def test_most_seconds_come_first_and_unknown_ones_last() -> None:
+    calls = Calls("Log", "on_train_batch_end", 0.4, 80)
+    setting = changed(devices=("CPU:0", "CPU:1"), accelerators=(), num_threads=64)
+    report = judge(Examination(setting, waiting(calls=(calls,), host=0.005)))
+    assert report.codes == ["input-bound", "slow-callback", "oversubscribed-threads"]
+
+
+@pytest.mark.parametrize("cause", ["eager", "pinned-device"])
+def test_what_one_finding_explains_is_not_said_twice(cause: str) -> None:
+    assert codes(WRONG_SETTINGS[cause][0], synchronising()) == [cause]
+
+
+# The report
+
+
+def test_a_report_can_be_read_by_people_and_programs() -> None:
+    report = judge(Examination(HEALTHY, waiting(), trials(as_it_was=0.01, data=0.02, one_device=0.018)))
+    assert report.speedup is not None
+    assert report.speedup.value == pytest.approx(1.8)
+    assert sum(report.shares.values()) == pytest.approx(1.0)
+    read = json.loads(report.to_json())
+    assert read["findings"][0]["code"] == "input-bound"
+    assert read["measured"]["num_steps"] == 80
+    assert read["experiments"]["one device"][0] == pytest.approx(0.018)
+    assert "| input-bound | 0.8 s |" in report.markdown()
+    assert "1.8 (1.8 to 1.8) times as fast as one replica" in str(report)
+    assert "no step was watched" in str(judge(Examination(HEALTHY)))
+
+
+def test_speed_up_is_estimated_where_replicas_have_devices_of_their_own() -> None:
+    speedup = judge(Examination(HEALTHY, times())).speedup
+    assert speedup is not None
+    assert speedup.value == pytest.approx(1.8)
+
+
+def test_an_interval_covers_what_samples_scatter_over() -> None:
+    samples = np.random.default_rng(1).normal(5.0, 1.0, size=200)
+    estimate = Estimate.of(samples.tolist())
+    assert estimate.low < 5.0 < estimate.high
+    assert estimate.high - estimate.low < 0.6
+    with pytest.raises(ValueError, match="no samples"):
+        Estimate.of([])
+
+
+def test_neighbouring_blocks_merge_without_losing_a_second_or_an_example() -> None:
+    blocks = [block(num_steps=n, compute=0.001 * n) for n in (1, 2, 3, 4, 5)]
+    merged = blocks_of_steps(blocks, 2)
+    assert [b.num_steps for b in merged] == [10, 5]
+    assert sum(b.seconds for b in merged) == pytest.approx(sum(b.seconds for b in blocks))
+    assert sum(b.examples.sum() for b in merged) == sum(b.examples.sum() for b in blocks)
+    assert merged[0].compute_seconds[0] == pytest.approx((1 + 4 + 9 + 16) * 0.001 / 10)
+
+
+def test_judging_needs_no_tensorflow() -> None:
+    code = "import keras_dist_ext.diagnose, sys; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,418 @@
+"""Each fault that is planted in a real run is the first finding, its twin without the fault has none."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import doctor_runs
+import keras
+import numpy as np
+import pytest
+from doctor_runs import WIDTH, L, X, Y, mlp, pipeline, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import keras_dist_ext as kde
+from keras_dist_ext.kept_state import _copies
+from keras_dist_ext.strategy import pick_strategy
+
+# Planted faults
+
+slow = pytest.mark.slow
+FAULTS = [
+    pytest.param("sequential_map", "sequential-map"),
+    pytest.param("no_prefetch", "no-prefetch", marks=slow),
+    pytest.param("generator_bound", "generator-bound", marks=slow),
+    pytest.param("python_generator", "generator-bound", marks=slow),
+    pytest.param("input_bound", "input-bound", marks=slow),
+    pytest.param("batch_too_small", "batch-too-small"),
+    pytest.param("starved", "batch-too-small", marks=slow),
+    pytest.param("host_bound", "host-bound"),
+    pytest.param("watched_steps", "host-bound", marks=slow),
+    pytest.param("eager", "eager"),
+    pytest.param("retracing", "retracing"),
+    pytest.param("fetching_callback", "fetching-callback", marks=slow),
+    pytest.param("slow_callback", "slow-callback", marks=slow),
+    pytest.param("pinned_device", "pinned-device"),
+    pytest.param("straggler", "straggler", marks=slow),
+    pytest.param("unequal_shards", "unequal-shards", marks=slow),
+    pytest.param("sequential_model", "sequential-model", marks=slow),
+]
+
+
+def undisturbed(codes: Sequence[str], run: Callable[[], Any]) -> Any:
+    """Run until the findings are these, three times at most: others use the cores of this machine, too."""
+    for _ in range(3):
+        report = run()
+        if report.codes == list(codes):
+            break
+    return report
+
+
+@pytest.mark.parametrize(("fault", "code"), FAULTS)
+def test_a_planted_fault_is_the_first_finding_and_its_twin_has_none(fault: str, code: str, mirrored: Any) -> None:
+    run = getattr(doctor_runs, fault)
+    found = undisturbed([code], lambda: run(mirrored, True))
+    assert found.codes[:1] == [code], str(found)
+    twin = undisturbed([], lambda: run(mirrored, False))
+    assert twin.codes == [], str(twin)
+    assert [note.code for note in twin.notes if note.code != "busy-machine"] == ["shared-cpu"]
+
+
+@slow
+@pytest.mark.parametrize("fault", ["batch_too_small", "host_bound", "eager", "sequential_map"])
+def test_experiments_confirm_a_planted_fault(fault: str, mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_runs, "train", _with_experiments)
+    run = getattr(doctor_runs, fault)
+    code = dict(param.values for param in FAULTS)[fault]
+    found = undisturbed([code], lambda: run(mirrored, True))
+    assert found.codes[:1] == [code], str(found)
+    assert found.examination.trials is not None
+    assert len(found.examination.trials.seconds) >= 5, str(found.examination.trials)
+    assert found.speedup is not None
+    twin = undisturbed([], lambda: run(mirrored, False))
+    assert twin.codes == [], str(twin)
+
+
+def _with_experiments(*args: Any, **kwargs: Any) -> Any:
+    return train(*args, doctor=kde.ParallelismDoctor(show=False, interventions=True), **kwargs)
+
+
+# Healthy runs
+
+
+def _images(num: int = 512) -> tuple[Any, Any]:
+    generator = np.random.default_rng(0)
+    return generator.normal(size=(num, 20, 20, 1)).astype("float32"), generator.integers(10, size=(num, 1))
+
+
+def _cnn() -> list[Any]:
+    layers = [L.Conv2D(16, 3, activation="relu"), L.MaxPooling2D(), L.Conv2D(32, 3, activation="relu")]
+    return [keras.Input((20, 20, 1)), *layers, L.GlobalAveragePooling2D(), L.Dense(10, "softmax")]
+
+
+def _residual() -> list[Any]:
+    return [
+        keras.Input((WIDTH,)),
+        L.Dense(256),
+        L.BatchNormalization(),
+        L.ReLU(),
+        L.Dropout(0.3),
+        L.Dense(256),
+        L.Dense(1),
+    ]
+
+
+def _text() -> list[Any]:
+    return [
+        keras.Input((32,), dtype="int32"),
+        L.Embedding(500, 64),
+        L.Conv1D(64, 3),
+        L.GlobalMaxPooling1D(),
+        L.Dense(1),
+    ]
+
+
+def _recurrent() -> list[Any]:
+    return [keras.Input((20, 16)), L.GRU(64), L.Dense(1)]
+
+
+def _autoencoder() -> list[Any]:
+    return [keras.Input((WIDTH,)), L.Dense(512, "relu"), L.Dense(32), L.Dense(512, "relu"), L.Dense(WIDTH)]
+
+
+CLEAN: dict[str, tuple[Any, ...]] = {
+    "perceptron": (mlp, lambda: pipeline()),
+    "arrays": (doctor_runs.wide, lambda: (X, Y)),
+    "convolutions": (_cnn, lambda: pipeline(*_images(), 64), "sparse_categorical_crossentropy"),
+    "normalization and dropout": (_residual, lambda: pipeline()),
+    "text": (_text, lambda: pipeline(np.abs(X[:, :32] * 100).astype("int32"), Y, 128)),
+    "recurrent": (_recurrent, lambda: pipeline(X[:, :].reshape(-1, 4, 16).repeat(5, axis=1), Y, 64)),
+    "autoencoder": (_autoencoder, lambda: pipeline(X, X)),
+    "tiny": (doctor_runs.tiny, lambda: pipeline()),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("perceptron", "tiny") else pytest.param(name, marks=slow) for name in CLEAN]
+)
+def test_a_healthy_run_has_no_finding(name: str, mirrored: Any) -> None:
+    layers, data, *loss = CLEAN[name]
+    report = undisturbed([], lambda: train(mirrored, layers, data(), loss=loss[0] if loss else "mse"))
+    assert report.codes == [], str(report)
+    assert report.shares
+
+
+@slow
+def test_a_healthy_run_on_one_device_has_no_finding_and_no_note(strategies: Any) -> None:
+    report = undisturbed(
+        [],
+        lambda: train(
+            strategies.get("default"), _cnn, pipeline(*_images(), 64), loss="sparse_categorical_crossentropy"
+        ),
+    )
+    assert report.codes == [], str(report)
+    assert [note.code for note in report.notes if note.code != "busy-machine"] == []
+
+
+@slow
+def test_a_healthy_run_of_a_functional_model_on_four_replicas_has_no_finding(strategies: Any) -> None:
+    with strategies.get("mirrored4").scope():
+        inputs = keras.Input((WIDTH,))
+        tokens = L.Reshape((16, WIDTH // 16))(inputs)
+        attended = L.MultiHeadAttention(4, 16)(tokens, tokens)
+        model = kde.Model(inputs, L.Dense(1)(L.Flatten()(L.Dense(128, "relu")(attended))))
+        model.compile("adam", "mse")
+
+    def look() -> Any:
+        doctor = kde.ParallelismDoctor(show=False, interventions=True)
+        model.fit(pipeline(), steps_per_epoch=40, epochs=2, verbose=0, shuffle=False, callbacks=[doctor])
+        return doctor.report
+
+    report = undisturbed([], look)
+    assert report.codes == [], str(report)
+
+
+# The setting of real runs
+
+
+def _quick(strategy: Any, *codes: str) -> list[str]:
+    return undisturbed(codes, lambda: train(strategy, mlp, pipeline(), num_steps=10)).codes
+
+
+def test_a_cluster_that_is_ignored_is_found(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}))
+    assert _quick(mirrored, "cluster-ignored") == ["cluster-ignored"]
+
+
+def test_mirrored_with_one_device_is_found() -> None:
+    strategy = pick_strategy("mirrored", devices=["CPU:0"], environ={}).strategy
+    assert _quick(strategy, "mirrored-one-device") == ["mirrored-one-device"]
+
+
+def test_idle_gpus_are_found(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keras_dist_ext.setting.list_devices", lambda: ("CPU:0", "CPU:1", "GPU:0", "GPU:1"))
+    assert _quick(mirrored, "idle-accelerators") == ["idle-accelerators"]
+
+
+def test_a_stock_model_outside_of_the_scope_is_found_and_its_copy_is_measured(mirrored: Any) -> None:
+    stock = keras.Sequential(mlp())
+    stock.compile("adam", "mse")
+    before = [weight.tobytes() for weight in stock.get_weights()]
+    report = undisturbed(
+        ["outside-scope"],
+        lambda: kde.diagnose(stock, pipeline(), strategy=mirrored, interventions=False, steps_per_epoch=30),
+    )
+    assert report.codes == ["outside-scope"]
+    assert "sequential" in report.findings[0].evidence
+    assert [note.code for note in report.notes if note.code == "stock-model"] == ["stock-model"]
+    assert report.shares  # of a copy of ours
+    assert [weight.tobytes() for weight in stock.get_weights()] == before
+
+
+def test_a_stock_model_can_have_the_callback_too(mirrored: Any) -> None:
+    with mirrored.scope():
+        stock = keras.Sequential(mlp())
+        stock.compile("adam", "mse", run_eagerly=True)
+    doctor = kde.ParallelismDoctor(show=False)
+    stock.fit(X[:512], Y[:512], batch_size=256, verbose=0, callbacks=[doctor])
+    assert doctor.report is not None
+    assert doctor.report.codes == ["eager"]
+
+
+def test_without_data_the_setting_alone_is_judged(mirrored: Any) -> None:
+    with mirrored.scope():
+        model = kde.Sequential(mlp())
+        model.compile("adam", "mse", run_eagerly=True)
+    assert kde.diagnose(model).codes == ["eager"]
+    with pytest.raises(kde.MonitorError, match="'.*' is not compiled, so no step can be made. Compile it."):
+        kde.diagnose(kde.Sequential([L.Dense(1)]))
+
+
+# Nothing is left behind
+
+
+def _stateful(strategy: Any, **compiled: Any) -> Any:
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = kde.Sequential([keras.Input((WIDTH,)), L.Dense(32), L.BatchNormalization(), L.Dropout(0.5), L.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.01, **compiled), "mse", metrics=["mae"])
+    model.fit(pipeline(), steps_per_epoch=3, verbose=0, shuffle=False)
+    return model
+
+
+@pytest.mark.parametrize("accumulate", [None, pytest.param(4, marks=slow)])
+def test_diagnosis_with_experiments_leaves_every_copy_of_every_variable_bit_for_bit(
+    accumulate: int | None, mirrored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keras_dist_ext.interventions._SECONDS", 0.5)
+    model = _stateful(mirrored, gradient_accumulation_steps=accumulate)
+    random.seed(3)
+    before = [copy.numpy().tobytes() for copy in _copies(model)]
+    drawn = random.getstate(), np.random.get_state()[1].tobytes()
+    history = model.history
+    report = kde.diagnose(model, pipeline(), steps_per_epoch=30)
+    assert report.examination.trials is not None
+    assert set(report.examination.trials.seconds) >= {"as it was", "data", "no sum", "one device", "double"}
+    assert [copy.numpy().tobytes() for copy in _copies(model)] == before
+    assert (random.getstate(), np.random.get_state()[1].tobytes()) == drawn
+    assert model.history is history
+    twin = _stateful(mirrored, gradient_accumulation_steps=accumulate)
+    for one in (model, twin):
+        one.fit(pipeline(), steps_per_epoch=5, verbose=0, shuffle=False)
+    assert [w.tobytes() for w in model.get_weights()] == [w.tobytes() for w in twin.get_weights()]
+
+
+def test_a_run_that_is_looked_at_computes_what_it_would_have_computed(mirrored: Any) -> None:
+    weights = []
+    for callbacks in ([], [kde.ParallelismDoctor(show=False)]):
+        model = _stateful(mirrored)
+        model.fit(pipeline(), steps_per_epoch=20, verbose=0, shuffle=False, callbacks=callbacks)
+        weights.append([weight.tobytes() for weight in model.get_weights()])
+    assert weights[0] == weights[1]
+
+
+def test_other_callbacks_are_as_they_were_after_a_run_and_after_one_that_broke(mirrored: Any) -> None:
+    class Breaks(doctor_runs.LooksAtBatches):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 5:
+                raise RuntimeError("broken")
+
+    model = _stateful(mirrored)
+    for other in (doctor_runs.LooksAtBatches(), Breaks()):
+        doctor = kde.ParallelismDoctor(show=False)
+        try:
+            model.fit(pipeline(), steps_per_epoch=10, verbose=0, shuffle=False, callbacks=[other, doctor])
+        except RuntimeError:
+            assert doctor.report is None
+        assert "on_train_batch_end" not in vars(other)
+        assert not doctor._visit
+
+
+def test_short_steps_are_recorded_for_a_while_only(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keras_dist_ext.step_blocks._ENOUGH_SECONDS", 0.05)
+    seen: list[int] = []
+
+    class Recorders(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append(len(self.model.replica_recorders))
+
+    report = train(mirrored, doctor_runs.tiny, pipeline(), Recorders(), num_steps=1000)
+    assert seen == [0, 0]
+    assert 200 <= report.examination.times.num_steps < 1500  # type: ignore[union-attr]
+
+
+# Where it tells
+
+
+def test_findings_are_in_the_monitors_dashboard_in_text_and_in_json(mirrored: Any, tmp_path: pathlib.Path) -> None:
+    memory = kde.MemoryWriter()
+    monitor = kde.ReplicaMonitor(tmp_path / "logs", writers=[memory])
+    doctor = kde.ParallelismDoctor(show=False, json=tmp_path / "report.json")
+    train(mirrored, mlp, pipeline(), monitor, doctor=doctor, num_steps=10, run_eagerly=True)
+    (finding,) = [f for f in memory.findings if f["kind"] == "diagnosis"]
+    assert finding["code"] == "eager"
+    assert finding["step"] == 20
+    accumulator = EventAccumulator(str(tmp_path / "logs" / "all"))
+    accumulator.Reload()
+    texts = [
+        accumulator.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in ("replicas/findings", "findings")
+    ]
+    assert json.loads(texts[0])[0]["code"] == "eager"
+    assert texts[1].splitlines()[2].startswith("| eager |  | Steps run eagerly")
+    assert json.loads((tmp_path / "report.json").read_text())["findings"][0]["code"] == "eager"
+
+
+def test_without_a_monitor_it_writes_its_own_events_and_prints(
+    mirrored: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(mirrored, mlp, pipeline(), doctor=kde.ParallelismDoctor(tmp_path), num_steps=10, run_eagerly=True)
+    accumulator = EventAccumulator(str(tmp_path / "all"))
+    accumulator.Reload()
+    assert {"replicas/manifest", "replicas/findings", "findings"} <= set(accumulator.Tags()["tensors"])
+    printed = capsys.readouterr().out
+    assert "1 finding about 'sequential" in printed
+    assert "run_eagerly=False" in printed
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(kde.MonitorError, match="num_steps is 0; it is a number of steps, at least 1, or None."):
+        kde.ParallelismDoctor(num_steps=0)
+
+
+# The command
+
+SCRIPT = """
+import os, sys
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+import keras, numpy as np, tensorflow as tf
+import keras_dist_ext as kde
+{setup}
+x = np.random.default_rng(0).normal(size=(2048, 64)).astype("float32")
+model.fit(x, x[:, :1], batch_size=256, epochs=50, verbose=0)
+print("after fit", sys.argv)
+"""
+LAYERS = "[keras.Input((64,)), keras.layers.Dense(256, 'relu'), keras.layers.Dense(256, 'relu'), keras.layers.Dense(1)]"
+SETUPS = {
+    "clean": (f"model = kde.Sequential({LAYERS}); model.compile('adam', 'mse')", []),
+    "outside-scope": (
+        "strategy = kde.pick_strategy(num_replicas=2).strategy\n"
+        f"model = keras.Sequential({LAYERS}); model.compile('adam', 'mse')",
+        ["outside-scope"],
+    ),
+    "no-cluster": (
+        "strategy = tf.distribute.MultiWorkerMirroredStrategy()\n"
+        f"with strategy.scope(): model = kde.Sequential({LAYERS}); model.compile('adam', 'mse')",
+        ["no-cluster"],
+    ),
+    "threads": (
+        "tf.config.threading.set_intra_op_parallelism_threads(64)\n"
+        f"model = kde.Sequential({LAYERS}); model.compile('adam', 'mse')",
+        ["oversubscribed-threads"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["outside-scope", *(pytest.param(n, marks=slow) for n in SETUPS if n != "outside-scope")]
+)
+def test_the_command_runs_a_script_until_it_has_seen_enough(name: str, tmp_path: pathlib.Path) -> None:
+    setup, codes = SETUPS[name]
+    (tmp_path / "train.py").write_text(SCRIPT.format(setup=setup))
+    command = [
+        sys.executable,
+        "-m",
+        "keras_dist_ext",
+        "doctor",
+        "--steps",
+        "60",
+        "--json",
+        "r.json",
+        "train.py",
+        "--lr",
+        "1",
+    ]
+    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=environ, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "after fit" not in done.stdout
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [finding["code"] for finding in report["findings"]] == codes, done.stdout
+
+
+def test_a_script_that_does_not_train_is_an_error_that_says_so(tmp_path: pathlib.Path) -> None:
+    from keras_dist_ext.doctor_command import examine_script
+
+    (tmp_path / "train.py").write_text("print('nothing')")
+    with pytest.raises(kde.MonitorError, match="has ended without training by `fit`.*kde.diagnose"):
+        examine_script(tmp_path / "train.py")
+    with pytest.raises(kde.MonitorError, match="There is no script"):
+        examine_script(tmp_path / "none.py")
+    assert not hasattr(keras.Model.fit, "__wrapped__") or "fit" not in vars(keras.Model)
