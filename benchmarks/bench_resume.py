@@ -1,0 +1,182 @@
+"""Measure what it costs to save a run while it trains, and how soon a run is back in training after a crash.
+
+    python benchmarks/bench_resume.py                       # about 5 minutes
+    python benchmarks/bench_resume.py --models tiny --rounds 3
+
+The contestants train the same model, with the same optimizer, on the same batch, again and again:
+
+* plain: `kde.Model.fit` as it comes.
+* saved: the same with `Resume(folder)`: the end of each epoch, which is about a second long.
+* every100: the same with `Resume(folder, 100)`: a save every 100 steps.
+* backup: the same with `keras.callbacks.BackupAndRestore(folder)`, which saves weights alone, while training waits.
+
+Each row is a process of its own, in which the contestants run in turn. A sample is one call to `fit` with three epochs,
+of which the last two are timed; ratios are taken round by round. Then `fit` is called until its first step is over, by
+a run that begins and by one that goes on from a save: the difference is what going on takes beside starting TensorFlow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench_fit import MODELS, Case, Classes, Job
+from bench_monitor import _start
+from harness import Goal, Spread, Timings, describe_machine, print_goals, print_table, run_apart, take_turns
+from rich.console import Console
+
+CONTESTANTS = ("plain", "saved", "every100", "backup")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the tables and the goals; return 1 if a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="tiny,mlp512,cnn")
+    parser.add_argument("--replicas", default="1,2")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of timed training of one sample, two epochs")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.job:
+        options.result.write_text(json.dumps(measure(Job(**json.loads(options.job)))))
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(str(describe_machine()), highlight=False)
+    timings: dict[str, Timings] = {}
+    starts: dict[str, dict[str, list[float]]] = {}
+    for model in options.models.split(","):
+        for num_replicas in map(int, options.replicas.split(",")):
+            job = Job(model, num_replicas, CONTESTANTS, num_rounds=options.rounds, seconds=options.seconds)
+            console.print(f"[dim]{job.row}[/]")
+            command = [sys.executable, __file__, "--job", json.dumps(dataclasses.asdict(job))]
+            value = run_apart(command, 240 + 20 * job.num_rounds * len(CONTESTANTS) * job.seconds)
+            timings[job.row], starts[job.row] = Timings(**value["timings"]), value["starts"]
+    rows = [
+        [
+            row,
+            timing.spread("plain").show(0, 1e6),
+            *(timing.ratio(name, "plain").show(3) for name in CONTESTANTS[1:]),
+            *(Spread.of(starts[row][name]).show(2) for name in ("begins", "goes on")),
+            f"{timing.others_cores:.1f}",
+        ]
+        for row, timing in timings.items()
+    ]
+    columns = ["model", "plain, µs", *(f"{name} / plain" for name in CONTESTANTS[1:]), "begins, s", "goes on, s"]
+    print_table(console, "a step: median (quartiles); seconds to the first step", [*columns, "others"], rows)
+    goal = Goal(
+        "saving takes at most 2% at the default interval",
+        1.02,
+        {row: timing.ratio("saved", "plain").median for row, timing in timings.items()},
+    )
+    print_goals(console, [goal])
+    return int(bool(goal.misses))
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Time the contestants in turn, in this process.
+
+    Raises:
+        RuntimeError: TensorFlow or a contestant could not train.
+    """
+    strategy = _start(job.num_replicas)
+    import keras
+
+    import keras_dist_ext as kde
+
+    with tempfile.TemporaryDirectory() as folder:
+        new = (f"{folder}/{number}" for number in itertools.count())
+        contestants: dict[str, Callable[[], list[Any]]] = {
+            "plain": list,
+            "saved": lambda: [kde.Resume(next(new))],
+            "every100": lambda: [kde.Resume(next(new), 100)],
+            "backup": lambda: [keras.callbacks.BackupAndRestore(next(new))],
+        }
+        case = MODELS[job.model]
+        trials: dict[str, Callable[[], float]] = {}
+        for name, callbacks in contestants.items():
+            train = _fit(case, strategy, callbacks)
+            train(10)  # compiles
+            num_steps = round(job.seconds / train(200))
+            trials[name] = lambda train=train, num_steps=num_steps: train(num_steps)  # type: ignore[misc]
+        timings = take_turns(trials, job.num_rounds)
+        starts: dict[str, list[float]] = {"begins": [], "goes on": []}
+        for _ in range(job.num_rounds):
+            run = next(new)
+            starts["begins"].append(_first_step(case, strategy, run))
+            starts["goes on"].append(_first_step(case, strategy, run))
+    return {"timings": dataclasses.asdict(timings), "starts": starts}
+
+
+def _data(case: Case) -> Any:
+    import numpy as np
+    import tensorflow as tf
+
+    random = np.random.default_rng(0)
+    x = random.normal(size=(case.batch_size, *case.input_shape)).astype("float32")
+    y = random.integers(max(1, case.num_classes), size=(case.batch_size, 1)).astype("float32")
+    return tf.data.Dataset.from_tensors((x, y)).repeat()
+
+
+def _model(case: Case, strategy: Any) -> Any:
+    import keras
+
+    import keras_dist_ext as kde
+
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = case.build(Classes(kde.Model, kde.Sequential))
+        model.compile("adam", case.loss)
+    return model
+
+
+def _fit(case: Case, strategy: Any, callbacks: Callable[[], list[Any]]) -> Callable[[int], float]:
+    """Build a model, and return what trains it for so many timed steps and returns its seconds a step."""
+    import keras
+
+    class EpochTimes(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+        """Note when epochs begin: what ends one, saves too, is over then."""
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.begins: list[float] = []
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.begins.append(time.perf_counter())
+
+    model, data, times = _model(case, strategy), _data(case), EpochTimes()
+    model.build((None, *case.input_shape))
+
+    def train(num_steps: int) -> float:
+        half = max(1, num_steps // 2)
+        model.fit(data, epochs=4, steps_per_epoch=half, verbose=0, callbacks=[*callbacks(), times], shuffle=False)
+        return (times.begins[-1] - times.begins[1]) / (2 * half)
+
+    return train
+
+
+def _first_step(case: Case, strategy: Any, folder: str) -> float:
+    """Return the seconds from the call to `fit` to the end of its first step; go on for another, and leave a save."""
+    import keras
+
+    import keras_dist_ext as kde
+
+    model, data = _model(case, strategy), _data(case)
+    ends: list[float] = []
+    clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()))
+    resume = kde.Resume(folder, 1)
+    began = time.perf_counter()
+    epochs = 2 if pathlib.Path(folder).exists() else 1
+    model.fit(data, epochs=epochs, steps_per_epoch=2, verbose=0, callbacks=[resume, clock], shuffle=False)
+    return ends[0] - began
+
+
+if __name__ == "__main__":
+    sys.exit(main())
