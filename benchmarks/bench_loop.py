@@ -1,0 +1,191 @@
+"""Compare a `TrainLoop` with the same loop written by hand, and with `orbit` where that is installed.
+
+    python benchmarks/bench_loop.py                       # about 6 minutes
+    python benchmarks/bench_loop.py --models tiny --replicas 1,2 --rounds 5
+
+The contestants train the same Keras model, with the same optimizer, on the same batch, again and again:
+
+* floor: a `tf.function` that loops over `strategy.run(step)` with `tf.range`; no logs, no callbacks (see `bench_fit`).
+* ours: `kde.TrainLoop` with the same step, through `fit`; the loss of every epoch is in its logs.
+* watched: the same with `ReplicaMonitor(folder)`.
+* orbit: `orbit.StandardTrainer` with loops of 50 steps in the graph.
+
+Each row is a process of its own, in which the contestants run in turn. A sample of ours is one call to `fit` with three
+epochs, of which the last two are timed; ratios are taken round by round. Replicas are logical CPU devices: at several
+of them ours adds gradients in memory and reads the plain dataset, which the floor does not, so these rows do not
+foretell the ratio on GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench_fit import MODELS, Case, Classes, Job, _prepare_floor, _steps_for, _strategy
+from harness import Goal, Timings, describe_machine, print_goals, print_table, run_apart, take_turns
+from rich.console import Console
+
+CONTESTANTS = ("floor", "ours", "watched")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table and the goal; return 1 if the goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="tiny,mlp512,cnn,lstm")
+    parser.add_argument("--replicas", default="1,2")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of timed training of one sample")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.job:
+        options.result.write_text(json.dumps(dataclasses.asdict(measure(Job(**json.loads(options.job))))))
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(str(describe_machine()), highlight=False)
+    names = (*CONTESTANTS, "orbit") if importlib.util.find_spec("orbit") else CONTESTANTS
+    if "orbit" not in names:
+        console.print("orbit is not installed", highlight=False)
+    timings: dict[str, Timings] = {}
+    for model in options.models.split(","):
+        for num_replicas in map(int, options.replicas.split(",")):
+            job = Job(model, num_replicas, names, num_rounds=options.rounds, seconds=options.seconds)
+            console.print(f"[dim]{job.row}[/]")
+            command = [sys.executable, __file__, "--job", json.dumps(dataclasses.asdict(job))]
+            timings[job.row] = Timings(**run_apart(command, 240 + 20 * job.num_rounds * len(names) * job.seconds))
+    columns = ["model", *names, *(f"{name} / floor" for name in names[1:]), "others"]
+    rows = [
+        [
+            row,
+            *(timing.spread(name).show(0, 1e6) for name in names),
+            *(timing.ratio(name, "floor").show() for name in names[1:]),
+            f"{timing.others_cores:.1f}",
+        ]
+        for row, timing in timings.items()
+    ]
+    title = "µs a step: median (quartiles); others: cores that other processes took meanwhile"
+    print_table(console, title, columns, rows)
+    ratios = {row: timing.ratio("ours", "floor").median for row, timing in timings.items()}
+    goal = Goal("a TrainLoop takes at most 1.05 times what the loop by hand does", 1.05, ratios)
+    print_goals(console, [goal])
+    return int(bool(goal.misses))
+
+
+def measure(job: Job) -> Timings:
+    """Time the contestants in turn, in this process.
+
+    Raises:
+        RuntimeError: TensorFlow or a contestant could not train.
+    """
+    strategy = _strategy(job)
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import keras_dist_ext as kde
+
+    case = MODELS[job.model]
+    random = np.random.default_rng(0)
+    x = random.normal(size=(case.batch_size, *case.input_shape)).astype("float32")
+    y = random.integers(max(1, case.num_classes), size=(case.batch_size, 1)).astype("float32")
+    dataset = tf.data.Dataset.from_tensors((x, y)).repeat()
+    stock = Classes(keras.Model, keras.Sequential)
+    with tempfile.TemporaryDirectory() as folder:
+        prepare: dict[str, Callable[[], Callable[[int], float]]] = {
+            "floor": lambda: _prepare_floor(stock, case, strategy, dataset),
+            "ours": lambda: _prepare_ours(stock, case, strategy, dataset, []),
+            "watched": lambda: _prepare_ours(stock, case, strategy, dataset, [kde.ReplicaMonitor(folder)]),
+            "orbit": lambda: _prepare_orbit(stock, case, strategy, dataset),
+        }
+        trials: dict[str, Callable[[], float]] = {}
+        for name in job.contestants:
+            keras.utils.set_random_seed(0)
+            train = prepare[name]()
+            num_steps = _steps_for(train, job.seconds, strategy)
+            trials[name] = lambda train=train, num_steps=num_steps: train(num_steps)  # type: ignore[misc]
+        return take_turns(trials, job.num_rounds)
+
+
+def _prepare_ours(
+    classes: Classes, case: Case, strategy: Any, dataset: Any, callbacks: list[Any]
+) -> Callable[[int], float]:
+    import keras
+    import tensorflow as tf
+
+    from keras_dist_ext.loop import TrainLoop
+
+    class EpochTimes(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+        """Note when epochs end; it has no batch hooks, which would keep "auto" at one step an execution."""
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.ends: list[float] = []
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.ends.append(time.perf_counter())
+
+    with strategy.scope():
+        model = case.build(classes)
+        model(tf.zeros((1, *case.input_shape)))
+        optimizer = keras.optimizers.Adam()
+    loss_of_rows = keras.losses.get(case.loss)
+
+    def step(replica: Any, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = replica.mean_loss(loss_of_rows(y, model(x, training=True)))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return {"loss": loss}
+
+    loop = TrainLoop(step, parts={"net": model, "optimizer": optimizer}, reduce={"loss": "mean"}, strategy=strategy)
+    times = EpochTimes()
+
+    def train(num_steps: int) -> float:
+        half = max(1, num_steps // 2)
+        loop.fit(dataset, epochs=3, steps_per_epoch=half, verbose=0, callbacks=[*callbacks, times], shuffle=False)
+        return (times.ends[-1] - times.ends[0]) / (2 * half)
+
+    return train
+
+
+def _prepare_orbit(classes: Classes, case: Case, strategy: Any, dataset: Any) -> Callable[[int], float]:
+    import keras
+    import orbit
+    import tensorflow as tf
+
+    with strategy.scope():
+        model = case.build(classes)
+        model(tf.zeros((1, *case.input_shape)))
+        optimizer = keras.optimizers.Adam()
+        optimizer.build(model.trainable_variables)
+    loss_of_rows = keras.losses.get(case.loss)
+
+    class Trainer(orbit.StandardTrainer):  # type: ignore[misc]
+        def train_step(self, iterator: Any) -> None:
+            def of_replica(x: Any, y: Any) -> None:
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(loss_of_rows(y, model(x, training=True))) / case.batch_size
+                optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+            strategy.run(of_replica, args=next(iterator))
+
+    trainer = Trainer(strategy.experimental_distribute_dataset(dataset))
+
+    def train(num_steps: int) -> float:
+        began = time.perf_counter()
+        for begin in range(0, num_steps, 50):
+            trainer.train(tf.constant(min(50, num_steps - begin)))
+        return (time.perf_counter() - began) / num_steps
+
+    return train
+
+
+if __name__ == "__main__":
+    sys.exit(main())
