@@ -73,9 +73,9 @@ def test_a_run_over_any_data_goes_on_from_any_step(
     data: str, kind: str, strategies: Any, tmp_path: pathlib.Path
 ) -> None:
     generator = random.Random(f"{data} {kind}")
-    for after in generator.sample(range(3, NUM_BATCHES[data]), 4):
-        folder = tmp_path / str(after)
-        check_goes_on(strategies.get(kind), folder, after, data=data, save_every=generator.choice([1, 2, "epoch"]))
+    for after in generator.sample(range(3, NUM_BATCHES[data]), 3):
+        every = generator.choice([1, 2, "epoch"] if after > 6 else [1, 2])  # the first epoch has 5 or 6 batches
+        check_goes_on(strategies.get(kind), tmp_path / str(after), after, data=data, save_every=every)
 
 
 @pytest.mark.parametrize(
