@@ -56,6 +56,8 @@ class StepProgram:
         )
         self._records = bool(model.replica_recorders)
         self._records_norm = any(recorder.gradient_norm for recorder in model.replica_recorders)
+        self._goes_alone = False
+        self._loops = False  # whether what is traced makes several steps
         self.waited_seconds = 0.0  # for the first batch of the next execution
         self._of_batch = wrap(self._on_batch)
         self._of_rows = wrap(self._on_rows_of_worker)
@@ -65,6 +67,10 @@ class StepProgram:
     def without_xla(self) -> None:
         """Go on uncompiled."""
         self._user_step = getattr(self.model, f"{self.kind}_step")
+
+    def go_alone(self) -> None:
+        """Make every step in an execution of its own from here on."""
+        self._goes_alone = True
 
     def graphs(self) -> list[Any]:
         """Return the graphs that its loops were traced to so far."""
@@ -94,13 +100,24 @@ class StepProgram:
 
     def on_iterator(self, iterator: Any, num_steps: int) -> Any:
         """Run exactly ``num_steps`` steps in the graph and return the logs of the last."""
-        return self._keep(self._of_iterator(iterator, tf.constant(num_steps)), num_steps)
+        logs = None
+        for count in self._portions(num_steps):
+            logs = self._keep(self._of_iterator(iterator, tf.constant(count)), count)
+        return logs
 
     def on_optional(self, optional: Any, iterator: Any, num_steps: int) -> tuple[int, Any, Any]:
         """Run up to ``num_steps`` steps, beginning with ``optional``; return steps made, what is next, and logs."""
-        made, optional, outcome = self._of_optional(optional, iterator, tf.constant(num_steps))
-        made = int(made)
-        return made, optional, self._keep(outcome, made)
+        total, logs = 0, None
+        for count in self._portions(num_steps):
+            if total and not optional.has_value():
+                break
+            made, optional, outcome = self._of_optional(optional, iterator, tf.constant(count))
+            logs = self._keep(outcome, int(made))
+            total += int(made)
+        return total, optional, logs
+
+    def _portions(self, num_steps: int) -> list[int]:
+        return [1] * num_steps if self._goes_alone else [num_steps]
 
     def _keep(self, outcome: Any, num_steps: int) -> Any:
         """Hand the records of an execution to who wants them, and return its logs."""
@@ -124,12 +141,15 @@ class StepProgram:
         return self._on_one(batch, of_worker=True)
 
     def _on_one(self, batch: Any, *, of_worker: bool) -> Any:
+        self._loops = False
         self._initial_extra(lambda: batch, of_worker=of_worker)
         batch, times = self._timed(lambda: batch)
         extra, rows = self._one(batch, times, of_worker=of_worker)
         return self._outcome(extra, [rows], extra)
 
     def _on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
+        self._loops = not self._goes_alone
+
         def body(i: tf.Tensor, tape: Any, *_: Any) -> tuple[Any, ...]:
             extra, row = self._one(*self._timed(iterator.get_next))
             return (i + 1, tape.write(i, row) if self._records else tape, *extra)
@@ -149,6 +169,8 @@ class StepProgram:
         return self._outcome(extra, tape, i)
 
     def _on_optional(self, optional: Any, iterator: Any, num_steps: tf.Tensor) -> Any:
+        self._loops = not self._goes_alone
+
         def body(i: tf.Tensor, optional: Any, tape: Any, *_: Any) -> tuple[Any, ...]:
             graph = tf.compat.v1.get_default_graph()
             num_ops = len(graph.get_operations())
@@ -246,7 +268,12 @@ class StepProgram:
             if self._records
             else None
         )
-        options = {"pools_results": self._pools_results, "without_seed": self._without_seed, "note": note}
+        options = {
+            "pools_results": self._pools_results,
+            "without_seed": self._without_seed,
+            "note": note,
+            "loops": self._loops,
+        }
         extra = self._extra_of_replica(batch, cut, options)
         return extra, () if note is None else note.columns()
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_dist_ext import feed
 from keras_dist_ext._keras import tree
 from keras_dist_ext.program import PredictProgram, concat_outputs
-from keras_dist_ext.step import CannotCompile, UnbuiltOptimizer, UnknownLossDegrees
+from keras_dist_ext.step import CannotCompile, CannotLoop, UnbuiltOptimizer, UnknownLossDegrees
 
 __all__ = ["CoordinatorProgram", "predictor", "runner"]
 
@@ -37,7 +37,7 @@ def runner(program: Any) -> Callable[[Any], Any]:
         while True:
             try:
                 return run_steps()
-            except (UnbuiltOptimizer, UnknownLossDegrees, CannotCompile) as unprepared:
+            except (UnbuiltOptimizer, UnknownLossDegrees, CannotCompile, CannotLoop) as unprepared:
                 _prepare(program, unprepared)  # they are raised while tracing, before any step is made
 
     run.program = program  # type: ignore[attr-defined]  # for who looks into what it has traced
@@ -52,6 +52,8 @@ def _prepare(program: Any, unprepared: Exception) -> None:
             unprepared.build()
     elif isinstance(unprepared, UnknownLossDegrees):
         model._find_loss_degrees(model._batch_spec)
+    elif isinstance(unprepared, CannotLoop):
+        program.go_alone()
     else:
         warnings.warn(
             f"jit_compile=True: '{model.name}' has a loss with a mask or sample weights, or a layer, that sums over "

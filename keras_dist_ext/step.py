@@ -27,7 +27,7 @@ from keras_dist_ext.reduce import parts_of, shares_memory, sum_over_replicas, ti
 from keras_dist_ext.seeds import fold_in, replica_offset
 from keras_dist_ext.xla import draw_as_uncompiled, warn_once
 
-__all__ = ["CannotCompile", "PassThrough", "ReplicaStep", "UnbuiltOptimizer", "UnknownLossDegrees"]
+__all__ = ["CannotCompile", "CannotLoop", "PassThrough", "ReplicaStep", "UnbuiltOptimizer", "UnknownLossDegrees"]
 
 
 class UnknownLossDegrees(Exception):
@@ -50,6 +50,14 @@ class CannotCompile(Exception):
     """A reduction over replicas is met inside of what XLA compiles."""
 
 
+class CannotLoop(Exception):
+    """Sparse gradients whose length may change from step to step are met in a loop of steps.
+
+    TensorFlow gathers them by a collective, which in one execution takes one shape ("Shape mismatch in the collective
+    instance", tensorflow/core/common_runtime/collective_param_resolver_local.cc).
+    """
+
+
 class ReplicaStep:
     """One replica's part of a step, while it is traced (or run eagerly).
 
@@ -61,6 +69,7 @@ class ReplicaStep:
             computes with them.
         without_seed: the generator behind ``seed=None``.
         note: takes what is recorded of the step, if anything is.
+        loops: whether one execution may make several steps.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class ReplicaStep:
         pools_results: bool = False,
         without_seed: Any = None,
         note: StepNote | None = None,
+        loops: bool = False,
     ) -> None:
         context = tf.distribute.get_replica_context()
         self.model = model
@@ -90,6 +100,7 @@ class ReplicaStep:
         self._generator_without_seed = without_seed
         self._num_ops = 0
         self.note = note
+        self._loops = loops and not self._is_on_tpu and not shares_memory(self.strategy)
 
     # Shares
 
@@ -217,6 +228,8 @@ class ReplicaStep:
     def contribution(self, optimizer: Any, grads: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Return what this replica adds to the sums: its gradients that are there, and state assigned, with values."""
         present = [g for g in grads if g is not None]
+        if self._loops and any(isinstance(g, tf.IndexedSlices) and g.values.shape[:1] == [None] for g in present):
+            raise CannotLoop
         self._note_gradients(optimizer, present)
         if id(optimizer) not in self._scaled:
             present = [times(g, self.share) for g in present]
@@ -540,9 +553,7 @@ def _on_rows(inputs: Any, op: Callable[[Any], Any]) -> Any:
         return op(inputs)
     rows = tf.shape(inputs)[0]
     missing = [[0, tf.maximum(1 - rows, 0)], *[[0, 0]] * (inputs.shape.rank - 1)]
-    padded = tf.ensure_shape(
-        tf.pad(inputs, missing), [None, *inputs.shape[1:]]
-    )  # or oneDNN takes a Pad into the convolution
+    padded = tf.ensure_shape(tf.pad(inputs, missing), [None, *inputs.shape[1:]])  # or oneDNN fuses Pad and convolution
     outputs = op(padded)
     kept = tf.slice(outputs, [0] * outputs.shape.rank, [rows, *[-1] * (outputs.shape.rank - 1)])
     kept.set_shape([inputs.shape[0], *outputs.shape[1:]])
