@@ -100,7 +100,8 @@ class ReplicaStep:
         self._generator_without_seed = without_seed
         self._num_ops = 0
         self.note = note
-        self._loops = loops and not self._is_on_tpu and not shares_memory(self.strategy)
+        gathers = self.num_replicas > 1 and not self._is_on_tpu and not shares_memory(self.strategy)
+        self._must_not_loop = loops and gathers  # with sparse gradients of unknown length
 
     # Shares
 
@@ -120,6 +121,7 @@ class ReplicaStep:
 
     def sum_over_replicas(self, values: Sequence[Any]) -> list[Any]:
         """Add up each value over all replicas; every replica gets the sums."""
+        self.check_loop(values)
         context = tf.distribute.get_replica_context()
         if self._is_on_tpu:
             return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(values)))
@@ -127,6 +129,11 @@ class ReplicaStep:
             raise CannotCompile
         with _keras.kept_losses(self.model):  # of the layers, which the other replicas call meanwhile
             return list(context.merge_call(sum_over_replicas, args=(list(values),)))
+
+    def check_loop(self, values: Sequence[Any]) -> None:
+        """Raise ``CannotLoop`` if these cannot be added up over replicas several times in an execution."""
+        if self._must_not_loop and any(isinstance(v, tf.IndexedSlices) and v.values.shape[0] is None for v in values):
+            raise CannotLoop
 
     @property
     def replica_id(self) -> Any:
@@ -228,8 +235,6 @@ class ReplicaStep:
     def contribution(self, optimizer: Any, grads: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Return what this replica adds to the sums: its gradients that are there, and state assigned, with values."""
         present = [g for g in grads if g is not None]
-        if self._loops and any(isinstance(g, tf.IndexedSlices) and g.values.shape[:1] == [None] for g in present):
-            raise CannotLoop
         self._note_gradients(optimizer, present)
         if id(optimizer) not in self._scaled:
             present = [times(g, self.share) for g in present]

@@ -204,6 +204,7 @@ class _VirtualReplica(ReplicaStep):
 
     def _meet(self, meeting: _Meeting) -> Any:
         self._state.check_graph()
+        self.check_loop(meeting.values)
         return self.thread.stop_for(meeting)
 
     def sum_over_replicas(self, values: Sequence[Any]) -> list[Any]:
