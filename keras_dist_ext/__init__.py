@@ -31,13 +31,14 @@ if TYPE_CHECKING:
         SeedError,
         StrategyError,
     )
-    from keras_dist_ext.event_files import EventWriter
     from keras_dist_ext.gathering import gather, per_replica
-    from keras_dist_ext.json_lines import JsonLinesWriter, replay
     from keras_dist_ext.launch import launch
     from keras_dist_ext.loop import TrainLoop
     from keras_dist_ext.model import Model, Sequential
     from keras_dist_ext.monitor import ReplicaMonitor
+    from keras_dist_ext.monitoring.event_files import EventWriter
+    from keras_dist_ext.monitoring.json_lines import JsonLinesWriter, replay
+    from keras_dist_ext.monitoring.terminal import TerminalWriter
     from keras_dist_ext.pipeline import inspect
     from keras_dist_ext.replica import Replica
     from keras_dist_ext.resume import Resume
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from keras_dist_ext.seeds import seed_replicas
     from keras_dist_ext.sharding import distribute
     from keras_dist_ext.strategy import StrategyChoice, pick_strategy
-    from keras_dist_ext.terminal import TerminalWriter
     from keras_dist_ext.virtual import VirtualReplicas
     from keras_dist_ext.writers import MemoryWriter
 
@@ -131,11 +131,11 @@ _MODULE_OF = {
     "diagnose": "diagnose",
     "certify": "certificate",
     "Certificate": "certificate",
-    "EventWriter": "event_files",
-    "JsonLinesWriter": "json_lines",
-    "replay": "json_lines",
+    "EventWriter": "monitoring.event_files",
+    "JsonLinesWriter": "monitoring.json_lines",
+    "replay": "monitoring.json_lines",
     "MemoryWriter": "writers",
-    "TerminalWriter": "terminal",
+    "TerminalWriter": "monitoring.terminal",
     "Resume": "resume",
     "every": "actions",
     "on_improvement": "actions",

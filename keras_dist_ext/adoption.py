@@ -13,13 +13,13 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras import is_default_strategy, keras, saved_variables, strategy_of_variable
-from keras_dist_ext.compilation import read_compile_state, take_over_optimizers
 from keras_dist_ext.errors import ScopeError
 from keras_dist_ext.model import Functional, Model, Sequential
-from keras_dist_ext.rebuild import rebuild
-from keras_dist_ext.recipe import CannotRebuildError, label
+from keras_dist_ext.rebuilding.compilation import read_compile_state, take_over_optimizers
+from keras_dist_ext.rebuilding.rebuild import rebuild
+from keras_dist_ext.rebuilding.recipe import CannotRebuildError, label
+from keras_dist_ext.rebuilding.twins import take_over_state
 from keras_dist_ext.scope import check_scope, describe_strategy, optimizers
-from keras_dist_ext.twins import take_over_state
 from keras_dist_ext.virtual import VirtualReplicas
 
 __all__ = ["adopt", "clone_model", "load_model"]

@@ -19,12 +19,12 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras, data
 from keras_dist_ext._keras import tree
-from keras_dist_ext.audit_findings import findings_of
+from keras_dist_ext.choice.wording import counted
+from keras_dist_ext.datasets.audit_findings import findings_of
+from keras_dist_ext.datasets.sources import as_dataset, kind_of
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.sharding import SharedDataset
-from keras_dist_ext.sources import as_dataset, kind_of
-from keras_dist_ext.wording import counted
 from keras_dist_ext.workers import Workers, workers_of
 
 __all__ = ["Audit", "audit"]

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from keras_dist_ext import _keras
-from keras_dist_ext.bucket_plan import BatchSize, choose_boundaries, imbalance, padding_share, plan_batches
+from keras_dist_ext.datasets.bucket_plan import BatchSize, choose_boundaries, imbalance, padding_share, plan_batches
+from keras_dist_ext.datasets.pools import Pools
 from keras_dist_ext.errors import DataError
-from keras_dist_ext.pools import Pools
 from keras_dist_ext.seeds import checked_seed, fold_in
 from keras_dist_ext.workers import workers_of
 

@@ -18,16 +18,16 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.choice.wording import counted
+from keras_dist_ext.comparison.draws import Draws, watch_draws
+from keras_dist_ext.comparison.gaps import Gap
+from keras_dist_ext.comparison.lockstep import Comparison, Lockstep
+from keras_dist_ext.comparison.sides import RowsAlike, on_one_device
+from keras_dist_ext.comparison.suspects import FIX_OF_STOCK, explain, of_draws, of_gaps
 from keras_dist_ext.data import num_rows
-from keras_dist_ext.draws import Draws, watch_draws
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.findings import Finding
-from keras_dist_ext.gaps import Gap
-from keras_dist_ext.lockstep import Comparison, Lockstep
 from keras_dist_ext.scope import describe_strategy
-from keras_dist_ext.sides import RowsAlike, on_one_device
-from keras_dist_ext.suspects import FIX_OF_STOCK, explain, of_draws, of_gaps
-from keras_dist_ext.wording import counted
 
 __all__ = ["Certificate", "certify"]
 

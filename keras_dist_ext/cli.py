@@ -125,7 +125,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.certify:
         return _certify(arguments)
-    from keras_dist_ext.doctor_command import examine_script
+    from keras_dist_ext.diagnosis.doctor_command import examine_script
 
     examine_script(
         arguments.script,
@@ -140,7 +140,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _certify(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from keras_dist_ext.certified_script import certify_script, print_certificate
+    from keras_dist_ext.comparison.certified_script import certify_script, print_certificate
 
     certificate = certify_script(
         arguments.script, arguments.args, steps=arguments.steps or 10, allow=tuple(arguments.allow)
@@ -157,8 +157,8 @@ def _devices(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # what TensorFlow says about missing GPUs is not asked for
     import tensorflow as tf
 
-    from keras_dist_ext.decision import decide
-    from keras_dist_ext.facts import gather_facts, list_devices
+    from keras_dist_ext.choice.decision import decide
+    from keras_dist_ext.choice.facts import gather_facts, list_devices
 
     print(f"TensorFlow {tf.__version__}")
     for device in tf.config.list_physical_devices():

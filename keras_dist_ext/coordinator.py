@@ -41,12 +41,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext.coordination.pool import Pool
+from keras_dist_ext.coordination.worker_calls import WorkerCalls, lost_servers_named
+from keras_dist_ext.coordination.worker_data import WorkerData
+from keras_dist_ext.coordination.worker_steps import WorkerSteps
 from keras_dist_ext.data import without_optionals
 from keras_dist_ext.errors import DataError, StrategyError
-from keras_dist_ext.pool import Pool
-from keras_dist_ext.worker_calls import WorkerCalls, lost_servers_named
-from keras_dist_ext.worker_data import WorkerData
-from keras_dist_ext.worker_steps import WorkerSteps
 
 __all__ = ["Coordinator", "check_asynchronous"]
 

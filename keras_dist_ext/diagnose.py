@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from keras_dist_ext.examination import Estimate, Examination
+from keras_dist_ext.diagnosis.examination import Estimate, Examination
+from keras_dist_ext.diagnosis.report import Report
+from keras_dist_ext.diagnosis.setting_rules import SETTING_RULES, shared_cpu
+from keras_dist_ext.diagnosis.time_rules import TIME_RULES
 from keras_dist_ext.findings import Finding, worst_first
-from keras_dist_ext.report import Report
-from keras_dist_ext.setting_rules import SETTING_RULES, shared_cpu
-from keras_dist_ext.time_rules import TIME_RULES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +65,7 @@ def diagnose(
         MonitorError: the model is not compiled, or there is nothing to measure.
         DataError: the dataset has no batch.
     """
-    from keras_dist_ext.bounded_run import examine
+    from keras_dist_ext.diagnosis.bounded_run import examine
 
     return examine(
         model,
@@ -82,7 +82,7 @@ def diagnose(
 def judge(examination: Examination) -> Report:
     """Return what is to be said of a run.
 
-    >>> from keras_dist_ext.examination import Setting
+    >>> from keras_dist_ext.diagnosis.examination import Setting
     >>> judge(Examination(Setting(strategy="mirrored"))).findings[0].code
     'mirrored-one-device'
     """

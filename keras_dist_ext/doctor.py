@@ -13,13 +13,13 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext.diagnose import judge
+from keras_dist_ext.diagnosis.report import Report
+from keras_dist_ext.diagnosis.visit import Visit
 from keras_dist_ext.errors import MonitorError
-from keras_dist_ext.event_files import EventWriter
-from keras_dist_ext.intervals import StepCounter
-from keras_dist_ext.manifest import describe_model, manifest_of
+from keras_dist_ext.monitoring.event_files import EventWriter
+from keras_dist_ext.monitoring.intervals import StepCounter
+from keras_dist_ext.monitoring.manifest import describe_model, manifest_of
 from keras_dist_ext.recorder import Recorder
-from keras_dist_ext.report import Report
-from keras_dist_ext.visit import Visit
 from keras_dist_ext.workers import workers_of
 from keras_dist_ext.writers import Run, SeveralWriters, Writer
 

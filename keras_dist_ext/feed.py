@@ -20,7 +20,7 @@ from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.pace import Pace
-from keras_dist_ext.position import (
+from keras_dist_ext.saving.position import (
     Position,
     batches_of,
     check_positionable,

@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from keras_dist_ext import _worker
-from keras_dist_ext._generation import Failure, Generation
-from keras_dist_ext._process import Process, code_text, show
 from keras_dist_ext.errors import LaunchError
+from keras_dist_ext.processes import worker
+from keras_dist_ext.processes.generation import Failure, Generation
+from keras_dist_ext.processes.process import Process, code_text, show
 
 __all__ = ["launch", "LaunchResult", "WorkerRun", "WorkerFailed"]
 
@@ -160,7 +160,7 @@ def _run(process: Process, generation: Generation, ended_by_launch: bool) -> Wor
     value = None
     if process.outcome and process.exit_code == 0 and process.failure_code is None:
         try:
-            value = _worker.read_value(process.outcome)
+            value = worker.read_value(process.outcome)
         except Exception as error:
             raise LaunchError(
                 f"What the function returned on {process.name} cannot be read here ({error!r}). Return numbers, "
@@ -272,7 +272,7 @@ def _command(
 
 def _packed_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     try:
-        return _worker.pack_call(function, args, kwargs)
+        return worker.pack_call(function, args, kwargs)
     except ValueError as error:
         raise LaunchError(str(error)) from error
 

@@ -12,15 +12,15 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras, data, feed
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.choice.wording import close_name
 from keras_dist_ext.errors import LoopError, StrategyError
-from keras_dist_ext.examined_step import Output, examine
+from keras_dist_ext.looping.examined_step import Output, examine
+from keras_dist_ext.looping.tallies import REDUCTIONS, Reduction, Tally, tally_of
 from keras_dist_ext.model import Model
 from keras_dist_ext.program import StepProgram, gather_rows, pooled_state
 from keras_dist_ext.replica import LoopStep, Replica
 from keras_dist_ext.scope import move_into_scope, raw_variables
 from keras_dist_ext.step import ReplicaStep
-from keras_dist_ext.tallies import REDUCTIONS, Reduction, Tally, tally_of
-from keras_dist_ext.wording import close_name
 
 __all__ = ["TrainLoop"]
 

@@ -11,12 +11,12 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext.dashboard.metadata import FindingRecord
 from keras_dist_ext.errors import MonitorError
-from keras_dist_ext.event_files import EventWriter
-from keras_dist_ext.intervals import Intervals, UpdateFreq
+from keras_dist_ext.monitoring.event_files import EventWriter
+from keras_dist_ext.monitoring.intervals import Intervals, UpdateFreq
+from keras_dist_ext.monitoring.stragglers import Stragglers
+from keras_dist_ext.monitoring.terminal import TerminalWriter
+from keras_dist_ext.monitoring.watch import Watch
 from keras_dist_ext.recorder import Recorder
-from keras_dist_ext.stragglers import Stragglers
-from keras_dist_ext.terminal import TerminalWriter
-from keras_dist_ext.watch import Watch
 from keras_dist_ext.workers import Workers, workers_of
 from keras_dist_ext.writers import SeveralWriters, Writer
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext.dataset_graph import read_graph
+from keras_dist_ext.datasets.dataset_graph import read_graph
+from keras_dist_ext.datasets.pipeline_findings import findings_of
+from keras_dist_ext.datasets.sources import as_dataset, kind_of
+from keras_dist_ext.datasets.stage_times import Times, measure
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.findings import Finding, worst_first
-from keras_dist_ext.pipeline_findings import findings_of
-from keras_dist_ext.sources import as_dataset, kind_of
-from keras_dist_ext.stage_times import Times, measure
 
 __all__ = ["Inspection", "inspect"]
 

@@ -15,14 +15,14 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext.callback_state import CallbackStates
 from keras_dist_ext.errors import ResumeError
-from keras_dist_ext.position import Position
 from keras_dist_ext.preemption import Preemption
-from keras_dist_ext.run_state import Taken, put_back, take_down
-from keras_dist_ext.saves import Saves, unpack
+from keras_dist_ext.saving.callback_state import CallbackStates
+from keras_dist_ext.saving.position import Position
+from keras_dist_ext.saving.run_state import Taken, put_back, take_down
+from keras_dist_ext.saving.saves import Saves, unpack
+from keras_dist_ext.saving.write_behind import WriteBehind
 from keras_dist_ext.workers import Workers, own_callback, workers_of
-from keras_dist_ext.write_behind import WriteBehind
 
 __all__ = ["Resume"]
 

@@ -23,8 +23,8 @@ from keras_dist_ext._keras import (
     strategy_of_optimizer,
     strategy_of_variable,
 )
+from keras_dist_ext.choice.wording import counted
 from keras_dist_ext.errors import ScopeError
-from keras_dist_ext.wording import counted
 
 __all__ = [
     "check_scope",

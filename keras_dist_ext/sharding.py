@@ -9,13 +9,13 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras, data
 from keras_dist_ext._keras import tree
-from keras_dist_ext.dataset_graph import DatasetGraph, read_graph
+from keras_dist_ext.choice.wording import close_name, counted
+from keras_dist_ext.datasets.dataset_graph import DatasetGraph, read_graph
+from keras_dist_ext.datasets.sharding_findings import findings_of
+from keras_dist_ext.datasets.sources import DEFAULT_BATCH_SIZE, as_dataset, is_batched, kind_of
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.seeds import checked_seed, fold_in
-from keras_dist_ext.sharding_findings import findings_of
-from keras_dist_ext.sources import DEFAULT_BATCH_SIZE, as_dataset, is_batched, kind_of
-from keras_dist_ext.wording import close_name, counted
 from keras_dist_ext.workers import workers_of
 
 __all__ = ["SharedDataset", "distribute"]

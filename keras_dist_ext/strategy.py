@@ -13,11 +13,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext.builders import Communication, build
-from keras_dist_ext.cluster import Resolver
-from keras_dist_ext.decision import decide
+from keras_dist_ext.choice.builders import Communication, build
+from keras_dist_ext.choice.cluster import Resolver
+from keras_dist_ext.choice.decision import decide
+from keras_dist_ext.choice.facts import gather_facts, list_devices
 from keras_dist_ext.errors import StrategyError
-from keras_dist_ext.facts import gather_facts, list_devices
 
 __all__ = ["pick_strategy", "reason_for", "StrategyChoice"]
 

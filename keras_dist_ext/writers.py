@@ -1,6 +1,6 @@
 """Write what replicas did: what writers have in common, one that keeps it in memory, and several at once.
 
-The others are in ``event_files`` (TensorBoard), ``json_lines`` and ``terminal``. Letters: R = replicas in sync, over
+The others are in `monitoring`: `event_files` (TensorBoard), `json_lines` and `terminal`. Letters: R = replicas in sync, over
 all workers.
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from keras_dist_ext.append_file import RecordsLost
+from keras_dist_ext.choice.wording import counted
 from keras_dist_ext.dashboard.metadata import FindingRecord, Manifest
+from keras_dist_ext.monitoring.append_file import RecordsLost
 from keras_dist_ext.stats import Kind, ReplicaStats
-from keras_dist_ext.wording import counted
 
 __all__ = ["MemoryWriter", "Run", "SeveralWriters", "Writer"]
 

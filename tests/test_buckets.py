@@ -12,8 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import keras_dist_ext as kde
-from keras_dist_ext import bucket_plan, data
-from keras_dist_ext.bucket_plan import BatchSize, choose_boundaries, deal, imbalance, padding_share, plan_batches
+from keras_dist_ext import data
+from keras_dist_ext.datasets import bucket_plan
+from keras_dist_ext.datasets.bucket_plan import (
+    BatchSize,
+    choose_boundaries,
+    deal,
+    imbalance,
+    padding_share,
+    plan_batches,
+)
 from keras_dist_ext.errors import DataError
 
 NUM_EXAMPLES = 600

@@ -23,8 +23,8 @@ from rich.console import Console
 import keras_dist_ext as kde
 from keras_dist_ext import cli
 from keras_dist_ext.certificate import Certificate, certify
-from keras_dist_ext.certified_script import certify_script
-from keras_dist_ext.sides import bounds_of_tensorflow
+from keras_dist_ext.comparison.certified_script import certify_script
+from keras_dist_ext.comparison.sides import bounds_of_tensorflow
 
 Strategy = tf.distribute.Strategy
 Build = Callable[[], keras.Model]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from keras_dist_ext.diagnose import judge
-from keras_dist_ext.examination import (
+from keras_dist_ext.diagnosis.examination import (
     Calls,
     Estimate,
     Examination,
@@ -24,10 +24,10 @@ from keras_dist_ext.examination import (
     Trials,
     blocks_of_steps,
 )
+from keras_dist_ext.diagnosis.setting_rules import shared_cpu
+from keras_dist_ext.diagnosis.time_rules import best_steps_per_execution
 from keras_dist_ext.findings import Finding
-from keras_dist_ext.setting_rules import shared_cpu
 from keras_dist_ext.stats import ReplicaStats
-from keras_dist_ext.time_rules import best_steps_per_execution
 
 GPUS = ("GPU:0", "GPU:1")
 HEALTHY = Setting(strategy="mirrored", num_replicas=2, devices=GPUS, accelerators=GPUS, num_cores=8)

@@ -19,7 +19,7 @@ from doctor_runs import WIDTH, L, X, Y, mlp, pipeline, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import keras_dist_ext as kde
-from keras_dist_ext.kept_state import _copies
+from keras_dist_ext.diagnosis.kept_state import _copies
 from keras_dist_ext.strategy import pick_strategy
 
 # Planted faults
@@ -206,7 +206,7 @@ def test_mirrored_with_one_device_is_found() -> None:
 
 
 def test_idle_gpus_are_found(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keras_dist_ext.setting.list_devices", lambda: ("CPU:0", "CPU:1", "GPU:0", "GPU:1"))
+    monkeypatch.setattr("keras_dist_ext.diagnosis.setting.list_devices", lambda: ("CPU:0", "CPU:1", "GPU:0", "GPU:1"))
     assert _quick(mirrored, "idle-accelerators") == ["idle-accelerators"]
 
 
@@ -260,7 +260,7 @@ def _stateful(strategy: Any, **compiled: Any) -> Any:
 def test_diagnosis_with_experiments_leaves_every_copy_of_every_variable_bit_for_bit(
     accumulate: int | None, mirrored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keras_dist_ext.interventions._SECONDS", 0.5)
+    monkeypatch.setattr("keras_dist_ext.diagnosis.interventions._SECONDS", 0.5)
     model = _stateful(mirrored, gradient_accumulation_steps=accumulate)
     random.seed(3)
     before = [copy.numpy().tobytes() for copy in _copies(model)]
@@ -305,7 +305,7 @@ def test_other_callbacks_are_as_they_were_after_a_run_and_after_one_that_broke(m
 
 
 def test_short_steps_are_recorded_for_a_while_only(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keras_dist_ext.step_blocks._ENOUGH_SECONDS", 0.05)
+    monkeypatch.setattr("keras_dist_ext.diagnosis.step_blocks._ENOUGH_SECONDS", 0.05)
     seen: list[int] = []
 
     class Recorders(keras.callbacks.Callback):  # type: ignore[misc]
@@ -416,7 +416,7 @@ def test_the_command_runs_a_script_until_it_has_seen_enough(name: str, tmp_path:
 
 
 def test_a_script_that_does_not_train_is_an_error_that_says_so(tmp_path: pathlib.Path) -> None:
-    from keras_dist_ext.doctor_command import examine_script
+    from keras_dist_ext.diagnosis.doctor_command import examine_script
 
     (tmp_path / "train.py").write_text("print('nothing')")
     with pytest.raises(kde.MonitorError, match="has ended without training by `fit`.*kde.diagnose"):

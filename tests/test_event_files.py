@@ -20,10 +20,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import keras_dist_ext as kde
-from keras_dist_ext import event_files
-from keras_dist_ext.append_file import RecordsLost
 from keras_dist_ext.dashboard import metadata as names
-from keras_dist_ext.event_files import overall_values, replica_values
+from keras_dist_ext.monitoring import event_files
+from keras_dist_ext.monitoring.append_file import RecordsLost
+from keras_dist_ext.monitoring.event_files import overall_values, replica_values
 from keras_dist_ext.writers import SeveralWriters
 
 FINDINGS: Any = [{"step": 20, "kind": "straggler", "code": "slow-replica", "what": "Replica 1 is slow.", "seconds": 2}]
@@ -176,7 +176,7 @@ def test_files_are_valid_after_a_kill_up_to_the_last_flush(tmp_path: pathlib.Pat
 import os, signal, sys, time
 sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
 from intervals_made_up import interval, run
-from keras_dist_ext.event_files import EventWriter
+from keras_dist_ext.monitoring.event_files import EventWriter
 writer = EventWriter({str(tmp_path)!r}, flush_seconds=0.2)
 writer.begin(run())
 begin = time.monotonic()

@@ -578,7 +578,7 @@ def survive() -> dict[str, Any]:
 
     def serve(kind: str, index: int) -> None:
         config = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
-        code = "from keras_dist_ext import _worker; _worker._serve()"
+        code = "from keras_dist_ext.processes import worker; worker._serve()"
         servers[kind, index] = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TF_CONFIG": config})
 
     def kill(kind: str, index: int) -> None:

@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import keras_dist_ext as kde
-from keras_dist_ext import stage_times
-from keras_dist_ext.dataset_graph import read_graph
+from keras_dist_ext.datasets import stage_times
+from keras_dist_ext.datasets.dataset_graph import read_graph
 from keras_dist_ext.errors import DataError
 
 AUTO = tf.data.AUTOTUNE

@@ -25,9 +25,9 @@ import tensorflow as tf
 from resume_runs import BATCH, DATA, Crash, X, Y, assert_same, run
 
 import keras_dist_ext as kde
-from keras_dist_ext import saves as saves_module
 from keras_dist_ext.launch import WorkerFailed, launch
-from keras_dist_ext.saves import BadSave, Saves, check, unpack
+from keras_dist_ext.saving import saves as saves_module
+from keras_dist_ext.saving.saves import BadSave, Saves, check, unpack
 
 pytestmark = [
     # Keras says so of everything but arrays; and one kind of data here ends with an epoch
@@ -599,7 +599,7 @@ def test_where_no_save_is_whole_the_run_begins_anew_and_says_so(tmp_path: pathli
 DYING = """
 import os, signal, sys
 import numpy as np
-from keras_dist_ext.saves import Saves
+from keras_dist_ext.saving.saves import Saves
 saves = Saves(sys.argv[1], 3)
 saves.prepare()
 saves.write({"number": 1}, {"a": np.arange(1000)})
@@ -636,7 +636,7 @@ def test_a_process_killed_while_it_saves_leaves_the_save_before_or_a_whole_one(
 FULL = """
 import resource, signal, sys
 import numpy as np
-from keras_dist_ext.saves import Saves
+from keras_dist_ext.saving.saves import Saves
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
 saves = Saves(sys.argv[1], 3)

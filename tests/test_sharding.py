@@ -286,7 +286,7 @@ def test_buckets_can_be_dealt_too(mirrored: Any) -> None:
 
 
 def test_files_are_counted_where_their_names_are_known(tmp_path: Any) -> None:
-    from keras_dist_ext.dataset_graph import read_graph
+    from keras_dist_ext.datasets.dataset_graph import read_graph
 
     paths = write_files(str(tmp_path))
     for dataset in (

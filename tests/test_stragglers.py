@@ -10,7 +10,7 @@ import pytest
 from intervals_made_up import interval
 
 import keras_dist_ext as kde
-from keras_dist_ext.stragglers import Stragglers
+from keras_dist_ext.monitoring.stragglers import Stragglers
 
 
 def judge(stragglers: Stragglers, *computes: Sequence[float], **given: Any) -> Any:

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
-from keras_dist_ext.cluster import Cluster
-from keras_dist_ext.decision import NAMES, Decision, decide
+from keras_dist_ext.choice.cluster import Cluster
+from keras_dist_ext.choice.decision import NAMES, Decision, decide
+from keras_dist_ext.choice.facts import Facts, gather_facts, list_devices
 from keras_dist_ext.errors import ClusterError, StrategyError
-from keras_dist_ext.facts import Facts, gather_facts, list_devices
 from keras_dist_ext.strategy import StrategyChoice, pick_strategy
 
 ONE_CPU = ("CPU:0",)

@@ -17,7 +17,7 @@ from intervals_made_up import interval, run
 from rich.console import Console
 
 import keras_dist_ext as kde
-from keras_dist_ext.terminal import table_of
+from keras_dist_ext.monitoring.terminal import table_of
 
 FINDINGS: Any = [{"step": 20, "kind": "straggler", "code": "slow-replica", "what": "Replica [1] is slow."}]
 
@@ -116,7 +116,7 @@ SCRIPT = """
 import sys, time
 sys.path.insert(0, {tests!r})
 from intervals_made_up import interval, run
-from keras_dist_ext.terminal import TerminalWriter
+from keras_dist_ext.monitoring.terminal import TerminalWriter
 writer = TerminalWriter(seconds_between_frames=0.0)
 writer.begin(run())
 for step in (1, 2, 3):

@@ -19,7 +19,7 @@ import pytest
 from intervals_made_up import interval, run
 
 import keras_dist_ext as kde
-from keras_dist_ext.append_file import AppendFile, RecordsLost
+from keras_dist_ext.monitoring.append_file import AppendFile, RecordsLost
 from keras_dist_ext.stats import ReplicaStats
 from keras_dist_ext.writers import SeveralWriters, Writer
 
@@ -139,7 +139,7 @@ def test_what_does_not_fit_on_the_disk_leaves_no_half_record(tmp_path: pathlib.P
     path = tmp_path / "file"
     code = f"""
 import resource, signal
-from keras_dist_ext.append_file import AppendFile, RecordsLost
+from keras_dist_ext.monitoring.append_file import AppendFile, RecordsLost
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (250, resource.RLIM_INFINITY))
 file = AppendFile({str(path)!r}, flush_seconds=1e9)

@@ -28,10 +28,10 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import keras_dist_ext as kde
-from keras_dist_ext.decision import decide
-from keras_dist_ext.facts import gather_facts
+from keras_dist_ext.choice.decision import decide
+from keras_dist_ext.choice.facts import gather_facts
+from keras_dist_ext.monitoring.terminal import TerminalWriter
 from keras_dist_ext.stats import ReplicaStats
-from keras_dist_ext.terminal import TerminalWriter
 from keras_dist_ext.workers import workers_of
 
 __all__ = ["main"]

@@ -1,0 +1,179 @@
+"""Make the strategy that was decided on: one object for a set of devices or a cluster in a process."""
+
+import functools
+import socket
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from keras_dist_ext.choice.cluster import JOBS, Cluster, Resolver
+from keras_dist_ext.choice.decision import Decision
+from keras_dist_ext.choice.facts import TPU_VARIABLES, Facts, listed, of_type
+from keras_dist_ext.errors import ClusterError, StrategyError
+
+__all__ = ["Communication", "build"]
+
+TPU_PROBE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Communication:
+    """How the workers of `multi_worker` reduce.
+
+    Raises:
+        StrategyError: an option is not what it can be.
+    """
+
+    implementation: str = "auto"  # or "ring" or "nccl", in any case
+    bytes_per_pack: int = 0  # how much is reduced at a time; 0 leaves it to TensorFlow
+    timeout_seconds: float | None = None  # after which a collective fails
+
+    def __post_init__(self) -> None:
+        """Check each option."""
+        if not isinstance(self.implementation, str) or self.implementation.lower() not in ("auto", "ring", "nccl"):
+            raise StrategyError(f"implementation is {self.implementation!r}; there are 'auto', 'ring' and 'nccl'.")
+        if type(self.bytes_per_pack) is not int or self.bytes_per_pack < 0:
+            raise StrategyError(
+                f"bytes_per_pack is {self.bytes_per_pack!r}; give a number of bytes, or 0 for TensorFlow's own."
+            )
+        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+            raise StrategyError(
+                f"timeout_seconds is {self.timeout_seconds!r}; give a positive number of seconds, or None."
+            )
+        object.__setattr__(self, "implementation", self.implementation.lower())
+
+
+def build(decision: Decision, facts: Facts, communication: Communication) -> tf.distribute.Strategy:
+    """Make the strategy, or hand out the one that was made before for the same devices or cluster.
+
+    Args:
+        decision: what to make.
+        facts: what it was decided on.
+        communication: used by `multi_worker` alone.
+
+    Raises:
+        StrategyError: TensorFlow is initialised already where it must not be, or the TPU cannot be had.
+        ClusterError: the port of this task is taken.
+    """
+    if decision.name == "one_device":
+        _make_cpu_devices(decision.num_cpus_to_make, facts.devices)
+        return _one_device(decision.devices[0])
+    if decision.name == "mirrored":
+        _make_cpu_devices(decision.num_cpus_to_make, facts.devices)
+        return _mirrored(decision.devices)
+    if decision.name == "tpu":
+        assert facts.tpu is not None
+        return _tpu(facts.tpu)
+    assert facts.cluster is not None
+    num_gpus = len(of_type("GPU", facts.devices))
+    if decision.name == "multi_worker":
+        return _multi_worker(facts.cluster, num_gpus, communication)
+    return _parameter_server(facts.cluster, num_gpus)
+
+
+def _make_cpu_devices(num_devices: int, existing: tuple[str, ...]) -> None:
+    if not num_devices:
+        return
+    try:
+        tf.config.set_logical_device_configuration(
+            tf.config.get_visible_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * num_devices
+        )
+    except RuntimeError as error:
+        raise StrategyError(
+            f"num_replicas={num_devices} needs {num_devices} logical CPU devices, but TensorFlow is initialised "
+            f"already and has {listed(existing)}. Call pick_strategy before anything else uses TensorFlow, or ask for "
+            f"at most {len(of_type('CPU', existing))}."
+        ) from error
+
+
+@functools.cache
+def _one_device(device: str) -> tf.distribute.Strategy:
+    return tf.distribute.OneDeviceStrategy(device)
+
+
+def _mirrored(devices: tuple[str, ...]) -> tf.distribute.Strategy:
+    key = frozenset(devices)  # in another order too, a second object would reuse the collective keys of the first
+    if key not in _MIRRORED:
+        _MIRRORED[key] = tf.distribute.MirroredStrategy(list(devices))
+    return _MIRRORED[key]
+
+
+_MIRRORED: dict[frozenset[str], tf.distribute.Strategy] = {}
+
+
+@functools.cache
+def _tpu(tpu: str) -> tf.distribute.Strategy:
+    resolver_class = tf.distribute.cluster_resolver.TPUClusterResolver
+    try:
+        if tpu != "local":
+            for address in resolver_class(tpu).cluster_spec().as_dict()["worker"]:
+                host, _, port = address.rpartition(":")
+                # TensorFlow would try again for minutes.
+                socket.create_connection((host, int(port)), timeout=TPU_PROBE_SECONDS).close()
+        return tf.distribute.TPUStrategy(resolver_class.connect(tpu))
+    except (OSError, ImportError, RuntimeError, ValueError, tf.errors.OpError) as error:
+        raise StrategyError(
+            f"The TPU {tpu!r} cannot be had: {str(error).partition(chr(10))[0]}. Check its name or address (argument "
+            f"tpu, or one of {', '.join(TPU_VARIABLES)}), that it runs, and that this TensorFlow is built for TPUs."
+        ) from error
+
+
+@functools.cache
+def _multi_worker(cluster: Cluster, num_gpus: int, communication: Communication) -> tf.distribute.Strategy:
+    if _multi_worker.cache_info().currsize:
+        raise StrategyError(
+            "This process has joined a cluster already, with other addresses or communication options, and can join "
+            "one only. Call pick_strategy with the same arguments as before."
+        )
+    if communication.implementation == "nccl" and not num_gpus:
+        raise StrategyError("implementation='nccl' needs GPUs, and this worker has none. Use 'ring' or 'auto'.")
+    _check_port_is_free(cluster)
+    try:
+        return tf.distribute.MultiWorkerMirroredStrategy(
+            _resolver_of(cluster, num_gpus),
+            tf.distribute.experimental.CommunicationOptions(
+                bytes_per_pack=communication.bytes_per_pack,
+                timeout_seconds=communication.timeout_seconds,
+                implementation=communication.implementation.upper(),
+            ),
+        )
+    except RuntimeError as error:
+        if "program startup" not in str(error):
+            raise
+        raise StrategyError(
+            "TensorFlow is initialised already, and a worker can join its cluster only before that. Call pick_strategy "
+            "before anything else makes a tensor, a variable or a strategy."
+        ) from error
+
+
+@functools.cache
+def _parameter_server(cluster: Cluster, num_gpus: int) -> tf.distribute.Strategy:
+    _check_port_is_free(cluster)
+    return tf.distribute.ParameterServerStrategy(_resolver_of(cluster, num_gpus))
+
+
+def _check_port_is_free(cluster: Cluster) -> None:
+    """Raise when this task's port is taken; TensorFlow would not say which port it was."""
+    if cluster.task_type is None:  # a coordinator outside the cluster takes any port
+        return
+    address = cluster.addresses(cluster.task_type)[cluster.task_index]
+    port = int(address.rpartition(":")[2])
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed is free
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ClusterError(
+                f"{cluster.source} gives {cluster.task} the address {address}, but port {port} of this machine cannot "
+                f"be had ({error.strerror}). Is another run still alive? End it, or give the cluster another port."
+            ) from error
+
+
+def _resolver_of(cluster: Cluster, num_gpus: int) -> Resolver:
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({job: list(cluster.addresses(job)) for job in JOBS if cluster.addresses(job)}),
+        task_type=cluster.task_type,
+        task_id=cluster.task_index,
+        num_accelerators={"GPU": num_gpus},
+        rpc_layer=cluster.rpc_layer or "grpc",
+    )

@@ -1,0 +1,207 @@
+"""Write records as lines of JSON, one an interval, and replay them into other writers.
+
+Each line is an object with "version" 1 and a "type":
+
+    run        kind, experiment, manifest, details, step, wall_time
+    record     the fields of stats.ReplicaStats and "scores"; lists have an entry a replica, by global id
+    findings   findings (all so far), step, wall_time
+
+A number that is not there is null; infinities are "Infinity" and "-Infinity". Lines are only ever appended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_dist_ext.choice.wording import counted
+from keras_dist_ext.dashboard.metadata import FindingRecord
+from keras_dist_ext.errors import DataError, MonitorError
+from keras_dist_ext.monitoring.append_file import AppendFile, check_folder, is_remote
+from keras_dist_ext.stats import ReplicaStats
+from keras_dist_ext.writers import Floats, Run, Writer
+
+__all__ = ["JsonLinesWriter", "replay"]
+
+_VERSION = 1
+
+
+class JsonLinesWriter(Writer):
+    """Appends a line an interval to a file; of several workers, the chief alone.
+
+    Args:
+        path: the file; its folder is made.
+        flush_seconds: how long lines may wait before they are in the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, flush_seconds: float = 2.0) -> None:
+        self._file = AppendFile(path, flush_seconds=flush_seconds)
+        self._is_chief = True
+        self._is_ready = False
+
+    def check(self, experiment: str) -> None:
+        """Make the folder.
+
+        Raises:
+            MonitorError: the file cannot be written there.
+        """
+        path = self._file.path
+        try:
+            if os.path.isdir(path):
+                raise IsADirectoryError(f"{path} is a folder")
+            check_folder(os.path.dirname(path) or ".")
+        except Exception as error:
+            raise MonitorError(
+                f"Records cannot be written to {path} ({error}). Give JsonLinesWriter the path of a file that can be."
+            ) from error
+
+    def begin(self, run: Run) -> None:
+        """See ``Writer.begin``."""
+        self._is_chief = run.is_chief
+        self._add(
+            "run",
+            kind=run.kind,
+            experiment=run.experiment,
+            manifest=run.manifest,
+            details=dict(run.details),
+            step=run.step,
+            wall_time=run.wall_time,
+        )
+
+    def write(self, stats: ReplicaStats, scores: Floats | None) -> None:
+        """See ``Writer.write``."""
+        fields = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
+        self._add("record", **fields, scores=scores)
+
+    def find(self, findings: Sequence[FindingRecord], *, step: int, wall_time: float) -> None:
+        """See ``Writer.find``."""
+        self._add("findings", findings=list(findings), step=step, wall_time=wall_time)
+
+    def flush(self) -> None:
+        """See ``Writer.flush``."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """See ``Writer.close``."""
+        self._file.flush()
+
+    def _add(self, type_: str, **fields: Any) -> None:
+        if not self._is_chief:
+            return
+        line = json.dumps(_plain({"version": _VERSION, "type": type_, **fields}), allow_nan=False)
+        if not self._is_ready:
+            self._is_ready = True
+            line = _end_of_torn_line(self._file.path) + line
+        self._file.add(f"{line}\n".encode())
+
+
+def _end_of_torn_line(path: str) -> str:
+    """Return what must come first: a process that was killed may have left half a line."""
+    if is_remote(path) or not os.path.isfile(path) or not os.path.getsize(path):
+        return ""
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return "" if file.read() == b"\n" else "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of numbers, arrays, lists and dicts as strict JSON has it."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def replay(path: str | os.PathLike[str], writer: Writer) -> int:
+    """Hand the records of a file to another writer, as if the run took place again.
+
+        replay("records.jsonl", EventWriter("logs"))
+
+    Lines that are torn, where a process was killed, are left out with a warning.
+
+    Args:
+        path: what a ``JsonLinesWriter`` has written.
+        writer: takes everything, and is closed at the end.
+
+    Returns:
+        The number of records.
+
+    Raises:
+        DataError: a line is of another format or of a later version.
+        OSError: the file cannot be read.
+    """
+    num_records = 0
+    torn: list[int] = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except ValueError:
+                torn.append(number)
+                continue
+            num_records += _replay_line(value, writer, f"line {number} of {os.fspath(path)}")
+    writer.close()
+    if torn:
+        warnings.warn(
+            f"{counted(len(torn), 'line')} of {os.fspath(path)} torn and left out: {', '.join(map(str, torn[:5]))}"
+            f"{' ...' if len(torn) > 5 else ''}. A process that is killed while it writes leaves such a line.",
+            stacklevel=2,
+        )
+    return num_records
+
+
+def _replay_line(value: Any, writer: Writer, place: str) -> int:
+    version = value.get("version") if isinstance(value, dict) else None
+    if version != _VERSION:
+        found = f"has version {version!r}" if version is not None else "has no version"
+        raise DataError(
+            f"{place} {found}; this package reads version {_VERSION}. Give a file that JsonLinesWriter has written, "
+            "and read it with the package that wrote it, or a later one."
+        )
+    fields = {key: item for key, item in value.items() if key not in ("version", "type")}
+    try:
+        call = _READERS[value["type"]](fields)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{place} is no {value.get('type')!r} of JsonLinesWriter: {error!r}.") from error
+    call(writer)
+    return int(value["type"] == "record")
+
+
+def _run(fields: dict[str, Any]) -> Callable[[Writer], None]:
+    run = Run(**fields, replicas=range(fields["manifest"].get("strategy", {}).get("num_replicas", 1)))
+    return lambda writer: writer.begin(run)
+
+
+def _record(fields: dict[str, Any]) -> Callable[[Writer], None]:
+    given = fields.pop("scores")
+    arrays = {name: None if fields[name] is None else _floats(fields[name]) for name in _ARRAYS}
+    stats = ReplicaStats(**{**fields, **arrays, "examples": np.asarray(fields["examples"], np.int64)})
+    scores = None if given is None else _floats(given)
+    return lambda writer: writer.write(stats, scores)
+
+
+def _findings(fields: dict[str, Any]) -> Callable[[Writer], None]:
+    findings, step, wall_time = fields["findings"], int(fields["step"]), float(fields["wall_time"])
+    return lambda writer: writer.find(findings, step=step, wall_time=wall_time)
+
+
+_READERS = {"run": _run, "record": _record, "findings": _findings}
+_ARRAYS = ("loss", "input_seconds", "compute_seconds", "sync_seconds", "gradient_norm")
+
+
+def _floats(values: Sequence[Any]) -> Floats:
+    return np.array([float("nan") if value is None else float(value) for value in values])

@@ -1,0 +1,268 @@
+"""Follow one model's runs: fetch what was recorded, cut it into intervals, judge them, and hand them to writers.
+
+Every worker does the same at the same points of its program, so that it can be exchanged between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from keras_dist_ext import _keras
+from keras_dist_ext.dashboard.metadata import FindingRecord
+from keras_dist_ext.monitoring.divergence import Divergence
+from keras_dist_ext.monitoring.exchange import exchange
+from keras_dist_ext.monitoring.intervals import Intervals, StepCounter, UpdateFreq
+from keras_dist_ext.monitoring.manifest import describe_model, devices_of, manifest_of, num_cores
+from keras_dist_ext.monitoring.stragglers import Stragglers
+from keras_dist_ext.recorder import Recorder
+from keras_dist_ext.stats import Kind, ReplicaStats, StepRecords, join_records, summarize
+from keras_dist_ext.workers import workers_of
+from keras_dist_ext.writers import Run, Writer
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """What is known of a model's runs so far.
+
+    Attributes:
+        model: a model of ours.
+
+    Args:
+        model: see above.
+        recorder: of its steps.
+        writer: takes what comes out.
+        experiment: the name of the runs.
+        update_freq: see ``Intervals``.
+        check_divergence_every: after how many optimizer steps to compare the replicas' variables; None never does.
+        straggler_threshold: see ``Stragglers``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        recorder: Recorder,
+        writer: Writer,
+        *,
+        experiment: str,
+        update_freq: UpdateFreq,
+        check_divergence_every: int | None,
+        straggler_threshold: float,
+    ) -> None:
+        self.model = model
+        self._recorder = recorder
+        self._writer = writer
+        self._experiment = experiment
+        self._workers = workers_of(model.distribute_strategy)
+        self._is_chief = self._workers is None or self._workers.is_chief
+        self._num_replicas: int = model.distribute_strategy.num_replicas_in_sync
+        self._first_replica = _keras.first_replica(model.distribute_strategy)
+        self._counter = StepCounter(model)
+        self._intervals = Intervals(update_freq)
+        self._num_workers = 1 if self._workers is None else self._workers.num_workers
+        num_local = self._num_replicas // self._num_workers
+        self._replicas = range(self._first_replica, self._first_replica + num_local)
+        self._stragglers = Stragglers(
+            straggler_threshold,
+            num_workers=self._num_workers,
+            take_turns=num_local > num_cores() and "CPU" in devices_of(model.distribute_strategy)[0],
+        )
+        self._divergence = None if check_divergence_every is None else Divergence(model)
+        self._check_every = check_divergence_every or 0
+        self._findings: list[FindingRecord] = []
+        self._told: list[FindingRecord] = []
+        self._cost_seconds = 0.0
+        self._num_runs = 0  # under way: a callback may evaluate in the middle of training
+        self._trains = False
+        self._described: set[Kind] = set()
+        self._rest: StepRecords | None = None  # fetched, of the interval that is under way
+        self._num_missing: float = 0.0  # batches to be recorded until an interval ends
+        self._num_unchecked = 0  # batches that were fetched since variables were compared
+        self._batch_size: int | None = None
+
+    def prepare(self) -> None:
+        """Take note that a run is about to begin."""
+        self._num_runs += 1
+        if self._num_runs == 1:
+            for kind in ("train", "test"):
+                self._recorder.fetch(kind)  # what came after the last run
+            self._described = set()
+            self._rest = None
+            self._num_unchecked = 0
+            self._batch_size = None
+
+    def release(self) -> None:
+        """Take note that a run is over, and if it was broken off, write what is left.
+
+        Other workers may be gone then, so they are not waited for.
+        """
+        self._num_runs -= 1
+        if self._num_runs == 0 and self._trains:
+            self._trains = False
+            if self._workers is None:
+                with contextlib.suppress(Exception):  # the one that broke it off says more
+                    self._end_intervals(is_last=True)
+            self._writer.close()
+
+    def begin_epoch(self) -> None:
+        """Begin to count where the optimizer is, when the first epoch begins: callbacks may have restored it."""
+        if not self._trains:
+            self._trains = True
+            self._counter.begin()
+            self._begin("train")
+            self._expect()
+
+    def end_execution(self) -> None:
+        """End intervals that are over, and compare variables when it is time."""
+        if self._recorder.num_pending("train") >= self._num_missing:
+            self._end_intervals()
+        if self._divergence is not None:
+            num_batches = self._num_unchecked + self._recorder.num_pending("train")
+            if num_batches >= self._check_every * self._counter.batches_per_step:
+                self._compare(self._divergence)
+
+    def end_epoch(self) -> None:
+        """End the interval with the epoch, and bring it to where it belongs."""
+        if self._num_pending and self._intervals.is_worth_it(self._num_pending):
+            self._end_intervals(is_last=True)
+            self._writer.flush()
+
+    def end_training(self) -> None:
+        """Write what is left."""
+        self._end_intervals(is_last=True)
+        if self._divergence is not None and self._num_unchecked:
+            self._compare(self._divergence)
+        self._tell(self._counter.step(self._counter.count), is_last=True)
+        self._trains = False
+        self._writer.close()
+
+    def begin_test(self) -> None:
+        """In ``fit``, end the interval: a validation takes time of its own."""
+        if self._trains:
+            self.end_epoch()
+        else:
+            self._counter.begin()
+
+    def end_test(self) -> None:
+        """Write an evaluation."""
+        records = self._recorder.fetch("test")
+        if records is not None:
+            step = self._counter.latest(self._num_pending)
+            self._write([summarize(records, step=step, wall_time=time.time())], records)
+        if self._trains:
+            self._writer.flush()
+        else:
+            self._writer.close()
+
+    @property
+    def _num_pending(self) -> int:
+        """Batches since ``StepCounter.count``."""
+        return self._recorder.num_pending("train") + (0 if self._rest is None else len(self._rest))
+
+    def _expect(self) -> None:
+        self._num_missing = self._intervals.length(self._counter) - (0 if self._rest is None else len(self._rest))
+
+    def _end_intervals(self, *, is_last: bool = False) -> None:
+        began = time.perf_counter()
+        fetched = self._recorder.fetch("train")
+        parts = [part for part in (self._rest, fetched) if part is not None]
+        if not parts:
+            return
+        self._num_unchecked += 0 if fetched is None else len(fetched)
+        records = join_records(parts)
+        counts = self._counter.after(len(records))
+        ends = self._intervals.ends(self._counter, counts, is_last=is_last)
+        if ends:
+            stats = [
+                summarize(records.steps(begin, end), step=self._counter.step(int(counts[end - 1])), wall_time=0.0)
+                for begin, end in zip([0, *ends], ends, strict=False)
+            ]
+            exchange_seconds = self._write(_stamped(stats, time.time()), records)
+            self._counter.count = int(counts[ends[-1] - 1])
+            self._cost_seconds = time.perf_counter() - began - exchange_seconds
+        self._rest = records.steps(ends[-1] if ends else 0, len(records))
+        self._expect()
+
+    def _write(self, local: Sequence[ReplicaStats], records: StepRecords) -> float:
+        """Write intervals of one kind; return the seconds spent on the other workers."""
+        kind = local[0].kind
+        last = local[-1]
+        began = time.perf_counter()
+        intervals, lengths, (batch_size,) = exchange(
+            local,
+            self._workers,
+            first=self._first_replica,
+            num_replicas=self._num_replicas,
+            chief_says=self._intervals.lengths(last.seconds / last.num_steps, self._cost_seconds),
+            add_up=[float(records.examples.sum(axis=1).max())],
+        )
+        exchange_seconds = time.perf_counter() - began
+        if kind == "train":
+            self._intervals.set_lengths(*map(int, lengths))
+        if kind not in self._described:  # now that the model is built, and the size of a batch is known
+            self._described.add(kind)
+            self._batch_size = self._batch_size or int(batch_size)
+            self._begin(kind)
+        for stats in intervals:
+            scores = self._stragglers.score(stats).individual if kind == "train" else None
+            self._writer.write(stats, scores)
+        if kind == "train":
+            self._tell(last.step)
+        return exchange_seconds
+
+    def _begin(self, kind: Kind) -> None:
+        experiment = self._experiment
+        if kind == "test":
+            experiment = f"{experiment}/validation" if experiment else "validation"
+        self._writer.begin(
+            Run(
+                kind=kind,
+                experiment=experiment,
+                manifest=manifest_of(self.model, experiment, batch_size=self._batch_size),
+                details=describe_model(self.model),
+                step=self._counter.step(self._counter.count),
+                wall_time=time.time(),
+                replicas=self._replicas,
+                is_chief=self._is_chief,
+            )
+        )
+
+    def _compare(self, divergence: Divergence) -> None:
+        self._num_unchecked = -self._recorder.num_pending("train")
+        step = self._counter.latest(self._num_pending)
+        finding = divergence.check(step)
+        if finding is not None:
+            self._divergence = None  # from here on they differ
+            self._findings.append(finding)
+            self._tell(step)
+            if self._is_chief:
+                warnings.warn(f"{finding['what']} ({finding['evidence']}) {finding['fix']}", stacklevel=2)
+
+    def find(self, kind: str, findings: Sequence[FindingRecord]) -> None:
+        """Take what others have found out about the run, in place of what they said of this kind before."""
+        self._findings = [finding for finding in self._findings if finding["kind"] != kind] + list(findings)
+        self._tell(self._counter.latest(self._num_pending), is_last=True)
+        self._writer.flush()
+
+    def _tell(self, step: int, *, is_last: bool = False) -> None:
+        """Write the findings if there is news: another one, or one that has become clearly worse."""
+        findings = [*self._findings, *self._stragglers.findings]
+        told = {finding["code"]: finding.get("seconds", 0.0) for finding in self._told}
+        worse = 1.0 if is_last else 1.5
+        if any(f["code"] not in told or f.get("seconds", 0.0) > worse * told[f["code"]] for f in findings):
+            self._told = findings
+            self._writer.find(findings, step=step, wall_time=time.time())
+
+
+def _stamped(stats: Sequence[ReplicaStats], now: float) -> list[ReplicaStats]:
+    """Return intervals with the time when each was over, the last of them now."""
+    stamped: list[ReplicaStats] = []
+    for interval in reversed(stats):
+        stamped.append(dataclasses.replace(interval, wall_time=now))
+        now -= interval.seconds
+    return stamped[::-1]

@@ -1,0 +1,4 @@
+"""Helpers of `launch`: one process, what runs in it, and a set of them that lives and dies together.
+
+In reading order: `worker`, `process`, `generation`.
+"""
