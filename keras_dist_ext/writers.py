@@ -1,7 +1,7 @@
 """Write what replicas did: what writers have in common, one that keeps it in memory, and several at once.
 
-The others are in `monitoring`: `event_files` (TensorBoard), `json_lines` and `terminal`. Letters: R = replicas in sync, over
-all workers.
+The others are in `monitoring`: `event_files` (TensorBoard), `json_lines` and `terminal`. Letters: R = replicas in sync,
+over all workers.
 """
 
 from __future__ import annotations
