@@ -17,46 +17,30 @@ training ends, some 10 ms to judge and to print, is not in it; nor are experimen
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
-import pathlib
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench_fit import MODELS, Case, Classes, Job
-from bench_monitor import _start
-from harness import Goal, Timings, describe_machine, print_goals, print_table, run_apart, take_turns
-from rich.console import Console
+from cases import MODELS, Case, Classes, Job, batches_of, epoch_times, run_rows, start
+from harness import Goal, Timings, print_goals, print_table, take_turns
 
 CONTESTANTS = ("ours", "doctor", "watching")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and the goals; return 1 if a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="tiny,mlp512,cnn,lstm")
-    parser.add_argument("--replicas", default="1,2")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--seconds", type=float, default=0.4, help="of timed training of one sample")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.job:
-        options.result.write_text(json.dumps(dataclasses.asdict(measure(Job(**json.loads(options.job))))))
-        return 0
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(str(describe_machine()), highlight=False)
-    timings: dict[str, Timings] = {}
-    for model in options.models.split(","):
-        for num_replicas in map(int, options.replicas.split(",")):
-            job = Job(model, num_replicas, CONTESTANTS, num_rounds=options.rounds, seconds=options.seconds)
-            console.print(f"[dim]{job.row}[/]")
-            command = [sys.executable, __file__, "--job", json.dumps(dataclasses.asdict(job))]
-            limit = 240 + 20 * job.num_rounds * len(CONTESTANTS) * 3 * job.seconds
-            timings[job.row] = Timings(**run_apart(command, limit))
+    console, values = run_rows(
+        arguments,
+        __file__,
+        __doc__,
+        CONTESTANTS,
+        measure,
+        models="tiny,mlp512,cnn,lstm",
+        replicas="1,2",
+        rounds=25,
+        seconds=0.4,
+    )
+    timings = {row: Timings(**value) for row, value in values.items()}
     print_table(console, *_table(timings))
     goals = _goals(timings)
     print_goals(console, goals)
@@ -69,7 +53,7 @@ def measure(job: Job) -> Timings:
     Raises:
         RuntimeError: TensorFlow or a contestant could not train.
     """
-    strategy = _start(job.num_replicas)
+    strategy = start(job.num_replicas)
     import keras
 
     import keras_dist_ext as kde
@@ -105,29 +89,13 @@ def measure(job: Job) -> Timings:
 
 def _fit(case: Case, strategy: Any, callbacks: list[Any]) -> Callable[[int], float]:
     """Build a model, and return what trains it for three epochs of so many steps; it returns the last one's seconds."""
-    import keras
-    import numpy as np
-    import tensorflow as tf
-
     import keras_dist_ext as kde
 
-    class EpochTimes(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-        """Note when epochs end; it has no batch hooks, which would keep "auto" at one step an execution."""
-
-        def on_train_begin(self, logs: Any = None) -> None:
-            self.ends: list[float] = []
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.ends.append(time.perf_counter())
-
-    random = np.random.default_rng(0)
-    x = random.normal(size=(case.batch_size, *case.input_shape)).astype("float32")
-    y = random.integers(max(1, case.num_classes), size=(case.batch_size, 1)).astype("float32")
-    dataset = tf.data.Dataset.from_tensors((x, y)).repeat()
+    dataset = batches_of(case)
     with strategy.scope():
         model = case.build(Classes(kde.Model, kde.Sequential))
         model.compile("adam", case.loss)
-    times = EpochTimes()
+    times = epoch_times()
 
     def train(num_steps: int) -> float:
         model.fit(dataset, epochs=3, steps_per_epoch=num_steps, verbose=0, callbacks=[*callbacks, times], shuffle=False)

@@ -27,15 +27,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
 import resource
 import sys
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
+from cases import MODELS, Case, Classes, Job, Train, batches_of, epoch_times, prepare_floor, start, steps_for
 from harness import (
     Goal,
     Timings,
@@ -47,7 +46,7 @@ from harness import (
 )
 from rich.console import Console
 
-__all__ = ["MODELS", "Job", "main", "measure_memory", "measure_speed"]
+__all__ = ["main", "measure_memory", "measure_speed"]
 
 CONTESTANTS = ("floor", "stock", "ours")
 CAVEAT = (
@@ -55,26 +54,6 @@ CAVEAT = (
     "gradients in memory, which only logical CPUs allow: these rows do not foretell the ratio on GPUs."
 )
 NUM_EPOCHS = 3  # of a call to fit; the first one is not timed
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """What one process measures; travels as JSON on its command line."""
-
-    model: str
-    num_replicas: int  # per worker; 1 = no strategy, unless there are several workers
-    contestants: tuple[str, ...]
-    num_workers: int = 1
-    num_rounds: int = 7
-    seconds: float = 0.7  # timed training of one sample
-    memory: bool = False  # measure the memory of the only contestant instead of speed
-
-    @property
-    def row(self) -> str:
-        """The name of the row in tables and goals."""
-        if self.num_workers > 1:
-            return f"{self.model} x{self.num_replicas} on {self.num_workers} workers"
-        return f"{self.model} x{self.num_replicas}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -195,86 +174,6 @@ def _run(job: Job) -> Any:
     return run_apart(command, limit)
 
 
-class Classes(NamedTuple):
-    """Where a contestant takes its model classes from."""
-
-    model: Any
-    sequential: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A model and its batch. The three ways to write a model are all there."""
-
-    build: Callable[[Classes], Any]
-    input_shape: tuple[int, ...]
-    num_classes: int  # 0 = one real target
-    batch_size: int  # of the global batch, whatever the number of replicas
-    memory_steps: int  # steps of an epoch when memory is measured; about a second of stock fit
-
-    @property
-    def loss(self) -> str:
-        """The Keras name of the loss."""
-        return "sparse_categorical_crossentropy" if self.num_classes else "mean_squared_error"
-
-
-def _tiny(classes: Classes) -> Any:
-    from keras import layers
-
-    return classes.sequential([layers.Input((8,)), layers.Dense(16, activation="relu"), layers.Dense(1)])
-
-
-def _mlp512(classes: Classes) -> Any:
-    from keras import layers
-
-    return classes.sequential(
-        [
-            layers.Input((784,)),
-            layers.Dense(512, activation="relu"),
-            layers.Dense(512, activation="relu"),
-            layers.Dense(10, activation="softmax"),
-        ]
-    )
-
-
-def _cnn(classes: Classes) -> Any:
-    from keras import layers
-
-    pixels = hidden = layers.Input((28, 28, 1))
-    for num_filters in (16, 32):
-        hidden = layers.Conv2D(num_filters, 3, activation="relu")(hidden)
-        hidden = layers.MaxPooling2D()(hidden)
-    return classes.model(pixels, layers.Dense(10, activation="softmax")(layers.Flatten()(hidden)))
-
-
-def _lstm(classes: Classes) -> Any:
-    from keras import layers
-
-    base: Any = classes.model
-
-    class Reader(base):  # type: ignore[misc]  # a base class of any type
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = layers.LSTM(32)
-            self.head = layers.Dense(10, activation="softmax")
-
-        def call(self, inputs: Any) -> Any:
-            return self.head(self.lstm(inputs))
-
-    return Reader()
-
-
-MODELS = {
-    "tiny": Case(_tiny, (8,), num_classes=0, batch_size=32, memory_steps=500),
-    "mlp512": Case(_mlp512, (784,), num_classes=10, batch_size=128, memory_steps=100),
-    "cnn": Case(_cnn, (28, 28, 1), num_classes=10, batch_size=64, memory_steps=100),
-    "lstm": Case(_lstm, (24, 16), num_classes=10, batch_size=32, memory_steps=100),
-}
-
-# Trains this many steps and returns its seconds a step.
-Train = Callable[[int], float]
-
-
 def measure_speed(job: Job) -> dict[str, Any] | None:
     """Time the job's contestants in turn, in this process.
 
@@ -284,11 +183,11 @@ def measure_speed(job: Job) -> dict[str, Any] | None:
     Raises:
         RuntimeError: TensorFlow or a contestant could not train.
     """
-    strategy = _strategy(job)
+    strategy = start(job.num_replicas, job.num_workers)
     trains = {name: _prepare(name, MODELS[job.model], strategy) for name in job.contestants}
     trials: dict[str, Callable[[], float]] = {}
     for name, train in trains.items():
-        num_steps = _steps_for(train, job.seconds, strategy)
+        num_steps = steps_for(train, job.seconds, strategy)
         trials[name] = lambda train=train, num_steps=num_steps: train(num_steps)  # type: ignore[misc]
     timings = take_turns(trials, job.num_rounds)
     if job.num_workers > 1:
@@ -298,108 +197,26 @@ def measure_speed(job: Job) -> dict[str, Any] | None:
     return dataclasses.asdict(timings)
 
 
-def _strategy(job: Job) -> Any:
-    """Start TensorFlow with the job's devices and return the strategy over them."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ["KERAS_BACKEND"] = "tensorflow"
-    import tensorflow as tf
-
-    tf.config.set_visible_devices([], "GPU")
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * job.num_replicas)
-    if job.num_workers > 1:
-        return tf.distribute.MultiWorkerMirroredStrategy()
-    if job.num_replicas == 1:
-        return tf.distribute.get_strategy()
-    return tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(job.num_replicas)])
-
-
-def _steps_for(train: Train, seconds: float, strategy: Any) -> int:
-    """Compile and warm up, then return how many steps take about `seconds`: the same number on all workers."""
-    import tensorflow as tf
-
-    train(2)
-    num_steps = 8
-    while True:
-        mine = tf.constant(train(num_steps))
-        step_seconds = float(strategy.reduce("MEAN", strategy.run(tf.identity, args=(mine,)), axis=None))
-        if num_steps * step_seconds >= seconds / 4:
-            return max(2, round(seconds / step_seconds))
-        num_steps *= 4
-
-
 def _prepare(name: str, case: Case, strategy: Any) -> Train:
     """Build a contestant's model and return what trains it."""
     import keras
-    import numpy as np
-    import tensorflow as tf
 
-    random = np.random.default_rng(0)
-    x = random.normal(size=(case.batch_size, *case.input_shape)).astype("float32")
-    if case.num_classes:
-        y = random.integers(case.num_classes, size=case.batch_size).astype("int32")
-    else:
-        y = random.normal(size=(case.batch_size, 1)).astype("float32")
-    dataset = tf.data.Dataset.from_tensors((x, y)).repeat()
+    dataset = batches_of(case)
     keras.utils.set_random_seed(0)
     if name == "ours":
         import keras_dist_ext as kde
 
         return _prepare_fit(Classes(kde.Model, kde.Sequential), case, strategy, dataset)
     stock = Classes(keras.Model, keras.Sequential)
-    return (_prepare_floor if name == "floor" else _prepare_fit)(stock, case, strategy, dataset)
-
-
-def _prepare_floor(classes: Classes, case: Case, strategy: Any, dataset: Any) -> Train:
-    """Return the loop that someone who knows tf.distribute would write by hand, without any extras."""
-    import keras
-    import tensorflow as tf
-
-    with strategy.scope():
-        model = case.build(classes)
-        model(tf.zeros((1, *case.input_shape)))
-        optimizer = keras.optimizers.Adam()
-        optimizer.build(model.trainable_variables)
-    loss_of_rows = keras.losses.get(case.loss)
-    iterator = iter(strategy.experimental_distribute_dataset(dataset))
-
-    def step(x: Any, y: Any) -> None:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(loss_of_rows(y, model(x, training=True))) / case.batch_size
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-    @tf.function  # type: ignore[untyped-decorator]  # TensorFlow has no types
-    def steps(iterator: Any, num_steps: Any) -> None:
-        for _ in tf.range(num_steps):
-            strategy.run(step, args=next(iterator))
-
-    def train(num_steps: int) -> float:
-        count = tf.constant(num_steps)
-        began = time.perf_counter()
-        steps(iterator, count)
-        return (time.perf_counter() - began) / num_steps
-
-    return train
+    return (prepare_floor if name == "floor" else _prepare_fit)(stock, case, strategy, dataset)
 
 
 def _prepare_fit(classes: Classes, case: Case, strategy: Any, dataset: Any) -> Train:
     """Return `fit` of a compiled model, stock or ours."""
-    import keras
-
-    class EpochTimes(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-        """Note when epochs end; it has no batch hooks, which would keep "auto" at one step an execution."""
-
-        def on_train_begin(self, logs: Any = None) -> None:
-            self.ends: list[float] = []
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.ends.append(time.perf_counter())
-
     with strategy.scope():
         model = case.build(classes)
         model.compile("adam", case.loss)
-    times = EpochTimes()
+    times = epoch_times()
 
     def train(num_steps: int) -> float:
         steps_per_epoch = max(1, round(num_steps / (NUM_EPOCHS - 1)))
@@ -436,7 +253,7 @@ def measure_memory(job: Job) -> dict[str, Any]:
         RuntimeError: TensorFlow or the contestant could not train.
     """
     (name,) = job.contestants
-    strategy = _strategy(job)
+    strategy = start(job.num_replicas, job.num_workers)
     import keras  # noqa: F401  # before `before`: its memory is the same for all
 
     case = MODELS[job.model]
@@ -481,7 +298,7 @@ def _memory_table(memory: dict[str, dict[str, Memory]]) -> tuple[str, list[str],
 
 
 def _goals(timings: dict[str, Timings], memory: dict[str, dict[str, Memory]]) -> list[Goal]:
-    """Return issue 2's goals with the figures of this run."""
+    """Return the goals with the figures of this run."""
 
     def medians(name: str, base: str, model: str = "") -> dict[str, float]:
         return {

@@ -18,49 +18,36 @@ foretell the ratio on GPUs.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import importlib.util
-import json
-import pathlib
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench_fit import MODELS, Case, Classes, Job, _prepare_floor, _steps_for, _strategy
-from harness import Goal, Timings, describe_machine, print_goals, print_table, run_apart, take_turns
-from rich.console import Console
+from cases import MODELS, Case, Classes, Job, batches_of, epoch_times, prepare_floor, run_rows, start, steps_for
+from harness import Goal, Timings, print_goals, print_table, take_turns
 
 CONTESTANTS = ("floor", "ours", "watched")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and the goal; return 1 if the goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="tiny,mlp512,cnn,lstm")
-    parser.add_argument("--replicas", default="1,2")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of timed training of one sample")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.job:
-        options.result.write_text(json.dumps(dataclasses.asdict(measure(Job(**json.loads(options.job))))))
-        return 0
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(str(describe_machine()), highlight=False)
     names = (*CONTESTANTS, "orbit") if importlib.util.find_spec("orbit") else CONTESTANTS
+    console, values = run_rows(
+        arguments,
+        __file__,
+        __doc__,
+        names,
+        measure,
+        models="tiny,mlp512,cnn,lstm",
+        replicas="1,2",
+        rounds=7,
+        seconds=1.0,
+    )
     if "orbit" not in names:
         console.print("orbit is not installed", highlight=False)
-    timings: dict[str, Timings] = {}
-    for model in options.models.split(","):
-        for num_replicas in map(int, options.replicas.split(",")):
-            job = Job(model, num_replicas, names, num_rounds=options.rounds, seconds=options.seconds)
-            console.print(f"[dim]{job.row}[/]")
-            command = [sys.executable, __file__, "--job", json.dumps(dataclasses.asdict(job))]
-            timings[job.row] = Timings(**run_apart(command, 240 + 20 * job.num_rounds * len(names) * job.seconds))
+    timings = {row: Timings(**value) for row, value in values.items()}
     columns = ["model", *names, *(f"{name} / floor" for name in names[1:]), "others"]
     rows = [
         [
@@ -85,22 +72,17 @@ def measure(job: Job) -> Timings:
     Raises:
         RuntimeError: TensorFlow or a contestant could not train.
     """
-    strategy = _strategy(job)
+    strategy = start(job.num_replicas)
     import keras
-    import numpy as np
-    import tensorflow as tf
 
     import keras_dist_ext as kde
 
     case = MODELS[job.model]
-    random = np.random.default_rng(0)
-    x = random.normal(size=(case.batch_size, *case.input_shape)).astype("float32")
-    y = random.integers(max(1, case.num_classes), size=(case.batch_size, 1)).astype("float32")
-    dataset = tf.data.Dataset.from_tensors((x, y)).repeat()
+    dataset = batches_of(case)
     stock = Classes(keras.Model, keras.Sequential)
     with tempfile.TemporaryDirectory() as folder:
         prepare: dict[str, Callable[[], Callable[[int], float]]] = {
-            "floor": lambda: _prepare_floor(stock, case, strategy, dataset),
+            "floor": lambda: prepare_floor(stock, case, strategy, dataset),
             "ours": lambda: _prepare_ours(stock, case, strategy, dataset, []),
             "watched": lambda: _prepare_ours(stock, case, strategy, dataset, [kde.ReplicaMonitor(folder)]),
             "orbit": lambda: _prepare_orbit(stock, case, strategy, dataset),
@@ -109,7 +91,7 @@ def measure(job: Job) -> Timings:
         for name in job.contestants:
             keras.utils.set_random_seed(0)
             train = prepare[name]()
-            num_steps = _steps_for(train, job.seconds, strategy)
+            num_steps = steps_for(train, job.seconds, strategy)
             trials[name] = lambda train=train, num_steps=num_steps: train(num_steps)  # type: ignore[misc]
         return take_turns(trials, job.num_rounds)
 
@@ -121,15 +103,6 @@ def _prepare_ours(
     import tensorflow as tf
 
     from keras_dist_ext.loop import TrainLoop
-
-    class EpochTimes(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-        """Note when epochs end; it has no batch hooks, which would keep "auto" at one step an execution."""
-
-        def on_train_begin(self, logs: Any = None) -> None:
-            self.ends: list[float] = []
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.ends.append(time.perf_counter())
 
     with strategy.scope():
         model = case.build(classes)
@@ -145,7 +118,7 @@ def _prepare_ours(
         return {"loss": loss}
 
     loop = TrainLoop(step, parts={"net": model, "optimizer": optimizer}, reduce={"loss": "mean"}, strategy=strategy)
-    times = EpochTimes()
+    times = epoch_times()
 
     def train(num_steps: int) -> float:
         half = max(1, num_steps // 2)

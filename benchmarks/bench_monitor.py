@@ -1,6 +1,6 @@
 """Measure what it costs to see every replica: `fit` with ReplicaMonitor and ReplicaSeeds, without, and stock Keras.
 
-    python benchmarks/bench_monitor.py                       # about 8 minutes
+    python benchmarks/bench_monitor.py                       # about 12 minutes
     python benchmarks/bench_monitor.py --models tiny --replicas 1,2 --rounds 5
 
 The contestants train the same model, with the same optimizer, on the same batch, again and again:
@@ -10,53 +10,41 @@ The contestants train the same model, with the same optimizer, on the same batch
 * ours: `kde.Model.fit` as it comes.
 * watched: the same with `ReplicaMonitor(folder)` and `ReplicaSeeds(1)`: loss, examples and times of each replica.
 
-Each row is a process of its own, in which the contestants run in turn. A sample is one call to `fit` with three epochs,
-of which the last two are timed; differences are taken round by round. Replicas are logical CPU devices.
+Each row is a process of its own, in which the contestants run in turn. Each has several copies, compiled in changing
+order, and a round is one copy's: two copies of the same may differ by more than what is measured. A sample is one call
+to `fit` with three epochs, of which the last two are timed; differences are taken round by round. Replicas are logical
+CPU devices.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
-import os
-import pathlib
+import itertools
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench_fit import MODELS, Case, Classes, Job
-from harness import Goal, Spread, Timings, describe_machine, print_goals, print_table, run_apart, take_turns
-from rich.console import Console
+from cases import MODELS, Case, Classes, Job, batches_of, epoch_times, run_rows, start
+from harness import Goal, Spread, Timings, print_goals, print_table, take_turns
 
+NUM_COPIES = 4
 CONTESTANTS = ("stock", "stock+tb", "ours", "watched")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and the goals; return 1 if a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="tiny,cnn,lstm")
-    parser.add_argument("--replicas", default="1,2,4")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of timed training of one sample")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.job:
-        options.result.write_text(json.dumps(dataclasses.asdict(measure(Job(**json.loads(options.job))))))
-        return 0
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(str(describe_machine()), highlight=False)
-    timings: dict[str, Timings] = {}
-    for model in options.models.split(","):
-        for num_replicas in map(int, options.replicas.split(",")):
-            job = Job(model, num_replicas, CONTESTANTS, num_rounds=options.rounds, seconds=options.seconds)
-            console.print(f"[dim]{job.row}[/]")
-            command = [sys.executable, __file__, "--job", json.dumps(dataclasses.asdict(job))]
-            limit = 240 + 20 * job.num_rounds * len(CONTESTANTS) * job.seconds
-            timings[job.row] = Timings(**run_apart(command, limit))
+    console, values = run_rows(
+        arguments,
+        __file__,
+        __doc__,
+        CONTESTANTS,
+        measure,
+        models="tiny,cnn,lstm",
+        replicas="1,2,4",
+        rounds=12,
+        seconds=0.8,
+    )
+    timings = {row: Timings(**value) for row, value in values.items()}
     print_table(console, *_table(timings))
     goals = _goals(timings)
     print_goals(console, goals)
@@ -69,7 +57,7 @@ def measure(job: Job) -> Timings:
     Raises:
         RuntimeError: TensorFlow or a contestant could not train.
     """
-    strategy = _start(job.num_replicas)
+    strategy = start(job.num_replicas)
     import keras
 
     import keras_dist_ext as kde
@@ -82,53 +70,32 @@ def measure(job: Job) -> Timings:
             "ours": (ours, []),
             "watched": (ours, [kde.ReplicaMonitor(f"{folder}/ours"), kde.ReplicaSeeds(1)]),
         }
-        trials: dict[str, Callable[[], float]] = {}
-        for name, (classes, callbacks) in contestants.items():
+        copies: dict[str, list[Callable[[], float]]] = {name: [] for name in contestants}
+        for copy in range(NUM_COPIES):
             keras.utils.set_random_seed(0)
-            train = _fit(classes, MODELS[job.model], strategy, callbacks)
-            train(10)  # compiles
-            num_steps = round(job.seconds / train(200))
-            trials[name] = lambda train=train, num_steps=num_steps: train(num_steps)  # type: ignore[misc]
+            models = {classes: _model(classes, MODELS[job.model], strategy) for classes in (stock, ours)}
+            for name in [*contestants][:: -1 if copy % 2 else 1]:  # what is compiled later may be slower
+                classes, callbacks = contestants[name]
+                train = _fit(models[classes], MODELS[job.model], callbacks)
+                train(10)  # compiles
+                num_steps = round(job.seconds / train(100))
+                copies[name].append(lambda train=train, num_steps=num_steps: train(num_steps))  # type: ignore[misc]
+        turns = {name: itertools.cycle(trials) for name, trials in copies.items()}
+        trials = {name: lambda turn=turn: next(turn)() for name, turn in turns.items()}  # type: ignore[misc]
         return take_turns(trials, job.num_rounds)
 
 
-def _start(num_replicas: int) -> Any:
-    """Start TensorFlow with so many devices and return the strategy over them."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ["KERAS_BACKEND"] = "tensorflow"
-    import tensorflow as tf
-
-    tf.config.set_visible_devices([], "GPU")
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_replicas)
-    if num_replicas == 1:
-        return tf.distribute.get_strategy()
-    return tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(num_replicas)])
-
-
-def _fit(classes: Classes, case: Case, strategy: Any, callbacks: list[Any]) -> Callable[[int], float]:
-    """Build a model, and return what trains it for so many timed steps and returns its seconds a step."""
-    import keras
-    import numpy as np
-    import tensorflow as tf
-
-    class EpochTimes(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-        """Note when epochs end; it has no batch hooks, which would keep "auto" at one step an execution."""
-
-        def on_train_begin(self, logs: Any = None) -> None:
-            self.ends: list[float] = []
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.ends.append(time.perf_counter())
-
-    random = np.random.default_rng(0)
-    x = random.normal(size=(case.batch_size, *case.input_shape)).astype("float32")
-    y = random.integers(max(1, case.num_classes), size=(case.batch_size, 1)).astype("float32")
-    dataset = tf.data.Dataset.from_tensors((x, y)).repeat()
+def _model(classes: Classes, case: Case, strategy: Any) -> Any:
     with strategy.scope():
         model = case.build(classes)
         model.compile("adam", case.loss)
-    times = EpochTimes()
+    return model
+
+
+def _fit(model: Any, case: Case, callbacks: list[Any]) -> Callable[[int], float]:
+    """Return what trains a model for so many timed steps and returns its seconds a step."""
+    dataset = batches_of(case)
+    times = epoch_times()
 
     def train(num_steps: int) -> float:
         half = max(1, num_steps // 2)

@@ -1,6 +1,6 @@
 """Measure what it costs a step that every replica draws numbers of its own.
 
-    python benchmarks/bench_seeds.py                     # about 2 minutes
+    python benchmarks/bench_seeds.py                     # about 4 minutes
 
 The contestants train the same network, of four dropout layers, by `kde.Model.fit`:
 
@@ -23,7 +23,7 @@ from unittest import mock
 from harness import Goal, Spread, describe_machine, print_goals, print_table, take_turns
 from rich.console import Console
 
-STEPS = 400
+STEPS = 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

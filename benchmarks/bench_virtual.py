@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench_fit import MODELS, NUM_EPOCHS, Classes
+from cases import MODELS, Classes, batches_of, epoch_times, start
 from harness import Timings, describe_machine, print_table, run_apart, take_turns
 from rich.console import Console
 
@@ -73,14 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(model: str, num_virtual: int, num_replicas: int, num_rounds: int, seconds: float) -> dict[str, Any]:
     """Time the contestants in turn, in this process."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ["KERAS_BACKEND"] = "tensorflow"
-    import tensorflow as tf
-
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_replicas)
-    devices = [f"CPU:{index}" for index in range(num_replicas)]
-    strategy = tf.distribute.get_strategy() if num_replicas == 1 else tf.distribute.MirroredStrategy(devices)
+    strategy = start(num_replicas)
     trials: dict[str, Callable[[], float]] = {}
     trace_seconds: dict[str, float] = {}
     for name in CONTESTANTS:
@@ -95,30 +87,21 @@ def _measure(model: str, num_virtual: int, num_replicas: int, num_rounds: int, s
 
 def _prepare(model: str, name: str, num_virtual: int, strategy: Any) -> Callable[[int], float]:
     """Build a contestant's model; return what trains it for some steps and gives the seconds a step."""
-    import keras
-    import numpy as np
-    import tensorflow as tf
-
     import keras_dist_ext as kde
     from keras_dist_ext.virtual import VirtualReplicas
 
     case = MODELS[model]
-    random = np.random.default_rng(0)
-    x = random.normal(size=(case.batch_size, *case.input_shape)).astype("float32")
-    y = random.integers(case.num_classes, size=case.batch_size) if case.num_classes else x.reshape(len(x), -1)[:, :1]
-    dataset = tf.data.Dataset.from_tensors((x, y)).repeat()
+    dataset = batches_of(case)
     virtual = None if name == "plain" else VirtualReplicas(num_virtual, reduction=name)  # type: ignore[arg-type]
     with strategy.scope():
         net = case.build(Classes(kde.Model, kde.Sequential))
         net.compile("adam", case.loss, jit_compile=False, virtual_replicas=virtual)
-    ends: list[float] = []
-    times = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: ends.append(time.perf_counter()))
+    times = epoch_times()
 
     def train(num_steps: int) -> float:
-        ends.clear()
-        steps = max(1, round(num_steps / (NUM_EPOCHS - 1)))
-        net.fit(dataset, epochs=NUM_EPOCHS, steps_per_epoch=steps, verbose=0, callbacks=[times], shuffle=False)
-        return (ends[-1] - ends[0]) / (steps * (NUM_EPOCHS - 1))
+        steps = max(1, num_steps // 2)
+        net.fit(dataset, epochs=3, steps_per_epoch=steps, verbose=0, callbacks=[times], shuffle=False)
+        return (times.ends[-1] - times.ends[0]) / (2 * steps)
 
     return train
 
