@@ -1,6 +1,6 @@
 """Measure what it costs to save a run while it trains, and how soon a run is back in training after a crash.
 
-    python benchmarks/bench_resume.py                       # about 5 minutes
+    python benchmarks/bench_resume.py                       # about 8 minutes
     python benchmarks/bench_resume.py --models tiny --rounds 3
 
 The contestants train the same model, with the same optimizer, on the same batch, again and again:
@@ -13,14 +13,13 @@ The contestants train the same model, with the same optimizer, on the same batch
 Each row is a process of its own, in which the contestants run in turn. A sample is one call to `fit` with three epochs,
 of which the last two are timed; ratios are taken round by round. Then `fit` is called until its first step is over, by
 a run that begins and by one that goes on from a save: the difference is what going on takes beside starting TensorFlow.
+At the end `recovery.py` has two workers die or hang under `launch`.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
-import json
 import pathlib
 import sys
 import tempfile
@@ -28,38 +27,29 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench_fit import MODELS, Case, Classes, Job
-from bench_monitor import _start
-from harness import Goal, Spread, Timings, describe_machine, print_goals, print_table, run_apart, take_turns
-from rich.console import Console
+import recovery
+from cases import MODELS, Case, Classes, Job, batches_of, epoch_times, run_rows, start
+from harness import Goal, Spread, Timings, print_goals, print_table, take_turns
 
 CONTESTANTS = ("plain", "saved", "every100", "backup")
+_RECOVERIES = 3  # of each kind of accident
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables and the goals; return 1 if a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="tiny,mlp512,cnn")
-    parser.add_argument("--replicas", default="1,2")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of timed training of one sample, two epochs")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.job:
-        options.result.write_text(json.dumps(measure(Job(**json.loads(options.job)))))
-        return 0
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(str(describe_machine()), highlight=False)
-    timings: dict[str, Timings] = {}
-    starts: dict[str, dict[str, list[float]]] = {}
-    for model in options.models.split(","):
-        for num_replicas in map(int, options.replicas.split(",")):
-            job = Job(model, num_replicas, CONTESTANTS, num_rounds=options.rounds, seconds=options.seconds)
-            console.print(f"[dim]{job.row}[/]")
-            command = [sys.executable, __file__, "--job", json.dumps(dataclasses.asdict(job))]
-            value = run_apart(command, 240 + 20 * job.num_rounds * len(CONTESTANTS) * job.seconds)
-            timings[job.row], starts[job.row] = Timings(**value["timings"]), value["starts"]
+    console, values = run_rows(
+        arguments,
+        __file__,
+        __doc__,
+        CONTESTANTS,
+        measure,
+        models="tiny,mlp512,cnn",
+        replicas="1,2",
+        rounds=7,
+        seconds=2.0,
+    )
+    timings = {row: Timings(**value["timings"]) for row, value in values.items()}
+    starts = {row: value["starts"] for row, value in values.items()}
     rows = [
         [
             row,
@@ -78,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         {row: timing.ratio("saved", "plain").median for row, timing in timings.items()},
     )
     print_goals(console, [goal])
-    return int(bool(goal.misses))
+    return max(int(bool(goal.misses)), recovery.report(console, _RECOVERIES))
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -87,7 +77,7 @@ def measure(job: Job) -> dict[str, Any]:
     Raises:
         RuntimeError: TensorFlow or a contestant could not train.
     """
-    strategy = _start(job.num_replicas)
+    strategy = start(job.num_replicas)
     import keras
 
     import keras_dist_ext as kde
@@ -116,16 +106,6 @@ def measure(job: Job) -> dict[str, Any]:
     return {"timings": dataclasses.asdict(timings), "starts": starts}
 
 
-def _data(case: Case) -> Any:
-    import numpy as np
-    import tensorflow as tf
-
-    random = np.random.default_rng(0)
-    x = random.normal(size=(case.batch_size, *case.input_shape)).astype("float32")
-    y = random.integers(max(1, case.num_classes), size=(case.batch_size, 1)).astype("float32")
-    return tf.data.Dataset.from_tensors((x, y)).repeat()
-
-
 def _model(case: Case, strategy: Any) -> Any:
     import keras
 
@@ -140,18 +120,7 @@ def _model(case: Case, strategy: Any) -> Any:
 
 def _fit(case: Case, strategy: Any, callbacks: Callable[[], list[Any]]) -> Callable[[int], float]:
     """Build a model, and return what trains it for so many timed steps and returns its seconds a step."""
-    import keras
-
-    class EpochTimes(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-        """Note when epochs begin: what ends one, saves too, is over then."""
-
-        def on_train_begin(self, logs: Any = None) -> None:
-            self.begins: list[float] = []
-
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self.begins.append(time.perf_counter())
-
-    model, data, times = _model(case, strategy), _data(case), EpochTimes()
+    model, data, times = _model(case, strategy), batches_of(case), epoch_times()
     model.build((None, *case.input_shape))
 
     def train(num_steps: int) -> float:
@@ -168,7 +137,7 @@ def _first_step(case: Case, strategy: Any, folder: str) -> float:
 
     import keras_dist_ext as kde
 
-    model, data = _model(case, strategy), _data(case)
+    model, data = _model(case, strategy), batches_of(case)
     ends: list[float] = []
     clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()))
     resume = kde.Resume(folder, 1)

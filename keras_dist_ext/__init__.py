@@ -3,12 +3,14 @@
 Importing this package imports no TensorFlow: each name below loads its module when it is first used.
 """
 
+import os
 import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from keras_dist_ext import tuner as tuner
     from keras_dist_ext.actions import every, on_improvement, on_preemption
     from keras_dist_ext.adoption import adopt, clone_model, load_model
     from keras_dist_ext.audit import audit
@@ -26,10 +28,14 @@ if TYPE_CHECKING:
         LaunchError,
         LoopError,
         MonitorError,
+        NonFiniteError,
+        PlacementError,
         ResumeError,
         ScopeError,
         SeedError,
         StrategyError,
+        TunerError,
+        WorkersError,
     )
     from keras_dist_ext.gathering import gather, per_replica
     from keras_dist_ext.launch import launch
@@ -39,7 +45,10 @@ if TYPE_CHECKING:
     from keras_dist_ext.monitoring.event_files import EventWriter
     from keras_dist_ext.monitoring.json_lines import JsonLinesWriter, replay
     from keras_dist_ext.monitoring.terminal import TerminalWriter
+    from keras_dist_ext.nonfinite import NonFinite
     from keras_dist_ext.pipeline import inspect
+    from keras_dist_ext.placement import Placement, place
+    from keras_dist_ext.processes.pulse import heartbeat
     from keras_dist_ext.replica import Replica
     from keras_dist_ext.resume import Resume
     from keras_dist_ext.scope import check_scope
@@ -62,6 +71,8 @@ __all__ = [
     "adopt",
     "load_model",
     "clone_model",
+    "place",
+    "Placement",
     "TrainLoop",
     "Replica",
     "per_replica",
@@ -76,6 +87,7 @@ __all__ = [
     "describe_seeds",
     "seed_replicas",
     "ReplicaMonitor",
+    "NonFinite",
     "ParallelismDoctor",
     "diagnose",
     "certify",
@@ -90,6 +102,7 @@ __all__ = [
     "on_improvement",
     "on_preemption",
     "launch",
+    "heartbeat",
     "KerasDistError",
     "StrategyError",
     "ClusterError",
@@ -97,9 +110,13 @@ __all__ = [
     "SeedError",
     "DataError",
     "MonitorError",
+    "NonFiniteError",
+    "WorkersError",
     "CertificateError",
     "ResumeError",
     "LoopError",
+    "PlacementError",
+    "TunerError",
     "LaunchError",
     "BackendError",
 ]
@@ -113,6 +130,8 @@ _MODULE_OF = {
     "adopt": "adoption",
     "load_model": "adoption",
     "clone_model": "adoption",
+    "place": "placement",
+    "Placement": "placement",
     "TrainLoop": "loop",
     "Replica": "replica",
     "per_replica": "gathering",
@@ -127,6 +146,7 @@ _MODULE_OF = {
     "describe_seeds": "seed_table",
     "seed_replicas": "seeds",
     "ReplicaMonitor": "monitor",
+    "NonFinite": "nonfinite",
     "ParallelismDoctor": "doctor",
     "diagnose": "diagnose",
     "certify": "certificate",
@@ -141,6 +161,7 @@ _MODULE_OF = {
     "on_improvement": "actions",
     "on_preemption": "actions",
     "launch": "launch",
+    "heartbeat": "processes.pulse",
     "KerasDistError": "errors",
     "StrategyError": "errors",
     "ClusterError": "errors",
@@ -148,15 +169,24 @@ _MODULE_OF = {
     "SeedError": "errors",
     "DataError": "errors",
     "MonitorError": "errors",
+    "NonFiniteError": "errors",
+    "WorkersError": "errors",
     "CertificateError": "errors",
     "ResumeError": "errors",
     "LoopError": "errors",
+    "PlacementError": "errors",
+    "TunerError": "errors",
     "LaunchError": "errors",
     "BackendError": "errors",
 }
 
 
+_PACKAGES = ("tuner",)  # reached as `kde.tuner`, and lazy themselves
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
@@ -165,7 +195,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PACKAGES})
 
 
 class _Package(ModuleType):
@@ -178,3 +208,6 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+
+if "KERAS_DIST_EXT_PULSE" in os.environ:  # `launch` has started this process, and wants to know what it is at
+    import_module(f"{__name__}.processes.pulse").begin()

@@ -14,12 +14,13 @@ import contextlib
 import functools
 import itertools
 import os
+import pathlib
 import random
 import threading
 import time
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import h5py
 import numpy as np
@@ -42,7 +43,7 @@ if keras.backend.backend() != "tensorflow":
     )
 
 from keras.src import api_export
-from keras.src.backend.common import global_state
+from keras.src.backend.common import global_state, masking
 from keras.src.backend.common.name_scope import current_path
 from keras.src.backend.common.stateless_scope import StatelessScope
 from keras.src.backend.tensorflow import nn as tf_nn
@@ -50,6 +51,12 @@ from keras.src.backend.tensorflow import numpy as tf_numpy
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import random as tf_random
 from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.layers.convolutional.base_conv import BaseConv
+from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
+from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv
+from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv
+from keras.src.layers.convolutional.conv1d import Conv1D
+from keras.src.layers.pooling.base_pooling import BasePooling
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
 from keras.src.models.functional import Functional
@@ -66,7 +73,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.experimental.ops import distribute as data_distribute
 from tensorflow.python.data.ops import dataset_ops
-from tensorflow.python.distribute import distribute_utils, input_lib
+from tensorflow.python.distribute import distribute_utils, input_lib, numpy_dataset
 from tensorflow.python.distribute.coordinator import values as coordinator_values
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager.polymorphic_function import polymorphic_function, tracing_compilation
@@ -79,6 +86,7 @@ from tensorflow.python.ops import (
     gen_stateless_random_ops_v2,
     summary_ops_v2,
 )
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 __all__ = [
     "ArrayDataAdapter",
@@ -293,6 +301,14 @@ for _op_name in ("conv", "conv_transpose", "depthwise_conv", "separable_conv", "
         return step.on_rows(inputs, lambda rows: original(rows, *args, **kwargs))
 
 
+# keras/src/layers/convolutional, pooling: around the whole layer, so that TensorFlow still fuses it with its bias.
+for _layer_class in (Conv1D, BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv, BasePooling):
+
+    @_install(_layer_class, "call")
+    def _(original: Any, step: Step, layer: Any, inputs: Any) -> Any:
+        return step.on_rows(inputs, lambda rows: original(layer, rows))
+
+
 # keras/src/backend/tensorflow/numpy.py: takes what has no rows for the vector of a bias, since 0 is no more than 1.
 @_install(tf_numpy, "add")
 def _(original: Any, step: Step, x1: Any, x2: Any) -> Any:
@@ -379,6 +395,11 @@ def whole_variable(variable: Any) -> Any:
     return distribute_utils.value_container(variable)
 
 
+def served_variable(variable: Any) -> Any:
+    """What a parameter server holds, which is what graphs know of a variable; or the variable itself (ps_values.py)."""
+    return getattr(variable, "_v", variable)
+
+
 def regroup(values: Sequence[Any]) -> Any:
     """One value a local replica, as what ``strategy.run`` and ``merge_call`` take (distribute_utils.py)."""
     return distribute_utils.regroup(tuple(values), always_wrap=True)
@@ -394,6 +415,75 @@ def replica_id() -> Any:
     number = tf.distribute.get_replica_context().replica_id_in_sync_group
     static = tf.get_static_value(number) if tf.is_tensor(number) else number
     return number if static is None else int(static)
+
+
+def local_replica() -> int:
+    """The current replica's number in this process; outside of replicas that of the first, 0."""
+    context = tf.distribute.get_replica_context()
+    return 0 if context is None else int(replica_id()) - first_replica(context.strategy)
+
+
+def move_variable(variable: Any, strategy: tf.distribute.Strategy, devices: Sequence[str]) -> None:
+    """Make the `tf.Variable` of a Keras variable anew on other devices, one for each replica, with the same values.
+
+    A MirroredStrategy makes a mirrored variable on the `_devices` of what it is to lie beside, a OneDeviceStrategy on
+    a `SingleDevice` (tensorflow/python/distribute/mirrored_strategy.py, one_device_strategy.py, `_create_variable`;
+    public is `extended.colocate_vars_with`, which takes a variable). A Keras variable makes its `tf.Variable` in
+    `_initialize` (keras/src/backend/tensorflow/core.py).
+    """
+    values = [copy.numpy() for copy in components(variable)]
+    places = [f"/device:{device}" for device in devices]
+    if is_default_strategy(strategy):
+        with tf.device(places[0]):
+            variable._initialize(values[0])
+        return
+    is_mirrored = not isinstance(strategy, tf.distribute.OneDeviceStrategy)
+    beside = _Beside(tuple(places)) if is_mirrored else numpy_dataset.SingleDevice(places[0])
+
+    def create(next_creator: Any, **kwargs: Any) -> Any:
+        return next_creator(**{**kwargs, "colocate_with": beside})
+
+    with strategy.scope(), tf.variable_creator_scope(create):
+        variable._initialize(values[0])
+    for copy, value in zip(components(variable), values, strict=True):
+        copy.assign(value)
+
+
+class _Beside(NamedTuple):
+    """Stands for a variable that others are to lie beside."""
+
+    devices: tuple[str, ...]
+
+    @property
+    def _devices(self) -> tuple[str, ...]:
+        return self.devices
+
+
+def set_device(op: Any, device: str) -> None:
+    """Have an op of a graph that is being traced run on a device (tensorflow/python/framework/ops.py)."""
+    op._set_device(device if device.startswith("/") else f"/device:{device}")
+
+
+def keep_mask(tensor: Any, other: Any) -> None:
+    """Give a tensor the mask that Keras keeps at another (keras/src/backend/common/masking.py)."""
+    mask = masking.get_keras_mask(tensor)
+    if mask is not None:
+        masking.set_keras_mask(other, mask)
+
+
+def op_spans(directory: str) -> Iterator[tuple[str, float, float]]:
+    """When ops ran, by name, of the profile that `tf.profiler.experimental.stop` has written to a directory.
+
+    The profiler's files hold an event `name:type` for each op, in picoseconds after its line's begin
+    (tensorflow/tsl/profiler/protobuf/xplane.proto; named in tensorflow/core/framework/op_kernel.cc, `TraceString`).
+    """
+    for path in pathlib.Path(directory).rglob("*.xplane.pb"):
+        for plane in xplane_pb2.XSpace.FromString(path.read_bytes()).planes:
+            names = {number: event.name.partition(":")[0] for number, event in plane.event_metadata.items()}
+            for line in plane.lines:
+                for event in line.events:
+                    begin = line.timestamp_ns * 1e-9 + event.offset_ps * 1e-12
+                    yield names[event.metadata_id], begin, begin + event.duration_ps * 1e-12
 
 
 def global_seed_generator() -> Any:
@@ -780,6 +870,11 @@ def flat_layers(layer: Any) -> list[Any]:
     return list(layer._flatten_layers())
 
 
+def child_layers(layer: Any) -> list[Any]:
+    """The layers that a layer or model holds itself (keras/src/layers/layer.py, `_flatten_layers`)."""
+    return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
 def own_metrics(layer: Any) -> list[Any]:
     """The metrics that a layer tracks as its attributes, without those of `compile` (keras/src/layers/layer.py)."""
     return list(layer._metrics)
@@ -1126,6 +1221,68 @@ def note_traces(note: Callable[[str, dict[str, str], float], None]) -> Callable[
 
     tracing_compilation._create_concrete_function = create
     return stop
+
+
+def limit_wait_for_cluster(jobs: dict[str, int], wait_seconds: float) -> None:
+    """Have the strategy of several workers that is made next wait so long for its cluster, instead of an hour.
+
+    tensorflow/python/distribute/collective_all_reduce_strategy.py configures the coordination service the same way, but
+    for the time (python/eager/context.py), and leaves one alone that is configured already.
+
+    Args:
+        jobs: how many tasks "chief" and "worker" have.
+        wait_seconds: see above.
+    """
+    leader = "chief" if jobs.get("chief") else "worker"
+    tf_context.context().configure_coordination_service(
+        "standalone",
+        service_leader=f"/job:{leader}/replica:0/task:0",
+        cluster_register_timeout_in_ms=max(1, round(1000 * wait_seconds)),
+        coordinated_jobs=[
+            tf_context.coordination_config_pb2.CoordinatedJob(name=job, num_tasks=count)
+            for job, count in jobs.items()
+            if count
+        ],
+    )
+
+
+def is_initialized() -> bool:
+    """Whether TensorFlow has begun to work, so that devices and clusters are settled (python/eager/context.py)."""
+    return tf_context.context()._context_handle is not None
+
+
+def post(key: str, text: str) -> None:
+    """Store a text for all workers under a key that has none yet (python/eager/context.py)."""
+    tf_context.context().set_config_key_value(key, text)
+
+
+def posted(key: str, wait_seconds: float) -> str | None:
+    """Return what a worker has stored under a key, or None if nobody has after so long (python/eager/context.py)."""
+    try:
+        return str(tf_context.context().get_config_key_value(key, max(1, round(1000 * wait_seconds))))
+    except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):
+        return None
+
+
+def take_back(key: str) -> None:
+    """Forget what was stored under a key (python/eager/context.py)."""
+    tf_context.context().delete_config_key_value(key)
+
+
+def abort_collectives(message: str) -> None:
+    """End all collectives that this worker waits in, and all to come, by an error (python/eager/context.py)."""
+    tf_context.context().abort_collective_ops(tf.errors.INTERNAL, message)
+
+
+def is_of_unlike_collectives(error: Exception) -> bool:
+    """Whether workers have met in a collective with values of different shapes, types or purposes.
+
+    tensorflow/core/common_runtime/collective_param_resolver_local.cc says so in these words.
+    """
+    text = str(error)
+    return isinstance(error, tf.errors.OpError) and (
+        "mismatch in the collective instance" in text or ("Collective instance" in text and "expected" in text)
+    )
 
 
 def graphs_of(function: Any) -> list[Any]:

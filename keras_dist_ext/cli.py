@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_dist_ext import __version__
-from keras_dist_ext.errors import KerasDistError
+from keras_dist_ext.errors import KerasDistError, LaunchError
 
 __all__ = ["main"]
 
@@ -37,9 +37,11 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "launch",
             help="run a script as the workers of a cluster on this machine",
-            usage="keras-dist-ext launch --workers N [--ps M] [option ...] SCRIPT.py [ARG ...]",
-            description="Start a process for each worker, with its TF_CONFIG, and wait. The first that fails ends all. "
-            "With --ps the script runs in a chief process, and workers and parameter servers serve it.",
+            usage="keras-dist-ext launch --workers N [--ps M | --tuner] [option ...] SCRIPT.py [ARG ...]",
+            description="Start a process for each worker, with its TF_CONFIG, and wait. The first that fails, or hangs "
+            "for --timeout, ends all; with --max-restarts all start again. SIGTERM and SIGINT go to the workers: when "
+            "all of them end well, as by Resume(on_preemption=True), the exit code is 0. With --ps the script runs in "
+            "a chief process, and workers and parameter servers serve it.",
             allow_abbrev=False,
         )
     )
@@ -79,12 +81,29 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=_count, required=True, metavar="N", help="worker processes")
+    parser.add_argument(
+        "--workers", type=_count_or_auto, required=True, metavar="N", help="worker processes; with --tuner also auto"
+    )
     parser.add_argument("--ps", type=_count_or_zero, default=0, metavar="M", help="parameter server processes")
-    parser.add_argument("--timeout", type=_seconds, metavar="S", help="seconds that the whole may take")
+    parser.add_argument("--tuner", action="store_true", help="search with keras-tuner: the workers run one trial each")
+    parser.add_argument("--workers-per-trial", type=_count, metavar="N", help="with --tuner: share a trial (1)")
+    parser.add_argument("--gpus-per-trial", type=_count, metavar="N", help="with --tuner: for each trial (1 a worker)")
+    parser.add_argument(
+        "--max-restarts",
+        type=_count_or_zero,
+        metavar="K",
+        help="how often all start again after a failure (0); with --tuner, a worker in one trial (2)",
+    )
+    parser.add_argument(
+        "--timeout", type=_seconds, metavar="S", help="seconds without a finished step after which a worker hangs"
+    )
+    parser.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds that the whole may take")
     parser.add_argument("--log-dir", metavar="DIR", help="keep the output of each process here, as worker-0.log")
     parser.add_argument("--threads", type=_count, metavar="N", help="threads of each pool in each process")
-    parser.add_argument("--grace", type=_seconds, default=5.0, metavar="S", help="seconds from SIGTERM to SIGKILL (5)")
+    parser.add_argument("--affinity", action="store_true", help="divide the CPUs, and with them threads (Linux)")
+    parser.add_argument(
+        "--grace", type=_seconds, default=20.0, metavar="S", help="seconds from SIGTERM to SIGKILL (20)"
+    )
     parser.add_argument("--quiet", action="store_true", help="do not show the workers' output")
     parser.add_argument("script", metavar="SCRIPT.py", help="what to run: a script, or a program such as python")
     rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="passed to it untouched")
@@ -93,18 +112,54 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
+    if arguments.tuner:
+        return _launch_search(arguments)
+    if arguments.workers == "auto" or arguments.workers_per_trial or arguments.gpus_per_trial:
+        raise LaunchError("--workers auto, --workers-per-trial and --gpus-per-trial are for a search: add --tuner.")
     from keras_dist_ext.launch import launch
+    from keras_dist_ext.processes.signals import caught_signals
 
-    return launch(
-        arguments.workers,
-        [arguments.script, *arguments.args],
-        num_ps=arguments.ps,
-        timeout=arguments.timeout,
-        grace_seconds=arguments.grace,
-        threads_per_worker=arguments.threads,
-        log_dir=arguments.log_dir,
-        quiet=arguments.quiet,
-    ).exit_code
+    with caught_signals() as signals:  # where workers end well in time, so does the launch
+        result = launch(
+            arguments.workers,
+            [arguments.script, *arguments.args],
+            num_ps=arguments.ps,
+            max_restarts=arguments.max_restarts or 0,
+            timeout=arguments.timeout,
+            time_limit=arguments.time_limit,
+            grace_seconds=arguments.grace,
+            threads_per_worker=arguments.threads,
+            affinity=arguments.affinity,
+            log_dir=arguments.log_dir,
+            quiet=arguments.quiet,
+        )
+    if signals and result.exit_code:
+        signal.raise_signal(signals[0])
+    return result.exit_code
+
+
+def _launch_search(arguments: argparse.Namespace) -> int:
+    if arguments.ps or arguments.threads or arguments.affinity:
+        raise LaunchError("--ps, --threads and --affinity are not for a search: --tuner divides the machine by itself.")
+    from keras_dist_ext.processes.signals import caught_signals
+    from keras_dist_ext.tuner.processes import launch_search
+
+    with caught_signals() as signals:
+        run = launch_search(
+            [arguments.script, *arguments.args],
+            arguments.workers,
+            workers_per_trial=arguments.workers_per_trial or 1,
+            gpus_per_trial=arguments.gpus_per_trial,
+            max_restarts=2 if arguments.max_restarts is None else arguments.max_restarts,
+            timeout=arguments.timeout,
+            time_limit=arguments.time_limit,
+            grace_seconds=arguments.grace,
+            log_dir=arguments.log_dir,
+            quiet=arguments.quiet,
+        )
+    if signals:
+        signal.raise_signal(signals[0])
+    return run.exit_code
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -173,6 +228,10 @@ def _devices(arguments: argparse.Namespace) -> int:
 
 def _count(text: str) -> int:
     return _number(text, least=1)
+
+
+def _count_or_auto(text: str) -> int | str:
+    return text if text == "auto" else _count(text)
 
 
 def _count_or_zero(text: str) -> int:

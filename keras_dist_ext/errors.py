@@ -7,12 +7,16 @@
     ├── SeedError (ValueError)          a seed that cannot be used, or streams that would repeat
     ├── DataError (ValueError)          data that cannot be split or fed as asked
     ├── MonitorError (ValueError)       what a monitor cannot record, or has nowhere to write
+    ├── NonFiniteError (ArithmeticError) a step whose loss or gradients are NaN or infinite
+    ├── WorkersError (RuntimeError)     workers that do not make the same run, or one that does not come to it
     ├── CertificateError (ValueError)   a model, data or strategy that no certificate can be made of
     ├── ResumeError (ValueError)        a run that cannot be saved, or cannot go on from what was saved
     ├── LoopError (ValueError)          a step of your own that would not do what it seems to
+    ├── PlacementError (ValueError)     a part of a model that cannot live where it is to
+    ├── TunerError (ValueError)         a search that cannot be made as asked
     ├── LaunchError (RuntimeError)      a worker process that did not start, failed or ran out of time
     │   └── WorkerFailed                the first worker that failed, and how (in launch.py)
-    └── BackendError (ImportError)      Keras that is not Keras 3 on TensorFlow
+    └── BackendError (ImportError)      Keras that is not Keras 3 on TensorFlow, or keras-tuner that is not there
 
 A message says what was found, what it leads to and what to do, with names and numbers.
 """
@@ -25,9 +29,13 @@ __all__ = [
     "SeedError",
     "DataError",
     "MonitorError",
+    "NonFiniteError",
+    "WorkersError",
     "CertificateError",
     "ResumeError",
     "LoopError",
+    "PlacementError",
+    "TunerError",
     "LaunchError",
     "BackendError",
 ]
@@ -61,6 +69,14 @@ class MonitorError(KerasDistError, ValueError):
     """What a monitor is asked to do and cannot: a model it cannot see into, or nowhere to write."""
 
 
+class NonFiniteError(KerasDistError, ArithmeticError):
+    """A step in which a replica's loss or gradients are NaN or infinite; its update was left out."""
+
+
+class WorkersError(KerasDistError, RuntimeError):
+    """Workers that do not make the same run, so that they would wait for each other, or one that does not come."""
+
+
 class CertificateError(KerasDistError, ValueError):
     """A model, data or a strategy that no certificate can be made of."""
 
@@ -73,9 +89,17 @@ class LoopError(KerasDistError, ValueError):
     """A step of a training loop that would not do what it seems to, or a loop that lacks something."""
 
 
+class TunerError(KerasDistError, ValueError):
+    """A search of hyperparameters that cannot be made as asked, or a project that another search has begun."""
+
+
+class PlacementError(KerasDistError, ValueError):
+    """A part of a model that does not exist, or cannot live on the device that it is to live on."""
+
+
 class LaunchError(KerasDistError, RuntimeError):
     """A worker process that did not start, failed, or ran out of time."""
 
 
 class BackendError(KerasDistError, ImportError):
-    """Keras as installed or configured is not Keras 3 on TensorFlow."""
+    """Keras as installed or configured is not Keras 3 on TensorFlow, or what an extra brings is not there."""

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.pace import Pace
+from keras_dist_ext.processes import pulse
+from keras_dist_ext.same_program import facts_of_data
 from keras_dist_ext.saving.position import (
     Position,
     batches_of,
@@ -38,11 +41,12 @@ __all__ = ["Execution", "Feed", "Pace"]
 
 
 class Execution:
-    """Some steps of a source, to be run once."""
+    """Some steps of a source, to be run once; the first of them has a number, counted from 1 in the run."""
 
-    def __init__(self, source: Source, num_steps: int) -> None:
+    def __init__(self, source: Source, num_steps: int, first: int = 1) -> None:
         self.source = source
         self.num_steps = num_steps
+        self.first = first
         self.num_made = 0
         self.seconds = 0.0
         self._is_taken = False
@@ -110,6 +114,8 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         dataset = self._given = self.data_adapter.get_tf_dataset()
         if workers is not None:
             dataset, self._own_rows, self._order = workers.agree_on_data(dataset)
+            self._dataset = dataset
+            self._check_same_data(workers)
         self._strategy = strategy
         self._is_on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
         if self._is_on_tpu and isinstance(dataset, tf.data.Dataset):
@@ -138,6 +144,11 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
 
     agreed_wish = 0
     """What is wished to happen after the last execution; of several workers the sum."""
+
+    def _check_same_data(self, workers: Workers) -> None:
+        facts = facts_of_data(self.batch_spec, self._num_batches, own_rows=self._own_rows)
+        if not workers.all_equal(zlib.crc32(repr(facts).encode())):
+            workers.check_same("read its data", facts)
 
     @property
     def batch_spec(self) -> Any:
@@ -308,7 +319,7 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
                     self._interrupted_warning()
                     self._source = None
                 break
-            execution = self._execution = Execution(source, num_steps)
+            execution = self._execution = Execution(source, num_steps, self._num_batches_used + 1)
             self._first_step = step
             self._is_running = True
             yield step, step + num_steps - 1, execution
@@ -320,6 +331,7 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         if length is not None and known and self._steps_seen >= length:
             self._source = None
         self._num_epochs += 1
+        pulse.data_ends()
         self._on_epoch_end()
         self.data_adapter.on_epoch_end()
 

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras, data, feed
+from keras_dist_ext import _keras, feed
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext.choice.wording import close_name
+from keras_dist_ext.data import num_rows
 from keras_dist_ext.errors import LoopError, StrategyError
 from keras_dist_ext.looping.examined_step import Output, examine
 from keras_dist_ext.looping.tallies import REDUCTIONS, Reduction, Tally, tally_of
@@ -76,9 +77,10 @@ class TrainLoop(Model):
         LoopError: a part has no usable name, or a reduction is unknown; by ``fit``, ``evaluate`` and ``predict``, a
             step would not do what it seems to.
         ScopeError: by ``fit`` and ``evaluate``, when a variable lives elsewhere.
-        StrategyError: the strategy is a ParameterServerStrategy, whose workers do not take steps together.
+        StrategyError: the strategy is a ParameterServerStrategy, and a reduction is not "mean" or "sum".
     """
 
+    _cuts_batches = False
     _loss_degrees = []  # noqa: RUF012 (no loss of a layer is looked for: the step adds up its own)
     _tallies: Mapping[str, Tally] = MappingProxyType({})
     _kind: Kind = "train"
@@ -97,13 +99,8 @@ class TrainLoop(Model):
         strategy: tf.distribute.Strategy | None = None,  # for type checkers: `_Scoped` takes it, and enters its scope
     ) -> None:
         super().__init__(name=name)
-        if isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy):
-            raise StrategyError(
-                "TrainLoop lives under ParameterServerStrategy, whose workers make steps of their own, each at its "
-                "pace: there is no global batch to add up. Use kde.Model with a train_step, which its fit hands out "
-                "to the workers, or MultiWorkerMirroredStrategy."
-            )
         _check_reductions(reduce)
+        self._check_asynchronous(reduce)
         for attribute, value in {
             "_steps": {"train": step, "test": test, "predict": predict},
             "_reduce": dict(reduce),
@@ -134,6 +131,19 @@ class TrainLoop(Model):
     _outputs: dict[Kind, dict[str, Output]]
     _collected: dict[Kind, dict[str, list[Any]]]
 
+    @property
+    def _is_asynchronous(self) -> bool:
+        return isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy)
+
+    def _check_asynchronous(self, reduce: Mapping[str, Reduction]) -> None:
+        others = [f"{name!r} by {how!r}" for name, how in reduce.items() if how not in ("mean", "sum")]
+        if self._is_asynchronous and others:
+            raise StrategyError(
+                f"reduce combines {', '.join(others)}, but workers of ParameterServerStrategy make steps of their own, "
+                'each at its pace, and what they return is added up. Declare "mean" or "sum", or use '
+                "MultiWorkerMirroredStrategy, whose workers take steps together."
+            )
+
     def _check_name(self, name: str) -> None:
         if not name.isidentifier() or name.startswith("_") or hasattr(type(self), name):
             raise LoopError(
@@ -157,6 +167,8 @@ class TrainLoop(Model):
 
     def _tallied(self, kind: Kind, data: Any) -> dict[str, Any]:
         step = _keras.current_step()
+        if step is None and self._is_asynchronous:
+            step = LoopStep(self, num_rows(data), num_rows(data))  # a worker's own
         assert isinstance(step, LoopStep)
         replica = Replica(step, data)
         values = {name: tf.convert_to_tensor(value) for name, value in self._steps[kind](replica, data).items()}
@@ -177,7 +189,7 @@ class TrainLoop(Model):
         return {name: self._tallies[name].result() for name in self._outputs[self._kind] if name in self._tallies}
 
     def _program(self, kind: str) -> Any:
-        return super()._program(kind) if kind == "predict" else _LoopProgram(self, kind)
+        return super()._program(kind) if kind == "predict" or self._is_asynchronous else _LoopProgram(self, kind)
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         spec = iterator.given.element_spec if iterator is not None else tree.map_structure(_spec_of, data_batch)
@@ -380,7 +392,7 @@ class _LoopProgram(StepProgram):
     def _step_of_replica(self, step: ReplicaStep, batch: Any) -> tuple[Any, list[tf.Tensor]]:
         values = self._user_step(batch)
         if step.note is not None:
-            step.note.end(step.replica_id, data.num_rows(batch), values)
+            step.note.end(step.replica_id, num_rows(batch), values)
         step.finish({})
         return None, [values[name] for name in self._kept]
 

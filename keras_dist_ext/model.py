@@ -14,14 +14,17 @@ from keras_dist_ext import _keras, feed
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext.callbacks import StepCallbacks, looks_at_batches
 from keras_dist_ext.degree import degree_in_rows
+from keras_dist_ext.guard import Guard
+from keras_dist_ext.processes import pulse
 from keras_dist_ext.program import PredictProgram, StepProgram
 from keras_dist_ext.recorder import Recorder
 from keras_dist_ext.reduce import keep_first_part, sum_parts
 from keras_dist_ext.runners import CoordinatorProgram, predictor, runner
+from keras_dist_ext.same_program import facts_of_run
 from keras_dist_ext.scope import check_scope, move_into_scope, optimizers
 from keras_dist_ext.seeds import Seeds, checked_seed
 from keras_dist_ext.step import ReplicaStep, UnknownLossDegrees
-from keras_dist_ext.virtual import VirtualReplicas
+from keras_dist_ext.virtual import VirtualReplicas, num_replicas_of
 from keras_dist_ext.workers import InStep, Stop, callbacks_of_worker, workers_of
 from keras_dist_ext.xla import warn_once
 
@@ -113,10 +116,14 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
             super().__init__(*args, **kwargs)
 
     virtual_replicas: VirtualReplicas | None = None
+    placement: Any = None  # of its parts, see ``place``
+    _cuts_batches = True  # whether steps can be made of parts of a replica's rows
     _stop: Stop
     replica_seeds: Seeds
     replica_recorders: tuple[Recorder, ...] = ()
-    _functions: Mapping[str, dict[tuple[bool, bool], Any]]  # train and test functions, by what their steps record
+    replica_guard: Guard | None = None
+    _guard: Guard | None = None  # made once, because traced steps hold it
+    _functions: Mapping[str, dict[tuple[bool, ...], Any]]  # train and test functions, by what their steps record
     _steps_per_execution_is_auto = True
     _coordinator: Any = None
     _gradients_are_parts = False
@@ -245,6 +252,8 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         self._batch_spec = spec
         with self._in_scope():
             self._symbolic_build(data_batch=spec)
+        if self.placement is not None:
+            self.placement.settle()
         self.replica_seeds.begin()
 
     # What runs inside a step
@@ -267,7 +276,8 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
     def _recording_function(self, kind: str, is_new: bool) -> Any:
         """Return a function whose steps record what is wanted now; one for each that was wanted before is kept."""
-        wanted = bool(self.replica_recorders), any(recorder.gradient_norm for recorder in self.replica_recorders)
+        with_norm = any(recorder.gradient_norm for recorder in self.replica_recorders)
+        wanted = bool(self.replica_recorders), with_norm, kind == "train" and self.replica_guard is not None
         made = self._functions[kind]
         if is_new:
             made.clear()
@@ -419,6 +429,21 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         recorder.begin()
         self.replica_recorders = (*self.replica_recorders, recorder)
 
+    def guard_steps(self, most_in_a_row: int) -> Guard:
+        """Have steps of the run that is about to begin left out if something in them is not finite.
+
+        For callbacks, by their method ``prepare(model)``, like ``add_recorder``; see ``Guard.begin``.
+        """
+        num_replicas = num_replicas_of(self)
+        if self._guard is None or self._guard.num_replicas != num_replicas:
+            with self._in_scope():
+                object.__setattr__(self, "_guard", Guard(num_replicas))
+        guard = self._guard
+        assert guard is not None
+        guard.begin(most_in_a_row)
+        object.__setattr__(self, "replica_guard", guard)
+        return guard
+
     def drop_recorder(self, recorder: Recorder) -> None:
         """Have the steps of the run that is under way recorded no longer, from the next execution on."""
         self.replica_recorders = tuple(other for other in self.replica_recorders if other is not recorder)
@@ -431,8 +456,10 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         A callback may begin another run, say predict, in the middle of one.
         """
         recorders, self.replica_recorders = self.replica_recorders, ()
+        guard = self.replica_guard
+        object.__setattr__(self, "replica_guard", None)
         try:
-            with contextlib.ExitStack() as stack:
+            with pulse.running(), contextlib.ExitStack() as stack:
                 for callback in tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []:
                     if hasattr(callback, "prepare"):
                         callback.prepare(self)
@@ -442,6 +469,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
                 yield
         finally:
             self.replica_recorders = recorders
+            object.__setattr__(self, "replica_guard", guard)
 
     @_documented_as(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
@@ -451,6 +479,8 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         callbacks = call.arguments.get("callbacks")
         workers = workers_of(self.distribute_strategy)
         verbose = call.arguments.get("verbose", "auto")
+        if workers is not None:
+            workers.check_same("call fit", facts_of_run(self, _with_defaults(call).arguments))
         with self._prepared(callbacks):
             if workers is not None:
                 callbacks = [*callbacks_of_worker(callbacks, workers), InStep(workers)]
@@ -511,6 +541,13 @@ class Sequential(Model, keras.Sequential):  # type: ignore[misc]
 # Saved under Keras' own names, they load without this package.
 _keras.save_as(Functional, _keras.Functional)
 _keras.save_as(Sequential, keras.Sequential)
+
+
+def _with_defaults(call: inspect.BoundArguments) -> inspect.BoundArguments:
+    whole = inspect.BoundArguments(call.signature, call.arguments.copy())
+    whole.apply_defaults()
+    return whole
+
 
 _FIT = inspect.signature(keras.Model.fit)
 _PREDICT = inspect.signature(keras.Model.predict)

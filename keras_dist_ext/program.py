@@ -20,6 +20,7 @@ from keras_dist_ext.reduce import shares_memory, sum_over_replicas
 from keras_dist_ext.seeds import generator_without_seed
 from keras_dist_ext.step import ReplicaStep
 from keras_dist_ext.turns import in_turns
+from keras_dist_ext.workers import workers_of
 from keras_dist_ext.xla import can_compile, compiled, compiled_step
 
 __all__ = ["PredictProgram", "StepProgram", "concat_outputs", "gather_rows", "is_per_replica", "rows_of_replica"]
@@ -45,8 +46,11 @@ class StepProgram:
         self._pools_results: bool = model.run_eagerly
         self._user_step = getattr(model, f"{kind}_step")
         virtual = model.virtual_replicas
+        if model.placement is not None:
+            virtual = model.placement.virtual(virtual, self.num_replicas)
+        self._virtual = virtual
         self._num_turns: int = 0 if virtual is None else virtual.num_turns(self.strategy)
-        if model.jit_compile and not model.run_eagerly and can_compile(self.strategy):
+        if model.jit_compile and model.placement is None and not model.run_eagerly and can_compile(self.strategy):
             self._user_step = compiled_step(model, kind)
         self._plain_logs = not any(
             _keras.overrides(model, name) for name in (f"{kind}_step", "compute_metrics", "get_metrics_result")
@@ -56,6 +60,7 @@ class StepProgram:
         )
         self._records = bool(model.replica_recorders)
         self._records_norm = any(recorder.gradient_norm for recorder in model.replica_recorders)
+        self._guard = model.replica_guard if kind == "train" else None
         self._goes_alone = False
         self._loops = False  # whether what is traced makes several steps
         self.waited_seconds = 0.0  # for the first batch of the next execution
@@ -185,7 +190,16 @@ class StepProgram:
             (tf.constant(0), optional, self._tape(num_steps), *extra),
             parallel_iterations=1,
         )
-        return i, optional, self._outcome(extra, tape, i)
+        return self._told(i), optional, self._outcome(extra, tape, i)
+
+    def _told(self, num_made: tf.Tensor) -> tf.Tensor:
+        """Have it known how many steps this worker's data has had, while others may wait for it in one more."""
+        workers = workers_of(self.strategy) if self.kind == "train" else None
+        if workers is None:
+            return num_made
+        told = tf.numpy_function(workers.watch.note_steps, [num_made], num_made.dtype)
+        told.set_shape([])
+        return told
 
     def _on_iterator_eagerly(self, iterator: Any, num_steps: tf.Tensor) -> Any:
         rows = []
@@ -268,21 +282,33 @@ class StepProgram:
             if self._records
             else None
         )
+        guard = None if self._guard is None else self._guard.step()
         options = {
             "pools_results": self._pools_results,
             "without_seed": self._without_seed,
             "note": note,
+            "guard": guard,
             "loops": self._loops,
         }
         extra = self._extra_of_replica(batch, cut, options)
+        if guard is not None:
+            guard.end()
         return extra, () if note is None else note.columns()
 
     def _extra_of_replica(self, batch: Any, cut: str, options: dict[str, Any]) -> list[tf.Tensor]:
-        with _keras.draws_without_seed(self._without_seed):
+        placement = self.model.placement
+        on_devices = contextlib.nullcontext() if placement is None else placement.step()
+        with _keras.draws_without_seed(self._without_seed), on_devices:
             if self._num_turns:
                 parts, global_rows = self._cut(batch, cut, self._num_turns)
                 self._log_plan, extra = in_turns(
-                    self.model.virtual_replicas, self.model, parts, global_rows, self._step_of_replica, **options
+                    self._virtual,
+                    self.model,
+                    parts,
+                    global_rows,
+                    self._step_of_replica,
+                    side_by_side=self.model.virtual_replicas is None,
+                    **options,
                 )
                 return extra
             if self.num_replicas == 1:
@@ -292,6 +318,7 @@ class StepProgram:
                 (batch,), global_rows = self._cut(batch, cut)
                 rows = data.num_rows(batch)
             step = self.step_class(self.model, rows, global_rows, **options)
+            step.batch = batch
             with _keras.intercept(step):
                 self._log_plan, extra = self._step_of_replica(step, batch)
         return extra
@@ -464,7 +491,7 @@ class PredictProgram:
         self.model = model
         self.strategy: tf.distribute.Strategy = model.distribute_strategy
         step = model.predict_step
-        if model.jit_compile and not model.run_eagerly and can_compile(self.strategy):
+        if model.jit_compile and model.placement is None and not model.run_eagerly and can_compile(self.strategy):
             step = compiled(step)
         self._step = step
         self._without_seed = generator_without_seed(self.strategy, is_seeded=model.replica_seeds.root is not None)

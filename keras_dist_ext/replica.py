@@ -145,10 +145,24 @@ class LoopStep(ReplicaStep):
     def reduce_by_hand(self, gradients: list[Any]) -> list[Any]:
         """Return the sum over replicas of gradients, each times its replica's share."""
         self._note_gradients(None, gradients)
+        found = [] if self.guard is None else [self._found(None, gradients)]
         if self.num_replicas == 1:
-            return gradients
+            return _zero_unless(self.settle(found)[1], gradients)
         own = self._zero_if_empty([times(gradient, self.share) for gradient in gradients])
         states, values = self.assigned_state()
-        summed = self.sum_over_replicas(own + values)
-        self.agree(states, summed[len(own) :])
-        return summed[: len(own)]
+        summed = self.sum_over_replicas(own + values + found)
+        values, may_update = self.settle(summed[len(own) :])
+        self.agree(states, values)
+        return _zero_unless(may_update, summed[: len(own)])
+
+
+def _zero_unless(may_update: Any, gradients: list[Any]) -> list[Any]:
+    """Replace gradients of a step that is left out by zeros."""
+    if may_update is None:
+        return gradients
+    return [
+        tf.IndexedSlices(_zero_unless(may_update, [g.values])[0], g.indices, g.dense_shape)
+        if isinstance(g, tf.IndexedSlices)
+        else tf.where(may_update, g, tf.zeros_like(g))
+        for g in gradients
+    ]

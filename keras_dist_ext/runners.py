@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +12,10 @@ import tensorflow as tf
 
 from keras_dist_ext import feed
 from keras_dist_ext._keras import tree
+from keras_dist_ext.processes import pulse
 from keras_dist_ext.program import PredictProgram, concat_outputs
 from keras_dist_ext.step import CannotCompile, CannotLoop, UnbuiltOptimizer, UnknownLossDegrees
+from keras_dist_ext.workers import workers_of
 
 __all__ = ["CoordinatorProgram", "predictor", "runner"]
 
@@ -24,14 +27,18 @@ def runner(program: Any) -> Callable[[Any], Any]:
         model = program.model
         if program.kind == "train":
             model._part()
-        is_split = program.strategy.num_replicas_in_sync > 1 or model.virtual_replicas is not None
+        is_split = (
+            program.strategy.num_replicas_in_sync > 1
+            or model.virtual_replicas is not None
+            or model.placement is not None
+        )
         if model.run_eagerly and model._loss_degrees is None and is_split:
             try:  # now, because an eager step has its batch when it meets the loss
                 model._find_loss_degrees(model._batch_spec)
             except Exception:  # code that only runs eagerly, and may have no such loss
                 model._loss_degrees = []
         if isinstance(iterator, feed.Execution):
-            run_steps = functools.partial(iterator.run, program)
+            run_steps = functools.partial(_run, program, iterator)
         else:
             run_steps = functools.partial(program.on_batch, tree.map_structure(_as_tensor, next(iterator)))
         while True:
@@ -42,6 +49,24 @@ def runner(program: Any) -> Callable[[Any], Any]:
 
     run.program = program  # type: ignore[attr-defined]  # for who looks into what it has traced
     return run
+
+
+def _run(program: Any, execution: feed.Execution) -> Any:
+    """Run steps, and say so to who has launched this process."""
+    pulse.steps_begin(program.kind, execution.first, execution.num_steps)
+    with _watched(program, execution):
+        logs = execution.run(program)
+    pulse.steps_end(execution.num_made)
+    return logs
+
+
+def _watched(program: Any, execution: feed.Execution) -> contextlib.AbstractContextManager[None]:
+    """Have steps in which workers wait for each other watched: those of training, where each step does."""
+    workers = workers_of(program.strategy) if program.kind == "train" else None
+    if workers is None:
+        return contextlib.nullcontext()
+    last = execution.first + execution.num_steps - 1
+    return workers.watch.waiting(f"steps {execution.first} to {last} of training")
 
 
 def _prepare(program: Any, unprepared: Exception) -> None:
@@ -69,7 +94,10 @@ def predictor(program: PredictProgram) -> Callable[[Any], Any]:
     def run(batches: Any) -> Any:
         if isinstance(batches[0], feed.Execution):
             (execution,) = batches
-            return program.on_batches(list(execution.batches()), of_worker=execution.source.is_of_worker)
+            pulse.steps_begin("predict", execution.first, execution.num_steps)
+            outputs = program.on_batches(list(execution.batches()), of_worker=execution.source.is_of_worker)
+            pulse.steps_end(execution.num_made)
+            return outputs
         return program.on_batches([tree.map_structure(_as_tensor, batch) for batch in batches])
 
     return run

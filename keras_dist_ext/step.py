@@ -15,6 +15,7 @@ Letters: n = rows of a replica, N = rows of the global batch, R = replicas in sy
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
+from keras_dist_ext.guard import StepGuard
 from keras_dist_ext.recorder import StepNote
 from keras_dist_ext.reduce import parts_of, shares_memory, sum_over_replicas, times
 from keras_dist_ext.seeds import fold_in, replica_offset
@@ -69,8 +71,11 @@ class ReplicaStep:
             computes with them.
         without_seed: the generator behind ``seed=None``.
         note: takes what is recorded of the step, if anything is.
+        guard: leaves the step out if something in it is not finite, if that is wanted.
         loops: whether one execution may make several steps.
     """
+
+    turn: int | None = None  # the number of the virtual replica or micro-batch, where replicas make several
 
     def __init__(
         self,
@@ -81,6 +86,7 @@ class ReplicaStep:
         pools_results: bool = False,
         without_seed: Any = None,
         note: StepNote | None = None,
+        guard: StepGuard | None = None,
         loops: bool = False,
     ) -> None:
         context = tf.distribute.get_replica_context()
@@ -100,6 +106,9 @@ class ReplicaStep:
         self._generator_without_seed = without_seed
         self._num_ops = 0
         self.note = note
+        self.guard = guard
+        self.batch: Any = None  # this replica's, where it is guarded
+        self._losses: list[Any] = []
         gathers = self.num_replicas > 1 and not self._is_on_tpu and not shares_memory(self.strategy)
         self._must_not_loop = loops and gathers  # with sparse gradients of unknown length
 
@@ -203,6 +212,8 @@ class ReplicaStep:
 
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
         """Note float state that a layer assigns, so that the replicas agree on it after the step."""
+        if self.guard is not None:
+            self.guard.note(variable)
         original(value)
         is_float = tf.as_dtype(variable.dtype).is_floating
         if self.num_replicas > 1 and is_float and not variable.trainable and not _keras.is_sync_on_read(variable):
@@ -213,15 +224,22 @@ class ReplicaStep:
         grads = list(grads)
         variables = list(_keras.optimized_variables(optimizer) if variables is None else variables)
         if self.num_replicas == 1:
-            self._note_gradients(optimizer, [g for g in grads if g is not None])
-            with _keras.intercept(None):
-                return original(grads, variables)
+            present = [g for g in grads if g is not None]
+            self._note_gradients(optimizer, present)
+            if self.guard is None:  # and nothing to reduce: TensorFlow's reduction would keep the graph for ever
+                with _keras.intercept(PassThrough(of_worker=False)):
+                    return original(grads, variables)
+            self.build(optimizer, variables)
+            may_update = self.settle([self._found(optimizer, present)])[1]
+            self.update(grads, present, variables, original, may_update)
+            return None
         self.build(optimizer, variables)
         gradients, states, values = self.contribution(optimizer, grads)
         trained = [v for g, v in zip(grads, variables, strict=True) if g is not None]
         gradients, values = self.reduce(optimizer, trained, gradients, values)
+        values, may_update = self.settle(values)
         self.agree(states, values)
-        self.update(grads, gradients, variables, original)
+        self.update(grads, gradients, variables, original, may_update)
         return None
 
     def build(self, optimizer: Any, variables: list[Any]) -> None:
@@ -233,13 +251,33 @@ class ReplicaStep:
                 optimizer.build(variables)
 
     def contribution(self, optimizer: Any, grads: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return what this replica adds to the sums: its gradients that are there, and state assigned, with values."""
+        """Return what this replica adds to the sums: its gradients that are there, and state assigned, with values.
+
+        Where it is guarded, another value comes last: what it has found, see ``settle``.
+        """
         present = [g for g in grads if g is not None]
         self._note_gradients(optimizer, present)
+        found = [] if self.guard is None else [self._found(optimizer, present)]
         if id(optimizer) not in self._scaled:
             present = [times(g, self.share) for g in present]
         self._scaled.discard(id(optimizer))
-        return self._zero_if_empty(present), *self.assigned_state()
+        states, values = self.assigned_state()
+        return self._zero_if_empty(present), states, values + found
+
+    def _found(self, optimizer: Any, gradients: list[Any]) -> tf.Tensor:
+        assert self.guard is not None
+        scale = getattr(optimizer, "dynamic_scale", None)
+        own = self.replica_id, self.num_replicas, self.rows, self.batch
+        return self.guard.found(*own, self._losses, gradients, scale)
+
+    def settle(self, values: list[Any]) -> tuple[list[Any], tf.Tensor | None]:
+        """Take from summed values what all replicas have found; return the others, and whether weights may change."""
+        if self.guard is None:
+            return values, None
+        *values, found = values
+        may_update = self.guard.may_update(found)
+        self.guard.keep(found)
+        return values, may_update
 
     def _note_gradients(self, optimizer: Any, grads: list[Any]) -> None:
         if self.note is None:
@@ -253,8 +291,10 @@ class ReplicaStep:
 
     def note_loss(self, value: Any) -> None:
         """Note what ``compute_loss`` has returned."""
-        if self.note is not None and len(getattr(value, "shape", ())) == 0:
-            self.note.loss(self.replica_id, value)
+        if len(getattr(value, "shape", ())) == 0:
+            self._losses.append(value)
+            if self.note is not None:
+                self.note.loss(self.replica_id, value)
 
     def reduce(
         self, optimizer: Any, variables: list[Any], grads: list[Any], values: list[Any]
@@ -262,12 +302,20 @@ class ReplicaStep:
         """Sum gradients and values over replicas."""
         if getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps:
             values = self.sum_over_replicas(values) if values else []
-            return self._accumulate(optimizer, grads, variables), values
+            may_update = None if self.guard is None else self.guard.may_update(values[-1])
+            return self._accumulate(optimizer, grads, variables, may_update), values
         summed = self.sum_over_replicas(grads + values)
         return summed[: len(grads)], summed[len(grads) :]
 
-    def update(self, grads: list[Any], reduced: list[Any], variables: list[Any], original: Callable[..., None]) -> None:
-        """Let every replica run the optimizer on its own copies."""
+    def update(
+        self,
+        grads: list[Any],
+        reduced: list[Any],
+        variables: list[Any],
+        original: Callable[..., None],
+        may_update: tf.Tensor | None = None,
+    ) -> None:
+        """Let every replica run the optimizer on its own copies, if it may."""
         if self.num_replicas == 1:
             update: Any = _keras.intercept(None)
         elif self._is_on_tpu:
@@ -275,10 +323,21 @@ class ReplicaStep:
         else:
             update = _keras.local_updates(self.strategy, _LocalUpdate())
         rest = iter(reduced)
-        with update:
-            original([None if g is None else next(rest) for g in grads], variables)
+        summed = [None if g is None else next(rest) for g in grads]
 
-    def _accumulate(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
+        def run() -> tf.Tensor:
+            with update:
+                original(summed, variables)
+            return tf.constant(True)
+
+        if may_update is None:
+            run()
+        else:
+            tf.cond(may_update, run, lambda: tf.constant(False))
+
+    def _accumulate(
+        self, optimizer: Any, grads: list[Any], variables: list[Any], may_update: tf.Tensor | None
+    ) -> list[Any]:
         """Sum over replicas at the last micro-batch of an accumulation only; before it, keep each replica's own.
 
         Keras adds what it is given to its accumulators, and at the update divides the sum of both. So before the
@@ -289,6 +348,8 @@ class ReplicaStep:
         grads = [tf.convert_to_tensor(g) for g in grads]
         accumulators = [inner._accumulated_gradients[inner._get_variable_index(v)] for v in variables]
         is_update = (inner._iterations.value + 1) % inner.gradient_accumulation_steps == 0
+        if may_update is not None:
+            is_update = tf.logical_and(is_update, may_update)
         if inner is not optimizer:
             finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in grads])
             (num_bad,) = self.sum_over_replicas([1.0 - tf.cast(finite, tf.float32)])
@@ -547,6 +608,9 @@ def _as_float(value: Any) -> tf.Tensor:
     return value if value.dtype.is_floating else tf.cast(value, tf.float32)
 
 
+_guarded = threading.local()  # whether what this thread runs has rows already
+
+
 def _on_rows(inputs: Any, op: Callable[[Any], Any]) -> Any:
     """Run an op that fails on no rows on a row of zeros where there are none, and return none for it.
 
@@ -554,12 +618,16 @@ def _on_rows(inputs: Any, op: Callable[[Any], Any]) -> Any:
     nothing is copied: TensorFlow's kernels hand on a tensor that a Pad or a Slice leaves as it is.
     """
     inputs = tf.convert_to_tensor(inputs)
-    if inputs.shape.rank is None or inputs.shape[0]:
+    if getattr(_guarded, "now", False) or inputs.shape.rank is None or inputs.shape[0]:
         return op(inputs)
     rows = tf.shape(inputs)[0]
     missing = [[0, tf.maximum(1 - rows, 0)], *[[0, 0]] * (inputs.shape.rank - 1)]
     padded = tf.ensure_shape(tf.pad(inputs, missing), [None, *inputs.shape[1:]])  # or oneDNN fuses Pad and convolution
-    outputs = op(padded)
+    _guarded.now = True
+    try:
+        outputs = op(padded)
+    finally:
+        _guarded.now = False
     kept = tf.slice(outputs, [0] * outputs.shape.rank, [rows, *[-1] * (outputs.shape.rank - 1)])
     kept.set_shape([inputs.shape[0], *outputs.shape[1:]])
     return kept

@@ -17,6 +17,7 @@ from keras_dist_ext.choice.builders import Communication, build
 from keras_dist_ext.choice.cluster import Resolver
 from keras_dist_ext.choice.decision import decide
 from keras_dist_ext.choice.facts import gather_facts, list_devices
+from keras_dist_ext.choice.rendezvous import WAIT_SECONDS, checked_wait
 from keras_dist_ext.errors import StrategyError
 
 __all__ = ["pick_strategy", "reason_for", "StrategyChoice"]
@@ -44,14 +45,16 @@ def pick_strategy(
     implementation: str = "auto",
     bytes_per_pack: int = 0,
     timeout_seconds: float | None = None,
+    wait_seconds: float = WAIT_SECONDS,
     environ: Mapping[str, str] = os.environ,
     device_lister: Callable[[], Sequence[str]] = list_devices,
 ) -> StrategyChoice:
     """Pick the strategy that is asked for, or the one that fits this process, and say why.
 
-    `"auto"` takes, in this order: the cluster that `cluster_resolver`, TF_CONFIG or a SLURM step of several tasks
-    describes; `devices` or `num_replicas`; a TPU; all GPUs; all logical CPU devices. One object is made for a set of
-    devices in a process, and handed out again (tensorflow#62790: a second MirroredStrategy reuses collective keys).
+    `"auto"` takes, in this order: the cluster that `cluster_resolver`, TF_CONFIG, MPI's `mpirun` or a SLURM step of
+    several tasks describes; `devices` or `num_replicas`; a TPU; all GPUs; all logical CPU devices. One object is made
+    for a set of devices in a process, and handed out again (tensorflow#62790: a second MirroredStrategy reuses
+    collective keys).
 
         >>> choice = pick_strategy("mirrored", num_replicas=2, environ={})
         >>> choice.strategy.num_replicas_in_sync
@@ -70,8 +73,8 @@ def pick_strategy(
         devices: logical devices of this process, such as `["GPU:0", "GPU:1"]`, for `one_device` and `mirrored`.
         num_replicas: the first so many GPUs; without GPUs, so many logical CPU devices, which are made if TensorFlow is
             not initialised yet.
-        cluster_resolver: a resolver of TensorFlow's, say KubernetesClusterResolver, to be asked instead of TF_CONFIG
-            and SLURM. (SLURM: give each task GPUs of its own, --gpus-per-task.)
+        cluster_resolver: a resolver of TensorFlow's, say KubernetesClusterResolver, to be asked instead of TF_CONFIG,
+            MPI and SLURM. (SLURM: give each task GPUs of its own, --gpus-per-task.)
         tpu: name or `grpc://` address of a TPU, or `local`; otherwise TPU_NAME and its like are read. An error where
             another strategy is asked for, or comes first.
         implementation: of the collectives of `multi_worker`: `auto`, `ring` or `nccl`. With `auto` as the name, this
@@ -79,7 +82,8 @@ def pick_strategy(
         bytes_per_pack: how much `multi_worker` reduces at a time; 0 leaves it to TensorFlow.
         timeout_seconds: after which a collective of `multi_worker` fails. TensorFlow spends a thread on each collective
             for it, so use it for debugging.
-        environ: where TF_CONFIG, SLURM's and the TPU's variables are read.
+        wait_seconds: how long the tasks of a cluster wait for each other, here and where they begin a run together.
+        environ: where TF_CONFIG, and the variables of MPI, SLURM and the TPU are read.
         device_lister: lists the logical devices of this process.
 
     Raises:
@@ -87,6 +91,7 @@ def pick_strategy(
         ClusterError: TF_CONFIG, SLURM or the resolver describes no cluster that could train.
     """
     communication = Communication(implementation, bytes_per_pack, timeout_seconds)
+    wait_seconds = checked_wait(wait_seconds)
     facts = gather_facts(environ, cluster_resolver=cluster_resolver, tpu=tpu, device_lister=device_lister)
     decision = decide(name, facts, devices=devices, num_replicas=num_replicas)
     reason = decision.reason
@@ -101,7 +106,7 @@ def pick_strategy(
                 "takes none of them. Leave them out."
             )
         reason += "; communication options unused"
-    strategy = build(decision, facts, communication)
+    strategy = build(decision, facts, communication, wait_seconds)
     if isinstance(strategy, tf.distribute.Strategy):
         _REASONS[strategy] = reason
     return StrategyChoice(strategy, decision.name, reason)

@@ -38,6 +38,8 @@ def in_turns(
     parts: Sequence[Any],
     global_rows: int | tf.Tensor,
     run: Callable[[ReplicaStep, Any], tuple[Any, list[Any]]],
+    *,
+    side_by_side: bool = False,
     **options: Any,
 ) -> tuple[Any, list[Any]]:
     """Run the virtual replicas of this real one, in replica context.
@@ -48,12 +50,13 @@ def in_turns(
         parts: the batch of each that this real replica carries.
         global_rows: rows of the global batch.
         run: makes the step of one replica on its batch; returns anything, and values that are to be added up.
+        side_by_side: whether TensorFlow may compute several at a time, which takes the memory of all.
         options: for ``ReplicaStep``.
 
     Returns:
         What ``run`` has returned for the first, and the sums over those carried.
     """
-    return _Turns(virtual, model, parts, global_rows, options).run(run)
+    return _Turns(virtual, model, parts, global_rows, options, side_by_side=side_by_side).run(run)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +78,13 @@ class _Turns:
         parts: Sequence[Any],
         global_rows: int | tf.Tensor,
         options: dict[str, Any],
+        *,
+        side_by_side: bool,
     ) -> None:
         context = tf.distribute.get_replica_context()
         self._real = ReplicaStep(model, 1, context.num_replicas_in_sync, **options)
         self._virtual = virtual
+        self._side_by_side = side_by_side
         self._parts = parts
         self._first = self._real.replica_id * len(parts)
         self.state = _State(model)
@@ -114,6 +120,7 @@ class _Turns:
         with self._place(f"virtual_replica_{replica.replica_id}"), _keras.intercept(replica):
             with tf.control_dependencies(self._before):  # what the last one's gradients were made from is free by then
                 part = tree.map_structure(lambda leaf: leaf if leaf is None else apart(leaf), part)
+            replica.batch = part
             subject, values = run(replica, part)
         return _Meeting("end", values, subject)
 
@@ -131,7 +138,7 @@ class _Turns:
                     "code: take out of the step what depends on a replica's number, or on how often it was traced."
                 )
             total.add(replica.replica_id, this.values)
-            is_last = this.kind in ("update", "end") and not tf.executing_eagerly()
+            is_last = this.kind in ("update", "end") and not self._side_by_side and not tf.executing_eagerly()
             self._before = _tensors(this.values) if is_last else []
         return meetings[0]
 
@@ -162,9 +169,10 @@ class _Turns:
             gradients, values = real.reduce(
                 optimizer, trained, total.values[:num_gradients], total.values[num_gradients:]
             )
+        values, may_update = real.settle(values)
         self.state.settle(states, values)
         self.state.forget(variables)
-        real.update(grads, gradients, variables, original)
+        real.update(grads, gradients, variables, original, may_update)
 
 
 def _tensors(values: Sequence[Any]) -> list[Any]:
@@ -189,7 +197,7 @@ class _VirtualReplica(ReplicaStep):
         super().__init__(model, rows, global_rows, **options)
         self.num_replicas = num_replicas
         self._state = state
-        self._replica_id = replica_id
+        self.turn = self._replica_id = replica_id
         self._functions: dict[int, tuple[Any, Any]] = {}  # by id: a tf.function of the user's, and its copy
 
     @property
@@ -220,6 +228,8 @@ class _VirtualReplica(ReplicaStep):
 
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
         """Assign for this virtual replica alone; metrics add up."""
+        if self.guard is not None:
+            self.guard.note(variable)
         if variable.synchronization == "on_read":
             original(value)
             return

@@ -10,9 +10,10 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import random
+import sys
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,13 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.bulletin import Bulletin
+from keras_dist_ext.choice.rendezvous import wait_seconds_of
+from keras_dist_ext.errors import WorkersError
+from keras_dist_ext.processes import pulse
+from keras_dist_ext.same_program import check_same
 from keras_dist_ext.scope import optimizers, raw_variables
+from keras_dist_ext.stall import StallWatch
 from keras_dist_ext.step import PassThrough
 
 __all__ = ["InStep", "Stop", "Workers", "callbacks_of_worker", "own_callback", "workers_of"]
@@ -52,10 +59,39 @@ class Workers:
         self._sum = tf.function(
             self._sum_in_graph, autograph=False, input_signature=[tf.TensorSpec([None], tf.float64)]
         )
+        self._bulletin = Bulletin(self.num_workers, self.index)
+        self._num_checks = 0
+        self.watch = StallWatch(self._bulletin)
+
+    def check_same(self, what: str, facts: Mapping[str, str | list[str]]) -> None:
+        """See that all workers are about to do the same. Every worker must call it, at the same point of its program.
+
+        Args:
+            what: they are about to do, such as "call fit".
+            facts: that tell it.
+
+        Raises:
+            WorkersError: they are not, or one does not come; says what differs.
+        """
+        self._num_checks += 1
+        check_same(
+            self._bulletin, f"run/{self._num_checks}", facts, what=what, wait_seconds=wait_seconds_of(self.strategy)
+        )
+        self._bulletin.forget(f"run/{self._num_checks - 1}")  # which all have read, since all have come here
 
     def sum(self, values: Sequence[float] | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Add up numbers over all workers. Every worker must call it, at the same point of its program."""
-        return np.asarray(self._sum(tf.constant(list(values), tf.float64)))
+        """Add up numbers over all workers. Every worker must call it, at the same point of its program.
+
+        Raises:
+            WorkersError: another worker is at another point.
+        """
+        here = _caller(self)
+        tag = float(zlib.crc32(here.encode()) & 0xFFFF)
+        with pulse.waiting(), self.watch.waiting(f"an agreement ({here})"):
+            total, squares, *sums = np.asarray(self._sum(tf.constant([tag, tag * tag, *values], tf.float64)))
+        if self.num_workers * squares != total * total:
+            raise WorkersError(self.watch.parted(f"an agreement ({here})"))
+        return np.asarray(sums)
 
     def chief_says(self, values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return the chief's numbers to all workers."""
@@ -82,6 +118,10 @@ class Workers:
 
     def share_state(self, variables: Sequence[Any]) -> None:
         """Give the chief's values of ``variables`` to all workers."""
+        with self.watch.waiting("an agreement (state of the chief)"):
+            self._share_state(variables)
+
+    def _share_state(self, variables: Sequence[Any]) -> None:
         for variable in variables:
             value = tf.convert_to_tensor(_keras.components(variable)[0])
             flat = tf.reshape(tf.cast(value, tf.float64), [-1])  # exact for all of Keras' dtypes but huge integers
@@ -117,6 +157,14 @@ class Workers:
         if dataset.options().experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF:
             return dataset, not self.all_equal(_checksum(next(iter(dataset), None))), seed
         return (dataset if graph is None else _keras.with_seeds(dataset, graph, seed)), False, seed
+
+
+def _caller(workers: Workers) -> str:
+    """Name the function that has called for an agreement, the same on all workers."""
+    frame = sys._getframe(2)
+    while frame.f_locals.get("self") is workers and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{frame.f_globals.get('__name__', '').rpartition('.')[2]}.{frame.f_code.co_name}"
 
 
 _WORDS_AT_ONCE = 1 << 20

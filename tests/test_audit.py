@@ -103,7 +103,7 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     folder = tmp_path_factory.mktemp("audit")
     for worker in range(2):
         (folder / str(worker)).mkdir()
-    return launch(2, run_audit, args=(str(folder),), timeout=280).values
+    return launch(2, run_audit, args=(str(folder),), time_limit=280).values
 
 
 WRONG_ORDER = ["examples-missed", "examples-repeated"]

@@ -107,7 +107,7 @@ def two_workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
             2,
             run_rows,
             args=([row.name for row in rows], str(folder)),
-            timeout=60 + 12 * len(rows),
+            time_limit=60 + 12 * len(rows),
             threads_per_worker=1,
             quiet=True,
         )

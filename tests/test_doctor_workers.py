@@ -19,7 +19,7 @@ CASES = {"is_clean": [], "synchronises": ["sync-bound"], "has_a_slow_worker": ["
 def reports() -> tuple[Any, ...]:
     """What both workers found; of three launches at most, since others use the cores of this machine, too."""
     for _ in range(3):
-        values = launch(2, run_all, timeout=200).values
+        values = launch(2, run_all, time_limit=200).values
         assert len(values) == 2
         if all(worker[case][1] == codes for worker in values for case, codes in CASES.items()):
             break

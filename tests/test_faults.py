@@ -155,7 +155,7 @@ def of_stock() -> dict[str, Outcome]:
     """Run stock Keras in a process of its own: its iterators crash TensorFlow once in a while, on busy machines."""
     for _ in range(3):
         try:
-            (outcomes,) = kde.launch(1, outcomes_of_stock, timeout=200, quiet=True).values
+            (outcomes,) = kde.launch(1, outcomes_of_stock, time_limit=200, quiet=True).values
         except WorkerFailed as failure:
             if failure.signal_name is None:
                 raise
@@ -177,7 +177,7 @@ def test_stock_is_off_and_ours_gives_what_one_device_gives(
 @pytest.mark.multiworker
 def test_several_workers_train_where_stock_dies_in_fit_and_behind_it() -> None:
     """Show faults 1 and 2."""
-    first, second = kde.launch(2, faults_of_several_workers, timeout=180, quiet=True).values
+    first, second = kde.launch(2, faults_of_several_workers, time_limit=180, quiet=True).values
     assert "PerReplica" in first["1"]
     assert "Invalid reduction dimension 0" in first["2"]
 
@@ -195,7 +195,7 @@ def test_several_workers_train_where_stock_dies_in_fit_and_behind_it() -> None:
 @pytest.mark.multiworker
 def test_parameter_servers_train_where_stock_dies() -> None:
     """Show fault 17."""
-    (found,) = kde.launch(2, faults_of_parameter_servers, num_ps=1, timeout=180, quiet=True).values
+    (found,) = kde.launch(2, faults_of_parameter_servers, num_ps=1, time_limit=180, quiet=True).values
     assert "create_per_worker_dataset" in found["17"]
     assert found["losses"][-1] < 0.7 * found["losses"][0]
 

@@ -333,8 +333,8 @@ def test_executions_follow_the_clock_in_fit(mirrored, monkeypatch):
     made = []
 
     class Execution(feed.Execution):
-        def __init__(self, source, num_steps):
-            super().__init__(source, num_steps)
+        def __init__(self, source, num_steps, first=1):
+            super().__init__(source, num_steps, first)
             made.append(num_steps)
 
     monkeypatch.setattr(feed, "Execution", Execution)

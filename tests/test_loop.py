@@ -296,7 +296,7 @@ def test_example_with_two_optimizers_equals_its_single_device_twin(mirrored: Any
 def workers() -> tuple[Any, ...]:
     from loop_runs import run_all
 
-    return launch(2, run_all, timeout=200).values
+    return launch(2, run_all, time_limit=200).values
 
 
 @pytest.mark.multiworker
@@ -654,10 +654,13 @@ def test_a_model_that_is_not_built_is_refused(mirrored: Any) -> None:
         )
 
 
-def test_a_parameter_server_is_refused(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reduction", ["max", "min", "concat"])
+def test_what_does_not_add_up_is_refused_under_a_parameter_server(
+    mirrored: Any, monkeypatch: pytest.MonkeyPatch, reduction: str
+) -> None:
     monkeypatch.setattr(tf.distribute, "ParameterServerStrategy", tf.distribute.MirroredStrategy)
-    with pytest.raises(kde.StrategyError, match=r"whose workers make steps of their own.* Use kde.Model with"):
-        small_loop(mirrored, lambda replica, batch: {})
+    with pytest.raises(kde.StrategyError, match=rf"'loss' by '{reduction}', but workers of ParameterServerStrategy"):
+        small_loop(mirrored, lambda replica, batch: {}, loss=reduction)
 
 
 def test_reductions_and_names_are_checked_when_a_loop_is_made() -> None:

@@ -1,6 +1,7 @@
 """Swapping the base class keeps all of `keras.Model`, and adds that it lives under its strategy."""
 
 import copy
+import gc
 import inspect
 import pickle
 import pydoc
@@ -12,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
 
 import keras_dist_ext as kde
 from keras_dist_ext import feed
@@ -474,8 +476,8 @@ def executions(monkeypatch):
     found = []
 
     class Execution(feed.Execution):
-        def __init__(self, source, num_steps):
-            super().__init__(source, num_steps)
+        def __init__(self, source, num_steps, first=1):
+            super().__init__(source, num_steps, first)
             found.append(num_steps)
 
     monkeypatch.setattr(feed, "Execution", Execution)
@@ -676,3 +678,25 @@ def test_a_learning_rate_assigned_between_fits_is_used(mirrored):
         each.optimizer.learning_rate = 0.001
         each.fit(X, Y, **FIT)
     assert_same_state(net, expected)
+
+
+# What a model leaves behind
+
+
+@pytest.mark.parametrize("kind", ["default", "mirrored2"])
+def test_a_model_that_is_gone_has_taken_its_graphs_along(strategies, kind):
+    def num_graphs():
+        gc.collect()
+        return sum(isinstance(thing, FuncGraph) for thing in gc.get_objects())
+
+    def train():
+        with strategies.get(kind).scope():
+            model = kde.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+            model.compile("adam", "mse")
+        model.fit(np.ones((16, 4)), np.ones((16, 1)), batch_size=8, verbose=0, validation_split=0.5)
+        keras.backend.clear_session()
+
+    train()
+    before = num_graphs()
+    train()
+    assert num_graphs() <= before

@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def values(folder: pathlib.Path) -> tuple[Any, ...]:
-    values = launch(2, run_all, args=(str(folder),), timeout=380).values
+    values = launch(2, run_all, args=(str(folder),), time_limit=380).values
     assert len(values) == 2
     return values
 

@@ -23,8 +23,9 @@ import pytest
 import tensorflow as tf
 
 from keras_dist_ext.coordinator import Coordinator, check_asynchronous
-from keras_dist_ext.errors import DataError, StrategyError
+from keras_dist_ext.errors import DataError, LoopError, StrategyError
 from keras_dist_ext.launch import launch
+from keras_dist_ext.loop import TrainLoop
 from keras_dist_ext.model import Sequential
 from keras_dist_ext.strategy import pick_strategy
 
@@ -59,7 +60,7 @@ def chief() -> dict[str, tuple[str, Any]]:
 @pytest.fixture(scope="module")
 def seen() -> Callable[[str], Any]:
     """What the chief saw in a scenario."""
-    results = launch(2, chief, num_ps=1, timeout=280, quiet=True).values[0]
+    results = launch(2, chief, num_ps=1, time_limit=280, quiet=True).values[0]
 
     def look(name: str) -> Any:
         state, value = results[name]
@@ -563,6 +564,104 @@ def test_distributed_iterators_are_refused(seen: Any) -> None:
     )
 
 
+# Loops of one's own
+
+
+def _loop(strategy: tf.distribute.Strategy) -> tuple[TrainLoop, dict[str, Any]]:
+    """A linear model by hand beside a Keras model, with two optimizers, which learn the same labels."""
+    with strategy.scope():
+        weights, bias = tf.Variable(tf.zeros([8, 1])), tf.Variable(0.0)
+        net = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(1)])
+        fast, slow = keras.optimizers.Adam(0.02), keras.optimizers.SGD(0.0)
+    by_hand = [weights, bias]
+    cross_entropy = tf.nn.sigmoid_cross_entropy_with_logits
+
+    def train(replica: Any, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        with tf.GradientTape(persistent=True) as tape:
+            linear = replica.mean_loss(cross_entropy(y, x @ weights + bias))
+            deep = replica.mean_loss(cross_entropy(y, net(x, training=True)))
+        for variable, gradient in zip(by_hand, replica.reduce_gradients(tape.gradient(linear, by_hand)), strict=True):
+            variable.assign_sub(0.5 * gradient)
+        gradients = tape.gradient(deep, net.trainable_variables)
+        fast.apply(gradients, net.trainable_variables)
+        slow.apply(gradients, net.trainable_variables)
+        return {"linear": linear, "deep": deep, "rows": replica.global_rows}
+
+    def test(replica: Any, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        return {
+            "linear": replica.mean_loss(cross_entropy(y, x @ weights + bias)),
+            "right": tf.equal(net(x) > 0, y > 0.5),
+        }
+
+    loop = TrainLoop(
+        train,
+        parts={"by_hand": by_hand, "net": net, "optimizers": [fast, slow]},
+        reduce={"linear": "mean", "deep": "mean", "rows": "sum", "right": "sum"},
+        test=test,
+        predict=lambda batch: net(batch[0] if isinstance(batch, tuple) else batch),
+        strategy=strategy,
+    )
+    return loop, {"by_hand": by_hand, "net": net, "optimizers": [fast, slow]}
+
+
+@scenario
+def loop_of_ones_own(strategy: tf.distribute.Strategy) -> Any:
+    loop, parts = _loop(strategy)
+    history = loop.fit(dataset(), epochs=6, verbose=0, shuffle=False).history
+    return {
+        "history": {name: [float(value) for value in values] for name, values in history.items()},
+        "logs": floats(loop.evaluate(dataset(), verbose=0, return_dict=True)),
+        "outputs": loop.predict(dataset(), verbose=0),
+        "by_hand": [variable.numpy() for variable in parts["by_hand"]],
+        "net": parts["net"].get_weights(),
+        "iterations": [int(optimizer.iterations) for optimizer in parts["optimizers"]],
+    }
+
+
+def test_a_loop_of_ones_own_converges(seen: Any) -> None:
+    history = seen("loop_of_ones_own")["history"]
+    for name in ("linear", "deep"):
+        assert history[name][-1] < 0.6 * history[name][0]
+
+
+def test_every_step_and_row_of_a_loop_counts_once(seen: Any) -> None:
+    seen_here = seen("loop_of_ones_own")
+    assert seen_here["history"]["rows"] == [NUM_ROWS] * 6
+    assert seen_here["iterations"] == [6 * NUM_BATCHES] * 2  # of both optimizers
+
+
+def test_evaluate_and_predict_of_a_loop_are_exact(seen: Any) -> None:
+    seen_here = seen("loop_of_ones_own")
+    x, y = rows()
+    net = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(1)])
+    net.set_weights(seen_here["net"])
+    outputs = net.predict(x, verbose=0)
+    np.testing.assert_allclose(seen_here["outputs"], outputs, rtol=1e-5, atol=1e-6)
+    weights, bias = seen_here["by_hand"]
+    losses = tf.nn.sigmoid_cross_entropy_with_logits(y, x @ weights + bias)
+    assert seen_here["logs"]["linear"] == pytest.approx(float(tf.reduce_mean(losses)), rel=1e-5)
+    assert seen_here["logs"]["right"] == int(((outputs > 0) == (y > 0.5)).sum())
+
+
+@scenario
+def loop_with_an_undeclared_value(strategy: tf.distribute.Strategy) -> Any:
+    with strategy.scope():
+        weight = tf.Variable(0.0)
+
+    def step(replica: Any, batch: Any) -> dict[str, Any]:
+        return {"loss": replica.mean_loss(batch[1] * weight), "undeclared": batch[1]}
+
+    with pytest.raises(LoopError) as raised:
+        TrainLoop(step, parts={"weight": weight}, reduce={"loss": "mean"}, strategy=strategy).fit(dataset(), verbose=0)
+    return str(raised.value)
+
+
+def test_mistakes_in_the_step_of_a_loop_are_found_before_it_is_handed_out(seen: Any) -> None:
+    assert "undeclared (None, 1), without a declared reduction" in seen("loop_with_an_undeclared_value")
+
+
 # Accidents
 
 
@@ -628,7 +727,7 @@ def _passes_with_accidents(serve: Callable[[str, int], None], kill: Callable[[st
 
 @pytest.fixture(scope="module")
 def accidents() -> dict[str, Any]:
-    found: dict[str, Any] = launch(1, survive, timeout=200, quiet=True).values[0]
+    found: dict[str, Any] = launch(1, survive, time_limit=200, quiet=True).values[0]
     return found
 
 

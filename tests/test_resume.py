@@ -715,7 +715,7 @@ def test_what_is_read_is_never_unpickled(tmp_path: pathlib.Path, monkeypatch: py
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("workers")
-    return launch(2, runs.work, args=(str(folder),), timeout=200).values
+    return launch(2, runs.work, args=(str(folder),), time_limit=200).values
 
 
 def but_for_random(values: dict[str, Any]) -> dict[str, Any]:
@@ -748,7 +748,7 @@ def test_all_workers_save_and_end_when_one_is_asked_to(workers: Any) -> None:
 def test_a_run_that_lost_a_worker_goes_on_in_one_process(mirrored: Any, tmp_path: pathlib.Path) -> None:
     options = {"virtual_replicas": 2, "replica_seeds": 3, "data": "shuffled"}
     with pytest.raises(WorkerFailed, match="worker 1"):
-        launch(2, runs.lose_worker_1, args=(str(tmp_path), options), timeout=120)
+        launch(2, runs.lose_worker_1, args=(str(tmp_path), options), time_limit=120)
     other = run(mirrored, tmp_path / "saves_0", **options)
     twin = run(mirrored, tmp_path / "twin", **options)
     assert other["resumed"] is not None

@@ -104,7 +104,7 @@ def test_masks_are_the_same_again(arguments: Any, mirrored: Any, two: seed_runs.
 
 
 def test_masks_are_the_same_in_a_new_process(two: seed_runs.Draws) -> None:
-    (again,) = launch(1, seed_runs.draws_in_new_process, timeout=120).values
+    (again,) = launch(1, seed_runs.draws_in_new_process, time_limit=120).values
     assert again == two
 
 
@@ -281,7 +281,7 @@ def test_replicas_draw_independently_and_keep_the_right_share(mirrored: Any) -> 
 
 
 def test_two_workers_draw_what_two_replicas_of_one_process_draw(two: seed_runs.Draws) -> None:
-    values = launch(2, seed_runs.worker_draws, timeout=240).values
+    values = launch(2, seed_runs.worker_draws, time_limit=240).values
     for worker, value in enumerate(values):
         assert value["draws"] == {worker: two[worker]} == value["by one step an execution"]
         assert {r: [s[:3] for s in steps] for r, steps in value["restored"].items()} == {
@@ -309,7 +309,7 @@ def draws_of_four_epochs() -> seed_runs.Draws:
 
 
 def test_deterministic_ops_give_the_same_bits_at_every_run() -> None:
-    first, second = (launch(1, seed_runs.deterministic_weights, timeout=120).values[0] for _ in range(2))
+    first, second = (launch(1, seed_runs.deterministic_weights, time_limit=120).values[0] for _ in range(2))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
 

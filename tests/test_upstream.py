@@ -35,7 +35,11 @@ SIGNATURES = {
         "StatelessScope.add_update": "self update",
         "StatelessScope.get_current_value": "self variable",
     },
-    "keras.src.backend.tensorflow.core": {"Variable._direct_assign": "self value"},
+    "keras.src.backend.common.masking": {"get_keras_mask": "x", "set_keras_mask": "x mask"},
+    "keras.src.backend.tensorflow.core": {
+        "Variable._direct_assign": "self value",
+        "Variable._initialize": "self value",
+    },
     "keras.src.backend.tensorflow.optimizer": {
         "TFOptimizer._all_reduce_sum_gradients": "self grads_and_vars",
         "TFOptimizer.add_variable_from_reference": "self reference_variable name initializer",
@@ -52,6 +56,12 @@ SIGNATURES = {
         "Layer._flatten_layers": "self include_self recursive",
     },
     "keras.src.layers.normalization.batch_normalization": {"BatchNormalization._moments": "self inputs mask"},
+    "keras.src.layers.convolutional.base_conv": {"BaseConv.call": "self inputs"},
+    "keras.src.layers.convolutional.base_conv_transpose": {"BaseConvTranspose.call": "self inputs"},
+    "keras.src.layers.convolutional.base_depthwise_conv": {"BaseDepthwiseConv.call": "self inputs"},
+    "keras.src.layers.convolutional.base_separable_conv": {"BaseSeparableConv.call": "self inputs"},
+    "keras.src.layers.convolutional.conv1d": {"Conv1D.call": "self inputs"},
+    "keras.src.layers.pooling.base_pooling": {"BasePooling.call": "self inputs"},
     "keras.src.losses.loss": {
         "apply_mask": "sample_weight mask dtype reduction",
         "reduce_weighted_values": "values sample_weight mask reduction dtype",
@@ -127,6 +137,15 @@ SIGNATURES = {
     },
     "tensorflow.python.distribute.input_lib": {"get_iterator_spec_from_dataset": "strategy dataset"},
     "tensorflow.python.distribute.values": {"DistributedVariable._get_on_device_or_primary": "self"},
+    "tensorflow.python.eager.context": {
+        "Context.abort_collective_ops": "self code message",
+        "Context.configure_coordination_service": "self service_type service_leader enable_health_check "
+        "cluster_register_timeout_in_ms heartbeat_timeout_in_ms shutdown_barrier_timeout_in_ms coordinated_jobs "
+        "allow_new_incarnation_to_reconnect",
+        "Context.delete_config_key_value": "self key",
+        "Context.get_config_key_value": "self key timeout_in_ms",
+        "Context.set_config_key_value": "self key value",
+    },
     "tensorflow.python.eager.polymorphic_function.polymorphic_function": {
         "Function._clone": "self python_function",
         "Function._list_all_concrete_functions": "self",
@@ -758,6 +777,16 @@ def test_a_copy_of_a_mirrored_variable_leads_back_to_it(mirrored: Any) -> None:
     assert _keras.whole_variable(alone) is alone
 
 
+def test_a_graph_knows_of_what_a_parameter_server_holds() -> None:
+    from tensorflow.python.distribute import ps_values
+
+    held = tf.Variable(1.0)
+    cached = ps_values.CachingVariable(held)
+    graph = tf.function(lambda: cached * 2, autograph=False).get_concrete_function().graph
+    assert graph.variables[0] is held is _keras.served_variable(cached)
+    assert _keras.served_variable(held) is held
+
+
 def test_regrouped_values_are_one_a_replica(mirrored: Any) -> None:
     values = _keras.regroup([tf.constant(1.0), tf.constant(2.0)])
     assert isinstance(values, tf.distribute.DistributedValues)
@@ -1358,3 +1387,76 @@ def test_a_layer_that_is_called_knows_its_path() -> None:
     keras.Sequential([layers.Input((3,)), asks], name="net")(X)
     assert asks.found == "net/asks"
     assert _keras.layer_being_called() == ""
+
+
+# Parts of a model on devices of their own
+
+
+@pytest.mark.parametrize("kind", ["default", "one_device", "mirrored2"])
+def test_a_variable_is_made_anew_on_other_devices_with_the_same_values(strategies, kind):
+    strategy = strategies.get(kind)
+    devices = ["CPU:3", "CPU:2"][: strategy.num_replicas_in_sync]
+    with strategy.scope():
+        variable = keras.Variable(X, name="kernel")
+    before = _keras.strategy_of_variable(variable)
+    _keras.move_variable(variable, strategy, devices)
+    assert [copy.device.rpartition("device:")[2] for copy in _keras.components(variable)] == devices
+    assert _keras.strategy_of_variable(variable) is before
+    for copy in _keras.components(variable):
+        np.testing.assert_array_equal(copy, X)
+    with strategy.scope():
+        optimizer = SGD(momentum=0.9)
+        optimizer.build([variable])
+    (slot,) = (v for v in optimizer.variables if "momentum" in v.path)
+    assert [copy.device.rpartition("device:")[2] for copy in _keras.components(slot)] == devices
+
+
+def test_gradients_are_computed_in_the_scope_of_the_ops_that_they_are_of():
+    @tf.function(autograph=False)
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            with tf.name_scope("outer"), tf.name_scope("inner"):
+                y = tf.matmul(x, X)
+        return tape.gradient(y, x)
+
+    ops = gradient.get_concrete_function(tf.TensorSpec([2, 4])).graph.get_operations()
+    products = [op.name for op in ops if op.type == "MatMul"]
+    assert products[0] == "outer/inner/MatMul"
+    assert products[1].startswith("gradient_tape/outer/inner/MatMul/")
+
+
+def test_an_op_that_is_traced_is_sent_to_a_device():
+    with tf.Graph().as_default():
+        op = tf.constant(1.0).op
+        _keras.set_device(op, "CPU:1")
+        assert op.device == "/device:CPU:1"
+        _keras.set_device(op, "/job:localhost/replica:0/task:0/device:CPU:2")
+        assert op.device == "/job:localhost/replica:0/task:0/device:CPU:2"
+
+
+def test_a_mask_goes_along():
+    mask = tf.constant([True, False])
+    tensor, other, without = tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0]), tf.constant([5.0])
+    tensor._keras_mask = mask
+    _keras.keep_mask(tensor, other)
+    assert other._keras_mask is mask
+    _keras.keep_mask(without, other)
+    assert other._keras_mask is mask
+
+
+def test_the_profiler_says_when_an_op_ran(tmp_path):
+    @tf.function(autograph=False)
+    def product(x):
+        with tf.name_scope("placed"):
+            return tf.matmul(x, x, name="product")
+
+    x = tf.random.normal([300, 300])
+    product(x)
+    tf.profiler.experimental.start(str(tmp_path), tf.profiler.experimental.ProfilerOptions(host_tracer_level=3))
+    for _ in range(3):
+        product(x)
+    tf.profiler.experimental.stop()
+    spans = [(begin, end) for name, begin, end in _keras.op_spans(str(tmp_path)) if name == "placed/product"]
+    assert len(spans) == 3
+    assert all(1e-6 < end - begin < 1 for begin, end in spans)

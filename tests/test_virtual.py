@@ -379,7 +379,7 @@ def test_a_tf_function_that_assigns_in_an_eager_run_is_refused():
 
 @pytest.fixture(scope="module")
 def of_workers():
-    return launch(2, run_in_worker, timeout=280).values
+    return launch(2, run_in_worker, time_limit=280).values
 
 
 @pytest.mark.multiworker

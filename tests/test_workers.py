@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.multiworker, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def values(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     folder = tmp_path_factory.mktemp("workers")
-    values = launch(2, run_all, args=(str(folder),), timeout=540).values
+    values = launch(2, run_all, args=(str(folder),), time_limit=540).values
     assert len(values) == 2
     return values
 

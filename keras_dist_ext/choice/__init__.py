@@ -1,4 +1,4 @@
 """Helpers of `strategy`: what there is, what it calls for, and how it is made.
 
-In reading order: `cluster`, `facts`, `decision`, `wording`, `builders`.
+In reading order: `cluster`, `mpi`, `facts`, `decision`, `wording`, `rendezvous`, `builders`.
 """

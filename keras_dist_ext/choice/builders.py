@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
+from keras_dist_ext import _keras
 from keras_dist_ext.choice.cluster import JOBS, Cluster, Resolver
 from keras_dist_ext.choice.decision import Decision
 from keras_dist_ext.choice.facts import TPU_VARIABLES, Facts, listed, of_type
+from keras_dist_ext.choice.rendezvous import WAIT_SECONDS, await_ports, keep_wait_seconds, meet, others_of
 from keras_dist_ext.errors import ClusterError, StrategyError
 
 __all__ = ["Communication", "build"]
@@ -43,17 +45,20 @@ class Communication:
         object.__setattr__(self, "implementation", self.implementation.lower())
 
 
-def build(decision: Decision, facts: Facts, communication: Communication) -> tf.distribute.Strategy:
+def build(
+    decision: Decision, facts: Facts, communication: Communication, wait_seconds: float = WAIT_SECONDS
+) -> tf.distribute.Strategy:
     """Make the strategy, or hand out the one that was made before for the same devices or cluster.
 
     Args:
         decision: what to make.
         facts: what it was decided on.
         communication: used by `multi_worker` alone.
+        wait_seconds: for the other tasks of a cluster.
 
     Raises:
         StrategyError: TensorFlow is initialised already where it must not be, or the TPU cannot be had.
-        ClusterError: the port of this task is taken.
+        ClusterError: the port of this task is taken, or other tasks do not come in time.
     """
     if decision.name == "one_device":
         _make_cpu_devices(decision.num_cpus_to_make, facts.devices)
@@ -67,8 +72,8 @@ def build(decision: Decision, facts: Facts, communication: Communication) -> tf.
     assert facts.cluster is not None
     num_gpus = len(of_type("GPU", facts.devices))
     if decision.name == "multi_worker":
-        return _multi_worker(facts.cluster, num_gpus, communication)
-    return _parameter_server(facts.cluster, num_gpus)
+        return _multi_worker(facts.cluster, num_gpus, communication, wait_seconds)
+    return _parameter_server(facts.cluster, num_gpus, wait_seconds)
 
 
 def _make_cpu_devices(num_devices: int, existing: tuple[str, ...]) -> None:
@@ -119,7 +124,9 @@ def _tpu(tpu: str) -> tf.distribute.Strategy:
 
 
 @functools.cache
-def _multi_worker(cluster: Cluster, num_gpus: int, communication: Communication) -> tf.distribute.Strategy:
+def _multi_worker(
+    cluster: Cluster, num_gpus: int, communication: Communication, wait_seconds: float
+) -> tf.distribute.Strategy:
     if _multi_worker.cache_info().currsize:
         raise StrategyError(
             "This process has joined a cluster already, with other addresses or communication options, and can join "
@@ -128,8 +135,11 @@ def _multi_worker(cluster: Cluster, num_gpus: int, communication: Communication)
     if communication.implementation == "nccl" and not num_gpus:
         raise StrategyError("implementation='nccl' needs GPUs, and this worker has none. Use 'ring' or 'auto'.")
     _check_port_is_free(cluster)
+    _check_not_started()
+    meet(cluster, wait_seconds)
+    _keras.limit_wait_for_cluster({"chief": len(cluster.chief), "worker": len(cluster.worker)}, wait_seconds)
     try:
-        return tf.distribute.MultiWorkerMirroredStrategy(
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(
             _resolver_of(cluster, num_gpus),
             tf.distribute.experimental.CommunicationOptions(
                 bytes_per_pack=communication.bytes_per_pack,
@@ -137,18 +147,28 @@ def _multi_worker(cluster: Cluster, num_gpus: int, communication: Communication)
                 implementation=communication.implementation.upper(),
             ),
         )
-    except RuntimeError as error:
-        if "program startup" not in str(error):
-            raise
+    except tf.errors.DeadlineExceededError as error:
+        raise ClusterError(
+            f"{cluster.task} and the others had come together, and then not all have joined within {wait_seconds:g} s. "
+            "Look for the first worker that has failed, and start all of them again."
+        ) from error
+    keep_wait_seconds(strategy, wait_seconds)
+    return strategy
+
+
+def _check_not_started() -> None:
+    """Raise, before others are waited for, where TensorFlow would refuse."""
+    if _keras.is_initialized():
         raise StrategyError(
             "TensorFlow is initialised already, and a worker can join its cluster only before that. Call pick_strategy "
             "before anything else makes a tensor, a variable or a strategy."
-        ) from error
+        )
 
 
 @functools.cache
-def _parameter_server(cluster: Cluster, num_gpus: int) -> tf.distribute.Strategy:
+def _parameter_server(cluster: Cluster, num_gpus: int, wait_seconds: float) -> tf.distribute.Strategy:
     _check_port_is_free(cluster)
+    await_ports(cluster, others_of(cluster), wait_seconds)
     return tf.distribute.ParameterServerStrategy(_resolver_of(cluster, num_gpus))
 
 

@@ -10,7 +10,7 @@ from keras_dist_ext.choice.facts import TPU_VARIABLES, Facts, listed, of_type
 from keras_dist_ext.choice.wording import close_name, counted
 from keras_dist_ext.errors import ClusterError, StrategyError
 
-__all__ = ["NAMES", "Decision", "decide"]
+__all__ = ["canonical_device", "NAMES", "Decision", "decide"]
 
 NAMES = ("auto", "one_device", "mirrored", "multi_worker", "tpu", "parameter_server")
 
@@ -67,7 +67,7 @@ def _check_name(name: object) -> None:
 def _check_devices(devices: Sequence[str], existing: Sequence[str], num_replicas: int | None) -> tuple[str, ...]:
     if isinstance(devices, str):
         raise StrategyError(f"devices is the string {devices!r}; give a list: devices=[{devices!r}].")
-    names = [_canonical(device, existing) for device in devices]
+    names = [canonical_device(device, existing) for device in devices]
     if not names:
         raise StrategyError(f"devices is empty; name at least one. {_there_are(existing)}")
     if missing := [name for name in names if name not in existing]:
@@ -84,7 +84,7 @@ def _check_devices(devices: Sequence[str], existing: Sequence[str], num_replicas
     return tuple(names)
 
 
-def _canonical(device: object, existing: Sequence[str]) -> str:
+def canonical_device(device: object, existing: Sequence[str]) -> str:
     """Return `GPU:0` for `gpu:0`, `/GPU:0`, `/device:GPU:0`, TensorFlow's full name, or its LogicalDevice."""
     name = str(getattr(device, "name", device))
     match = re.fullmatch(r"(?i)(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z_]+):([0-9]+)", name)
@@ -132,12 +132,12 @@ def _decide_local(
     """Decide on a strategy of this process alone."""
     cluster = facts.cluster
     if cluster is not None and not cluster.works_alone:
-        if cluster.source != "SLURM":
+        if cluster.source not in ("SLURM", "MPI"):
             raise ClusterError(
                 f"{name!r} trains in one process, but {_describe(cluster)}, of which this is {cluster.task}: each "
                 f"would train alone, on all the data. Take 'multi_worker' or 'auto', or do without {cluster.source}."
             )
-        why += f"; each of SLURM's {cluster.num_workers} tasks trains alone"
+        why += f"; each of {cluster.source}'s {cluster.num_workers} tasks trains alone"
     num_asked = num_replicas or len(asked or ())
     if name == "one_device" and num_asked > 1:
         raise StrategyError(f"'one_device' is one replica, not {num_asked}. Take 'mirrored', or name one device.")
@@ -173,9 +173,9 @@ def _decide_cluster(name: str, cluster: Cluster | None) -> Decision:
     """Decide on a strategy of several processes."""
     if cluster is None:
         raise ClusterError(
-            f"{name!r} needs a cluster, but TF_CONFIG is not set and no SLURM step of several tasks runs this process. "
-            f"Start it with `keras-dist-ext launch`, give cluster_resolver=, or set TF_CONFIG to, say, "
-            f"{TF_CONFIG_EXAMPLE}"
+            f"{name!r} needs a cluster, but TF_CONFIG is not set, and neither mpirun nor a SLURM step of several tasks "
+            "runs this process. Start it with `keras-dist-ext launch`, give cluster_resolver=, or set TF_CONFIG to, "
+            f"say, {TF_CONFIG_EXAMPLE}"
         )
     if cluster.task_type == "evaluator":
         raise ClusterError(f"{_describe(cluster)}; it cannot take part in {name!r}. Take 'auto'.")

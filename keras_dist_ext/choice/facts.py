@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from keras_dist_ext.choice.cluster import Cluster, Resolver, cluster_of, slurm_cluster, task_count, tf_config_cluster
+from keras_dist_ext.choice.mpi import mpi_cluster, mpi_size
 
 __all__ = ["Facts", "gather_facts", "list_devices", "of_type", "listed", "TPU_VARIABLES"]
 
@@ -45,7 +46,7 @@ def gather_facts(
     """Read what a choice depends on; start and connect nothing.
 
     Raises:
-        ClusterError: TF_CONFIG, SLURM or the resolver describes no cluster that could train.
+        ClusterError: TF_CONFIG, MPI, SLURM or the resolver describes no cluster that could train.
     """
     devices = tuple(device_lister())
     cluster, num_slurm_tasks = None, 0
@@ -53,6 +54,8 @@ def gather_facts(
         cluster = cluster_of(lambda: cluster_resolver, type(cluster_resolver).__name__)
     elif "TF_CONFIG" in environ:
         cluster = tf_config_cluster(environ)
+    elif mpi_size(environ) > 1:  # before SLURM: mpirun starts its daemons by srun, whose variables they pass on
+        cluster = mpi_cluster(environ)
     elif task_count(environ, "SLURM_STEP_NUM_TASKS") > 1:
         cluster = slurm_cluster(environ)
     elif "SLURM_STEP_NUM_TASKS" not in environ and (num_tasks := task_count(environ, "SLURM_NTASKS")) > 1:

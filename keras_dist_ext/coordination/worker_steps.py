@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import StatelessScope, keras
 from keras_dist_ext.data import without_optionals
 from keras_dist_ext.errors import StrategyError
+from keras_dist_ext.scope import optimizers
 
 __all__ = ["WorkerSteps"]
 
@@ -36,15 +37,16 @@ class WorkerSteps:
 
     def __init__(self, model: Any, kind: str) -> None:
         _check_built(model, kind)
-        if kind == "train":
-            _check_optimizer(model.optimizer)
-        optimizer = model.optimizer if kind == "train" else None
+        used = [optimizer for _, optimizer in optimizers(model)] if kind == "train" else []
+        for optimizer in used:
+            _check_optimizer(optimizer)
         self._model = model
         self._step = getattr(model, f"{kind}_step")
         self._strategy: tf.distribute.Strategy = model.distribute_strategy
         self._metrics = list(model.metrics_variables)
-        self._counters = [] if optimizer is None else [optimizer.iterations]
-        self._shared = {id(v): v.value for v in (*model.variables, *(optimizer.variables if optimizer else ()))}
+        self._counters = [optimizer.iterations for optimizer in used]
+        kept = [variable for optimizer in used for variable in optimizer.variables]
+        self._shared = {id(v): v.value for v in (*model.variables, *kept)}
         self._many: dict[tuple[str, tuple[tf.TensorSpec, ...]], Any] = {}
         self._one = _compiled(lambda batch: self._run(batch, self._zeros()))
         self.reading = _compiled(self._read)

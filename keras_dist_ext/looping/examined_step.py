@@ -163,7 +163,10 @@ def _trace(loop: Any, name: str, function: Callable[..., Any], spec: Any) -> tup
         returned.append(values)
 
     def traced(batch: Any) -> None:
-        strategy.run(replica, args=(batch,))
+        if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+            replica(batch)  # its run is for what is handed to workers
+        else:
+            strategy.run(replica, args=(batch,))
 
     for _ in range(100):  # optimizers, at most
         returned.clear()
@@ -199,7 +202,7 @@ def _check_uses_batch(name: str, graph: Any, values: Mapping[str, Any]) -> None:
 def _check_variables(loop: Any, name: str, graph: Any) -> None:
     """Refuse variables that were made elsewhere, or that no part holds."""
     strategy = loop.distribute_strategy
-    known = {id(variable) for variable in _of_parts(loop)}
+    known = {id(same) for variable in _of_parts(loop) for same in (variable, _keras.served_variable(variable))}
     elsewhere: list[str] = []
     unknown: list[str] = []
     for variable in {id(v): v for v in map(_keras.whole_variable, graph.variables)}.values():

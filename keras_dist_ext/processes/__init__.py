@@ -1,4 +1,5 @@
 """Helpers of `launch`: one process, what runs in it, and a set of them that lives and dies together.
 
-In reading order: `worker`, `process`, `generation`.
+In reading order: `pulse`, `worker`, `process`, `whereabouts`, `failure`, `generation`; `program`, `tasks`, `cores`,
+`signals`.
 """

@@ -8,13 +8,13 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.processes import worker
-from keras_dist_ext.processes.process import Process, code_text
+from keras_dist_ext.processes.failure import Failure
+from keras_dist_ext.processes.process import Process
 
 __all__ = ["Generation", "Failure"]
 
@@ -25,17 +25,20 @@ class Generation:
     Args:
         stream: shows their output; None: nothing does.
         log_dir: keeps their output.
+        appends: whether logs keep what they have, from processes that ran before.
     """
 
     POLL_SECONDS = 0.05
+    SETTLE_SECONDS = 0.3  # one that was killed is the cause, though others that fail with it may be seen before it
     DRAIN_SECONDS = 1.0  # for output, after the last process has ended: what it started may hold the pipe open
     KILL_SECONDS = 5.0  # SIGKILL acts at once, but on a process that is stuck in the kernel
 
-    def __init__(self, stream: IO[str] | None, log_dir: str | os.PathLike[str] | None):
+    def __init__(self, stream: IO[str] | None, log_dir: str | os.PathLike[str] | None, *, appends: bool = False):
         self.working: list[Process] = []  # those that run the user's command or function
         self.serving: list[Process] = []  # those that run TensorFlow's server
         self._stream = stream
         self._log_dir = None if log_dir is None else Path(log_dir)
+        self._appends = appends
         self._selector = selectors.DefaultSelector()
 
     @property
@@ -58,20 +61,31 @@ class Generation:
         self._selector.close()
         self._guard.close()
 
-    def start(self, name: str, work: Sequence[str] | bytes | None, environ: Mapping[str, str]) -> None:
+    def start(
+        self, name: str, work: Sequence[str] | bytes | None, environ: Mapping[str, str], cpus: Sequence[int] = ()
+    ) -> None:
         """Start a process that runs a command, a packed call, or (None) TensorFlow's server.
+
+        Args:
+            name: such as "worker 0".
+            work: see above.
+            environ: its whole environment.
+            cpus: that it may use; none for all.
 
         Raises:
             LaunchError: its log cannot be written.
         """
-        file_name, outcome = name.replace(" ", "-"), None
+        file_name, outcome, pulse = name.replace(" ", "-"), None, None
         if work is None:
-            program = worker.command_line("serve")
-        elif isinstance(work, bytes):
-            outcome = self._guard.folder / f"{file_name}.value"
-            program = worker.command_line("call", self._guard.file(work), str(outcome))
+            program = worker.command_line("serve", cpus=cpus)
         else:
-            program = worker.command_line("exec", *work)
+            pulse = self._guard.folder / f"{file_name}.pulse"
+            if isinstance(work, bytes):
+                outcome = self._guard.folder / f"{file_name}.value"
+                mode, words = "call", [self._guard.file(work), str(outcome)]
+            else:
+                mode, words = "exec", [*work]
+            program = worker.command_line(mode, *words, pulse_file=str(pulse), cpus=cpus)
         in_colour = self._stream is not None and self._stream.isatty() and "NO_COLOR" not in environ
         process = Process(
             name,
@@ -79,27 +93,52 @@ class Generation:
             self._guard.marked(environ),
             outcome=outcome,
             log=self._log_dir and self._log_dir / f"{file_name}.log",
+            appends=self._appends,
             stream=self._stream,
             colour=31 + len(self.processes) % 6 if in_colour else 0,
+            pulse=pulse,
         )
         (self.serving if work is None else self.working).append(process)
         self._guard.watch(process.pid)
         self._selector.register(process, selectors.EVENT_READ)
 
-    def watch(self, signals: Sequence[int], deadline: float | None) -> "Failure | None":
-        """Pass output on until all work is done, or a process fails, the time limit passes or a signal comes in."""
+    def watch(
+        self, signals: Sequence[int], deadline: float | None, stall_seconds: float | None = None
+    ) -> Failure | None:
+        """Pass output on until all work is done, or something is amiss.
+
+        Args:
+            signals: that have come in; a first one ends the watch, and so do
+            deadline: a time of the monotonic clock that passes,
+            stall_seconds: for which a process that works has finished no step,
+                and a process that fails.
+        """
+        failed: dict[Process, float] = {}  # and when it was seen, in this order
         while True:
-            self._pump()
+            self.pump()
             if signals:
                 return Failure.by_signal(signals[0])
+            running = [process for process in self.working if process.exit_code is None]
             for process in self.processes:
                 if process.failure_code is not None or (process in self.serving and process.exit_code is not None):
-                    return Failure.of_process(process, len(self.processes) - 1)
-            running = [process for process in self.working if process.exit_code is None]
+                    failed.setdefault(process, time.monotonic())
+            if failed:
+                first = min(failed, key=lambda process: (process.exit_code or 0) >= 0)
+                is_settled = time.monotonic() - failed[first] > self.SETTLE_SECONDS
+                if is_settled or (first.exit_code or 0) < 0 or not running:
+                    return Failure.of_process(first, [other for other in self.processes if other is not first])
+                continue
             if not running:
                 return None
             if deadline is not None and time.monotonic() > deadline:
                 return Failure.by_time(running)
+            if stall_seconds is not None and any(process.stalled_seconds > stall_seconds for process in running):
+                return Failure.by_stall(self.working, stall_seconds)
+
+    @property
+    def has_made_steps(self) -> bool:
+        """Whether one of its processes has spoken of steps that it has finished."""
+        return any(process.beat.number for process in self.working)
 
     def end(self, signals: Sequence[int], grace_seconds: float) -> list[Process]:
         """End what still runs, first the work and then the servers that it may need, and return what it was.
@@ -111,7 +150,7 @@ class Generation:
         self._end(self.serving, signal.SIGKILL, 0, signals)
         deadline = time.monotonic() + self.DRAIN_SECONDS
         while self._selector.get_map() and time.monotonic() < deadline:
-            self._pump()
+            self.pump()
         for process in self.processes:
             process.finish_output()
         return running
@@ -119,18 +158,19 @@ class Generation:
     def _end(self, processes: Sequence[Process], signum: int, grace_seconds: float, signals: Sequence[int]) -> None:
         for process in processes:
             if process.failure_code is None:  # one that failed is ending by itself
-                process.send(signum)
+                process.ask(signum)
         deadline, num_signals = time.monotonic() + grace_seconds, len(signals)
         while any(process.exit_code is None for process in processes):
-            self._pump()
+            self.pump()
             if time.monotonic() > deadline or len(signals) > num_signals:
                 for process in processes:
                     process.send(signal.SIGKILL)
             if time.monotonic() > deadline + self.KILL_SECONDS:
                 return
 
-    def _pump(self) -> None:
-        for key, _ in self._selector.select(self.POLL_SECONDS):
+    def pump(self, seconds: float = POLL_SECONDS) -> None:
+        """Pass on what the processes print, waiting so long for some of it, and see which have ended."""
+        for key, _ in self._selector.select(seconds):
             if isinstance(key.fileobj, Process) and not key.fileobj.read():
                 self._selector.unregister(key.fileobj)
         for process in self.processes:
@@ -174,54 +214,3 @@ class _Guard:
         """Have all ended now, and wait for it."""
         self._pipe.close()
         self._process.wait()
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a launch did not come to its end."""
-
-    exit_code: int  # of the launch: positive, 128 + n for signal n
-    reason: str
-    process: Process | None = None  # the one that failed first
-
-    @classmethod
-    def by_signal(cls, signum: int) -> "Failure":
-        """A signal came to the launcher."""
-        return cls(128 + signum, f"{signal.Signals(signum).name} ended the launch.")
-
-    @classmethod
-    def by_time(cls, running: Sequence[Process]) -> "Failure":
-        """The time limit passed while these worked."""
-        doing = "".join(f"\n  {process.doing}" for process in running)
-        return cls(
-            124,  # as timeout(1) has it
-            f"The time limit passed, and the launch ended what still ran:{doing}\n"
-            "Give more time if they were busy. If all were silent, they wait for one another.",
-        )
-
-    @classmethod
-    def of_process(cls, process: Process, num_others: int) -> "Failure":
-        """A process failed, or a server ended before the work did."""
-        code = process.failure_code or 0
-        reason = f"{process.name} failed with {code_text(code)}"
-        if code == -signal.SIGKILL:
-            reason += ", which the launch did not send; often it means that memory ran out (see dmesg)"
-        elif process.exit_code == 0:
-            reason = f"{process.name} ended before {'its function returned' if process.outcome else 'the chief did'}"
-        others = {0: "", 1: " The launch ended the other process."}
-        return cls(
-            max(code, 1) if code >= 0 else 128 - code,
-            f"{reason}." + others.get(num_others, f" The launch ended the other {num_others} processes."),
-            process,
-        )
-
-    @property
-    def message(self) -> str:
-        """The reason and the last lines of the process; complete once it has ended."""
-        if self.process is None:
-            return self.reason
-        if not self.process.last_lines:
-            return f"{self.reason} It printed nothing."
-        log = f" (all of them are in {self.process.log})" if self.process.log else ""
-        lines = "".join(f"\n  [{self.process.name}] {line}" for line in self.process.last_lines)
-        return f"{self.reason} Its last lines{log}:{lines}"

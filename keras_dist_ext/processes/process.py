@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from keras_dist_ext.errors import LaunchError
+from keras_dist_ext.processes.pulse import Beat, Doing, Listener
 from keras_dist_ext.processes.worker import failed_code
 
 __all__ = ["Process", "show", "code_text"]
@@ -26,8 +27,10 @@ class Process:
         environ: its whole environment.
         outcome: where a function leaves its value, see `worker`; None for other commands.
         log: keeps the output, byte for byte.
+        appends: whether the log keeps what it has.
         stream: shows the output.
         colour: an ANSI colour for the name, 0 for none.
+        pulse: where the process says what it is at, see `pulse`; None where nobody asks.
 
     Raises:
         LaunchError: the log cannot be written, at the start or later.
@@ -41,16 +44,20 @@ class Process:
         *,
         outcome: Path | None = None,
         log: Path | None = None,
+        appends: bool = False,
         stream: IO[str] | None = None,
         colour: int = 0,
+        pulse: Path | None = None,
     ):
-        self.name, self.outcome, self.log = name, outcome, log
+        self.name, self.outcome, self.log, self.pulse = name, outcome, log, pulse
         self.exit_code: int | None = None  # as subprocess has it, -n for signal n; None while it runs
         self.failure_code: int | None = None  # known before the end where a function fails
         self.seconds = 0.0
-        self._log = _Log(log) if log else None
+        self.beat = Beat()  # what it has said last
+        self._listener = Listener(pulse) if pulse else None
+        self._log = _Log(log, appends) if log else None
         self._lines = _Lines(f"\x1b[{colour}m[{name}]\x1b[0m " if colour else f"[{name}] ", stream)
-        self._started = self._spoke = time.monotonic()
+        self._started = self._spoke = self._beaten = time.monotonic()
         self._popen = subprocess.Popen(
             command,
             env=environ,
@@ -87,11 +94,37 @@ class Process:
             return
         self.exit_code = self._popen.poll()
         self.seconds = time.monotonic() - self._started
+        self._listen()
         if self.failure_code is None and self.outcome is not None:
             self.failure_code = failed_code(self.outcome)
             if self.exit_code == 0 and not self.outcome.exists():
                 self.failure_code = 1  # os._exit(0): the function never returned
+        if self.failure_code is None and self.beat.doing == Doing.FAILED and self.beat.pid == self.pid:
+            self.failure_code = 1  # an exception that nobody caught, of a script
         self.failure_code = self.failure_code or self.exit_code or None
+
+    def _listen(self) -> None:
+        if self._listener is not None:
+            beat, self.beat = self.beat, self._listener.hear()
+            if beat.number != self.beat.number:
+                self._beaten = time.monotonic()
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long ago it finished a step, or began."""
+        return time.monotonic() - self._beaten
+
+    def ask(self, signum: int) -> None:
+        """Ask it to end: the process that trains, so that it can save, or else all of its group.
+
+        What that process has started, such as workers that load its data, is needed until it has saved.
+        """
+        pid = self.beat.pid
+        with suppress(OSError):
+            if pid and self.exit_code is None and os.getsid(pid) == self.pid:
+                os.kill(pid, signum)
+                return
+        self.send(signum)
 
     def send(self, signum: int) -> None:
         """Send a signal to the process and those of its group, unless it has ended."""
@@ -117,6 +150,9 @@ class Process:
         with suppress(subprocess.TimeoutExpired):  # stuck in the kernel: nothing more can be done
             self._popen.wait(5)
         self._pipe.close()
+        if self._listener:
+            self._listener.close()
+            self._listener = None
         if self._log:
             self._log.close()
 
@@ -128,9 +164,9 @@ class Process:
 class _Log:
     """A file that takes what it is given, or says who could not be heard."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, appends: bool):
         try:
-            self._file = path.open("wb", buffering=0)
+            self._file = path.open("ab" if appends else "wb", buffering=0)
         except OSError as error:
             raise LaunchError(f"The log {path} cannot be written: {error.strerror}") from error
 

@@ -6,6 +6,7 @@ imported before the user's own code runs.
 
 import importlib
 import importlib.util
+import json
 import os
 import pickle
 import shutil
@@ -17,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from keras_dist_ext.processes import pulse
+
 __all__ = ["command_line", "main", "LAUNCH_IDS", "pack_call", "read_value", "failed_code"]
 
 LAUNCH_IDS = "KERAS_DIST_EXT_LAUNCH"  # environment variable: ids of the launches, outermost first, that a process is in
@@ -25,21 +28,36 @@ _MAIN = "__mp_main__"  # what multiprocessing calls the launcher's __main__ insi
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def command_line(mode: str, *args: str) -> list[str]:
-    """Return what starts this module in a new interpreter, in `mode`: exec, call, serve or guard."""
+def command_line(mode: str, *args: str, pulse_file: str = "", cpus: Sequence[int] = ()) -> list[str]:
+    """Return what starts this module in a new interpreter.
+
+    Args:
+        mode: exec, call, serve or guard.
+        args: what the mode takes.
+        pulse_file: where the worker says what it is at; "" for nowhere.
+        cpus: that the process may use; none for all.
+    """
     boot = "import sys; sys.path[0] = sys.argv.pop(1); from keras_dist_ext.processes.worker import main; main()"
     root = str(Path(__file__).resolve().parents[2])
-    return [sys.executable, "-c", boot, root, mode, str(os.getpid()), *args]
+    settings = json.dumps({"launcher": os.getpid(), "pulse": pulse_file, "cpus": list(cpus)})
+    return [sys.executable, "-c", boot, root, mode, settings, *args]
 
 
 def main() -> None:
     """Do what the command line of this process says."""
-    mode, launcher, *args = sys.argv[1:]
+    mode, text, *args = sys.argv[1:]
     if mode == "guard":
         return _guard(*args)
-    _die_with(int(launcher))
+    settings = json.loads(text)
+    _die_with(settings["launcher"])
+    if settings["cpus"]:
+        os.sched_setaffinity(0, settings["cpus"])
+    os.environ.pop(pulse.PULSE, None)  # of a launch that this one runs in
+    if settings["pulse"]:
+        os.environ[pulse.PULSE] = settings["pulse"]
     if mode == "exec":
         _exec(args)
+    pulse.begin()
     return _serve() if mode == "serve" else _call(*args)
 
 
@@ -54,6 +72,7 @@ def _die_with(launcher: int) -> None:
 
 
 def _exec(command: list[str]) -> NoReturn:
+    signal.signal(pulse.STACKS_SIGNAL, signal.SIG_IGN)  # it would end a program that does not speak for the worker
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -1,0 +1,209 @@
+"""Leave out steps whose numbers are not finite, on all replicas alike, and remember which they were.
+
+Each replica looks at its own loss and gradients. What it finds travels to the others with the gradients, in the same
+reduction, so that all of them leave the same update out, in the middle of an execution and without asking the host.
+A step that is left out has never been: weights, optimizers, metrics and state that layers assign are as before it.
+Random streams and counters of layers have gone on, and the data is used.
+
+Letters: R = replicas, virtual ones where there are such, over all workers; K = steps that are remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import tree
+
+__all__ = ["DATA", "GRADIENTS", "LOSS", "BadStep", "Guard", "StepGuard"]
+
+LOSS, GRADIENTS, DATA = 1, 2, 4  # where a replica has found what is not finite: a sum of these
+_REMEMBERED = 16  # K
+
+# What the state holds, before what was found in the step that is under way, by replica.
+_STEPS, _BAD, _IN_A_ROW, _MOST_IN_A_ROW, _STOPPED, _FOUND = range(6)
+
+
+class BadStep(NamedTuple):
+    """A step that was left out."""
+
+    steps_ago: int  # 0 = the last one that was made
+    found: tuple[int, ...]  # [R], each a sum of LOSS, GRADIENTS and DATA; 0 = all is finite
+
+
+class Guard:
+    """What a model's steps leave out. To be made in the scope of the model's strategy, on all workers.
+
+    Attributes:
+        num_replicas: R.
+
+    Args:
+        num_replicas: see above.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+        # Every replica keeps its own, and all hold the same.
+        options: dict[str, Any] = {
+            "trainable": False,
+            "synchronization": tf.VariableSynchronization.ON_READ,
+            "aggregation": tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        }
+        self.state = tf.Variable(tf.zeros([_FOUND + num_replicas], tf.int64), name="guard", **options)
+        self.bad = tf.Variable(tf.zeros([_REMEMBERED, 1 + num_replicas], tf.int64), name="guarded_steps", **options)
+        self._num_seen = 0
+
+    def begin(self, most_in_a_row: int) -> None:
+        """Begin anew: nothing was left out.
+
+        Args:
+            most_in_a_row: how many steps may be left out one after the other. With one more, that and all later steps
+                of the run are.
+        """
+        state = np.zeros([_FOUND + self.num_replicas], np.int64)
+        state[_MOST_IN_A_ROW] = most_in_a_row
+        for copy in _keras.components(self.state):
+            copy.assign(state)
+        self._num_seen = 0
+
+    def look(self) -> tuple[list[BadStep], int, bool]:
+        """Return the last few steps left out since the last call, how many there were, and whether all are from now on.
+
+        All workers get the same answer.
+        """
+        state = _keras.components(self.state)[0].numpy()
+        before, self._num_seen = self._num_seen, int(state[_BAD])
+        if self._num_seen == before:
+            return [], 0, bool(state[_STOPPED])
+        table = _keras.components(self.bad)[0].numpy()
+        numbers = range(max(before, self._num_seen - _REMEMBERED), self._num_seen)
+        rows = [table[number % _REMEMBERED] for number in numbers]
+        steps = [BadStep(int(state[_STEPS] - 1 - row[0]), tuple(int(code) for code in row[1:])) for row in rows]
+        return steps, self._num_seen - before, bool(state[_STOPPED])
+
+    def step(self) -> StepGuard:
+        """Return what guards one step of this replica, while it is traced."""
+        return StepGuard(self)
+
+
+class StepGuard:
+    """Guards one step of a replica; virtual replicas that one carries share it.
+
+    Args:
+        guard: of the model.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._num_replicas = guard.num_replicas
+        self._state = _keras.local_component(guard.state)
+        self._bad = _keras.local_component(guard.bad)
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._before: dict[int, tuple[Any, Any]] = {}
+
+    def note(self, variable: Any) -> None:
+        """Take note, before a variable is assigned in the step, of what it holds."""
+        if id(variable) in self._before or (self._graph is None and not tf.executing_eagerly()):
+            return
+        local = _keras.local_component(variable)
+        if not (local.dtype.is_floating or _keras.is_sync_on_read(variable)):
+            return
+        if self._graph is None:
+            self._before[id(variable)] = local, local.read_value()
+        else:
+            with self._graph.as_default():
+                self._before[id(variable)] = local, local.read_value()
+
+    def found(
+        self,
+        replica: Any,
+        num_replicas: int,
+        rows: Any,
+        batch: Any,
+        losses: Sequence[Any],
+        gradients: Sequence[Any],
+        scale: Any = None,
+    ) -> tf.Tensor:
+        """Return what a replica has found, [3, R] float32: 1 where the loss, gradients or data of one are not finite.
+
+        Args:
+            replica: its number.
+            num_replicas: among so many; a multiple of R where a replica's batch is cut further.
+            rows: of its batch; of none, nothing is wrong.
+            batch: what is looked at when something is wrong.
+            losses: scalars.
+            gradients: its own.
+            scale: of the loss, by which an optimizer halves it when gradients overflow; so these count only where it
+                is 1 or less.
+        """
+        loss_is_bad = tf.logical_not(_all_finite([loss for loss in losses if _is_at_hand(loss)]))
+        gradients_are_bad = tf.logical_not(_all_finite(gradients))
+        if scale is not None:
+            gradients_are_bad = tf.logical_and(gradients_are_bad, tf.convert_to_tensor(scale) <= 1.0)
+        is_bad = tf.logical_and(tf.logical_or(loss_is_bad, gradients_are_bad), tf.cast(rows, tf.int32) > 0)
+        leaves = [leaf for leaf in tree.flatten(batch) if tf.is_tensor(leaf)]
+        data_is_bad = tf.cond(is_bad, lambda: tf.logical_not(_all_finite(leaves)), lambda: tf.constant(False))
+        flags = tf.stack([tf.logical_and(is_bad, flag) for flag in (loss_is_bad, gradients_are_bad, data_is_bad)])
+        place = tf.one_hot(replica * self._num_replicas // num_replicas, self._num_replicas, dtype=tf.float32)
+        return tf.cast(flags, tf.float32)[:, None] * place[None]
+
+    def may_update(self, found: tf.Tensor) -> tf.Tensor:
+        """Whether weights may be updated, given the sum of what all replicas have found, [3, R]."""
+        return tf.logical_and(tf.reduce_all(tf.equal(found, 0.0)), tf.equal(self._state.read_value()[_STOPPED], 0))
+
+    def keep(self, found: tf.Tensor) -> None:
+        """Keep the sum of what all replicas have found, [3, R], with what was found in this step before."""
+        state = self._state.read_value()
+        flags = tf.cast(found > 0.0, tf.int64) * tf.constant([[LOSS], [GRADIENTS], [DATA]], tf.int64)
+        codes = tf.bitwise.bitwise_or(state[_FOUND:], tf.reduce_sum(flags, axis=0))
+        self._state.assign(tf.concat([state[:_FOUND], codes], axis=0))
+
+    def end(self) -> None:
+        """End the step: if it is left out, put back what it has assigned, and remember it."""
+        state = self._state.read_value()
+        steps, num_bad, in_a_row, most_in_a_row = (state[i] for i in (_STEPS, _BAD, _IN_A_ROW, _MOST_IN_A_ROW))
+        found, was_stopped = state[_FOUND:], state[_STOPPED] > 0
+        is_bad = tf.reduce_any(found > 0)
+        is_news = tf.logical_and(is_bad, tf.logical_not(was_stopped))
+        in_a_row = tf.where(is_bad, in_a_row + 1, tf.zeros_like(in_a_row))
+        stopped = tf.logical_or(was_stopped, tf.logical_and(is_bad, in_a_row > most_in_a_row))
+        counts = [steps + 1, num_bad + tf.cast(is_news, tf.int64), in_a_row, most_in_a_row, tf.cast(stopped, tf.int64)]
+
+        def remember() -> tf.Tensor:
+            place = tf.equal(tf.range(_REMEMBERED, dtype=tf.int64), num_bad % _REMEMBERED)
+            row = tf.concat([steps[None], found], axis=0)
+            self._bad.assign(tf.where(place[:, None], row[None], self._bad.read_value()))
+            return tf.constant(True)
+
+        def put_back() -> tf.Tensor:
+            for local, value in self._before.values():
+                local.assign(value)
+            return tf.constant(True)
+
+        tf.cond(is_news, remember, lambda: tf.constant(False))
+        tf.cond(tf.logical_or(is_bad, was_stopped), put_back, lambda: tf.constant(False))
+        self._state.assign(tf.concat([tf.stack(counts), tf.zeros_like(found)], axis=0))
+
+
+def _all_finite(values: Sequence[Any]) -> tf.Tensor:
+    """Whether all floats are; True for none."""
+    dense = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
+    dense = [value.flat_values if isinstance(value, tf.RaggedTensor) else value for value in dense]
+    dense = [value.values if isinstance(value, tf.SparseTensor) else value for value in dense]
+    finite = [tf.reduce_all(tf.math.is_finite(value)) for value in dense if value.dtype.is_floating]
+    return tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
+
+
+def _is_at_hand(value: Any) -> bool:
+    """Whether the graph that is being traced can use a tensor: it is of this one, or of one around it."""
+    if tf.executing_eagerly():
+        return True
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if getattr(value, "graph", graph) is graph:
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False

@@ -1,0 +1,97 @@
+"""Look whether what a launch is given can run, and turn it into what a process runs, before any starts."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from keras_dist_ext.errors import LaunchError
+from keras_dist_ext.processes import worker
+
+__all__ = ["check_counts", "check_seconds", "check_surroundings", "program_of"]
+
+
+def program_of(
+    work: Sequence[str] | Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    environ: Mapping[str, str],
+) -> list[str] | bytes:
+    """Return a command line, or a packed call of a function.
+
+    Args:
+        work: a command or a function.
+        args: for the function.
+        kwargs: for the function.
+        environ: of the processes.
+
+    Raises:
+        LaunchError: it could not run in another process; the message says why.
+    """
+    return _packed_call(work, args, kwargs) if callable(work) else _command(work, args, kwargs, environ)
+
+
+def _command(
+    work: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any] | None, environ: Mapping[str, str]
+) -> list[str]:
+    """Return the command line of a process, after a look whether it can run."""
+    if isinstance(work, str | bytes) or not work or not all(isinstance(word, str | os.PathLike) for word in work):
+        raise LaunchError(f"{work!r} is no command: give a list of strings such as ['train.py', '--epochs', '3'].")
+    if args or kwargs:
+        raise LaunchError("args and kwargs are for a function: put a command's arguments into its list.")
+    program, *rest = (os.fspath(word) for word in work)
+    if program.endswith(".py"):
+        if not os.path.isfile(program):
+            raise LaunchError(f"There is no script {program!r} (looked in {os.getcwd()}), so no worker could start.")
+        return [sys.executable, program, *rest]
+    if shutil.which(program, path=environ.get("PATH")) is None:
+        raise LaunchError(
+            f"{program!r} is no program that PATH knows, so no worker could start. A Python script ends in .py, "
+            "a module runs as ['python', '-m', NAME]."
+        )
+    return [program, *rest]
+
+
+def _packed_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    try:
+        return worker.pack_call(function, args, kwargs)
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+
+
+def check_counts(**given: tuple[Any, int]) -> None:
+    """Check numbers, each given with the least it may be.
+
+    Raises:
+        LaunchError: one is no whole number, or too small.
+    """
+    for name, (value, least) in given.items():
+        if not isinstance(value, int) or value < least:
+            raise LaunchError(f"{name}={value!r} makes no launch: give a whole number, {least} or more.")
+
+
+def check_seconds(**given: float | None) -> None:
+    """Check times, None for no limit.
+
+    Raises:
+        LaunchError: one leaves no time.
+    """
+    for name, value in given.items():
+        if value is not None and not value > 0:
+            raise LaunchError(f"{name}={value!r} leaves no time to run: give seconds above 0, or None for no limit.")
+
+
+def check_surroundings(environ: Mapping[str, str]) -> None:
+    """Check that nothing else has made this process part of a cluster.
+
+    Raises:
+        LaunchError: it has, or this system cannot launch.
+    """
+    if environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
+        raise LaunchError(
+            f"TF_CONFIG is already set ({environ['TF_CONFIG']}): something else starts the workers here, and each "
+            "would start a cluster of its own. Run the script itself, without launch, or unset TF_CONFIG."
+        )
+    if os.name != "posix":
+        raise LaunchError("launch needs sessions and signals as Linux and macOS have them; on Windows, use it in WSL.")

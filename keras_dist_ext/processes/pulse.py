@@ -1,0 +1,231 @@
+"""Say what this worker is at, in a file that its launcher reads; where no launcher listens, say nothing.
+
+A pulse is a few numbers in memory that both processes map: what the worker does, the steps it is in, the last one it
+has finished, and a count that goes up with each. Writing it takes a microsecond and no system call. A signal has the
+worker write its stacks beside it, even while it is stuck in TensorFlow.
+"""
+
+import contextlib
+import enum
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, NamedTuple
+
+__all__ = [
+    "PULSE",
+    "STACKS_SIGNAL",
+    "Beat",
+    "Doing",
+    "Listener",
+    "begin",
+    "data_ends",
+    "heartbeat",
+    "running",
+    "stacks_path",
+    "steps_begin",
+    "steps_end",
+    "waiting",
+]
+
+PULSE = "KERAS_DIST_EXT_PULSE"  # environment variable: the file of the worker that this process belongs to
+STACKS_SIGNAL = getattr(signal, "SIGUSR1", 0)
+
+_KINDS = ("train", "test", "predict")
+_LAYOUT = struct.Struct("<9q")  # the fields of Beat
+
+
+class Doing(enum.IntEnum):
+    """What a worker is at."""
+
+    STARTS = 0  # it has made no step yet
+    STEPS = 1  # it is in the steps `first` to `last`
+    BETWEEN = 2  # it has finished some, and has not begun others: callbacks, data, compilation
+    NO_MORE_DATA = 3  # its epoch is over
+    LEFT = 4  # it has left `fit`
+    FAILED = 5  # an exception that nobody caught is about to end it
+
+
+class Beat(NamedTuple):
+    """What a worker has said last."""
+
+    pid: int = 0  # of the process that speaks for the worker; 0 = none has spoken yet
+    has_stacks: int = 0  # 1: STACKS_SIGNAL has it write its stacks
+    number: int = 0  # goes up with every execution that ends
+    doing: int = Doing.STARTS
+    kind: int = 0  # of the steps, an index of _KINDS
+    first: int = 0  # step of those that are under way, counted from 1 in this fit
+    last: int = 0
+    finished: int = 0  # steps of training, in this fit
+    waits: int = 0  # 1: for numbers that all workers add up between steps
+
+    @property
+    def trains(self) -> bool:
+        """Whether the steps are of training, not of an evaluation or a prediction."""
+        return _KINDS[self.kind] == "train"
+
+
+class Listener:
+    """The launcher's end: an empty file for a worker to write to."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.write_bytes(bytes(mmap.PAGESIZE))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE, access=mmap.ACCESS_READ)
+
+    def hear(self) -> Beat:
+        """Return what the worker has said last."""
+        return Beat(*_LAYOUT.unpack_from(self._memory))
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self._memory.close()
+
+
+def stacks_path(pulse: Path) -> Path:
+    """Return where the worker with this pulse writes its stacks."""
+    return pulse.with_suffix(".stacks")
+
+
+class _Speaker:
+    """The worker's end."""
+
+    def __init__(self, path: Path):
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+        self.beat = Beat(*_LAYOUT.unpack_from(self._memory))
+
+    def say(self, **changes: int) -> None:
+        self.beat = self.beat._replace(**changes)
+        _LAYOUT.pack_into(self._memory, 0, *self.beat)
+
+
+_speaker: _Speaker | None = None
+_stacks: IO[bytes] | None = None  # kept open: the signal's handler writes to its descriptor
+_num_running = 0
+
+
+def begin() -> None:
+    """Speak for the worker from here on, if a launcher listens and no other living process of the worker does."""
+    global _speaker
+    path = os.environ.get(PULSE)
+    if not path or _speaker is not None:
+        return
+    with contextlib.suppress(OSError, ValueError):  # the launcher is gone, and this process is about to be
+        speaker = _Speaker(Path(path))
+        other = speaker.beat.pid
+        if other in (0, os.getpid()) or not _is_alive(other):
+            speaker.say(pid=os.getpid(), has_stacks=int(_offers_stacks(Path(path))))
+            _speaker = speaker
+            _announce_failures()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _offers_stacks(pulse: Path) -> bool:
+    global _stacks
+    if not STACKS_SIGNAL or signal.getsignal(STACKS_SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN):
+        return False  # the signal is the user's
+    _stacks = stacks_path(pulse).open("ab", buffering=0)
+    faulthandler.register(STACKS_SIGNAL, file=_stacks, all_threads=True)
+    return True
+
+
+def _announce_failures() -> None:
+    """Say of an uncaught exception when it is printed: the process may take many seconds to end.
+
+    On its way out TensorFlow waits for the other workers, who then complain first and hide the cause.
+    """
+    before = sys.excepthook
+
+    def announce(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        sys.stderr.flush()
+        if _speaker is not None and not issubclass(kind, KeyboardInterrupt):
+            _speaker.say(doing=Doing.FAILED)
+
+    sys.excepthook = announce
+
+
+def steps_begin(kind: str, first: int, num_steps: int) -> None:
+    """Say that steps begin.
+
+    Args:
+        kind: train, test or predict.
+        first: of them, counted from 1.
+        num_steps: how many are made at once.
+    """
+    if _speaker is not None:
+        _speaker.say(doing=Doing.STEPS, kind=_KINDS.index(kind), first=first, last=first + max(num_steps, 1) - 1)
+
+
+def steps_end(num_made: int) -> None:
+    """Say that the steps which were under way are finished, as many as there were."""
+    if _speaker is not None:
+        beat = _speaker.beat
+        finished = beat.first + num_made - 1 if beat.trains else beat.finished
+        _speaker.say(doing=Doing.BETWEEN, finished=finished, number=beat.number + 1)
+
+
+def data_ends() -> None:
+    """Say that an epoch has no more steps."""
+    if _speaker is not None:
+        _speaker.say(doing=Doing.NO_MORE_DATA)
+
+
+@contextlib.contextmanager
+def running() -> Iterator[None]:
+    """Say when the outermost of runs that are in each other is over, however it ends."""
+    global _num_running
+    _num_running += 1
+    try:
+        yield
+    finally:
+        _num_running -= 1
+        if _speaker is not None and not _num_running:
+            _speaker.say(doing=Doing.LEFT)
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Say that this worker waits for the others, between steps."""
+    if _speaker is None:
+        yield
+        return
+    _speaker.say(waits=1)
+    try:
+        yield
+    finally:
+        _speaker.say(waits=0)
+
+
+def heartbeat(step: int) -> None:
+    """Tell `launch` that a step is finished, in a loop that is neither ``fit`` nor ``TrainLoop``.
+
+    ``launch(timeout=...)`` takes a worker that finishes no step for so long for one that hangs. It knows of the steps
+    of ``kde.Model`` and ``kde.TrainLoop``; in another loop, call this after each step. Elsewhere it does nothing, and
+    it costs next to nothing.
+
+        >>> heartbeat(413)
+
+    Args:
+        step: that is finished, counted from 1.
+    """
+    if _speaker is not None:
+        beat = _speaker.beat
+        _speaker.say(doing=Doing.BETWEEN, kind=0, finished=step, number=beat.number + 1)

@@ -1,0 +1,54 @@
+"""Give each process of a cluster on this machine its part, and an address with a port that stays its own."""
+
+import json
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+__all__ = ["Task", "cluster", "tf_config"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One line of the cluster."""
+
+    kind: str  # chief, worker or ps
+    index: int
+    address: str
+    serves: bool
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.index}"
+
+
+@contextmanager
+def cluster(num_workers: int, num_ps: int) -> Iterator[list[Task]]:
+    """Give each task an address with a port that stays ours: no other program is handed it while the cluster lives."""
+    kinds = ["chief"] * (num_ps > 0) + ["worker"] * num_workers + ["ps"] * num_ps
+    with ExitStack() as held:
+        tasks: list[Task] = []
+        for kind in kinds:
+            # On Linux a socket that is bound, but does not listen, keeps the kernel from handing its port to others,
+            # and TensorFlow's server (SO_REUSEADDR, all interfaces) can listen on it all the same.
+            held_socket = held.enter_context(socket.socket())
+            held_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held_socket.bind(("", 0))
+            index = sum(task.kind == kind for task in tasks)
+            address = f"127.0.0.1:{held_socket.getsockname()[1]}"
+            tasks.append(Task(kind, index, address, serves=num_ps > 0 and kind != "chief"))
+        if sys.platform != "linux":
+            held.close()  # elsewhere the port can only be chosen, not kept
+        yield tasks
+
+
+def tf_config(task: Task, tasks: Sequence[Task]) -> str:
+    """Return what a task finds in its TF_CONFIG."""
+    jobs = {kind: [other.address for other in tasks if other.kind == kind] for kind in ("chief", "worker", "ps")}
+    return json.dumps(
+        {
+            "cluster": {kind: addresses for kind, addresses in jobs.items() if addresses},
+            "task": {"type": task.kind, "index": task.index},
+        }
+    )

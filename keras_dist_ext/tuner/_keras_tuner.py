@@ -1,0 +1,165 @@
+"""The import of keras-tuner, and what a search has to touch of what keras-tuner 1.4.8 keeps to itself.
+
+`tests/test_tuner.py` fails when one of these changes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from keras_dist_ext._keras import keras
+from keras_dist_ext.errors import BackendError, TunerError
+
+try:
+    import keras_tuner
+    from keras_tuner.src.engine.tuner_utils import SaveBestEpoch, TunerCallback
+except ImportError as error:
+    raise BackendError(
+        f"kde.tuner searches with keras-tuner, which cannot be imported here ({error}). "
+        "Install it: pip install 'keras_dist_ext[tuner]'."
+    ) from error
+
+__all__ = [
+    "FatalTunerError",
+    "callbacks_of_member",
+    "content_with_executions",
+    "count_failures",
+    "keras_tuner",
+    "learn_from_failures",
+    "objectives_of",
+    "redraw",
+    "replace_space",
+]
+
+
+class FatalTunerError(TunerError, keras_tuner.errors.FatalError):  # type: ignore[misc]
+    """A mistake in how a search was set up; keras-tuner does not take it for a failed trial."""
+
+
+def objectives_of(objective: Any) -> list[Any]:
+    """Return the single objectives of a search (engine/objective.py, `MultiObjective.objectives`)."""
+    return list(getattr(objective, "objectives", [objective]))
+
+
+def content_with_executions(callbacks: Iterable[Any], tuner: Any) -> None:
+    """Let executions have many steps where the tuner's hooks for batches do nothing (engine/tuner_utils.py).
+
+    `TunerCallback` has hooks for batches, which call the tuner's; they are empty unless a subclass has its own.
+    """
+    names = ("on_batch_begin", "on_batch_end")
+    if all(getattr(type(tuner), name) is getattr(keras_tuner.Tuner, name) for name in names):
+        for callback in keras.tree.flatten(list(callbacks)):
+            if type(callback) is TunerCallback:
+                callback.is_content_with_executions = True
+
+
+def callbacks_of_member(callbacks: Iterable[Any], model: Any) -> list[Any]:
+    """Return the callbacks for one of those who run a trial together, but for the first (engine/tuner_utils.py).
+
+    `SaveBestEpoch` writes its checkpoint elsewhere on all workers but the first; where they train alike, but not
+    together, all would write the same file.
+    """
+    alone = not model.distribute_strategy.extended._in_multi_worker_mode()
+    return [callback for callback in callbacks if not (alone and isinstance(callback, SaveBestEpoch))]
+
+
+def count_failures(oracle: Any, counts: Callable[[Any], bool]) -> None:
+    """Have an oracle end the search over some failed trials in a row only (engine/oracle.py).
+
+    Args:
+        oracle: asks `_check_consecutive_failures` after each trial.
+        counts: says of a failed trial whether it counts; one that does not neither adds to a row nor ends it.
+    """
+
+    def check() -> None:
+        view = copy.copy(oracle)
+        view.end_order = [
+            trial_id
+            for trial_id in oracle.end_order
+            if oracle.trials[trial_id].status != "FAILED" or counts(oracle.trials[trial_id])
+        ]
+        type(oracle)._check_consecutive_failures(view)
+
+    oracle._check_consecutive_failures = check
+
+
+def redraw(oracle: Any, is_hopeless: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Have an oracle draw again when what it has drawn cannot run (engine/oracle.py, tuners/bayesian.py).
+
+    RandomSearch, Hyperband and the first trials of BayesianOptimization draw by `_random_values`, which is asked again
+    up to 50 times; a proposal of BayesianOptimization's model is replaced by a random one. GridSearch goes through
+    its grid, where a point that cannot run fails at once.
+
+    Args:
+        oracle: of a search.
+        is_hopeless: whether a trial with these values is known to fail.
+    """
+    draw = oracle._random_values
+
+    def random_values() -> Any:
+        values = draw()
+        for _ in range(_MOST_DRAWS):
+            if values is None or not is_hopeless(values):
+                break
+            values = draw() or values  # None: everything was tried
+        return values
+
+    oracle._random_values = random_values
+    if isinstance(oracle, keras_tuner.oracles.BayesianOptimizationOracle):
+        propose = oracle.populate_space
+
+        def populate_space(trial_id: str) -> Any:
+            proposal = propose(trial_id)
+            values = proposal.get("values")
+            if values is not None and is_hopeless(values):
+                values = random_values() or values
+            return {**proposal, "values": values}
+
+        oracle.populate_space = populate_space
+
+
+_MOST_DRAWS = 50
+
+
+def learn_from_failures(oracle: Any, *, unreached: float) -> None:
+    """Show BayesianOptimization's model where trials fail (tuners/bayesian.py, `_vectorize_trials`).
+
+    It leaves failed trials out, and so goes on to propose points next to them. Here they count as worse than the
+    worst that has ended, by the whole range of scores.
+
+    Args:
+        oracle: nothing happens to other oracles than BayesianOptimization's.
+        unreached: a score from which on a trial counts as failed, too.
+    """
+    if not isinstance(oracle, keras_tuner.oracles.BayesianOptimizationOracle):
+        return
+
+    def vectorize() -> Any:
+        view = copy.copy(oracle)
+        sign = -1.0 if oracle.objective.direction == "max" else 1.0
+        ended = {i: t for i, t in oracle.trials.items() if t.status == "COMPLETED" and sign * t.score < unreached}
+        scores = [sign * trial.score for trial in ended.values()] or [0.0]
+        penalty = max(scores) + max(max(scores) - min(scores), 1e-3 * abs(max(scores)), 1e-6)
+        view.trials = {}
+        for trial_id, trial in oracle.trials.items():
+            if trial_id not in ended and trial.status in ("COMPLETED", "FAILED", "INVALID"):
+                trial = copy.copy(trial)
+                trial.status, trial.score = "COMPLETED", sign * penalty
+            view.trials[trial_id] = trial
+        return type(oracle)._vectorize_trials(view)
+
+    oracle._vectorize_trials = vectorize
+
+
+def replace_space(oracle: Any, change: Callable[[list[Any]], list[Any]]) -> None:
+    """Give an oracle other hyperparameters to search, in another order (engine/hyperparameters/hyperparameters.py).
+
+    Args:
+        oracle: of a search that has no trials yet.
+        change: takes the list of hyperparameters, and returns another.
+    """
+    space = keras_tuner.HyperParameters()
+    space.merge(change(list(oracle.hyperparameters.space)))
+    oracle.hyperparameters = space

@@ -1,0 +1,66 @@
+"""Keep an oracle from points that cannot run: what failed there before, and under a strategy that is not to be had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from keras_dist_ext.tuner._keras_tuner import count_failures, learn_from_failures, redraw
+from keras_dist_ext.tuner.objectives import UNREACHED
+from keras_dist_ext.tuner.records import ProjectRecords, TrialRecord
+from keras_dist_ext.tuner.strategies import HYPERPARAMETER
+
+__all__ = ["avoid_infeasible"]
+
+
+def avoid_infeasible(oracle: Any, records: ProjectRecords) -> None:
+    """Have an oracle learn from infeasible trials, and go on.
+
+    It draws again where it has drawn what failed before; BayesianOptimization's model counts failures as bad; and only
+    failures that are the user's own count for `max_consecutive_failed_trials`.
+
+    Args:
+        oracle: of the process that proposes trials.
+        records: of its project, which say why a trial failed.
+    """
+    known = _Known(oracle, records)
+    redraw(oracle, known.is_hopeless)
+    learn_from_failures(oracle, unreached=UNREACHED)
+    count_failures(oracle, known.is_own)
+
+
+class _Known:
+    """What is known of failed trials."""
+
+    def __init__(self, oracle: Any, records: ProjectRecords) -> None:
+        self._oracle = oracle
+        self._records = records
+        self._of_failed: dict[str, TrialRecord | None] = {}  # which do not change any more
+
+    def is_hopeless(self, values: Mapping[str, Any]) -> bool:
+        """Whether a trial with these values is known to fail."""
+        return any(_is_alike(record, values) for record in self._infeasible())
+
+    def is_own(self, trial: Any) -> bool:
+        """Whether a failed trial failed by an error of the user's own."""
+        record = self._record(trial)
+        return record is None or record.failure is None or not record.failure.is_infeasible
+
+    def _infeasible(self) -> list[TrialRecord]:
+        failed = [trial for trial in self._oracle.trials.values() if trial.status == "FAILED"]
+        records = [self._record(trial) for trial in failed]
+        return [record for record in records if record and record.failure and record.failure.is_infeasible]
+
+    def _record(self, trial: Any) -> TrialRecord | None:
+        if trial.trial_id not in self._of_failed:
+            self._of_failed[trial.trial_id] = self._records.of_trial(trial.trial_id)
+        return self._of_failed[trial.trial_id]
+
+
+def _is_alike(record: TrialRecord, values: Mapping[str, Any]) -> bool:
+    assert record.failure is not None
+    if record.failure.kind == "missing device":
+        return values.get(HYPERPARAMETER) == record.strategy
+    return {k: v for k, v in values.items() if not k.startswith("tuner/")} == {
+        k: v for k, v in record.values.items() if not k.startswith("tuner/")
+    }

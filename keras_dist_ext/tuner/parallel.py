@@ -1,0 +1,164 @@
+"""Divide a machine among the trials that run at once: accelerators are handed out, or else cores."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from keras_dist_ext.errors import LaunchError
+
+__all__ = ["Division", "Machine", "divide", "this_machine"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to be divided."""
+
+    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
+    num_cores: int
+    memory_bytes: int  # that is free
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who gets what: for each trial that runs at once, the environment of each of its worker processes."""
+
+    environs: tuple[tuple[Mapping[str, str], ...], ...]  # [trial][worker]
+    reason: str
+
+    @property
+    def num_trials(self) -> int:
+        """How many trials run at once."""
+        return len(self.environs)
+
+
+def this_machine(environ: Mapping[str, str]) -> Machine:
+    """Look at this machine, without TensorFlow.
+
+    Args:
+        environ: the environment that processes will have; its CUDA_VISIBLE_DEVICES limits what they see.
+    """
+    import psutil
+
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = _installed_gpus(environ) if listed is None else [name.strip() for name in listed.split(",") if name.strip()]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # CUDA takes a name that it does not know, such as -1, for the end of the list.
+    known = gpus[: gpus.index("-1")] if "-1" in gpus else gpus
+    return Machine(tuple(known), cores, psutil.virtual_memory().available)
+
+
+def _installed_gpus(environ: Mapping[str, str]) -> list[str]:
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None:
+        return []
+    try:
+        found = subprocess.run(
+            [program, "--query-gpu=index", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return found.stdout.split()
+
+
+_BYTES_PER_PROCESS = 1 << 30  # TensorFlow and a small model take 0.6 GB
+
+
+def divide(
+    machine: Machine,
+    trials_in_parallel: int | Literal["auto"] = "auto",
+    *,
+    gpus_per_trial: int | None = None,
+    workers_per_trial: int = 1,
+) -> Division:
+    """Give each of the trials that run at once its share of a machine.
+
+    With GPUs, each trial gets some of its own, and no trial sees another's. Without, cores are divided.
+
+        >>> machine = Machine(gpus=("0", "1", "2"), num_cores=8, memory_bytes=32 << 30)
+        >>> division = divide(machine)
+        >>> division.reason
+        '3 trials at once, each on 1 of 3 GPUs'
+        >>> [environ["CUDA_VISIBLE_DEVICES"] for (environ,) in division.environs]
+        ['0', '1', '2']
+
+    Args:
+        machine: to be divided.
+        trials_in_parallel: how many trials run at once; "auto": as many as there are devices for, or else cores.
+        gpus_per_trial: 1 if not given.
+        workers_per_trial: processes that run each trial together; its share is divided among them.
+
+    Raises:
+        LaunchError: there is less than is asked for.
+    """
+    for name, value in (("trials_in_parallel", trials_in_parallel), ("workers_per_trial", workers_per_trial)):
+        if value != "auto" and (not isinstance(value, int) or value < 1):
+            raise LaunchError(f"{name}={value!r} makes no search: give a whole number, 1 or more.")
+    if machine.gpus:
+        return _divide_gpus(machine, trials_in_parallel, gpus_per_trial or workers_per_trial, workers_per_trial)
+    if gpus_per_trial:
+        raise LaunchError(f"gpus_per_trial={gpus_per_trial}, but there is no GPU here. Leave it out to divide cores.")
+    return _divide_cores(machine, trials_in_parallel, workers_per_trial)
+
+
+def _divide_gpus(
+    machine: Machine, trials_in_parallel: int | Literal["auto"], per_trial: int, workers_per_trial: int
+) -> Division:
+    gpus, has = machine.gpus, f"This machine has {_counted(len(machine.gpus), 'GPU')} ({', '.join(machine.gpus)})"
+    if per_trial % workers_per_trial:
+        raise LaunchError(
+            f"gpus_per_trial={per_trial} cannot be divided among {workers_per_trial} workers of a trial: each must "
+            f"have equally many. Give a multiple of {workers_per_trial}."
+        )
+    most = len(gpus) // per_trial
+    num_trials = most if trials_in_parallel == "auto" else trials_in_parallel
+    if not 1 <= num_trials <= most:
+        raise LaunchError(
+            f"{has}, and {_counted(max(num_trials, 1), 'trial')} at once with {per_trial} each would need "
+            f"{max(num_trials, 1) * per_trial}. Trials on one GPU would take each other's memory, so give "
+            + (f"{most} or fewer trials at once." if most else f"gpus_per_trial={len(gpus)} or less.")
+        )
+    each = per_trial // workers_per_trial
+    threads = max(1, machine.num_cores // (num_trials * workers_per_trial))
+    shares = iter(gpus[begin : begin + each] for begin in range(0, len(gpus), each))
+
+    def environs() -> tuple[Mapping[str, str], ...]:
+        return tuple(
+            {"CUDA_VISIBLE_DEVICES": ",".join(next(shares)), **_threads(threads)} for _ in range(workers_per_trial)
+        )
+
+    return Division(
+        tuple(environs() for _ in range(num_trials)),
+        f"{_counted(num_trials, 'trial')} at once, each on {per_trial} of {_counted(len(gpus), 'GPU')}",
+    )
+
+
+def _divide_cores(machine: Machine, trials_in_parallel: int | Literal["auto"], workers_per_trial: int) -> Division:
+    cores = machine.num_cores
+    if trials_in_parallel == "auto":
+        num_processes = max(1, min(cores, machine.memory_bytes // _BYTES_PER_PROCESS))
+        num_trials = max(1, num_processes // workers_per_trial)
+    else:
+        num_trials = trials_in_parallel
+    threads = max(1, cores // (num_trials * workers_per_trial))
+    return Division(
+        ((dict(_threads(threads)),) * workers_per_trial,) * num_trials,
+        f"{_counted(num_trials, 'trial')} at once on {_counted(cores, 'core')}, {threads} of them for each process",
+    )
+
+
+def _threads(number: int) -> Mapping[str, str]:
+    names: Sequence[str] = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
+    return dict.fromkeys(names, str(number))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,76 @@
+"""Keep, in a trial's folder, what keras-tuner does not: its strategy, its speed, and why it failed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keras_dist_ext.tuner.failures import Failure
+
+__all__ = ["ProjectRecords", "TrialRecord"]
+
+_FILE = "strategy.json"
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """What is known of a trial; written when it ends, and read by the report and by the oracle's process."""
+
+    trial_id: str
+    strategy: str  # the name in the search
+    description: str = ""  # such as "MirroredStrategy (2 replicas)"
+    num_replicas: int = 0  # 0: the strategy was not to be had
+    global_batch_size: int | None = None  # None: not set by the tuner
+    examples_per_second: tuple[float, ...] = ()  # steady, of each execution that was measured
+    seconds: tuple[float, ...] = ()  # of training after the first step, of each execution
+    failure: Failure | None = None
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the hyperparameters
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write it into a trial's folder."""
+        path = Path(folder) / _FILE
+        aside = path.with_name(f"{_FILE}.{os.getpid()}")
+        aside.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        aside.replace(path)
+
+    @staticmethod
+    def load(folder: str | os.PathLike[str]) -> TrialRecord | None:
+        """Read it from a trial's folder; None where there is none."""
+        try:
+            state = json.loads((Path(folder) / _FILE).read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+        failure = state.pop("failure", None)
+        return TrialRecord(
+            **{
+                **state,
+                "examples_per_second": tuple(state["examples_per_second"]),
+                "seconds": tuple(state["seconds"]),
+                "failure": None if failure is None else Failure(**failure),
+            }
+        )
+
+
+class ProjectRecords:
+    """The records of a project, by trial.
+
+    Args:
+        folder: the project's.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+
+    def of_trial(self, trial_id: str) -> TrialRecord | None:
+        """Return what is known of a trial; it is read anew, for other processes write it."""
+        return TrialRecord.load(self.folder / f"trial_{trial_id}")
+
+    def all(self) -> dict[str, TrialRecord]:
+        """Return all records, in the order of the trials."""
+        records = {path.name.removeprefix("trial_"): TrialRecord.load(path) for path in self.folder.glob("trial_*")}
+        return {trial_id: record for trial_id, record in sorted(records.items()) if record is not None}

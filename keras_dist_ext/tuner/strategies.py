@@ -1,0 +1,182 @@
+"""Name the strategies of a search, make them the hyperparameter of its trials, and find the one of a trial."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from keras_dist_ext._keras import is_default_strategy
+from keras_dist_ext.choice.decision import NAMES
+from keras_dist_ext.choice.wording import close_name
+from keras_dist_ext.errors import StrategyError, TunerError
+from keras_dist_ext.scope import describe_strategy
+from keras_dist_ext.strategy import StrategyChoice, pick_strategy
+
+__all__ = ["HYPERPARAMETER", "Strategies", "StrategyEntry"]
+
+HYPERPARAMETER = "distribution_strategy"
+
+StrategyEntry: TypeAlias = str | StrategyChoice | tf.distribute.Strategy | Callable[[], Any]
+
+
+class Strategies:
+    """The strategies that trials of a search may live under, by name.
+
+        >>> Strategies.of(["one_device", "mirrored(2)"]).names
+        ('one_device', 'mirrored(2)')
+        >>> Strategies.of(["miror"])
+        Traceback (most recent call last):
+        keras_dist_ext.errors.TunerError: There is no strategy 'miror'; did you mean 'mirrored'? There are auto, ...
+
+    A strategy is made when it is first asked for, and then kept. A `MirroredStrategy` over devices that have one
+    already is replaced by that one: TensorFlow takes no second (tensorflow#62790).
+    """
+
+    def __init__(self, entries: Mapping[str, StrategyEntry]) -> None:
+        self._entries = dict(entries)
+        self._made: dict[str, StrategyChoice] = {}
+
+    @staticmethod
+    def of(given: Sequence[StrategyEntry] | Mapping[str, StrategyEntry] | StrategyEntry) -> Strategies:
+        """Take what a user gives.
+
+        Args:
+            given: names as `pick_strategy` takes them, with a number of replicas as in ``"mirrored(2)"``; choices that
+                it made; strategies; functions that return one of these. A mapping gives each a name of its own.
+
+        Raises:
+            TunerError: there is none, one cannot be understood, or two have the same name.
+        """
+        if isinstance(given, Mapping):
+            entries = dict(given)
+        else:
+            several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+            entries = {}
+            for entry in several:
+                name = _name_of(entry)
+                if name in entries:
+                    raise TunerError(
+                        f"Two strategies are called {name!r}, so a trial could not say which is its own. Name them: "
+                        "strategies={'first': ..., 'second': ...}."
+                    )
+                entries[name] = entry
+        if not entries:
+            raise TunerError(f"strategies is empty; give at least one, say 'auto'. There are {', '.join(NAMES)}.")
+        for name, entry in entries.items():
+            if not isinstance(name, str):
+                raise TunerError(f"strategies has the name {name!r}; names are strings.")
+            _name_of(entry, is_named=True)
+        return Strategies(entries)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names, in the order given; the first is where a search begins."""
+        return tuple(self._entries)
+
+    def declare(self, hp: Any, names: Sequence[str] | None = None) -> str:
+        """Add the hyperparameter to some, or read it, and return the name of the strategy."""
+        if HYPERPARAMETER not in hp:
+            names = list(names or self.names)
+            if len(names) == 1:
+                hp.Fixed(HYPERPARAMETER, names[0])
+            else:
+                hp.Choice(HYPERPARAMETER, names)
+        return str(hp.get(HYPERPARAMETER))
+
+    def make_all(self) -> None:
+        """Make those that can be had here, now."""
+        for name in self.names:
+            with contextlib.suppress(StrategyError):
+                self.get(name)
+
+    def get(self, name: str) -> StrategyChoice:
+        """Return a strategy by name, the same object each time.
+
+        Raises:
+            StrategyError: it cannot be had here.
+            TunerError: no strategy has this name, or its function returned none.
+        """
+        if name not in self._made:
+            if name not in self._entries:
+                raise TunerError(
+                    f"The trial is to live under {name!r}, which is none of the strategies of this search: "
+                    f"{', '.join(self.names)}. Give the strategies that the project was begun with."
+                )
+            self._made[name] = _checked(name, _made(name, self._entries[name]))
+        return self._made[name]
+
+
+def _name_of(entry: Any, *, is_named: bool = False) -> str:
+    """Name an entry.
+
+    Raises:
+        TunerError: it is none, or has no name.
+    """
+    if isinstance(entry, str):
+        base = _parsed(entry)[0]
+        if base not in NAMES:
+            guess = close_name(base.removesuffix("strategy"), NAMES) or "."
+            raise TunerError(f"There is no strategy {entry!r}{guess} There are {', '.join(NAMES)}, and mirrored(2).")
+        return entry
+    if isinstance(entry, StrategyChoice):
+        return f"{entry.name}({entry.strategy.num_replicas_in_sync})" if entry.name == "mirrored" else entry.name
+    if isinstance(entry, tf.distribute.Strategy):
+        return describe_strategy(entry)
+    if not callable(entry):
+        raise TunerError(
+            f"strategies holds {entry!r}, of type {type(entry).__name__}. Give names as pick_strategy takes them, "
+            "choices that it made, or functions that return a strategy."
+        )
+    name = getattr(entry, "__name__", "<none>")
+    if name.startswith("<") and not is_named:
+        raise TunerError(
+            "strategies holds a function without a name (a lambda or a partial), so a project that is loaded again "
+            "could not tell which it was. Name it: strategies={'a name': function}."
+        )
+    return str(name)
+
+
+def _parsed(name: str) -> tuple[str, int | None]:
+    match = re.fullmatch(r"(\w+)\((\d+)\)", name)
+    return (match[1], int(match[2])) if match else (name, None)
+
+
+def _made(name: str, entry: Any) -> Any:
+    if isinstance(entry, str):
+        base, num_replicas = _parsed(entry)
+        return pick_strategy(base, num_replicas=num_replicas)
+    if isinstance(entry, StrategyChoice | tf.distribute.Strategy):
+        return entry
+    made = entry()
+    if not isinstance(made, StrategyChoice | tf.distribute.Strategy):
+        raise TunerError(
+            f"The function for the strategy {name!r} returned {made!r}. Let it return a tf.distribute.Strategy, or "
+            "what kde.pick_strategy returns."
+        )
+    return made
+
+
+def _checked(name: str, made: Any) -> StrategyChoice:
+    """Return the choice, over devices that exist, with the one MirroredStrategy that these devices have."""
+    choice = made if isinstance(made, StrategyChoice) else StrategyChoice(made, name, "given to the search")
+    strategy = choice.strategy
+    if is_default_strategy(strategy) or type(strategy).__name__ not in ("MirroredStrategy", "OneDeviceStrategy"):
+        return choice
+    devices = [tf.DeviceSpec.from_string(device) for device in strategy.extended.worker_devices]
+    names = [f"{device.device_type}:{device.device_index or 0}" for device in devices]
+    existing = {device.name.removeprefix("/device:") for device in tf.config.list_logical_devices()}
+    if missing := [device for device in names if device not in existing]:
+        raise StrategyError(
+            f"The strategy {name!r} uses {', '.join(missing)}, which this process does not have; training there would "
+            f"hang. TensorFlow has {', '.join(sorted(existing))}."
+        )
+    if type(strategy).__name__ == "MirroredStrategy":
+        strategy = _HELD.setdefault(frozenset(names), strategy)
+    return StrategyChoice(strategy, choice.name, choice.reason)
+
+
+_HELD: dict[frozenset[str], Any] = {}  # one MirroredStrategy for a set of devices

@@ -1,0 +1,385 @@
+"""The chief of a search and its workers' oracles, in one process: what they say to each other, and what is saved."""
+
+import json
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import keras_tuner
+import psutil
+import pytest
+from keras_tuner.engine.trial import Trial, TrialStatus
+
+from keras_dist_ext.errors import LaunchError
+from keras_dist_ext.processes.tasks import cluster
+from keras_dist_ext.tuner import _oracle
+from keras_dist_ext.tuner.channel import Channel, Unreachable
+from keras_dist_ext.tuner.chief import OracleServer, SearchEnded
+from keras_dist_ext.tuner.place import Place
+from keras_dist_ext.tuner.remote_oracle import RemoteOracle
+
+pytestmark = pytest.mark.timeout(60)
+
+OBJECTIVE = keras_tuner.Objective("score", "max")
+
+
+def oracle_in(folder, kind="RandomSearchOracle", **options):
+    hyperparameters = keras_tuner.HyperParameters()
+    hyperparameters.Choice("units", [1, 2, 3, 4])
+    hyperparameters.Choice("rate", [0.1, 0.2])
+    make = getattr(keras_tuner.oracles, kind)
+    oracle = make(objective=OBJECTIVE, hyperparameters=hyperparameters, seed=3, **options)
+    oracle.verbose = 0
+    oracle._set_project_dir(str(folder), "project")
+    return oracle
+
+
+class Served:
+    """An oracle that is served while a `with` lasts, and workers' oracles before it."""
+
+    def __init__(self, oracle):
+        self._port = ExitStack()
+        (task,) = self._port.enter_context(cluster(1, 0))  # a port that stays ours, as the launcher keeps it
+        self.address = task.address
+        self.oracle, self.closed, self.error = oracle, {}, None
+
+    def _run(self):
+        try:
+            self.server.run()
+        except Exception as error:
+            self.error = error
+
+    def _close(self, trial, reason):
+        self.closed[trial.trial_id] = reason
+
+    def __enter__(self):
+        self.server = OracleServer(self.oracle, self.address, self._close)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.server.abort("the test is over")
+        self.server._look_whether_over()
+        self._port.close()
+        self.wait()
+
+    def wait(self):
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def worker(self, tuner_id="tuner0", start=1, member=0, num_members=1):
+        remote = RemoteOracle(self.oracle, Place(tuner_id, self.address, start, member, num_members))
+        remote.POLL_SECONDS = 0.02
+        remote._channel = Channel(self.address, patience_seconds=10.0)
+        return remote
+
+    def call(self, method, **request):
+        channel = Channel(self.address)
+        try:
+            return channel.call(method, **request)
+        finally:
+            channel.close()
+
+
+def complete(worker, trial, score=1.0):
+    worker.update_trial(trial.trial_id, {"score": score})
+    trial.status = TrialStatus.COMPLETED
+    worker.end_trial(trial)
+
+
+def fail(worker, trial, message, status=TrialStatus.INVALID):
+    trial.status, trial.message = status, message
+    worker.end_trial(trial)
+
+
+# Trials.
+
+
+def test_workers_get_trials_until_there_are_no_more_and_the_chief_ends(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=3)) as served:
+        first, second = served.worker("tuner0"), served.worker("tuner1")
+        trials = [first.create_trial("tuner0"), second.create_trial("tuner1")]
+        assert [trial.trial_id for trial in trials] == ["0", "1"]
+        complete(first, trials[0], score=0.5)
+        complete(second, trials[1], score=0.75)
+        last = first.create_trial("tuner0")
+        assert second.create_trial("tuner1").status == TrialStatus.STOPPED
+        assert first.remaining_trials() == 0
+        assert first.get_best_trials(1)[0].score == 0.75
+        complete(first, last)
+        assert first.create_trial("tuner0").status == TrialStatus.STOPPED
+        served.wait()
+    assert served.error is None
+    assert [trial.status for trial in served.oracle.trials.values()] == ["COMPLETED"] * 3
+
+
+def test_hyperparameters_met_by_a_worker_reach_the_chief_with_their_values(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=1)) as served:
+        worker = served.worker()
+        trial = worker.create_trial("tuner0")
+        trial.hyperparameters.Int("layers", 1, 5)
+        worker.update_space(trial.hyperparameters)
+        assert [hp.name for hp in worker.get_space().space] == ["units", "rate", "layers"]
+        complete(worker, trial)
+    assert served.oracle.trials["0"].hyperparameters.values == trial.hyperparameters.values
+
+
+def test_the_message_of_a_failure_reaches_the_chief_and_its_files(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=2)) as served:
+        worker = served.worker()
+        fail(worker, worker.create_trial("tuner0"), "Traceback: no such layer")
+        assert worker.get_trial("0").message == "Traceback: no such layer"
+    saved = json.loads((tmp_path / "project" / "trial_0" / "trial.json").read_text())
+    assert (saved["status"], saved["message"]) == ("FAILED", "Traceback: no such layer")
+
+
+def test_what_keras_tuner_raises_in_the_chief_ends_the_search_and_not_in_a_hang(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=8, max_consecutive_failed_trials=2)) as served:
+        worker, other = served.worker("tuner0"), served.worker("tuner1")
+        other.create_trial("tuner1")
+        for number in range(2):
+            fail(worker, worker.create_trial("tuner0"), f"failure {number}")
+        served.wait()
+    assert isinstance(served.error, RuntimeError)
+    assert "Number of consecutive failures exceeded the limit of 2.\nfailure 1" in str(served.error)
+    assert served.oracle.create_trial("tuner2")  # the lock is free: keras-tuner would wait for ever
+
+
+def test_metrics_that_lack_the_objective_are_the_workers_error_and_the_chief_goes_on(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=2)) as served:
+        worker = served.worker()
+        trial = worker.create_trial("tuner0")
+        with pytest.raises(RuntimeError, match="Objective value missing in metrics reported"):
+            worker.update_trial(trial.trial_id, {"loss": 1.0})
+        complete(worker, trial)
+        assert worker.create_trial("tuner0").status == TrialStatus.RUNNING
+
+
+# What the supervisor does.
+
+
+def test_a_closed_trial_has_failed_with_the_reason_and_is_not_retried(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=2, max_retries_per_trial=3)) as served:
+        served.worker("tuner0").create_trial("tuner0")
+        assert served.call("state_of", tuner_id="tuner0")["trial_id"] == "0"
+        served.call("close_trial", tuner_id="tuner0", reason="killed twice")
+        assert served.call("state_of", tuner_id="tuner0")["trial_id"] is None
+        assert served.worker("tuner0", start=2).create_trial("tuner0").trial_id == "1"
+    assert served.closed == {"0": "killed twice"}
+    assert (served.oracle.trials["0"].status, served.oracle.trials["0"].message) == ("FAILED", "killed twice")
+
+
+def test_a_search_does_not_wait_for_a_worker_that_was_given_up(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=2)) as served:
+        worker, lost = served.worker("tuner0"), served.worker("tuner1")
+        mine = worker.create_trial("tuner0")
+        lost.create_trial("tuner1")
+        complete(worker, mine)
+        assert worker.create_trial("tuner0").status == TrialStatus.STOPPED
+        served.call("close_trial", tuner_id="tuner1", reason="gone")
+        served.call("retire", tuner_id="tuner1")
+        served.wait()
+    assert served.error is None
+
+
+def test_a_worker_started_again_gets_the_trial_it_was_in_without_what_it_had_reported(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=3)) as served:
+        dead = served.worker(start=1)
+        trial = dead.create_trial("tuner0")
+        dead.update_trial(trial.trial_id, {"score": 100.0})
+        alive = served.worker(start=2)
+        again = alive.create_trial("tuner0")
+        assert (again.trial_id, again.hyperparameters.values) == (trial.trial_id, trial.hyperparameters.values)
+        complete(alive, again, score=2.0)
+        assert alive.create_trial("tuner0").trial_id == "1"
+    assert served.oracle.trials["0"].score == 2.0
+
+
+def test_a_reply_that_was_lost_does_not_end_a_trial_twice_or_skip_one(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=4)) as served:
+        worker = served.worker()
+        trial = worker.create_trial("tuner0")
+        worker._turn -= 1
+        assert worker.create_trial("tuner0").trial_id == trial.trial_id
+        complete(worker, trial)
+        complete(worker, trial)
+        assert worker.create_trial("tuner0").trial_id == "1"
+    assert served.oracle.end_order == ["0"]
+
+
+def test_an_error_that_is_no_trials_fault_ends_the_search_for_all(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=4)) as served:
+        worker, other = served.worker("tuner0"), served.worker("tuner1")
+        worker.create_trial("tuner0")
+        other.abort("the user's own bug")
+        served.wait()
+    assert isinstance(served.error, SearchEnded)
+    assert str(served.error) == "the user's own bug"
+
+
+# Several workers that run each trial together.
+
+
+def test_a_team_gets_one_trial_and_the_next_begins_when_all_have_ended_it(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=3)) as served, ThreadPoolExecutor(2) as threads:
+        team = [served.worker(member=member, num_members=2) for member in (0, 1)]
+        for number in range(3):
+            trials = list(threads.map(lambda worker: worker.create_trial("tuner0"), team))
+            assert [trial.trial_id for trial in trials] == [str(number)] * 2
+            assert trials[0].hyperparameters.values == trials[1].hyperparameters.values
+            early = threads.submit(complete, team[0], trials[0])
+            time.sleep(0.3)
+            assert not early.done()
+            assert served.call("status")["ended"] == number
+            complete(team[1], trials[1], score=99.0)
+            early.result(10)
+        assert [worker.create_trial("tuner0").status for worker in team] == ["STOPPED"] * 2
+        served.wait()
+    assert [trial.score for trial in served.oracle.trials.values()] == [1.0] * 3  # the first alone reports
+
+
+def test_a_trial_that_fails_on_all_of_a_team_has_failed_and_the_team_goes_on(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=3)) as served, ThreadPoolExecutor(2) as threads:
+        team = [served.worker(member=member, num_members=2) for member in (0, 1)]
+        trials = list(threads.map(lambda worker: worker.create_trial("tuner0"), team))
+        list(threads.map(fail, team, trials, ["too large, says 0", "too large, says 1"]))
+        assert [w.create_trial("tuner0").trial_id for w in team] == ["1", "1"]
+    assert (served.oracle.trials["0"].status, served.oracle.trials["0"].message) == ("FAILED", "too large, says 0")
+
+
+def test_a_member_that_fails_alone_ends_and_its_message_is_kept(tmp_path, monkeypatch, capsys):
+    class Exit(Exception):
+        pass
+
+    def leave(code):
+        raise Exit(code)
+
+    monkeypatch.setattr("os._exit", leave)
+    with Served(oracle_in(tmp_path, max_trials=3)) as served:
+        team = [served.worker(member=member, num_members=2) for member in (0, 1)]
+        trials = [worker.create_trial("tuner0") for worker in team]
+        team[1].TEAM_SECONDS = 0.1
+        with pytest.raises(Exit, match=str(os.EX_TEMPFAIL)):
+            fail(team[1], trials[1], "no memory here")
+        assert served.call("state_of", tuner_id="tuner0")["message"] == "no memory here"
+    assert "Trial 0 has failed here, but not on the other workers that run it" in capsys.readouterr().err
+
+
+# Where the chief listens.
+
+
+def test_the_chief_listens_on_its_address_alone_and_nobody_can_share_its_port(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=1)) as served:
+        port = int(served.address.rpartition(":")[2])
+        listening = [c for c in psutil.net_connections() if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+        assert [c.laddr.ip.removeprefix("::ffff:") for c in listening] == ["127.0.0.1"]
+        with pytest.raises(LaunchError, match=f"The chief of the search cannot listen on 127.0.0.1:{port}"):
+            OracleServer(served.oracle, served.address, lambda *_: None)
+
+
+def test_a_chief_that_does_not_answer_is_an_error_in_bounded_time(tmp_path):
+    begin = time.monotonic()
+    with pytest.raises(Unreachable, match="has not answered for . s .[A-Z_]+.: it has ended or was killed"):
+        Channel("127.0.0.1:9", patience_seconds=1.0).call("status")
+    assert 0.9 < time.monotonic() - begin < 10
+
+
+def test_a_worker_waits_for_a_chief_that_is_started_again(tmp_path):
+    served = Served(oracle_in(tmp_path, max_trials=1))
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(served.worker().create_trial, "tuner0")
+        time.sleep(1.0)
+        assert not waiting.done()
+        with served:
+            assert waiting.result(20).trial_id == "0"
+
+
+# Projects that a chief goes on with.
+
+
+def killed_chief(folder, kind, *ended, **options):
+    """Return the oracle of a chief that is started again, after one that had ended some trials and had two begun."""
+    oracle = oracle_in(folder, kind, **options)
+    _oracle.save_whole_files(oracle)
+    for trial_id in ended:
+        trial = oracle.create_trial("tuner0")
+        assert int(trial.trial_id) == int(trial_id)
+        oracle.update_trial(trial.trial_id, {"score": 1.0})
+        oracle.end_trial(Trial.from_state({**trial.get_state(), "status": "COMPLETED"}))
+    oracle.create_trial("tuner0")
+    oracle.create_trial("tuner1")
+    reloaded = oracle_in(folder, kind, **options)
+    reloaded.reload()
+    return reloaded
+
+
+def test_trials_under_way_go_on_when_the_workers_have_lived(tmp_path):
+    oracle = killed_chief(tmp_path, "RandomSearchOracle", "0", max_trials=5)
+    _oracle.go_on(oracle, workers_live=True)
+    assert {name: trial.trial_id for name, trial in oracle.ongoing_trials.items()} == {"tuner0": "1", "tuner1": "2"}
+    assert oracle._retry_queue == []
+    with Served(oracle) as served:
+        worker = served.worker("tuner1")
+        worker._turn = 7  # it asks on as if nothing had been
+        complete(worker, oracle.trials["2"], score=5.0)
+        assert worker.get_trial("2").score == 5.0
+        assert worker.create_trial("tuner1").trial_id == "3"
+
+
+def test_trials_under_way_are_run_again_when_the_workers_have_not(tmp_path):
+    oracle = killed_chief(tmp_path, "RandomSearchOracle", "0", max_trials=3)
+    _oracle.go_on(oracle, workers_live=False)
+    assert sorted(oracle.create_trial(f"tuner{i}").trial_id for i in range(2)) == ["1", "2"]
+    assert oracle.create_trial("tuner2").status == TrialStatus.STOPPED
+
+
+def test_a_trial_that_had_ended_is_not_run_again(tmp_path):
+    oracle = oracle_in(tmp_path, max_trials=2)
+    trial = oracle.create_trial("tuner0")
+    oracle.update_trial("0", {"score": 1.0})
+    oracle.end_trial(Trial.from_state({**trial.get_state(), "status": "COMPLETED"}))  # saved while it counts as ongoing
+    reloaded = oracle_in(tmp_path, max_trials=2)
+    reloaded.reload()
+    assert reloaded._retry_queue == ["0"]  # what keras-tuner would do
+    _oracle.go_on(reloaded, workers_live=False)
+    assert reloaded._retry_queue == []
+
+
+def test_a_trial_that_was_begun_after_the_last_save_is_not_forgotten(tmp_path):
+    oracle = oracle_in(tmp_path, max_trials=3)
+    oracle.create_trial("tuner0")
+    before = (tmp_path / "project" / "oracle.json").read_text()
+    oracle.create_trial("tuner1")
+    (tmp_path / "project" / "oracle.json").write_text(before)  # killed between the two files
+    reloaded = oracle_in(tmp_path, max_trials=3)
+    reloaded.reload()
+    _oracle.go_on(reloaded, workers_live=True)
+    assert reloaded._retry_queue == ["1"]
+    assert list(reloaded.ongoing_trials) == ["tuner0"]
+
+
+def test_a_grid_search_that_goes_on_visits_every_point_once(tmp_path):
+    oracle = killed_chief(tmp_path, "GridSearchOracle", "0", "1")
+    _oracle.go_on(oracle, workers_live=False)
+    for _ in range(100):
+        trial = oracle.create_trial("tuner0")
+        if trial.status == TrialStatus.STOPPED:
+            break
+        oracle.update_trial(trial.trial_id, {"score": 1.0})
+        oracle.end_trial(Trial.from_state({**trial.get_state(), "status": "COMPLETED"}))
+    points = sorted(tuple(trial.hyperparameters.values.values()) for trial in oracle.trials.values())
+    assert points == [(units, rate) for units in (1, 2, 3, 4) for rate in (0.1, 0.2)]
+
+
+def test_files_are_whole_even_when_writing_fails_in_the_middle(tmp_path):
+    oracle = oracle_in(tmp_path, max_trials=3)
+    _oracle.save_whole_files(oracle)
+    oracle.create_trial("tuner0")
+    before = (tmp_path / "project" / "oracle.json").read_text()
+    oracle.seed = object()  # JSON has got half way when it comes to this
+    with pytest.raises(TypeError):
+        oracle.save()
+    assert (tmp_path / "project" / "oracle.json").read_text() == before
