@@ -15,7 +15,8 @@ def train_on_two_workers(folder: pathlib.Path) -> list[dict[str, Any]]:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.tensorflow import TensorflowTrainer
 
-    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+    here = {"PYTHONPATH": str(pathlib.Path(__file__).parent)}  # workers import this file by its name
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": here})
     try:
         trainer = TensorflowTrainer(
             train,
