@@ -15,21 +15,21 @@ Letters: n = rows of a replica, N = rows of the global batch, R = replicas in sy
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext import _keras, pass_through
 from keras_dist_ext._keras import tree
 from keras_dist_ext.guard import StepGuard
+from keras_dist_ext.pass_through import LocalUpdate, PassThrough
 from keras_dist_ext.recorder import StepNote
 from keras_dist_ext.reduce import parts_of, shares_memory, sum_over_replicas, times
 from keras_dist_ext.seeds import fold_in, replica_offset
 from keras_dist_ext.xla import draw_as_uncompiled, warn_once
 
-__all__ = ["CannotCompile", "CannotLoop", "PassThrough", "ReplicaStep", "UnbuiltOptimizer", "UnknownLossDegrees"]
+__all__ = ["CannotCompile", "CannotLoop", "ReplicaStep", "UnbuiltOptimizer", "UnknownLossDegrees"]
 
 
 class UnknownLossDegrees(Exception):
@@ -321,7 +321,7 @@ class ReplicaStep:
         elif self._is_on_tpu:
             update = _keras.intercept(PassThrough(of_worker=False))
         else:
-            update = _keras.local_updates(self.strategy, _LocalUpdate())
+            update = _keras.local_updates(self.strategy, LocalUpdate())
         rest = iter(reduced)
         summed = [None if g is None else next(rest) for g in grads]
 
@@ -496,7 +496,7 @@ class ReplicaStep:
 
     def on_rows(self, inputs: Any, op: Callable[[Any], Any]) -> Any:
         """Return what an op gives for each row, where this replica may have none."""
-        return op(inputs) if self.num_replicas == 1 else _on_rows(inputs, op)
+        return op(inputs) if self.num_replicas == 1 else pass_through.on_rows(inputs, op)
 
     def note_result(self, metric: Any, value: Any) -> Any:
         """Remember that ``value`` is the result of ``metric``, to compute it from the pooled state instead."""
@@ -527,107 +527,6 @@ class ReplicaStep:
         return self._zero_if_empty([times(_as_float(leaf), self.share) for leaf in local])
 
 
-class PassThrough:
-    """Answers Keras' questions as Keras would, but assigns to this worker's copies of a variable only.
-
-    Args:
-        of_worker: False assigns as Keras does, too.
-    """
-
-    def __init__(self, *, of_worker: bool = True) -> None:
-        self._of_worker = of_worker
-
-    def reduce_loss(self, local: Any, *_: Any) -> Any:
-        """Return the loss as it is."""
-        return local
-
-    def note_loss(self, value: Any) -> None:
-        """Take no note."""
-
-    def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
-        """Return what the metric was given."""
-        return values, sample_weight
-
-    def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any:
-        """Scale as the optimizer does."""
-        return original(loss)
-
-    def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
-        """Apply as the optimizer does."""
-        original(grads, variables)
-
-    def all_reduce_gradients(self, grads_and_vars: Any) -> Any:
-        """Leave gradients alone."""
-        return grads_and_vars
-
-    def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
-        """Draw what Keras draws."""
-        return original(ordered)
-
-    def op_seeds(self, op_seed: Any, original: Callable[[Any], Any]) -> Any:
-        """Seed as TensorFlow does."""
-        return original(op_seed)
-
-    def constant_seed(self, seed: int) -> None:
-        """Take a constant as it is."""
-
-    def compiled_draw(self, kind: str, shape: Any, dtype: tf.DType, **key: Any) -> Any:
-        """Draw what TensorFlow draws."""
-
-    def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
-        """Reduce as TensorFlow does."""
-        return original(reduce_op, value)
-
-    def trace_of(self, function: Any) -> Any:
-        """Call a tf.function as it is."""
-        return function
-
-    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
-        """Assign to every copy on this worker, without a collective."""
-        if not self._of_worker:
-            original(value)
-            return
-        for copy in _keras.components(variable):
-            copy.assign(tf.cast(value, copy.dtype))
-
-    def on_rows(self, inputs: Any, op: Callable[[Any], Any]) -> Any:
-        """Return what an op gives for each row."""
-        return _on_rows(inputs, op)
-
-
-class _LocalUpdate(PassThrough):
-    """The inside of an optimizer, run by each replica on its own copies of the variables."""
-
-    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
-        local = _keras.local_component(variable)
-        local.assign(tf.cast(value, local.dtype))
-
-
 def _as_float(value: Any) -> tf.Tensor:
     value = tf.convert_to_tensor(value)
     return value if value.dtype.is_floating else tf.cast(value, tf.float32)
-
-
-_guarded = threading.local()  # whether what this thread runs has rows already
-
-
-def _on_rows(inputs: Any, op: Callable[[Any], Any]) -> Any:
-    """Run an op that fails on no rows on a row of zeros where there are none, and return none for it.
-
-    Convolutions and max pooling do on CPUs (oneDNN's in the forward pass or in the gradient). Where there are rows,
-    nothing is copied: TensorFlow's kernels hand on a tensor that a Pad or a Slice leaves as it is.
-    """
-    inputs = tf.convert_to_tensor(inputs)
-    if getattr(_guarded, "now", False) or inputs.shape.rank is None or inputs.shape[0]:
-        return op(inputs)
-    rows = tf.shape(inputs)[0]
-    missing = [[0, tf.maximum(1 - rows, 0)], *[[0, 0]] * (inputs.shape.rank - 1)]
-    padded = tf.ensure_shape(tf.pad(inputs, missing), [None, *inputs.shape[1:]])  # or oneDNN fuses Pad and convolution
-    _guarded.now = True
-    try:
-        outputs = op(padded)
-    finally:
-        _guarded.now = False
-    kept = tf.slice(outputs, [0] * outputs.shape.rank, [rows, *[-1] * (outputs.shape.rank - 1)])
-    kept.set_shape([inputs.shape[0], *outputs.shape[1:]])
-    return kept

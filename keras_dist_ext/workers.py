@@ -24,11 +24,11 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext.bulletin import Bulletin
 from keras_dist_ext.choice.rendezvous import wait_seconds_of
 from keras_dist_ext.errors import WorkersError
+from keras_dist_ext.pass_through import PassThrough
 from keras_dist_ext.processes import pulse
 from keras_dist_ext.same_program import check_same
 from keras_dist_ext.scope import optimizers, raw_variables
 from keras_dist_ext.stall import StallWatch
-from keras_dist_ext.step import PassThrough
 
 __all__ = ["InStep", "Stop", "Workers", "callbacks_of_worker", "own_callback", "workers_of"]
 

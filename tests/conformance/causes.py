@@ -14,10 +14,11 @@ from unittest.mock import patch
 import tensorflow as tf
 
 from conformance.run import Row
-from keras_dist_ext import _keras, data, feed, program, reduce, step
+from keras_dist_ext import _keras, data, feed, pass_through, program, reduce
 from keras_dist_ext._keras import tree
 from keras_dist_ext.model import Model
-from keras_dist_ext.step import PassThrough, ReplicaStep
+from keras_dist_ext.pass_through import LocalUpdate, PassThrough
+from keras_dist_ext.step import ReplicaStep
 
 __all__ = ["CAUSES", "Cause", "cause_of"]
 
@@ -143,7 +144,7 @@ def counts_of_the_first() -> AbstractContextManager[Any]:
 
         return changed
 
-    return instead(step._LocalUpdate, "assign", assign)
+    return instead(LocalUpdate, "assign", assign)
 
 
 def updates_once_a_replica() -> AbstractContextManager[Any]:
@@ -265,7 +266,7 @@ def rows_left_over_are_dropped() -> AbstractContextManager[Any]:
 
 def ops_meet_no_rows() -> AbstractContextManager[Any]:
     """Convolutions and max pooling run on no rows, which some of TensorFlow's kernels do not bear."""
-    return patch.object(step, "_on_rows", lambda inputs, op: op(inputs))
+    return patch.object(pass_through, "on_rows", lambda inputs, op: op(inputs))
 
 
 def every_replica_takes_all() -> AbstractContextManager[Any]:

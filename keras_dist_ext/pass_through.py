@@ -1,0 +1,115 @@
+"""Answer what Keras asks inside of a step where there is nothing to share between replicas."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+
+__all__ = ["LocalUpdate", "PassThrough", "on_rows"]
+
+
+class PassThrough:
+    """Answers Keras' questions as Keras would, but assigns to this worker's copies of a variable only.
+
+    Args:
+        of_worker: False assigns as Keras does, too.
+    """
+
+    def __init__(self, *, of_worker: bool = True) -> None:
+        self._of_worker = of_worker
+
+    def reduce_loss(self, local: Any, *_: Any) -> Any:
+        """Return the loss as it is."""
+        return local
+
+    def note_loss(self, value: Any) -> None:
+        """Take no note."""
+
+    def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
+        """Return what the metric was given."""
+        return values, sample_weight
+
+    def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any:
+        """Scale as the optimizer does."""
+        return original(loss)
+
+    def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
+        """Apply as the optimizer does."""
+        original(grads, variables)
+
+    def all_reduce_gradients(self, grads_and_vars: Any) -> Any:
+        """Leave gradients alone."""
+        return grads_and_vars
+
+    def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
+        """Draw what Keras draws."""
+        return original(ordered)
+
+    def op_seeds(self, op_seed: Any, original: Callable[[Any], Any]) -> Any:
+        """Seed as TensorFlow does."""
+        return original(op_seed)
+
+    def constant_seed(self, seed: int) -> None:
+        """Take a constant as it is."""
+
+    def compiled_draw(self, kind: str, shape: Any, dtype: tf.DType, **key: Any) -> Any:
+        """Draw what TensorFlow draws."""
+
+    def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
+        """Reduce as TensorFlow does."""
+        return original(reduce_op, value)
+
+    def trace_of(self, function: Any) -> Any:
+        """Call a tf.function as it is."""
+        return function
+
+    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
+        """Assign to every copy on this worker, without a collective."""
+        if not self._of_worker:
+            original(value)
+            return
+        for copy in _keras.components(variable):
+            copy.assign(tf.cast(value, copy.dtype))
+
+    def on_rows(self, inputs: Any, op: Callable[[Any], Any]) -> Any:
+        """Return what an op gives for each row."""
+        return on_rows(inputs, op)
+
+
+class LocalUpdate(PassThrough):
+    """The inside of an optimizer, run by each replica on its own copies of the variables."""
+
+    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
+        """Assign to the replica's own copy."""
+        local = _keras.local_component(variable)
+        local.assign(tf.cast(value, local.dtype))
+
+
+_guarded = threading.local()  # whether what this thread runs has rows already
+
+
+def on_rows(inputs: Any, op: Callable[[Any], Any]) -> Any:
+    """Run an op that fails on no rows on a row of zeros where there are none, and return none for it.
+
+    Convolutions and max pooling do on CPUs (oneDNN's in the forward pass or in the gradient). Where there are rows,
+    nothing is copied: TensorFlow's kernels hand on a tensor that a Pad or a Slice leaves as it is.
+    """
+    inputs = tf.convert_to_tensor(inputs)
+    if getattr(_guarded, "now", False) or inputs.shape.rank is None or inputs.shape[0]:
+        return op(inputs)
+    rows = tf.shape(inputs)[0]
+    missing = [[0, tf.maximum(1 - rows, 0)], *[[0, 0]] * (inputs.shape.rank - 1)]
+    padded = tf.ensure_shape(tf.pad(inputs, missing), [None, *inputs.shape[1:]])  # or oneDNN fuses Pad and convolution
+    _guarded.now = True
+    try:
+        outputs = op(padded)
+    finally:
+        _guarded.now = False
+    kept = tf.slice(outputs, [0] * outputs.shape.rank, [rows, *[-1] * (outputs.shape.rank - 1)])
+    kept.set_shape([inputs.shape[0], *outputs.shape[1:]])
+    return kept
