@@ -10,20 +10,22 @@ The contestants train the same model, with the same optimizer, on the same batch
   shorter than 3 ms it records for two seconds only, here for a tenth of one: what is timed comes after that.
 * watching: the same with a doctor that never has enough, so that all steps are recorded whatever they cost.
 
-Each row is a process of its own, in which the contestants run in turn. A sample is one call to `fit` with three
-epochs, of which the last is timed; ratios are taken round by round. What the doctor does when
+Each row is a process of its own, in which the contestants run in turn, each with several copies. A sample is one call
+to `fit` with three epochs, of which the last is timed; ratios are taken round by round. What the doctor does when
 training ends, some 10 ms to judge and to print, is not in it; nor are experiments. Replicas are logical CPU devices.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from cases import MODELS, Case, Classes, Job, batches_of, epoch_times, run_rows, start
-from harness import Goal, Timings, print_goals, print_table, take_turns
+from harness import Goal, Timings, print_goals, print_table, several_copies, take_turns
 
+NUM_COPIES = 4
 CONTESTANTS = ("ours", "doctor", "watching")
 
 
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure,
         models="tiny,mlp512,cnn,lstm",
         replicas="1,2",
-        rounds=25,
+        rounds=12,
         seconds=0.4,
     )
     timings = {row: Timings(**value) for row, value in values.items()}
@@ -76,15 +78,17 @@ def measure(job: Job) -> Timings:
         "doctor": lambda: [kde.ParallelismDoctor(show=False)],
         "watching": lambda: [Watching(show=False)],
     }
-    trials: dict[str, Callable[[], float]] = {}
-    for name, callbacks in doctors.items():
+
+    def prepare(callbacks: Callable[[], list[Any]]) -> Callable[[], float]:
         keras.utils.set_random_seed(0)
         train = _fit(MODELS[job.model], strategy, callbacks())
         train(10)  # compiles
         num_steps = round(job.seconds / train(200))
         train(num_steps)  # compiles what records nothing
-        trials[name] = lambda train=train, num_steps=num_steps: train(num_steps)  # type: ignore[misc]
-    return take_turns(trials, job.num_rounds)
+        return lambda: train(num_steps)
+
+    contestants = {name: functools.partial(prepare, callbacks) for name, callbacks in doctors.items()}
+    return take_turns(several_copies(contestants, NUM_COPIES), job.num_rounds)
 
 
 def _fit(case: Case, strategy: Any, callbacks: list[Any]) -> Callable[[int], float]:

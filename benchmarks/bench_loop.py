@@ -10,14 +10,15 @@ The contestants train the same Keras model, with the same optimizer, on the same
 * watched: the same with `ReplicaMonitor(folder)`.
 * orbit: `orbit.StandardTrainer` with loops of 50 steps in the graph.
 
-Each row is a process of its own, in which the contestants run in turn. A sample of ours is one call to `fit` with three
-epochs, of which the last two are timed; ratios are taken round by round. Replicas are logical CPU devices: at several
-of them ours adds gradients in memory and reads the plain dataset, which the floor does not, so these rows do not
-foretell the ratio on GPUs.
+Each row is a process of its own, in which the contestants run in turn, each with several copies. A sample of ours is
+one call to `fit` with three epochs, of which the last two are timed; ratios are taken round by round. Replicas are
+logical CPU devices: at several of them ours adds gradients in memory and reads the plain dataset, which the floor does
+not, so these rows do not foretell the ratio on GPUs.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import tempfile
@@ -26,8 +27,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cases import MODELS, Case, Classes, Job, batches_of, epoch_times, prepare_floor, run_rows, start, steps_for
-from harness import Goal, Timings, print_goals, print_table, take_turns
+from harness import Goal, Timings, print_goals, print_table, several_copies, take_turns
 
+NUM_COPIES = 4
 CONTESTANTS = ("floor", "ours", "watched")
 
 
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure,
         models="tiny,mlp512,cnn,lstm",
         replicas="1,2",
-        rounds=7,
+        rounds=12,
         seconds=1.0,
     )
     if "orbit" not in names:
@@ -87,13 +89,15 @@ def measure(job: Job) -> Timings:
             "watched": lambda: _prepare_ours(stock, case, strategy, dataset, [kde.ReplicaMonitor(folder)]),
             "orbit": lambda: _prepare_orbit(stock, case, strategy, dataset),
         }
-        trials: dict[str, Callable[[], float]] = {}
-        for name in job.contestants:
+
+        def start_one(name: str) -> Callable[[], float]:
             keras.utils.set_random_seed(0)
             train = prepare[name]()
             num_steps = steps_for(train, job.seconds, strategy)
-            trials[name] = lambda train=train, num_steps=num_steps: train(num_steps)  # type: ignore[misc]
-        return take_turns(trials, job.num_rounds)
+            return lambda: train(num_steps)
+
+        contestants = {name: functools.partial(start_one, name) for name in job.contestants}
+        return take_turns(several_copies(contestants, NUM_COPIES), job.num_rounds)
 
 
 def _prepare_ours(

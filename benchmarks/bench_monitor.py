@@ -18,14 +18,14 @@ CPU devices.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from cases import MODELS, Case, Classes, Job, batches_of, epoch_times, run_rows, start
-from harness import Goal, Spread, Timings, print_goals, print_table, take_turns
+from harness import Goal, Spread, Timings, print_goals, print_table, several_copies, take_turns
 
 NUM_COPIES = 4
 CONTESTANTS = ("stock", "stock+tb", "ours", "watched")
@@ -70,19 +70,22 @@ def measure(job: Job) -> Timings:
             "ours": (ours, []),
             "watched": (ours, [kde.ReplicaMonitor(f"{folder}/ours"), kde.ReplicaSeeds(1)]),
         }
-        copies: dict[str, list[Callable[[], float]]] = {name: [] for name in contestants}
-        for copy in range(NUM_COPIES):
-            keras.utils.set_random_seed(0)
-            models = {classes: _model(classes, MODELS[job.model], strategy) for classes in (stock, ours)}
-            for name in [*contestants][:: -1 if copy % 2 else 1]:  # what is compiled later may be slower
-                classes, callbacks = contestants[name]
-                train = _fit(models[classes], MODELS[job.model], callbacks)
-                train(10)  # compiles
-                num_steps = round(job.seconds / train(100))
-                copies[name].append(lambda train=train, num_steps=num_steps: train(num_steps))  # type: ignore[misc]
-        turns = {name: itertools.cycle(trials) for name, trials in copies.items()}
-        trials = {name: lambda turn=turn: next(turn)() for name, turn in turns.items()}  # type: ignore[misc]
-        return take_turns(trials, job.num_rounds)
+        prepare = {
+            name: functools.partial(_prepare, classes, job, strategy, callbacks)
+            for name, (classes, callbacks) in contestants.items()
+        }
+        return take_turns(several_copies(prepare, NUM_COPIES), job.num_rounds)
+
+
+def _prepare(classes: Classes, job: Job, strategy: Any, callbacks: list[Any]) -> Callable[[], float]:
+    """Build and compile a model; return what trains it for the job's time and returns its seconds a step."""
+    import keras
+
+    keras.utils.set_random_seed(0)
+    train = _fit(_model(classes, MODELS[job.model], strategy), MODELS[job.model], callbacks)
+    train(10)  # compiles
+    num_steps = round(job.seconds / train(100))
+    return lambda: train(num_steps)
 
 
 def _model(classes: Classes, case: Case, strategy: Any) -> Any:

@@ -1,6 +1,6 @@
 """Measure what it costs a step that every replica draws numbers of its own.
 
-    python benchmarks/bench_seeds.py                     # about 4 minutes
+    python benchmarks/bench_seeds.py                     # about 5 minutes
 
 The contestants train the same network, of four dropout layers, by `kde.Model.fit`:
 
@@ -8,28 +8,34 @@ The contestants train the same network, of four dropout layers, by `kde.Model.fi
 * apart: as it comes.
 * seeded: with the callback `ReplicaSeeds`, which also has epochs begin with a data order of the seed.
 
-A sample is the last of three epochs; differences are taken round by round, in microseconds a step.
+Each has several copies. A sample is the last of three epochs of one copy; the cost is the difference of the copies'
+means, in microseconds a step, with its standard error: copies of one program differ by 20 µs and more.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
-from harness import Goal, Spread, describe_machine, print_goals, print_table, take_turns
+from harness import Goal, Timings, describe_machine, print_goals, print_table, several_copies, take_turns
 from rich.console import Console
 
-STEPS = 2000
+STEPS = 1000
+CONTESTANTS = ("alike", "apart", "seeded")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and the goal; return 1 if the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--copies", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3, help="samples of each copy")
     options = parser.parse_args(arguments)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     console = Console()
@@ -43,19 +49,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for num_replicas in (1, 2, 4):
         devices = [f"CPU:{i}" for i in range(num_replicas)]
         strategy = tf.distribute.MirroredStrategy(devices) if num_replicas > 1 else tf.distribute.get_strategy()
-        timings = take_turns({name: _trial(name, strategy) for name in ("alike", "apart", "seeded")}, options.rounds)
-        samples = timings.samples
-        cost = {
-            name: Spread.of([1e6 * (own - base) for own, base in zip(samples[name], samples["alike"], strict=True)])
-            for name in ("apart", "seeded")
-        }
-        figures[f"x{num_replicas}"] = cost["seeded"].median
-        step = timings.spread("alike").show(0, 1e6)
-        rows.append([f"x{num_replicas}", step, cost["apart"].show(1), cost["seeded"].show(1)])
-    print_table(console, "Microseconds a step: median (quartiles)", ["replicas", "alike", "apart +", "seeded +"], rows)
+        prepare = {name: functools.partial(_trial, name, strategy) for name in CONTESTANTS}
+        timings = take_turns(several_copies(prepare, options.copies), options.copies * options.rounds)
+        costs = [_cost(timings, name, options.copies) for name in ("apart", "seeded")]
+        figures[f"x{num_replicas}"] = costs[1][0]
+        added = [f"{mean:.1f} ± {error:.1f}" for mean, error in costs]
+        rows.append([f"x{num_replicas}", timings.spread("alike").show(0, 1e6), *added])
+    columns = ["replicas", "alike: median (quartiles)", "apart +", "seeded +"]
+    print_table(console, "Microseconds a step; ±: standard error", columns, rows)
     goal = Goal("seeds cost at most 5 µs a step", 5.0, figures)
     print_goals(console, [goal])
     return int(bool(goal.misses))
+
+
+def _cost(timings: Timings, name: str, num_copies: int) -> tuple[float, float]:
+    """Return what a contestant takes longer than `alike`, and its standard error, both in microseconds a step."""
+    means, variance = [], 0.0
+    for contestant in (name, "alike"):
+        samples = timings.samples[contestant]
+        copies = [1e6 * statistics.median(samples[copy::num_copies]) for copy in range(num_copies)]
+        means.append(statistics.mean(copies))
+        variance += statistics.variance(copies) / num_copies
+    return means[0] - means[1], math.sqrt(variance)
 
 
 def _trial(name: str, strategy: Any) -> Callable[[], float]:

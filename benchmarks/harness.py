@@ -2,7 +2,7 @@
 
 A bench gives one callable a contestant; each trains for a while and returns its seconds a step:
 
-    timings = take_turns({"floor": floor, "stock": stock}, num_rounds=7)
+    timings = take_turns(several_copies({"floor": build_floor, "stock": build_stock}, num_copies=4), num_rounds=12)
     timings.spread("stock").median                  # seconds a step
     timings.ratio("stock", "floor").median          # paired: a slow moment of the machine hits both sides
     timings.others_cores                            # what other processes took meanwhile
@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -40,6 +41,7 @@ __all__ = [
     "print_goals",
     "print_table",
     "run_apart",
+    "several_copies",
     "take_turns",
 ]
 
@@ -117,6 +119,26 @@ def take_turns(trials: Mapping[str, Callable[[], float]], num_rounds: int) -> Ti
             samples[name].append(trials[name]())
     cores = (_others_seconds() - busy) / (time.perf_counter() - began)
     return Timings(samples, max(0.0, cores))
+
+
+def several_copies(
+    prepare: Mapping[str, Callable[[], Callable[[], float]]], num_copies: int
+) -> dict[str, Callable[[], float]]:
+    """Prepare `num_copies` of every contestant; return trials that take a contestant's copies in turn.
+
+    Two copies of one program may differ by more than what is measured, and so may what is compiled first and last:
+    copies are prepared in changing order.
+
+    Args:
+        prepare: Contestant -> callable that builds and compiles it and returns its trial.
+        num_copies: At least 1; `take_turns` should have a multiple of it as rounds.
+    """
+    copies: dict[str, list[Callable[[], float]]] = {name: [] for name in prepare}
+    for index in range(num_copies):
+        for name in [*prepare][:: -1 if index % 2 else 1]:
+            copies[name].append(prepare[name]())
+    turns = {name: itertools.cycle(trials) for name, trials in copies.items()}
+    return {name: lambda turn=turn: next(turn)() for name, turn in turns.items()}  # type: ignore[misc]
 
 
 def _others_seconds() -> float:
