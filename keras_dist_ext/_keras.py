@@ -19,7 +19,7 @@ import random
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import h5py
@@ -58,6 +58,7 @@ from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv
 from keras.src.layers.convolutional.conv1d import Conv1D
 from keras.src.layers.pooling.base_pooling import BasePooling
 from keras.src.losses import loss as loss_module
+from keras.src.losses import losses as losses_module
 from keras.src.metrics import reduction_metrics
 from keras.src.models.functional import Functional
 from keras.src.models.model import functional_init_arguments
@@ -135,6 +136,8 @@ class Step(Protocol):
     def trace_of(self, function: Any) -> Any: ...
 
     def on_rows(self, inputs: Any, op: Callable[[Any], Any]) -> Any: ...
+
+    def check_stateful(self, layer: Any) -> None: ...
 
 
 _thread = threading.local()
@@ -293,6 +296,14 @@ def _(original: Any, step: Step, context: Any, reduce_op: Any, value: Any, optio
     return step.all_reduce(reduce_op, value, functools.partial(original, context, options=options))
 
 
+# tensorflow/python/eager/backprop.py: what a step of the user's own differentiates is looked at before it runs.
+@_install(tf.GradientTape, "gradient")
+def _(original: Any, step: Step, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+    if hasattr(step, "differentiate"):
+        step.differentiate(target, sources)
+    return original(tape, target, sources, *args, **kwargs)
+
+
 # keras/src/backend/tensorflow/nn.py: TensorFlow's kernels fail on no rows, and some end the process.
 for _op_name in ("conv", "conv_transpose", "depthwise_conv", "separable_conv", "max_pool"):
 
@@ -307,6 +318,82 @@ for _layer_class in (Conv1D, BaseConv, BaseConvTranspose, BaseDepthwiseConv, Bas
     @_install(_layer_class, "call")
     def _(original: Any, step: Step, layer: Any, inputs: Any) -> Any:
         return step.on_rows(inputs, lambda rows: original(layer, rows))
+
+
+# keras/src/backend/tensorflow/nn.py: the kernel behind it fails on no rows too.
+@_install(tf_nn, "ctc_loss")
+def _(
+    original: Any, step: Step, target: Any, output: Any, target_length: Any, output_length: Any, mask_index: int = 0
+) -> Any:
+    others = [tf.convert_to_tensor(value) for value in (target, target_length, output_length)]
+
+    def of_as_many(rows: tf.Tensor) -> Any:
+        missing = tf.shape(rows)[0] - tf.shape(others[0])[0]
+        padded = [tf.pad(value, [[0, missing], *[[0, 0]] * (value.shape.rank - 1)]) for value in others]
+        return original(padded[0], rows, padded[1], padded[2], mask_index)
+
+    return step.on_rows(output, of_as_many)
+
+
+# keras/src/losses/losses.py: Dice and Tversky divide sums over all rows by each other, which is no mean over rows.
+@_install(losses_module.LossFunctionWrapper, "call")
+def _(original: Any, step: Step, loss: Any, y_true: Any, y_pred: Any) -> Any:
+    for keras_own, over_all in ((losses_module.dice, _dice), (losses_module.tversky, _tversky)):
+        if loss.fn is keras_own:
+            loss = losses_module.LossFunctionWrapper(functools.partial(over_all, keras_own), **loss._fn_kwargs)
+            break
+    return original(loss, y_true, y_pred)
+
+
+def _dice(keras_own: Any, y_true: Any, y_pred: Any, axis: Any = None) -> Any:
+    if not _spans_rows(y_pred, axis):
+        return keras_own(y_true, y_pred, axis=axis)
+    y_true = tf.cast(y_true, y_pred.dtype)
+    both, true, predicted = _sums_over_replicas([tf.reduce_sum(v, axis) for v in (y_true * y_pred, y_true, y_pred)])
+    return 1 - 2 * both / (true + predicted + keras.backend.epsilon())
+
+
+def _tversky(keras_own: Any, y_true: Any, y_pred: Any, alpha: float = 0.5, beta: float = 0.5, axis: Any = None) -> Any:
+    if not _spans_rows(y_pred, axis):
+        return keras_own(y_true, y_pred, alpha=alpha, beta=beta, axis=axis)
+    y_true = tf.cast(y_true, y_pred.dtype)
+    parts = y_true * y_pred, (1 - y_pred) * y_true, y_pred * (1 - y_true)
+    both, missed, wrong = _sums_over_replicas([tf.reduce_sum(part, axis) for part in parts])
+    return 1 - both / (both + alpha * missed + beta * wrong + keras.backend.epsilon())
+
+
+def _spans_rows(y_pred: Any, axis: Any) -> bool:
+    return axis is None or any(place % len(y_pred.shape) == 0 for place in tree.flatten(axis))
+
+
+def _sums_over_replicas(values: list[Any]) -> list[Any]:
+    context = tf.distribute.get_replica_context()
+    return list(context.all_reduce(tf.distribute.ReduceOp.SUM, values))
+
+
+# keras/src/layers/normalization/batch_normalization.py: with a mask, Keras' moments are those of a replica's own rows.
+@_install(keras.layers.BatchNormalization, "_moments")
+def _(original: Any, step: Step, layer: Any, inputs: Any, mask: Any) -> Any:
+    if mask is None or not layer.synchronized:
+        return original(layer, inputs, mask)
+    is_valid = tf.broadcast_to(tf.cast(tf.expand_dims(mask, -1), tf.bool), tf.shape(inputs))
+
+    def sums(*values: Any) -> list[Any]:
+        return _sums_over_replicas([tf.reduce_sum(value, layer._reduction_axes, keepdims=True) for value in values])
+
+    total, count = sums(tf.where(is_valid, inputs, 0), tf.cast(is_valid, inputs.dtype))
+    count += keras.backend.epsilon()
+    mean = total / count
+    (squares,) = sums(tf.square(tf.where(is_valid, inputs - mean, 0)))
+    return tf.squeeze(mean), tf.squeeze(squares / count)
+
+
+# keras/src/layers/rnn/rnn.py: `states` has a row for each of the whole batch.
+@_install(keras.layers.RNN, "call")
+def _(original: Any, step: Step, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    if layer.stateful:
+        step.check_stateful(layer)
+    return original(layer, *args, **kwargs)
 
 
 # keras/src/backend/tensorflow/numpy.py: takes what has no rows for the vector of a bias, since 0 is no more than 1.
@@ -596,6 +683,17 @@ def this_place(context: tf.distribute.ReplicaContext) -> Callable[[str], context
     return enter
 
 
+def run_in_any_order(value: tf.Tensor) -> None:
+    """Let the stateful op that makes a tensor run as soon as its inputs are there, while a function is traced.
+
+    Stateful ops without a resource run in the order in which they were traced, those of one replica after those of the
+    replicas before it (python/framework/auto_control_deps.py, `run_independently`).
+    """
+    manager = getattr(tf_ops.get_default_graph(), "experimental_acd_manager", None)
+    if manager is not None and not tf.executing_eagerly():
+        manager.run_independently(value.op)
+
+
 def in_xla() -> bool:
     """Whether the code being traced will be compiled by XLA."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(tf_ops.get_default_graph()))
@@ -679,7 +777,15 @@ def shard_indices(graph: Any) -> list[tuple[int, ...]]:
     return [tuple(value(i) for i in node.input[1:3]) for node in graph.node if node.op == "ShardDataset"]
 
 
-def with_seeds(dataset: tf.data.Dataset, graph: Any, seed: int, map_seed: int | None = None) -> tf.data.Dataset:
+def with_seeds(
+    dataset: tf.data.Dataset,
+    graph: Any,
+    seed: int,
+    map_seed: int | None = None,
+    *,
+    same_passes: bool = False,
+    over_global: bool = False,
+) -> tf.data.Dataset:
     """Return the dataset with a seed of its own in each shuffle and random op that has none.
 
     A shuffle without a seed draws one when it is made, differently in each process. tf.data's ShuffleDatasetV3 and
@@ -691,6 +797,8 @@ def with_seeds(dataset: tf.data.Dataset, graph: Any, seed: int, map_seed: int | 
         graph: is changed.
         seed: for shuffles.
         map_seed: for random ops in functions such as that of ``map``; None leaves them alone.
+        same_passes: whether shuffles give the same order in each pass, also those that have a seed.
+        over_global: whether what has a seed because of ``tf.random.set_seed`` only counts as having none.
     """
     constants = {n.name: n for n in graph.node if n.op == "Const"}
     found = 0
@@ -699,19 +807,25 @@ def with_seeds(dataset: tf.data.Dataset, graph: Any, seed: int, map_seed: int | 
         if first is None or not all(name in constants for name in node.input[first : first + 2]):
             continue
         places = range(first, first + 2)
-        if any(int(tf.make_ndarray(constants[node.input[i]].attr["value"].tensor)) for i in places):
+        seeds = [int(tf.make_ndarray(constants[node.input[i]].attr["value"].tensor)) for i in places]
+        is_seeded = any(seeds) and not (over_global and _is_of_global_seed(seeds, 2**16, 2**31))
+        if is_seeded and not same_passes:
             continue
         found += 1
         node.op = node.op[:-2]
         node.attr.pop("rerandomize_each_iteration", None)
         del node.input[first + 2 :]
+        if same_passes and "reshuffle_each_iteration" in node.attr:
+            node.attr["reshuffle_each_iteration"].b = False
+        if is_seeded:
+            continue
         for i, part in zip(places, (seed % 2**62, found), strict=True):
             constant = graph.node.add(name=f"{node.name}/seed_{i}", op="Const")
             constant.attr["dtype"].type = tf.int64.as_datatype_enum
             constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(part + 1, tf.int64))
             node.input[i] = constant.name
     if map_seed is not None:
-        for node in unseeded_ops(graph):
+        for node in unseeded_ops(graph, over_global=over_global):
             found += 1
             node.attr["seed"].i, node.attr["seed2"].i = map_seed % 2**62 + 1, found
     if not found:
@@ -721,14 +835,26 @@ def with_seeds(dataset: tf.data.Dataset, graph: Any, seed: int, map_seed: int | 
     return seeded.with_options(dataset.options())
 
 
-def unseeded_ops(graph: Any) -> list[Any]:
+def unseeded_ops(graph: Any, *, over_global: bool = False) -> list[Any]:
     """The random ops without a seed in the functions of a dataset's graph (python/ops/random_ops.py)."""
-    return [
-        node
-        for function in graph.library.function
-        for node in function.node_def
-        if node.op in _RANDOM_OPS and not node.attr["seed"].i and not node.attr["seed2"].i
-    ]
+    found = []
+    for function in graph.library.function:
+        ops = [node for node in function.node_def if node.op in _RANDOM_OPS]
+        for node in ops:
+            seeds = [node.attr["seed"].i, node.attr["seed2"].i]
+            if not any(seeds) or (over_global and _is_of_global_seed(seeds, 0, len(ops))):
+                found.append(node)
+    return found
+
+
+def _is_of_global_seed(seeds: Sequence[int], begin: int, end: int) -> bool:
+    """Whether `tf.random.set_seed` alone has given these: the second is none that anybody would.
+
+    tensorflow/python/framework/random_seed.py puts the global seed first, or a constant if there is none, and then the
+    seed of the op: without one a number of 31 bits, or in a function how many ops had none before. So a seed given to
+    an op as well is taken for none if it is so small, or to a shuffle if it is so large.
+    """
+    return seeds[0] != random_seed.DEFAULT_GRAPH_SEED and begin <= seeds[1] < end
 
 
 _RANDOM_OPS = {
@@ -836,6 +962,11 @@ def is_default_strategy(strategy: Any) -> bool:
     return type(strategy).__name__ == "_DefaultDistributionStrategy"
 
 
+def uses_collectives(strategy: tf.distribute.Strategy) -> bool:
+    """Whether a MirroredStrategy reduces by collectives, as it does by default (distribute/mirrored_strategy.py)."""
+    return type(strategy.extended._cross_device_ops).__name__ == "CollectiveAllReduce"
+
+
 def num_tasks(strategy: tf.distribute.Strategy) -> dict[str, int]:
     """How many tasks of each job the strategy's cluster has.
 
@@ -887,6 +1018,15 @@ def given_metrics(model: Any) -> list[Any]:
         return []
     given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
     return [metric for metric in given if isinstance(metric, keras.Metric)]
+
+
+def variables_of_module(module: tf.Module) -> list[tuple[str, Any]]:
+    """The variables of a ``tf.Module`` with where it holds them, as ``blocks/0/kernel``; their own names may be alike.
+
+    tensorflow/python/module/module.py finds them so for ``module.variables``.
+    """
+    found = module._flatten(predicate=lambda value: isinstance(value, tf.Variable), with_path=True)
+    return [("/".join(map(str, path)), variable) for path, variable in found]
 
 
 def own_variables(layer: Any) -> list[Any]:
@@ -1176,9 +1316,19 @@ def datasets_of_worker(distributed: Any) -> list[tf.data.Dataset]:
     return list(distributed._cloned_datasets)
 
 
-def data_adapter(x: Any, y: Any, sample_weight: Any, *, batch_size: int | None, shuffle: bool) -> Any:
+def data_adapter(
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    *,
+    batch_size: int | None,
+    shuffle: bool,
+    class_weight: Mapping[int, float] | None = None,
+) -> Any:
     """What `fit` makes of its data (keras/src/trainers/data_adapters/__init__.py)."""
-    return data_adapters.get_data_adapter(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle)
+    return data_adapters.get_data_adapter(
+        x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, class_weight=class_weight
+    )
 
 
 def py_dataset_batches(adapter: Any) -> Iterator[Any]:
@@ -1227,14 +1377,17 @@ def limit_wait_for_cluster(jobs: dict[str, int], wait_seconds: float) -> None:
     """Have the strategy of several workers that is made next wait so long for its cluster, instead of an hour.
 
     tensorflow/python/distribute/collective_all_reduce_strategy.py configures the coordination service the same way, but
-    for the time (python/eager/context.py), and leaves one alone that is configured already.
+    for the time (python/eager/context.py), and leaves one alone that is configured already. The task that leads it
+    would wait an hour for what the others tell of their devices, whatever the time is; where all register at a barrier,
+    it waits for them there (xla/tsl/distributed_runtime/coordination/coordination_service.cc; not in TensorFlow 2.18).
 
     Args:
         jobs: how many tasks "chief" and "worker" have.
         wait_seconds: see above.
     """
     leader = "chief" if jobs.get("chief") else "worker"
-    tf_context.context().configure_coordination_service(
+    context = tf_context.context()
+    context.configure_coordination_service(
         "standalone",
         service_leader=f"/job:{leader}/replica:0/task:0",
         cluster_register_timeout_in_ms=max(1, round(1000 * wait_seconds)),
@@ -1244,6 +1397,9 @@ def limit_wait_for_cluster(jobs: dict[str, int], wait_seconds: float) -> None:
             if count
         ],
     )
+    config = context.coordination_service
+    if "cluster_register_with_barrier" in config.DESCRIPTOR.fields_by_name:
+        config.cluster_register_with_barrier = True
 
 
 def is_initialized() -> bool:

@@ -19,7 +19,7 @@ from keras_dist_ext.rebuilding.compilation import read_compile_state, take_over_
 from keras_dist_ext.rebuilding.rebuild import rebuild
 from keras_dist_ext.rebuilding.recipe import CannotRebuildError, label
 from keras_dist_ext.rebuilding.twins import take_over_state
-from keras_dist_ext.scope import check_scope, describe_strategy, optimizers
+from keras_dist_ext.scope import check_scope, checked_strategy, describe_strategy, optimizers
 from keras_dist_ext.virtual import VirtualReplicas
 
 __all__ = ["adopt", "clone_model", "load_model"]
@@ -171,6 +171,7 @@ def _explained(caller: str, model: Any, strategy: tf.distribute.Strategy | None,
 
 
 def _refuse_nesting(caller: str, strategy: tf.distribute.Strategy | None) -> None:
+    checked_strategy(strategy)
     here = tf.distribute.get_strategy()
     if tf.distribute.has_strategy() and strategy is not None and strategy.extended is not here.extended:
         raise ScopeError(

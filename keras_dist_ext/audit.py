@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import hashlib
 import itertools
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from keras_dist_ext import _keras, data
 from keras_dist_ext._keras import tree
 from keras_dist_ext.choice.wording import counted
 from keras_dist_ext.datasets.audit_findings import findings_of
+from keras_dist_ext.datasets.dataset_graph import read_graph
 from keras_dist_ext.datasets.sources import as_dataset, kind_of
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.findings import Finding
@@ -40,7 +42,7 @@ class Audit:
     Args:
         ids: for each step, the ids of the examples of each replica: S lists of R arrays.
         num_workers: W; the replicas of worker w are w R / W up to (w + 1) R / W.
-        missing: ids that no replica got.
+        missing: ids that replicas got less often than they should, which is mostly never.
         repeated: how often each id was given that was given more often than it should be.
         errors: of each worker that could not read its part, what TensorFlow said.
         findings: what is wrong, if anything.
@@ -120,8 +122,9 @@ def audit(
         strategy: to deal to; by default the one whose scope is entered, or that of `distribute`.
         ids: given features, labels and weights of a batch, returns the ids of its rows: integers [rows]. By default
             an example is known by a hash of its content, so that equal examples are told apart by their number only.
-        expected: the ids that should be given once each, a number n for 0 to n - 1. By default those that a plain pass
-            over the data gives; where each worker reads data of its own, those of all workers together.
+        expected: the ids that should be given once each, a number n for 0 to n - 1. By default those in the batches
+            that are dealt, for ``stock_policy`` those that a plain pass over the data gives; where each worker reads
+            data of its own, those of all workers together.
         stock_policy: "AUTO", "FILE", "DATA" or "OFF": look at TensorFlow's own
             `strategy.experimental_distribute_dataset` under this AutoShardPolicy, and not at our way.
         batch_size: of arrays; 32 by default, as in `fit`.
@@ -141,27 +144,33 @@ def audit(
     name = ids or _content
     num_local = _keras.num_local_replicas(strategy)
     steps: list[list[Ids]] = []
+    wholes: list[Ids] = []
     error = ""
     is_own = False
+    plain_pass = whole
     try:
         if stock_policy is None:
-            read, is_own = _as_ours(whole, strategy, workers, name)
+            read, is_own = _as_ours(whole, strategy, workers, name, wholes)
         else:
-            read = _as_stock(whole, strategy, stock_policy.upper(), name)
+            read_pass, plain_pass = _passes_alike(whole, workers, has_ids=ids is not None)
+            read = _as_stock(read_pass, strategy, stock_policy.upper(), name)
         steps.extend(itertools.islice(read, max_steps))
     except (tf.errors.OpError, ValueError) as failure:
         if isinstance(failure, DataError):
             raise
         error = _said(failure)
     plain: Ids | None = None
-    if expected is None and kind_of(dataset) != "generator" and (not is_own or workers is None) and max_steps is None:
-        plain = _joined(_named(name, batch, whole.element_spec) for batch in whole)
+    if expected is None and max_steps is None and (not is_own or workers is None):
+        if stock_policy is None:
+            plain = _joined(wholes)
+        elif kind_of(dataset) != "generator":
+            plain = _joined(_named(name, batch, whole.element_spec) for batch in plain_pass)
     seen = _of_all_workers(steps, num_local, workers)
     errors = _errors_of_all(error, workers)
     given = _joined(part for step in seen for part in step)
     wanted = _expected(expected, plain, given, is_own=is_own)
     counts = collections.Counter(given.tolist())
-    missing = [] if max_steps is not None else [i for i in wanted if not counts[i]]
+    missing = [] if max_steps is not None else [i for i, count in wanted.items() if counts[i] < count]
     repeated = {i: count for i, count in counts.items() if count > max(wanted[i], 1)}
     ids_of_steps = tuple(tuple(step) for step in seen)
     missing_ids = np.array(sorted(missing), np.int64)
@@ -178,9 +187,13 @@ def _said(failure: Exception) -> str:
 
 
 def _as_ours(
-    dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, workers: Workers | None, name: Any
+    dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, workers: Workers | None, name: Any, wholes: list[Ids]
 ) -> tuple[Iterator[list[Ids]], bool]:
-    """The ids of this worker's replicas in each step of our models, and whether the rows are the worker's own."""
+    """The ids of this worker's replicas in each step of our models, and whether the rows are the worker's own.
+
+    The ids of the batches that are dealt go to ``wholes``: another pass may well have others, as after `shuffle` those
+    that `drop_remainder` leaves out, or draw other numbers.
+    """
     is_own = False
     spec = dataset.element_spec
     if workers is not None:
@@ -191,9 +204,34 @@ def _as_ours(
     def read() -> Iterator[list[Ids]]:
         for batch in dataset:
             rows = _named(name, batch, spec)
+            wholes.append(rows)
             yield [np.asarray(data.replica_rows(tf.constant(rows), first + i, num_shares)) for i in range(num_local)]
 
     return read(), is_own
+
+
+def _passes_alike(
+    dataset: tf.data.Dataset, workers: Workers | None, *, has_ids: bool
+) -> tuple[tf.data.Dataset, tf.data.Dataset]:
+    """The dataset for two passes, which draw the same where they would draw by chance.
+
+    Of several workers each draws for itself, as it would in training: what comes of that is to be seen.
+    """
+    if workers is None:
+        seed = random.randrange(2**31)
+        graphs = [read_graph(dataset) for _ in range(2)]
+        one, other = (
+            dataset if graph is None else _keras.with_seeds(dataset, graph.proto, seed, map_seed=seed, same_passes=True)
+            for graph in graphs
+        )
+        return one, other
+    graph = None if has_ids else read_graph(dataset)
+    if any(stage.is_random for stage in graph or ()):
+        raise DataError(
+            "The pipeline draws random numbers, so an example holds something else each time, and cannot be known by "
+            "its content. Give ids=, such as ids=lambda x, y: x['id']."
+        )
+    return dataset, dataset
 
 
 def _as_stock(
@@ -260,11 +298,15 @@ def _of_all_workers(steps: list[list[Ids]], num_local: int, workers: Workers | N
         return steps
     rows = np.array([[len(part) for part in step] for step in steps], np.float64).reshape(-1, num_local)
     sizes = _gathered(rows.ravel(), workers)
-    values = _gathered(_joined(part for step in steps for part in step).astype(np.float64), workers)
+    own = _joined(part for step in steps for part in step)
+    values = [
+        (high.astype(np.int64) << 32) + low.astype(np.int64)
+        for high, low in zip(_gathered(own >> 32, workers), _gathered(own & 0xFFFFFFFF, workers), strict=True)
+    ]
     num_steps = max(len(size) for size in sizes) // num_local
     seen: list[list[Ids]] = [[] for _ in range(num_steps)]
     for size, value in zip(sizes, values, strict=True):
-        parts = np.split(value.astype(np.int64), np.cumsum(size.astype(np.int64))[:-1]) if len(size) else []
+        parts = np.split(value, np.cumsum(size.astype(np.int64))[:-1]) if len(size) else []
         for step in range(num_steps):
             mine = parts[step * num_local : (step + 1) * num_local]
             seen[step].extend([*mine, *[np.zeros(0, np.int64)] * (num_local - len(mine))])
@@ -279,7 +321,7 @@ def _errors_of_all(error: str, workers: Workers | None) -> dict[int, str]:
     return {worker: text for worker, text in enumerate(told) if text}
 
 
-def _gathered(values: npt.NDArray[np.float64], workers: Workers) -> list[npt.NDArray[np.float64]]:
+def _gathered(values: npt.NDArray[Any], workers: Workers) -> list[npt.NDArray[np.float64]]:
     """One vector of each worker, of any length. Sums of doubles are exact up to 2**53."""
     worker = _keras.first_replica(workers.strategy) // _keras.num_local_replicas(workers.strategy)
     lengths = np.zeros(workers.num_workers)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from keras_dist_ext import _keras
+from keras_dist_ext.choice.wording import counted
 from keras_dist_ext.datasets.bucket_plan import BatchSize, choose_boundaries, imbalance, padding_share, plan_batches
 from keras_dist_ext.datasets.pools import Pools
 from keras_dist_ext.errors import DataError
@@ -43,7 +44,7 @@ class BucketReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_examples} examples: padding {self.padding[0]:.1%} -> {self.padding[1]:.1%}, "
+            f"{counted(self.num_examples, 'example')}: padding {self.padding[0]:.1%} -> {self.padding[1]:.1%}, "
             f"imbalance {self.imbalance[0]:.1%} -> {self.imbalance[1]:.1%}, "
             f"steps {self.num_steps[0]} -> {self.num_steps[1]}"
         )
@@ -152,6 +153,8 @@ def bucket_by_length(
         SeedError: the seed is none.
     """
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    if sample < 1:
+        raise DataError(f"sample={sample} leaves no example to measure. Give 1 or more.")
     size = _checked_size(batch_size, tokens, strategy.num_replicas_in_sync)
     fixed = _checked_boundaries(boundaries)
     if seed is not None:
@@ -176,8 +179,8 @@ def _checked_size(batch_size: int | None, tokens: int | None, num_replicas: int)
             "(rows of a global batch), or tokens= (rows times the longest row)."
         )
     for name, value in (("batch_size", batch_size), ("tokens", tokens)):
-        if value is not None and value < 1:
-            raise DataError(f"{name}={value} leaves no room for an example. Give 1 or more.")
+        if value is not None and (not hasattr(value, "__index__") or value < 1):
+            raise DataError(f"{name}={value!r} leaves no room for an example. Give a whole number, 1 or more.")
     return BatchSize(batch_size, tokens, num_replicas)
 
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import flat_layers, is_default_strategy, keras, seed_generators, tree
 from keras_dist_ext.errors import ScopeError
-from keras_dist_ext.scope import check_scope
+from keras_dist_ext.scope import check_scope, checked_strategy
 from keras_dist_ext.seeds import checked_seed, seeds_of
 from keras_dist_ext.xla import warn_once
 
@@ -28,11 +28,12 @@ class ScopeGuard(keras.callbacks.Callback):  # type: ignore[misc]
     Raises:
         ScopeError: When training, evaluation or prediction begins, if something lives elsewhere, or if no strategy is
             given and the model was made under none.
+        StrategyError: When it is made, if `strategy` is none.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy | None = None) -> None:
         super().__init__()
-        self._strategy = strategy
+        self._strategy = checked_strategy(strategy)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Check before the first step of `fit`."""

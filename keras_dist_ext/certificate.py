@@ -17,10 +17,11 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext import _keras
-from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras import keras
 from keras_dist_ext.choice.wording import counted
 from keras_dist_ext.comparison.draws import Draws, watch_draws
 from keras_dist_ext.comparison.gaps import Gap
+from keras_dist_ext.comparison.global_batches import global_batches
 from keras_dist_ext.comparison.lockstep import Comparison, Lockstep
 from keras_dist_ext.comparison.sides import RowsAlike, on_one_device
 from keras_dist_ext.comparison.suspects import FIX_OF_STOCK, explain, of_draws, of_gaps
@@ -29,9 +30,7 @@ from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.scope import describe_strategy
 
-__all__ = ["Certificate", "certify"]
-
-READ_TO_FIND_THE_LAST = 1000  # batches of a dataset; beyond them, the last one is not among those trained on
+__all__ = ["Certificate", "certify", "check_strategy"]
 
 
 def certify(
@@ -78,11 +77,11 @@ def certify(
             the data holds no batch; the strategy's replicas are not all in this process; or a strategy's scope is
             entered.
     """
-    _check(strategy, steps)
-    trial = _Trial(build_model, strategy, _global_batches(data, steps, batch_size))
+    _check(build_model, strategy, steps)
+    trial = _Trial(build_model, strategy, global_batches(data, steps, batch_size))
     with _no_word_about_retracing():
         trial.run()
-    return trial.certificate(frozenset(allow))
+    return trial.certificate(frozenset([allow] if isinstance(allow, str) else allow))
 
 
 @dataclass(frozen=True)
@@ -149,15 +148,16 @@ class Certificate:
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         """Show the verdict, the findings, and tables of deviations and draws, with rich."""
+        from rich import box
         from rich.table import Table
         from rich.text import Text
 
         yield Text(self._verdict(), style="bold green" if self.is_equivalent else "bold red")
         for finding in (*self.findings, *self.allowed):
             yield Text(str(finding), style="dim" if finding in self.allowed else "")
-        table = Table(title="deviation from one device (worst step)", title_justify="left")
+        table = Table(title="deviation from one device (worst step)", title_justify="left", box=box.SIMPLE_HEAD)
         for name in ("", "of", "largest", "relative", "of rounding", "between replicas", "step"):
-            table.add_column(name, justify="left" if name in ("", "of") else "right")
+            table.add_column(name, justify="left" if name in ("", "of") else "right", overflow="fold")
         for gap in sorted(self.deviations, key=lambda gap: -gap.excess):
             cells = (
                 f"{gap.absolute:.2g}",
@@ -169,9 +169,9 @@ class Certificate:
             table.add_row(gap.part, gap.name, *cells, style="red" if gap.is_beyond or gap.is_apart else "")
         yield table
         if self.draws:
-            table = Table(title="random numbers", title_justify="left")
+            table = Table(title="random numbers", title_justify="left", box=box.SIMPLE_HEAD)
             for name in ("layer", "ops", "numbers", "equal on two replicas", "kept", "to keep"):
-                table.add_column(name, justify="left" if name == "layer" else "right")
+                table.add_column(name, justify="left" if name == "layer" else "right", overflow="fold")
             for d in self.draws:
                 kept = ("", "") if d.kept is None or d.rate is None else (f"{d.kept:.3f}", f"{1 - d.rate:.3f}")
                 table.add_row(
@@ -251,7 +251,7 @@ class _Trial:
             except Exception as error:
                 self._findings.append(_crash(error, self._strategy, "A step", is_ours=self._is_ours))
                 return
-        if draws.has_drawn:
+        if draws.has_drawn and self._rows:
             batch = max(self._batches, key=lambda batch: int(num_rows(batch)))
             bounds = lockstep.bounds(int(num_rows(batch)))
             self._draws = watch_draws(lockstep.many, batch, bounds)
@@ -262,7 +262,13 @@ class _Trial:
         start = lockstep.one.state()
         off: list[Comparison] = []
         for step, batch in enumerate(self._batches, 1):
-            comparison = lockstep.compare(batch, step)
+            try:
+                comparison = lockstep.compare(batch, step)
+            except CertificateError:
+                raise
+            except Exception as error:
+                self._findings.append(self._broken(error, step, lockstep.bounds(int(num_rows(batch)))))
+                break
             if not _is_finite_on_one_device(comparison):
                 if step == 1:
                     raise CertificateError(
@@ -277,12 +283,30 @@ class _Trial:
             is_first_nan = not comparison.is_finite and all(c.is_finite for c in off)
             if (not comparison.excess <= 1.0 and is_first_of_kind) or is_first_nan:
                 off.append(comparison)
+        if not self._rows:
+            return
         if off:
             self._findings += explain(lockstep, off)
-        else:
+        elif not self._findings:
             self._measure_drift(lockstep, start)
         self._findings += of_gaps(lockstep, tuple(self._worst.values()), bool(off))
         self._try_several_steps(lockstep)
+
+    def _broken(self, error: Exception, step: int, bounds: list[int]) -> Finding:
+        """Name a step that ends with an error, for want of rows where others, in which all had some, do not."""
+        crash = _crash(error, self._strategy, "A step", is_ours=self._is_ours)
+        sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+        if crash.code != "does-not-run" or 0 not in sizes or any(0 in rows for rows in self._rows) or not self._rows:
+            return crash
+        return dataclasses.replace(
+            crash,
+            code="empty-replica",
+            what=f"A replica without rows ends the step with {type(error).__name__}: TensorFlow has operations that "
+            "fail without rows, such as convolutions on CPUs.",
+            evidence=f"step {step}, {counted(bounds[-1], 'row')} split into {sizes}; steps in which all replicas had "
+            f"rows did not fail; {crash.evidence}",
+            fix=f"{crash.fix} Or drop the last batch (`drop_remainder=True`).",
+        )
 
     def _note(self, gap: Gap) -> None:
         worst = self._worst.setdefault((gap.part, gap.name), gap)
@@ -341,11 +365,18 @@ def _crash(error: Exception, strategy: tf.distribute.Strategy, what: str, *, is_
         code=code,
         what=f"{what} ends with {type(error).__name__} under {describe_strategy(strategy)}. {why}",
         evidence=text[-300:] or "the error has no message",
-        fix="Please report this model: it should not be." if is_ours else FIX_OF_STOCK,
+        fix=_FIXES.get(code) or ("Please report this model: it should not be." if is_ours else FIX_OF_STOCK),
     )
 
 
+_FIXES = {"strategies-collide": "Certify in a process of its own, with one strategy."}
 _KNOWN_CRASHES = (
+    (
+        r"Collective ops is aborted|in the collective instance",
+        "strategies-collide",
+        "TensorFlow's collectives take this strategy for another one of the same devices, with which this process has "
+        "trained before (tensorflow#62790).",
+    ),
     (
         r"AddN|same size and shape|Attempt to convert a value \(PerReplica|Unsupported.*(string|bool)",
         "fit-averages-a-batch",
@@ -376,68 +407,40 @@ _KNOWN_CRASHES = (
 )
 
 
-def _check(strategy: Any, steps: int) -> None:
+def check_strategy(strategy: Any) -> None:
+    """See whether a strategy's replicas can be compared.
+
+    Raises:
+        CertificateError: they are not all in this process, or it is no strategy.
+    """
     if not isinstance(strategy, tf.distribute.Strategy):
-        raise CertificateError(f"certify takes a tf.distribute.Strategy, and got {type(strategy).__name__}.")
+        hint = " Give its attribute `strategy`." if hasattr(strategy, "strategy") else ""
+        raise CertificateError(f"certify takes a tf.distribute.Strategy, and got {type(strategy).__name__}.{hint}")
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        raise CertificateError(
+            "Under ParameterServerStrategy each worker makes steps of its own, at its own pace, so that no two runs "
+            "are equal, and none is that of one device. What a step computes can be certified with a MirroredStrategy."
+        )
     is_mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
     is_far = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
     if strategy.num_replicas_in_sync > 1 and (not is_mirrored or is_far):
         raise CertificateError(
             f"A certificate compares what all replicas hold, in one process, and {describe_strategy(strategy)} has "
-            "replicas elsewhere. Certify with a MirroredStrategy of as many replicas: steps are the same."
+            "replicas elsewhere. Certify with a MirroredStrategy of as many replicas, which on a CPU are "
+            f'`kde.pick_strategy("mirrored", num_replicas={strategy.num_replicas_in_sync})`: steps are the same.'
         )
+
+
+def _check(build_model: Any, strategy: Any, steps: Any) -> None:
+    if isinstance(build_model, keras.Model) or not callable(build_model):
+        raise CertificateError(
+            f"certify takes a function that builds and compiles a model, and got {type(build_model).__name__}: it "
+            "builds one for one device, and another in the strategy's scope."
+        )
+    check_strategy(strategy)
     if tf.distribute.has_strategy():
         raise CertificateError(
             "certify was called inside a strategy's scope, where no model can be built for one device. Leave the scope."
         )
-    if steps < 1:
-        raise CertificateError(f"steps={steps}: a certificate needs one step at least.")
-
-
-def _global_batches(data: Any, steps: int, batch_size: int) -> list[Any]:
-    """The batches to train on, as tensors."""
-    if isinstance(data, tf.data.Dataset):
-        length = int(data.cardinality())
-        is_read_out = 0 <= length <= READ_TO_FIND_THE_LAST
-        batches = _first_and_last(data, steps) if is_read_out else list(data.take(steps))
-    elif isinstance(data, keras.utils.PyDataset):
-        places = range(len(data))
-        batches = [data[place] for place in [*places[: steps - 1], *places[steps - 1 :][-1:]]]
-    elif isinstance(data, tuple) and len(data) in (2, 3) and all(hasattr(a, "shape") for a in tree.flatten(data)):
-        arrays = tree.map_structure(_as_array, data)
-        rows = len(tree.flatten(arrays)[0])
-        starts = range(0, rows, batch_size)
-        starts_used = [*starts[: steps - 1], *starts[steps - 1 :][-1:]]
-        batches = [
-            tree.map_structure(lambda a, start=start: a[start : start + batch_size], arrays) for start in starts_used
-        ]
-    elif isinstance(data, Mapping | str) or not hasattr(data, "__iter__"):
-        raise CertificateError(
-            f"certify takes a tf.data.Dataset, a PyDataset, an iterable of batches, or arrays (x, y) or (x, y, "
-            f"sample_weight), and got {type(data).__name__}."
-        )
-    else:
-        batches = list(itertools.islice(data, steps))
-    if not batches:
-        raise CertificateError("The data holds no batch, so there is nothing to train on.")
-    batches = [tree.map_structure(_as_tensor, batch) for batch in batches]
-    return [batches[i % len(batches)] for i in range(steps)]
-
-
-def _first_and_last(dataset: tf.data.Dataset, steps: int) -> list[Any]:
-    """The first batches, and the last."""
-    batches: list[Any] = []
-    for batch in dataset:
-        batches = [*batches[: steps - 1], batch] if len(batches) == steps else [*batches, batch]
-    return batches
-
-
-def _as_array(leaf: Any) -> Any:
-    array = np.asarray(leaf)
-    return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
-
-
-def _as_tensor(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, tf.SparseTensor | tf.RaggedTensor) or tf.is_tensor(leaf):
-        return leaf
-    return tf.convert_to_tensor(leaf)
+    if not hasattr(steps, "__index__") or steps < 1:
+        raise CertificateError(f"steps={steps}: a certificate needs a whole number of steps, one at least.")

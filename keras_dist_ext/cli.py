@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "launch",
             help="run a script as the workers of a cluster on this machine",
-            usage="keras-dist-ext launch --workers N [--ps M | --tuner] [option ...] SCRIPT.py [ARG ...]",
+            usage="keras-dist-ext launch --workers N [--ps M | --tuner] [option ...] [-m] SCRIPT.py [ARG ...]",
             description="Start a process for each worker, with its TF_CONFIG, and wait. The first that fails, or hangs "
             "for --timeout, ends all; with --max-restarts all start again. SIGTERM and SIGINT go to the workers: when "
             "all of them end well, as by Resume(on_preemption=True), the exit code is 0. With --ps the script runs in "
@@ -105,6 +105,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         "--grace", type=_seconds, default=20.0, metavar="S", help="seconds from SIGTERM to SIGKILL (20)"
     )
     parser.add_argument("--quiet", action="store_true", help="do not show the workers' output")
+    parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT.py is the name of a module")
     parser.add_argument("script", metavar="SCRIPT.py", help="what to run: a script, or a program such as python")
     rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="passed to it untouched")
     rest.required = False  # argparse would ask for it when the script is missing
@@ -122,7 +123,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     with caught_signals() as signals:  # where workers end well in time, so does the launch
         result = launch(
             arguments.workers,
-            [arguments.script, *arguments.args],
+            _command(arguments),
             num_ps=arguments.ps,
             max_restarts=arguments.max_restarts or 0,
             timeout=arguments.timeout,
@@ -138,6 +139,10 @@ def _launch(arguments: argparse.Namespace) -> int:
     return result.exit_code
 
 
+def _command(arguments: argparse.Namespace) -> list[str]:
+    return [*(["-m"] if arguments.is_module else []), arguments.script, *arguments.args]
+
+
 def _launch_search(arguments: argparse.Namespace) -> int:
     if arguments.ps or arguments.threads or arguments.affinity:
         raise LaunchError("--ps, --threads and --affinity are not for a search: --tuner divides the machine by itself.")
@@ -146,7 +151,7 @@ def _launch_search(arguments: argparse.Namespace) -> int:
 
     with caught_signals() as signals:
         run = launch_search(
-            [arguments.script, *arguments.args],
+            _command(arguments),
             arguments.workers,
             workers_per_trial=arguments.workers_per_trial or 1,
             gpus_per_trial=arguments.gpus_per_trial,

@@ -44,10 +44,13 @@ def replica_rows(data: Any, replica: int, num_replicas: int) -> Any:
 
     Rows are dealt as evenly as they go: replica r has rows [r N // R, (r + 1) N // R). With fewer rows than replicas
     some have none. Scalars go to every replica unchanged.
+
+    Raises:
+        DataError: the tensors have different numbers of rows.
     """
     if num_replicas == 1:
         return data
-    rows = num_rows(data)
+    rows = _rows_of_all(data)
     start, stop = replica * rows // num_replicas, (replica + 1) * rows // num_replicas
 
     def cut(leaf: Any) -> Any:
@@ -61,6 +64,26 @@ def replica_rows(data: Any, replica: int, num_replicas: int) -> Any:
         return leaf[start:stop]
 
     return tree.map_structure(cut, data)
+
+
+def _rows_of_all(data: Any) -> int | tf.Tensor:
+    """Count the rows, and see that all tensors have as many: now, or when they are there."""
+    leaves = [leaf for leaf in tree.flatten(data) if _has_rows(leaf)]
+    static = {int(leaf.shape[0]) for leaf in leaves if leaf.shape[0] is not None}
+    others = [leaf for leaf in leaves if leaf.shape[0] is None]
+    shapes = ", ".join(str(leaf.shape) for leaf in leaves)
+    message = (
+        f"A batch holds tensors of different numbers of rows, of the shapes {shapes}, so it cannot be split over the "
+        "replicas. Repeat for each row what belongs to all of them, or have the model hold it (as a constant, or as a "
+        "weight that is not trained)."
+    )
+    if len(static) > 1:
+        raise DataError(message)
+    if static and others:
+        (expected,), rows = static, num_rows(others[0])
+        with tf.control_dependencies([tf.debugging.assert_equal(rows, expected, message)]):
+            return tf.identity(rows)
+    return num_rows(data)
 
 
 def without_optionals(data: Any) -> Any:

@@ -91,7 +91,7 @@ def judge(examination: Examination) -> Report:
     if times is not None and times.blocks and times.num_steps and times.seconds > 0:
         for rule in TIME_RULES:
             found += rule(examination)
-    explained = {code for finding in found for code in _EXPLAINS.get(finding.code, ())}
+    explained = {effect.code for cause in found for effect in found if _explains(cause, effect)}
     notes = [note for note in (shared_cpu(examination.setting), *_notes(examination)) if note is not None]
     return Report(
         findings=tuple(worst_first([finding for finding in found if finding.code not in explained])),
@@ -116,6 +116,15 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
 }
 
 
+def _explains(cause: Finding, effect: Finding) -> bool:
+    """Whether one finding makes another one nothing of its own."""
+    if effect.code not in _EXPLAINS.get(cause.code, ()):
+        return False
+    if cause.code in ("slow-callback", "fetching-callback"):  # seconds of callbacks are not among those of the host
+        return (effect.seconds or 0.0) <= (cause.seconds or 0.0)
+    return True
+
+
 def _notes(examination: Examination) -> list[Finding]:
     """Say what limits the judgement."""
     setting, times, trials = examination.setting, examination.times, examination.trials
@@ -127,6 +136,15 @@ def _notes(examination: Examination) -> list[Finding]:
                 f"'{setting.model}' is a model of stock Keras: what happens inside of its steps cannot be seen.",
                 "judged are its strategy, scope, eager execution, threads and callbacks",
                 "`model = kde.adopt(model, strategy)` rebuilds it with equal weights; then all of it can be seen.",
+            )
+        )
+    elif times is None:
+        notes.append(
+            Finding(
+                "too-few-steps",
+                "Too few steps were made to say where their time goes; only the setting was judged.",
+                "fewer than 8 steps after the first two executions, which trace; or no data",
+                "Train for longer: more epochs, or `num_steps`.",
             )
         )
     others = None if times is None else times.others_cores

@@ -25,6 +25,7 @@ from keras_dist_ext.processes import pulse
 from keras_dist_ext.same_program import facts_of_data
 from keras_dist_ext.saving.position import (
     Position,
+    batch_sizes,
     batches_of,
     check_positionable,
     entered_at,
@@ -91,6 +92,7 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         on_stop: called when a worker has asked to stop; no further execution is made.
         on_epoch_end: called when an epoch has no more steps.
         order_seed: asked for the seed of the data's order when a pass begins; None leaves the order to chance.
+        is_seeded: asked whether that seed is the run's, and stands above TensorFlow's global one.
         arguments: those of Keras' ``EpochIterator``.
     """
 
@@ -104,6 +106,7 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         on_stop: Callable[[], None] = lambda: None,
         on_epoch_end: Callable[[], None] = lambda: None,
         order_seed: Callable[[], int | None] = lambda: None,
+        is_seeded: Callable[[], bool] = lambda: False,
         **arguments: Any,
     ) -> None:
         self._seekable = seekable(arguments)
@@ -127,10 +130,12 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         self._on_stop = on_stop
         self._on_epoch_end = on_epoch_end
         self._order_seed = order_seed
+        self._is_seeded = is_seeded
         self._source: Source | None = None
         self._start: Position | None = None
         self._state: Sequence[bytes] | None = None
         self._saves_iterator: bool | None = None
+        self._batch_sizes: list[int] | None = None
         self._order_of: Callable[[int], int | None] = lambda number: None
         self.num_passes = 0
         self._num_missed = 0  # passes of an earlier process, to be made up for
@@ -157,7 +162,8 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         def spec_of(spec: Any) -> Any:
             if hasattr(spec, "_value_specs"):  # PerReplicaSpec
                 spec = spec._value_specs[0]
-            return None if isinstance(spec, tf.OptionalSpec) else spec
+            is_none = isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape")
+            return None if is_none else spec
 
         specs = tree.map_structure(spec_of, self._dataset.element_spec)
         return tree.map_structure(any_number_of_rows, specs)
@@ -238,10 +244,16 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         Raises:
             DataError: nobody can say where in this data a run is.
         """
-        kind = check_positionable(self.data_adapter, self._given, self._seekable)
+        kind = check_positionable(self.data_adapter, self._given, self._seekable, self.steps_per_epoch)
+        is_array = kind == "arrays"
+        if self._batch_sizes is None:
+            self._batch_sizes = batch_sizes(self._given) if kind == "tf.data" else []
         return {
             "data": kind,
-            "batch_size": self.data_adapter.batch_size if kind == "arrays" else None,
+            "rows": self.data_adapter._num_samples if is_array else None,
+            "batch_size": self.data_adapter.batch_size if is_array else None,
+            "shuffle": self.data_adapter._shuffle if is_array else None,
+            "batches of the pipeline": self._batch_sizes,
             "batches of a pass": self._num_batches if kind != "iterator" else None,
             "steps_per_epoch": self.steps_per_epoch,
             "workers that read rows of their own": self._workers.num_workers if self._workers and self._own_rows else 0,
@@ -381,10 +393,11 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
             return None
         if _keras.caches_in_memory(graph):  # made once, it keeps what it has cached, and reshuffles by itself
             if self._given not in _ORDERED:
-                _ORDERED[self._given] = _keras.with_seeds(self._given, graph, seed)
+                _ORDERED[self._given] = _keras.with_seeds(self._given, graph, seed, over_global=self._is_seeded())
             return _ORDERED[self._given]
         worker = _keras.first_replica(self._strategy) if self._own_rows else 0
-        return _keras.with_seeds(self._given, graph, seed, map_seed=fold_in(seed, "map", worker))
+        map_seed = fold_in(seed, "map", worker)
+        return _keras.with_seeds(self._given, graph, seed, map_seed, over_global=self._is_seeded())
 
     def _agree(self, num_steps: int) -> tuple[bool, int]:
         assert self._workers is not None
@@ -403,10 +416,20 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
 
 
 def any_number_of_rows(spec: Any) -> Any:
-    """Return a dense ``TensorSpec`` like ``spec`` with an unknown first dimension."""
+    """Return a dense ``TensorSpec`` like ``spec`` with an unknown first dimension.
+
+    Raises:
+        DataError: it does not say how many dimensions there are.
+    """
     if spec is None:
         return None
     shape = tf.TensorShape(spec.shape)
-    if shape.rank is not None and shape.rank > 0:
+    if shape.rank is None:
+        raise DataError(
+            f"The dataset gives a tensor of {tf.as_dtype(spec.dtype).name} whose number of dimensions is unknown, so "
+            "that no model can be built for it, nor rows be cut. Say its shape where it is made, as after "
+            "tf.py_function: `tf.ensure_shape(tensor, [None, ...])`."
+        )
+    if shape.rank > 0:
         shape = tf.TensorShape([None]).concatenate(shape[1:])
     return tf.TensorSpec(shape, tf.as_dtype(spec.dtype))

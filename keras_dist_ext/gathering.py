@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import tree
+from keras_dist_ext._keras import is_default_strategy, tree
+from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.program import gather_rows, is_per_replica, rows_of_replica
 
 __all__ = ["gather", "per_replica"]
@@ -60,6 +61,20 @@ def gather(values: Any, strategy: tf.distribute.Strategy | None = None) -> Any:
     Args:
         values: a structure of what ``per_replica`` returns, each with a first dimension of rows.
         strategy: whose replicas they are; by default the one whose scope is entered.
+
+    Raises:
+        StrategyError: they are of several replicas, and no strategy says of which.
     """
     under = strategy or tf.distribute.get_strategy()
-    return tf.nest.map_structure(functools.partial(gather_rows, under), values)
+
+    def gathered(value: Any) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, tf.distribute.DistributedValues) and is_default_strategy(under):
+            raise StrategyError(
+                "gather was given values of several replicas, and no strategy, so that nobody knows of how many "
+                "workers. Give the strategy that per_replica was given: gather(values, strategy)."
+            )
+        return gather_rows(under, value)
+
+    return tf.nest.map_structure(gathered, values)

@@ -35,7 +35,7 @@ from keras_dist_ext.processes import worker
 from keras_dist_ext.processes.cores import fair_shares, usable_cpus
 from keras_dist_ext.processes.generation import Failure, Generation
 from keras_dist_ext.processes.process import Process, code_text, show
-from keras_dist_ext.processes.program import check_counts, check_seconds, check_surroundings, program_of
+from keras_dist_ext.processes.program import check_counts, check_seconds, check_surroundings, check_waits, program_of
 from keras_dist_ext.processes.signals import caught_signals
 from keras_dist_ext.processes.tasks import cluster, tf_config
 
@@ -75,8 +75,8 @@ def launch(
 
     Args:
         num_workers: how many workers; with `num_ps` the chief comes on top of them.
-        work: a command, as a list of strings (a script that ends in `.py` runs under this Python), or a function that
-            other processes can import: defined at the top level of a module or script.
+        work: a command, as a list of strings (a script that ends in `.py`, and ``["-m", NAME]``, run under this
+            Python), or a function that other processes can import: defined at the top level of a module or script.
         args: for the function; they and its value are pickled.
         kwargs: for the function.
         num_ps: how many parameter servers. With any, only the chief runs `work`.
@@ -109,6 +109,7 @@ def launch(
     check_counts(num_workers=(num_workers, 1), num_ps=(num_ps, 0), max_restarts=(max_restarts, 0))
     check_counts(threads_per_worker=(1 if threads_per_worker is None else threads_per_worker, 1))
     check_seconds(timeout=timeout, time_limit=time_limit)
+    check_waits(grace_seconds=grace_seconds, pause_seconds=pause_seconds)
     check_surroundings(base)
     program = program_of(work, args, kwargs or {}, base)
     base |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **_thread_settings(threads_per_worker)}

@@ -10,18 +10,17 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras, feed
+from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext.choice.wording import close_name
 from keras_dist_ext.data import num_rows
 from keras_dist_ext.errors import LoopError, StrategyError
 from keras_dist_ext.looping.examined_step import Output, examine
+from keras_dist_ext.looping.loop_program import LoopProgram, OneStepWhereKept
 from keras_dist_ext.looping.tallies import REDUCTIONS, Reduction, Tally, tally_of
 from keras_dist_ext.model import Model
-from keras_dist_ext.program import StepProgram, gather_rows, pooled_state
 from keras_dist_ext.replica import LoopStep, Replica
 from keras_dist_ext.scope import move_into_scope, raw_variables
-from keras_dist_ext.step import ReplicaStep
 
 __all__ = ["TrainLoop"]
 
@@ -59,9 +58,10 @@ class TrainLoop(Model):
 
     Args:
         step: makes one step of training.
-        parts: whatever the steps change, by name: Keras models, optimizers, ``tf.Module``s, ``tf.Variable``s, and lists
-            and dicts of these. They are saved and compared under these names, and are attributes of the loop. The
-            first optimizer is the one that Keras' callbacks see.
+        parts: whatever the steps change, by name: Keras models, optimizers, metrics, random generators,
+            ``tf.Module``s, ``tf.Variable``s, and lists and dicts of these. They are saved and compared under these
+            names, and are attributes of the loop. The first optimizer is the one that Keras' callbacks see. A metric
+            that a step updates is logged under its own name, over all replicas, and begins anew with each epoch.
         reduce: for each value that a step returns, how to combine those of all rows, replicas and steps of an epoch:
             "mean" (a scalar counts as often as the replica has rows), "sum", "max" or "min". Values with an entry for
             each row are reduced over rows, too; or kept for all of them, by "concat", see ``rows``.
@@ -81,7 +81,6 @@ class TrainLoop(Model):
     """
 
     _cuts_batches = False
-    _loss_degrees = []  # noqa: RUF012 (no loss of a layer is looked for: the step adds up its own)
     _tallies: Mapping[str, Tally] = MappingProxyType({})
     _kind: Kind = "train"
 
@@ -99,6 +98,9 @@ class TrainLoop(Model):
         strategy: tf.distribute.Strategy | None = None,  # for type checkers: `_Scoped` takes it, and enters its scope
     ) -> None:
         super().__init__(name=name)
+        step, test, predict = _check_functions(step, test, predict)
+        _check_named("parts", parts)
+        _check_named("reduce", reduce)
         _check_reductions(reduce)
         self._check_asynchronous(reduce)
         for attribute, value in {
@@ -106,14 +108,17 @@ class TrainLoop(Model):
             "_reduce": dict(reduce),
             "_tallies": {},
             "_outputs": {},
+            "_updated": {},
             "_collected": {},
         }.items():
             object.__setattr__(self, attribute, value)  # past Keras, which would track what is in them
         named = dict(_named(parts))
         made = [part for part in named.values() if isinstance(part, keras.optimizers.Optimizer)]
+        own_metrics = [part for part in named.values() if isinstance(part, keras.metrics.Metric)]
+        object.__setattr__(self, "_own_metrics", own_metrics)
         with self._in_scope():
-            for optimizer in made:
-                move_into_scope(optimizer)
+            for part in (*made, *own_metrics):
+                move_into_scope(part)
         for part_name, part in named.items():
             self._check_name(part_name)
             setattr(self, part_name, part)
@@ -128,7 +133,9 @@ class TrainLoop(Model):
 
     _steps: Mapping[str, Any]
     _reduce: Mapping[str, Reduction]
+    _own_metrics: list[Any] = []  # noqa: RUF012 (of the parts; each loop has a list of its own)
     _outputs: dict[Kind, dict[str, Output]]
+    _updated: dict[Kind, list[Any]]
     _collected: dict[Kind, dict[str, list[Any]]]
 
     @property
@@ -181,27 +188,31 @@ class TrainLoop(Model):
 
     @property
     def metrics(self) -> list[Any]:
-        """What the declared values add up to."""
-        return list(self._tallies.values())
+        """What the declared values add up to, and the metrics among the parts."""
+        return [*self._tallies.values(), *self._own_metrics]
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Return what has been added up, of the values that the steps of the present kind return."""
-        return {name: self._tallies[name].result() for name in self._outputs[self._kind] if name in self._tallies}
+        declared = {name: self._tallies[name].result() for name in self._outputs[self._kind] if name in self._tallies}
+        return {**declared, **{metric.name: metric.result() for metric in self._updated[self._kind]}}
 
     def _program(self, kind: str) -> Any:
-        return super()._program(kind) if kind == "predict" or self._is_asynchronous else _LoopProgram(self, kind)
+        return super()._program(kind) if kind == "predict" or self._is_asynchronous else LoopProgram(self, kind)
+
+    def _find_loss_degrees(self, batch_spec: Any, kind: str) -> None:
+        self._loss_degrees[kind] = {}  # the step adds up its own losses
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         spec = iterator.given.element_spec if iterator is not None else tree.map_structure(_spec_of, data_batch)
         kind = self._kind
         if kind not in self._outputs:
-            outputs = examine(self, kind, self._steps[kind], self._reduce, tree.map_structure(_any_rows, spec))
+            outputs, updated = examine(self, kind, self._steps[kind], self._reduce, tree.map_structure(_any_rows, spec))
             with self._in_scope():
                 for name, output in outputs.items():
                     if name not in self._tallies and self._reduce[name] != "concat":
                         made = tally_of(name, self._reduce[name], output.spec, has_rows=output.has_rows)
                         self._tallies[name] = made  # type: ignore[index]  # a dict, once there is a loop
-            self._outputs[kind] = outputs
+            self._outputs[kind], self._updated[kind] = outputs, updated
         self.replica_seeds.begin()
 
     # What is kept for all rows
@@ -242,12 +253,19 @@ class TrainLoop(Model):
         return keeping
 
     def _pace(self, callbacks: Any, kind: str) -> Any:
-        return _OneStepWhereKept(super()._pace(callbacks, kind), lambda: bool(self.kept(kind)))
+        return OneStepWhereKept(super()._pace(callbacks, kind), lambda: bool(self.kept(kind)))
 
     # Keras' loops
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; see ``keras.Model.fit``."""
+        """Train; see ``keras.Model.fit``.
+
+        Raises:
+            LoopError: a callback saves whole models.
+        """
+        for callback in tree.flatten(kwargs.get("callbacks") or []):
+            if isinstance(callback, keras.callbacks.ModelCheckpoint) and not callback.save_weights_only:
+                self.save()
         with self._running("train"):
             return super().fit(*args, **kwargs)
 
@@ -269,6 +287,20 @@ class TrainLoop(Model):
         """
         self._check_has("predict", "predict needs")
         return super().predict(*args, **kwargs)
+
+    def compile(self, *args: Any, virtual_replicas: Any = None, **kwargs: Any) -> None:
+        """See ``Model.compile``; a loop is compiled when it is made.
+
+        Raises:
+            StrategyError: by ``virtual_replicas``, which a step that is a function cannot have.
+        """
+        if virtual_replicas is not None:
+            raise StrategyError(
+                f"virtual_replicas={virtual_replicas!r} for '{self.name}', a TrainLoop, whose step is a function that "
+                "changes what it likes, so that several cannot take turns on a replica. Leave virtual_replicas out, or "
+                "make a kde.Model with a train_step of its own."
+            )
+        super().compile(*args, **kwargs)
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Make one step; see ``keras.Model.train_on_batch``."""
@@ -300,18 +332,54 @@ class TrainLoop(Model):
         """Count the numbers in all weights of Keras' models, and in all ``tf.Variable``s of other parts."""
         return int(super().count_params()) + sum(int(np.prod(v.shape)) for _, v in raw_variables(self))
 
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a step is Python, which no file of Keras holds.
+
+        Raises:
+            LoopError: always.
+        """
+        raise LoopError(
+            f"'{self.name}' is a TrainLoop, whose step is a function that no file of Keras' can hold. Save the weights "
+            "of all parts, loop.save_weights('loop.weights.h5') or ModelCheckpoint(..., save_weights_only=True), or a "
+            "part that is a model, loop.net.save('net.keras')."
+        )
+
     def save_own_variables(self, store: Any) -> None:
         """Save ``tf.Variable``s into a Keras file, where Keras saves its own."""
         super().save_own_variables(store)
         for name, variable in raw_variables(self):
-            store[f"tf.{name.replace('/', '.')}"] = _keras.components(variable)[0].numpy()
+            is_in_parts = _keras.is_sync_on_read(variable)
+            store[f"tf.{name.replace('/', '.')}"] = (
+                variable if is_in_parts else _keras.components(variable)[0]
+            ).numpy()
 
     def load_own_variables(self, store: Any) -> None:
         """Load what ``save_own_variables`` has saved."""
         names = [name for name, _ in raw_variables(self)]
         super().load_own_variables({key: store[key] for key in store.keys() if not key.startswith("tf.")})  # noqa: SIM118
         for name, variable in zip(names, [v for _, v in raw_variables(self)], strict=True):
-            variable.assign(np.asarray(store[f"tf.{name.replace('/', '.')}"]))
+            value = np.asarray(store[f"tf.{name.replace('/', '.')}"])
+            first, *others = _keras.components(variable)
+            is_sum = _keras.is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.SUM
+            first.assign(value)
+            for copy in others:
+                copy.assign(np.zeros_like(value) if is_sum else value)
+
+
+def _check_functions(*functions: Any) -> list[Any]:
+    """Return functions as Python's: the loop compiles what a tf.function would have."""
+    for function in functions:
+        if function is not None and not callable(function):
+            raise LoopError(
+                f"A step is a function of (replica, batch), and `predict` one of (batch); given is {function!r}."
+            )
+    return [getattr(function, "python_function", function) for function in functions]
+
+
+def _check_named(argument: str, given: Any) -> None:
+    if not isinstance(given, Mapping):
+        example = 'reduce={"loss": "mean"}' if argument == "reduce" else 'parts={"net": net}'
+        raise LoopError(f"{argument} is {type(given).__name__}; it is a dict by name, such as {example}; or {{}}.")
 
 
 def _check_reductions(reduce: Mapping[str, Any]) -> None:
@@ -342,7 +410,7 @@ def _any_rows(spec: Any) -> Any:
     """A spec of one replica's rows, however many there are."""
     if hasattr(spec, "_value_specs"):  # of what TensorFlow has distributed
         spec = spec._value_specs[0]
-    if spec is None or isinstance(spec, tf.OptionalSpec):
+    if isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape"):
         return None
     shape = spec.shape
     if shape.rank:
@@ -354,67 +422,3 @@ def _any_rows(spec: Any) -> Any:
         if isinstance(spec, tf.SparseTensorSpec)
         else tf.TensorSpec(shape, spec.dtype)
     )
-
-
-class _OneStepWhereKept(feed.Pace):
-    """Makes one step at a time where its values are kept for all rows."""
-
-    def __init__(self, pace: feed.Pace, keeps: Callable[[], bool]) -> None:
-        super().__init__()
-        self._pace = pace
-        self._keeps = keeps
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the next execution."""
-        return 1 if self._keeps() else self._pace.num_steps
-
-    @property
-    def follows_clock(self) -> bool:
-        """Whether the number of steps is tuned."""
-        return self._pace.follows_clock
-
-    def record(self, num_steps: int, seconds: float) -> None:
-        """Take note of how long an execution took."""
-        self._pace.record(num_steps, seconds)
-
-
-class _LoopProgram(StepProgram):
-    """The compiled loop over a step that is a function; its logs are what was declared."""
-
-    step_class = LoopStep
-
-    def __init__(self, model: TrainLoop, kind: str) -> None:
-        super().__init__(model, kind)
-        self._plain_logs = True
-        self._kept = model.kept(kind)
-
-    def _step_of_replica(self, step: ReplicaStep, batch: Any) -> tuple[Any, list[tf.Tensor]]:
-        values = self._user_step(batch)
-        if step.note is not None:
-            step.note.end(step.replica_id, num_rows(batch), values)
-        step.finish({})
-        return None, [values[name] for name in self._kept]
-
-    def _on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
-        if not self._kept:
-            return super()._on_iterator(iterator, num_steps)
-        extra, row = self._one(*self._timed(iterator.get_next))
-        return self._outcome(extra, [row], extra)
-
-    def _on_optional(self, optional: Any, iterator: Any, num_steps: tf.Tensor) -> Any:
-        if not self._kept:
-            return super()._on_optional(optional, iterator, num_steps)
-        extra, row = self._one(*self._timed(optional.get_value))
-        with tf.control_dependencies(extra):
-            after = iterator.get_next_as_optional()
-        return tf.constant(1), after, self._outcome(extra, [row], extra)
-
-    def _logs(self, extra: Any) -> Any:
-        with pooled_state(self.model, self.strategy):
-            logs = self.model.get_metrics_result()
-        num_local = self._num_local
-        for place, name in enumerate(self._kept):
-            parts = extra[place * num_local : (place + 1) * num_local]
-            logs[name] = gather_rows(self.strategy, _keras.regroup(parts) if self.num_replicas > 1 else parts[0])
-        return logs

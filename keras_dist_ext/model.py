@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext import _keras, feed
@@ -21,7 +23,7 @@ from keras_dist_ext.recorder import Recorder
 from keras_dist_ext.reduce import keep_first_part, sum_parts
 from keras_dist_ext.runners import CoordinatorProgram, predictor, runner
 from keras_dist_ext.same_program import facts_of_run
-from keras_dist_ext.scope import check_scope, move_into_scope, optimizers
+from keras_dist_ext.scope import check_scope, checked_strategy, move_into_scope, optimizers
 from keras_dist_ext.seeds import Seeds, checked_seed
 from keras_dist_ext.step import ReplicaStep, UnknownLossDegrees
 from keras_dist_ext.virtual import VirtualReplicas, num_replicas_of
@@ -31,17 +33,22 @@ from keras_dist_ext.xla import warn_once
 __all__ = ["Functional", "Model", "Sequential"]
 
 
-class _Scoped(type(keras.Model)):  # type: ignore[misc]
+class _Scoped(abc.ABCMeta, type(keras.Model)):  # type: ignore[misc]  # ABCMeta: models may be abstract, as Keras' may
     """Makes ``Class(..., strategy=s, seed=n)`` construct the instance inside ``s.scope()``, to draw from the seed n.
 
-    Where a user's class takes a ``seed`` itself, it is left to that.
+    Where a user's class takes a ``seed`` or a ``strategy`` itself, it is given that, whatever it means there.
     """
 
-    def __call__(cls, *args: Any, strategy: tf.distribute.Strategy | None = None, **kwargs: Any) -> Any:
-        takes_seed = "seed" not in inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-        seed = kwargs.pop("seed", None) if takes_seed else None
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        own = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+        seed = kwargs.pop("seed", None) if "seed" not in own else None
         if seed is not None:
             seed = checked_seed(seed)
+        strategy = kwargs.get("strategy") if "strategy" in own else kwargs.pop("strategy", None)
+        if "strategy" not in own:
+            checked_strategy(strategy)
+        elif not isinstance(strategy, tf.distribute.Strategy):
+            strategy = None
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             model = super().__call__(*args, **kwargs)
         if seed is not None:
@@ -94,6 +101,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
     Raises:
         ScopeError: by ``fit``, ``evaluate`` and ``predict``, when a variable lives elsewhere.
         SeedError: ``seed`` is not an integer from 0 to 2**31 - 3.
+        StrategyError: ``strategy`` is none.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -106,6 +114,8 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         object.__setattr__(instance, "_stop", Stop())
         object.__setattr__(instance, "_functions", {"train": {}, "test": {}})
         object.__setattr__(instance, "replica_seeds", Seeds(instance))
+        object.__setattr__(instance, "_loss_degrees", {})
+        object.__setattr__(instance, "build", _in_scope_of(instance, instance.build))
         return instance
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -130,7 +140,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
     train_function: Any
     test_function: Any
     predict_function: Any
-    _loss_degrees: list[Any] | None = None
+    _loss_degrees: MutableMapping[str, dict[int, list[Any]]]  # by what the step does and the layer's id
     _batch_spec: Any = None
 
     # Variables are made in scope
@@ -146,7 +156,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; what it builds is made in scope."""
-        if self.built:
+        if all(layer.built for layer in self._flatten_layers()):  # Keras may call a model built whose layers are not
             return super().__call__(*args, **kwargs)
         with self._in_scope():
             return super().__call__(*args, **kwargs)
@@ -155,11 +165,19 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         """See ``keras.Layer.build_from_config``; variables are made in scope."""
         with self._in_scope():
             super().build_from_config(config)
+        if self.variables:  # Keras itself says so only when it loads a whole model; keras-tuner loads weights
+            self.built = True
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
         """See ``keras.Model.load_weights``."""
         with contextlib.nullcontext() if self.built else self._in_scope():
             super().load_weights(*args, **kwargs)
+
+    @_documented_as(keras.Model.quantize)
+    def quantize(self, *args: Any, **kwargs: Any) -> None:
+        """See ``keras.Model.quantize``."""
+        with self._in_scope():
+            super().quantize(*args, **kwargs)
 
     def compile_from_config(self, config: Any) -> None:
         """See ``keras.Model.compile_from_config``."""
@@ -212,7 +230,13 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
         Raises:
             StrategyError: the replicas of the strategy cannot carry so many virtual ones evenly.
+            ValueError: ``steps_per_execution`` is no number of steps.
         """
+        is_number = isinstance(steps_per_execution, (int, np.integer)) and steps_per_execution > 0
+        if steps_per_execution != "auto" and not is_number:
+            raise ValueError(
+                f"steps_per_execution is {steps_per_execution!r}; give 'auto' or a whole number from 1 up."
+            )
         virtual = VirtualReplicas.of(virtual_replicas, self.distribute_strategy)
         if virtual is not None:
             if jit_compile is True:
@@ -239,6 +263,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
                 auto_scale_loss=auto_scale_loss,
             )
         self._steps_per_execution_is_auto = steps_per_execution == "auto"
+        self._loss_degrees.clear()
         self.virtual_replicas = virtual
         if self._coordinator is not None:
             self._coordinator.close()
@@ -294,20 +319,28 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
             return CoordinatorProgram(self, kind)
         return PredictProgram(self) if kind == "predict" else StepProgram(self, kind)
 
-    def _aggregate_additional_loss(self, loss: Any) -> Any:
-        total = super()._aggregate_additional_loss(loss)
+    @property
+    def losses(self) -> list[Any]:
+        """See ``keras.Layer.losses``; in a step, sums and means that layers have added count as on one device."""
+        losses: list[Any] = super().losses
         step = _keras.current_step()
-        if not isinstance(step, ReplicaStep) or step.num_replicas == 1:
-            return total
-        added = [id(given) for layer in self._flatten_layers() for given in layer._losses]
-        if id(loss) not in added:
-            return total  # a weight's regularizer: the same on every replica
-        if self._loss_degrees is None:
+        if not isinstance(step, ReplicaStep) or step.num_replicas == 1 or step.model is not self:
+            return losses
+        added = {id(loss): (layer, i) for layer in self._flatten_layers() for i, loss in enumerate(layer._losses)}
+        if not any(id(loss) in added for loss in losses):
+            return losses  # weights' regularizers: the same on every replica
+        if step.kind not in self._loss_degrees:
             raise UnknownLossDegrees
-        place = added.index(id(loss))  # a loss that was not met when the model was traced counts as a mean
-        return step.additional_loss(total, self._loss_degrees[place] if place < len(self._loss_degrees) else 0)
 
-    def _find_loss_degrees(self, batch_spec: Any) -> None:
+        def exact(loss: Any) -> Any:
+            layer, place = added.get(id(loss), (None, 0))
+            degrees = self._loss_degrees[step.kind].get(id(layer), [])
+            # One that was not met when the model was traced counts as a mean.
+            return step.additional_loss(loss, degrees[place]) if place < len(degrees) else loss
+
+        return [exact(loss) for loss in losses]
+
+    def _find_loss_degrees(self, batch_spec: Any, kind: str) -> None:
         """Trace the model aside to learn which losses given to ``add_loss`` are sums over the rows."""
 
         def placeholder(spec: Any) -> Any:
@@ -315,9 +348,12 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
 
         with tf.__internal__.FuncGraph("additional_losses").as_default(), _keras.intercept(None):
             x, _, _ = _keras.Unpack(tree.map_structure(placeholder, batch_spec))
-            self(x, training=True) if self._call_has_training_arg else self(x)
-            added = [loss for layer in self._flatten_layers() for loss in layer._losses]
-            self._loss_degrees = [degree_in_rows(tf.reduce_sum(tf.convert_to_tensor(loss))) for loss in added]
+            self(x, training=kind == "train") if self._call_has_training_arg else self(x)
+            self._loss_degrees[kind] = {
+                id(layer): [degree_in_rows(tf.reduce_sum(tf.convert_to_tensor(loss))) for loss in layer._losses]
+                for layer in self._flatten_layers()
+                if layer._losses
+            }
         self._clear_losses()
 
     # Keras' loops over our data
@@ -349,6 +385,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
                 on_stop=on_stop,
                 on_epoch_end=self._end_epoch,
                 order_seed=next(orders, self.replica_seeds.order_of_evaluation),
+                is_seeded=lambda: self.replica_seeds.root is not None,
                 **arguments,
             )
             if isinstance(callbacks, StepCallbacks):
@@ -552,6 +589,17 @@ def _with_defaults(call: inspect.BoundArguments) -> inspect.BoundArguments:
 _FIT = inspect.signature(keras.Model.fit)
 _PREDICT = inspect.signature(keras.Model.predict)
 _EVALUATE = inspect.signature(keras.Model.evaluate)
+
+
+def _in_scope_of(model: Any, build: Callable[..., None]) -> Callable[..., None]:
+    """Keras has put a model's ``build``, perhaps one of a user's class, into its attributes (layers/layer.py)."""
+
+    @functools.wraps(build)
+    def build_in_scope(*args: Any, **kwargs: Any) -> None:
+        with model._in_scope():
+            build(*args, **kwargs)
+
+    return build_in_scope
 
 
 def _make_functional(cls: type) -> None:

@@ -96,6 +96,15 @@ class ReplicaMonitor(keras.callbacks.Callback):  # type: ignore[misc]
         }
         self._watch: Watch | None = None
 
+    def write_below(self, name: str) -> None:
+        """Write the runs to come into a folder below, say one of a trial.
+
+        Raises:
+            MonitorError: it is no name for a folder.
+        """
+        self._experiment = _checked_experiment(f"{self._experiment}/{name}".lstrip("/"))
+        self._options["experiment"] = self._experiment
+
     is_content_with_executions = True  # steps_per_execution="auto" may make several steps at once
 
     def prepare(self, model: Any) -> None:
@@ -161,8 +170,8 @@ class ReplicaMonitor(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def _checked_experiment(name: str) -> str:
-    parts = name.split("/") if name else []
-    if any(part in ("", ".", "..") for part in parts) or "\\" in name or ":" in name:
+    parts = name.split("/") if isinstance(name, str) and name else []
+    if not isinstance(name, str) or any(part in ("", ".", "..") for part in parts) or "\\" in name or ":" in name:
         raise MonitorError(
             f"experiment is {name!r}; it is a name for a folder below log_dir, such as 'mirrored' or 'night/3'."
         )

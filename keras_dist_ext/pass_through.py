@@ -80,6 +80,9 @@ class PassThrough:
         """Return what an op gives for each row."""
         return on_rows(inputs, op)
 
+    def check_stateful(self, layer: Any) -> None:
+        """Let a layer keep a state for each row."""
+
 
 class LocalUpdate(PassThrough):
     """The inside of an optimizer, run by each replica on its own copies of the variables."""

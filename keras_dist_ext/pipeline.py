@@ -91,8 +91,7 @@ def inspect(
     if times.batch_seconds is None and next(iter(whole), None) is None:
         raise DataError("The dataset has no batch: there is nothing to look into.")
     batch = None if graph is None else graph.batch
-    inputs = [] if graph is None or batch is None else [graph.stages[name] for name in batch.inputs]
-    num_examples = graph.num_elements(inputs[0]) if graph is not None and inputs else None
+    num_examples = None if graph is None else graph.num_examples
     found = findings_of(graph, whole, times, kind, strategy.num_replicas_in_sync, num_examples)
     names = () if graph is None else tuple(stage.kind for stage in reversed(list(graph)) if stage.kind != "Options")
     return Inspection(

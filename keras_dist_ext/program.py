@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,9 +16,9 @@ import tensorflow as tf
 from keras_dist_ext import _keras, data
 from keras_dist_ext._keras import tree
 from keras_dist_ext.recorder import StepNote, now, row, tape, when_updated
-from keras_dist_ext.reduce import shares_memory, sum_over_replicas
+from keras_dist_ext.reduce import parts_of, shares_memory, sum_over_replicas
 from keras_dist_ext.seeds import generator_without_seed
-from keras_dist_ext.step import ReplicaStep
+from keras_dist_ext.step import ReplicaStep, Result
 from keras_dist_ext.turns import in_turns
 from keras_dist_ext.workers import workers_of
 from keras_dist_ext.xla import can_compile, compiled, compiled_step
@@ -284,6 +284,7 @@ class StepProgram:
         )
         guard = None if self._guard is None else self._guard.step()
         options = {
+            "kind": self.kind,
             "pools_results": self._pools_results,
             "without_seed": self._without_seed,
             "note": note,
@@ -333,7 +334,7 @@ class StepProgram:
         if not self._pools_results and _computes_with(step.results, logs):
             raise ComputesWithResults
         extra = step.finish(logs)
-        return tree.map_structure(lambda leaf: step.results.get(id(leaf), (_VALUE, None))[0], logs), extra
+        return tree.map_structure(lambda leaf: step.results.get(id(leaf), _VALUE), logs), extra
 
     def _cut(self, batch: Any, cut: str, num_parts: int = 1) -> tuple[list[Any], int | tf.Tensor]:
         """Cut this replica's rows out of a batch, in as many parts, and count those of the global batch."""
@@ -396,16 +397,14 @@ class StepProgram:
         with pooled_state(self.model, self.strategy):
             if self._plain_logs:
                 return self.model.get_metrics_result()
-            return tree.map_structure(
-                lambda metric: next(local) if metric is _VALUE else metric.result(), self._log_plan
-            )
+            return tree.map_structure(lambda leaf: leaf.now() if leaf is not _VALUE else next(local), self._log_plan)
 
 
 class ComputesWithResults(Exception):
     """The logs of a step hold something computed from the results of metrics, not only these results."""
 
 
-def _computes_with(results: dict[int, tuple[Any, Any]], logs: Any) -> bool:
+def _computes_with(results: Mapping[int, Result], logs: Any) -> bool:
     """Whether a leaf of the logs depends on a metric's result without being one."""
     if not results:
         return False
@@ -437,7 +436,7 @@ def _same(leaf: Any) -> Any:
     return tf.identity(leaf) if tf.is_tensor(leaf) else leaf
 
 
-_VALUE = object()  # in a log plan: a leaf that no metric holds
+_VALUE = object()  # in a log plan, among `Result`s: a leaf that no metric holds
 
 
 def is_per_replica(batch: Any) -> bool:
@@ -514,15 +513,17 @@ class PredictProgram:
     def _replica(self, batch: Any, cut: str) -> Any:
         if cut != "not":
             batch = rows_of_replica(batch, self.strategy, of_worker=cut == "worker")
-        step = ReplicaStep(self.model, 1, self.strategy.num_replicas_in_sync, without_seed=self._without_seed)
+        step = ReplicaStep(
+            self.model, 1, self.strategy.num_replicas_in_sync, kind="predict", without_seed=self._without_seed
+        )
         with _keras.intercept(step), _keras.draws_without_seed(self._without_seed):
             return self._step(batch)
 
 
 def gather_rows(strategy: tf.distribute.Strategy, value: Any) -> Any:
     """Concatenate what each replica of all workers has for its rows, in the order of the replicas."""
-    parts = strategy.experimental_local_results(value)
-    if len(strategy.extended.worker_devices) == strategy.num_replicas_in_sync:
+    parts = (value,) if _keras.is_default_strategy(strategy) else parts_of(strategy, value)
+    if len(parts) == strategy.num_replicas_in_sync:
         return _concat(parts)
     dtype = parts[0].dtype
     wide = {tf.bfloat16: tf.float32, tf.float16: tf.float32, tf.bool: tf.int32}.get(dtype, dtype)

@@ -67,7 +67,7 @@ class StepNote:
             squares = tf.add_n([tf.reduce_sum(tf.square(tf.cast(value, tf.float32))) for value in dense])
             part["norm"] = tf.sqrt(squares) * tf.cast(factor, tf.float32)
         if not (self._on_tpu or _keras.in_xla()):
-            part["computed"] = now(_on_host(dense))
+            part["computed"] = _as_soon_as(_on_host(dense))
 
     def _here(self, replica: int) -> dict[str, Any]:
         """What was noted in this graph: tensors inside of what XLA compiles are no good outside."""
@@ -97,7 +97,7 @@ class StepNote:
         if "loss" not in part and loss is not None and len(loss.shape) == 0:
             part["loss"] = tf.cast(loss, tf.float32)
         if "computed" not in part and not self._on_tpu:
-            part["computed"] = now(_on_host([part["loss"]] if "loss" in part else tf.nest.flatten(made)))
+            part["computed"] = _as_soon_as(_on_host([part["loss"]] if "loss" in part else tf.nest.flatten(made)))
 
     def columns(self) -> tuple[tf.Tensor, ...]:
         """Return the record of the real replica: loss, rows, norm of gradients if wanted, and when it had computed.
@@ -121,6 +121,14 @@ class StepNote:
         else:
             computed_at = computed[0] if len(computed) == 1 else tf.reduce_max(tf.stack(computed))
         return tf.convert_to_tensor(loss), rows, *(tf.convert_to_tensor(n) for n in norm), computed_at
+
+
+def _as_soon_as(values: Sequence[Any]) -> tf.Tensor:
+    """Read the clock once values are there, whether or not other replicas have theirs."""
+    there = now(values)
+    if values:
+        _keras.run_in_any_order(there)
+    return there
 
 
 _UNKNOWN = np.float32("nan")

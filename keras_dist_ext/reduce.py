@@ -17,6 +17,7 @@ __all__ = [
     "PlainSum",
     "apart",
     "keep_first_part",
+    "of_dtype",
     "parts_of",
     "shares_memory",
     "sum_over_replicas",
@@ -214,7 +215,12 @@ def times(value: Any, factor: float | tf.Tensor) -> Any:
     """Multiply a tensor or ``IndexedSlices`` by a scalar."""
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(times(value.values, factor), value.indices, value.dense_shape)
-    return value * tf.cast(factor, value.dtype)
+    return value * of_dtype(factor, value.dtype)
+
+
+def of_dtype(factor: float | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Give a scalar a dtype; tf.cast would make a float32 of a Python float first."""
+    return tf.cast(factor, dtype) if tf.is_tensor(factor) else tf.constant(factor, dtype)
 
 
 def sum_parts(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:

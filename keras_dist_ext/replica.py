@@ -50,7 +50,8 @@ class Replica:
     @property
     def weight(self) -> float | tf.Tensor:
         """What this replica's means count in those of the global batch: n / N."""
-        return self._step.share if self.num_replicas > 1 else 1.0
+        share = self._step.share if self.num_replicas > 1 else 1.0
+        return share if isinstance(share, float) else tf.cast(share, tf.float32)
 
     def mean_loss(self, per_example: Any, sample_weight: Any = None) -> tf.Tensor:
         """Return the loss to differentiate: means of all replicas, times ``weight``, add up to the global mean.

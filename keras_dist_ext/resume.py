@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import operator
 import os
 import random
 import re
@@ -86,20 +87,25 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         on_preemption: bool = False,
     ) -> None:
         super().__init__()
+        if not (isinstance(directory, str | os.PathLike) and os.fspath(directory)):
+            raise ResumeError(
+                f"directory is {directory!r}; it is the path of a directory for the saves of this run alone."
+            )
         directory = os.fspath(directory)
         if "://" in directory:
             raise ResumeError(
                 f"directory is {directory!r}; files cannot be renamed there in one go, so a save could be half there. "
                 "Give a path, such as that of a mounted disk."
             )
-        if type(keep) is not int or keep < 1:
+        num_kept = _whole(keep)
+        if num_kept < 1:
             raise ResumeError(f"keep is {keep!r}; it is how many saves to keep, at least 1.")
         self.directory = directory
         self.save_every = save_every
         self.on_preemption = on_preemption
         self.resumed_from: Position | None = None
         self._steps, self._seconds = _checked_interval(save_every)
-        self._saves = Saves(directory, keep)
+        self._saves = Saves(directory, num_kept)
         self._writer = WriteBehind(directory)
         self._states = CallbackStates()
         self._preemption = Preemption()
@@ -153,6 +159,12 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
 
     def before_train_begin(self, callbacks: Any) -> None:
         """Find the save to go on from, before callbacks know that training begins."""
+        alike = [callback.directory for callback in callbacks.callbacks if isinstance(callback, Resume)]
+        if len(alike) > 1:
+            raise ResumeError(
+                f"fit was given {len(alike)} Resume callbacks ({', '.join(alike)}), and a run goes on from one save "
+                "alone. Give fit one of them."
+            )
         self._callbacks = callbacks
         self._others = [own_callback(c) for c in callbacks.callbacks if not isinstance(c, Resume)]
         self._workers = workers_of(self.model.distribute_strategy)
@@ -322,8 +334,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
 
 def _checked_interval(save_every: Any) -> tuple[int, float]:
     """Return the steps and the seconds between two saves; 0 for what does not count."""
-    if type(save_every) is int and save_every >= 1:
-        return save_every, 0.0
+    if _whole(save_every) >= 1:
+        return _whole(save_every), 0.0
     if isinstance(save_every, datetime.timedelta) and save_every.total_seconds() > 0:
         return 0, save_every.total_seconds()
     if save_every == "epoch":
@@ -335,6 +347,14 @@ def _checked_interval(save_every: Any) -> tuple[int, float]:
             "'10min' or '2h'."
         )
     return 0, float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
+
+
+def _whole(number: Any) -> int:
+    """Return a whole number, of numpy too; 0 for anything else."""
+    try:
+        return 0 if isinstance(number, bool | np.bool_) else operator.index(number)
+    except TypeError:
+        return 0
 
 
 def _drawn_aside() -> int:

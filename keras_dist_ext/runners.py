@@ -32,11 +32,11 @@ def runner(program: Any) -> Callable[[Any], Any]:
             or model.virtual_replicas is not None
             or model.placement is not None
         )
-        if model.run_eagerly and model._loss_degrees is None and is_split:
+        if model.run_eagerly and program.kind not in model._loss_degrees and is_split:
             try:  # now, because an eager step has its batch when it meets the loss
-                model._find_loss_degrees(model._batch_spec)
+                model._find_loss_degrees(model._batch_spec, program.kind)
             except Exception:  # code that only runs eagerly, and may have no such loss
-                model._loss_degrees = []
+                model._loss_degrees[program.kind] = {}
         if isinstance(iterator, feed.Execution):
             run_steps = functools.partial(_run, program, iterator)
         else:
@@ -76,7 +76,7 @@ def _prepare(program: Any, unprepared: Exception) -> None:
         with model._in_scope():
             unprepared.build()
     elif isinstance(unprepared, UnknownLossDegrees):
-        model._find_loss_degrees(model._batch_spec)
+        model._find_loss_degrees(model._batch_spec, program.kind)
     elif isinstance(unprepared, CannotLoop):
         program.go_alone()
     else:

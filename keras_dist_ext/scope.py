@@ -22,12 +22,14 @@ from keras_dist_ext._keras import (
     strategy_of_model,
     strategy_of_optimizer,
     strategy_of_variable,
+    variables_of_module,
 )
 from keras_dist_ext.choice.wording import counted
-from keras_dist_ext.errors import ScopeError
+from keras_dist_ext.errors import ScopeError, StrategyError
 
 __all__ = [
     "check_scope",
+    "checked_strategy",
     "ScopeReport",
     "ScopeEntry",
     "Role",
@@ -60,11 +62,12 @@ def check_scope(model: Any, strategy: tf.distribute.Strategy | None) -> ScopeRep
         The report, as values; `report.raise_if_bad()` turns it into an error.
 
     Raises:
+        StrategyError: `strategy` is none.
         TypeError: `model` is not a Keras layer or model.
     """
     if not isinstance(model, keras.Layer):
         raise TypeError(f"check_scope looks into Keras models and layers, and got {type(model).__name__}: {model!r}.")
-    expected = _no_default(strategy)
+    expected = _no_default(checked_strategy(strategy))
     entries: list[ScopeEntry] = []
     seen: set[int] = set()
     for path, role, thing, own in _parts(model):
@@ -140,6 +143,18 @@ class ScopeReport:
         places = dict.fromkeys(entry.place for entry in wrong)
         lists = [_shortened([entry.path for entry in wrong if entry.place == place], place) for place in places]
         return f"{count} {verb} created {where}: {'; '.join(lists)}."
+
+
+def checked_strategy(strategy: Any) -> Any:
+    """Return a strategy, or None.
+
+    Raises:
+        StrategyError: it is neither, such as what `pick_strategy` returns.
+    """
+    if strategy is not None and not hasattr(strategy, "extended"):
+        own = f"; it has one: `{type(strategy).__name__}.strategy`" if hasattr(strategy, "strategy") else ""
+        raise StrategyError(f"A tf.distribute.Strategy is wanted, and {strategy!r} is none{own}.")
+    return strategy
 
 
 def describe_strategy(strategy: tf.distribute.Strategy | None) -> str:
@@ -289,7 +304,7 @@ def raw_variables(layer: Any) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, tf.random.Generator):
             yield f"{name}/state", value.state
         elif isinstance(value, tf.Module):
-            yield from ((f"{name}/{variable.name.partition(':')[0]}", variable) for variable in value.variables)
+            yield from ((f"{name}/{path}", variable) for path, variable in variables_of_module(value))
         elif isinstance(value, list | tuple):
             pending.extend((f"{name}/{index}", item) for index, item in enumerate(value))
         elif isinstance(value, dict):

@@ -216,8 +216,8 @@ def _checked_rows(batch_size: int | None, per_replica: int | None, num_replicas:
             f"{num_replicas} times the second. Give one of them."
         )
     rows = batch_size if per_replica is None else per_replica * num_replicas
-    if rows is not None and rows < 1:
-        raise DataError(f"A batch of {rows} rows holds nothing to train on. Give 1 or more.")
+    if rows is not None and (not hasattr(rows, "__index__") or rows < 1):
+        raise DataError(f"A batch of {rows} rows holds nothing to train on. Give a whole number, 1 or more.")
     return rows
 
 

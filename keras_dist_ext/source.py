@@ -143,12 +143,16 @@ class Source:
 
 
 def _any_rows(spec: Any) -> Any:
+    if not hasattr(spec, "shape") and not isinstance(spec, tf.OptionalSpec):
+        return None
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
         return spec
     return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
 
 
 def _no_rows(spec: Any) -> Any:
+    if spec is None:
+        return None
     if not hasattr(spec, "shape") or isinstance(spec, tf.OptionalSpec):
         return tf.experimental.Optional.empty(None)
     if isinstance(spec, tf.RaggedTensorSpec):

@@ -6,7 +6,7 @@ one replica's rows as if they were the whole batch. ``ReplicaStep`` makes the su
 - a gradient is weighted by the replica's share of the global rows, then summed once, before clipping and updates;
 - a loss that does not divide by the rows (sum, mask, sample weights) divides by the count over all replicas;
 - an optimizer runs on every replica with the same summed gradient, so no conditional of it spans devices;
-- non-trainable float state that a layer assigned becomes the mean over replicas, weighted by rows;
+- non-trainable state that a layer assigned becomes the mean over replicas, weighted by rows;
 - metrics add up on each replica, and results are computed from the pooled state, once an execution.
 
 Letters: n = rows of a replica, N = rows of the global batch, R = replicas in sync, over all workers.
@@ -14,6 +14,7 @@ Letters: n = rows of a replica, N = rows of the global batch, R = replicas in sy
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,14 +23,23 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras, pass_through
 from keras_dist_ext._keras import tree
+from keras_dist_ext.errors import DataError
 from keras_dist_ext.guard import StepGuard
 from keras_dist_ext.pass_through import LocalUpdate, PassThrough
 from keras_dist_ext.recorder import StepNote
-from keras_dist_ext.reduce import parts_of, shares_memory, sum_over_replicas, times
+from keras_dist_ext.reduce import of_dtype, parts_of, shares_memory, sum_over_replicas, times
 from keras_dist_ext.seeds import fold_in, replica_offset
 from keras_dist_ext.xla import draw_as_uncompiled, warn_once
 
-__all__ = ["CannotCompile", "CannotLoop", "ReplicaStep", "UnbuiltOptimizer", "UnknownLossDegrees"]
+__all__ = [
+    "CannotCompile",
+    "CannotLoop",
+    "ReplicaStep",
+    "Result",
+    "UnbuiltOptimizer",
+    "UnknownLossDegrees",
+    "assign_mean",
+]
 
 
 class UnknownLossDegrees(Exception):
@@ -67,6 +77,7 @@ class ReplicaStep:
         model: the Keras model.
         rows: n, an int where static.
         global_rows: N, an int where static.
+        kind: "train", "test" or "predict".
         pools_results: whether the results of metrics inside the step are those of all replicas, because the step
             computes with them.
         without_seed: the generator behind ``seed=None``.
@@ -83,6 +94,7 @@ class ReplicaStep:
         rows: int | tf.Tensor,
         global_rows: int | tf.Tensor,
         *,
+        kind: str = "train",
         pools_results: bool = False,
         without_seed: Any = None,
         note: StepNote | None = None,
@@ -93,15 +105,17 @@ class ReplicaStep:
         self.model = model
         self.strategy = context.strategy
         self.num_replicas: int = context.num_replicas_in_sync
+        self.kind = kind
         self.rows = rows
         self.global_rows = global_rows
         # One trace serves all replicas of a TPU: there are no threads to meet, and all is compiled as it is.
         self._is_on_tpu = isinstance(self.strategy, tf.distribute.TPUStrategy)
-        self.results: dict[int, tuple[Any, Any]] = {}
+        self.results: dict[int, Result] = {}  # by the tensor's id
         self._pools_results = pools_results
         self._can_be_empty = not (isinstance(rows, int) and rows > 0)
         self._scaled: set[int] = set()
         self._assigned: dict[int, Any] = {}
+        self._draws_seed = False
         self._seeds: Any = getattr(model, "replica_seeds", None)
         self._generator_without_seed = without_seed
         self._num_ops = 0
@@ -116,17 +130,17 @@ class ReplicaStep:
 
     @property
     def share(self) -> float | tf.Tensor:
-        """The fraction n / N, a float where both are static."""
+        """The fraction n / N, a float where both are static, else a float64 tensor."""
         if isinstance(self.rows, int) and isinstance(self.global_rows, int):
             return self.rows / self.global_rows if self.global_rows else 0.0
-        return tf.math.divide_no_nan(tf.cast(self.rows, tf.float32), tf.cast(self.global_rows, tf.float32))
+        return tf.math.divide_no_nan(tf.cast(self.rows, tf.float64), tf.cast(self.global_rows, tf.float64))
 
     @property
     def _inverse_share(self) -> float | tf.Tensor:
         """N / n, and 0 for an empty replica."""
         if isinstance(self.rows, int) and isinstance(self.global_rows, int):
             return self.global_rows / self.rows if self.rows else 0.0
-        return tf.math.divide_no_nan(tf.cast(self.global_rows, tf.float32), tf.cast(self.rows, tf.float32))
+        return tf.math.divide_no_nan(tf.cast(self.global_rows, tf.float64), tf.cast(self.rows, tf.float64))
 
     def sum_over_replicas(self, values: Sequence[Any]) -> list[Any]:
         """Add up each value over all replicas; every replica gets the sums."""
@@ -163,7 +177,7 @@ class ReplicaStep:
         if tuple(local.shape) == (0,):
             local = tf.reduce_sum(local)  # Keras leaves the losses of no rows as they are (losses/loss.py)
         if reduction == "sum":
-            return local * tf.cast(self._inverse_share, local.dtype)
+            return times(local, self._inverse_share)
         weighted = reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None)
         if mask is None and not weighted:
             return local
@@ -171,29 +185,29 @@ class ReplicaStep:
             elements = tf.convert_to_tensor(_keras.apply_mask(sample_weight, mask, local.dtype, reduction))
         else:
             elements = mask
-        count = tf.reduce_sum(tf.cast(elements, tf.float32))
+        count = tf.reduce_sum(tf.cast(elements, tf.float64 if local.dtype == tf.float64 else tf.float32))
         (global_count,) = self.sum_over_replicas([count])
-        factor = tf.math.divide_no_nan(count, global_count) * self._inverse_share
+        factor = tf.math.divide_no_nan(count, global_count) * of_dtype(self._inverse_share, count.dtype)
         return local * tf.cast(tf.stop_gradient(factor), local.dtype)
 
     def additional_loss(self, local: tf.Tensor, degree: Any) -> tf.Tensor:
         """Turn what a layer gave to ``add_loss`` into a mean: it grows with the rows to the power ``degree``."""
         factor = self._inverse_share
-        return local * tf.cast(factor ** float(degree), local.dtype) if degree else local
+        return times(local, factor ** float(degree)) if degree else local
 
     def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Make a scalar that a step gives to a ``Mean`` count once for the global batch, not once a replica."""
-        values, sample_weight = self._mean_update(values, sample_weight)
+        values, sample_weight = self._mean_update(metric, values, sample_weight)
         if self.note is not None and metric.name == "loss" and len(getattr(values, "shape", ())) == 0:
             self.note.loss(self.replica_id, values, is_logged=True)
         return values, sample_weight
 
-    def _mean_update(self, values: Any, sample_weight: Any) -> tuple[Any, Any]:
+    def _mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         if self.num_replicas == 1:
             return values, sample_weight
         is_scalar = len(getattr(values, "shape", ())) == 0
         if is_scalar and sample_weight is None:
-            sample_weight = self.share
+            sample_weight = of_dtype(self.share, metric.dtype)
         elif not is_scalar and (sample_weight is None or len(getattr(sample_weight, "shape", ())) > 0):
             return values, sample_weight
         if self._can_be_empty:  # the mean of nothing is not a number, and weighs nothing
@@ -208,15 +222,20 @@ class ReplicaStep:
         if self.num_replicas == 1:
             return scaled
         self._scaled.add(id(optimizer))
-        return scaled * tf.cast(self.share, scaled.dtype) if scaled.shape.rank == 0 else scaled
+        return times(scaled, self.share) if scaled.shape.rank == 0 else scaled
 
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
-        """Note float state that a layer assigns, so that the replicas agree on it after the step."""
+        """Note state that a layer assigns, so that the replicas agree on it after the step."""
         if self.guard is not None:
             self.guard.note(variable)
         original(value)
-        is_float = tf.as_dtype(variable.dtype).is_floating
-        if self.num_replicas > 1 and is_float and not variable.trainable and not _keras.is_sync_on_read(variable):
+        if self.num_replicas > 1:
+            self._note_assigned(variable)
+
+    def _note_assigned(self, variable: Any) -> None:
+        dtype = tf.as_dtype(variable.dtype)
+        is_number = dtype.is_floating or dtype.is_integer or dtype.is_bool
+        if is_number and not self._draws_seed and not variable.trainable and not _keras.is_sync_on_read(variable):
             self._assigned[id(variable)] = variable
 
     def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
@@ -408,14 +427,14 @@ class ReplicaStep:
         """Return the variables assigned since this was asked last, and what this replica adds to their mean."""
         variables = list(self._assigned.values())
         self._assigned.clear()
-        values = [times(tf.convert_to_tensor(_keras.local_component(v)), self.share) for v in variables]
+        held = [tf.convert_to_tensor(_keras.local_component(v)) for v in variables]
+        values = [times(v if v.dtype.is_floating else tf.cast(v, tf.float64), self.share) for v in held]
         return variables, self._zero_if_empty(values)
 
     def agree(self, variables: list[Any], values: list[Any]) -> None:
         """Assign what the replicas have agreed on."""
         for variable, value in zip(variables, values, strict=True):
-            local = _keras.local_component(variable)
-            local.assign(tf.cast(value, local.dtype))
+            assign_mean(_keras.local_component(variable), value)
 
     def all_reduce_gradients(self, grads_and_vars: Any) -> Any:
         """Leave gradients alone: ``apply`` sums them."""
@@ -427,7 +446,11 @@ class ReplicaStep:
         if seeds is not None and generator is self._generator_without_seed:
             seeds.uses_global = True
             ordered = ordered or seeds.root is not None
-        state = original(ordered)
+        self._draws_seed = True
+        try:
+            state = original(ordered)
+        finally:
+            self._draws_seed = False
         replica = self.replica_id
         if self.num_replicas == 1 or (isinstance(replica, int) and replica == 0):
             return state
@@ -498,11 +521,27 @@ class ReplicaStep:
         """Return what an op gives for each row, where this replica may have none."""
         return op(inputs) if self.num_replicas == 1 else pass_through.on_rows(inputs, op)
 
+    def check_stateful(self, layer: Any) -> None:
+        """Refuse a layer that keeps a state for each row of the global batch.
+
+        Raises:
+            DataError: there are several replicas.
+        """
+        if self.num_replicas > 1:
+            raise DataError(
+                f"'{layer.name}' is stateful: it keeps a state for each row of a batch, and each of the "
+                f"{self.num_replicas} replicas has only some of the rows. Run it on one device "
+                "(`pick_strategy('one_device')`), or have it return its states (`return_state=True`) and give them "
+                "back as inputs (`initial_state=`)."
+            )
+
     def note_result(self, metric: Any, value: Any) -> Any:
         """Remember that ``value`` is the result of ``metric``, to compute it from the pooled state instead."""
         if self._pools_results and self.num_replicas > 1:
             return self.pooled_result(metric)
-        self.results[id(value)] = (metric, value)
+        for place, leaf in enumerate(tree.flatten(value)):  # a result may be a dict of several
+            if tf.is_tensor(leaf):
+                self.results[id(leaf)] = Result(metric, place, leaf)
         return value
 
     def pooled_result(self, metric: Any) -> Any:
@@ -525,6 +564,24 @@ class ReplicaStep:
         if self.num_replicas == 1:
             return [tf.convert_to_tensor(leaf) for leaf in local]
         return self._zero_if_empty([times(_as_float(leaf), self.share) for leaf in local])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Result:
+    """A tensor that is the result of a metric, or one of several in its result."""
+
+    metric: Any
+    place: int
+    tensor: Any
+
+    def now(self) -> Any:
+        """Compute it from what the metric's state is read as now."""
+        return tree.flatten(self.metric.result())[self.place]
+
+
+def assign_mean(local: Any, mean: tf.Tensor) -> None:
+    """Assign to a variable what its replicas have in the mean; of integers and bools, the nearest."""
+    local.assign(tf.cast(mean if local.dtype.is_floating else tf.round(mean), local.dtype))
 
 
 def _as_float(value: Any) -> tf.Tensor:

@@ -26,7 +26,7 @@ from keras_dist_ext import _keras, data
 from keras_dist_ext._keras import tree
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.reduce import OrderedSum, PlainSum, apart
-from keras_dist_ext.step import ReplicaStep
+from keras_dist_ext.step import ReplicaStep, assign_mean
 from keras_dist_ext.virtual import VirtualReplicas
 
 __all__ = ["in_turns"]
@@ -236,8 +236,7 @@ class _VirtualReplica(ReplicaStep):
         self._state.note(variable)
         local = _keras.local_component(variable)
         local.assign(tf.cast(value, local.dtype))
-        if tf.as_dtype(variable.dtype).is_floating and not variable.trainable:
-            self._assigned[id(variable)] = variable
+        self._note_assigned(variable)
 
     def trace_of(self, function: Any) -> Any:
         """Have a tf.function traced for this virtual replica: a trace holds the replica's seeds and weights."""
@@ -323,8 +322,7 @@ class _State:
         """Assign what all have agreed on."""
         self.forget(variables)
         for variable, value in zip(variables, values, strict=True):
-            local = _keras.local_component(variable)
-            local.assign(tf.cast(value, local.dtype))
+            assign_mean(_keras.local_component(variable), value)
 
     def forget(self, variables: Sequence[Any]) -> None:
         """Let all have the same again in variables that are about to be assigned for all."""

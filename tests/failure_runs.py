@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -181,3 +182,28 @@ def late(seconds: float, wait_seconds: float) -> str:
     except kde.ClusterError as error:
         return str(error)
     return ""
+
+
+def lost_before_it_joins(lost: int, wait_seconds: float) -> str:
+    """One worker meets the others, and leaves before TensorFlow connects it."""
+    import time
+
+    import keras_dist_ext as kde
+    from keras_dist_ext.choice import builders
+
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    begin = time.monotonic()
+    if index == lost:
+        meet = builders.meet
+
+        def meet_and_leave(*arguments: Any) -> None:
+            meet(*arguments)
+            raise kde.ClusterError("it has met the others, and leaves")
+
+        builders.meet = meet_and_leave
+    text = ""
+    try:
+        kde.pick_strategy(wait_seconds=wait_seconds)
+    except kde.ClusterError as error:
+        text = str(error)
+    return f"after {time.monotonic() - begin:.1f} s: {text}"

@@ -14,7 +14,8 @@ import signal
 import time
 from typing import Any
 
-EPOCHS = 10  # of 8 batches each
+EPOCHS = 10
+BATCHES = 8  # of an epoch
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def main() -> None:
             number = next(numbers)
             if options.slowly:
                 time.sleep(0.1)
-            if index == 1 and number == 7 and attempt < len(options.accidents):
+            if index == 1 and number >= 7 and batch < BATCHES - 1 and attempt < len(options.accidents):
                 globals()[options.accidents[attempt]]()
 
     resume = kde.Resume(options.folder / "saves", 2, on_preemption=True)

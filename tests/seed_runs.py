@@ -72,14 +72,22 @@ def draws_in_new_process() -> Draws:
     return draws(kde.pick_strategy("mirrored", num_replicas=2, environ={}).strategy)
 
 
-def order_of_data(kind: str, *, strategy: Any, epochs: int = 2, num_fits: int = 1, seed: int | None = 42) -> list[Any]:
+def order_of_data(
+    kind: str,
+    *,
+    strategy: Any,
+    epochs: int = 2,
+    num_fits: int = 1,
+    seed: int | None = 42,
+    global_seed: int | None = None,
+) -> list[Any]:
     """The examples, named by their targets, in the order in which steps met them; a list an epoch."""
     import keras
     import tensorflow as tf
 
     import keras_dist_ext as kde
 
-    tf.random.set_seed(None)  # with a global seed, tf.data gives one to every shuffle
+    tf.random.set_seed(global_seed)  # tf.data gives it to every shuffle and random op, if it is set
     ids = np.arange(12, dtype="float32")[:, None]
 
     class Batches(keras.utils.PyDataset):

@@ -95,6 +95,33 @@ def test_one_worker_of_stock_gets_each_example_once(policy: str, mirrored: Any) 
     assert found.rows.tolist() == [[4, 4]] * 5
 
 
+DRAWN = {
+    "what is left over is another part in each pass": lambda ids: ids.shuffle(83).batch(8, drop_remainder=True),
+    "the same of a shuffle with a seed": lambda ids: ids.shuffle(83, seed=3).batch(8, drop_remainder=True),
+    "a sample": lambda ids: ids.shuffle(83).take(40).batch(8),
+    "random numbers": lambda ids: ids.map(lambda i: tf.cast(i, tf.float32) + tf.random.uniform([])).batch(8),
+}
+
+
+@pytest.mark.parametrize("stock_policy", [None, "DATA"])
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_is_drawn_anew_in_each_pass_is_not_missing(name: str, stock_policy: str | None, mirrored: Any) -> None:
+    found = kde.audit(DRAWN[name](tf.data.Dataset.range(83)), mirrored, stock_policy=stock_policy)
+    assert found.ok, str(found)
+
+
+def test_an_example_that_is_given_less_often_than_it_should_be_is_missing(mirrored: Any) -> None:
+    twice = tf.data.Dataset.from_tensor_slices([0, 1, 1, 2]).batch(2)
+    assert kde.audit(twice, mirrored, ids=lambda i: i, expected=[0, 1, 1, 2]).ok
+    found = kde.audit(twice, mirrored, ids=lambda i: i, expected=[0, 0, 1, 1, 2])
+    assert found.missing.tolist() == [0]
+
+
+def test_data_without_an_example_does_not_pass(mirrored: Any) -> None:
+    (finding,) = kde.audit(plain().take(0).batch(8), mirrored).findings
+    assert finding.code == "no-examples"
+
+
 # Two workers
 
 

@@ -128,6 +128,13 @@ def test_buckets_have_two_batches_on_average() -> None:
     assert len(chosen) + 1 == 100 // (2 * 5)
 
 
+def test_one_long_sequence_does_not_leave_a_row_to_each_batch_of_a_token_budget() -> None:
+    lengths = np.array([*range(1, 60)] * 4 + [5000])
+    size = BatchSize(None, 6000, 2)
+    batches = plan_batches(lengths, choose_boundaries(lengths, size), size, np.random.default_rng(0))
+    assert sorted(map(len, batches)) == [1, 36, 100, 100]
+
+
 # Datasets
 
 
@@ -304,7 +311,12 @@ padded = np.ones((4, 6), "i")
     ("arguments", "message"),
     [
         ({"dataset": padded}, "Neither batch_size nor tokens was given, so there is no saying how large a batch is."),
-        ({"dataset": padded, "batch_size": 0}, "batch_size=0 leaves no room for an example. Give 1 or more."),
+        ({"dataset": padded, "batch_size": 0}, "batch_size=0 leaves no room for an example. Give a whole number, 1"),
+        (
+            {"dataset": padded, "tokens": 2.5},
+            "tokens=2.5 leaves no room for an example. Give a whole number, 1 or more",
+        ),
+        ({"dataset": padded, "batch_size": 2, "sample": 0}, "sample=0 leaves no example to measure. Give 1 or more."),
         ({"dataset": padded, "batch_size": 2, "boundaries": [4, 2]}, "boundaries=[4, 2] do not ascend from 1 or more."),
         ({"dataset": padded, "batch_size": 2, "boundaries": "best"}, "boundaries='best' is no choice. Give \"auto\""),
         ({"dataset": padded, "batch_size": 2, "pool": 0}, "pool=0 holds no example."),

@@ -111,6 +111,21 @@ def test_a_fault_of_stock_keras_is_named_and_ours_passes(fault: str, mirrored: S
     assert allowed or max(gap.relative for gap in ours.deviations) < 1e-5
 
 
+def convolutions(library: models.Library) -> keras.Model:
+    rest = [layers.BatchNormalization(), layers.GlobalAveragePooling2D(), layers.Dense(3)]
+    return library.Sequential([layers.Input((6, 6, 2)), layers.Conv2D(4, 3), *rest])
+
+
+def test_a_step_that_fails_without_rows_is_named_and_so_is_what_was_off_before(mirrored: Strategy) -> None:
+    images = np.random.default_rng(0).normal(size=(17, 6, 6, 2)).astype("float32")
+    data = images, images[:, 0, 0, :1] * np.ones(3, "float32")
+    stock = certify(compiled(convolutions, keras), mirrored, data, steps=3, batch_size=8)
+    assert codes(stock) == ["empty-replica", "local-batch-statistics", "state-drifts"], str(stock)
+    assert "step 3, 1 row split into [1, 0]; steps in which all replicas had rows did not fail" in str(stock)
+    ours = certify(compiled(convolutions, kde), mirrored, data, 3, batch_size=8, allow=["local-batch-statistics"])
+    assert ours.is_equivalent, str(ours)
+
+
 def test_batch_normalization_passes_when_it_is_synchronized(mirrored: Strategy) -> None:
     build = compiled(models.synchronized_batch_norm, kde)
     assert certify(build, mirrored, regression(45), steps=6, batch_size=16).is_equivalent
@@ -415,6 +430,10 @@ def test_it_is_printed_and_written_as_json(mirrored: Strategy) -> None:
     assert "uneven-batch: A batch that does not split evenly" in text
     assert "deviation from one device" in text
 
+    console = Console(width=80, file=io.StringIO())  # no name is cut off in a narrow terminal
+    console.print(certificate)
+    assert "…" not in console.file.getvalue()
+
     read = json.loads(certificate.to_json())
     assert read["is_equivalent"] is False
     assert read["rows"] == [[4, 4], [1, 0]]
@@ -427,6 +446,12 @@ def test_it_is_printed_and_written_as_json(mirrored: Strategy) -> None:
     [
         (lambda s: (compiled(models.dense, keras), s, 5), "takes a tf.data.Dataset"),
         (lambda s: (compiled(models.dense, keras), s, tf.data.Dataset.from_tensors(1).take(0)), "holds no batch"),
+        (lambda s: (compiled(models.dense, keras), s, regression(8)[0]), "takes a tf.data.Dataset"),
+        (lambda s: (compiled(models.dense, keras)(), s, regression(8)), "takes a function that builds and compiles"),
+        (
+            lambda s: (compiled(models.dense, keras), kde.StrategyChoice(s, "mirrored", ""), regression(8)),
+            "got StrategyChoice. Give its attribute `strategy`.",
+        ),
         (lambda s: (lambda: models.dense(keras), s, regression(8)), "a certificate needs a compiled Keras model"),
         (
             lambda s: (lambda: compiled(models.dense, kde)() if not s.scope() else in_scope(s), s, regression(8)),
@@ -506,6 +531,12 @@ def test_dropout_that_keeps_another_share_is_named(mirrored: Strategy, monkeypat
     assert "rate of 0.3" in certificate.findings[0].what
 
 
+def test_parameter_servers_are_refused_since_no_two_runs_are_equal() -> None:
+    strategy = object.__new__(tf.distribute.ParameterServerStrategy)
+    with pytest.raises(kde.CertificateError, match="no two runs are equal.*certified with a MirroredStrategy"):
+        certify(compiled(models.dense, keras), strategy, regression(8))
+
+
 def test_it_is_refused_inside_of_a_scope(mirrored: Strategy) -> None:
     with mirrored.scope(), pytest.raises(kde.CertificateError, match="inside a strategy's scope"):
         certify(compiled(models.dense, keras), mirrored, regression(8))
@@ -535,6 +566,29 @@ def test_a_script_is_certified_as_it_is(library: str, expected: list[str], tmp_p
     assert codes(certify_script(str(script), [library], steps=2)) == expected
 
 
+@pytest.mark.parametrize(
+    ("data", "weights"),
+    [
+        ("(x, labels)", "class_weight={0: 1.0, 1: 5.0, 2: 0.5}"),
+        ("(tf.data.Dataset.from_tensor_slices((x, labels)).batch(8),)", "class_weight={0: 1.0, 1: 5.0, 2: 0.5}"),
+        ("(x, labels)", "sample_weight=np.arange(18.0)"),
+    ],
+    ids=["arrays", "tf.data", "weights of rows"],
+)
+def test_what_fit_makes_of_its_data_is_what_a_script_is_certified_on(data: str, weights: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    mean = "keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction='mean_with_sample_weight')"
+    text = SCRIPT.replace('"mse"', mean).replace("(9, 5)", "(18, 5)")
+    given = f"*{data}, {weights}"
+    script.write_text(text.replace("model.fit(x, x[:, :3]", f"labels = np.arange(18) % 3\nmodel.fit({given}"))
+    text = script.read_text()
+    script.write_text(text if data.startswith("(x") else text.replace("batch_size=8, ", ""))
+    assert codes(certify_script(str(script), ["ours"], steps=3)) == []
+    found = certify_script(str(script), ["stock"], steps=3)
+    assert found.rows == ((4, 4), (4, 4), (1, 1))
+    assert codes(found) == ["local-weight-count"], str(found)
+
+
 def test_the_command_prints_a_certificate_and_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, file = tmp_path / "train.py", tmp_path / "certificate.json"
     script.write_text(SCRIPT)
@@ -543,6 +597,11 @@ def test_the_command_prints_a_certificate_and_ends_with_1(tmp_path: Path, capsys
     assert "uneven-batch" in capsys.readouterr().out
     assert json.loads(file.read_text())["num_steps"] == 2
     assert cli.main([*command, "--allow", "uneven-batch", str(script), "stock"]) == 0
+
+
+def test_one_code_may_be_allowed_without_a_list(mirrored: Strategy) -> None:
+    certificate = certify(compiled(models.dense, keras), mirrored, regression(9), 2, batch_size=8, allow="uneven-batch")
+    assert [finding.code for finding in certificate.allowed] == ["uneven-batch"]
 
 
 def test_a_script_that_never_trains_is_refused(tmp_path: Path) -> None:

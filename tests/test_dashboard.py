@@ -346,7 +346,8 @@ def test_findings_are_shown_with_what_to_do_and_marked_in_the_charts(page):
     divergence, straggler = page.all(".finding")
     for element, finding in ((divergence, FINDINGS[1]), (straggler, FINDINGS[0])):
         for name in ("code", "what", "evidence", "fix"):
-            assert finding[name] in element.text
+            assert finding[name].replace("`", "") in element.text
+    assert divergence.find_element("css selector", ".fix code").text == "BatchNormalization(synchronized=True)"
     assert "costs 12.5s" in straggler.text
     assert "Divergence" in divergence.text
     straggler.find_element("css selector", "button").click()
@@ -902,6 +903,39 @@ def test_a_path_prefix_and_the_other_loader_do(chrome, tmp_path, log_dir):
         assert len(page.drawn(LONG)["loss"]["series"]) == 5
         assert "--samples_per_plugin scalars=5000" in page.find(".hints").text
         assert page.errors() == []
+
+
+def test_numbers_without_neighbours_are_points(chrome, tmp_path):
+    write_experiment(tmp_path / "logs", "one step", example_series(2, range(1)))
+    lone = example_series(2, range(9))
+    lone[1][names.LOSS] = {step: value if step == 4 else math.nan for step, value in lone[1][names.LOSS].items()}
+    write_experiment(tmp_path / "logs", "a number between gaps", lone)
+    with tensorboard(tmp_path / "logs", tmp_path / "tensorboard") as board:
+        board.wait(lambda listed: len(listed) == 2 and all(len(one["replicas"]) == 2 for one in listed.values()))
+        page = Dashboard(chrome, board.url)
+        for experiment, replicas, below in (("one step", (0, 1), 0), ("a number between gaps", (1,), 30)):  # crosses
+            page.reset(experiment)
+            for replica in replicas:
+                (line,) = [s for s in page.drawn(experiment)["loss"]["series"] if s["replica"] == replica]
+                assert 4 <= page.run(PIXELS_OF_A_COLOR, "loss", experiment, line["color"], below) <= 60
+
+
+PIXELS_OF_A_COLOR = """
+const [kind, name, color, from] = arguments;
+const cards = [...document.querySelectorAll(`.card[data-chart="${kind}"]`)];
+const canvas = cards.find((card) => card.dataset.experiment === name).querySelector("canvas");
+const pixels = (context, width, height) => context.getImageData(0, 0, width, height).data;
+const brush = document.createElement("canvas").getContext("2d");
+brush.fillStyle = color;
+brush.fillRect(0, 0, 1, 1);
+const wanted = pixels(brush, 1, 1);
+const data = pixels(canvas.getContext("2d"), canvas.width, canvas.height);
+let found = 0;
+for (let i = (from ?? 0) * canvas.width * 4; i < data.length; i += 4) {
+  found += [0, 1, 2, 3].every((k) => Math.abs(data[i + k] - wanted[k]) < 4);
+}
+return found;
+"""
 
 
 def test_an_empty_log_directory_shows_the_three_lines_to_add(chrome, tmp_path):

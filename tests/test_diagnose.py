@@ -277,6 +277,10 @@ def test_unequal_shards_are_found_and_a_remainder_is_not() -> None:
     assert finding.seconds == pytest.approx(0.018 * 80 / 3)
     assert codes(HEALTHY, times(examples=[32, 33])) == []
     assert codes(HEALTHY, times(examples=[2, 3], num_replicas=2)) == []
+    (small,) = judge(Examination(HEALTHY, times(examples=[1, 2]))).findings  # as fit splits a batch of 3
+    assert small.code == "batch-too-small"
+    assert small.evidence.startswith("1, 2 rows a replica; ")
+    assert small.seconds == pytest.approx(0.018 * 80 / 4)
 
 
 def test_a_straggler_is_named_where_the_replicas_have_devices_of_their_own() -> None:
@@ -318,8 +322,12 @@ def test_summing_that_takes_longer_than_computing_says_how_many_bytes_at_what_ra
 
 def test_an_experiment_tells_the_sum_from_the_update() -> None:
     assert codes(HEALTHY, synchronising(), trials=trials(as_it_was=0.02, no_sum=0.0195)) == []
-    (finding,) = judge(Examination(HEALTHY, synchronising(), trials(as_it_was=0.02, no_sum=0.008))).findings
+    shown = trials(as_it_was=0.02, no_sum=0.008)
+    (finding,) = judge(Examination(HEALTHY, synchronising(), shown)).findings
     assert finding.seconds == pytest.approx(0.012 * 80, rel=0.05)
+    on_cpu = changed(devices=("CPU:0", "CPU:1"), accelerators=())  # these add up in memory
+    assert codes(on_cpu, synchronising()) == []
+    assert codes(on_cpu, synchronising(), trials=shown) == ["sync-bound"]
 
 
 def test_few_rows_a_replica_are_the_batchs_fault_and_not_the_sums() -> None:
@@ -366,6 +374,14 @@ def test_most_seconds_come_first_and_unknown_ones_last() -> None:
 @pytest.mark.parametrize("cause", ["eager", "pinned-device"])
 def test_what_one_finding_explains_is_not_said_twice(cause: str) -> None:
     assert codes(WRONG_SETTINGS[cause][0], synchronising()) == [cause]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(0.025, ["host-bound", "slow-callback"]), (0.045, ["slow-callback"])]
+)
+def test_a_callback_explains_short_steps_only_where_it_costs_more(seconds: float, expected: list[str]) -> None:
+    calls = Calls("Log", "on_train_batch_begin", seconds, 80)
+    assert codes(changed(step_watchers=("Log",)), short(calls=(calls,))) == expected
 
 
 # The report

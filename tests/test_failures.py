@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from failure_runs import BATCH, NUM_BATCHES, X, Y, fit, make, state, with_nan, without
+from tensorflow.python.eager import context as tf_context
 
 import keras_dist_ext as kde
 from keras_dist_ext import stall
@@ -664,3 +665,18 @@ def test_a_worker_that_never_starts_is_named_in_time_and_one_that_is_late_is_wai
     first, second = launch(2, runs.late, args=(6.0, 1.0), timeout=100).values
     assert "worker 0 has waited 1 s for worker 1 (127.0.0.1:" in first
     assert "worker 1 has waited 1 s for worker 0 (127.0.0.1:" in second
+
+
+@pytest.mark.slow
+@pytest.mark.multiworker
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_worker_that_is_lost_after_all_have_met_is_not_waited_for_without_end(lost: int) -> None:
+    fields = tf_context.coordination_config_pb2.CoordinationServiceConfig.DESCRIPTOR.fields_by_name
+    if lost == 1 and "cluster_register_with_barrier" not in fields:
+        pytest.skip("in this TensorFlow the first worker waits an hour for what the others tell of their devices")
+    values = launch(2, runs.lost_before_it_joins, args=(lost, 8.0), time_limit=60).values
+    assert "it has met the others, and leaves" in values[lost]
+    assert (
+        f"worker {1 - lost} and the others had come together, and then not all have joined within 8 s"
+        in values[1 - lost]
+    )

@@ -329,6 +329,36 @@ def test_an_empty_dataset_is_an_error_of_fit_evaluate_and_predict(mirrored):
             call(empty, verbose=0)
 
 
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_tensors_of_different_numbers_of_rows_are_refused(mirrored, drop_remainder):
+    """On one device, a table may come along with each batch."""
+    x = np.ones((12, 1), "float32")
+    batches = tf.data.Dataset.from_tensor_slices((x, x)).batch(4, drop_remainder=drop_remainder)
+    batches = batches.map(lambda x, y: (x, y, {"table": tf.ones([3, 1])}))
+
+    class Net(kde.Sequential):
+        def train_step(self, data):
+            x, y, extra = data
+            return {"mine": tf.reduce_mean(self(x) + y) + tf.reduce_mean(extra["table"])}
+
+    with mirrored.scope():
+        net = Net([keras.Input((1,)), keras.layers.Dense(1)])
+        net.compile("sgd")
+    expected = r"A batch holds tensors of different numbers of rows, of the shapes \(.*, 1\), \(.*, 1\), \(3, 1\)"
+    with pytest.raises((DataError, tf.errors.InvalidArgumentError), match=expected):
+        net.fit(batches, verbose=0)
+
+
+def test_a_tensor_of_unknown_rank_is_refused(mirrored):
+    x = np.ones((12, 1), "float32")
+    batches = tf.data.Dataset.from_tensor_slices((x, x)).batch(4)
+    batches = batches.map(lambda x, y: (x, tf.py_function(lambda y: y, [y], tf.float32)))
+    net = dense(mirrored)
+    for call in (net.fit, net.evaluate):
+        with pytest.raises(DataError, match=r"tensor of float32 whose number of dimensions is unknown.*ensure_shape"):
+            call(batches, verbose=0)
+
+
 def test_executions_follow_the_clock_in_fit(mirrored, monkeypatch):
     made = []
 

@@ -366,6 +366,12 @@ def test_the_time_limit_of_a_command_is_exit_code_124(tmp_path):
         ({"max_restarts": -1}, "max_restarts=-1 makes no launch: give a whole number, 0 or more"),
         ({"timeout": 0}, "timeout=0 leaves no time to run: give seconds above 0"),
         ({"time_limit": -1}, "time_limit=-1 leaves no time to run: give seconds above 0"),
+        ({"timeout": "60"}, "timeout='60' leaves no time to run"),
+        ({"grace_seconds": -1}, "grace_seconds=-1 is no time to wait: give seconds, 0 or more"),
+        ({"pause_seconds": "1"}, "pause_seconds='1' is no time to wait"),
+        ({"environ": {"A": 1}}, "environ has 'A': 1, and holds strings alone"),
+        ({"work": ["-m"]}, r"\['-m'\] names no module: give \['-m', NAME\]"),
+        ({"work": ["-m", "no.such.module"]}, "There is no module 'no.such.module'"),
         ({"work": "train.py --epochs 3"}, r"'train.py --epochs 3' is no command: give a list of strings"),
         ({"work": []}, r"\[\] is no command"),
         ({"work": ["nowhere.py"]}, r"There is no script 'nowhere.py' \(looked in /.*no worker could start"),
@@ -571,6 +577,16 @@ def test_everything_after_the_script_is_its_own(tmp_path, capfd):
     words = ["--workers", "9", "-h", "--", "--ps=1", "ü"]
     assert main(["launch", "--workers", "1", "--time-limit", "45", path, *words]) == 0
     assert capfd.readouterr().out == f"[worker 0] {words}\n"
+
+
+def test_a_module_runs_as_python_runs_it(tmp_path, capfd, monkeypatch):
+    (tmp_path / "a package").mkdir()
+    (tmp_path / "a package" / "train_it.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    monkeypatch.chdir(tmp_path / "a package")
+    assert main(["launch", "--workers", "1", "--time-limit", "45", "-m", "train_it", "-m", "--workers", "9"]) == 0
+    assert capfd.readouterr().out == "[worker 0] __main__ ['-m', '--workers', '9']\n"
+    result, shown = run(1, ["-m", "train_it", "x"])
+    assert (result.exit_code, shown) == (0, "[worker 0] __main__ ['x']\n")
 
 
 def test_the_command_line_returns_the_code_of_the_first_failure(tmp_path, capfd):

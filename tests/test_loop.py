@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pathlib
+import random
 import signal
+import warnings
+from time import perf_counter
 from typing import Any
 
 import keras
@@ -16,6 +20,7 @@ import keras_dist_ext as kde
 from keras_dist_ext import _keras
 from keras_dist_ext.examples import gan, linear_no_keras, sequences
 from keras_dist_ext.launch import launch
+from keras_dist_ext.scope import raw_variables
 
 LoopError, TrainLoop = kde.LoopError, kde.TrainLoop
 DEFAULT = tf.distribute.get_strategy()
@@ -367,6 +372,17 @@ def test_values_for_all_rows_are_kept_in_order_of_the_last_epoch_and_evaluation(
     np.testing.assert_array_equal(loop.rows("test")["x"], X[3:7])
 
 
+def test_results_of_one_device_are_gathered_too_and_those_of_several_need_their_strategy(mirrored: Any) -> None:
+    rows = np.arange(5, dtype="float32")
+    gathered = kde.gather(kde.per_replica(lambda batch: {"twice": 2 * batch, "none": None})(rows))
+    np.testing.assert_array_equal(gathered["twice"], 2 * rows)
+    assert gathered["none"] is None
+    constants = kde.per_replica(lambda batch: 3, mirrored)(rows)
+    assert kde.gather(constants, mirrored).numpy().tolist() == [3, 3]
+    with pytest.raises(kde.StrategyError, match=r"several replicas, and no strategy.*gather\(values, strategy\)"):
+        kde.gather(kde.per_replica(lambda batch: batch, mirrored)(rows))
+
+
 def test_without_a_step_for_it_a_loop_does_not_evaluate_or_predict() -> None:
     loop, _ = line_loop(DEFAULT)
     with pytest.raises(LoopError, match="evaluate and validation_data need to know what to do with a batch"):
@@ -389,6 +405,49 @@ def test_weights_of_all_parts_are_saved_and_loaded(mirrored: Any, tmp_path: path
     np.testing.assert_array_equal(fresh.slope.numpy(), line.slope.numpy())
     assert fresh.offset.numpy() == line.offset.numpy() != 0.0
     assert loop.count_params() == 4
+
+
+class Nested(tf.Module):
+    """A module whose variables have no names of their own, and one that adds up over replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = [{"kernel": tf.Variable(1.0)}, [tf.Variable(2.0), tf.Variable(3.0)]]
+        self.rows = tf.Variable(
+            0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
+        )
+
+
+def test_variables_of_a_module_are_saved_by_where_they_are(mirrored: Any, tmp_path: pathlib.Path) -> None:
+    with mirrored.scope():
+        module = Nested()
+
+    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        module.rows.assign_add(replica.rows)
+        return {"loss": replica.mean_loss(batch[1] * module.blocks[0]["kernel"])}
+
+    loop = small_loop(mirrored, step, {"module": module})
+    loop.fit(batches(), verbose=0)
+    loop.save_weights(tmp_path / "loop.weights.h5")
+    for variable in module.variables:
+        variable.assign(tf.zeros_like(variable))
+    loop.load_weights(tmp_path / "loop.weights.h5")
+    assert [float(variable.numpy()) for variable in module.variables] == [1.0, 2.0, 3.0, 29.0]
+    assert [name for name, _ in raw_variables(loop)] == [
+        "module/blocks/0/kernel",
+        "module/blocks/1/0",
+        "module/blocks/1/1",
+        "module/rows",
+    ]
+
+
+def test_a_loop_is_not_saved_whole(mirrored: Any, tmp_path: pathlib.Path) -> None:
+    loop, line = line_loop(mirrored)
+    with pytest.raises(LoopError, match=r"'loop' is a TrainLoop, .* Save the weights of all parts, loop.save_weights"):
+        loop.save(tmp_path / "loop.keras")
+    with pytest.raises(LoopError, match="save_weights_only=True"):
+        loop.fit(batches(), verbose=0, callbacks=[keras.callbacks.ModelCheckpoint(tmp_path / "loop.keras")])
+    assert line.offset.numpy() == 0.0, "before the first step"
 
 
 def test_replica_seeds_gives_replicas_numbers_of_their_own(mirrored: Any) -> None:
@@ -515,8 +574,71 @@ def test_variables_that_no_part_holds_are_named(mirrored: Any) -> None:
     with mirrored.scope():
         line = Line()
     loop = small_loop(mirrored, lambda replica, batch: {"loss": replica.mean_loss(line(batch[0]))})
-    with pytest.raises(LoopError, match=r"trainable variables that no part holds: .*slope"):
+    with pytest.raises(LoopError, match=r"trains with, or changes, variables that no part holds: .*slope"):
         loop.fit(batches(), verbose=0)
+
+
+def test_random_generators_and_counters_that_no_part_holds_are_named(mirrored: Any) -> None:
+    with mirrored.scope():
+        generator, count = keras.random.SeedGenerator(3), tf.Variable(0, name="count")
+    noise = small_loop(
+        mirrored, lambda r, batch: {"loss": r.mean_loss(batch[1]) + keras.random.normal((), seed=generator)}
+    )
+    with pytest.raises(
+        LoopError, match=r"variables that no part holds: .*seed_generator_state \(2,\).* seeded or comp"
+    ):
+        noise.fit(batches(), verbose=0)
+    counts = small_loop(
+        mirrored, lambda r, batch: {"loss": r.mean_loss(batch[1]) + 0.0 * float_of(count.assign_add(1))}
+    )
+    with pytest.raises(LoopError, match=r"variables that no part holds: count \(\)"):
+        counts.fit(batches(), verbose=0)
+
+
+def float_of(value: Any) -> tf.Tensor:
+    return tf.cast(value, tf.float32)
+
+
+def metric_loop(strategy: tf.distribute.Strategy, *, returns: bool = False, **names: str) -> TrainLoop:
+    """A loop that rates the sign of sums, by a metric that is no mean of those of replicas."""
+    with strategy.scope():
+        auc = keras.metrics.AUC(name=names.get("metric", "auc"))
+
+    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        loss = replica.mean_loss(batch[1])
+        auc.update_state(batch[1] > 0.5, tf.sigmoid(batch[0][:, 0]))
+        return {"loss": loss, "auc": auc.result()} if returns else {"loss": loss}
+
+    reduce: Any = {"loss": "mean", "auc": "mean"}
+    return TrainLoop(step, test=step, parts={"area": auc}, reduce=reduce, strategy=strategy)
+
+
+def test_a_metric_among_the_parts_is_that_of_all_replicas_and_begins_anew_each_epoch(strategies: Any) -> None:
+    logs = []
+    for kind in ("default", "mirrored4"):
+        loop = metric_loop(strategies.get(kind))
+        history = loop.fit(batches(), epochs=2, verbose=0, validation_data=batches(X[:11], Y[:11])).history
+        logs.append(history | {"evaluated": loop.evaluate(batches(), verbose=0, return_dict=True)["auc"]})
+    expected = keras.metrics.AUC()
+    expected.update_state(Y > 0.5, 1 / (1 + np.exp(-X[:, 0])))
+    assert set(logs[1]) == {"loss", "auc", "val_loss", "val_auc", "evaluated"}
+    assert logs[1] == {name: pytest.approx(value, rel=1e-5) for name, value in logs[0].items()}
+    assert logs[0]["auc"] == [pytest.approx(float(expected.result()))] * 2
+    assert logs[0]["evaluated"] == logs[0]["auc"][0] != logs[0]["val_auc"][0]
+
+
+@pytest.mark.parametrize("kind", ["default", "mirrored2"])
+def test_the_result_of_a_metric_for_one_replica_is_not_returned(kind: str, strategies: Any) -> None:
+    with pytest.raises(LoopError, match=r"returns 'auc', computed from auc/\w+ \(200,\), .* logged under its own name"):
+        metric_loop(strategies.get(kind), returns=True).fit(batches(), verbose=0)
+    with pytest.raises(LoopError, match="updates the metric 'loss', and something else is logged by this name"):
+        metric_loop(strategies.get(kind), metric="loss").fit(batches(), verbose=0)
+
+
+def test_virtual_replicas_of_a_loop_are_refused(mirrored: Any) -> None:
+    loop, _ = line_loop(mirrored)
+    with pytest.raises(kde.StrategyError, match="virtual_replicas=4 for 'loop', a TrainLoop, whose step is a function"):
+        loop.compile(virtual_replicas=4)
 
 
 def test_values_without_a_declared_reduction_are_refused(mirrored: Any) -> None:
@@ -590,6 +712,184 @@ def test_synchronized_batch_normalization_is_no_double_reduction(mirrored: Any) 
     assert np.isfinite(history.history["loss"]).all()
 
 
+SCALED = {
+    "divided by the rows of all replicas": (
+        lambda replica, errors: tf.reduce_sum(errors) / tf.cast(replica.global_rows, tf.float32),
+        "grows with the number of rows",
+    ),
+    "divided by a constant": (lambda replica, errors: tf.reduce_sum(errors) / 9, "grows with the number of rows"),
+    "one for each row": (lambda replica, errors: errors, "grows with the number of rows"),
+    "times the weight": (lambda replica, errors: replica.mean_loss(errors) * replica.weight, "grows with the number"),
+    "divided by the number of replicas": (
+        lambda replica, errors: replica.mean_loss(errors) / replica.num_replicas,
+        r"is scaled by the number of replicas \(2\)",
+    ),
+    "times one over it": (
+        lambda replica, errors: tf.reduce_mean(errors) * (1 / replica.num_replicas),
+        r"is scaled by the number of replicas \(2\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SCALED)
+def test_a_loss_that_is_differentiated_and_scaled_is_refused_though_it_is_not_returned(how: str, mirrored: Any) -> None:
+    scaled, message = SCALED[how]
+    with mirrored.scope():
+        line = Line()
+
+    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = scaled(replica, (line(batch[0]) - batch[1]) ** 2)
+        for variable, gradient in zip(
+            line.trained, replica.reduce_gradients(tape.gradient(loss, line.trained)), strict=True
+        ):
+            variable.assign_sub(gradient)
+        return {}
+
+    with pytest.raises(LoopError, match=f"The loss that the step 'step' differentiates {message}"):
+        small_loop(mirrored, step, {"line": line}).fit(batches(), verbose=0)
+
+
+def test_a_sum_may_be_differentiated_for_rows_and_a_number_of_replicas_be_used(mirrored: Any) -> None:
+    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            tape.watch(batch[0])
+            squares = tf.reduce_sum(batch[0] ** 2)
+        return {"norm": tf.norm(tape.gradient(squares, batch[0]), axis=1), "places": 0.5 * replica.num_replicas}
+
+    history = small_loop(mirrored, step, norm="mean", places="max").fit(batches(), verbose=0).history
+    assert history["norm"][0] == pytest.approx(2 * np.linalg.norm(X, axis=1).mean(), rel=1e-5)
+    assert history["places"] == [1.0]
+
+
+def own_gradients(line: Any, replica: Any, batch: Any) -> None:
+    with tf.GradientTape() as tape:
+        loss = replica.mean_loss((line(batch[0]) - batch[1]) ** 2)
+    line.offset.assign_sub(tape.gradient(loss, line.offset))
+
+
+OWN = {
+    "gradients that are not reduced": own_gradients,
+    "a count of rows": lambda line, replica, batch: line.offset.assign_add(tf.cast(replica.rows, tf.float32)),
+    "noise of TensorFlow's": lambda line, replica, batch: line.offset.assign_add(tf.random.normal([])),
+    "noise of Keras'": lambda line, replica, batch: line.offset.assign_add(keras.random.normal(())),
+}
+
+
+@pytest.mark.parametrize("what", OWN)
+def test_what_one_replica_has_computed_is_not_assigned(what: str, mirrored: Any) -> None:
+    with mirrored.scope():
+        line = Line()
+
+    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        OWN[what](line, replica, batch)
+        return {"loss": replica.mean_loss(batch[1])}
+
+    with pytest.raises(
+        LoopError, match=r"assigns to offset \(\) what each replica computes from its own rows or random"
+    ):
+        small_loop(mirrored, step, {"line": line}).fit(batches(), verbose=0)
+
+
+def test_what_all_replicas_share_may_be_assigned(mirrored: Any) -> None:
+    values = []
+    for strategy in (DEFAULT, mirrored):
+        with strategy.scope():
+            line, slow = Line(), Line()
+            rows = tf.Variable(
+                0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
+            )
+            mean = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+            count = tf.Variable(0.0)
+
+        def step(replica: Any, batch: Any, variables: Any = (line, slow, rows, mean, count)) -> dict[str, tf.Tensor]:
+            line, slow, rows, mean, count = variables
+            with tf.GradientTape() as tape:
+                loss = replica.mean_loss((line(batch[0]) - batch[1]) ** 2)
+            for variable, gradient in zip(
+                line.trained, replica.reduce_gradients(tape.gradient(loss, line.trained)), strict=True
+            ):
+                variable.assign_sub(0.1 * gradient)
+            for old, new in zip(slow.trained, line.trained, strict=True):
+                old.assign(0.9 * old + 0.1 * new)  # of the weights alone
+            rows.assign_add(replica.rows)
+            mean.assign(replica.sum(loss * replica.weight))
+            count.assign_add(tf.cast(replica.global_rows, tf.float32))
+            return {"loss": loss}
+
+        parts = {"line": line, "slow": slow, "seen": rows, "mean": mean, "count": count}
+        small_loop(strategy, step, parts).fit(batches(), verbose=0)
+        values.append([slow.offset.numpy(), rows.numpy(), mean.numpy(), count.numpy()])
+    np.testing.assert_allclose(values[1], values[0], rtol=1e-5)
+    assert values[0][1] == values[0][3] == 29
+
+
+def test_a_step_of_evaluation_does_not_train(mirrored: Any) -> None:
+    loop = keras_loop(mirrored, keras.optimizers.SGD)
+    both = TrainLoop(
+        loop._steps["train"],
+        test=loop._steps["train"],
+        parts={"net": loop.net, "opt": loop.opt},
+        reduce={"loss": "mean"},
+        strategy=mirrored,
+    )
+    loop.opt.build(loop.net.trainable_variables)
+    with pytest.raises(
+        LoopError, match=r"The step 'step' is for evaluation, and changes net/dense_\d+/kernel \(3, 5\)"
+    ):
+        both.evaluate(batches(), verbose=0)
+
+
+@pytest.mark.parametrize("where", ["a branch", "a loop", "a function"])
+def test_sums_where_replicas_cannot_meet_are_refused(where: str, mirrored: Any) -> None:
+    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        def total() -> Any:
+            return replica.sum(tf.reduce_sum(batch[1]))
+
+        if where == "a branch":
+            value = tf.cond(tf.reduce_sum(batch[1]) > 0, total, lambda: 0.0)
+        elif where == "a loop":
+            (value,) = tf.while_loop(lambda value: value < 1, lambda value: (total(),), (0.0,))
+        else:
+            value = tf.function(total, autograph=False)()
+        return {"loss": value}
+
+    with pytest.raises(LoopError, match=r"adds up over replicas .* inside of a tf\.function, or of a branch or loop"):
+        small_loop(mirrored, step, loss="max").fit(batches(), verbose=0)
+
+
+@pytest.mark.parametrize("kind", ["default", "mirrored2"])
+def test_variables_made_in_a_step_are_refused(kind: str, strategies: Any) -> None:
+    strategy = strategies.get(kind)
+
+    def makes(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        return {"loss": replica.mean_loss(batch[1]) * tf.Variable(1.0, name="factor")}
+
+    with pytest.raises(LoopError, match=r"The step 'makes' makes a variable \(factor\)"):
+        small_loop(strategy, makes).fit(batches(), verbose=0)
+    with strategy.scope():
+        dense = keras.layers.Dense(1)
+    with pytest.raises(LoopError, match=r"makes a variable \(kernel\), .*build layers by an Input or a call there"):
+        small_loop(strategy, lambda replica, batch: {"loss": tf.reduce_mean(dense(batch[0]))}).fit(batches(), verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "reduction", "message"),
+    [
+        (lambda y: {"inner": y}, "mean", "returns dict as 'value', which is no tensor"),
+        (lambda y: None, "mean", "returns NoneType as 'value', which is no tensor"),
+        (lambda y: tf.RaggedTensor.from_tensor(y[:, None]), "concat", "returns RaggedTensor as 'value'"),
+        (lambda y: tf.complex(y, y), "mean", "'value' is complex64, of which there is no 'mean'"),
+        (lambda y: tf.strings.as_string(y), "sum", "'value' is string, of which there is no 'sum'"),
+    ],
+)
+def test_what_cannot_be_reduced_is_refused(value: Any, reduction: str, message: str, mirrored: Any) -> None:
+    with pytest.raises(LoopError, match=message):
+        small_loop(mirrored, lambda replica, batch: {"value": value(batch[1])}, value=reduction).fit(
+            batches(), verbose=0
+        )
+
+
 def test_strategy_run_inside_of_a_step_is_refused(mirrored: Any) -> None:
     def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
         return {"loss": mirrored.run(tf.reduce_mean, args=(batch[1],))}
@@ -641,8 +941,66 @@ def test_print_is_warned_about(mirrored: Any) -> None:
         print(end="")  # noqa: T201
         return {"loss": replica.mean_loss(batch[1])}
 
-    with pytest.warns(UserWarning, match="calls print, which prints once when the step is compiled"):
+    with pytest.warns(UserWarning, match="calls print, which Python does once, when the step is compiled"):
         small_loop(mirrored, step).fit(batches(), verbose=0, shuffle=False)
+
+
+def test_what_tensorflow_prints_is_not_warned_about(mirrored: Any) -> None:
+    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        loss = replica.mean_loss(batch[1])
+        tf.print(loss, output_stream="file:///dev/null")
+        return {"loss": loss}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        small_loop(mirrored, step).fit(X, Y, verbose=0)
+
+
+def test_reading_the_clock_and_logging_are_warned_about(mirrored: Any) -> None:
+    def waits(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        logging.getLogger("step").debug("now")
+        return {"loss": replica.mean_loss(batch[1]) + 0 * perf_counter()}
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        small_loop(mirrored, waits).fit(X, Y, verbose=0)
+    said = [str(warning.message) for warning in caught]
+    assert [name for name in ("logging", "perf_counter") if any(f"'waits' calls {name}, which" in s for s in said)] == [
+        "logging",
+        "perf_counter",
+    ]
+
+
+@pytest.mark.parametrize("generator", [np.random.default_rng(1), random.Random(1)], ids=lambda g: type(g).__name__)
+def test_generators_of_python_are_seen_to_go_on(generator: Any, mirrored: Any) -> None:
+    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        return {"loss": replica.mean_loss(batch[1]) + generator.random()}
+
+    with pytest.raises(LoopError, match="has changed 'generator' while it was traced"):
+        small_loop(mirrored, step).fit(batches(), verbose=0)
+
+
+def test_a_function_of_tensorflow_in_a_step_is_no_side_effect(mirrored: Any) -> None:
+    losses = []
+    for strategy in (DEFAULT, mirrored):
+        with strategy.scope():
+            line = Line()
+
+        @tf.function
+        def forward(x: Any, y: Any, line: Any = line) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((line(x) - y) ** 2)
+            return loss, tape.gradient(loss, line.trained)
+
+        @tf.function
+        def step(replica: Any, batch: Any, line: Any = line, forward: Any = forward) -> dict[str, tf.Tensor]:
+            loss, gradients = forward(*batch)
+            for variable, gradient in zip(line.trained, replica.reduce_gradients(gradients), strict=True):
+                variable.assign_sub(0.1 * gradient)
+            return {"loss": loss}
+
+        losses.append(small_loop(strategy, step, {"line": line}).fit(batches(), epochs=2, verbose=0).history["loss"])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
 def test_a_model_that_is_not_built_is_refused(mirrored: Any) -> None:
@@ -668,3 +1026,9 @@ def test_reductions_and_names_are_checked_when_a_loop_is_made() -> None:
         small_loop(DEFAULT, lambda replica, batch: {}, loss="meen")
     with pytest.raises(LoopError, match="A part is called 'weights'.* Call it something else, such as 'my_weights'"):
         small_loop(DEFAULT, lambda replica, batch: {}, {"weights": tf.Variable(1.0)})
+    with pytest.raises(LoopError, match="reduce is list; it is a dict by name"):
+        TrainLoop(lambda replica, batch: {}, parts={}, reduce=["loss"])  # type: ignore[arg-type]
+    with pytest.raises(LoopError, match="parts is NoneType; it is a dict by name"):
+        TrainLoop(lambda replica, batch: {}, parts=None, reduce={})  # type: ignore[arg-type]
+    with pytest.raises(LoopError, match=r"A step is a function of \(replica, batch\)"):
+        TrainLoop({}, parts={}, reduce={})  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """Swapping the base class keeps all of `keras.Model`, and adds that it lives under its strategy."""
 
+import abc
 import copy
 import gc
 import inspect
@@ -198,6 +199,60 @@ def test_a_subclass_takes_a_strategy_and_its_own_arguments(mirrored):
     assert lives_under(net, mirrored)
 
 
+def test_a_class_has_its_own_argument_named_strategy(mirrored):
+    class Pooled(kde.Model):
+        def __init__(self, strategy):
+            super().__init__()
+            self.strategy_given, self.head = strategy, keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.head(x)
+
+    with mirrored.scope():
+        assert Pooled(strategy="mean").strategy_given == "mean"
+    net = Pooled(strategy=mirrored)
+    assert net.strategy_given is net.distribute_strategy is mirrored
+
+
+def test_a_choice_instead_of_a_strategy_is_refused(mirrored):
+    choice = kde.pick_strategy("one_device", devices=["CPU:0"], environ={})
+    wanted = [
+        lambda: kde.Sequential([keras.layers.Dense(1)], strategy=choice),
+        lambda: kde.adopt(stock(), choice),
+        lambda: kde.load_model("net.keras", choice),
+        lambda: kde.check_scope(stock(), choice),
+        lambda: kde.ScopeGuard(choice),
+    ]
+    for wants_a_strategy in wanted:
+        with pytest.raises(kde.StrategyError, match="is none; it has one: `StrategyChoice.strategy`"):
+            wants_a_strategy()
+
+
+def test_a_class_may_be_abstract(mirrored):
+    class Base(kde.Model, abc.ABC):
+        @abc.abstractmethod
+        def width(self):
+            """Return the number of units."""
+
+    class Leaf(Base):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(self.width())
+
+        def width(self):
+            return 1
+
+        def call(self, x):
+            return self.head(x)
+
+    with pytest.raises(TypeError, match="abstract"):
+        Base()
+    net = Leaf(strategy=mirrored)
+    net.compile("sgd", "mse")
+    net.fit(X, Y, **FIT)
+    assert lives_under(net, mirrored)
+
+
 def test_a_lazy_model_built_outside_the_scope_lands_in_its_strategy(mirrored):
     with mirrored.scope():
         nets = Net(4), kde.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
@@ -214,6 +269,52 @@ def test_a_model_compiled_with_strings_outside_the_scope_lands_in_its_strategy(m
     net.fit(X, Y, **FIT)
     assert lives_under(net, mirrored)
     kde.check_scope(net, mirrored).raise_if_bad()
+
+
+def grown(strategy):
+    net = kde.Sequential(strategy=strategy)
+    for layer in (keras.Input((3,)), keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)):
+        net.add(layer)
+    return net
+
+
+def built_by_its_class(strategy):
+    class Scaled(kde.Model):
+        def build(self, input_shape):
+            self.scale = self.add_weight(shape=(input_shape[-1],), name="scale")
+
+        def call(self, x):
+            return x * self.scale
+
+    net = Scaled(strategy=strategy)
+    net.build((None, 3))
+    return net
+
+
+def quantized(strategy):
+    with strategy.scope():
+        net = sequential()
+    net.quantize("int8")
+    return net
+
+
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not have a `quantize`")
+@pytest.mark.parametrize("make", [grown, built_by_its_class, quantized])
+def test_what_makes_variables_outside_of_the_scope_makes_them_in_it(mirrored, make):
+    net = make(mirrored)
+    net.compile("adam", "mse")
+    assert lives_under(net, mirrored)
+    assert net.predict(X, verbose=0).shape[0] == len(X)
+
+
+def test_layers_of_a_model_that_keras_takes_for_built_are_made_in_scope(mirrored):
+    net = Net(4, strategy=mirrored)
+    with pytest.warns(UserWarning, match="does not have a `build"):
+        net.build((None, 3))  # makes nothing, and yet the model counts as built
+    net(X[:1])
+    assert len(net.variables) == 4
+    net.compile("sgd", "mse")
+    assert lives_under(net, mirrored)
 
 
 def elsewhere(part, strategy):
@@ -646,6 +747,12 @@ def test_a_lazy_model_can_be_evaluated_and_predict_first(mirrored):
         getattr(net, method)(X, **({"y": Y} if method == "evaluate" else {}), verbose=0)
         net.fit(X, Y, **FIT)
         assert lives_under(net, mirrored)
+
+
+@pytest.mark.parametrize("number", [0, -2, 2.5, "many", None])
+def test_a_number_of_steps_that_is_none_is_refused(number):
+    with pytest.raises(ValueError, match=f"steps_per_execution is {number!r}; give 'auto' or a whole number from 1"):
+        sequential().compile("sgd", "mse", steps_per_execution=number)
 
 
 def test_compiling_again_changes_loss_optimizer_and_metrics(mirrored):

@@ -491,6 +491,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_the_first_step(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"log_dir": "logs", "experiment": 5}, "experiment is 5; it is a name for a folder below log_dir"),
         ({}, "nowhere to write. Give it a log_dir, or writers="),
         ({"log_dir": "x", "update_freq": 0}, "update_freq is 0; it is a number of optimizer steps, at least 1, or"),
         ({"log_dir": "x", "update_freq": "batch"}, "update_freq is 'batch'"),

@@ -128,6 +128,14 @@ HEALTHY = {
     ),
     "arrays": lambda: (np.ones((80, 3), "f"), np.ones(80, "f")),
     "batches in memory": lambda: tf.data.Dataset.from_tensor_slices(np.ones((10, 8, 3), "f")).prefetch(AUTO),
+    "files in random order": lambda: (
+        tf.data.Dataset.range(4).shuffle(4).interleave(lambda i: BASE.skip(400 * i).take(400), num_parallel_calls=AUTO)
+        .shuffle(1000).batch(8).prefetch(AUTO)
+    ),
+    "samples of several": lambda: (
+        tf.data.Dataset.sample_from_datasets([BASE, BASE.shuffle(1000)], [0.5, 0.5]).batch(8).prefetch(AUTO)
+    ),
+    "a quick filter": lambda: BASE.filter(lambda i: i % 2 == 0).batch(8).prefetch(AUTO),
     "distributed": lambda: kde.distribute(BASE.shuffle(1000), batch_size=8, seed=1),
     "distributed arrays": lambda: kde.distribute(np.ones((80, 3), "f"), batch_size=8),
 }  # fmt: skip
@@ -157,6 +165,11 @@ FAULTY: dict[str, tuple[Any, list[str]]] = {
         lambda: BASE.map(in_python, num_parallel_calls=AUTO).batch(8).prefetch(AUTO),
         ["python-map"],
     ),
+    "Python in a filter": (
+        lambda: BASE.filter(lambda i: in_python(i) >= 0).batch(8).prefetch(AUTO),
+        ["python-map"],
+    ),
+    "a slow filter": (lambda: BASE.filter(lambda i: slow(i) > 0).batch(8).prefetch(AUTO), ["sequential-filter"]),
     "a slow generator": (lambda: numbers(0.0005).batch(8).prefetch(AUTO), ["generator-bound"]),
     "a slow PyDataset": (lambda: Batches(0.003), ["generator-bound"]),
     "shuffle before cache": (
@@ -243,9 +256,18 @@ def test_without_what_stages_cost_the_graph_is_judged(monkeypatch: pytest.Monkey
     assert codes(BASE.map(in_python).batch(8).prefetch(AUTO)) == ["sequential-map"]
 
 
+def test_batches_of_several_sources_are_told_from_what_chooses_among_them(mirrored: Any) -> None:
+    of_both = tf.data.Dataset.sample_from_datasets([BASE.batch(8), BASE.take(83).batch(8)])
+    found = kde.inspect(of_both, mirrored, seconds=0.1)
+    assert found.stages == ("Range", "Take", "Batch", "Range", "Batch", "DirectedInterleave")
+    assert (found.batch_size, found.num_examples) == (8, None)
+
+
 def test_data_without_a_batch_is_refused() -> None:
     with pytest.raises(DataError, match="The dataset has no batch: there is nothing to look into."):
         kde.inspect(BASE.take(0).batch(8))
+    with pytest.raises(DataError, match="The data is a NoneType, and holds nothing. Give a tf.data.Dataset"):
+        kde.inspect(None)
 
 
 # The graph

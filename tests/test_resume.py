@@ -318,6 +318,56 @@ def test_what_a_callback_keeps_and_cannot_be_saved_is_named_once(tmp_path: pathl
     )
 
 
+def test_variables_and_metrics_of_a_callback_go_on(tmp_path: pathlib.Path) -> None:
+    class Counts(keras.callbacks.Callback):
+        is_content_with_executions = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.epochs = tf.Variable(0)
+            self.mean = keras.metrics.Mean()
+            self.last = keras.Variable([0.0, 0.0])
+            self.rate: Any = None
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.rate = self.model.optimizer.learning_rate  # is the model's
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.epochs.assign_add(1)
+            self.mean.update_state(epoch)
+            self.last.assign_add([1.0, epoch])
+
+        def told(self) -> Any:
+            return int(self.epochs), float(self.mean.result()), keras.ops.convert_to_numpy(self.last).tolist()
+
+    twin, counts = Counts(), Counts()
+    fit_small(tmp_path / "twin", twin, epochs=4)
+    with pytest.raises(Crash):
+        fit_small(tmp_path / "run", Counts(), runs.crash_at(16, kill=False), epochs=4)
+    fit_small(tmp_path / "run", counts, epochs=4)
+    assert counts.told() == twin.told()
+    content = Saves(tmp_path / "run", 3).newest()
+    assert content is not None
+    assert "rate" not in unpack(content)[0]["callbacks"][f"{__name__}.{Counts.__qualname__}[0]"]
+
+
+def test_an_object_of_a_callback_that_changes_and_cannot_be_saved_is_named(tmp_path: pathlib.Path) -> None:
+    class Tracker:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+    class Tracks(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tracker, self.other = Tracker(), Tracker()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.tracker.seen.append(epoch)
+
+    with pytest.warns(UserWarning, match=r"what the callback Tracks keeps in tracker \(Tracker\): a resumed run"):
+        fit_small(tmp_path, Tracks(), epochs=2)
+
+
 def test_a_callback_may_say_itself_what_its_state_is(tmp_path: pathlib.Path) -> None:
     class Mine(Keeps):
         given: Any = None
@@ -382,6 +432,10 @@ def test_small_pipelines_go_on_without_being_read_again(tmp_path: pathlib.Path) 
     [
         (lambda: runs.batches(), "The data is a generator, which cannot be entered in the middle, .* seek"),
         (
+            lambda: runs.py_dataset(workers=2),
+            "PyDataset with 2 workers, .* after 2 of its 6 batches: .* Leave steps_per_epoch out, or take workers=1",
+        ),
+        (
             lambda: tf.distribute.get_strategy().experimental_distribute_dataset(runs.tf_data(lambda d: d.batch(8))),
             None,
         ),
@@ -394,7 +448,7 @@ def test_data_that_cannot_be_entered_is_refused_before_the_first_step(
         fit_small(tmp_path, x=data(), y=None, batch_size=None, epochs=1)
     else:
         with pytest.raises(kde.DataError, match=message):
-            fit_small(tmp_path, x=data(), y=None, batch_size=None, epochs=1)
+            fit_small(tmp_path, x=data(), y=None, batch_size=None, epochs=1, steps_per_epoch=2)
 
 
 def test_a_distributed_dataset_is_refused(mirrored: Any, tmp_path: pathlib.Path) -> None:
@@ -415,6 +469,8 @@ def test_a_distributed_dataset_is_refused(mirrored: Any, tmp_path: pathlib.Path)
         ({"seed": 3}, "the seed is 3, and was none"),
         ({"batch_size": 5}, "over other data, .* batch_size: 5, and was 8; batches of a pass: 9, and was 6"),
         ({"steps_per_epoch": 2}, "steps_per_epoch: 2, and was None"),
+        ({"shuffle": False}, "shuffle: False, and was True"),
+        ({"rows": 43}, r"rows: 43, and was 44\. Give fit what it was given"),  # as many batches
     ],
 )
 def test_a_save_of_another_run_is_refused_with_what_differs(changed: Any, message: str, tmp_path: pathlib.Path) -> None:
@@ -422,12 +478,30 @@ def test_a_save_of_another_run_is_refused_with_what_differs(changed: Any, messag
     model = small(tf.distribute.get_strategy(), changed.get("units", 1))
     model.compile(changed.get("optimizer", "sgd"), "mse", metrics=changed.get("metrics"))
     seeds = [kde.ReplicaSeeds(changed["seed"])] if "seed" in changed else []
-    rest = {name: changed[name] for name in ("batch_size", "steps_per_epoch") if name in changed}
+    rest = {name: changed[name] for name in ("batch_size", "steps_per_epoch", "shuffle") if name in changed}
+    rows = changed.get("rows", len(X))
     targets = np.repeat(Y, changed.get("units", 1), axis=1)
     before = model.get_weights()
     with pytest.raises(kde.ResumeError, match=message):
-        model.fit(X, targets, **{"batch_size": 8, **rest}, verbose=0, callbacks=[kde.Resume(tmp_path), *seeds])
+        model.fit(
+            X[:rows], targets[:rows], **{"batch_size": 8, **rest}, verbose=0, callbacks=[kde.Resume(tmp_path), *seeds]
+        )
     assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+
+
+def test_other_batches_of_endless_data_are_other_data(tmp_path: pathlib.Path) -> None:
+    def endless(batch: int) -> Any:
+        data = runs.tf_data(lambda d: d.repeat().batch(batch))
+        return {"x": data, "y": None, "batch_size": None, "steps_per_epoch": 3}
+
+    fit_small(tmp_path, **endless(8))
+    with pytest.raises(kde.ResumeError, match=r"batches of the pipeline: \[4\], and was \[8\]"):
+        fit_small(tmp_path, **endless(4))
+
+
+def test_a_run_is_saved_by_one_callback_alone(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(kde.ResumeError, match=r"2 Resume callbacks \(.*/one, .*/two\), .* Give fit one of them"):
+        fit_small(tmp_path / "one", kde.Resume(tmp_path / "two"))
 
 
 def test_a_save_of_a_later_version_is_refused(tmp_path: pathlib.Path) -> None:
@@ -461,13 +535,22 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_training(tmp_path
         ({"save_every": "0s"}, "save_every is '0s'"),
         ({"save_every": datetime.timedelta()}, "save_every is datetime.timedelta"),
         ({"keep": 0}, "keep is 0; it is how many saves to keep, at least 1"),
+        ({"keep": True}, "keep is True"),
+        ({"save_every": True}, "save_every is True"),
+        ({"directory": ""}, "directory is ''; it is the path of a directory for the saves of this run alone"),
+        ({"directory": None}, "directory is None"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(arguments: Any, message: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(kde.ResumeError, match=message):
-        kde.Resume(tmp_path, **arguments)
+        kde.Resume(**{"directory": tmp_path, **arguments})
     with pytest.raises(kde.ResumeError, match="directory is 'gs://bucket/run'; files cannot be renamed there"):
         kde.Resume("gs://bucket/run")
+
+
+def test_steps_may_be_counted_by_numpy(tmp_path: pathlib.Path) -> None:
+    fit_small(tmp_path, resume=kde.Resume(tmp_path, np.int64(4), keep=np.int64(2)), epochs=1)
+    assert len(list(tmp_path.glob("*.kde"))) == 2
 
 
 # When

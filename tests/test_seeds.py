@@ -68,7 +68,7 @@ def test_streams_of_near_seeds_with_one_root_are_far_apart(seed: int, replica: i
     assert 900_000 < (first - second) % MODULUS < MODULUS - 900_000
 
 
-@pytest.mark.parametrize("seed", [-1, MODULUS, 1.5, "1", None])
+@pytest.mark.parametrize("seed", [True, -1, MODULUS, 1.5, "1", None])
 def test_a_seed_that_keras_would_fold_onto_another_is_refused(seed: Any) -> None:
     with pytest.raises(kde.SeedError, match=r"seed is"):
         kde.ReplicaSeeds(seed)
@@ -475,6 +475,18 @@ def test_the_order_of_data_is_the_same_at_every_run_and_another_every_epoch(kind
     assert len(set(map(str, orders))) == 4
     if "random" not in kind:
         assert all(sorted(epoch) == list(range(12)) for epoch in first)
+
+
+@pytest.mark.parametrize("kind", ["tf.data", "tf.data, cached", "tf.data, random map"])
+def test_data_made_under_a_global_seed_of_tensorflow_follows_the_seed_of_the_run(kind: str, mirrored: Any) -> None:
+    def orders(global_seed: int | None, seed: int = 42) -> list[Any]:
+        epochs = order_of_data(kind, strategy=mirrored, epochs=3, seed=seed, global_seed=global_seed)
+        return [sorted(sorted(epoch[i : i + 4]) for i in (0, 4, 8)) for epoch in epochs]
+
+    first = orders(None)
+    assert orders(7) == orders(8) == first
+    assert orders(7, seed=43) != first
+    assert first[0] != first[1] != first[2]
 
 
 def test_pythons_and_numpys_generators_are_seeded(mirrored: Any) -> None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 import keras_dist_ext as kde
 from keras_dist_ext import program, reduce, step, xla
 from keras_dist_ext._keras import components
+from keras_dist_ext.errors import DataError
 from keras_dist_ext.step import ReplicaStep
 
 RANDOM = np.random.default_rng(0)
@@ -262,6 +263,64 @@ def two_outputs(lib, strategy):
     return net
 
 
+class Counted(keras.layers.Layer):
+    """Counts steps and rows, and remembers whether it has met any."""
+
+    def build(self, input_shape):
+        weights = {"steps": "int64", "rows": "int32", "has_met_rows": "bool"}
+        for name, dtype in weights.items():
+            setattr(self, name, self.add_weight(shape=(), dtype=dtype, initializer="zeros", trainable=False, name=name))
+
+    def call(self, x, training=False):
+        if training:
+            rows = keras.ops.shape(x)[0]
+            self.steps.assign_add(1)
+            self.rows.assign_add(rows)
+            self.has_met_rows.assign(keras.ops.logical_or(self.has_met_rows, rows > 0))
+        return x
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_replicas_agree_on_integers_and_bools_that_a_layer_assigns(strategies, run_eagerly):
+    net = dense(kde, strategies.get("mirrored3"), layers=lambda: [Counted()], run_eagerly=run_eagerly)
+    batches = tf.data.Dataset.from_tensor_slices((X[:7], Y[:7])).batch(2)  # 2, 2, 2 and 1 rows for 3 replicas
+    net.fit(batches, epochs=2, verbose=0)
+    replicas_agree_on(net)
+    steps, rows, has_met_rows = (v.numpy() for v in net.layers[0].variables)
+    assert (steps, has_met_rows) == (8, True)
+    assert rows == 8  # of replicas that have any, each has one
+
+
+def test_a_layer_that_keeps_a_state_for_each_row_is_refused(mirrored):
+    with mirrored.scope():
+        net = kde.Sequential([keras.Input(batch_shape=(4, 2, 3)), keras.layers.LSTM(3, stateful=True)])
+        net.compile("sgd", "mse")
+    x = np.ones((4, 2, 3), "float32")
+    for call in (net.fit, net.predict, net.train_on_batch):
+        with pytest.raises(DataError, match="'lstm.*' is stateful: .*each of the 2 replicas has only some of the rows"):
+            call(x, *([np.ones((4, 3), "float32")] if call != net.predict else []))
+
+
+def test_shares_are_as_exact_as_the_model(strategies):
+    """A third of a batch as a float32 would leave 1e-9 of a float64."""
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        nets = [
+            dense(lib, strategy, loss=keras.losses.MeanSquaredError("mean_with_sample_weight"))
+            for lib, strategy in ((kde, strategies.get("mirrored3")), (keras, tf.distribute.get_strategy()))
+        ]
+        batches = tf.data.Dataset.from_tensor_slices((X, Y, np.linspace(0, 2, 21))).batch(8)
+        ours, stock = (net.fit(batches, epochs=3, verbose=0).history["loss"] for net in nets)
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)
+    np.testing.assert_allclose(ours, stock, rtol=1e-13)
+    for one, other in zip(nets[0].get_weights(), nets[1].get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
 def test_losses_and_regularizers_of_a_single_row_are_those_of_one_device(mirrored):
     ours, stock = two_outputs(kde, mirrored), two_outputs(keras, tf.distribute.get_strategy())
     for net in (ours, stock):
@@ -322,11 +381,11 @@ class Draws(keras.layers.Layer):
     def __init__(self, has_generator, **kwargs):
         super().__init__(**kwargs)
         self.generator = keras.random.SeedGenerator(11) if has_generator else None
-        self.drawn = self.add_weight(shape=(3,), dtype="int32", initializer="zeros", trainable=False)
+        self.drawn = tf.Variable([0, 0, 0], trainable=False)  # unlike a weight of Keras, each replica's own
 
     def call(self, x):
         numbers = keras.random.uniform((3,), seed=self.generator)
-        self.drawn.assign(keras.ops.cast(numbers * 1e6, "int32"))  # an int is not averaged over replicas
+        self.drawn.assign(keras.ops.cast(numbers * 1e6, "int32"))
         return keras.ops.zeros_like(x) + numbers
 
 

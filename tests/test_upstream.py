@@ -68,8 +68,15 @@ SIGNATURES = {
         "scale_loss_for_distribution": "value",
         "unscale_loss_for_distribution": "value",
     },
+    "keras.src.losses.losses": {
+        "LossFunctionWrapper.call": "self y_true y_pred",
+        "dice": "y_true y_pred axis",
+        "tversky": "y_true y_pred alpha beta axis",
+    },
+    "keras.src.layers.rnn.rnn": {"RNN.call": "self sequences initial_state mask training"},
     "keras.src.backend.tensorflow.nn": {
         "conv": "inputs kernel strides padding data_format dilation_rate",
+        "ctc_loss": "target output target_length output_length mask_index",
         "conv_transpose": "inputs kernel strides padding output_padding data_format dilation_rate",
         "depthwise_conv": "inputs kernel strides padding data_format dilation_rate",
         "max_pool": "inputs pool_size strides padding data_format",
@@ -871,6 +878,9 @@ def test_everything_keeps_the_strategy_in_whose_scope_it_was_made(mirrored: Any)
         net = compiled()
         made = keras.Variable(1.0)
     assert not _keras.is_default_strategy(mirrored)
+    assert _keras.uses_collectives(mirrored)
+    other = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice())
+    assert not _keras.uses_collectives(other)
     assert _keras.strategy_of_model(net) is mirrored
     assert _keras.strategy_of_optimizer(net.optimizer) is mirrored
     assert _keras.strategy_of_variable(made) is mirrored
@@ -1019,6 +1029,51 @@ def test_shuffles_without_a_seed_get_ours() -> None:
 def test_shuffles_with_a_seed_keep_it() -> None:
     dataset = tf.data.Dataset.range(50).shuffle(50, seed=1)
     assert _keras.with_seeds(dataset, _keras.dataset_graph(dataset), 3) is dataset
+
+
+def test_what_has_a_seed_from_tensorflows_global_one_only_can_be_told() -> None:
+    tf.random.set_seed(7)
+    try:
+        plain = tf.data.Dataset.range(50).shuffle(50).map(lambda x: tf.random.uniform([]) + tf.cast(x, tf.float32))
+        own = tf.data.Dataset.range(50).shuffle(50, seed=1).map(lambda x: tf.random.uniform([], seed=5))
+    finally:
+        tf.random.set_seed(None)
+    for dataset, is_own in ((plain, False), (own, True)):
+        graph = _keras.dataset_graph(dataset)
+        assert bool(_keras.unseeded_ops(graph, over_global=True)) is not is_own
+        assert not _keras.unseeded_ops(graph)
+        assert (_keras.with_seeds(dataset, graph, 3, 3, over_global=True) is dataset) is is_own
+    orders = [
+        values_of(_keras.with_seeds(plain, _keras.dataset_graph(plain), seed, over_global=True)) for seed in (1, 1, 2)
+    ]
+    assert [int(value) for value in orders[0]] == [int(value) for value in orders[1]]
+    assert [int(value) for value in orders[0]] != [int(value) for value in orders[2]]
+
+
+def test_variables_of_a_module_are_named_by_where_they_are() -> None:
+    module, inner = tf.Module(), tf.Module()
+    inner.b, module.inner = tf.Variable(1.0), inner
+    module.kernels = [tf.Variable(2.0), {"a": tf.Variable(3.0)}]
+    named = _keras.variables_of_module(module)
+    assert [name for name, _ in named] == ["kernels/0", "kernels/1/a", "inner/b"]
+    assert [id(variable) for _, variable in named] == [id(variable) for variable in module.variables]
+
+
+def test_a_step_sees_what_is_differentiated() -> None:
+    seen: list[Any] = []
+
+    class Step:
+        def differentiate(self, target: Any, sources: Any) -> None:
+            seen.append((target, sources))
+
+    variable = tf.Variable(2.0)
+    for step in (Step(), None):
+        with _keras.intercept(step), tf.GradientTape() as tape:  # type: ignore[arg-type]
+            loss = variable**2
+            gradient = tape.gradient(loss, [variable])
+        assert float(gradient[0]) == 4.0
+    assert len(seen) == 1
+    assert (float(seen[0][0]), seen[0][1][0] is variable) == (4.0, True)
 
 
 def test_a_wrapped_dataset_gives_what_it_wraps_and_carries_its_options(mirrored: Any) -> None:
@@ -1460,3 +1515,21 @@ def test_the_profiler_says_when_an_op_ran(tmp_path):
     spans = [(begin, end) for name, begin, end in _keras.op_spans(str(tmp_path)) if name == "placed/product"]
     assert len(spans) == 3
     assert all(1e-6 < end - begin < 1 for begin, end in spans)
+
+
+def test_stateful_ops_run_in_the_order_of_tracing_unless_they_are_said_to_be_independent() -> None:
+    @tf.function
+    def clocks(x: Any) -> Any:
+        first = tf.timestamp()
+        with tf.control_dependencies([x]):
+            second = tf.timestamp()
+            third = tf.timestamp()
+        _keras.run_in_any_order(third)
+        return first, second, third
+
+    _, second, third = (
+        op for op in clocks.get_concrete_function(tf.constant(1.0)).graph.get_operations() if op.type == "Timestamp"
+    )
+    assert sorted(op.type for op in second.control_inputs) == ["Placeholder", "Timestamp"]
+    assert [op.type for op in third.control_inputs] == ["Placeholder"]
+    _keras.run_in_any_order(tf.timestamp())  # eagerly there is nothing to do

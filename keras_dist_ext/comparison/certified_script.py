@@ -15,8 +15,9 @@ import tensorflow as tf
 from rich.console import Console
 
 from keras_dist_ext import _keras
-from keras_dist_ext._keras import keras
-from keras_dist_ext.certificate import Certificate, certify
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.certificate import Certificate, certify, check_strategy
+from keras_dist_ext.datasets.sources import DEFAULT_BATCH_SIZE
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.model import Model
 from keras_dist_ext.scope import describe_strategy
@@ -46,6 +47,7 @@ def certify_script(path: str, args: Sequence[str] = (), *, steps: int = 10, allo
     """
     reached = _run(path, args)
     strategy = reached.model.distribute_strategy
+    check_strategy(strategy)
     if strategy.num_replicas_in_sync == 1:
         raise CertificateError(
             f"{path} trains '{reached.model.name}' under {describe_strategy(strategy)}, on one device: there is "
@@ -56,9 +58,7 @@ def certify_script(path: str, args: Sequence[str] = (), *, steps: int = 10, allo
         with _keras.replaced(tf.distribute.Strategy, "scope", lambda self: contextlib.nullcontext(self)):
             return _run(path, args).model
 
-    return certify(
-        build_model, strategy, reached.data(), steps, batch_size=reached.given.get("batch_size") or 32, allow=allow
-    )
+    return certify(build_model, strategy, reached.data(), steps, batch_size=reached.batch_size, allow=allow)
 
 
 def print_certificate(certificate: Certificate, json: str | None = None) -> int:
@@ -78,15 +78,19 @@ class _Reached(BaseException):
         self.given = given
 
     def data(self) -> Any:
-        """What `certify` takes as data."""
-        if self.given.get("class_weight") is not None:
-            raise CertificateError(
-                "fit is called with class_weight, which is not compared. Give it as sample weights to certify it."
-            )
-        x, y, weights = (self.given.get(name) for name in ("x", "y", "sample_weight"))
-        if y is None:
+        """What `certify` takes as data: batches as `fit` makes them, in their order."""
+        x, y, weights, of_classes = (self.given.get(name) for name in ("x", "y", "sample_weight", "class_weight"))
+        is_arrays = not isinstance(x, tf.data.Dataset) and all(hasattr(leaf, "shape") for leaf in tree.flatten(x))
+        if y is None and of_classes is None and not is_arrays:
             return x
-        return (x, y) if weights is None else (x, y, weights)
+        adapter = _keras.data_adapter(x, y, weights, batch_size=self.batch_size, shuffle=False, class_weight=of_classes)
+        self._source = adapter  # what Python functions in its dataset belong to
+        return adapter.get_tf_dataset()
+
+    @property
+    def batch_size(self) -> int:
+        """Of arrays."""
+        return self.given.get("batch_size") or DEFAULT_BATCH_SIZE
 
 
 def _run(path: str, args: Sequence[str]) -> _Reached:

@@ -52,7 +52,13 @@ def findings_of(
             )
         )
     if not ids:
-        return found
+        nothing = Finding(
+            "no-examples",
+            "The data holds no example, so no replica gets any.",
+            "0 batches",
+            "look at where it comes from: names of files that match nothing, a filter that keeps nothing",
+        )
+        return found if errors or len(missing) else [*found, nothing]
     rows = np.array([[len(part) for part in step] for step in ids], np.int64)
     steps_of_all = len(rows)
     if num_workers > 1:

@@ -172,7 +172,8 @@ def choose_boundaries(lengths: Ints, size: BatchSize, max_padding: float = 0.05,
 
     Args:
         lengths: [N], in tokens.
-        size: of a batch; there are at most so many buckets that each has two batches on average.
+        size: of a batch; there are at most so many buckets that each has two batches on average, but two where the
+            longest would leave few rows to all others' batches.
         max_padding: from 0 to 1.
         max_buckets: at most.
 
@@ -188,8 +189,9 @@ def choose_boundaries(lengths: Ints, size: BatchSize, max_padding: float = 0.05,
     running = np.concatenate([[0], np.cumsum(counts)])[np.searchsorted(distinct, candidates, side="right")]
     running = np.concatenate([[0], running])  # examples up to each candidate
     num = len(candidates)
-    typical = size.rows_of(int(np.median(lengths))) if len(lengths) else 1
-    limit = max(1, min(max_buckets, num, len(lengths) // (2 * typical)))
+    typical, fewest = (size.rows_of(int(of(lengths))) if len(lengths) else 1 for of in (np.median, np.max))
+    least = 2 if 2 * fewest <= typical else 1
+    limit = max(least, min(max_buckets, num, len(lengths) // (2 * typical)))
     # cells[i, j]: of a bucket with the candidates i to j
     cells = (running[None, 1:] - running[:-1, None]) * candidates[None, :]
     cells = np.where(np.arange(num)[:, None] <= np.arange(num)[None, :], cells, np.inf)

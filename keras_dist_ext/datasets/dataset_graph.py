@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,8 @@ class Stage:
         kind: the transformation, without its version and without "Parallel": ``"Map"``, ``"Batch"``, ``"TensorSlice"``.
         is_parallel: whether it was given ``num_parallel_calls``, or does its work in threads by itself.
         node: its name in the graph.
-        inputs: the names of the stages that it reads from.
+        inputs: the names of the stages whose elements it gives; not what chooses among them, as `sample_from_datasets`
+            has it.
         values: of each input of the node: a number or a bool where it is a constant scalar, else None.
         num_strings: how many strings its first input holds, where that is a vector of constant strings; else 0.
         function_ops: what its functions compute with, the functions that they call included.
@@ -68,6 +70,11 @@ class Stage:
         return self.kind == "Shuffle" and not any(self.values[2:4])
 
     @property
+    def makes_other_elements(self) -> bool:
+        """Whether each element that it takes may become several, or several one, in another way than `batch` does."""
+        return self.kind in _REGROUPING
+
+    @property
     def reads_files(self) -> bool:
         """Whether it reads files, or its function does."""
         return self.kind in _READERS or any(_kind(op)[0] in _READERS for op in self.function_ops if "Dataset" in op)
@@ -78,6 +85,10 @@ class Stage:
         return "GeneratorDataset" in self.function_ops and self.calls_python
 
 
+_REGROUPING = {
+    "FlatMap", "GroupByWindow", "Interleave", "LegacyInterleave", "LegacyParallelInterleave", "LegacyRebatch",
+    "Rebatch", "Unbatch", "Window",
+}  # fmt: skip
 _READERS = {"TFRecord", "TextLine", "FixedLengthRecord", "CSV", "SSTable", "ParquetFile"}
 
 
@@ -116,11 +127,29 @@ class DatasetGraph:
     def batch(self) -> Stage | None:
         """The stage that makes the batches that come out, where it can be seen."""
         for stage in self:
-            if stage.kind in ("Unbatch", "Rebatch", "LegacyRebatch", "FlatMap", "Interleave", "Window"):
+            if stage.makes_other_elements:
                 return None
             if stage.batch_size is not None:
                 return stage
         return None
+
+    @property
+    def num_examples(self) -> int | None:
+        """How many examples go into batches in a pass; None where only a pass would tell, or there are several ways."""
+        batch = self.batch
+        if batch is None or not batch.inputs:
+            return None
+        after = itertools.takewhile(lambda stage: stage is not batch, self)
+        if any(stage.kind in ("Concatenate", "DirectedInterleave") for stage in after):
+            return None
+        return self.num_elements(self.stages[batch.inputs[0]])
+
+    def until_other_elements(self, stage: Stage) -> Iterator[Stage]:
+        """The stages that feed this one, up to one that may give other elements than it takes."""
+        for name in stage.inputs:
+            if name in self.stages and not self.stages[name].makes_other_elements:
+                yield self.stages[name]
+                yield from self.until_other_elements(self.stages[name])
 
     @property
     def num_files(self) -> int:
@@ -171,7 +200,7 @@ def _stage(node: Any, nodes: Mapping[str, Any], functions: Mapping[str, Any]) ->
         kind=kind,
         is_parallel=is_parallel,
         node=node.name,
-        inputs=tuple(given.name for given in inputs if "Dataset" in given.op),
+        inputs=tuple(given.name for given in inputs[kind == "DirectedInterleave" :] if "Dataset" in given.op),
         values=tuple(_scalar(given) for given in inputs),
         num_strings=_num_strings(inputs[0]) if inputs else 0,
         function_ops=frozenset(_function_ops(node, functions, set())),

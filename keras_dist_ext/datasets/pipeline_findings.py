@@ -92,14 +92,30 @@ def _of_maps(graph: DatasetGraph, dataset: tf.data.Dataset, times: Times) -> Ite
             "dataset.map(f, num_parallel_calls=tf.data.AUTOTUNE)",
             _lost(cost, times),
         )
-    in_python = [stage for stage in graph.of_kind("Map", "MapAndBatch") if stage.calls_python]
-    cost = _cost(times, *MAPS)
-    if in_python and times.stages and _is_noticeable(cost, times):
+    for noun, kinds in (("map", MAPS), ("filter", ("Filter",))):
+        in_python = [stage for stage in graph.of_kind(*kinds) if stage.calls_python]
+        cost = _cost(times, *kinds)
+        if in_python and times.stages and _is_noticeable(cost, times):
+            yield Finding(
+                "python-map",
+                f"A {noun} calls Python code, of which one thread runs at a time, however many calls are parallel.",
+                f"{counted(len(in_python), noun)} through py_function or numpy_function{_share(cost, times)}",
+                "write the function with TensorFlow ops, or use a keras.utils.PyDataset with use_multiprocessing=True",
+                _lost(cost, times),
+            )
+    yield from _of_filters(graph, times)
+
+
+def _of_filters(graph: DatasetGraph, times: Times) -> Iterator[Finding]:
+    filters = [stage for stage in graph.of_kind("Filter") if not stage.calls_python]
+    cost = _cost(times, "Filter")
+    if filters and times.stages and _is_noticeable(cost, times):
         yield Finding(
-            "python-map",
-            "A map calls Python code, of which one thread runs at a time, however many calls are parallel.",
-            f"{counted(len(in_python), 'map')} through py_function or numpy_function{_share(cost, times)}",
-            "write the function with TensorFlow ops, or use a keras.utils.PyDataset with use_multiprocessing=True",
+            "sequential-filter",
+            "A filter handles one element at a time, and tf.data has no parallel one.",
+            f"{counted(len(filters), 'filter')}{_share(cost, times)}",
+            "compute in a parallel map what the filter decides by: dataset.map(lambda x: (x, keep(x)), "
+            "num_parallel_calls=tf.data.AUTOTUNE).filter(lambda x, keep: keep)",
             _lost(cost, times),
         )
 
@@ -169,8 +185,9 @@ def _of_order(graph: DatasetGraph, times: Times) -> Iterator[Finding]:
                 "dataset.cache().repeat(...)",
             )
     yield from _of_maps_after_cache(graph, times)
+    mixed = [] if graph.batch is None else list(graph.until_other_elements(graph.batch))  # not names of files
     for shuffle in graph.of_kind("Shuffle"):
-        batch = next((stage for stage in _until_unbatched(graph, shuffle) if stage.batch_size is not None), None)
+        batch = next((stage for stage in graph.until_other_elements(shuffle) if stage.batch_size is not None), None)
         size = shuffle.values[1] if len(shuffle.values) > 1 else None
         if batch is not None:
             yield Finding(
@@ -179,7 +196,7 @@ def _of_order(graph: DatasetGraph, times: Times) -> Iterator[Finding]:
                 f"shuffle({size}) comes after batch({batch.batch_size})",
                 "dataset.shuffle(...).batch(...)",
             )
-        elif graph.batch is not None and size is not None and 0 < size < (graph.batch.batch_size or 0):
+        elif graph.batch is not None and shuffle in mixed and 0 < (size or 0) < (graph.batch.batch_size or 0):
             yield Finding(
                 "shuffle-buffer-small",
                 "An example can move by less than a batch, so that batches hardly differ from pass to pass.",
@@ -222,7 +239,7 @@ def _of_batches(
     if batch is None or batch.batch_size is None:
         return
     yield from batch_findings(batch.batch_size, num_replicas)
-    inner = next((stage for stage in _until_unbatched(graph, batch) if stage.batch_size is not None), None)
+    inner = next((stage for stage in graph.until_other_elements(batch) if stage.batch_size is not None), None)
     if inner is not None:
         yield Finding(
             "batched-twice",
@@ -239,14 +256,6 @@ def _of_batches(
             f"{num_examples} examples in batches of {batch.batch_size} leave {left} for {num_replicas} replicas",
             "batch(..., drop_remainder=True), repeat(), or a batch size that leaves none",
         )
-
-
-def _until_unbatched(graph: DatasetGraph, stage: Stage) -> Iterator[Stage]:
-    """The stages that feed a stage, up to one that may give other elements than batches."""
-    for other in graph.upstream(stage):
-        if other.kind in ("Unbatch", "FlatMap", "Interleave", "Window", "Rebatch", "LegacyRebatch"):
-            return
-        yield other
 
 
 def _is_trivial(stage: Stage) -> bool:

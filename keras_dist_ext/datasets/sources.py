@@ -43,9 +43,11 @@ def kind_of(data: Any) -> str:
             f"The data is {data!r}, a function. Call it, or make it a dataset: "
             "tf.data.Dataset.from_generator(function, output_signature=...)."
         )
-    if not tree.flatten(data) or not all(hasattr(leaf, "shape") for leaf in tree.flatten(data) if leaf is not None):
+    leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
+    if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
+        held = "something without a shape" if leaves else "nothing"
         raise DataError(
-            f"The data is a {type(data).__name__}, and holds something without a shape. Give a tf.data.Dataset, "
+            f"The data is a {type(data).__name__}, and holds {held}. Give a tf.data.Dataset, "
             "arrays as x, (x, y) or (x, y, sample_weight), a generator or a PyDataset."
         )
     return "arrays"

@@ -87,6 +87,11 @@ def examine_script(
     except _Enough as enough:
         if enough.report is not None:
             return enough.report
+    except SystemExit as ended:
+        if isinstance(ended.code, int) and ended.code:
+            raise  # as after a wrong command line, of which the script has told
+        if ended.code:
+            sys.stderr.write(f"{ended.code}\n")
     finally:
         sys.argv, sys.path[0] = argv, first
     raise MonitorError(

@@ -213,9 +213,9 @@ def _shards(examination: Examination) -> list[Finding]:
         return []
     ratio = float(examples.max() / examples.mean())
     per_step = examples / times.num_steps
-    if ratio < _UNEQUAL or per_step.max() - per_step.min() < 1 or _rows(times) < 1:
-        return []
-    seconds = times.compute() * times.num_steps * (1 - 1 / ratio)
+    if ratio < _UNEQUAL or per_step.max() - per_step.min() <= 1 or _rows(times) < 1:
+        return []  # that one has a row more than another is a matter of the batch
+    seconds = _seconds_unequal(times)
     if seconds < _UNEQUAL_SHARE * times.seconds:
         return []
     return [
@@ -230,6 +230,11 @@ def _shards(examination: Examination) -> list[Finding]:
             seconds,
         )
     ]
+
+
+def _seconds_unequal(times: Times) -> float:
+    """Return the seconds that replicas with the mean number of examples wait for the one with most."""
+    return times.compute() * times.num_steps * (1 - float(times.examples.mean() / times.examples.max()))
 
 
 def _stragglers(examination: Examination) -> list[Finding]:
@@ -301,6 +306,8 @@ def _sums(examination: Examination) -> list[Finding]:
     if rows < 0.75:
         return [_starved(times)]
     is_long = fixed >= computing and fixed >= _SYNC_SHARE * times.step() and fixed >= _SYNC_SECONDS
+    if setting.shares_cpu and setting.num_workers == 1 and (trials is None or not trials.has("as it was", "no sum")):
+        is_long = False  # they add up in memory: unless an experiment shows it, what takes long is the update
     evidence = (
         f"a replica computed for {_ms(computing)}; the sum over {setting.num_replicas} replicas, the update and the "
         f"metrics took {_ms(fixed)}, whatever the batch"
@@ -346,8 +353,13 @@ def _too_small(examination: Examination, fixed: float, *, is_long: bool) -> list
     times, trials = examination.times, examination.trials
     assert times is not None
     rows, replicas = _rows(times), len(times.examples)
-    evidence = f"{rows:.3g} rows a replica; a step computes for {_ms(times.compute())} and takes {_ms(times.step())}"
+    per_step = times.examples / times.num_steps
+    listed = f"{rows:.3g}" if np.ptp(per_step) < 0.5 else ", ".join(f"{n:.3g}" for n in per_step[:8])
+    evidence = f"{listed} rows a replica; a step computes for {_ms(times.compute())} and takes {_ms(times.step())}"
     saved = fixed / 2  # of each batch, by putting two together
+    unequal = _seconds_unequal(times)
+    if per_step.max() >= _UNEQUAL * rows and unequal >= _UNEQUAL_SHARE * times.seconds:
+        is_long, saved = True, max(saved, unequal / times.num_steps)
     if trials is not None and trials.has("as it was", "double"):
         ratio = trials.ratio("double")
         if ratio.high >= 2 - (2 - _NEARLY_FREE) / 2:

@@ -157,6 +157,7 @@ class Visit:
 _COSTS_TIME = (
     "no-prefetch",
     "sequential-map",
+    "sequential-filter",
     "python-map",
     "sequential-interleave",
     "generator-bound",

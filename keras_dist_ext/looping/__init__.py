@@ -1,4 +1,4 @@
 """Helpers of `loop`: a step of one's own, examined before it runs, and what it returns added up.
 
-In reading order: `examined_step`, `python_effects`, `tallies`.
+In reading order: `examined_step`, `origins`, `step_variables`, `python_effects`, `tallies`, `loop_program`.
 """

@@ -1,9 +1,13 @@
-"""See what a function of the user's does in Python: which names it uses, and what it changes while it runs."""
+"""See what a function of the user's does in Python: which names it uses, what it calls, what it changes meanwhile."""
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import dis
 import functools
+import io
+import logging
 import random
 import types
 from collections import deque
@@ -12,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["effects_of", "names_used"]
+__all__ = ["calls_done_once", "effects_of", "names_used"]
 
 _FOREIGN = ("tensorflow", "keras", "numpy", "keras_dist_ext", "builtins")
 
@@ -20,6 +24,35 @@ _FOREIGN = ("tensorflow", "keras", "numpy", "keras_dist_ext", "builtins")
 def names_used(function: Callable[..., Any]) -> set[str]:
     """Return the global names and attributes in a function's code, and in functions of the user's that it calls."""
     return {name for part in _functions(function) for code in _codes(part.__code__) for name in code.co_names}
+
+
+_ONCE = {"builtins": ("print", "open", "input"), "time": None, "datetime": None, "logging": None}
+
+
+def calls_done_once(function: Callable[..., Any]) -> list[str]:
+    """Name what a function refers to that tells the time, prints or writes: Python does so once, not at every step."""
+    found = dict.fromkeys(
+        name
+        for part in _functions(function)
+        for code in _codes(part.__code__)
+        for name in _global_names(code)
+        if _is_done_once(part.__globals__.get(name, getattr(builtins, name, None)))
+    )
+    for part in _functions(function):
+        found.update((name, None) for name, value in _references(part) if _is_done_once(value))
+    return list(found)
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    """Names that are looked up as globals, not as attributes (``tf.print``)."""
+    return {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+
+
+def _is_done_once(value: Any) -> bool:
+    if isinstance(value, types.ModuleType | logging.Logger):
+        return isinstance(value, logging.Logger) or value.__name__ in _ONCE
+    names = _ONCE.get(str(getattr(value, "__module__", None)), ())
+    return callable(value) and (names is None or getattr(value, "__name__", "") in names)
 
 
 def _functions(function: Any) -> list[Any]:
@@ -60,7 +93,7 @@ def _references(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         with contextlib.suppress(ValueError):  # not assigned yet
             yield name, cell.cell_contents
     for code in _codes(function.__code__):
-        for name in code.co_names:
+        for name in _global_names(code):
             if name in function.__globals__:
                 yield name, function.__globals__[name]
 
@@ -91,9 +124,14 @@ def _state(function: Callable[..., Any]) -> dict[str, Any]:
     for name, value in pairs:
         if _is_plain(value):
             state[repr(name)] = _summary(value)
-        elif hasattr(value, "__dict__") and not isinstance(value, types.ModuleType | type) and not _is_foreign(value):
+        elif hasattr(value, "__dict__") and not isinstance(value, types.ModuleType | type) and not _is_tool(value):
             state.update({f"'{name}.{key}'": _summary(v) for key, v in vars(value).items() if _is_plain(v)})
     return state
+
+
+def _is_tool(value: Any) -> bool:
+    """Whether an object or its class is none of the user's: a tf.function says that it is what it wraps."""
+    return _is_foreign(value) or _is_foreign(type(value))
 
 
 def _numpy_state() -> Any:
@@ -102,10 +140,21 @@ def _numpy_state() -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, int | float | str | bytes | list | dict | set | deque)
+    return value is None or isinstance(value, (int, float, str, bytes, list, dict, set, deque, *_STREAMS))
+
+
+_STREAMS = (random.Random, np.random.Generator, np.random.RandomState, io.IOBase)
 
 
 def _summary(value: Any) -> Any:
     if isinstance(value, list | dict | set | deque):
         return id(value), len(value), [id(part) for part in (value.values() if isinstance(value, dict) else value)]
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state())
+    if isinstance(value, io.IOBase):
+        return value.tell() if not value.closed and value.seekable() else None
     return value

@@ -1,15 +1,17 @@
 """Look whether what a launch is given can run, and turn it into what a process runs, before any starts."""
 
+import importlib.util
 import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
 from typing import Any
 
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.processes import worker
 
-__all__ = ["check_counts", "check_seconds", "check_surroundings", "program_of"]
+__all__ = ["check_counts", "check_seconds", "check_surroundings", "check_waits", "program_of"]
 
 
 def program_of(
@@ -41,6 +43,9 @@ def _command(
     if args or kwargs:
         raise LaunchError("args and kwargs are for a function: put a command's arguments into its list.")
     program, *rest = (os.fspath(word) for word in work)
+    if program == "-m":
+        _check_module(rest, environ)
+        return [sys.executable, program, *rest]
     if program.endswith(".py"):
         if not os.path.isfile(program):
             raise LaunchError(f"There is no script {program!r} (looked in {os.getcwd()}), so no worker could start.")
@@ -48,9 +53,21 @@ def _command(
     if shutil.which(program, path=environ.get("PATH")) is None:
         raise LaunchError(
             f"{program!r} is no program that PATH knows, so no worker could start. A Python script ends in .py, "
-            "a module runs as ['python', '-m', NAME]."
+            "a module runs as ['-m', NAME]."
         )
     return [program, *rest]
+
+
+def _check_module(words: Sequence[str], environ: Mapping[str, str]) -> None:
+    if not words:
+        raise LaunchError("['-m'] names no module: give ['-m', NAME].")
+    package = words[0].partition(".")[0]  # looking further would import it
+    places = [os.getcwd(), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
+    if not package or (PathFinder.find_spec(package, places) is None and importlib.util.find_spec(package) is None):
+        raise LaunchError(
+            f"There is no module {words[0]!r} (looked in {os.getcwd()}, PYTHONPATH and what is installed), so no "
+            "worker could start."
+        )
 
 
 def _packed_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
@@ -78,16 +95,30 @@ def check_seconds(**given: float | None) -> None:
         LaunchError: one leaves no time.
     """
     for name, value in given.items():
-        if value is not None and not value > 0:
+        if value is not None and not (isinstance(value, int | float) and value > 0):
             raise LaunchError(f"{name}={value!r} leaves no time to run: give seconds above 0, or None for no limit.")
 
 
-def check_surroundings(environ: Mapping[str, str]) -> None:
-    """Check that nothing else has made this process part of a cluster.
+def check_waits(**given: float) -> None:
+    """Check how long to wait for something.
 
     Raises:
-        LaunchError: it has, or this system cannot launch.
+        LaunchError: one is no time.
     """
+    for name, value in given.items():
+        if not (isinstance(value, int | float) and value >= 0):
+            raise LaunchError(f"{name}={value!r} is no time to wait: give seconds, 0 or more.")
+
+
+def check_surroundings(environ: Mapping[str, str]) -> None:
+    """Check that processes can have this environment, and that nothing else has made this one part of a cluster.
+
+    Raises:
+        LaunchError: they cannot, or it has, or this system cannot launch.
+    """
+    for name, value in environ.items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise LaunchError(f"environ has {name!r}: {value!r}, and holds strings alone: give str({value!r}).")
     if environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
         raise LaunchError(
             f"TF_CONFIG is already set ({environ['TF_CONFIG']}): something else starts the workers here, and each "

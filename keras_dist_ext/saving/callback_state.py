@@ -2,12 +2,14 @@
 
 What a callback is *told* (its constructor's arguments, what it opens when training begins) comes from the script at
 every run; what it has *learned* since training began is its state. So an attribute belongs to the state if it has
-changed since training began. Nothing is pickled.
+changed since training began: another value, or a variable, or a metric of Keras, that holds another one. Nothing is
+pickled.
 """
 
 from __future__ import annotations
 
 import collections
+import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
 
 __all__ = ["CallbackStates", "Packed"]
@@ -94,7 +97,7 @@ class CallbackStates:
     def _warn_of_what_is_lost(self, name: str, callback: Any, changed: Mapping[str, Any]) -> None:
         if type(callback).__module__.partition(".")[0] in ("keras", "keras_dist_ext") or name in self._warned:
             return
-        lost = {a: type(v.value).__name__ for a, v in changed.items() if isinstance(v, _Opaque)}
+        lost = {a: type(v.value).__name__ for a, v in changed.items() if isinstance(v, _Opaque) and not v.is_models}
         if lost:
             self._warned.add(name)
             warnings.warn(
@@ -118,11 +121,28 @@ def _named(callbacks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 def _set(callback: Any, name: str, value: Any) -> None:
     held = vars(callback).get(name)
-    if isinstance(held, dict) and type(held) is not dict and isinstance(value, dict):
+    if isinstance(value, _Held):
+        _assign(callback, name, _variables_of(held) or [], value)
+    elif isinstance(held, dict) and type(held) is not dict and isinstance(value, dict):
         held.clear()  # a Counter stays one
         held.update(value)
     else:
         setattr(callback, name, value)
+
+
+def _assign(callback: Any, name: str, variables: Sequence[Any], value: _Held) -> None:
+    shapes = [tuple(_keras.components(variable)[0].shape) for variable in variables]
+    if shapes != [array.shape for array in value.arrays]:
+        warnings.warn(
+            f"Resume has saved what the variables in {name} of the callback {type(callback).__name__} held, of shapes "
+            f"{', '.join(str(array.shape) for array in value.arrays)}, and they are not there when training begins. "
+            "Make them in its constructor.",
+            stacklevel=2,
+        )
+        return
+    for variable, array in zip(variables, value.arrays, strict=True):
+        for copy in _keras.components(variable):
+            copy.assign(array)
 
 
 # Values are frozen when they are looked at (copies, with arrays), packed for a file (arrays by name), and unpacked.
@@ -131,8 +151,52 @@ def _set(callback: Any, name: str, value: Any) -> None:
 class _Opaque:
     """What cannot be saved."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, *, is_models: bool = False) -> None:
         self.value = value
+        self.is_models = is_models  # and saved with the model
+        self.marks = _marks(value)
+
+
+def _marks(value: Any) -> dict[str, Any]:
+    """What tells, of an object of a class that somebody has written, that it has changed."""
+    if type(value).__module__.partition(".")[0] in _NOT_WATCHED or isinstance(value, type | types.ModuleType):
+        return {}
+    held = getattr(value, "__dict__", {})
+    return {name: mark for name, part in list(held.items()) if (mark := _mark(part)) is not None}
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, bool | int | float | str):
+        return value
+    return len(value) if isinstance(value, list | tuple | set | dict | collections.deque) else None
+
+
+_NOT_WATCHED = ("builtins", "keras", "keras_dist_ext", "tensorflow", "threading", "_thread", "functools", "logging")
+
+
+class _Held:
+    """What variables hold: one, or those of a metric or a seed generator."""
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self.arrays = arrays
+
+
+def _variables_of(value: Any) -> list[Any] | None:
+    """Return the variables that make up a value, if they can be read and assigned without asking other workers."""
+    if isinstance(value, tf.Variable | keras.Variable):
+        variables = [value]
+    elif isinstance(value, keras.metrics.Metric):
+        variables = list(value.variables)
+    elif isinstance(value, keras.random.SeedGenerator):
+        variables = [value.state]
+    else:
+        return None
+    is_plain = all(_is_number(_keras.components(v)[0].dtype) and not _keras.is_sync_on_read(v) for v in variables)
+    return variables if is_plain else None
+
+
+def _is_number(dtype: tf.DType) -> bool:
+    return bool(dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex)
 
 
 def _frozen(callback: Any, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -143,6 +207,12 @@ def _frozen(callback: Any, before: Mapping[str, Any] | None = None) -> dict[str,
     for name, value in list(vars(callback).items()):
         if name in left_out:
             continue
+        variables = _variables_of(value)
+        if variables is not None:
+            is_models = {id(v) for v in variables} <= _variables_of_model(callback)
+            arrays = [np.array(_keras.components(variable)[0].numpy()) for variable in variables]
+            frozen[name] = _Opaque(value, is_models=True) if is_models and arrays else _Held(arrays)
+            continue
         if isinstance(value, np.ndarray) and value.nbytes > _DATA_BYTES:
             held = (before or {}).get(name)
             if before is None or (isinstance(held, _Opaque) and held.value is value):
@@ -150,6 +220,13 @@ def _frozen(callback: Any, before: Mapping[str, Any] | None = None) -> dict[str,
                 continue
         frozen[name] = _freeze(value)
     return frozen
+
+
+def _variables_of_model(callback: Any) -> set[int]:
+    """The variables that are saved with the model, in both of their guises."""
+    model = getattr(callback, "model", None)
+    known = [*getattr(model, "variables", ()), *getattr(getattr(model, "optimizer", None), "variables", ())]
+    return {id(variable) for variable in known} | {id(getattr(variable, "value", None)) for variable in known}
 
 
 def _freeze(value: Any, required: str = "") -> Any:
@@ -196,7 +273,11 @@ class _Several:
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, _Opaque) or isinstance(other, _Opaque):
-        return isinstance(one, _Opaque) and isinstance(other, _Opaque) and one.value is other.value
+        is_same = isinstance(one, _Opaque) and isinstance(other, _Opaque) and one.value is other.value
+        return is_same and one.marks == other.marks
+    if isinstance(one, _Held) and isinstance(other, _Held):
+        pairs = zip(one.arrays, other.arrays, strict=False)
+        return len(one.arrays) == len(other.arrays) and all(a.tobytes() == b.tobytes() for a, b in pairs)
     if isinstance(one, _Several) and isinstance(other, _Several):
         is_alike = one.kind == other.kind and len(one.parts) == len(other.parts)
         return is_alike and all(_same(a, b) for a, b in zip(one.parts, other.parts, strict=True))
@@ -207,6 +288,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _pack(frozen: Any, arrays: dict[str, Any]) -> Any:
+    if isinstance(frozen, _Held):
+        return {"kind": "variables", "parts": [_pack((array, False), arrays) for array in frozen.arrays]}
     if isinstance(frozen, _Several):
         parts = [_pack(part, arrays) for part in frozen.parts]
         return parts if frozen.kind == "list" else {"kind": frozen.kind, "parts": parts, "length": frozen.length}
@@ -232,6 +315,8 @@ def _unpack(packed: Any, arrays: Mapping[str, Any]) -> Any:
         array = arrays[packed["name"]]
         return array[()] if kind == "scalar" else array.copy()
     parts = [_unpack(part, arrays) for part in packed["parts"]]
+    if kind == "variables":
+        return _Held(parts)
     if kind == "deque":
         return collections.deque(parts, packed["length"])
     return {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}[kind](parts)

@@ -15,11 +15,13 @@ from typing import Any, Protocol, runtime_checkable
 import tensorflow as tf
 
 from keras_dist_ext import _keras
+from keras_dist_ext.datasets.dataset_graph import read_graph
 from keras_dist_ext.errors import DataError
 
 __all__ = [
     "Position",
     "Seekable",
+    "batch_sizes",
     "batches_of",
     "check_positionable",
     "entered_at",
@@ -75,8 +77,14 @@ def batches_of(data: Seekable) -> Iterator[Any]:
         yield batch
 
 
-def check_positionable(adapter: Any, dataset: Any, given: Seekable | None) -> str:
+def check_positionable(adapter: Any, dataset: Any, given: Seekable | None, steps_per_epoch: int | None) -> str:
     """Return the kind of the data.
+
+    Args:
+        adapter: Keras' own.
+        dataset: that it has made of the data.
+        given: what the user has given, if that can go anywhere.
+        steps_per_epoch: of `fit`.
 
     Raises:
         DataError: nobody can say where in it a run is, or go there.
@@ -86,6 +94,14 @@ def check_positionable(adapter: Any, dataset: Any, given: Seekable | None) -> st
     if given is not None:
         return "iterator"
     if hasattr(adapter, "py_dataset"):
+        num_batches = adapter.num_batches
+        if adapter.enqueuer is not None and steps_per_epoch not in (None, num_batches):
+            whole = "batches without end" if num_batches is None else f"{num_batches} batches"
+            raise DataError(
+                f"The data is a PyDataset with {adapter.py_dataset.workers} workers, which Keras ends and starts again "
+                f"at each epoch, here after {steps_per_epoch} of its {whole}: what they have made ahead by then is "
+                "lost, and how much that is differs from run to run. Leave steps_per_epoch out, or take workers=1."
+            )
         return "PyDataset"
     if hasattr(adapter, "generator"):
         raise DataError(
@@ -104,6 +120,13 @@ def check_positionable(adapter: Any, dataset: Any, given: Seekable | None) -> st
             "fit arrays, a tf.data.Dataset or a keras.utils.PyDataset."
         )
     return "tf.data"
+
+
+def batch_sizes(dataset: Any) -> list[int]:
+    """Return how many elements each stage of a pipeline that batches takes, as far as TensorFlow tells."""
+    graph = read_graph(dataset) if isinstance(dataset, tf.data.Dataset) else None
+    stages = [] if graph is None else graph.stages.values()
+    return [int(stage.batch_size) for stage in stages if stage.batch_size is not None]
 
 
 def go_to(adapter: Any, position: Position) -> None:

@@ -176,7 +176,7 @@ def state_of_each() -> AbstractContextManager[Any]:
 
 
 def moments_of_each() -> AbstractContextManager[Any]:
-    """A reduction inside of a layer gives what its replica has."""
+    """A reduction inside of a layer or a loss gives what its replica has."""
     return patch.object(ReplicaStep, "all_reduce", lambda self, reduce_op, value, keras_own: value)
 
 
@@ -383,7 +383,7 @@ CAUSES: tuple[tuple[Cause, str], ...] = (
     (equal_shares, r".*batch.* of 1 row.*|fewer rows than replicas|a batch larger than the data"),
     (equal_shares, r"(an LSTM|a GRU|a masked LSTM|an Embedding with a mask|attention) of 1 to 9 rows"),
     (rows_left_over_are_dropped, r"batches of 1 to 9 rows"),
-    (ops_meet_no_rows, r"(a CNN|convolutions in time|a ConvLSTM) of 1 to 9 rows"),
+    (ops_meet_no_rows, r"(a CNN|convolutions in time|a ConvLSTM|CTC loss) of 1 to 9 rows"),
     (own_gradients, r"even batches"),
     # Weights, masks, losses
     (metrics_of_the_first, r"sample weights of a metric"),
@@ -393,19 +393,19 @@ CAUSES: tuple[tuple[Cause, str], ...] = (
         r"loss reduction (sum|mean_with_sample_weight, weighted|.*, masked.*)(, .*)?|loss reduction .*masked.*",
     ),
     (local_counts, r"masked (time steps|tokens).*|a mask of the loss's own|ignored classes|run_eagerly with masks.*"),
-    (sums_count_as_means, r"add_loss of a (sum|tf\.reduce_sum)"),
+    (sums_count_as_means, r"add_loss of a (sum|tf\.reduce_sum)(,.*)?"),
     (penalties_once_a_replica, r"regularizers|an activity regularizer|add_loss .*"),
     # Optimizers
     (clipped_before_the_sum, r"clipping by .*|Adam clipped .*|sparse gradients, clipped.*"),
     (updates_of_all_replicas_at_once, r"EMA that overwrites.*|accumulation, Adam and clipping|accumulation and EMA"),
     (accumulators_are_kept, r".*accumulat.*"),
     (counts_of_the_first, r"Adam|AMSGrad|AdamW|Nadam|LossScaleOptimizer.*"),
-    (updates_once_a_replica, r"(Nesterov )?momentum|RMSprop|Adagrad|EMA|SGD with weight decay"),
+    (updates_once_a_replica, r"(Nesterov )?momentum|RMSprop|Ada(grad|factor)|Lamb|Ftrl|EMA|SGD with weight decay"),
     (updates_once_a_replica, r"an? (exponential|piecewise|cosine) schedule.*|a learning rate .*|a constraint"),
     (the_end_counts_as_a_step, r"a schedule over data.*|tf\.data of unknown length"),
     (sparse_of_the_first, r"sparse gradients.*"),
     # Execution
-    (logs_of_the_first, r"1 steps an execution|logs of every batch"),
+    (logs_of_the_first, r"1 steps an execution|logs of every batch.*"),
     (executions_do_not_end_with_the_data, r"50 steps an execution"),
     (an_execution_leaves_its_last_batch_out, r"\d+ steps an execution.*|(run_eagerly|a custom train_step), 3 steps.*"),
     (every_replica_takes_all, r"train(, test and predict)? on batch.*"),
@@ -418,7 +418,7 @@ CAUSES: tuple[tuple[Cause, str], ...] = (
         r"accuracy|.*AUC.*|confusion counts|F1 score.*|R2.*|a (custom|function as) metric.*|metrics of .*",
     ),
     # State
-    (moments_of_each, r"synchronized BatchNormalization.*"),
+    (moments_of_each, r"synchronized BatchNormalization.*|(Dice|Tversky) loss.*"),
     (state_of_each, r"state assigned in call.*"),
     # Inputs
     (a_pass_begins_twice, r".*started once a fit|an? (endless )?generator.*"),

@@ -100,6 +100,21 @@ def dicts(num_rows: int, seed: int) -> tuple[Arrays, Arrays]:
     return {"wide": x, "deep": x[:, 1:3] ** 2}, {"value": value, "label": labels(num_rows, seed)[1]}
 
 
+def one_of_two(num_rows: int, seed: int) -> tuple[Arrays, Arrays]:
+    x, y = regression(num_rows, seed)
+    return {"one": x, "other": None}, y
+
+
+def flags(num_rows: int, seed: int) -> tuple[Arrays, Arrays]:
+    x, y = regression(num_rows, seed)
+    return x, (y > 0).astype("float32")
+
+
+def spellings(num_rows: int, seed: int) -> tuple[Arrays, Arrays]:
+    x, _ = sequences(num_rows, seed)
+    return x, np.random.default_rng(seed + 500).integers(1, 3, size=(num_rows, 2)).astype("int32")
+
+
 def words_and_flags(num_rows: int, seed: int) -> tuple[Arrays, Arrays]:
     x, y = regression(num_rows, seed)
     words = np.array(["x" * (1 + int(4 * abs(value))) for value in x[:, 0]])
@@ -142,7 +157,7 @@ def arrays(
     """Arrays, with a partial last batch in `fit`, `evaluate` and `predict`; `validation` makes validation data."""
 
     def part(rows: int, seed: int) -> dict[str, Any]:
-        x, y = keras.tree.map_structure(convert, make(rows, seed))
+        x, y = keras.tree.map_structure(lambda leaf: None if leaf is None else convert(leaf), make(rows, seed))
         return {"x": x, "y": y, "batch_size": batch} | ({"sample_weight": weights(rows, seed)} if weights else {})
 
     def serve(strategy: tf.distribute.Strategy | None) -> Feed:

@@ -88,6 +88,19 @@ def several_inputs_and_outputs(lib: Library) -> keras.Model:
     return lib.Model({"wide": wide, "deep": deep}, outputs)
 
 
+class AddIfGiven(layers.Layer):
+    def call(self, one: Any, other: Any = None) -> Any:
+        return one if other is None else one + other
+
+    def compute_output_spec(self, one: Any, other: Any = None) -> Any:
+        return keras.KerasTensor(one.shape, one.dtype)
+
+
+def optional_input(lib: Library) -> keras.Model:
+    one, other = layers.Input((5,), name="one"), layers.Input((5,), name="other", optional=True)
+    return lib.Model({"one": one, "other": other}, layers.Dense(3)(AddIfGiven()(one, other)))
+
+
 def frozen_layer(lib: Library) -> keras.Model:
     return lib.Sequential([layers.Input((5,)), layers.Dense(6, activation="tanh", trainable=False), layers.Dense(3)])
 
@@ -97,6 +110,10 @@ def frozen_layer(lib: Library) -> keras.Model:
 
 def classifier(lib: Library) -> keras.Model:
     return lib.Sequential([layers.Input((5,)), layers.Dense(4, activation="softmax")])
+
+
+def several_flags(lib: Library) -> keras.Model:
+    return lib.Sequential([layers.Input((5,)), layers.Dense(3, activation="sigmoid")])
 
 
 def binary_classifier(lib: Library) -> keras.Model:
@@ -136,6 +153,10 @@ def conv_lstm(lib: Library) -> keras.Model:
     inputs = layers.Input((4, 3))
     lines = layers.ConvLSTM1D(2, 2)(layers.Reshape((4, 3, 1))(inputs))
     return lib.Model(inputs, layers.Dense(3)(layers.Flatten()(lines)))
+
+
+def speech(lib: Library) -> keras.Model:
+    return lib.Sequential([layers.Input((4, 3)), layers.Dense(4)])
 
 
 def lstm(lib: Library) -> keras.Model:
@@ -192,6 +213,11 @@ def synchronized_batch_norm(lib: Library) -> keras.Model:
             layers.Dense(3),
         ]
     )
+
+
+def masked_batch_norm(lib: Library) -> keras.Model:
+    normalize = layers.BatchNormalization(synchronized=True, momentum=0.8)
+    return lib.Sequential([layers.Input((4, 3)), layers.Masking(), normalize, layers.LSTM(3), layers.Dense(3)])
 
 
 def batch_norm_first(lib: Library) -> keras.Model:
@@ -270,6 +296,19 @@ class AddsLoss(keras.layers.Layer):
         return x * self.scale
 
 
+class AddsLossInEvaluation(keras.layers.Layer):
+    """Adds a sum over the rows to the loss, but not while training."""
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if not training:
+            self.add_loss(0.05 * ops.sum(ops.square(x)))
+        return x
+
+
+def adds_loss_in_evaluation(lib: Library) -> keras.Model:
+    return lib.Sequential([layers.Input((5,)), AddsLossInEvaluation(), layers.Dense(3)])
+
+
 def adds_loss(reduce: Callable[[Any], Any]) -> Build:
     def build(lib: Library) -> keras.Model:
         return lib.Sequential([layers.Input((5,)), AddsLoss(reduce), layers.Dense(3)])
@@ -300,6 +339,23 @@ def custom_train_step(lib: Library) -> keras.Model:
 
     inputs = layers.Input((5,))
     return Net(inputs, layers.Dense(3)(layers.Dense(6, activation="tanh")(inputs)))
+
+
+def sums_losses(lib: Library) -> keras.Model:
+    """The guides' `sum(self.losses)`, of a sum over rows and of a weight's penalty."""
+
+    class Net(lib.Model):  # type: ignore[name-defined, misc]
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+                loss += sum(self.losses)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    inputs = layers.Input((5,))
+    return Net(inputs, layers.Dense(3, kernel_regularizer="l2")(AddsLoss(ops.sum)(inputs)))
 
 
 def from_scratch(lib: Library) -> keras.Model:

@@ -15,6 +15,7 @@ from conformance.feeds import Feed, arrays, batches, pipeline, unknown_length
 from conformance.models import (
     activity_regularized,
     adds_loss,
+    adds_loss_in_evaluation,
     alternating,
     attention,
     binary_classifier,
@@ -34,19 +35,24 @@ from conformance.models import (
     lazy_sequential,
     looked_up_words,
     lstm,
+    masked_batch_norm,
     masked_lstm,
     masked_steps,
     mixed,
     nested,
     old_compute_loss,
+    optional_input,
     overridden_parts,
     plain_scalar_logs,
     regularized,
     running_mean,
     sequential,
+    several_flags,
     several_inputs_and_outputs,
     shared_layers,
+    speech,
     subclassed,
+    sums_losses,
     synchronized_batch_norm,
     tagger,
     tracker_in_call,
@@ -208,6 +214,22 @@ LOSSES = [
     Quick("add_loss of a mean", adds_loss(ops.mean), mse, arrays()),
     Quick("add_loss of a sum", adds_loss(ops.sum), lambda: mse(SGD(0.01)), arrays()),
     Row("add_loss of a tf.reduce_sum", adds_loss(tf.reduce_sum), lambda: mse(SGD(0.01)), arrays()),
+    Row("add_loss of a sum, in evaluation alone", adds_loss_in_evaluation, lambda: mse(SGD(0.01)), arrays()),
+    Quick("add_loss of a sum, in a train_step of the user's own", sums_losses, lambda: mse(SGD(0.01)), arrays()),
+    Quick("Dice loss over all rows", several_flags, lambda: mse(SGD(0.5), loss="dice"), arrays(feeds.flags)),
+    Row(
+        "Dice loss of each class of 1 to 9 rows",
+        several_flags,
+        lambda: mse(SGD(0.5), loss=losses.Dice(axis=(0,))),
+        batches(*range(1, 10), make=feeds.flags),
+    ),
+    Row("Tversky loss", several_flags, lambda: mse(SGD(0.5), loss=losses.Tversky(0.3, 0.7)), arrays(feeds.flags)),
+    Quick(
+        "CTC loss of 1 to 9 rows",
+        speech,
+        lambda: mse(SGD(0.02), loss="ctc"),
+        batches(*range(1, 10), make=feeds.spellings),
+    ),
     Row("add_loss without another loss", adds_loss(ops.mean), lambda: mse(loss=None), arrays()),
 ]
 
@@ -239,6 +261,9 @@ OPTIMIZERS = [
         "RMSprop": lambda: optimizers.RMSprop(0.01, epsilon=1e-3),
         "Adagrad": lambda: optimizers.Adagrad(0.05, epsilon=1e-3),
         "Nadam": lambda: optimizers.Nadam(0.02, epsilon=1e-3),
+        "Adafactor": lambda: optimizers.Adafactor(0.02),
+        "Lamb": lambda: optimizers.Lamb(0.02, epsilon=1e-3),
+        "Ftrl": lambda: optimizers.Ftrl(0.05),
         "clipping by value": lambda: SGD(0.1, clipvalue=0.1),
         "clipping by norm": lambda: SGD(0.1, clipnorm=0.2),
         "clipping by global norm": lambda: SGD(0.1, global_clipnorm=0.3),
@@ -425,6 +450,25 @@ class SumOfSquares(metrics.Metric):
         return ops.sqrt(ops.divide_no_nan(self.total, self.rows))
 
 
+class MeanAndDeviation(metrics.Metric):
+    """A metric whose result is a dict."""
+
+    def __init__(self, name: str = "moments") -> None:
+        super().__init__(name=name)
+        names = "total", "squares", "rows"
+        self.sums = [self.add_variable(shape=(), initializer="zeros", name=name) for name in names]
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        errors = ops.mean(y_true - y_pred, axis=-1)
+        for total, values in zip(self.sums, (errors, ops.square(errors), ops.ones_like(errors)), strict=True):
+            total.assign_add(ops.sum(values))
+
+    def result(self) -> Any:
+        total, squares, rows = self.sums
+        mean = total / rows
+        return {"error": mean, "deviation": ops.sqrt(squares / rows - ops.square(mean))}
+
+
 def binary(*names: Any, **more: Any) -> dict[str, Any]:
     return {"optimizer": SGD(0.2), "loss": "binary_crossentropy", "metrics": list(names), **more}
 
@@ -489,6 +533,13 @@ METRICS = [
         act=fit_with_batch_logs,
     ),
     Quick("logs of every batch", dense, lambda: mse(**MAE), batches(1, 8, 3, 8, 2), act=fit_with_batch_logs),
+    Quick(
+        "logs of every batch, of a metric with several results",
+        custom_train_step,
+        lambda: mse(metrics=[MeanAndDeviation()]),
+        arrays(),
+        act=fit_with_batch_logs,
+    ),
     Row("a metric updated in call", tracker_in_call, mse, arrays()),
 ]
 
@@ -589,6 +640,7 @@ STATE = [
         mse,
         arrays(num_rows=49, batch=16),
     ),
+    Quick("synchronized BatchNormalization of masked steps", masked_batch_norm, mse, arrays(feeds.padded_sequences)),
     Quick("state assigned in call", running_mean, mse, arrays()),
     Quick("state assigned in call of replicas without rows", running_mean, mse, batches(8, 1, 3, 8, 2)),
     Row("state assigned in call, 3 steps an execution", running_mean, lambda: mse(steps_per_execution=3), arrays()),
@@ -620,6 +672,13 @@ INPUTS = [
     Row("validation of unknown length", dense, mse, arrays(validation=feeds.validation_of_unknown_length)),
     Row("steps_per_epoch of arrays", dense, mse, arrays(steps_per_epoch=4)),
     Row("initial_epoch", dense, mse, arrays(initial_epoch=2)),
+    Quick("an input that is not given", optional_input, mse, arrays(feeds.one_of_two)),
+    Row(
+        "sample weights of one output alone",
+        several_inputs_and_outputs,
+        lambda: mse(loss=BOTH, weighted_metrics={"value": ["mae"], "label": []}),
+        arrays(feeds.dicts, weights=lambda n, seed: {"value": feeds.row_weights(n, seed), "label": None}),
+    ),
     Quick("tf.data", dense, mse, pipeline(lambda rows: rows.batch(8))),
     Quick("tf.data without its last batch", dense, mse, pipeline(lambda rows: rows.batch(8, drop_remainder=True))),
     Row(

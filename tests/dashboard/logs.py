@@ -110,7 +110,7 @@ FINDINGS: list[dict[str, Any]] = [
         "code": "replicas-differ",
         "what": "dense/kernel differs between replica 0 and replica 3.",
         "evidence": "hash 9f3c against 11ab",
-        "fix": "Use BatchNormalization(synchronized=True).",
+        "fix": "Use `BatchNormalization(synchronized=True)`.",
     },
 ]
 

@@ -228,7 +228,6 @@ class Overlay {
           values: spread(column, column.line.mean),
           color: faint(color, 0.25),
           width: 1,
-          points: false,
         });
       series.push({
         name: panel.title,
@@ -237,7 +236,6 @@ class Overlay {
         color,
         width: 2,
         focus: true,
-        points: false,
       });
     });
     this.drawing = {

@@ -169,11 +169,17 @@ export function findingsView(experiment, onstep) {
           ),
           h("p", { class: "what" }, text(finding.what ?? "")),
           finding.evidence ? h("p", { class: "evidence" }, text(finding.evidence)) : null,
-          finding.fix ? h("p", { class: "fix" }, h("span", { class: "term" }, "What to do"), text(finding.fix)) : null,
+          finding.fix ? h("p", { class: "fix" }, h("span", { class: "term" }, "What to do"), withCode(finding.fix)) : null,
         );
       }),
     ),
   );
 }
+
+/** What stands between backticks is code. */
+const withCode = (value) =>
+  text(value)
+    .split("`")
+    .map((part, i) => (i % 2 ? h("code", {}, part) : part));
 
 const rank = ({ kind }) => ["divergence", "straggler", "diagnosis"].indexOf(kind) + 1 || 4;

@@ -169,7 +169,6 @@ export class LinesChart {
           values: line.mean,
           color: faint(color, 0.22),
           width: 1,
-          points: false,
         });
       }
       series.push({
@@ -185,7 +184,6 @@ export class LinesChart {
         color: cssColor("--ink"),
         width: 2,
         focus: true,
-        points: false,
       });
     }
     return { x, series, bands };
@@ -204,7 +202,6 @@ export class LinesChart {
       color: this.panel.color(id),
       width: ids.length > 16 ? 0.5 : 1,
       focus: true,
-      points: false,
     }));
     series.reverse(); // the band of each goes down to the next one
     const bands = series.slice(1).map((_, i) => band(i, i + 1, series[i].color, 0.55));
@@ -218,7 +215,7 @@ export class LinesChart {
     const paired = !this.response.exact && !state.smoothing;
     const series = [];
     if (state.smoothing)
-      series.push({ name: "total as it was", values: total.mean, color: faint(color, 0.25), width: 1, points: false });
+      series.push({ name: "total as it was", values: total.mean, color: faint(color, 0.25), width: 1 });
     series.push({
       name: "total",
       values: paired ? pairedY(this.bins, total) : smooth(total.mean, state.smoothing),

@@ -5,7 +5,7 @@
  *   plot.draw({x, series, bands, y, paint});   // new data, or another look
  *   plot.zoom();                               // the same data, another part of the axis
  *
- * A series is {name, values, color, width?, fill?, hidden?, focus?, points?}. `y` is {text, log?, zero?, range?, splits?,
+ * A series is {name, values, color, width?, fill?, hidden?, focus?}. `y` is {text, log?, zero?, range?, splits?,
  * size?, union?}; `union()` is what other plots need of the same scale. `paint(u)` draws between axes and lines.
  */
 import uPlot from "../vendor/uplot/uPlot.esm.js";
@@ -240,8 +240,24 @@ function seriesOptions(one, count) {
     width: one.width ?? 1.5,
     fill: one.fill,
     alpha: one.alpha ?? 1,
-    points: one.hidden ? { show: false } : { size: count > 24 ? 3 : 5, width: 0, fill: one.color, show: one.points },
+    points: { show: false, filter: one.hidden ? null : () => alone(one.values), size: count > 24 ? 4 : 6, fill: one.color },
   };
+}
+
+/** Where a line has no length, so that it needs a point: numbers with gaps, or nothing, on both sides. */
+function alone(values) {
+  const found = [];
+  let stretch = []; // the first numbers since the last gap
+  const end = () => {
+    if (stretch.length === 1) found.push(stretch[0]);
+    stretch = [];
+  };
+  values.forEach((value, i) => {
+    if (value === null) end();
+    else if (typeof value === "number" && stretch.length < 2) stretch.push(i);
+  });
+  end();
+  return found.length ? found : null;
 }
 
 function yRange(y, low, high) {

@@ -1,0 +1,75 @@
+"""Take the global batches that a certificate compares: the first ones of some data, and the last."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.errors import CertificateError
+
+__all__ = ["global_batches"]
+
+READ_TO_FIND_THE_LAST = 1000  # batches of a dataset; beyond them, the last one is not among those trained on
+
+
+def global_batches(data: Any, steps: int, batch_size: int) -> list[Any]:
+    """Return so many batches to train on, as tensors; data that has fewer is begun again.
+
+    Args:
+        data: as `certify` takes it.
+        steps: how many.
+        batch_size: the rows of a batch of arrays.
+
+    Raises:
+        CertificateError: the data is something else, or holds no batch.
+    """
+    if isinstance(data, tf.data.Dataset):
+        length = int(data.cardinality())
+        is_read_out = 0 <= length <= READ_TO_FIND_THE_LAST
+        batches = _first_and_last(data, steps) if is_read_out else list(data.take(steps))
+    elif isinstance(data, keras.utils.PyDataset):
+        places = range(len(data))
+        batches = [data[place] for place in [*places[: steps - 1], *places[steps - 1 :][-1:]]]
+    elif isinstance(data, tuple) and len(data) in (2, 3) and all(hasattr(a, "shape") for a in tree.flatten(data)):
+        arrays = tree.map_structure(_as_array, data)
+        rows = len(tree.flatten(arrays)[0])
+        starts = range(0, rows, batch_size)
+        starts_used = [*starts[: steps - 1], *starts[steps - 1 :][-1:]]
+        batches = [
+            tree.map_structure(lambda a, start=start: a[start : start + batch_size], arrays) for start in starts_used
+        ]
+    elif isinstance(data, Mapping | str) or hasattr(data, "shape") or not hasattr(data, "__iter__"):
+        raise CertificateError(
+            f"certify takes a tf.data.Dataset, a PyDataset, an iterable of batches, or arrays (x, y) or (x, y, "
+            f"sample_weight), and got {type(data).__name__}."
+        )
+    else:
+        batches = list(itertools.islice(data, steps))
+    if not batches:
+        raise CertificateError("The data holds no batch, so there is nothing to train on.")
+    batches = [tree.map_structure(_as_tensor, batch) for batch in batches]
+    return [batches[i % len(batches)] for i in range(steps)]
+
+
+def _first_and_last(dataset: tf.data.Dataset, steps: int) -> list[Any]:
+    """The first batches, and the last."""
+    batches: list[Any] = []
+    for batch in dataset:
+        batches = [*batches[: steps - 1], batch] if len(batches) == steps else [*batches, batch]
+    return batches
+
+
+def _as_array(leaf: Any) -> Any:
+    array = np.asarray(leaf)
+    return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
+
+
+def _as_tensor(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, tf.SparseTensor | tf.RaggedTensor) or tf.is_tensor(leaf):
+        return leaf
+    return tf.convert_to_tensor(leaf)

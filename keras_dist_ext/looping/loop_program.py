@@ -1,0 +1,81 @@
+"""The compiled loop over a step that is a function, and how many of its steps are made at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext.data import num_rows
+from keras_dist_ext.pace import Pace
+from keras_dist_ext.program import StepProgram, gather_rows, pooled_state
+from keras_dist_ext.replica import LoopStep
+from keras_dist_ext.step import ReplicaStep
+
+__all__ = ["LoopProgram", "OneStepWhereKept"]
+
+
+class OneStepWhereKept(Pace):
+    """Makes one step at a time where its values are kept for all rows."""
+
+    def __init__(self, pace: Pace, keeps: Callable[[], bool]) -> None:
+        super().__init__()
+        self._pace = pace
+        self._keeps = keeps
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the next execution."""
+        return 1 if self._keeps() else self._pace.num_steps
+
+    @property
+    def follows_clock(self) -> bool:
+        """Whether the number of steps is tuned."""
+        return self._pace.follows_clock
+
+    def record(self, num_steps: int, seconds: float) -> None:
+        """Take note of how long an execution took."""
+        self._pace.record(num_steps, seconds)
+
+
+class LoopProgram(StepProgram):
+    """The compiled loop over a step that is a function; its logs are what was declared."""
+
+    step_class = LoopStep
+
+    def __init__(self, model: Any, kind: str) -> None:
+        super().__init__(model, kind)
+        self._plain_logs = True
+        self._kept = model.kept(kind)
+
+    def _step_of_replica(self, step: ReplicaStep, batch: Any) -> tuple[Any, list[tf.Tensor]]:
+        values = self._user_step(batch)
+        if step.note is not None:
+            step.note.end(step.replica_id, num_rows(batch), values)
+        step.finish({})
+        return None, [values[name] for name in self._kept]
+
+    def _on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
+        if not self._kept:
+            return super()._on_iterator(iterator, num_steps)
+        extra, row = self._one(*self._timed(iterator.get_next))
+        return self._outcome(extra, [row], extra)
+
+    def _on_optional(self, optional: Any, iterator: Any, num_steps: tf.Tensor) -> Any:
+        if not self._kept:
+            return super()._on_optional(optional, iterator, num_steps)
+        extra, row = self._one(*self._timed(optional.get_value))
+        with tf.control_dependencies(extra):
+            after = iterator.get_next_as_optional()
+        return tf.constant(1), after, self._outcome(extra, [row], extra)
+
+    def _logs(self, extra: Any) -> Any:
+        with pooled_state(self.model, self.strategy):
+            logs = self.model.get_metrics_result()
+        num_local = self._num_local
+        for place, name in enumerate(self._kept):
+            parts = extra[place * num_local : (place + 1) * num_local]
+            logs[name] = gather_rows(self.strategy, _keras.regroup(parts) if self.num_replicas > 1 else parts[0])
+        return logs
