@@ -18,6 +18,8 @@ def worker(*acts: str) -> None:
     place = place_of()
     assert place is not None
     channel = Channel(place.address, patience_seconds=20.0)
+    if acts[:1] == ("measure",):
+        measure(channel, place.tuner_id, *acts[1:])
     for turn in range(1, 1000):
         request = {"tuner_id": place.tuner_id, "start": place.start, "turn": turn, "member": 0, "num_members": 1}
         while (trial := channel.call("create_trial", **request)) is None:
@@ -28,6 +30,22 @@ def worker(*acts: str) -> None:
         channel.call("update_trial", trial_id=trial["trial_id"], metrics={"score": 1.0}, step=0)
         done = {**trial, "status": "COMPLETED"}
         channel.call("end_trial", **request, trial=done)
+
+
+def measure(channel: Channel, tuner_id: str, how: str, folder: str) -> None:
+    """Make the first pass, or wait for it; who is the first to begin it will "hang" or "die"."""
+    asking = {"tuner_id": tuner_id, "measures": False}
+    while "outcome" not in (reply := channel.call("ask_first_pass", **asking)):
+        if reply["may_measure"]:
+            begun = Path(folder, "begun")
+            if not begun.exists():
+                begun.touch()
+                if how == "die":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(60)
+            outcome = {"survivors": ["a"], "dropped": {}, "examples_per_second": {}}
+            channel.call("end_first_pass", outcome=outcome)
+        time.sleep(0.02)
 
 
 def act(trial: dict, start: int, what: str = "work", *args: str) -> None:

@@ -27,6 +27,7 @@ def search(
     strategies: Any = "one_device",
     doom: dict[str, Any] | None = None,
     epochs: int = 2,
+    first_pass: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Search, and return what the chief finds.
@@ -37,6 +38,7 @@ def search(
         strategies: of the trials.
         doom: who dies where, see `_Digits`.
         epochs: of each trial.
+        first_pass: its rules, if there is to be one.
         options: of the tuner.
     """
     import keras_dist_ext as kde  # noqa: F401 - the launcher hears of this process
@@ -50,6 +52,7 @@ def search(
         _digits(folder, doom or {}),
         objective="val_loss",
         strategies=strategies,
+        first_pass=None if first_pass is None else tuners.FirstPass(**first_pass),
         directory=folder,
         project_name="project",
         seed=7,
@@ -104,7 +107,9 @@ def _digits(folder: str, doom: dict[str, Any]) -> Any:
             self._write("end")
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            if self.doom and self.doom.get("units") in (None, self.units) and self._may_die():
+            replicas = self.model.distribute_strategy.num_replicas_in_sync
+            is_here = self.doom.get("units") in (None, self.units) and self.doom.get("replicas") in (None, replicas)
+            if self.doom and is_here and self._may_die():
                 os.kill(self._victim(), signal.SIGKILL)
 
         def _may_die(self) -> bool:

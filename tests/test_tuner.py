@@ -10,6 +10,7 @@ import math
 import pathlib
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import keras
@@ -37,10 +38,13 @@ from tuner_runs import (
     space,
     stock_model,
     strategy_of,
+    subclassed_model,
 )
 
 import keras_dist_ext as kde
-from keras_dist_ext.tuner.coupled import CoupledValues, ScaledLearningRate, batched
+from keras_dist_ext.tuner._keras_tuner import content_with_executions
+from keras_dist_ext.tuner.avoidance import _Known
+from keras_dist_ext.tuner.coupled import CoupledValues, ScaledLearningRate, batched, couple
 from keras_dist_ext.tuner.failures import Failure, Infeasible, failure_of
 from keras_dist_ext.tuner.first_pass import Outcome, race
 from keras_dist_ext.tuner.meter import Meter
@@ -48,6 +52,7 @@ from keras_dist_ext.tuner.objectives import UNREACHED
 from keras_dist_ext.tuner.records import TrialRecord
 from keras_dist_ext.tuner.strategies import Strategies
 from keras_dist_ext.tuner.strategy_report import StrategyReport
+from keras_dist_ext.tuner.trial_logs import TrialLogs
 
 TUNERS: dict[str, dict[str, Any]] = {
     "RandomSearch": {"max_trials": 1, "executions_per_trial": 2},
@@ -138,6 +143,17 @@ def test_models_that_a_search_gives_back_live_where_they_were_trained_with_equal
     assert tuner.load_model(trials[0]).distribute_strategy is tuner.strategy_of(trials[0].hyperparameters).strategy
 
 
+def test_the_build_that_discovers_the_space_is_under_a_strategy(tmp_path: pathlib.Path, mirrored: Any) -> None:
+    def build(hp: Any) -> Any:
+        seen.append(tf.distribute.get_strategy())
+        return our_model(hp)
+
+    seen: list[Any] = []
+    kde.tuner.RandomSearch(build, "val_loss", strategies=["mirrored(2)", "one_device"], directory=tmp_path)
+    assert len(seen) == 1
+    assert seen[0] is mirrored
+
+
 def test_a_trial_that_hyperband_continues_begins_with_the_weights_and_the_time_of_the_first(
     tmp_path: pathlib.Path,
 ) -> None:
@@ -145,7 +161,7 @@ def test_a_trial_that_hyperband_continues_begins_with_the_weights_and_the_time_o
 
     class Noting(keras_tuner.HyperModel):
         def build(self, hp: Any) -> Any:
-            return lazy_model(hp)
+            return subclassed_model(hp)
 
         def fit(self, hp: Any, model: Any, x: Any, y: Any, **kwargs: Any) -> Any:
             epoch = kwargs["initial_epoch"]
@@ -192,12 +208,85 @@ def test_a_project_of_other_strategies_or_of_none_is_refused(tmp_path: pathlib.P
     ):
         make(kde.tuner.RandomSearch, "a", strategies=["one_device"])
     make(keras_tuner.RandomSearch, "b").save()
+    with pytest.raises(kde.TunerError, match=r"begun with the strategies one_device, .* would get mirrored\(3\)"):
+        make(kde.tuner.RandomSearch, "a", strategies=[*TWO, "mirrored(3)"])
     with pytest.raises(kde.TunerError, match="was begun without strategies"):
         make(kde.tuner.RandomSearch, "b", strategies=TWO)
     make(kde.tuner.RandomSearch, "b", strategies=TWO, overwrite=True)
 
 
+def test_a_grid_search_goes_on_where_it_was_left(tmp_path: pathlib.Path) -> None:
+    cls = judged(keras_tuner.GridSearch, lambda hp: float(hp.get("x")))
+    for max_trials in (3, 6):
+        tuner = cls(
+            hyperparameters=space(x=[1, 2, 3]),
+            strategies=TWO,
+            max_trials=max_trials,
+            directory=tmp_path,
+            project_name="p",
+        )
+        tuner.search(verbose=0)
+    assert len(set(of_trials(tuner, lambda t: (t.hyperparameters.get("x"), strategy_of(t))))) == 6
+
+
+def test_hyperparameters_that_were_given_may_be_given_again(tmp_path: pathlib.Path) -> None:
+    given = space(units=[4, 8])
+    for name, strategies in (("a", TWO), ("b", ["one_device", "mirrored(3)"])):
+        tuner = kde.tuner.RandomSearch(
+            stock_model,
+            "val_loss",
+            hyperparameters=given,
+            strategies=strategies,
+            directory=tmp_path,
+            project_name=name,
+        )
+        assert "distribution_strategy" in tuner.oracle.get_space()
+    assert [hp.name for hp in given.space] == ["units"]
+
+
+def test_a_tuner_in_a_scope_is_refused(tmp_path: pathlib.Path, mirrored: Any) -> None:
+    with (
+        mirrored.scope(),
+        pytest.raises(kde.TunerError, match=r"was made inside the scope of MirroredStrategy .2 rep.*Leave the scope"),
+    ):
+        kde.tuner.RandomSearch(stock_model, "val_loss", strategies=["mirrored(2)"], directory=tmp_path)
+    tuner = kde.tuner.RandomSearch(stock_model, "val_loss", strategies=["mirrored(2)"], directory=tmp_path)
+    with mirrored.scope(), pytest.raises(kde.TunerError, match="was asked to search inside the scope"):
+        tuner.search(*TRAIN)
+
+
 # Strategies
+
+
+def test_mirrored_strategies_that_reduce_in_other_ways_are_kept_apart(mirrored: Any) -> None:
+    devices, ops = ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
+    known = Strategies.of(
+        {
+            "own": tf.distribute.MirroredStrategy(devices, cross_device_ops=ops),
+            "default": tf.distribute.MirroredStrategy(devices),
+            "name": "mirrored(2)",
+        }
+    )
+    assert known.get("own").strategy.extended._cross_device_ops is ops
+    assert known.get("default").strategy is known.get("name").strategy is mirrored
+
+
+def test_a_fresh_process_has_the_devices_that_its_strategies_ask_for(tmp_path: pathlib.Path) -> None:
+    code = (
+        "import keras, keras_dist_ext as kde\n"
+        "def build(hp):\n"
+        "    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(hp.Int('units', 1, 9))])\n"
+        "    model.compile('sgd', 'mse')\n"
+        "    return model\n"
+        "names = ['one_device', 'mirrored(2)', 'mirrored(3)']\n"
+        f"tuner = kde.tuner.RandomSearch(build, 'val_loss', strategies=names, directory={str(tmp_path)!r})\n"
+        "hp = tuner.oracle.get_space()\n"
+        "for name in names:\n"
+        "    hp.values['distribution_strategy'] = name\n"
+        "    print(tuner.strategy_of(hp).strategy.num_replicas_in_sync)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert ended.stdout.split() == ["1", "2", "3"], ended.stderr
 
 
 def test_strategies_are_names_choices_strategies_and_functions(mirrored: Any) -> None:
@@ -312,8 +401,136 @@ def test_a_tuner_of_ones_own_with_a_hypermodel_of_ones_own_is_served(tmp_path: p
     assert only(tuner).hyperparameters.get("mine") == 1
     model = tuner.hypermodel.build(tuner.get_best_hyperparameters()[0])  # to be trained anew, as keras-tuner advises
     assert model.distribute_strategy.num_replicas_in_sync == 2
-    with pytest.raises(kde.TunerError, match="SklearnTuner is no keras_tuner.Tuner"):
-        kde.tuner.with_strategies(keras_tuner.SklearnTuner)
+    for wrong in (keras_tuner.SklearnTuner, 3):
+        with pytest.raises(kde.TunerError, match="(SklearnTuner|3) is no keras_tuner.Tuner"):
+            kde.tuner.with_strategies(wrong)
+    assert kde.tuner.with_strategies(Tuner) is Tuner
+
+
+def test_a_subclassed_model_is_given_back_with_its_weights_under_its_strategy(tmp_path: pathlib.Path) -> None:
+    tuner = searched(tmp_path, subclassed_model, "GridSearch", strategies=TWO, max_trials=2)
+    trials = tuner.oracle.get_best_trials(2)
+    for trial, model in zip(trials, tuner.get_best_models(2), strict=True):
+        assert model.distribute_strategy is tuner.strategy_of(trial.hyperparameters).strategy
+        assert model.evaluate(*HELD_OUT, verbose=0)[1] == pytest.approx(trial.score)
+
+
+def test_settings_of_keras_made_before_a_search_hold_in_its_trials(tmp_path: pathlib.Path) -> None:
+    def build(hp: Any) -> Any:
+        seen.append(
+            (
+                keras.config.dtype_policy().name,
+                keras.config.is_interactive_logging_enabled(),
+                keras.config.is_traceback_filtering_enabled(),
+            )
+        )
+        return our_model(hp)
+
+    seen: list[tuple[str, bool, bool]] = []
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    keras.config.disable_interactive_logging()
+    keras.config.disable_traceback_filtering()
+    try:
+        tuner = kde.tuner.RandomSearch(build, "val_loss", strategies="one_device", directory=tmp_path)
+        model = tuner._try_build(tuner.oracle.get_space())  # what a trial does, and get_best_models
+        assert seen == [("mixed_bfloat16", False, False)] * 2
+        assert model.layers[0].compute_dtype == "bfloat16"
+        assert keras.config.dtype_policy().name == "mixed_bfloat16"
+    finally:
+        keras.config.set_dtype_policy("float32")
+        keras.config.enable_interactive_logging()
+        keras.config.enable_traceback_filtering()
+
+
+def test_a_run_trial_of_ones_own_hears_what_it_leaves_undone(tmp_path: pathlib.Path) -> None:
+    class Own(keras_tuner.RandomSearch):
+        def run_trial(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+            self.hypermodel.build(trial.hyperparameters)
+            return {"val_loss": 1.0}
+
+    def make(name: str, objective: Any, **given: Any) -> Any:
+        return kde.tuner.with_strategies(Own)(
+            our_model,
+            objective,
+            max_trials=1,
+            strategies=["mirrored(2)"],
+            directory=tmp_path,
+            project_name=name,
+            **given,
+        )
+
+    with pytest.raises(kde.TunerError, match=r"Nobody has measured examples_per_second: .*self.hypermodel.fit"):
+        make("a", kde.tuner.examples_per_second()).search(verbose=0)
+    tuner = make("b", "val_loss", coupled=kde.tuner.Coupled(batch_size_per_replica=8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        tuner.search(verbose=0)
+    (told,) = [str(warning.message) for warning in caught if "run_trial" in str(warning.message)]
+    assert "not those of batch_size_per_replica, unless it has made batches of 16 rows itself" in told
+
+
+def test_an_objective_is_measured_over_all_that_a_fit_of_ones_own_trains_and_returns(tmp_path: pathlib.Path) -> None:
+    class Several(keras_tuner.HyperModel):
+        def build(self, hp: Any) -> Any:
+            return our_model(hp)
+
+        def fit(self, hp: Any, model: Any, x: Any, y: Any, **kwargs: Any) -> Any:
+            for _ in range(2):
+                model.fit(x, y, **kwargs)
+            return [{"q": 1.0}, {"q": 3.0}]
+
+    begun: list[int] = []
+    objective = kde.tuner.cost("q", seconds=1e-9, direction="min")
+    objective.begin = lambda: begun.append(1)  # type: ignore[method-assign]
+    objective.value = lambda logs, times: logs.get("q", 9.0)  # type: ignore[method-assign]
+    tuner = searched(tmp_path, Several(), strategies="one_device", objective=objective, max_trials=1)
+    assert only(tuner).score == 2.0
+    assert begun == [1]
+
+
+def test_a_meter_leaves_out_the_first_execution_of_validation() -> None:
+    times = iter([1.0, 2.0, 7.0, 8.0, 20.0])
+    meter = Meter(clock=lambda: next(times))
+    meter.on_train_batch_end(0)
+    meter.on_test_begin()
+    meter.on_test_batch_end(0)
+    meter.on_test_begin()  # of the second epoch, which compiles nothing
+    meter.on_test_batch_end(0)
+    assert meter.seconds == 20.0 - 1.0 - (7.0 - 2.0)
+
+
+def test_executions_have_many_steps_unless_a_tuner_looks_at_batches() -> None:
+    class Looks(keras_tuner.RandomSearch):
+        def on_batch_end(self, trial: Any, model: Any, batch: int, logs: Any = None) -> None:
+            """Look."""
+
+    tuner_utils = importlib.import_module("keras_tuner.src.engine.tuner_utils")
+    for cls, is_content in ((keras_tuner.RandomSearch, True), (Looks, False)):
+        tuner = cls.__new__(cls)
+        callback = tuner_utils.TunerCallback(tuner, None)
+        content_with_executions([callback], tuner)
+        assert getattr(callback, "is_content_with_executions", False) == is_content
+
+
+def test_a_meter_goes_on_with_a_second_fit() -> None:
+    times = iter([1.0, 4.0, 9.0])
+    meter = Meter(clock=lambda: next(times))
+    meter.on_train_begin()
+    meter.on_train_batch_end(0)
+    meter.on_train_end()
+    assert meter.seconds == 3.0
+    meter.on_train_begin()
+    assert meter.seconds == 8.0
+
+
+def test_monitors_that_search_was_given_write_each_trial_apart(tmp_path: pathlib.Path) -> None:
+    monitor = kde.ReplicaMonitor(tmp_path / "logs", experiment="mine")
+    given = {"strategies": "one_device", "max_trials": 1, "executions_per_trial": 2, "log_dir": tmp_path / "own"}
+    searched(tmp_path, our_model, search={"callbacks": [monitor]}, **given)
+    for folder in (tmp_path / "logs" / "mine", tmp_path / "own"):
+        found = sorted(path.name for path in (folder / "trial_0").iterdir() if path.is_dir())
+        assert found == ["execution_0", "execution_1"]
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["mine"]
 
 
 def test_a_tuner_compiles_models_in_scope_and_keeps_what_it_was_not_told(tmp_path: pathlib.Path) -> None:
@@ -331,6 +548,7 @@ def test_a_tuner_compiles_models_in_scope_and_keeps_what_it_was_not_told(tmp_pat
     model = tuner._build_hypermodel(tuner.oracle.get_space())  # what a trial does
     assert rate_of(model) == pytest.approx(0.2)
     assert kde.check_scope(model, model.distribute_strategy).ok
+    assert rate_of(tuner._build_hypermodel(tuner.oracle.get_space())) == pytest.approx(0.2)  # each has its own
     other = make(stock_model, "b", loss="mse")
     model = other._build_hypermodel(other.oracle.get_space())
     assert model.loss == "mse"
@@ -390,6 +608,7 @@ CAUSES: dict[str, tuple[BaseException, str]] = {
     "TPU": (ValueError("The batch size (15) must be divisible by the number of replicas (2)"), "indivisible batch"),
     "check_numerics": (tf.errors.InvalidArgumentError(None, None, "y : Tensor had NaN values"), "NaN loss"),
     "known": (Infeasible(Failure("NaN loss", "loss was NaN")), "NaN loss"),
+    "heads": (ValueError("`num_query_heads` must be divisible by `num_key_value_heads`."), "own error"),
     "shapes": (ValueError("Input 0 of layer dense is incompatible with the layer"), "own error"),
     "a key": (KeyError("heartbeat"), "own error"),
     "user's device": (FileNotFoundError("No such device: camera"), "own error"),
@@ -404,6 +623,20 @@ def test_a_failure_is_classed_by_its_type_or_its_words_also_as_a_cause(name: str
     wrapped.__cause__ = error
     assert failure_of(wrapped).kind == kind
     assert failure_of(error).is_infeasible == (kind != "own error")
+
+
+def test_words_of_tensorflow_count_where_tensorflow_says_them() -> None:
+    def of_raised(call: Any, *args: Any) -> str:
+        with pytest.raises((IndexError, ValueError)) as caught:
+            call(*args)
+        return failure_of(caught.value).kind
+
+    assert of_raised(lambda: [].pop()) == "own error"
+    assert failure_of(IndexError("pop from empty list")).kind == "scope"  # what stock keras-tuner meets in a scope
+    one = tf.distribute.OneDeviceStrategy("CPU:0")
+    with one.scope(), pytest.raises(RuntimeError) as caught, tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        pass
+    assert failure_of(caught.value).kind == "scope"
 
 
 def test_out_of_memory_on_one_replica_is_not_taken_for_a_collective_that_failed() -> None:
@@ -492,6 +725,43 @@ def test_infeasible_trials_in_a_row_do_not_end_the_search_and_errors_of_ones_own
     )  # 0, 2 and 4 are wrong; what is full in between is no matter
 
 
+def test_a_score_that_is_no_number_is_a_failure_with_its_cause(tmp_path: pathlib.Path) -> None:
+    tuner = judged(keras_tuner.GridSearch, lambda hp: math.nan)(
+        hyperparameters=space(x=[1, 2, 3, 4, 5]),
+        objective=keras_tuner.Objective("q", "max"),
+        strategies="one_device",
+        directory=tmp_path,
+    )
+    tuner.search(verbose=0)
+    (failure,) = tuner.strategy_report()["one_device"].failures
+    assert (failure.kind, failure.count, failure.causes) == ("NaN loss", 5, ("q was NaN",))
+
+
+def test_what_a_strategy_cannot_do_once_it_may_do_with_other_values(tmp_path: pathlib.Path) -> None:
+    def build(hp: Any) -> Any:
+        model = our_model(hp)
+        model.compile("sgd", "mse", virtual_replicas=hp.Choice("virtual", [2, 3, 4]))
+        return model
+
+    class Own(keras_tuner.GridSearch):
+        def run_trial(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+            self.hypermodel.build(trial.hyperparameters)
+            return 1.0
+
+    tuner = kde.tuner.with_strategies(Own)(
+        build, hyperparameters=space(units=[4]), strategies=["mirrored(2)"], directory=tmp_path
+    )
+    tuner.search(verbose=0)
+    statuses = dict(of_trials(tuner, lambda t: (t.hyperparameters.get("virtual"), t.status)))
+    assert statuses == {2: "COMPLETED", 3: "FAILED", 4: "COMPLETED"}
+    hopeless = [i for i in (2, 3, 4) if _is_hopeless(tuner, {"units": 4, "virtual": i})]
+    assert hopeless == [3]
+
+
+def _is_hopeless(tuner: Any, values: dict[str, Any]) -> bool:
+    return _Known(tuner.oracle, tuner._records).is_hopeless({"distribution_strategy": "mirrored(2)", **values})
+
+
 def test_what_may_pass_is_tried_again(tmp_path: pathlib.Path) -> None:
     attempts: list[int] = []
 
@@ -560,7 +830,36 @@ def test_bayesian_optimization_learns_where_trials_fail(tmp_path: pathlib.Path) 
     assert len(failed["ours"]) < len(failed["stock"]) / 2
 
 
+@pytest.mark.parametrize(
+    ("objective", "executions", "scores", "seen"),
+    [
+        ("val_loss", 1, [3e9, 5e9, 4e9], [3e9, 5e9, 4e9]),
+        ("val_accuracy", 1, [0.5, 0.9, math.nan], [-0.5, -0.9, -0.1]),
+        (kde.tuner.seconds_to("val_accuracy", 0.9), 1, [3.0, 5.0, 1.2 * UNREACHED], [3.0, 5.0, 7.0]),
+        (kde.tuner.seconds_to("val_accuracy", 0.9), 3, [3.0, 5.0, UNREACHED / 3 + 4.0], [3.0, 5.0, 7.0]),
+    ],
+)
+def test_bayesian_optimization_takes_no_large_score_for_a_failure_but_a_quality_that_was_not_reached(
+    objective: Any, executions: int, scores: list[float], seen: list[float], tmp_path: pathlib.Path
+) -> None:
+    drawn = iter(scores)
+    tuner = judged(keras_tuner.BayesianOptimization, lambda hp: next(drawn))(
+        hyperparameters=space(x=list(range(100))),
+        objective=objective,
+        executions_per_trial=executions,
+        strategies="one_device",
+        max_trials=3,
+        num_initial_points=3,
+        directory=tmp_path,
+    )
+    tuner.search(verbose=0)
+    assert sorted(tuner.oracle._vectorize_trials()[1]) == pytest.approx(sorted(seen))
+
+
 def test_mistakes_in_setting_up_a_search_end_it_with_the_message(tmp_path: pathlib.Path) -> None:
+    given = {"strategies": "one_device", "max_trials": 1, "objective": kde.tuner.examples_per_second()}
+    with pytest.raises(kde.TunerError, match="examples_per_second could not be measured: it takes three steps"):
+        searched(tmp_path / "b", search={"batch_size": 120}, **given)
     with pytest.raises(kde.TunerError, match="search was given a batch_size, and batch_size_per_replica is coupled"):
         searched(tmp_path, strategies="one_device", coupled=kde.tuner.Coupled(batch_size_per_replica=8), max_trials=1)
 
@@ -600,14 +899,20 @@ def test_throughput_leaves_out_compilation_and_the_first_steps(tmp_path: pathlib
     def build(hp: Any) -> Any:
         return compiled(kde.Sequential([keras.Input((4,)), Slow(0.01), keras.layers.Dense(3, "softmax")]))
 
+    class Look(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append("examples_per_second" in logs)
+
+    seen: list[bool] = []
     tuner = searched(
         tmp_path,
         build,
         strategies="mirrored(2)",
         objective=kde.tuner.examples_per_second(),
         max_trials=1,
-        search={"epochs": 3, "batch_size": 12},
+        search={"epochs": 3, "batch_size": 12, "callbacks": [Look()]},
     )
+    assert seen == [True] * 3  # as early stopping needs it
     assert 12 / 0.05 < only(tuner).score < 12 / 0.01  # with compilation it would be 360 examples in more than a second
     (rate,) = TrialRecord.load(tuner.get_trial_dir("0")).examples_per_second
     assert rate == pytest.approx(only(tuner).score)
@@ -700,6 +1005,10 @@ def test_a_race_that_nobody_can_run_and_a_bug_in_it_are_errors() -> None:
 # What goes with the strategy
 
 
+def _rate() -> float:
+    return 0.1
+
+
 @pytest.mark.parametrize(("rule", "rate"), [("none", 0.1), ("linear", 0.1 * 4 * 3), ("sqrt", 0.1 * 12**0.5)])
 def test_the_learning_rate_follows_the_examples_of_an_update_exactly(
     rule: str, rate: float, tmp_path: pathlib.Path
@@ -721,6 +1030,7 @@ def test_the_learning_rate_follows_the_examples_of_an_update_exactly(
     class Look(keras.callbacks.Callback):
         def on_train_begin(self, logs: Any = None) -> None:
             seen.append((self.model.steps_per_execution, rate_of(self.model)))
+            assert not self.model._steps_per_execution_is_auto
 
         def on_train_end(self, logs: Any = None) -> None:
             seen.append((self.params["steps"], int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))))
@@ -744,6 +1054,15 @@ def test_the_learning_rate_follows_the_examples_of_an_update_exactly(
     assert TrialRecord.load(tuner.get_trial_dir("0")).global_batch_size == 20
     (model,) = tuner.get_best_models()
     assert rate_of(model) == pytest.approx(rate)
+
+
+def test_hyperparameters_of_ones_own_are_not_taken_for_coupled_ones() -> None:
+    hp = keras_tuner.HyperParameters()
+    hp.Fixed("warmup_steps", 100)
+    hp.Fixed("learning_rate_scaling", "mine")
+    coupled = kde.tuner.Coupled(batch_size_per_replica=10)
+    coupled.declare(hp)
+    assert coupled.values(hp, 2) == CoupledValues(global_batch_size=20)
 
 
 def test_warm_up_leads_from_the_learning_rate_of_build_to_the_scaled_one() -> None:
@@ -771,6 +1090,33 @@ def test_warm_up_counts_updates_and_is_over_where_hyperband_continues(tmp_path: 
     hp.values["tuner/initial_epoch"] = 2
     assert coupled.values(hp, 4) == CoupledValues(80, 16.0, 0, 2, None)
     assert rate_of(tuner.hypermodel.build(hp)) == pytest.approx(0.05 * 8)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "values", "message"),
+    [
+        (None, CoupledValues(learning_rate_factor=2.0), "is not compiled, so it has no learning rate to scale"),
+        (
+            {"gradient_accumulation_steps": 2},
+            CoupledValues(accumulation=4),
+            "The optimizer of .* accumulates gradients already",
+        ),
+        ({"learning_rate": _rate}, CoupledValues(learning_rate_factor=2.0), "is a function, which cannot be scaled"),
+    ],
+)
+def test_what_cannot_be_coupled_is_an_error(optimizer: Any, values: CoupledValues, message: str) -> None:
+    model = kde.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    if optimizer is not None:
+        model.compile(keras.optimizers.SGD(**optimizer), "mse")
+    with pytest.raises(kde.TunerError, match=message):
+        couple(model, values)
+
+
+def test_a_batch_that_a_model_does_not_take_is_known_when_it_is_built() -> None:
+    model = _fixed_batch(None)
+    couple(model, CoupledValues(global_batch_size=40))
+    with pytest.raises(Infeasible, match="takes batches of 40 rows, and each of 1 replicas gets 80 of 80"):
+        couple(model, CoupledValues(global_batch_size=80))
 
 
 def test_the_tuner_batches_arrays_and_datasets_of_examples() -> None:
@@ -830,6 +1176,16 @@ def test_the_report_prints_and_returns_what_is_known_of_each_strategy(
     assert "2 of 3" in str(report)
     with pytest.raises(KeyError, match="there are one_device, mirrored"):
         report["two"]
+    for trial_id, rate, failure in (("0000", 1.0, None), ("0004", 9.0, Failure("out of memory", "later"))):
+        folder = tuner.get_trial_dir(trial_id)
+        record = TrialRecord(trial_id, "one_device", examples_per_second=(rate,), failure=failure)
+        record.save(folder)
+        if failure:
+            path = pathlib.Path(folder, "trial.json")
+            path.write_text(path.read_text().replace('"FAILED"', '"INVALID"'))  # it is to be tried again
+    row = tuner.strategy_report()["one_device"]
+    assert row.examples_per_second == (1.0, 1.0, 1.0)
+    assert row.failures[0].causes == ("later",)
 
 
 def test_each_trial_logs_its_replicas_hyperparameters_and_results_in_a_folder_of_its_own(
@@ -862,6 +1218,13 @@ def test_each_trial_logs_its_replicas_hyperparameters_and_results_in_a_folder_of
         assert len(loss) >= 1
 
 
+def test_logs_that_cannot_be_written_do_not_end_a_search(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    logs = TrialLogs(tmp_path / "file", several=False)
+    with pytest.warns(UserWarning, match=r"The results of trial 0 could not be logged to .*The search goes on"):
+        logs.write("0", {"units": 4}, {"loss": 1.0}, step=0, completed=True)
+
+
 # Nothing is left behind
 
 
@@ -872,18 +1235,29 @@ def test_settings_that_a_trial_changes_are_put_back(tmp_path: pathlib.Path) -> N
             keras.config.set_dtype_policy("mixed_bfloat16")
             keras.config.set_epsilon(1e-3)
             tf.config.run_functions_eagerly(True)
-        return our_model(hp)
+        model = our_model(hp)
+        if len(policies) > 1:
+            keras.config.set_floatx("float16")
+            keras.config.set_image_data_format("channels_first")
+            tf.config.set_soft_device_placement(not soft)
+            tf.config.optimizer.set_jit("autoclustering" if not jit else False)
+        return model
 
     policies: list[str] = []
-    epsilon = keras.config.epsilon()
+    epsilon, soft, jit = keras.config.epsilon(), tf.config.get_soft_device_placement(), tf.config.optimizer.get_jit()
     searched(tmp_path, build, strategies="one_device", max_trials=2)
     assert policies == ["float32"] * 3
     assert keras.config.epsilon() == epsilon
+    assert keras.config.floatx() == "float32"
+    assert keras.config.image_data_format() == "channels_last"
+    assert tf.config.get_soft_device_placement() == soft
+    assert tf.config.optimizer.get_jit() == jit
     assert not tf.config.functions_run_eagerly()
     assert not tf.distribute.has_strategy()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored(2)"])
 def test_memory_is_flat_over_thirty_trials(strategy: str, tmp_path: pathlib.Path) -> None:
     used: list[int] = []
@@ -956,13 +1330,17 @@ SIGNATURES = {
     "keras_tuner.src.engine.tuner": {
         "Tuner._build_hypermodel": "self hp",
         "Tuner._override_compile_args": "self model",
+        "Tuner._try_build": "self hp",
     },
     "keras_tuner.src.engine.oracle": {
         "Oracle._check_consecutive_failures": "self",
         "Oracle._random_values": "self",
     },
     "keras_tuner.src.tuners.bayesian": {"BayesianOptimizationOracle._vectorize_trials": "self"},
-    "keras_tuner.src.engine.tuner_utils": {"TunerCallback.__init__": "self tuner trial"},
+    "keras_tuner.src.engine.tuner_utils": {
+        "TunerCallback.__init__": "self tuner trial",
+        "convert_to_metrics_dict": "results objective",
+    },
 }
 
 

@@ -14,9 +14,11 @@ from keras_tuner.engine.trial import Trial, TrialStatus
 
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.processes.tasks import cluster
-from keras_dist_ext.tuner import _oracle
+from keras_dist_ext.tuner import _keras_tuner, _oracle
 from keras_dist_ext.tuner.channel import Channel, Unreachable
 from keras_dist_ext.tuner.chief import OracleServer, SearchEnded
+from keras_dist_ext.tuner.first_pass import Outcome
+from keras_dist_ext.tuner.measuring import Turnstile, measured_by_one
 from keras_dist_ext.tuner.place import Place
 from keras_dist_ext.tuner.remote_oracle import RemoteOracle
 
@@ -39,7 +41,8 @@ def oracle_in(folder, kind="RandomSearchOracle", **options):
 class Served:
     """An oracle that is served while a `with` lasts, and workers' oracles before it."""
 
-    def __init__(self, oracle):
+    def __init__(self, oracle, turnstile=None):
+        self._turnstile = turnstile
         self._port = ExitStack()
         (task,) = self._port.enter_context(cluster(1, 0))  # a port that stays ours, as the launcher keeps it
         self.address = task.address
@@ -55,7 +58,7 @@ class Served:
         self.closed[trial.trial_id] = reason
 
     def __enter__(self):
-        self.server = OracleServer(self.oracle, self.address, self._close)
+        self.server = OracleServer(self.oracle, self.address, self._close, self._turnstile)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         return self
@@ -218,6 +221,56 @@ def test_an_error_that_is_no_trials_fault_ends_the_search_for_all(tmp_path):
         served.wait()
     assert isinstance(served.error, SearchEnded)
     assert str(served.error) == "the user's own bug"
+
+
+# The first pass.
+
+
+def test_workers_have_one_of_them_measure_and_go_on_with_what_is_left(tmp_path):
+    oracle = oracle_in(tmp_path, max_trials=3)
+    oracle.hyperparameters.Choice("distribution_strategy", ["a", "b"])
+    turnstile = Turnstile(
+        tmp_path, lambda outcome: _keras_tuner.replace_space(oracle, outcome.narrowed), workers_live=False
+    )
+    measured, began = [], threading.Event()
+
+    def measure():
+        measured.append(1)
+        began.set()
+        time.sleep(0.5)
+        return Outcome(("b",), {"a": "slow"}, {"b": 1.0})
+
+    with Served(oracle, turnstile) as served, ThreadPoolExecutor(2) as threads:
+        first, second = served.worker("tuner0"), served.worker("tuner1")
+        measuring = threads.submit(measured_by_one, first, measure)
+        began.wait(10)
+        assert served.call("state_of", tuner_id="tuner0")["first_pass_seconds"] > 0.0
+        assert served.call("state_of", tuner_id="tuner1")["first_pass_seconds"] == 0.0
+        waiting = threads.submit(measured_by_one, second, measure)
+        for worker in (measuring, waiting):
+            worker.result(10)
+        trials = [first.create_trial("tuner0"), second.create_trial("tuner1")]
+        assert {trial.hyperparameters.get("distribution_strategy") for trial in trials} == {"b"}
+        for worker, trial in zip((first, second), trials, strict=True):
+            complete(worker, trial)
+    assert measured == [1]
+
+
+def test_a_worker_that_is_given_up_measures_no_more(tmp_path):
+    turnstile = Turnstile(tmp_path, lambda _: None, workers_live=False)
+    with Served(oracle_in(tmp_path, max_trials=1), turnstile) as served:
+        assert served.worker("tuner0").ask_first_pass(measures=False) == {"may_measure": True}
+        assert served.worker("tuner1").ask_first_pass(measures=False) == {"may_measure": False}
+        served.call("retire", tuner_id="tuner0")
+        assert served.worker("tuner1").ask_first_pass(measures=False) == {"may_measure": True}
+
+
+def test_a_worker_that_wants_a_first_pass_which_the_chief_does_not_know_is_told(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=1)) as served:
+        worker = served.worker()
+        with pytest.raises(RuntimeError, match="the chief was given none: their programs differ"):
+            worker.ask_first_pass(measures=False)
+        assert worker.ask_first_pass(measures=True, once=True) is None
 
 
 # Several workers that run each trial together.

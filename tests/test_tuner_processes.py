@@ -24,6 +24,8 @@ from keras_dist_ext.processes.tasks import cluster
 from keras_dist_ext.tuner.channel import Channel
 from keras_dist_ext.tuner.chief import OracleServer, SearchEnded
 from keras_dist_ext.tuner.crew import Crew, Output
+from keras_dist_ext.tuner.first_pass import Outcome
+from keras_dist_ext.tuner.measuring import Turnstile
 from keras_dist_ext.tuner.place import Place
 from keras_dist_ext.tuner.processes import launch_search
 from keras_dist_ext.tuner.supervisor import Limits, Supervisor
@@ -41,7 +43,7 @@ pytestmark = [
 class LightSearch:
     """A real supervisor over light processes, and a real oracle that this process serves."""
 
-    def __init__(self, folder, *workers, max_trials=6, max_restarts=1, stall_seconds=None):
+    def __init__(self, folder, *workers, max_trials=6, max_restarts=1, stall_seconds=None, turnstile=None):
         hyperparameters = keras_tuner.HyperParameters()
         hyperparameters.Int("units", 1, 10**6)
         self.oracle = keras_tuner.oracles.RandomSearchOracle(
@@ -51,7 +53,9 @@ class LightSearch:
         self.oracle._set_project_dir(str(folder), "project")
         self.closed, self.error, self.shown = [], None, io.StringIO()
         with cluster(1, 0) as (task,):
-            server = OracleServer(self.oracle, task.address, lambda trial, _: self.closed.append(trial.trial_id))
+            server = OracleServer(
+                self.oracle, task.address, lambda trial, _: self.closed.append(trial.trial_id), turnstile
+            )
             serving = threading.Thread(target=self._serve, args=(server,))
             serving.start()
             crews = [self._crew("chief", task.address, "chief")]
@@ -145,6 +149,32 @@ def test_a_trial_that_hangs_is_ended_and_tried_again(tmp_path):
     assert search.statuses == ["COMPLETED"] * 6
     (death,) = search.deaths
     assert "No step was finished for 1.5 s" in death.cause
+
+
+@pytest.mark.parametrize(
+    ("how", "max_restarts", "cause", "consequence"),
+    [
+        ("hang", 1, "No step was finished for 1.5 s", "It was started again."),
+        ("die", 1, "failed with SIGKILL", "It was started again."),
+        ("die", 0, "failed with SIGKILL", "The worker was given up."),
+    ],
+)
+def test_a_first_pass_comes_to_its_end_whatever_becomes_of_who_makes_it(
+    how, max_restarts, cause, consequence, tmp_path
+):
+    turnstile = Turnstile(tmp_path, lambda _: None, workers_live=False)
+    search = LightSearch(
+        tmp_path,
+        *[["worker", "measure", how, str(tmp_path)]] * 2,
+        max_restarts=max_restarts,
+        stall_seconds=1.5,
+        turnstile=turnstile,
+    )
+    assert (search.failure, search.error) == (None, None)
+    assert search.statuses == ["COMPLETED"] * 6
+    (death,) = search.deaths
+    assert (death.trial_id, death.consequence) == (None, consequence)
+    assert cause in death.cause
 
 
 def test_a_worker_that_leaves_in_a_trial_has_died(tmp_path):
@@ -270,6 +300,44 @@ def test_a_search_over_two_workers_survives_the_loss_of_one(tmp_path, temporary)
     assert {tuple(line["listening"]) for line in lines if line["what"] == "begin"} == {("127.0.0.1",)}
     assert [death.consequence for death in result.deaths] == ["It was started again, with the same trial."]
     assert len([line for line in lines if line["what"] == "begin"]) == 6
+
+
+@pytest.mark.slow
+def test_a_first_pass_survives_the_worker_that_measures(tmp_path, temporary):
+    first_pass = {"seconds": 0.1, "samples": 3, "rungs": 1}
+    result = run(
+        tmp_path,
+        max_trials=4,
+        strategies=["one_device", "mirrored(2)"],
+        first_pass=first_pass,
+        doom={"who": "worker"},
+        max_restarts=1,
+    )
+    assert [status for status, _, _ in result.value["trials"].values()] == ["COMPLETED"] * 4
+    (death,) = result.deaths
+    assert (death.trial_id, death.consequence) == (None, "It was started again.")
+    outcome = Outcome.load(tmp_path / "project")
+    assert {*outcome.survivors, *outcome.dropped} == {"one_device", "mirrored(2)"}
+    assert set(outcome.examples_per_second) == {"one_device", "mirrored(2)"}
+    begun = [line["tuner"] for line in search_runs.diary(tmp_path) if line["what"] == "begin"]
+    assert begun[0] == begun[1] == death.name.replace(" ", "")  # who died has measured
+
+
+@pytest.mark.slow
+def test_a_strategy_that_kills_who_measures_it_is_dropped(tmp_path, temporary):
+    first_pass = {"seconds": 0.1, "samples": 3, "rungs": 1}
+    result = run(
+        tmp_path,
+        max_trials=3,
+        strategies=["one_device", "mirrored(2)"],
+        first_pass=first_pass,
+        doom={"who": "worker", "replicas": 2, "times": 9},
+    )
+    assert [status for status, _, _ in result.value["trials"].values()] == ["COMPLETED"] * 3
+    assert [death.trial_id for death in result.deaths] == [None, None]
+    outcome = Outcome.load(tmp_path / "project")
+    assert outcome.survivors == ("one_device",)
+    assert outcome.dropped["mirrored(2)"].startswith("worker lost: the process died 2 times")
 
 
 @pytest.mark.slow

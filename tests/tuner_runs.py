@@ -41,6 +41,26 @@ def lazy_model(hp: Any) -> Any:
     )
 
 
+@keras.saving.register_keras_serializable(package="tuner_runs")
+class Layers(keras.Model):
+    """A stock subclass, which is built when it sees data."""
+
+    def __init__(self, units: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.units = units
+        self.hidden, self.out = keras.layers.Dense(units, "relu"), keras.layers.Dense(3, "softmax")
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.hidden(x))
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "units": self.units}
+
+
+def subclassed_model(hp: Any) -> Any:
+    return compiled(Layers(hp.Int("units", 4, 32, step=4)))
+
+
 def our_model(hp: Any) -> Any:
     units = hp.Int("units", 4, 32, step=4)
     return compiled(

@@ -14,7 +14,7 @@ from keras_dist_ext.errors import BackendError, TunerError
 
 try:
     import keras_tuner
-    from keras_tuner.src.engine.tuner_utils import SaveBestEpoch, TunerCallback
+    from keras_tuner.src.engine import tuner_utils
 except ImportError as error:
     raise BackendError(
         f"kde.tuner searches with keras-tuner, which cannot be imported here ({error}). "
@@ -31,6 +31,7 @@ __all__ = [
     "objectives_of",
     "redraw",
     "replace_space",
+    "score_of",
 ]
 
 
@@ -43,6 +44,14 @@ def objectives_of(objective: Any) -> list[Any]:
     return list(getattr(objective, "objectives", [objective]))
 
 
+def score_of(results: Any, objective: Any) -> float | None:
+    """Return the score that a trial's results come to; None where they have none (engine/tuner_utils.py)."""
+    try:
+        return float(tuner_utils.convert_to_metrics_dict(results, objective)[objective.name])
+    except (KeyError, TypeError):
+        return None
+
+
 def content_with_executions(callbacks: Iterable[Any], tuner: Any) -> None:
     """Let executions have many steps where the tuner's hooks for batches do nothing (engine/tuner_utils.py).
 
@@ -51,7 +60,7 @@ def content_with_executions(callbacks: Iterable[Any], tuner: Any) -> None:
     names = ("on_batch_begin", "on_batch_end")
     if all(getattr(type(tuner), name) is getattr(keras_tuner.Tuner, name) for name in names):
         for callback in keras.tree.flatten(list(callbacks)):
-            if type(callback) is TunerCallback:
+            if type(callback) is tuner_utils.TunerCallback:
                 callback.is_content_with_executions = True
 
 
@@ -62,7 +71,7 @@ def callbacks_of_member(callbacks: Iterable[Any], model: Any) -> list[Any]:
     together, all would write the same file.
     """
     alone = not model.distribute_strategy.extended._in_multi_worker_mode()
-    return [callback for callback in callbacks if not (alone and isinstance(callback, SaveBestEpoch))]
+    return [callback for callback in callbacks if not (alone and isinstance(callback, tuner_utils.SaveBestEpoch))]
 
 
 def count_failures(oracle: Any, counts: Callable[[Any], bool]) -> None:

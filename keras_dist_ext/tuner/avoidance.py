@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from keras_dist_ext.tuner._keras_tuner import count_failures, learn_from_failures, redraw
-from keras_dist_ext.tuner.objectives import UNREACHED
+from keras_dist_ext.tuner._keras_tuner import count_failures, learn_from_failures, objectives_of, redraw
+from keras_dist_ext.tuner.objectives import UNREACHED, SecondsTo
 from keras_dist_ext.tuner.records import ProjectRecords, TrialRecord
 from keras_dist_ext.tuner.strategies import HYPERPARAMETER
 
 __all__ = ["avoid_infeasible"]
 
 
-def avoid_infeasible(oracle: Any, records: ProjectRecords) -> None:
+def avoid_infeasible(oracle: Any, records: ProjectRecords, executions_per_trial: int = 1) -> None:
     """Have an oracle learn from infeasible trials, and go on.
 
     It draws again where it has drawn what failed before; BayesianOptimization's model counts failures as bad; and only
@@ -22,10 +23,12 @@ def avoid_infeasible(oracle: Any, records: ProjectRecords) -> None:
     Args:
         oracle: of the process that proposes trials.
         records: of its project, which say why a trial failed.
+        executions_per_trial: whose mean is a trial's score.
     """
     known = _Known(oracle, records)
     redraw(oracle, known.is_hopeless)
-    learn_from_failures(oracle, unreached=UNREACHED)
+    may_not_reach = any(isinstance(objective, SecondsTo) for objective in objectives_of(oracle.objective))
+    learn_from_failures(oracle, unreached=UNREACHED / executions_per_trial if may_not_reach else math.inf)
     count_failures(oracle, known.is_own)
 
 
@@ -59,7 +62,7 @@ class _Known:
 
 def _is_alike(record: TrialRecord, values: Mapping[str, Any]) -> bool:
     assert record.failure is not None
-    if record.failure.kind == "missing device":
+    if record.failure.kind == "missing device" and record.num_replicas == 0:  # the strategy was not to be had
         return values.get(HYPERPARAMETER) == record.strategy
     return {k: v for k, v in values.items() if not k.startswith("tuner/")} == {
         k: v for k, v in record.values.items() if not k.startswith("tuner/")

@@ -19,6 +19,7 @@ from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner import _oracle
 from keras_dist_ext.tuner._keras_tuner import keras_tuner
 from keras_dist_ext.tuner.channel import handlers
+from keras_dist_ext.tuner.measuring import Turnstile
 
 __all__ = ["OracleServer", "SearchEnded"]
 
@@ -38,6 +39,7 @@ class OracleServer:
         oracle: of the chief's tuner.
         address: where to listen, host:port; nowhere else.
         on_close: called with a trial that the supervisor closes, before the oracle hears of it, and with the reason.
+        turnstile: of the first pass, if there is to be one.
 
     Raises:
         LaunchError: the address cannot be listened on.
@@ -45,8 +47,10 @@ class OracleServer:
 
     GRACE_SECONDS = 1.0  # for replies that are under way when the search is over
 
-    def __init__(self, oracle: Any, address: str, on_close: Callable[[Any, str], None]):
-        self._oracle, self._on_close = oracle, on_close
+    def __init__(
+        self, oracle: Any, address: str, on_close: Callable[[Any, str], None], turnstile: Turnstile | None = None
+    ):
+        self._oracle, self._on_close, self._turnstile = oracle, on_close, turnstile
         self._teams: dict[str, _Team] = {}  # by tuner id
         self._num_ended: Counter[str] = Counter()  # trials, by tuner id
         self._stops = False  # a worker was told that there are no more trials
@@ -58,7 +62,17 @@ class OracleServer:
             name: getattr(self, name)
             for name in (
                 *("get_space", "update_space", "create_trial", "update_trial", "end_trial"),
-                *("get_trial", "get_best_trials", "status", "state_of", "close_trial", "retire", "abort"),
+                *(
+                    "ask_first_pass",
+                    "end_first_pass",
+                    "get_trial",
+                    "get_best_trials",
+                    "status",
+                    "state_of",
+                    "close_trial",
+                    "retire",
+                    "abort",
+                ),
             )
         }
         self._server.add_generic_rpc_handlers((handlers(methods, self._look_whether_over),))
@@ -115,6 +129,17 @@ class OracleServer:
     def get_best_trials(self, num_trials: int) -> list[Any]:
         """Return the best trials."""
         return [trial.get_state() for trial in self._oracle.get_best_trials(num_trials)]
+
+    def ask_first_pass(self, tuner_id: str, measures: bool) -> Any:
+        """Return what came out of the first pass, or whether a worker may make it."""
+        if self._turnstile is None:
+            raise LaunchError("A worker asks for the first pass, and the chief was given none: their programs differ.")
+        return self._turnstile.ask(tuner_id, measures=measures)
+
+    def end_first_pass(self, outcome: Any) -> None:
+        """Take what came out of the first pass."""
+        if self._turnstile is not None:
+            self._turnstile.end(outcome)
 
     def create_trial(self, tuner_id: str, start: int, turn: int, member: int, num_members: int) -> Any:
         """Return a worker's trial, the same for all members of its team; None: ask again later.
@@ -192,6 +217,7 @@ class OracleServer:
         return {
             "trial_id": trial and trial.trial_id,
             "trial_seconds": time.monotonic() - team.dealt if team and trial else 0.0,
+            "first_pass_seconds": self._turnstile.seconds_of(tuner_id) if self._turnstile else 0.0,
             "num_ended": self._num_ended[tuner_id],
             "message": messages[0] if messages else None,
             "is_over": self._over.is_set(),
@@ -206,6 +232,8 @@ class OracleServer:
 
     def retire(self, tuner_id: str) -> None:
         """Wait no longer for a worker."""
+        if self._turnstile is not None:
+            self._turnstile.release(tuner_id)
         self._oracle.tuner_ids.discard(tuner_id)
         self._teams.pop(tuner_id, None)
 

@@ -81,19 +81,24 @@ class Coupled:
     def declare(self, hp: Any) -> None:
         """Add the hyperparameters to some."""
         for name in (_BATCH, _RULE, _WARM_UP, _ACCUMULATION, _STEPS):
-            values = _several(getattr(self, name))
-            if name in hp or not values or values in ([0], ["none"]):
+            values = self._given(name)
+            if name in hp or not values:
                 continue
             if len(values) == 1:
                 hp.Fixed(name, values[0])
             else:
                 hp.Choice(name, values)
 
+    def _given(self, name: str) -> list[Any]:
+        """Return what was given; nothing where it is what goes without saying."""
+        values = _several(getattr(self, name))
+        return [] if values in ([0], ["none"]) else values
+
     def values(self, hp: Any, num_replicas: int) -> CoupledValues:
         """Return what the hyperparameters of a trial come to on so many replicas."""
 
         def read(name: str, default: Any) -> Any:
-            return hp.get(name) if name in hp and getattr(self, name) is not None else default
+            return hp.get(name) if self._given(name) and name in hp else default  # else one of the user's own
 
         per_replica = read(_BATCH, None)
         accumulation = read(_ACCUMULATION, 1)

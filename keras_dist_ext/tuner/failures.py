@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -68,9 +69,19 @@ def failure_of(error: BaseException) -> Failure:
             return one.failure
     for kind, types, words in _SIGNS:
         for one in chain:
-            if isinstance(one, types) or (isinstance(one, _SPEAKS_FOR_TENSORFLOW) and words.search(str(one))):
+            if isinstance(one, types) or (_speaks_for_tensorflow(one) and words.search(str(one))):
                 return Failure(kind, _line(one))
     return Failure("own error", _line(error))
+
+
+def _speaks_for_tensorflow(error: BaseException) -> bool:
+    """Whether an exception says what TensorFlow has met: by its type, or as it was raised there, in Keras or here."""
+    if isinstance(error, tf.errors.OpError):
+        return True
+    if not isinstance(error, RuntimeError | ValueError | AssertionError | TypeError | IndexError):
+        return False
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return not frames or frames[-1].partition(".")[0] in ("tensorflow", "keras", "keras_dist_ext")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -91,7 +102,6 @@ def _line(error: BaseException) -> str:
 _PREAMBLES = ("Exception encountered when calling", "Graph execution error", "Detected at node", "in user code:")
 
 _ERRORS = tf.errors
-_SPEAKS_FOR_TENSORFLOW = (tf.errors.OpError, RuntimeError, ValueError, AssertionError, TypeError, IndexError)
 
 
 def _words(*parts: str) -> Any:
@@ -134,8 +144,8 @@ _SIGNS: tuple[tuple[Kind, tuple[type[BaseException], ...], Any], ...] = (
         "indivisible batch",
         (),
         _words(
-            "must be divisible by",
-            "not (evenly )?divisible",
+            r"(batch|replica).*\bdivisible by",
+            r"\bdivisible by.*replica",
             "operation AddN of type AddN must have the same size and shape",
             "invalid reduction dimension",
         ),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import json
+import math
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,12 +18,12 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.tuner._keras_tuner import keras_tuner
 from keras_dist_ext.tuner.coupled import CoupledValues
-from keras_dist_ext.tuner.failures import failure_of
+from keras_dist_ext.tuner.failures import Failure, failure_of
 from keras_dist_ext.tuner.meter import Meter
 from keras_dist_ext.tuner.strategies import HYPERPARAMETER
 from keras_dist_ext.tuner.trial_run import Gauge, fit_coupled
 
-__all__ = ["FirstPass", "ModelRacer", "Outcome", "Racer", "race"]
+__all__ = ["FirstPass", "ModelRacer", "Outcome", "RaceDiary", "Racer", "race"]
 
 _FILE = "first_pass.json"
 
@@ -68,7 +71,9 @@ class Outcome:
 
     def save(self, project: str | os.PathLike[str]) -> None:
         """Keep it in a project."""
-        (Path(project) / _FILE).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        aside = Path(project) / f"{_FILE}.{os.getpid()}"
+        aside.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        aside.replace(Path(project) / _FILE)
 
     @staticmethod
     def load(project: str | os.PathLike[str]) -> Outcome | None:
@@ -76,7 +81,11 @@ class Outcome:
         path = Path(project) / _FILE
         if not path.exists():
             return None
-        state = json.loads(path.read_text(encoding="utf-8"))
+        return Outcome.of(json.loads(path.read_text(encoding="utf-8")))
+
+    @staticmethod
+    def of(state: Mapping[str, Any]) -> Outcome:
+        """Return the outcome that `dataclasses.asdict` was made of."""
         return Outcome(tuple(state["survivors"]), state["dropped"], state["examples_per_second"])
 
     def narrowed(self, space: list[Any]) -> list[Any]:
@@ -97,25 +106,69 @@ class Racer(Protocol):
         """Train for some seconds after the first step, and return the examples a second."""
 
 
-def race(rules: FirstPass, names: Sequence[str], start: Callable[[str], Racer]) -> Outcome:
+class RaceDiary:
+    """What is noted of a race while it runs, so that a strategy that kills its process does not do so for ever.
+
+    Args:
+        project: the folder of the search.
+    """
+
+    MOST_DEATHS = 2  # of the process, under one strategy
+
+    def __init__(self, project: str | os.PathLike[str]) -> None:
+        self._path = Path(project) / "first_pass_race.json"
+        state = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
+        self._deaths: dict[str, int] = state.get("deaths", {})
+        if state.get("under_way"):  # when the process ended without a word
+            self._deaths[state["under_way"]] = self._deaths.get(state["under_way"], 0) + 1
+
+    @property
+    def deadly(self) -> dict[str, str]:
+        """The strategies that have killed their process, and what to say of each."""
+        failed = {name: number for name, number in self._deaths.items() if number >= self.MOST_DEATHS}
+        return {
+            name: str(Failure("worker lost", f"the process died {number} times while it trained under this strategy"))
+            for name, number in failed.items()
+        }
+
+    @contextlib.contextmanager
+    def under_way(self, name: str) -> Iterator[None]:
+        """Note, for as long as a `with` lasts, which strategy runs."""
+        self._write(name)
+        try:
+            yield
+        finally:
+            self._write(None)
+
+    def _write(self, name: str | None) -> None:
+        aside = self._path.with_suffix(f".{os.getpid()}")
+        aside.write_text(json.dumps({"under_way": name, "deaths": self._deaths}), encoding="utf-8")
+        aside.replace(self._path)
+
+
+def race(
+    rules: FirstPass, names: Sequence[str], start: Callable[[str], Racer], diary: RaceDiary | None = None
+) -> Outcome:
     """Let strategies race, and drop the slow ones.
 
     Args:
         rules: of the race.
         names: of the strategies.
         start: makes the racer of a strategy.
+        diary: where to note which of them runs.
 
     Raises:
         TunerError: none of them can run.
         Exception: the user's own, from `build` or `fit`.
     """
     racers: dict[str, Racer] = {}
-    dropped: dict[str, str] = {}
+    dropped = {} if diary is None else diary.deadly
     medians: dict[str, float] = {}
 
     def attempt(name: str, call: Callable[..., Any], argument: Any) -> Any:
         try:
-            return call(argument)
+            with contextlib.nullcontext() if diary is None else diary.under_way(name):
+                return call(argument)
         except Exception as error:
             failure = failure_of(error)
             if not failure.is_infeasible:
@@ -124,7 +177,7 @@ def race(rules: FirstPass, names: Sequence[str], start: Callable[[str], Racer]) 
             dropped[name] = str(failure)
         return None
 
-    for name in names:
+    for name in [name for name in names if name not in dropped]:
         racer = attempt(name, start, name)
         if racer is not None:
             racers[name] = racer
@@ -197,6 +250,10 @@ class ModelRacer:
         is_own_fit: bool,
     ) -> None:
         self._model, self._fit, self._hp, self._values, self._args = model, fit, hp, values, args
+        if not is_own_fit and len(args) > 2:  # epochs are to be ours, also where they were given by position
+            bound = inspect.signature(keras.Model.fit).bind(model, *args, **kwargs).arguments
+            self._args = [bound.pop(name) for name in ("x", "y")]
+            kwargs = {name: value for name, value in bound.items() if name != "self"}
         left_out = {"callbacks"} if is_own_fit else {"callbacks", "epochs", "verbose", "initial_epoch"}
         self._kwargs = {
             name: value
@@ -207,11 +264,21 @@ class ModelRacer:
             self._kwargs |= {"epochs": 10**9, "verbose": 0}
 
     def run(self, seconds: float) -> float:
-        """Train for some seconds after the first step, and return the examples a second."""
+        """Train for some seconds after the first step, and return the examples a second.
+
+        Raises:
+            TunerError: they could not be measured.
+        """
         meter = Meter()
         callbacks = [Gauge(meter, ()), _StopAfter(meter, seconds)]
         fit_coupled(self._fit, self._hp, self._model, self._values, *self._args, callbacks=callbacks, **self._kwargs)
-        return meter.examples_per_second
+        rate = meter.examples_per_second
+        if not math.isfinite(rate):
+            raise TunerError(
+                f"The first pass could not measure how fast '{self._model.name}' trains: that takes three steps at "
+                "least, and a HyperModel.fit that gives its callbacks to the model's fit."
+            )
+        return rate
 
 
 class _StopAfter(keras.callbacks.Callback):  # type: ignore[misc]

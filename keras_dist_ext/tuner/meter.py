@@ -71,6 +71,10 @@ class Meter(keras.callbacks.Callback):  # type: ignore[misc]
                 return float(steps.examples.sum() / max(steps.step_seconds.sum(), 1e-9)) / self._share
         return float("nan")
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Go on, where it is not the first training of the model."""
+        self._ended = None
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Set the first executions apart. A model of ours calls it once an execution."""
         self._num_executions += 1

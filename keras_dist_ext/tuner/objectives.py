@@ -9,7 +9,7 @@ import numpy as np
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.tuner._keras_tuner import keras_tuner
 
-__all__ = ["UNREACHED", "Measured", "cost", "examples_per_second", "seconds_to"]
+__all__ = ["UNREACHED", "Measured", "SecondsTo", "cost", "examples_per_second", "seconds_to"]
 
 UNREACHED = 1e6  # seconds; more than those that a trial takes to a quality, for one that never gets there
 
@@ -24,6 +24,8 @@ class _Times(Protocol):
 
 class Measured(keras_tuner.Objective):  # type: ignore[misc]
     """An objective whose value is not in Keras' logs: it is added to them at the end of each epoch."""
+
+    is_of_steps = False  # whether it is NaN until some steps were made
 
     def begin(self) -> None:
         """Take note that another execution begins."""
@@ -52,6 +54,8 @@ def examples_per_second() -> Measured:
 
 
 class _Throughput(Measured):
+    is_of_steps = True
+
     def value(self, logs: dict[str, Any], times: _Times) -> float:
         return times.examples_per_second
 
@@ -73,20 +77,24 @@ def seconds_to(metric: str, value: float, *, direction: str | None = None) -> Me
     Raises:
         TunerError: the direction is not known.
     """
-    return _SecondsTo(metric, float(value), _direction_of(metric, direction))
+    return SecondsTo(metric, float(value), _direction_of(metric, direction))
 
 
-class _SecondsTo(Measured):
+class SecondsTo(Measured):
+    """What `seconds_to` returns."""
+
     def __init__(self, metric: str, target: float, direction: str) -> None:
         super().__init__(f"seconds_to_{metric}_{target:g}", "min")
         self._metric, self._target, self._sign = metric, target, 1.0 if direction == "max" else -1.0
         self.begin()
 
     def begin(self) -> None:
+        """Forget the execution before."""
         self._reached: float | None = None
         self._gap = float("inf")
 
     def value(self, logs: dict[str, Any], times: _Times) -> float:
+        """Return the seconds, or how far the metric has stayed away."""
         gap = self._sign * (self._target - _logged(logs, self._metric, self.name))
         if self._reached is None and gap <= 0:
             self._reached = times.seconds

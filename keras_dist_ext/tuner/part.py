@@ -11,14 +11,16 @@ from typing import Any
 
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner import _oracle
+from keras_dist_ext.tuner._keras_tuner import replace_space
 from keras_dist_ext.tuner.chief import OracleServer
 from keras_dist_ext.tuner.failures import Failure
+from keras_dist_ext.tuner.measuring import Turnstile
 from keras_dist_ext.tuner.place import Place, place_of
 from keras_dist_ext.tuner.records import TrialRecord
 from keras_dist_ext.tuner.remote_oracle import RemoteOracle
 from keras_dist_ext.tuner.strategies import HYPERPARAMETER
 
-__all__ = ["connect", "search_in_part"]
+__all__ = ["connect", "go_on_alone", "search_in_part"]
 
 
 def connect(tuner: Any) -> None:
@@ -30,6 +32,11 @@ def connect(tuner: Any) -> None:
     place = place_of()
     if place is not None and not place.is_chief:
         tuner.oracle = RemoteOracle(_oracle.local_oracle(tuner.oracle), place)
+
+
+def go_on_alone(tuner: Any) -> None:
+    """Put right what a tuner that was reloaded has lost, where it searches in one process."""
+    _oracle.go_on(tuner.oracle, workers_live=False)
 
 
 def search_in_part(tuner: Any, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -69,12 +76,25 @@ def _serve(tuner: Any, place: Place, verbose: Any) -> None:
     oracle.verbose = verbose
     _oracle.save_whole_files(oracle)
     _oracle.go_on(oracle, workers_live=place.start > 1)
-    server = OracleServer(oracle, place.address, lambda trial, reason: _record_death(tuner, trial, reason))
+    server = OracleServer(
+        oracle,
+        place.address,
+        lambda trial, reason: _record_death(tuner, trial, reason),
+        None if tuner.first_pass is None else _turnstile(tuner, place),
+    )
     tuner.save()
     server.run()
 
 
 _has_served = False
+
+
+def _turnstile(tuner: Any, place: Place) -> Turnstile:
+    return Turnstile(
+        tuner.project_dir,
+        lambda outcome: replace_space(tuner.oracle, outcome.narrowed),
+        workers_live=place.start > 1,
+    )
 
 
 def _record_death(tuner: Any, trial: Any, reason: str) -> None:

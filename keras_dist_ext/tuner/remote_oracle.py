@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner._keras_tuner import keras_tuner
 from keras_dist_ext.tuner.channel import Channel, Unreachable
 from keras_dist_ext.tuner.place import Place
@@ -71,6 +72,28 @@ class RemoteOracle:
         """Add hyperparameters that a model has asked for."""
         if self.should_report:
             self._channel.call("update_space", space=hyperparameters.get_config())
+
+    def ask_first_pass(self, *, measures: bool, once: bool = False) -> Any:
+        """Return what came out of the first pass, or whether this worker may make it.
+
+        Args:
+            measures: whether it does so already.
+            once: whether to go without a reply where the chief does not answer.
+        """
+        asking = {"tuner_id": self.tuner_id, "measures": measures}
+        if not once:
+            return self._channel.call("ask_first_pass", **asking)
+        channel = Channel(self._place.address)
+        try:
+            return channel.call("ask_first_pass", **asking)
+        except (LaunchError, RuntimeError):
+            return None
+        finally:
+            channel.close()
+
+    def end_first_pass(self, outcome: Mapping[str, Any]) -> None:
+        """Report what came out of the first pass."""
+        self._channel.call("end_first_pass", outcome=outcome)
 
     def create_trial(self, tuner_id: str) -> Any:
         """Wait for a trial and return it."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import compile_arguments, keras
+from keras_dist_ext.choice.wording import counted
 from keras_dist_ext.errors import StrategyError, TunerError
+from keras_dist_ext.scope import describe_strategy
 from keras_dist_ext.strategy import StrategyChoice
 from keras_dist_ext.tuner._keras_tuner import callbacks_of_member, keras_tuner, objectives_of, replace_space
 from keras_dist_ext.tuner.avoidance import avoid_infeasible
 from keras_dist_ext.tuner.coupled import Coupled, CoupledValues, couple
-from keras_dist_ext.tuner.first_pass import FirstPass, ModelRacer, Outcome, race
-from keras_dist_ext.tuner.leftovers import cleared
-from keras_dist_ext.tuner.part import connect, search_in_part
+from keras_dist_ext.tuner.first_pass import FirstPass, ModelRacer, Outcome, RaceDiary, race
+from keras_dist_ext.tuner.leftovers import cleared, keras_settings
+from keras_dist_ext.tuner.measuring import measured_by_one
+from keras_dist_ext.tuner.part import connect, go_on_alone, search_in_part
 from keras_dist_ext.tuner.place import place_of
 from keras_dist_ext.tuner.records import ProjectRecords
 from keras_dist_ext.tuner.scoped import ScopedHyperModel, build_in_scope
@@ -73,14 +76,19 @@ class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
         given = fixed if strategies is None else strategies
         self._strategies = Strategies.of("auto" if given is None else given)
         self._coupled = coupled or Coupled()
-        self._first_pass = first_pass
+        self.first_pass = first_pass
         self._place = place_of()
         self._run: TrialRun | None = None
         self._values = CoupledValues()  # of the model that was built last
         self._is_discovering = False
         self._is_loading = False
+        self._is_reloaded = False
+        self._restore_settings: Callable[[], None] | None = None  # of Keras, which a build begins with
+        _refuse_scope("made")
         if self._place is not None and self._place.num_members > 1:
             self._strategies.make_all()  # MultiWorkerMirroredStrategy has to be made before TensorFlow has run anything
+        else:
+            self._strategies.make_room()
         if self._place is not None and not self._place.may_overwrite:
             kwargs["overwrite"] = False  # each process would empty the folder that all of them work in
         super().__init__(*args, **kwargs)
@@ -90,14 +98,23 @@ class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
         self._logs = None if log_dir is None else TrialLogs(log_dir, several=self.executions_per_trial > 1)
         self._records = ProjectRecords(self.project_dir)
         if self._place is None or self._place.is_chief:
-            self._check_space()
-            if outcome := Outcome.load(self.project_dir):
+            outcome = Outcome.load(self.project_dir)
+            self._check_space(set(outcome.dropped) if outcome else set())
+            if outcome:
                 replace_space(self.oracle, outcome.narrowed)
-            avoid_infeasible(self.oracle, self._records)
+            avoid_infeasible(self.oracle, self._records, self.executions_per_trial)
+
+    def reload(self) -> None:
+        """Go on with what the project knows; what keras-tuner loses of it is put right."""
+        super().reload()
+        self._is_reloaded = True
+        if self._place is None:  # else the chief does, which knows whether its workers live
+            go_on_alone(self)
 
     # The space
 
     def _populate_initial_space(self) -> None:
+        self.oracle.hyperparameters = self.oracle.hyperparameters.copy()  # the user may give them to other tuners
         self._strategies.declare(self.oracle.hyperparameters)
         self._coupled.declare(self.oracle.hyperparameters)
         self._is_discovering = True
@@ -108,8 +125,12 @@ class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
         if isinstance(self.oracle, keras_tuner.oracles.GridSearchOracle):
             replace_space(self.oracle, _strategy_last)
 
-    def _check_space(self) -> None:
-        """Refuse a project that was begun without strategies, or with others."""
+    def _check_space(self, dropped: set[str]) -> None:
+        """Refuse a project that was begun without strategies, or with others.
+
+        Args:
+            dropped: by its first pass.
+        """
         known = [hp for hp in self.oracle.get_space().space if hp.name == HYPERPARAMETER]
         if not known:
             raise TunerError(
@@ -121,6 +142,12 @@ class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
             raise TunerError(
                 f"The project in {self.project_dir} was begun with the strategies {', '.join(names)}, and strategies "
                 f"does not have {', '.join(unknown)}. Give the same, another project_name, or overwrite=True."
+            )
+        late = [name for name in self._strategies.names if name not in {*names, *dropped}]
+        if self._is_reloaded and late:
+            raise TunerError(
+                f"The project in {self.project_dir} was begun with the strategies {', '.join(names)}, so no trial "
+                f"would get {', '.join(late)}. Give the same, another project_name, or overwrite=True."
             )
 
     # Models
@@ -144,14 +171,25 @@ class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
         """
         return self._strategies.get(self._strategies.declare(hp))
 
+    def _try_build(self, hp: Any) -> Any:
+        self._restore_settings = keras_settings()  # what comes first is Keras' clear_session
+        try:
+            return super()._try_build(hp)
+        finally:
+            self._restore_settings = None
+
     def _build(self, build: Any, hp: Any) -> Any:
+        if self._restore_settings is not None:
+            self._restore_settings()
         choice = self._choice_to_build(hp)
+        if self._run is not None:
+            self._run.choice = choice
         self._coupled.declare(hp)
         model = build_in_scope(build, hp, choice.strategy)
         if isinstance(model, keras.Model) and not self._is_discovering:
             self._values = self._coupled.values(hp, choice.strategy.num_replicas_in_sync)
             if self._run is not None:
-                self._run.built(choice, self._values)
+                self._run.values = self._values
             if not self._given_to_compile:  # else the model is about to be compiled again
                 couple(model, self._values)
         return model
@@ -224,7 +262,9 @@ class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
         failure: Exception | None = None
         try:
             with cleared():
-                return super().run_trial(trial, *args, **kwargs)
+                results = super().run_trial(trial, *args, **kwargs)
+            self._run.check(results)
+            return results
         except Exception as error:
             failure = error
             told = self._run.failed(error)
@@ -263,17 +303,42 @@ class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
 
     def search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as keras-tuner does; a first pass, if one is wanted and was not made, comes before."""
-        if self._first_pass is not None and Outcome.load(self.project_dir) is None:
-            if self._place is not None:
-                raise TunerError(
-                    "first_pass measures strategies in one process, and this search has several. Begin the search in "
-                    "one process, say with max_trials=1, and go on with several."
-                )
+        _refuse_scope("asked to search")
+        if self.first_pass is not None:
+            self._check_first_pass()
+        return search_in_part(self, self._search, *args, **kwargs)
+
+    def _check_first_pass(self) -> None:
+        if self._place is not None and self._place.num_members > 1:
+            raise TunerError(
+                f"first_pass measures strategies in one process, and {self._place.num_members} run each trial of this "
+                "search together. Leave it out."
+            )
+        is_first = self._place is None or self._place.is_chief
+        if is_first and self.oracle.trials and Outcome.load(self.project_dir) is None:
+            raise TunerError(
+                f"first_pass drops strategies before the first trial, and the project in {self.project_dir} has "
+                f"{counted(len(self.oracle.trials), 'trial')} already. Leave it out, or give another project_name."
+            )
+
+    def _search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search in this process, where trials run."""
+        if self.first_pass is not None:
+            self._pass_first(self.first_pass, args, kwargs)
+        return super().search(*args, **kwargs)
+
+    def _pass_first(self, rules: FirstPass, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        def measure() -> Outcome:
             with cleared():
-                outcome = race(self._first_pass, self._strategies.names, lambda name: self._racer(name, args, kwargs))
+                diary = RaceDiary(self.project_dir)
+                return race(rules, self._strategies.names, lambda name: self._racer(name, args, kwargs), diary)
+
+        if self._place is not None:
+            measured_by_one(self.oracle, measure)
+        elif Outcome.load(self.project_dir) is None:
+            outcome = measure()
             outcome.save(self.project_dir)
             replace_space(self.oracle, outcome.narrowed)
-        return search_in_part(self, super().search, *args, **kwargs)
 
     def _racer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelRacer:
         """Return a model of the default hyperparameters under a strategy, ready to train on the search's data."""
@@ -290,6 +355,15 @@ class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
         report = report_on(self._strategies.names, self.oracle.objective, self._records, Outcome.load(self.project_dir))
         Console().print(report)
         return report
+
+
+def _refuse_scope(what: str) -> None:
+    """Refuse a tuner inside of a scope: each trial enters its own, and TensorFlow nests none."""
+    if tf.distribute.has_strategy():
+        raise TunerError(
+            f"The tuner was {what} inside the scope of {describe_strategy(tf.distribute.get_strategy())}, and each "
+            "trial enters the scope of its own strategy. Leave the scope; give the strategy as strategies=[...]."
+        )
 
 
 def _strategy_last(space: list[Any]) -> list[Any]:
@@ -326,10 +400,12 @@ def with_strategies(cls: _Tuner) -> _Tuner:
     Raises:
         TunerError: the class is no `keras_tuner.Tuner`.
     """
-    if not issubclass(cls, keras_tuner.Tuner):
+    if isinstance(cls, type) and issubclass(cls, StrategySearch):
+        return cls
+    if not (isinstance(cls, type) and issubclass(cls, keras_tuner.Tuner)):
         raise TunerError(
-            f"{cls.__name__} is no keras_tuner.Tuner, so it does not build Keras models for trials. (SklearnTuner "
-            "searches models of scikit-learn, which no strategy distributes.)"
+            f"{getattr(cls, '__name__', repr(cls))} is no keras_tuner.Tuner, so it does not build Keras models for "
+            "trials. (SklearnTuner searches models of scikit-learn, which no strategy distributes.)"
         )
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (StrategySearch, cls), body)  # type: ignore[return-value]

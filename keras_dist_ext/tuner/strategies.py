@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import is_default_strategy
+from keras_dist_ext._keras import is_default_strategy, uses_collectives
 from keras_dist_ext.choice.decision import NAMES
 from keras_dist_ext.choice.wording import close_name
 from keras_dist_ext.errors import StrategyError, TunerError
@@ -32,8 +32,9 @@ class Strategies:
         Traceback (most recent call last):
         keras_dist_ext.errors.TunerError: There is no strategy 'miror'; did you mean 'mirrored'? There are auto, ...
 
-    A strategy is made when it is first asked for, and then kept. A `MirroredStrategy` over devices that have one
-    already is replaced by that one: TensorFlow takes no second (tensorflow#62790).
+    A strategy is made when it is first asked for, and then kept. A `MirroredStrategy` that reduces by
+    collectives, as it does by default, is replaced by the one that its devices have already: TensorFlow takes no
+    second (tensorflow#62790).
     """
 
     def __init__(self, entries: Mapping[str, StrategyEntry]) -> None:
@@ -92,6 +93,17 @@ class Strategies:
         for name in self.names:
             with contextlib.suppress(StrategyError):
                 self.get(name)
+
+    def make_room(self) -> None:
+        """Make those that say how many replicas they have, the largest first.
+
+        On CPUs they have logical devices, whose number TensorFlow fixes when it runs the first operation.
+        """
+        numbers = {name: _parsed(entry)[1] for name, entry in self._entries.items() if isinstance(entry, str)}
+        for name in sorted(numbers, key=lambda name: numbers[name] or 0, reverse=True):
+            if numbers[name]:
+                with contextlib.suppress(StrategyError):
+                    self.get(name)
 
     def get(self, name: str) -> StrategyChoice:
         """Return a strategy by name, the same object each time.
@@ -174,9 +186,9 @@ def _checked(name: str, made: Any) -> StrategyChoice:
             f"The strategy {name!r} uses {', '.join(missing)}, which this process does not have; training there would "
             f"hang. TensorFlow has {', '.join(sorted(existing))}."
         )
-    if type(strategy).__name__ == "MirroredStrategy":
+    if type(strategy).__name__ == "MirroredStrategy" and uses_collectives(strategy):
         strategy = _HELD.setdefault(frozenset(names), strategy)
     return StrategyChoice(strategy, choice.name, choice.reason)
 
 
-_HELD: dict[frozenset[str], Any] = {}  # one MirroredStrategy for a set of devices
+_HELD: dict[frozenset[str], Any] = {}  # one MirroredStrategy with collectives for a set of devices

@@ -222,7 +222,7 @@ class Supervisor:
         if not processes or min(process.stalled_seconds for process in processes) <= stall_seconds:
             return
         state = self._state_of(worker)
-        if state["trial_id"] is not None and state["trial_seconds"] > stall_seconds:
+        if max(state["trial_seconds"], state["first_pass_seconds"]) > stall_seconds:
             worker.cause = Failure.by_stall(processes, stall_seconds).message
             worker.crew.kill()
             worker.crew.end()

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import api_pb2, summary, summary_v2
@@ -67,7 +68,7 @@ class TrialLogs:
                     writer.add_event(Event(wall_time=now, step=step, summary=message))
             finally:
                 writer.close()
-        except OSError as error:
+        except (OSError, tf.errors.OpError) as error:
             warnings.warn(
                 f"The results of trial {trial_id} could not be logged to {self.folder(trial_id)} ({error}). The search "
                 "goes on, and keeps them in its project.",
