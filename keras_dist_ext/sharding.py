@@ -147,10 +147,10 @@ def distribute(
             are the global batches. Arrays have 32 by default, as in `fit`.
         per_replica_batch_size: the same, divided by the number of replicas.
         policy: see above.
-        seed: makes the order repeatable: shuffles and random ops of the pipeline that have no seed get one, maps keep
-            the order. Each pass has an order of its own, given by how many were begun before. Python code in
-            generators, PyDatasets and `py_function` is out of its reach, but for the order of a PyDataset's batches; so
-            is which call of a parallel map draws which number, which is reported.
+        seed: makes the order repeatable: shuffles and random ops of the pipeline get one that have none, or only that
+            of ``tf.random.set_seed``; maps keep the order. Each pass has an order of its own, given by how many were
+            begun before. Python code in generators, PyDatasets and `py_function` is out of its reach, but for the
+            order of a PyDataset's batches; so is which call of a parallel map draws which number, which is reported.
         shuffle: whether arrays, and the batches of a PyDataset, are shuffled; by default they are, as in `fit`.
 
     Raises:
@@ -187,7 +187,8 @@ def distribute(
     _check(chosen, graph, workers, seen or rows)
     result = whole
     if seed is not None:
-        result = _in_order(result, graph, seed, 0 if chosen == "rows" else _number_of(strategy))
+        worker = 0 if chosen == "rows" else _number_of(strategy)
+        result = _in_order(result, graph, seed, worker, over_global=given_seed is not None)
     result = _worker_part(result, chosen, workers, _number_of(strategy), batched, seen, rows)
     return SharedDataset(
         result.prefetch(tf.data.AUTOTUNE),
@@ -293,13 +294,15 @@ def _number_of(strategy: tf.distribute.Strategy) -> int:
     return _keras.first_replica(strategy) // _keras.num_local_replicas(strategy)
 
 
-def _in_order(dataset: tf.data.Dataset, graph: DatasetGraph | None, seed: int, worker: int) -> tf.data.Dataset:
+def _in_order(
+    dataset: tf.data.Dataset, graph: DatasetGraph | None, seed: int, worker: int, *, over_global: bool
+) -> tf.data.Dataset:
     """The dataset with a seed in all that is random and has none, and maps that keep the order."""
     if graph is not None:
         map_seed = fold_in(seed, "map", worker)
         copy = type(graph.proto)()
         copy.CopyFrom(graph.proto)  # it is changed
-        dataset = _keras.with_seeds(dataset, copy, fold_in(seed, "order"), map_seed=map_seed)
+        dataset = _keras.with_seeds(dataset, copy, fold_in(seed, "order"), map_seed, over_global=over_global)
     options = tf.data.Options()
     options.deterministic = True
     return dataset.with_options(options)

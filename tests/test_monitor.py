@@ -171,7 +171,7 @@ def test_an_automatic_interval_is_neither_a_step_nor_the_whole_run(
 
 def test_steps_go_on_over_calls_and_after_a_resume(mirrored: Any, tmp_path: pathlib.Path) -> None:
     model = build(mirrored)
-    monitor, memory = remembered(update_freq=5)
+    monitor, memory = remembered(update_freq=np.int64(5))
     fit(model, monitor, epochs=1)
     fit(model, monitor, epochs=1)
     assert [stats.step for stats in memory.train] == [5, 7, 10, 14]

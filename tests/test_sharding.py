@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -105,10 +106,18 @@ def test_a_model_trains_on_it_as_on_the_plain_dataset(mirrored: Any) -> None:
     assert losses(kde.distribute(data, mirrored)) == losses(data)
 
 
-@pytest.mark.parametrize("name", ["examples", "batches", "arrays", "PyDataset"])
-def test_the_order_follows_from_the_seed_and_is_another_in_each_pass(name: str, mirrored: Any) -> None:
-    tf.random.set_seed(None)  # with a global seed, each shuffle has one
+@pytest.fixture(params=[None, 7], ids=["no global seed", "a global seed"])
+def global_seed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With a global seed, TensorFlow gives one to each shuffle and random op."""
+    tf.random.set_seed(request.param)
+    yield
+    tf.random.set_seed(None)
 
+
+@pytest.mark.parametrize("name", ["examples", "batches", "arrays", "PyDataset"])
+def test_the_order_follows_from_the_seed_and_is_another_in_each_pass(
+    name: str, mirrored: Any, global_seed: None
+) -> None:
     def orders(seed: int) -> list[list[int]]:
         dealt = kde.distribute(SOURCES[name](), mirrored, batch_size=8, seed=seed)
         return [ids_of(dealt) for _ in range(3)]
@@ -118,15 +127,14 @@ def test_the_order_follows_from_the_seed_and_is_another_in_each_pass(name: str, 
     assert len({tuple(order) for order in orders(1)}) == 3
 
 
-def test_random_ops_of_maps_are_seeded_too(mirrored: Any) -> None:
-    tf.random.set_seed(None)
-
-    def drawn() -> list[float]:
-        dealt = kde.distribute(plain().map(lambda i: tf.random.uniform([])), mirrored, batch_size=8, seed=1)
+def test_random_ops_of_maps_are_seeded_too(mirrored: Any, global_seed: None) -> None:
+    def drawn(seed: int = 1) -> list[float]:
+        dealt = kde.distribute(plain().map(lambda i: tf.random.uniform([])), mirrored, batch_size=8, seed=seed)
         assert dealt.findings == ()
         return np.concatenate([batch.numpy() for batch in dealt]).tolist()
 
     assert drawn() == drawn()
+    assert drawn() != drawn(2)
     assert len(set(drawn())) > 1
 
 

@@ -255,6 +255,7 @@ def test_an_ipv6_address_is_understood():
     [
         (cluster_with(worker=["a:1", "a:1"]), "gives a:1 to both worker 0 and worker 1. They would wait"),
         (cluster_with(chief=["a:1"], worker=["a:1"]), "gives a:1 to both chief 0 and worker 0"),
+        (cluster_with(worker=["node:1", "Node:1"]), "gives Node:1 to both worker 0 and worker 1"),
         (
             cluster_with({"type": "worker", "index": 2}, worker=["a:1", "b:1"]),
             "calls this process worker 2, but lists 2 workers, counted from 0: a:1, b:1. Correct the index",

@@ -73,12 +73,13 @@ class Cluster:
         for job in JOBS:
             for index, address in enumerate(self.addresses(job)):
                 _check_address(self.source, f"{job} {index}", address)
-                if address in seen:
+                own = address.lower()  # names of hosts are the same in capitals
+                if own in seen:
                     raise ClusterError(
-                        f"{self.source} gives {address} to both {seen[address]} and {job} {index}. They would wait for "
+                        f"{self.source} gives {address} to both {seen[own]} and {job} {index}. They would wait for "
                         "each other for up to an hour. Give each task an address of its own."
                     )
-                seen[address] = f"{job} {index}"
+                seen[own] = f"{job} {index}"
 
     def _check_task(self, task_type: str) -> None:
         if task_type not in JOBS:

@@ -97,6 +97,8 @@ class Intervals:
     """
 
     def __init__(self, update_freq: UpdateFreq = "auto") -> None:
+        if isinstance(update_freq, np.integer):
+            update_freq = int(update_freq)
         if update_freq not in ("auto", "epoch") and (type(update_freq) is not int or update_freq < 1):
             raise MonitorError(
                 f"update_freq is {update_freq!r}; it is a number of optimizer steps, at least 1, or 'epoch' or 'auto'."
