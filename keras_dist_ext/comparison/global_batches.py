@@ -35,13 +35,14 @@ def global_batches(data: Any, steps: int, batch_size: int) -> list[Any]:
     elif isinstance(data, keras.utils.PyDataset):
         places = range(len(data))
         batches = [data[place] for place in [*places[: steps - 1], *places[steps - 1 :][-1:]]]
-    elif isinstance(data, tuple) and len(data) in (2, 3) and all(hasattr(a, "shape") for a in tree.flatten(data)):
+    elif isinstance(data, tuple) and len(data) in (2, 3) and _are_arrays(data):
         arrays = tree.map_structure(_as_array, data)
-        rows = len(tree.flatten(arrays)[0])
+        rows = next(len(leaf) for leaf in tree.flatten(arrays) if leaf is not None)
         starts = range(0, rows, batch_size)
         starts_used = [*starts[: steps - 1], *starts[steps - 1 :][-1:]]
         batches = [
-            tree.map_structure(lambda a, start=start: a[start : start + batch_size], arrays) for start in starts_used
+            tree.map_structure(lambda a, start=start: None if a is None else a[start : start + batch_size], arrays)
+            for start in starts_used
         ]
     elif isinstance(data, Mapping | str) or hasattr(data, "shape") or not hasattr(data, "__iter__"):
         raise CertificateError(
@@ -64,7 +65,15 @@ def _first_and_last(dataset: tf.data.Dataset, steps: int) -> list[Any]:
     return batches
 
 
+def _are_arrays(data: Any) -> bool:
+    """Whether all that is given are arrays; an optional input may be None."""
+    leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
+    return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
+
+
 def _as_array(leaf: Any) -> Any:
+    if leaf is None:
+        return None
     array = np.asarray(leaf)
     return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
 
