@@ -148,9 +148,12 @@ class StepProgram:
     def _on_one(self, batch: Any, *, of_worker: bool) -> Any:
         self._loops = False
         self._initial_extra(lambda: batch, of_worker=of_worker)
+        graph = tf.compat.v1.get_default_graph()
+        num_ops = 0 if tf.executing_eagerly() else len(graph.get_operations())
         batch, times = self._timed(lambda: batch)
         extra, rows = self._one(batch, times, of_worker=of_worker)
-        return self._outcome(extra, [rows], extra)
+        is_timed = self._records and not tf.executing_eagerly()
+        return self._outcome(extra, [rows], [*extra, when_updated(graph, num_ops)] if is_timed else extra)
 
     def _on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
         self._loops = not self._goes_alone
@@ -235,10 +238,7 @@ class StepProgram:
         with tf.control_dependencies([begin]):
             batch = pull()
         batch_there = now(batch)
-        if not is_per_replica(batch):
-            with tf.control_dependencies([batch_there]):  # replicas begin when the clock was read, not before
-                batch = tf.nest.map_structure(_same, batch, expand_composites=True)
-        return batch, (begin, batch_there)
+        return batch if is_per_replica(batch) else _once(batch_there, batch), (begin, batch_there)
 
     @property
     def _num_local(self) -> int:
@@ -264,7 +264,8 @@ class StepProgram:
         batch = data.without_optionals(batch)
         cut = "not" if is_per_replica(batch) else "worker" if of_worker else "global"
         with self._noted_results():
-            extra, noted = self.strategy.run(self._replica, args=(batch, cut))
+            there = None if times is None else times[1]
+            extra, noted = self.strategy.run(self._replica, args=(batch, cut, there))
         local = self.strategy.experimental_local_results
         if times is not None:
             over = tf.constant(float("nan"), tf.float64) if is_over is None else is_over()
@@ -272,11 +273,16 @@ class StepProgram:
             times = row(begin, batch_there, over, [local(column) for column in noted])
         return [part for value in extra for part in local(value)], times
 
-    def _replica(self, batch: Any, cut: str) -> tuple[list[tf.Tensor], Any]:
+    def _replica(self, batch: Any, cut: str, there: Any = None) -> tuple[list[tf.Tensor], Any]:
         """Run the user's step on this replica's rows.
 
-        ``cut`` says what the batch is: the "global" one, the rows of this "worker", or "not" to be cut any more.
+        Args:
+            batch: of rows.
+            cut: what the batch is: the "global" one, the rows of this "worker", or "not" to be cut any more.
+            there: when the batch was there, if the step is recorded.
         """
+        if there is not None and cut == "not":
+            batch = _once(there, batch)
         note = (
             StepNote(gradient_norm=self._records_norm, on_tpu=isinstance(self.strategy, tf.distribute.TPUStrategy))
             if self._records
@@ -430,6 +436,12 @@ def rows_of_replica(
         replica = replica % num_replicas
     with tf.device("/device:CPU:0"):
         return data.replica_rows(batch, replica * num_parts + part, num_replicas * num_parts)
+
+
+def _once(there: tf.Tensor, batch: Any) -> Any:
+    """The batch, of which nothing is computed before the clock was read that says when it was there."""
+    with tf.control_dependencies([there]):
+        return tf.nest.map_structure(_same, batch, expand_composites=True)
 
 
 def _same(leaf: Any) -> Any:

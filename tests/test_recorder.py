@@ -248,8 +248,9 @@ def test_waiting_for_input_is_told_from_computing(kind: str, steps: Any, strateg
     assert records.step_seconds.sum() + records.host_seconds <= took
 
 
+@pytest.mark.parametrize("is_dealt", [False, True], ids=["a dataset", "rows dealt before"])
 @pytest.mark.parametrize("slowest", [0, 1])
-def test_a_slow_replica_computes_and_the_others_wait_for_it(slowest: int, mirrored: Any) -> None:
+def test_a_slow_replica_computes_and_the_others_wait_for_it(slowest: int, is_dealt: bool, mirrored: Any) -> None:
     class Slow(kde.Model):
         def __init__(self) -> None:
             super().__init__()
@@ -269,11 +270,23 @@ def test_a_slow_replica_computes_and_the_others_wait_for_it(slowest: int, mirror
             )
             return self.head(tf.ensure_shape(waited, x.shape))
 
+    def rows_of_replica(context: Any) -> tf.data.Dataset:
+        sizes = tf.data.Dataset.from_tensor_slices([5, 3]).repeat()  # another number on each: steps are made alone
+        rows = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).repeat()
+        return tf.data.Dataset.zip(sizes, rows.batch(5)).map(lambda n, batch: (batch[0][:n], batch[1][:n]))
+
     net, recording = dense(mirrored, model=Slow), Recording()
-    net.fit(X[:40], Y[:40], batch_size=8, verbose=0, callbacks=[recording])
+    data = (
+        {"x": mirrored.distribute_datasets_from_function(rows_of_replica), "steps_per_epoch": 5}
+        if is_dealt
+        else {"x": X[:40], "y": Y[:40], "batch_size": 8}
+    )
+    net.fit(**data, verbose=0, callbacks=[recording])
     recording.recorder.fetch("train")
-    net.fit(X[:40], Y[:40], batch_size=8, verbose=0, callbacks=[recording])
-    seconds = recording.of().compute_seconds.T
+    net.fit(**data, verbose=0, callbacks=[recording])
+    records = recording.of()
+    assert np.median(records.step_seconds) >= 0.05 > np.median(records.host_seconds)
+    seconds = records.compute_seconds.T
     fast, slow = seconds[1 - slowest], seconds[slowest]
     assert np.median(slow) >= 0.05 > np.median(fast)
 
