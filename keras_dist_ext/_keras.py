@@ -19,6 +19,7 @@ import random
 import threading
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -42,6 +43,7 @@ if keras.backend.backend() != "tensorflow":
         'Set KERAS_BACKEND=tensorflow, or "backend": "tensorflow" in ~/.keras/keras.json, before Keras is imported.'
     )
 
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from keras.src import api_export
 from keras.src.backend.common import global_state, masking
 from keras.src.backend.common.name_scope import current_path
@@ -69,12 +71,14 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.trainers import compile_utils, data_adapters
 from keras.src.trainers.data_adapters import data_adapter_utils, py_dataset_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.experimental.ops import distribute as data_distribute
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.distribute import distribute_utils, input_lib, numpy_dataset
+from tensorflow.python.distribute import values as distribute_values
 from tensorflow.python.distribute.coordinator import values as coordinator_values
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager.polymorphic_function import polymorphic_function, tracing_compilation
@@ -93,6 +97,7 @@ __all__ = [
     "ArrayDataAdapter",
     "EpochIterator",
     "Functional",
+    "GeneratorDataAdapter",
     "KerasSaveable",
     "StatelessScope",
     "TFDatasetAdapter",
@@ -113,7 +118,11 @@ class Step(Protocol):
 
     def note_loss(self, value: Any) -> None: ...
 
+    def as_mean(self, value: Any) -> Any: ...
+
     def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]: ...
+
+    def sum_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]: ...
 
     def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any: ...
 
@@ -201,7 +210,7 @@ def _(
 ) -> Any:
     local = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
     if len(getattr(values, "shape", ())) == 0:
-        return local
+        return step.as_mean(local)
     return step.reduce_loss(local, sample_weight, mask, reduction, dtype)
 
 
@@ -217,6 +226,12 @@ def _(original: Any, step: Step, *args: Any, **kwargs: Any) -> Any:
 @_install(reduction_metrics.Mean, "update_state")
 def _(original: Any, step: Step, metric: Any, values: Any, sample_weight: Any = None) -> Any:
     values, sample_weight = step.mean_update(metric, values, sample_weight)
+    return original(metric, values, sample_weight=sample_weight)
+
+
+@_install(reduction_metrics.Sum, "update_state")
+def _(original: Any, step: Step, metric: Any, values: Any, sample_weight: Any = None) -> Any:
+    values, sample_weight = step.sum_update(metric, values, sample_weight)
     return original(metric, values, sample_weight=sample_weight)
 
 
@@ -242,6 +257,16 @@ def _(original: Any, step: Step, optimizer: Any, grads_and_vars: Any) -> Any:
 @_install(keras.Variable, "_direct_assign")
 def _(original: Any, step: Step, variable: Any, value: Any) -> None:
     step.assign(variable, value, functools.partial(original, variable))
+
+
+def _read_as(kind: type) -> Callable[[Any], Any]:
+    return lambda variable: kind(variable.numpy())
+
+
+# tensorflow/python/distribute/values.py: `float(optimizer.learning_rate)` works with a variable of one device only.
+for _number in (int, float):
+    if f"__{_number.__name__}__" not in vars(distribute_values.DistributedVariable):
+        setattr(distribute_values.DistributedVariable, f"__{_number.__name__}__", _read_as(_number))
 
 
 # keras/src/backend/common/variables.py: initial values are drawn alike on all replicas.
@@ -298,10 +323,26 @@ def _(original: Any, step: Step, context: Any, reduce_op: Any, value: Any, optio
 
 # tensorflow/python/eager/backprop.py: what a step of the user's own differentiates is looked at before it runs.
 @_install(tf.GradientTape, "gradient")
-def _(original: Any, step: Step, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-    if hasattr(step, "differentiate"):
-        step.differentiate(target, sources)
-    return original(tape, target, sources, *args, **kwargs)
+def _(
+    original: Any, step: Step, tape: Any, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
+) -> Any:
+    if output_gradients is None and hasattr(step, "differentiate"):
+        target, output_gradients = step.differentiate(target, sources)
+    return original(tape, target, sources, output_gradients, **kwargs)
+
+
+# tensorflow/python/ops/nn_impl_distribute.py: these divide by the number of replicas, over which steps here are means.
+@_install(tf.nn, "compute_average_loss")
+def _(
+    original: Any, step: Step, per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+) -> Any:
+    rows = tf.shape(per_example_loss)[0] if global_batch_size is None else global_batch_size
+    return original(per_example_loss, sample_weight=sample_weight, global_batch_size=rows)
+
+
+@_install(tf.nn, "scale_regularization_loss")
+def _(original: Any, step: Step, regularization_loss: Any) -> Any:
+    return tf.reduce_sum(regularization_loss)
 
 
 # keras/src/backend/tensorflow/nn.py: TensorFlow's kernels fail on no rows, and some end the process.
@@ -412,8 +453,11 @@ def _(original: Any, step: Step, function: Any, *args: Any, **kwargs: Any) -> An
 
 
 def copy_of_function(function: Any) -> Any:
-    """A tf.function like another, without its traces (polymorphic_function.py)."""
-    return function._clone(None)
+    """A tf.function like another, without its traces (polymorphic_function.py).
+
+    One that was loaded from a file has nothing but its traces (saved_model/function_deserialization.py), and is itself.
+    """
+    return function._clone(None) if type(function) is polymorphic_function.Function else function
 
 
 _stock_epoch_iterator = tf_trainer.TFEpochIterator
@@ -451,12 +495,15 @@ def local_updates(strategy: tf.distribute.Strategy, step: Step) -> Iterator[None
     of Keras' optimizers (loss scale, EMA, accumulation) become ordinary graph code.
     """
     extended = strategy.extended
-    extended._use_merge_call = lambda: False
+    if "_use_merge_call" not in vars(extended):  # once, because other threads may train under the strategy too
+        of_strategy = extended._use_merge_call
+        extended._use_merge_call = lambda: not getattr(_thread, "updates_locally", False) and of_strategy()
+    _thread.updates_locally = True
     try:
         with intercept(step):
             yield
     finally:
-        extended.__dict__.pop("_use_merge_call", None)
+        _thread.updates_locally = False
 
 
 def local_component(variable: Any) -> Any:
@@ -544,6 +591,33 @@ class _Beside(NamedTuple):
     @property
     def _devices(self) -> tuple[str, ...]:
         return self.devices
+
+
+def functions_of_op(op: Any) -> list[Any]:
+    """The graphs of the functions that an op calls: that of a call, of each branch, or of a loop's body and condition.
+
+    tensorflow/python/framework/ops.py keeps the functions of a graph (`Graph._get_function`), and
+    eager/polymorphic_function/atomic_function.py the graph that one was traced to. None are known of other ops.
+    """
+    given = [op.get_attr(name) for name in _FUNCTIONS_OF_OP.get(op.type, ())]
+    functions = given[0] if op.type in ("Case", "StatelessCase") else given
+    found = []
+    for function in functions:
+        graph = op.graph
+        while graph is not None and graph._get_function(function.name) is None:
+            graph = getattr(graph, "outer_graph", None)
+        if graph is None:
+            return []
+        found.append(graph._get_function(function.name).graph)
+    return found
+
+
+_FUNCTIONS_OF_OP = {
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), ("f",)),
+    **dict.fromkeys(("If", "StatelessIf"), ("then_branch", "else_branch")),
+    **dict.fromkeys(("Case", "StatelessCase"), ("branches",)),
+    **dict.fromkeys(("While", "StatelessWhile"), ("body", "cond")),
+}
 
 
 def set_device(op: Any, device: str) -> None:
@@ -726,11 +800,19 @@ def per_worker_values(strategy: Any, values: Sequence[Any]) -> Any:
 
 
 def dataset_graph(dataset: tf.data.Dataset) -> Any:
-    """The graph of a dataset as tf.data serializes it, or None where it cannot (dataset_ops.py)."""
+    """The graph of a dataset as tf.data serializes it, or None where it cannot (dataset_ops.py).
+
+    Of the device of a `tf.py_function`, TensorFlow leaves "/device::0", which it refuses when a dataset is made of it.
+    """
     try:
-        return graph_pb2.GraphDef.FromString(dataset._as_serialized_graph(strip_device_assignment=True).numpy())
-    except (tf.errors.OpError, ValueError):
+        graph = graph_pb2.GraphDef.FromString(dataset._as_serialized_graph(strip_device_assignment=True).numpy())
+    except (tf.errors.OpError, ValueError, DecodeError):
         return None
+    for function in graph.library.function:
+        for node in function.node_def:
+            if "/device::" in node.device:
+                node.device = ""
+    return graph
 
 
 def iterator_state(iterator: Any) -> list[bytes] | None:
@@ -744,6 +826,13 @@ def iterator_state(iterator: Any) -> list[bytes] | None:
         return [tf.io.serialize_tensor(part).numpy() for part in tf.unstack(state)]
     except (tf.errors.OpError, AttributeError):
         return None
+
+
+def shuffles_without_seed(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset shuffles by a seed that TensorFlow draws, told without its graph (data/ops/shuffle_op.py)."""
+    own = [getattr(dataset, name, 1) for name in ("_seed", "_seed2")]
+    is_shuffle = type(dataset).__name__ == "_ShuffleDataset"
+    return (is_shuffle and not any(int(seed) for seed in own)) or any(map(shuffles_without_seed, dataset._inputs()))
 
 
 def draws_order(graph: Any) -> bool:
@@ -777,6 +866,26 @@ def shard_indices(graph: Any) -> list[tuple[int, ...]]:
     return [tuple(value(i) for i in node.input[1:3]) for node in graph.node if node.op == "ShardDataset"]
 
 
+def checksum_of_constants(graph: Any) -> int:
+    """Tell the arrays and lists of files apart that a dataset is made of (dataset_ops.py: `Const` nodes).
+
+    Of a text, the part after its last slash counts: folders may be called differently on each machine.
+    """
+    checksum = 0
+    states = [node.name for node, _ in generator_states(graph)]  # random, where a layer was given no seed
+    for node in graph.node:
+        tensor = node.attr["value"].tensor
+        if node.op != "Const" or not tensor.tensor_shape.dim or node.name in states:
+            continue
+        if tensor.dtype == tf.string.as_datatype_enum:
+            texts = tf.io.parse_tensor(tensor.SerializeToString(), tf.string).numpy().ravel()
+            texts = [text.rpartition(b"/")[2] for text in texts]
+            checksum = zlib.crc32(repr(texts).encode(), checksum)
+        else:
+            checksum = zlib.crc32(tensor.SerializeToString(deterministic=True), checksum)
+    return checksum
+
+
 def with_seeds(
     dataset: tf.data.Dataset,
     graph: Any,
@@ -786,7 +895,7 @@ def with_seeds(
     same_passes: bool = False,
     over_global: bool = False,
 ) -> tf.data.Dataset:
-    """Return the dataset with a seed of its own in each shuffle and random op that has none.
+    """Return the dataset with a seed of its own in each shuffle and random op that has none, also in its functions.
 
     A shuffle without a seed draws one when it is made, differently in each process. tf.data's ShuffleDatasetV3 and
     RandomDatasetV2 hold it in a resource; ShuffleDataset and RandomDataset are the same with the seed in the graph
@@ -796,38 +905,45 @@ def with_seeds(
         dataset: what ``graph`` was made of.
         graph: is changed.
         seed: for shuffles.
-        map_seed: for random ops in functions such as that of ``map``; None leaves them alone.
+        map_seed: for random ops in functions such as that of ``map``, and for the generators that they draw from,
+            which are copies in what is made anew; None leaves them alone.
         same_passes: whether shuffles give the same order in each pass, also those that have a seed.
         over_global: whether what has a seed because of ``tf.random.set_seed`` only counts as having none.
     """
-    constants = {n.name: n for n in graph.node if n.op == "Const"}
     found = 0
-    for node in list(graph.node):
-        first = {"ShuffleDatasetV3": 2, "RandomDatasetV2": 0}.get(node.op)
-        if first is None or not all(name in constants for name in node.input[first : first + 2]):
-            continue
-        places = range(first, first + 2)
-        seeds = [int(tf.make_ndarray(constants[node.input[i]].attr["value"].tensor)) for i in places]
-        is_seeded = any(seeds) and not (over_global and _is_of_global_seed(seeds, 2**16, 2**31))
-        if is_seeded and not same_passes:
-            continue
-        found += 1
-        node.op = node.op[:-2]
-        node.attr.pop("rerandomize_each_iteration", None)
-        del node.input[first + 2 :]
-        if same_passes and "reshuffle_each_iteration" in node.attr:
-            node.attr["reshuffle_each_iteration"].b = False
-        if is_seeded:
-            continue
-        for i, part in zip(places, (seed % 2**62, found), strict=True):
-            constant = graph.node.add(name=f"{node.name}/seed_{i}", op="Const")
-            constant.attr["dtype"].type = tf.int64.as_datatype_enum
-            constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(part + 1, tf.int64))
-            node.input[i] = constant.name
+    for nodes, of_output in [(graph.node, ""), *((f.node_def, ":output:0") for f in graph.library.function)]:
+        constants = {f"{n.name}{of_output}": n for n in nodes if n.op == "Const"}
+        for node in list(nodes):
+            first = {"ShuffleDatasetV3": 2, "RandomDatasetV2": 0}.get(node.op)
+            if first is None or not all(name in constants for name in node.input[first : first + 2]):
+                continue
+            places = range(first, first + 2)
+            seeds = [int(tf.make_ndarray(constants[node.input[i]].attr["value"].tensor)) for i in places]
+            is_seeded = any(seeds) and not (over_global and _is_of_global_seed(seeds, 2**16, 2**31))
+            if is_seeded and not same_passes:
+                continue
+            found += 1
+            node.op = node.op[:-2]
+            node.attr.pop("rerandomize_each_iteration", None)
+            del node.input[first + 2 :]
+            if same_passes and "reshuffle_each_iteration" in node.attr:
+                node.attr["reshuffle_each_iteration"].b = False
+            if is_seeded:
+                continue
+            for i, part in zip(places, (seed % 2**62, found), strict=True):
+                constant = nodes.add(name=f"{node.name}/seed_{i}", op="Const")
+                constant.attr["dtype"].type = tf.int64.as_datatype_enum
+                constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(part + 1, tf.int64))
+                node.input[i] = f"{constant.name}{of_output}"
     if map_seed is not None:
         for node in unseeded_ops(graph, over_global=over_global):
             found += 1
             node.attr["seed"].i, node.attr["seed2"].i = map_seed % 2**62 + 1, found
+        for constant, state in generator_states(graph):
+            found += 1
+            key = (map_seed + found * 0x9E3779B1) % (2**31 - 2)
+            begin = [key, 0] if len(state) == 2 else [0, 0, key]
+            constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(np.array(begin, state.dtype)))
     if not found:
         return dataset
     variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
@@ -845,6 +961,26 @@ def unseeded_ops(graph: Any, *, over_global: bool = False) -> list[Any]:
             if not any(seeds) or (over_global and _is_of_global_seed(seeds, 0, len(ops))):
                 found.append(node)
     return found
+
+
+def generator_states(graph: Any) -> list[tuple[Any, Any]]:
+    """The states of generators that a dataset's functions draw from: constants of its graph, with their values.
+
+    A variable that a function captures is written down as one that begins with what it holds (framework/
+    resource_var.cc, `AsGraphDef`). Those of Keras' layers hold [seed, counter], those of `tf.random.Generator` three.
+    """
+    ops = {node.op for function in graph.library.function for node in function.node_def}
+    sizes = {2 for op in ("StatelessRandomGetKeyCounter", "RngReadAndSkip") if op in ops}
+    sizes |= {3} if "RngReadAndSkip" in ops else set()
+    constants = {n.name: n for n in graph.node if n.op == "Const"}
+    assigned = [constants.get(node.input[1]) for node in graph.node if node.op == "AssignVariableOp"]
+    states = [(node, tf.make_ndarray(node.attr["value"].tensor)) for node in assigned if node is not None]
+    return [(node, s) for node, s in states if s.dtype.kind in "iu" and s.ndim == 1 and len(s) in sizes]
+
+
+def holds_variables(graph: Any) -> bool:
+    """Whether a dataset's functions read variables other than those of generators, see ``generator_states``."""
+    return bool(sum(node.op == "AssignVariableOp" for node in graph.node) > len(generator_states(graph)))
 
 
 def _is_of_global_seed(seeds: Sequence[int], begin: int, end: int) -> bool:
@@ -901,6 +1037,21 @@ def order_py_datasets_by(seed: int | None) -> None:
     _py_dataset_order.generator = random if seed is None else random.Random(seed)
 
 
+@contextlib.contextmanager
+def kept_order_of_py_datasets() -> Iterator[None]:
+    """Afterwards, shuffle the batches of a PyDataset as before."""
+    before = _py_dataset_order.generator
+    try:
+        yield
+    finally:
+        _py_dataset_order.generator = before
+
+
+def first_batch_of_generator(adapter: Any) -> list[Any]:
+    """The arrays of a generator's first batch, which Keras has looked at (data_adapters/generator_data_adapter.py)."""
+    return [part for part in tree.flatten(adapter._first_batches[0]) if isinstance(part, np.ndarray | tf.Tensor)]
+
+
 def py_dataset_from(adapter: Any, batch: int, seed: int | None) -> tf.data.Dataset:
     """The rest of a pass over a PyDataset, from a batch on; those before it are not asked for.
 
@@ -920,6 +1071,26 @@ def py_dataset_from(adapter: Any, batch: int, seed: int | None) -> tf.data.Datas
         return adapter.get_tf_dataset()
     finally:
         del adapter._get_iterator
+
+
+def some_rows(adapter: Any, rows: Any) -> list[Any]:
+    """Some rows of each of the arrays that `fit` was given (trainers/data_adapters/array_data_adapter.py).
+
+    Raises:
+        TypeError: one is neither of NumPy nor of pandas nor of TensorFlow, as Keras takes them too.
+    """
+    given = [array for array in tree.flatten(adapter._inputs) if array is not None]
+    taken = []
+    for array in given:
+        if hasattr(array, "iloc"):
+            taken.append(array.iloc[rows].to_numpy())
+        elif isinstance(array, np.ndarray):
+            taken.append(array[rows])
+        elif isinstance(array, tf.Tensor):
+            taken.append(tf.gather(array, rows).numpy())
+        else:
+            raise TypeError(type(array).__name__)
+    return taken
 
 
 @contextlib.contextmanager
@@ -1001,6 +1172,14 @@ def flat_layers(layer: Any) -> list[Any]:
     return list(layer._flatten_layers())
 
 
+def has_to_be_built(layer: Any) -> bool:
+    """Whether a layer may have variables to make when it is first called: not if it has Keras' own, empty `build`.
+
+    keras/src/utils/python_utils.py, `default`, marks it, and layers/layer.py wraps it.
+    """
+    return not layer.built and not getattr(layer.build, "_is_default", False)
+
+
 def child_layers(layer: Any) -> list[Any]:
     """The layers that a layer or model holds itself (keras/src/layers/layer.py, `_flatten_layers`)."""
     return list(layer._flatten_layers(include_self=False, recursive=False))
@@ -1009,6 +1188,13 @@ def child_layers(layer: Any) -> list[Any]:
 def own_metrics(layer: Any) -> list[Any]:
     """The metrics that a layer tracks as its attributes, without those of `compile` (keras/src/layers/layer.py)."""
     return list(layer._metrics)
+
+
+def tracks_loss(model: Any, metric: Any) -> bool:
+    """Whether a metric is one to which Keras itself gives losses (trainers/trainer.py, trainers/compile_utils.py)."""
+    of_compile = getattr(model, "_compile_loss", None)
+    given = [getattr(model, "_loss_tracker", None), *(of_compile.metrics if of_compile is not None else ())]
+    return any(metric is one for one in given)
 
 
 def given_metrics(model: Any) -> list[Any]:
@@ -1258,10 +1444,20 @@ def layer_being_called() -> str:
 
 
 def metric_results(model: Any, logs: Any) -> dict[str, Any]:
-    """What ``fit`` logs at the end of an epoch, of the logs of its last step (keras/src/trainers/trainer.py)."""
+    """What ``fit`` logs at the end of an epoch, of the logs of its last step (keras/src/trainers/trainer.py).
+
+    In the order in which the model has its metrics: Keras numbers the names of those that were given none.
+    """
+
+    def leaves(results: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(results, dict):
+            for name, value in results.items():
+                yield from leaves(value, f"{path}/{name}" if path else str(name))
+        else:
+            yield path, np.asarray(results)
+
     results = model._get_metrics_result_or_logs(logs)
-    flat = dict(tree.flatten_with_path(results)) if isinstance(results, dict) else {}
-    return {"/".join(map(str, path)): np.asarray(value) for path, value in flat.items()}
+    return dict(leaves(results, "")) if isinstance(results, dict) else {}
 
 
 def build_from_batch(model: Any, batch: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import tensorflow as tf
@@ -10,9 +11,10 @@ from keras_dist_ext._keras import flat_layers, is_default_strategy, keras, seed_
 from keras_dist_ext.errors import ScopeError
 from keras_dist_ext.scope import check_scope, checked_strategy
 from keras_dist_ext.seeds import checked_seed, seeds_of
+from keras_dist_ext.workers import own_callback
 from keras_dist_ext.xla import warn_once
 
-__all__ = ["ReplicaSeeds", "ScopeGuard", "StepCallbacks", "looks_at_batches"]
+__all__ = ["ReplicaSeeds", "ScopeGuard", "StepCallbacks", "looks_at_batches", "prepares"]
 
 
 class ScopeGuard(keras.callbacks.Callback):  # type: ignore[misc]
@@ -73,9 +75,9 @@ class ReplicaSeeds(keras.callbacks.Callback):  # type: ignore[misc]
 
     Seeded are Keras' random layers, also those with a seed of their own, ``keras.random`` with ``seed=None`` and with
     generators that the model tracks, ``tf.random`` ops and ``tf.random.Generator``s in a step; Python's and NumPy's
-    generators, differently on each worker; the order of data that is shuffled without a seed, and ``tf.random`` ops in
-    its functions. See ``seeds`` for how. The initial values of weights, and integers given as ``seed=`` to
-    ``keras.random``, stay as they are: alike on all replicas.
+    generators, differently on each worker; the order of data that is shuffled without a seed, and ``tf.random`` ops and
+    generators in its functions. See ``seeds`` for how. The initial values of weights, and integers given as ``seed=``
+    to ``keras.random``, stay as they are: alike on all replicas.
 
     The first run of a model with a seed begins all streams; later ones, and those of a model that was loaded, go on
     where the last one stopped. ``kde.seeds.seed_replicas(model, seed)`` begins anew.
@@ -173,17 +175,22 @@ class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     def _call(self, name: str, *arguments: Any) -> None:
         for callback in self.callbacks:
-            method = getattr(callback, name, None)
-            if method is not None:
-                method(*arguments)
+            if prepares(callback) and hasattr(callback, name):
+                getattr(callback, name)(*arguments)
 
     def _set_up(self) -> None:
         if not self._is_set_up:
             self._is_set_up = True
             super().__init__(**self._arguments, steps=self.feed.num_batches)
             for callback in self.callbacks:
-                if hasattr(callback, "meet"):  # one that looks at the others, and at the data
+                if prepares(callback) and hasattr(callback, "meet"):  # one that looks at the others, and at the data
                     callback.meet(self.callbacks, self.feed)
+
+
+def prepares(callback: Any) -> bool:
+    """Return whether a callback has methods of ours beside Keras': others may mean something else by such names."""
+    method = getattr(callback, "prepare", None)
+    return callable(method) and list(inspect.signature(method).parameters) == ["model"]
 
 
 def looks_at_batches(callbacks: Any, kind: str) -> bool:
@@ -192,7 +199,7 @@ def looks_at_batches(callbacks: Any, kind: str) -> bool:
     names = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"] + (
         ["on_batch_begin", "on_batch_end"] if kind == "train" else []
     )
-    for callback in tree.flatten(callbacks) if callbacks else []:
+    for callback in map(own_callback, tree.flatten(callbacks) if callbacks else []):
         if _is_content_with_executions(callback):
             continue
         for name in names:

@@ -1,20 +1,20 @@
 """Tell whether a loss is a mean or a sum over the rows of a batch, from the graph that computes it.
 
-A layer's ``add_loss`` gives a scalar and does not say how it was reduced. One device would add it as it is; with the
-batch split over replicas, means must be averaged and sums added. The degree of a scalar is the power of the number of
-rows with which it grows: 0 for a mean or a value of weights alone, 1 for a sum.
+A scalar, such as what a layer gives to ``add_loss``, does not say how it was reduced. One device would take it as it
+is; with the batch split over replicas, means must be averaged and sums added. The degree of a scalar is the power of
+the number of rows with which it grows: 0 for a mean or a value of weights alone, 1 for a sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["degree_in_rows"]
+__all__ = ["additive_terms", "degree_in_rows"]
 
 _SAME = {
     "Abs", "Cast", "CheckNumerics", "EnsureShape", "ExpandDims", "Identity", "Neg", "PreventGradient", "Relu",
@@ -23,59 +23,138 @@ _SAME = {
 _SUMS = {"Add", "AddN", "AddV2", "ConcatV2", "Maximum", "Minimum", "Pack", "SelectV2", "Sub", "Where"}
 _PRODUCTS = {"Mul", "MulNoNan"}
 _QUOTIENTS = {"Div", "DivNoNan", "FloorDiv", "RealDiv"}
+_POWERS = {
+    name: Fraction(power)
+    for name, power in {"Square": 2.0, "Sqrt": 0.5, "Rsqrt": -0.5, "Inv": -1.0, "Reciprocal": -1.0}.items()
+}
 
 
-def degree_in_rows(value: tf.Tensor) -> Fraction:
+def degree_in_rows(value: tf.Tensor, means: Container[int] = ()) -> Fraction:
     """Return the power of the number of rows with which ``value`` grows when its batch is repeated.
 
     Args:
         value: a tensor of a graph in which the first dimension of the batch, and of it only, is unknown.
+        means: ids of tensors that are means, however they are computed.
 
     Returns:
         0 where nothing can be told, so that an unknown value counts as a mean.
     """
-    return _degree(value, {})
+    return _Reader(means).degree(value) or Fraction(0)
 
 
-def _degree(value: Any, known: dict[int, Fraction]) -> Fraction:
-    if id(value) not in known:
-        known[id(value)] = Fraction(0)  # a cycle (a loop in the graph) says nothing
-        known[id(value)] = _degree_of_op(value, known)
-    return known[id(value)]
+def additive_terms(value: tf.Tensor, means: Container[int] = ()) -> Iterator[tuple[tf.Tensor, int]]:
+    """Yield the scalars of which a scalar is the sum, each with its sign, as far as the graph tells.
+
+    Args:
+        value: a scalar.
+        means: ids of tensors that are not looked into.
+    """
+    parts = [] if id(value) in means else _parts(value.op)
+    if not parts or any(part.shape.rank != 0 for part, _ in parts):
+        yield value, 1
+        return
+    for part, sign in parts:
+        yield from ((term, sign * inner) for term, inner in additive_terms(part, means))
 
 
-def _degree_of_op(value: tf.Tensor, known: dict[int, Fraction]) -> Fraction:
-    if _has_rows(value):
-        return Fraction(0)  # one value a row: more rows do not change it
-    op = value.op
-    inputs = [i for i in op.inputs if i.dtype != tf.resource]
-    if op.type in ("Sum", "Mean", "Prod", "Max", "Min"):
-        inner = _degree(inputs[0], known)
-        if op.type == "Prod" and inputs[0].op.type == "Shape" and _has_rows(inputs[0].op.inputs[0]):
-            return Fraction(1)
-        return inner + (1 if op.type == "Sum" and _has_rows(inputs[0]) and _reduces_rows(op) else 0)
-    if op.type == "Size":
-        return Fraction(int(_has_rows(inputs[0])))
-    if op.type == "StridedSlice" and inputs[0].op.type == "Shape":
-        return Fraction(int(_has_rows(inputs[0].op.inputs[0]) and _constant(inputs[1]) == [0]))
-    if op.type in _SAME:
-        return _degree(inputs[0], known)
-    if op.type in _SUMS:
-        return max((_degree(i, known) for i in inputs), default=Fraction(0))
-    if op.type in _PRODUCTS:
-        return sum((_degree(i, known) for i in inputs), Fraction(0))
-    if op.type in _QUOTIENTS:
-        return _degree(inputs[0], known) - _degree(inputs[1], known)
-    if op.type == "Square":
-        return 2 * _degree(inputs[0], known)
-    if op.type == "Sqrt":
-        return _degree(inputs[0], known) / 2
-    if op.type == "L2Loss":
-        return Fraction(int(_has_rows(inputs[0])))
-    if op.type in ("MatMul", "BatchMatMulV2", "Einsum"):
-        contracted = any(None in i.shape.as_list() for i in inputs if i.shape.rank is not None)
-        return sum((_degree(i, known) for i in inputs), Fraction(0)) + int(contracted and _is_static(value))
-    return Fraction(0)
+def _parts(op: Any) -> list[tuple[tf.Tensor, int]]:
+    if op.type == "Sum":
+        inner = op.inputs[0]
+        return [(part, 1) for part in (inner.op.inputs if inner.op.type == "Pack" else [inner])]
+    signs = {"Neg": [-1], "Sub": [1, -1]}.get(op.type, [1] * len(op.inputs))
+    is_sum = op.type in ("Add", "AddN", "AddV2", "Identity", "Neg", "Sub")
+    return list(zip(op.inputs, signs, strict=True)) if is_sum else []
+
+
+class _Reader:
+    """Reads degrees from a graph; None is one that cannot be told."""
+
+    def __init__(self, means: Container[int]) -> None:
+        self._means = means
+        self._known: dict[int, Fraction | None] = {}
+
+    def degree(self, value: Any) -> Fraction | None:
+        if id(value) in self._means:
+            return Fraction(0)
+        if id(value) not in self._known:
+            self._known[id(value)] = Fraction(0)  # a cycle (a loop in the graph) says nothing
+            self._known[id(value)] = self._of_rows(value) if _has_rows(value) else self._of_op(value)
+        return self._known[id(value)]
+
+    def _of_rows(self, value: tf.Tensor) -> Fraction | None:
+        """One value a row: more rows do not change it, but for a factor that they share."""
+        op = value.op
+        if op.type in _PRODUCTS | _QUOTIENTS:
+            return self._product(op)
+        return self.degree(op.inputs[0]) if op.type in _SAME and _has_rows(op.inputs[0]) else Fraction(0)
+
+    def _of_op(self, value: tf.Tensor) -> Fraction | None:
+        op = value.op
+        inputs = [i for i in op.inputs if i.dtype != tf.resource]
+        entries = self._entries(value)
+        if entries is not None:
+            return entries[0] if value.shape.rank == 0 else None
+        if op.type in ("Sum", "Mean", "Prod", "Max", "Min"):
+            of_shape = self._entries(inputs[0])
+            if of_shape:
+                return sum(of_shape, Fraction(0)) if op.type == "Prod" else max(of_shape)
+            inner = self.degree(inputs[0])
+            is_sum = op.type == "Sum" and _has_rows(inputs[0]) and _reduces_rows(op)
+            return inner if inner is None else inner + int(is_sum)
+        if op.type == "Size":
+            return Fraction(int(_has_rows(inputs[0])))
+        if op.type in _SAME:
+            return self.degree(inputs[0])
+        if op.type in _SUMS:
+            degrees = [self.degree(i) for i in inputs]
+            highest = max((d for d in degrees if d is not None), default=Fraction(0))
+            return highest if highest or None not in degrees else None
+        if op.type in _PRODUCTS | _QUOTIENTS:
+            return self._product(op)
+        if op.type in _POWERS:
+            inner = self.degree(inputs[0])
+            return inner if inner is None else inner * _POWERS[op.type]
+        if op.type == "L2Loss":
+            return Fraction(int(_has_rows(inputs[0])))
+        if op.type in ("MatMul", "BatchMatMulV2", "Einsum"):
+            contracted = any(None in i.shape.as_list() for i in inputs if i.shape.rank is not None)
+            degrees = [self.degree(i) for i in inputs]
+            known = [degree for degree in degrees if degree is not None]
+            is_sum = contracted and _is_static(value)
+            return sum(known, Fraction(int(is_sum))) if len(known) == len(degrees) else None
+        return Fraction(0) if all(self.degree(i) == 0 and not _has_rows(i) for i in inputs) else None
+
+    def _product(self, op: Any) -> Fraction | None:
+        one, other = (self.degree(i) for i in op.inputs)
+        if one is None or other is None:
+            return None
+        return one + other if op.type in _PRODUCTS else one - other
+
+    def _entries(self, value: tf.Tensor) -> list[Fraction] | None:
+        """The degrees of the numbers in a vector that tells a shape, or of one of these numbers; None for others."""
+        op = value.op
+        if op.type == "Shape":
+            rank = op.inputs[0].shape.rank
+            return [Fraction(int(_has_rows(op.inputs[0]) and i == 0)) for i in range(rank)] if rank else None
+        if op.type in ("Cast", "Identity"):
+            return self._entries(op.inputs[0])
+        if op.type not in ("GatherV2", "Slice", "StridedSlice", "Unpack"):
+            return None
+        entries, numbers = self._entries(op.inputs[0]), [_constant(i) for i in op.inputs[1:]]
+        if entries is None or not all(numbers):
+            return None
+        if op.type == "Unpack":
+            return [entries[value.value_index]]
+        first = numbers[0] or [0]
+        if op.type == "GatherV2":
+            return [entries[i] for i in first]
+        if op.type == "Slice":
+            size = (numbers[1] or [-1])[0]
+            return entries[first[0] : None if size < 0 else first[0] + size]
+        if op.get_attr("shrink_axis_mask"):
+            return [entries[first[0]]]
+        begin = None if op.get_attr("begin_mask") else first[0]
+        return entries[begin : None if op.get_attr("end_mask") else (numbers[1] or [0])[0]]
 
 
 def _has_rows(value: tf.Tensor) -> bool:

@@ -28,6 +28,7 @@ from keras_dist_ext.saving.position import (
     batch_sizes,
     batches_of,
     check_positionable,
+    checksum_of_rows,
     entered_at,
     go_to,
     has_plain_state,
@@ -36,7 +37,8 @@ from keras_dist_ext.saving.position import (
 )
 from keras_dist_ext.seeds import fold_in
 from keras_dist_ext.source import Source
-from keras_dist_ext.workers import Workers
+from keras_dist_ext.workers import Workers, checksum_of
+from keras_dist_ext.xla import warn_once
 
 __all__ = ["Execution", "Feed", "Pace"]
 
@@ -116,7 +118,7 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         self._own_rows = False
         dataset = self._given = self.data_adapter.get_tf_dataset()
         if workers is not None:
-            dataset, self._own_rows, self._order = workers.agree_on_data(dataset)
+            dataset, self._own_rows, self._order = workers.agree_on_data(dataset, _sample_of(self.data_adapter))
             self._dataset = dataset
             self._check_same_data(workers)
         self._strategy = strategy
@@ -135,7 +137,6 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         self._start: Position | None = None
         self._state: Sequence[bytes] | None = None
         self._saves_iterator: bool | None = None
-        self._batch_sizes: list[int] | None = None
         self._order_of: Callable[[int], int | None] = lambda number: None
         self.num_passes = 0
         self._num_missed = 0  # passes of an earlier process, to be made up for
@@ -237,7 +238,7 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         is_used = length is not None and self._steps_seen + made >= length
         return is_used or self._first_step + made == (self.steps_per_epoch or -1)
 
-    @property
+    @functools.cached_property
     def data_facts(self) -> dict[str, Any]:
         """What a run's data must have in common with that of an earlier process, for positions to mean the same.
 
@@ -246,14 +247,13 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         """
         kind = check_positionable(self.data_adapter, self._given, self._seekable, self.steps_per_epoch)
         is_array = kind == "arrays"
-        if self._batch_sizes is None:
-            self._batch_sizes = batch_sizes(self._given) if kind == "tf.data" else []
         return {
             "data": kind,
             "rows": self.data_adapter._num_samples if is_array else None,
             "batch_size": self.data_adapter.batch_size if is_array else None,
             "shuffle": self.data_adapter._shuffle if is_array else None,
-            "batches of the pipeline": self._batch_sizes,
+            "checksum": checksum_of_rows(self.data_adapter) if is_array else None,
+            "batches of the pipeline": batch_sizes(self._given) if kind == "tf.data" else [],
             "batches of a pass": self._num_batches if kind != "iterator" else None,
             "steps_per_epoch": self.steps_per_epoch,
             "workers that read rows of their own": self._workers.num_workers if self._workers and self._own_rows else 0,
@@ -393,11 +393,25 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
             return None
         if _keras.caches_in_memory(graph):  # made once, it keeps what it has cached, and reshuffles by itself
             if self._given not in _ORDERED:
+                if _keras.unseeded_ops(graph, over_global=self._is_seeded()) or _keras.generator_states(graph):
+                    warn_once(
+                        "The pipeline keeps elements in memory (cache()) and draws random numbers in its functions, "
+                        "which therefore cannot follow the seed of the run: they differ from run to run. Draw in the "
+                        "model, by Keras' layers or keras.random, or by tf.random.stateless_* ops."
+                    )
                 _ORDERED[self._given] = _keras.with_seeds(self._given, graph, seed, over_global=self._is_seeded())
             return _ORDERED[self._given]
         worker = _keras.first_replica(self._strategy) if self._own_rows else 0
         map_seed = fold_in(seed, "map", worker)
-        return _keras.with_seeds(self._given, graph, seed, map_seed, over_global=self._is_seeded())
+        holds_variables = _keras.holds_variables(graph)
+        ordered = _keras.with_seeds(self._given, graph, seed, map_seed, over_global=self._is_seeded())
+        if holds_variables and ordered is not self._given:
+            warn_once(
+                "The pipeline's functions read a tf.Variable. To have its order follow a seed, it is made anew for "
+                "each pass, with a copy of the variable: what is assigned in the middle of a pass is seen in the next "
+                "one. Give its shuffles seeds of their own if that matters."
+            )
+        return ordered
 
     def _agree(self, num_steps: int) -> tuple[bool, int]:
         assert self._workers is not None
@@ -413,6 +427,15 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
     def catch_stop_iteration(self) -> Iterator[None]:
         """Let everything through: a pass ends where ``Feed`` says so."""
         yield
+
+
+def _sample_of(adapter: Any) -> int | None:
+    """Return a checksum of what is at hand of data that no pipeline of the user's gives."""
+    if isinstance(adapter, _keras.ArrayDataAdapter):
+        return checksum_of_rows(adapter) or 0
+    if isinstance(adapter, _keras.GeneratorDataAdapter):
+        return checksum_of(_keras.first_batch_of_generator(adapter))
+    return None
 
 
 def any_number_of_rows(spec: Any) -> Any:

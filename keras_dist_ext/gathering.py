@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import is_default_strategy, tree
-from keras_dist_ext.errors import StrategyError
-from keras_dist_ext.program import gather_rows, is_per_replica, rows_of_replica
+from keras_dist_ext.errors import DataError, StrategyError
+from keras_dist_ext.prediction import gather_rows
+from keras_dist_ext.program import is_per_replica, rows_of_replica
 
 __all__ = ["gather", "per_replica"]
 
@@ -64,6 +65,7 @@ def gather(values: Any, strategy: tf.distribute.Strategy | None = None) -> Any:
 
     Raises:
         StrategyError: they are of several replicas, and no strategy says of which.
+        DataError: rows of different replicas have different shapes; of several workers, they are strings.
     """
     under = strategy or tf.distribute.get_strategy()
 
@@ -75,6 +77,19 @@ def gather(values: Any, strategy: tf.distribute.Strategy | None = None) -> Any:
                 "gather was given values of several replicas, and no strategy, so that nobody knows of how many "
                 "workers. Give the strategy that per_replica was given: gather(values, strategy)."
             )
+        _check_shapes(under.experimental_local_results(value))
         return gather_rows(under, value)
 
     return tf.nest.map_structure(gathered, values)
+
+
+def _check_shapes(parts: Sequence[Any]) -> None:
+    """Refuse what can be no tensor: rows of different shapes."""
+    if not tf.executing_eagerly():
+        return
+    shapes = {tuple(part.shape[1:]) for part in parts if isinstance(part, tf.Tensor) and part.shape.rank}
+    if len(shapes) > 1:
+        raise DataError(
+            f"gather was given rows of the shapes {', '.join(map(str, sorted(shapes)))} by different replicas, which "
+            "are no tensor together. Pad them to one shape, as tf.pad does, or return tf.RaggedTensors."
+        )

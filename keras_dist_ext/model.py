@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import inspect
@@ -14,55 +13,27 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras, feed
 from keras_dist_ext._keras import keras, tree
-from keras_dist_ext.callbacks import StepCallbacks, looks_at_batches
+from keras_dist_ext.callbacks import StepCallbacks, looks_at_batches, prepares
+from keras_dist_ext.construction import Scoped
 from keras_dist_ext.degree import degree_in_rows
 from keras_dist_ext.guard import Guard
+from keras_dist_ext.means import Degrees
+from keras_dist_ext.monitoring.divergence import Divergence
+from keras_dist_ext.prediction import PredictProgram
 from keras_dist_ext.processes import pulse
-from keras_dist_ext.program import PredictProgram, StepProgram
+from keras_dist_ext.program import StepProgram
 from keras_dist_ext.recorder import Recorder
 from keras_dist_ext.reduce import keep_first_part, sum_parts
 from keras_dist_ext.runners import CoordinatorProgram, predictor, runner
 from keras_dist_ext.same_program import facts_of_run
-from keras_dist_ext.scope import check_scope, checked_strategy, move_into_scope, optimizers
-from keras_dist_ext.seeds import Seeds, checked_seed
+from keras_dist_ext.scope import check_scope, move_into_scope, optimizers
+from keras_dist_ext.seeds import Seeds
 from keras_dist_ext.step import ReplicaStep, UnknownLossDegrees
 from keras_dist_ext.virtual import VirtualReplicas, num_replicas_of
-from keras_dist_ext.workers import InStep, Stop, callbacks_of_worker, workers_of
+from keras_dist_ext.workers import InStep, Stop, Workers, callbacks_of_worker, workers_of
 from keras_dist_ext.xla import warn_once
 
 __all__ = ["Functional", "Model", "Sequential"]
-
-
-class _Scoped(abc.ABCMeta, type(keras.Model)):  # type: ignore[misc]  # ABCMeta: models may be abstract, as Keras' may
-    """Makes ``Class(..., strategy=s, seed=n)`` construct the instance inside ``s.scope()``, to draw from the seed n.
-
-    Where a user's class takes a ``seed`` or a ``strategy`` itself, it is given that, whatever it means there.
-    """
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        own = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-        seed = kwargs.pop("seed", None) if "seed" not in own else None
-        if seed is not None:
-            seed = checked_seed(seed)
-        strategy = kwargs.get("strategy") if "strategy" in own else kwargs.pop("strategy", None)
-        if "strategy" not in own:
-            checked_strategy(strategy)
-        elif not isinstance(strategy, tf.distribute.Strategy):
-            strategy = None
-        with contextlib.nullcontext() if strategy is None else strategy.scope():
-            model = super().__call__(*args, **kwargs)
-        if seed is not None:
-            model.replica_seeds.wanted = seed
-        return model
-
-    @property
-    def __signature__(cls) -> inspect.Signature:
-        init = inspect.signature(cls.__init__)  # type: ignore[misc]
-        parameters = list(init.parameters.values())[1:]
-        names = [name for name in ("strategy", "seed") if name not in init.parameters]
-        ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
-        at = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_KEYWORD), len(parameters))
-        return init.replace(parameters=[*parameters[:at], *ours, *parameters[at:]])
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -79,15 +50,16 @@ def _documented_as(method: Any) -> Callable[[_Method], _Method]:
     return cast("Callable[[_Method], _Method]", wrap)
 
 
-class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
+class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
     """A ``keras.Model`` that gives under any ``tf.distribute`` strategy what it gives on one device.
 
     Use it as ``keras.Model``: subclass it, or call it with inputs and outputs. It belongs to the strategy in whose
     scope it is made, or to the one given as ``strategy=``; whatever makes variables later enters that scope by itself.
 
     Code inside ``train_step``, ``test_step``, ``compute_loss``, losses, layers and metrics sees the rows of one
-    replica, and is written as for one device: losses are means over the rows at hand, nothing is divided by the number
-    of replicas. Gradients, losses and metrics of all replicas then add up to those of the global batch.
+    replica, and is written as for one device: losses are means over the rows at hand, or sums over them, and nothing
+    is divided by the number of replicas. Gradients, losses and metrics of all replicas then add up to those of the
+    global batch. What cannot be told from the graph (see ``degree``) counts as a mean.
 
     Differences that mathematics imposes: ``BatchNormalization(synchronized=False)`` normalizes with the statistics of
     each replica's rows; its moving statistics, like all non-trainable float state that a layer assigns while it is
@@ -115,6 +87,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         object.__setattr__(instance, "_functions", {"train": {}, "test": {}})
         object.__setattr__(instance, "replica_seeds", Seeds(instance))
         object.__setattr__(instance, "_loss_degrees", {})
+        object.__setattr__(instance, "_degrees", {})
         object.__setattr__(instance, "build", _in_scope_of(instance, instance.build))
         return instance
 
@@ -136,11 +109,13 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
     _functions: Mapping[str, dict[tuple[bool, ...], Any]]  # train and test functions, by what their steps record
     _steps_per_execution_is_auto = True
     _coordinator: Any = None
+    _divergence: Any = None
     _gradients_are_parts = False
     train_function: Any
     test_function: Any
     predict_function: Any
     _loss_degrees: MutableMapping[str, dict[int, list[Any]]]  # by what the step does and the layer's id
+    _degrees: MutableMapping[str, Degrees]  # by what the step does
     _batch_spec: Any = None
 
     # Variables are made in scope
@@ -264,16 +239,14 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
             )
         self._steps_per_execution_is_auto = steps_per_execution == "auto"
         self._loss_degrees.clear()
+        self._degrees.clear()
         self.virtual_replicas = virtual
         if self._coordinator is not None:
             self._coordinator.close()
             object.__setattr__(self, "_coordinator", None)
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        if iterator is not None:
-            spec = iterator.batch_spec
-        else:
-            spec = tree.map_structure(lambda v: None if v is None else feed.any_number_of_rows(v), data_batch)
+        spec = tree.map_structure(_spec_of, data_batch) if iterator is None else iterator.batch_spec
         self._batch_spec = spec
         with self._in_scope():
             self._symbolic_build(data_batch=spec)
@@ -302,7 +275,8 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
     def _recording_function(self, kind: str, is_new: bool) -> Any:
         """Return a function whose steps record what is wanted now; one for each that was wanted before is kept."""
         with_norm = any(recorder.gradient_norm for recorder in self.replica_recorders)
-        wanted = bool(self.replica_recorders), with_norm, kind == "train" and self.replica_guard is not None
+        guards = kind == "train" and self.replica_guard is not None
+        wanted = bool(self.replica_recorders), with_norm, guards, tf.config.functions_run_eagerly()
         made = self._functions[kind]
         if is_new:
             made.clear()
@@ -324,19 +298,20 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         """See ``keras.Layer.losses``; in a step, sums and means that layers have added count as on one device."""
         losses: list[Any] = super().losses
         step = _keras.current_step()
-        if not isinstance(step, ReplicaStep) or step.num_replicas == 1 or step.model is not self:
+        if not isinstance(step, ReplicaStep) or step.num_replicas == 1 or not step.adds_losses_of(self):
             return losses
         added = {id(loss): (layer, i) for layer in self._flatten_layers() for i, loss in enumerate(layer._losses)}
         if not any(id(loss) in added for loss in losses):
             return losses  # weights' regularizers: the same on every replica
-        if step.kind not in self._loss_degrees:
+        known = step.model._loss_degrees
+        if step.kind not in known:
             raise UnknownLossDegrees
 
         def exact(loss: Any) -> Any:
             layer, place = added.get(id(loss), (None, 0))
-            degrees = self._loss_degrees[step.kind].get(id(layer), [])
-            # One that was not met when the model was traced counts as a mean.
-            return step.additional_loss(loss, degrees[place]) if place < len(degrees) else loss
+            degrees = known[step.kind].get(id(layer), [])
+            # One that was not met when the model was traced says by itself how it grows, if anything does.
+            return step.additional_loss(loss, degrees[place]) if place < len(degrees) else step.as_mean(loss)
 
         return [exact(loss) for loss in losses]
 
@@ -392,7 +367,7 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
                 callbacks.feed, callbacks.test_feed = callbacks.feed or new, new
             return new
 
-        with _keras.epoch_iterators(make):
+        with _keras.epoch_iterators(make), _keras.kept_order_of_py_datasets():
             yield
 
     def _end_epoch(self) -> None:
@@ -453,10 +428,18 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         adopted.virtual_replicas = VirtualReplicas.read_from_file(file)
         return adopted
 
-    def _pace(self, callbacks: Any, kind: str) -> feed.Pace:
+    def _paces(self, callbacks: Any, workers: Workers | None, *kinds: str) -> list[feed.Pace]:
+        """Return how many steps an execution makes: each by itself where a callback of any worker looks at it."""
         if not self._steps_per_execution_is_auto:
-            return feed.Pace(self.steps_per_execution)
-        return feed.Pace(1 if looks_at_batches(callbacks, kind) else None)
+            return [feed.Pace(self.steps_per_execution) for _ in kinds]
+        looks = [float(looks_at_batches(callbacks, kind)) for kind in kinds]
+        return [feed.Pace(1 if look else None) for look in (looks if workers is None else workers.sum(looks))]
+
+    def _differing(self) -> str | None:
+        if self._divergence is None:
+            object.__setattr__(self, "_divergence", Divergence(self))  # made once, because it traces a function
+        finding = self._divergence.check(0)
+        return None if finding is None else str(finding["what"])
 
     def add_recorder(self, recorder: Recorder) -> None:
         """Have the steps of the run that is about to begin recorded.
@@ -498,10 +481,10 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         try:
             with pulse.running(), contextlib.ExitStack() as stack:
                 for callback in tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []:
-                    if hasattr(callback, "prepare"):
+                    if prepares(callback):
                         callback.prepare(self)
-                    if hasattr(callback, "release"):
-                        stack.callback(callback.release)
+                        if hasattr(callback, "release"):
+                            stack.callback(callback.release)
                 self.replica_seeds.will_begin()
                 yield
         finally:
@@ -519,10 +502,10 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
         if workers is not None:
             workers.check_same("call fit", facts_of_run(self, _with_defaults(call).arguments))
         with self._prepared(callbacks):
+            paces = self._paces(callbacks, workers, "train", "test")
             if workers is not None:
-                callbacks = [*callbacks_of_worker(callbacks, workers), InStep(workers)]
+                callbacks = [*callbacks_of_worker(callbacks, workers), InStep(workers, self._differing)]
                 verbose = verbose if workers.is_chief else 0
-            paces = [self._pace(callbacks, "train"), self._pace(callbacks, "test")]
             if not isinstance(callbacks, keras.callbacks.CallbackList):
                 epochs = call.arguments.get("epochs", 1)
                 callbacks = StepCallbacks(callbacks, self, verbose=verbose, epochs=epochs, add_history=True)
@@ -533,13 +516,14 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
                     return super().fit(*call.args[1:], **call.kwargs)
             finally:
                 self._stop.needs_agreement = False
+                self.replica_seeds.end()
 
     @_documented_as(keras.Model.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """See ``keras.Model.evaluate``."""
         call = _EVALUATE.bind(self, *args, **kwargs)
-        callbacks = call.arguments.get("callbacks")
-        pace = self._pace(callbacks, "test")
+        given = callbacks = call.arguments.get("callbacks")
+        workers = None
         with contextlib.ExitStack() as stack:
             if not isinstance(callbacks, keras.callbacks.CallbackList):  # inside fit it is one, and fit has checked
                 check_scope(self, self.distribute_strategy).raise_if_bad()
@@ -548,7 +532,8 @@ class Model(keras.Model, metaclass=_Scoped):  # type: ignore[misc]
                 verbose = call.arguments.get("verbose", "auto") if workers is None or workers.is_chief else 0
                 callbacks = StepCallbacks(callbacks, self, verbose=verbose, epochs=1, add_history=False)
                 call.arguments["callbacks"] = callbacks
-            stack.enter_context(self._feeds([pace], callbacks, stop=lambda: getattr(self, "stop_evaluating", False)))
+            paces = self._paces(given, workers, "test")
+            stack.enter_context(self._feeds(paces, callbacks, stop=lambda: getattr(self, "stop_evaluating", False)))
             return super().evaluate(*call.args[1:], **call.kwargs)
 
     @_documented_as(keras.Model.predict)
@@ -584,6 +569,11 @@ def _with_defaults(call: inspect.BoundArguments) -> inspect.BoundArguments:
     whole = inspect.BoundArguments(call.signature, call.arguments.copy())
     whole.apply_defaults()
     return whole
+
+
+def _spec_of(value: Any) -> Any:
+    """The spec of an array of any number of rows, or of a number that all of them share."""
+    return None if value is None else feed.any_number_of_rows(value if hasattr(value, "shape") else np.asarray(value))
 
 
 _FIT = inspect.signature(keras.Model.fit)

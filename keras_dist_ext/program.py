@@ -1,4 +1,4 @@
-"""The compiled loops over a model's steps: train, test and predict.
+"""The compiled loops over a model's steps, in training and in evaluation.
 
 Steps loop in the graph, so that Python is met once an execution and not once a step; logs are computed at its end,
 from the state of the metrics pooled over replicas.
@@ -7,23 +7,24 @@ from the state of the metrics pooled over replicas.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext import _keras, data
 from keras_dist_ext._keras import tree
+from keras_dist_ext.logs import VALUE, ComputesWithResults, computes_with, noted_results, pooled_state
+from keras_dist_ext.means import Degrees
 from keras_dist_ext.recorder import StepNote, now, row, tape, when_updated
-from keras_dist_ext.reduce import parts_of, shares_memory, sum_over_replicas
+from keras_dist_ext.reduce import sum_over_replicas
 from keras_dist_ext.seeds import generator_without_seed
-from keras_dist_ext.step import ReplicaStep, Result
+from keras_dist_ext.step import ReplicaStep, UnbuiltOptimizer, UnknownLossDegrees
 from keras_dist_ext.turns import in_turns
 from keras_dist_ext.workers import workers_of
-from keras_dist_ext.xla import can_compile, compiled, compiled_step
+from keras_dist_ext.xla import can_compile, compiled_step
 
-__all__ = ["PredictProgram", "StepProgram", "concat_outputs", "gather_rows", "is_per_replica", "rows_of_replica"]
+__all__ = ["StepProgram", "is_per_replica", "rows_of_replica"]
 
 
 class StepProgram:
@@ -43,31 +44,33 @@ class StepProgram:
         self.num_replicas: int = self.strategy.num_replicas_in_sync
         self._without_seed = generator_without_seed(self.strategy, is_seeded=model.replica_seeds.root is not None)
         self._log_plan: Any = None
-        self._pools_results: bool = model.run_eagerly
+        self.is_eager: bool = model.run_eagerly or tf.config.functions_run_eagerly()
+        self._pools_results: bool = self.is_eager
         self._user_step = getattr(model, f"{kind}_step")
         virtual = model.virtual_replicas
         if model.placement is not None:
             virtual = model.placement.virtual(virtual, self.num_replicas)
         self._virtual = virtual
         self._num_turns: int = 0 if virtual is None else virtual.num_turns(self.strategy)
-        if model.jit_compile and model.placement is None and not model.run_eagerly and can_compile(self.strategy):
+        if model.jit_compile and model.placement is None and not self.is_eager and can_compile(self.strategy):
             self._user_step = compiled_step(model, kind)
         self._plain_logs = not any(
             _keras.overrides(model, name) for name in (f"{kind}_step", "compute_metrics", "get_metrics_result")
         )
         wrap: Callable[[Any], Any] = (
-            (lambda f: f) if model.run_eagerly else tf.function(autograph=False, reduce_retracing=True)
+            (lambda f: f) if self.is_eager else tf.function(autograph=False, reduce_retracing=True)
         )
         self._records = bool(model.replica_recorders)
         self._records_norm = any(recorder.gradient_norm for recorder in model.replica_recorders)
         self._guard = model.replica_guard if kind == "train" else None
         self._goes_alone = False
         self._loops = False  # whether what is traced makes several steps
+        self._degrees: Degrees | None = model._degrees.setdefault(kind, Degrees())
         self.waited_seconds = 0.0  # for the first batch of the next execution
         self._of_batch = wrap(self._on_batch)
         self._of_rows = wrap(self._on_rows_of_worker)
-        self._of_iterator = self._on_iterator_eagerly if model.run_eagerly else wrap(self._on_iterator)
-        self._of_optional = self._on_optional_eagerly if model.run_eagerly else wrap(self._on_optional)
+        self._of_iterator = self._on_iterator_eagerly if self.is_eager else wrap(self._on_iterator)
+        self._of_optional = self._on_optional_eagerly if self.is_eager else wrap(self._on_optional)
 
     def without_xla(self) -> None:
         """Go on uncompiled."""
@@ -76,6 +79,28 @@ class StepProgram:
     def go_alone(self) -> None:
         """Make every step in an execution of its own from here on."""
         self._goes_alone = True
+
+    def learn_degrees(self) -> None:
+        """Trace a step aside, on batches of any size, to learn how its numbers grow with the rows.
+
+        What a step of the user's own computes counts as means where it cannot be traced so.
+        """
+        if self._degrees is None:
+            return
+        loops, self._loops = self._loops, False
+        spec = self.model._batch_spec
+        try:
+            with self._degrees.learn(), tf.__internal__.FuncGraph("degrees_of_a_step").as_default():
+                self._one(tree.map_structure(_placeholder, spec))
+        except ComputesWithResults:
+            self._pools_results = True
+            self.learn_degrees()
+        except (UnbuiltOptimizer, UnknownLossDegrees):
+            raise
+        except Exception:  # code that needs a number of rows, or runs eagerly only
+            return
+        finally:
+            self._loops = loops
 
     def graphs(self) -> list[Any]:
         """Return the graphs that its loops were traced to so far."""
@@ -99,7 +124,7 @@ class StepProgram:
             of_worker: whether the rows are this worker's own.
         """
         run = self._of_rows if of_worker else self._of_batch
-        if not self.model.run_eagerly:
+        if not self.is_eager:
             run = run.get_concrete_function(spec)
         return lambda batch: self._keep(run(batch), 1)
 
@@ -192,6 +217,12 @@ class StepProgram:
             body,
             (tf.constant(0), optional, self._tape(num_steps), *extra),
             parallel_iterations=1,
+            shape_invariants=(
+                tf.TensorShape([]),
+                tf.OptionalSpec.from_value(optional),
+                tf.TensorShape(None) if self._records else (),
+                *(tf.TensorShape(None) for _ in extra),
+            ),
         )
         return self._told(i), optional, self._outcome(extra, tape, i)
 
@@ -263,14 +294,14 @@ class StepProgram:
         """
         batch = data.without_optionals(batch)
         cut = "not" if is_per_replica(batch) else "worker" if of_worker else "global"
-        with self._noted_results():
+        with contextlib.nullcontext() if self._plain_logs else noted_results(self.model.metrics):
             there = None if times is None else times[1]
             extra, noted = self.strategy.run(self._replica, args=(batch, cut, there))
         local = self.strategy.experimental_local_results
         if times is not None:
             over = tf.constant(float("nan"), tf.float64) if is_over is None else is_over()
             begin, batch_there = times
-            times = row(begin, batch_there, over, [local(column) for column in noted])
+            times = row(begin, batch_there, over, local(noted))
         return [part for value in extra for part in local(value)], times
 
     def _replica(self, batch: Any, cut: str, there: Any = None) -> tuple[list[tf.Tensor], Any]:
@@ -296,11 +327,12 @@ class StepProgram:
             "note": note,
             "guard": guard,
             "loops": self._loops,
+            "degrees": self._degrees,
         }
         extra = self._extra_of_replica(batch, cut, options)
         if guard is not None:
             guard.end()
-        return extra, () if note is None else note.columns()
+        return extra, () if note is None else note.column()
 
     def _extra_of_replica(self, batch: Any, cut: str, options: dict[str, Any]) -> list[tf.Tensor]:
         placement = self.model.placement
@@ -337,10 +369,10 @@ class StepProgram:
             step.note.end(step.replica_id, data.num_rows(batch), logs)
         if self._plain_logs:
             logs = {}
-        if not self._pools_results and _computes_with(step.results, logs):
+        if not self._pools_results and computes_with(step.results, logs):
             raise ComputesWithResults
         extra = step.finish(logs)
-        return tree.map_structure(lambda leaf: step.results.get(id(leaf), _VALUE), logs), extra
+        return tree.map_structure(lambda leaf: step.results.get(id(leaf), VALUE), logs), extra
 
     def _cut(self, batch: Any, cut: str, num_parts: int = 1) -> tuple[list[Any], int | tf.Tensor]:
         """Cut this replica's rows out of a batch, in as many parts, and count those of the global batch."""
@@ -362,21 +394,6 @@ class StepProgram:
             0
         ]
         return tf.cast(total, tf.int32)
-
-    @contextlib.contextmanager
-    def _noted_results(self) -> Iterator[None]:
-        """Have metrics tell the running step which tensors are their results."""
-        if self._plain_logs:
-            yield
-            return
-        metrics = list(_leaf_metrics(self.model.metrics))
-        for metric in metrics:
-            metric.__dict__["result"] = _noting(metric)
-        try:
-            yield
-        finally:
-            for metric in metrics:
-                metric.__dict__.pop("result", None)
 
     def _initial_extra(self, next_batch: Callable[[], Any], *, of_worker: bool = False) -> list[tf.Tensor]:
         """Zeros shaped like the leaves of the logs that a loop must carry, found by tracing a step aside."""
@@ -403,27 +420,7 @@ class StepProgram:
         with pooled_state(self.model, self.strategy):
             if self._plain_logs:
                 return self.model.get_metrics_result()
-            return tree.map_structure(lambda leaf: leaf.now() if leaf is not _VALUE else next(local), self._log_plan)
-
-
-class ComputesWithResults(Exception):
-    """The logs of a step hold something computed from the results of metrics, not only these results."""
-
-
-def _computes_with(results: Mapping[int, Result], logs: Any) -> bool:
-    """Whether a leaf of the logs depends on a metric's result without being one."""
-    if not results:
-        return False
-    pending = [leaf for leaf in tree.flatten(logs) if tf.is_tensor(leaf) and id(leaf) not in results]
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        if id(value) in results:
-            return True
-        if id(value) not in seen:
-            seen.add(id(value))
-            pending.extend(value.op.inputs)
-    return False
+            return tree.map_structure(lambda leaf: leaf.now() if leaf is not VALUE else next(local), self._log_plan)
 
 
 def rows_of_replica(
@@ -438,6 +435,10 @@ def rows_of_replica(
         return data.replica_rows(batch, replica * num_parts + part, num_replicas * num_parts)
 
 
+def _placeholder(spec: Any) -> Any:
+    return None if spec is None else tf.compat.v1.placeholder(spec.dtype, spec.shape)
+
+
 def _once(there: tf.Tensor, batch: Any) -> Any:
     """The batch, of which nothing is computed before the clock was read that says when it was there."""
     with tf.control_dependencies([there]):
@@ -448,109 +449,6 @@ def _same(leaf: Any) -> Any:
     return tf.identity(leaf) if tf.is_tensor(leaf) else leaf
 
 
-_VALUE = object()  # in a log plan, among `Result`s: a leaf that no metric holds
-
-
 def is_per_replica(batch: Any) -> bool:
     """Whether a batch comes from a distributed iterator, split already."""
     return any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tree.flatten(batch))
-
-
-def _leaf_metrics(metrics: Sequence[Any]) -> Iterator[Any]:
-    for metric in metrics:
-        inner = getattr(metric, "metrics", None)
-        if isinstance(inner, (list, tuple)):
-            yield from _leaf_metrics(inner)
-        else:
-            yield metric
-
-
-def _noting(metric: Any) -> Callable[[], Any]:
-    def result() -> Any:
-        value = type(metric).result(metric)
-        step = _keras.current_step()
-        return step.note_result(metric, value) if isinstance(step, ReplicaStep) else value
-
-    return result
-
-
-@contextlib.contextmanager
-def pooled_state(model: Any, strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Let reads of the model's metric variables give their sum over all replicas, in one reduction."""
-    if strategy.num_replicas_in_sync == 1:
-        yield
-        return
-    variables = [v for v in model.metrics_variables if _keras.is_sync_on_read(v)]
-    parts = [[tf.convert_to_tensor(c) for c in _keras.components(v)] for v in variables]
-    if shares_memory(strategy):
-        sums = [tf.add_n(part) for part in parts]
-    else:
-        floats = [[p if p.dtype.is_floating else tf.cast(p, tf.float64) for p in part] for part in parts]
-        summed = sum_over_replicas(strategy, [_keras.regroup(part) for part in floats]) if parts else []
-        sums = [
-            tf.cast(strategy.experimental_local_results(total)[0], part[0].dtype)
-            for total, part in zip(summed, parts, strict=True)
-        ]
-    with _keras.StatelessScope(state_mapping=list(zip(variables, sums, strict=True))):
-        yield
-
-
-class PredictProgram:
-    """The compiled ``predict_step`` over all replicas, its rows in the order of the batch."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.strategy: tf.distribute.Strategy = model.distribute_strategy
-        step = model.predict_step
-        if model.jit_compile and model.placement is None and not model.run_eagerly and can_compile(self.strategy):
-            step = compiled(step)
-        self._step = step
-        self._without_seed = generator_without_seed(self.strategy, is_seeded=model.replica_seeds.root is not None)
-        self._on_batch = (
-            self._one if model.run_eagerly else tf.function(self._one, autograph=False, reduce_retracing=True)
-        )
-
-    def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:
-        """Predict each batch and concatenate the outputs along the rows."""
-        return concat_outputs([self._on_batch(batch, of_worker) for batch in batches])
-
-    def _one(self, batch: Any, of_worker: bool) -> Any:
-        batch = data.without_optionals(batch)
-        if self.strategy.num_replicas_in_sync == 1:
-            return self.strategy.run(self._step, args=(batch,))
-        cut = "not" if is_per_replica(batch) else "worker" if of_worker else "global"
-        outputs = self.strategy.run(self._replica, args=(batch, cut))
-        return tree.map_structure(functools.partial(gather_rows, self.strategy), outputs)
-
-    def _replica(self, batch: Any, cut: str) -> Any:
-        if cut != "not":
-            batch = rows_of_replica(batch, self.strategy, of_worker=cut == "worker")
-        step = ReplicaStep(
-            self.model, 1, self.strategy.num_replicas_in_sync, kind="predict", without_seed=self._without_seed
-        )
-        with _keras.intercept(step), _keras.draws_without_seed(self._without_seed):
-            return self._step(batch)
-
-
-def gather_rows(strategy: tf.distribute.Strategy, value: Any) -> Any:
-    """Concatenate what each replica of all workers has for its rows, in the order of the replicas."""
-    parts = (value,) if _keras.is_default_strategy(strategy) else parts_of(strategy, value)
-    if len(parts) == strategy.num_replicas_in_sync:
-        return _concat(parts)
-    dtype = parts[0].dtype
-    wide = {tf.bfloat16: tf.float32, tf.float16: tf.float32, tf.bool: tf.int32}.get(dtype, dtype)
-    gathered = strategy.gather(_keras.regroup([tf.cast(part, wide) for part in parts]), axis=0)
-    return tf.cast(gathered, dtype)
-
-
-def concat_outputs(outputs: Sequence[Any]) -> Any:
-    """Concatenate the outputs of several batches along the rows."""
-    return outputs[0] if len(outputs) == 1 else tree.map_structure(lambda *parts: _concat(parts), *outputs)
-
-
-def _concat(parts: Sequence[Any]) -> Any:
-    if isinstance(parts[0], tf.SparseTensor):
-        return tf.sparse.concat(axis=0, sp_inputs=list(parts))
-    if parts[0].shape.rank == 0:
-        return tf.stack(parts)
-    return tf.concat(parts, axis=0)

@@ -4,7 +4,7 @@ A step hands its loss, examples and gradients to a ``StepNote`` while it is trac
 the notes say on a tape; each execution leaves its tape with the ``Recorder``, where it stays until ``fetch``. So no
 step waits for the host, and steps inside an execution have records of their own.
 
-Letters: n = steps; L = replicas of this worker; C = numbers of each.
+Letters: n = steps; L = replicas of this worker; C = numbers of each in a step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from keras_dist_ext.stats import Kind, StepRecords, join_records
 
 __all__ = ["Recorder", "StepNote", "now", "row", "tape", "when_updated"]
 
-# A row is: when the step began, when its batch was there, when it was over; then columns of L numbers: when a replica
-# had computed, its rows, its loss, and the norm of its gradients if that is wanted.
+# A row is: when the step began, when its batch was there, when it was over; then C numbers of each replica: when it had
+# computed, its rows, its loss, and the norm of its gradients if that is wanted.
 _NUM_TIMES = 3
 _MOST_PENDING = 1000  # executions; older ones are fetched before they are asked for
 
@@ -29,8 +29,14 @@ _MOST_PENDING = 1000  # executions; older ones are fetched before they are asked
 def now(after: Any = ()) -> tf.Tensor:
     """Read the host's clock once ``after`` is there, in seconds since 1970, float64."""
     values = [value for value in tf.nest.flatten(after) if tf.is_tensor(value)]
-    with tf.control_dependencies(values), tf.device("/device:CPU:0"):
+    with tf.control_dependencies(values), tf.device(_host_of(values)):
         return tf.timestamp()
+
+
+def _host_of(values: Sequence[Any]) -> str:
+    """The values' own device, if it is a CPU: what is on another one has to be sent to it."""
+    device = getattr(values[0], "device", "") if values else ""
+    return device if "CPU" in device.upper() else "/device:CPU:0"
 
 
 class StepNote:
@@ -99,28 +105,29 @@ class StepNote:
         if "computed" not in part and not self._on_tpu:
             part["computed"] = _as_soon_as(_on_host([part["loss"]] if "loss" in part else tf.nest.flatten(made)))
 
-    def columns(self) -> tuple[tf.Tensor, ...]:
-        """Return the record of the real replica: loss, rows, norm of gradients if wanted, and when it had computed.
-
-        Numbers of a replica without rows mean nothing.
-        """
+    def column(self) -> tf.Tensor:
+        """Return the record of the real replica, [C]; see above. Numbers of a replica without rows mean nothing."""
         parts = list(self._parts.values())
         names = ["loss", "norm"] if self._wants_norm else ["loss"]
         if len(parts) == 1:
             (part,) = parts
-            rows = tf.cast(part["rows"], tf.int32)
+            rows: Any = part["rows"]
             loss, *norm = (part.get(name, _UNKNOWN) for name in names)
         else:
             counts = [tf.cast(part["rows"], tf.float32) for part in parts]
             total = tf.add_n(counts)
-            rows = tf.cast(total, tf.int32)
+            rows = total
             loss, *norm = (_mean([part.get(name, _UNKNOWN) for part in parts], counts, total) for name in names)
         computed = [part["computed"] for part in parts if "computed" in part]
         if not computed:
-            computed_at: Any = tf.constant(float("inf"), tf.float32)
+            computed_at: Any = tf.constant(float("inf"), tf.float64)
         else:
             computed_at = computed[0] if len(computed) == 1 else tf.reduce_max(tf.stack(computed))
-        return tf.convert_to_tensor(loss), rows, *(tf.convert_to_tensor(n) for n in norm), computed_at
+        numbers = (computed_at, rows, loss, *norm)
+        if self._on_tpu:
+            return tf.stack([tf.cast(number, tf.float32) for number in numbers])
+        with tf.device(_host_of([computed_at])):
+            return tf.stack([tf.cast(number, tf.float64) for number in numbers])
 
 
 def _as_soon_as(values: Sequence[Any]) -> tf.Tensor:
@@ -149,20 +156,18 @@ def _on_host(values: Sequence[Any]) -> list[Any]:
         return [tf.identity(tf.reshape(value, [-1])[:1]) for value in (values[0], values[-1])]
 
 
-def row(begin: Any, batch_there: Any, over: Any, columns: Sequence[Sequence[Any]]) -> tf.Tensor:
-    """Return the record of a step, [3 + C L].
+def row(begin: Any, batch_there: Any, over: Any, columns: Sequence[Any]) -> tf.Tensor:
+    """Return the record of a step, [3 + L C].
 
     Args:
         begin: when it began.
         batch_there: when its batch was there.
         over: when it was over, where what follows is not the next step; else NaN.
-        columns: what the replicas have noted, C columns of L numbers.
+        columns: what the L replicas have noted, each [C].
     """
-    loss, rows, *norm, computed_at = columns
     with tf.device("/device:CPU:0"):
-        times = tf.stack([begin, batch_there, over, *(tf.cast(t, tf.float64) for t in computed_at)])
-        numbers = tf.cast(tf.stack([*loss, *(n for column in norm for n in column)]), tf.float64)
-        return tf.concat([times, tf.cast(tf.stack(rows), tf.float64), numbers], axis=0)
+        parts = [tf.stack([begin, batch_there, over]), *(tf.cast(column, tf.float64) for column in columns)]
+        return tf.concat(parts, axis=0)
 
 
 def when_updated(graph: Any, since: int) -> tf.Tensor:
@@ -219,7 +224,7 @@ class Recorder:
 
         Args:
             kind: "train" or "test".
-            rows: float64 [n or more, 3 + C L], a tensor.
+            rows: float64 [n or more, 3 + L C], a tensor.
             num_steps: n.
             end: when the execution was over, a scalar of the same clock.
             waited_seconds: for the batch of the first step, before it began.
@@ -255,7 +260,7 @@ class Recorder:
             last = self._last_end[kind]
             host = 0.0 if last is None else max(0.0, float(begin[0]) - waited_seconds - last)
             self._last_end[kind] = end
-            columns = table[:, _NUM_TIMES:].reshape(num_steps, 4 if has_norm else 3, -1)
+            columns = table[:, _NUM_TIMES:].reshape(num_steps, -1, 4 if has_norm else 3).transpose(0, 2, 1)
             computed = np.clip(columns[:, 0], batch_there[:, None], over[:, None])
             has = columns[:, 1] > 0
             norm = np.where(has, columns[:, 3], np.nan) if self.gradient_norm and kind == "train" else None

@@ -12,8 +12,9 @@ import tensorflow as tf
 
 from keras_dist_ext import feed
 from keras_dist_ext._keras import tree
+from keras_dist_ext.means import UnknownDegrees
+from keras_dist_ext.prediction import PredictProgram, concat_outputs
 from keras_dist_ext.processes import pulse
-from keras_dist_ext.program import PredictProgram, concat_outputs
 from keras_dist_ext.step import CannotCompile, CannotLoop, UnbuiltOptimizer, UnknownLossDegrees
 from keras_dist_ext.workers import workers_of
 
@@ -32,19 +33,22 @@ def runner(program: Any) -> Callable[[Any], Any]:
             or model.virtual_replicas is not None
             or model.placement is not None
         )
-        if model.run_eagerly and program.kind not in model._loss_degrees and is_split:
+        if getattr(program, "is_eager", False) and program.kind not in model._loss_degrees and is_split:
             try:  # now, because an eager step has its batch when it meets the loss
                 model._find_loss_degrees(model._batch_spec, program.kind)
             except Exception:  # code that only runs eagerly, and may have no such loss
                 model._loss_degrees[program.kind] = {}
+            _prepare(program, UnknownDegrees())
         if isinstance(iterator, feed.Execution):
             run_steps = functools.partial(_run, program, iterator)
         else:
-            run_steps = functools.partial(program.on_batch, tree.map_structure(_as_tensor, next(iterator)))
+            batch = tree.map_structure(_as_tensor, next(iterator))
+            _compare_first_batch(program, batch)
+            run_steps = functools.partial(program.on_batch, batch)
         while True:
             try:
                 return run_steps()
-            except (UnbuiltOptimizer, UnknownLossDegrees, CannotCompile, CannotLoop) as unprepared:
+            except (UnbuiltOptimizer, UnknownLossDegrees, UnknownDegrees, CannotCompile, CannotLoop) as unprepared:
                 _prepare(program, unprepared)  # they are raised while tracing, before any step is made
 
     run.program = program  # type: ignore[attr-defined]  # for who looks into what it has traced
@@ -58,6 +62,14 @@ def _run(program: Any, execution: feed.Execution) -> Any:
         logs = execution.run(program)
     pulse.steps_end(execution.num_made)
     return logs
+
+
+def _compare_first_batch(program: Any, batch: Any) -> None:
+    """See once that all workers call ``train_on_batch`` and ``test_on_batch`` with the same rows."""
+    workers = workers_of(program.strategy)
+    if workers is not None and not getattr(program, "has_compared", False):
+        program.has_compared = True
+        workers.compare_batch(batch)
 
 
 def _watched(program: Any, execution: feed.Execution) -> contextlib.AbstractContextManager[None]:
@@ -76,7 +88,16 @@ def _prepare(program: Any, unprepared: Exception) -> None:
         with model._in_scope():
             unprepared.build()
     elif isinstance(unprepared, UnknownLossDegrees):
-        model._find_loss_degrees(model._batch_spec, program.kind)
+        try:
+            model._find_loss_degrees(model._batch_spec, program.kind)
+        except NotImplementedError:  # by Keras: the model has no `call`, its step calls others
+            model._loss_degrees[program.kind] = {}
+    elif isinstance(unprepared, UnknownDegrees):
+        try:
+            program.learn_degrees()
+        except (UnbuiltOptimizer, UnknownLossDegrees) as more:
+            _prepare(program, more)
+            _prepare(program, unprepared)
     elif isinstance(unprepared, CannotLoop):
         program.go_alone()
     else:

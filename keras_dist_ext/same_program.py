@@ -26,7 +26,7 @@ from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.scope import optimizers
 from keras_dist_ext.virtual import num_replicas_of
 
-__all__ = ["Facts", "differences", "exchange_facts", "facts_of_data", "facts_of_run"]
+__all__ = ["Facts", "differences", "exchange_facts", "facts_of_data", "facts_of_model", "facts_of_run"]
 
 Facts = Mapping[str, str | list[str]]
 _NOTICE_SECONDS = 30.0
@@ -57,7 +57,7 @@ def facts_of_run(model: Any, arguments: Mapping[str, Any]) -> Facts:
         "class of the model": type(model).__name__,
         "layer": [_layer(layer) for layer in _keras.flat_layers(model)],
         "weight": [_told(weight) for weight in model.weights],
-        "loss": _name_of(model._compile_config.config.get("loss") if model.compiled else None),
+        "loss": _loss_of(model),
         "jit_compile": str(model.jit_compile),
         "run_eagerly": str(model.run_eagerly),
         "steps_per_execution": "auto" if model._steps_per_execution_is_auto else str(model.steps_per_execution),
@@ -72,6 +72,28 @@ def facts_of_run(model: Any, arguments: Mapping[str, Any]) -> Facts:
     given = tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []
     facts["callback of all workers"] = [_callback(callback) for callback in given if hasattr(callback, "prepare")]
     return facts
+
+
+def facts_of_model(model: Any) -> dict[str, str]:
+    """Tell what a model computes, as far as it must be alike in a run that goes on.
+
+    Not a learning rate that may have changed since: that of an optimizer which was used.
+    """
+    layers = [_layer(layer) for layer in _keras.flat_layers(model)]
+    facts = {"loss": _loss_of(model), "layers": str(len(layers))}
+    facts.update({f"layer {number}": text for number, text in enumerate(layers, 1)})
+    for name, optimizer in optimizers(model):
+        changing = _RATES if optimizer.built and _keras.batches_used(optimizer) else ()
+        kept = {key: value for key, value in _config(optimizer).items() if key not in changing}
+        facts.update({f"{key} of {name}": value for key, value in kept.items()})
+    return facts
+
+
+_RATES = ("learning_rate", "inner_optimizer")  # the config of a LossScaleOptimizer holds that of another one
+
+
+def _loss_of(model: Any) -> str:
+    return _name_of(model._compile_config.config.get("loss") if model.compiled else None)
 
 
 _ARGUMENTS = (
@@ -90,7 +112,8 @@ _ARGUMENTS = (
 
 def _callback(callback: Any) -> str:
     """Name a callback that prepares runs, on all workers, with what must be alike."""
-    alike = [str(getattr(callback, name)) for name in ("seed", "action", "most_in_a_row") if hasattr(callback, name)]
+    told = ("seed", "action", "most_in_a_row", "save_every", "on_preemption")
+    alike = [str(getattr(callback, name)) for name in told if hasattr(callback, name)]
     return f"{type(callback).__name__}({', '.join(alike)})"
 
 
@@ -119,11 +142,15 @@ def _own_version() -> str:
 
 
 def _layer(layer: Any) -> str:
-    """Name a layer with the numbers in its config: before it is built, these say what its weights will be."""
+    """Name a layer or a loss with the numbers in its config: before it is built, these tell a layer's weights."""
     kind = type(layer).__name__
     if isinstance(layer, keras.Model):
         return kind
-    numbers = {name: value for name, value in _config(layer).items() if re.fullmatch(_NUMBER, value)}
+    numbers = {
+        name: value
+        for name, value in _config(layer).items()
+        if re.fullmatch(r"\w+" if name == "activation" else _NUMBER, value)
+    }
     return f"{kind}({', '.join(f'{name}={value}' for name, value in numbers.items() if 'seed' not in name)})"
 
 
@@ -153,6 +180,8 @@ def _name_of(thing: Any) -> str:
         return ", ".join(f"{key}: {_name_of(value)}" for key, value in thing.items())
     if isinstance(thing, list | tuple):
         return ", ".join(map(_name_of, thing))
+    if isinstance(thing, keras.losses.Loss):
+        return _layer(thing)
     return str(getattr(thing, "__name__", type(thing).__name__))
 
 
@@ -166,13 +195,15 @@ def _config(thing: Any) -> dict[str, str]:
 
 def _plain(value: Any) -> str:
     """Write a value of a config as text that is alike in all processes."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, dict):
-        kept = {key: _plain(item) for key, item in value.items() if key not in ("name", "build_config")}
+        kept = {str(key): _plain(item) for key, item in value.items() if key not in ("name", "build_config")}
         return json.dumps(kept, sort_keys=True)
     if isinstance(value, list | tuple):
         return json.dumps([_plain(item) for item in value])
-    if isinstance(value, float | np.floating):
-        return f"{float(value):.6g}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
     return str(value) if isinstance(value, str | int | bool | None) else type(value).__name__
 
 

@@ -26,7 +26,7 @@ import json
 import operator
 import random
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -195,6 +195,15 @@ class Generator:
         return drawn if same and drawn >= 0 else None
 
 
+def _held(value: Any) -> Iterator[tf.random.Generator]:
+    """The generators of TensorFlow in an attribute, which may be a list or a dict of several."""
+    if isinstance(value, tf.random.Generator):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _held(part)
+
+
 class Seeds(_keras.KerasSaveable):  # type: ignore[misc]
     """The random generators of a model, and the global seed that they stem from; saved with the model's weights.
 
@@ -216,6 +225,8 @@ class Seeds(_keras.KerasSaveable):  # type: ignore[misc]
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)  # which Keras, loading, would find in here, and here in it, and so on
         self._loaded: dict[str, Any] = {}
+        self._left: dict[str, Any] = {}
+        self._known: set[int] = set()
         self.root: int | None = None
         self.wanted: int | None = None
         self.num_passes = 0
@@ -250,15 +261,22 @@ class Seeds(_keras.KerasSaveable):  # type: ignore[misc]
             self.restart(self.wanted)
         elif self.root is not None:
             for generator in self.generators(with_global=True):
-                if generator.num_draws(self.root) is None:
-                    generator.write(generator.initial_state(self.root))
+                if generator.num_draws(self.root) is None:  # it is new, or another model has it too
+                    left = self._left.get(generator.name)
+                    generator.write(generator.initial_state(self.root) if left is None else left)
         if self.wanted is not None and not self._has_seeded_host:
             self._has_seeded_host = True
             self._seed_host()
 
+    def end(self) -> None:
+        """Note where a run of training has stopped: another model that has the same layers may move their streams."""
+        if self.root is not None:
+            self._left = {generator.name: generator.read() for generator in self.generators()}
+
     def restart(self, seed: int) -> None:
         """Set all generators to their first draw."""
         self._check_distinct(self._own_generators(), seed)
+        self._left = {}
         self._set_root(seed)
         self.num_passes = 0
         self._has_seeded_host = False
@@ -286,6 +304,13 @@ class Seeds(_keras.KerasSaveable):  # type: ignore[misc]
         """Return the seed of the data's order in a pass, counted from 1."""
         root = self.order_root if self.root is None else self.root
         return None if root is None else fold_in(root, "data", number)
+
+    def has(self, generator: Any) -> bool:
+        """Whether a ``SeedGenerator`` is one of the model's."""
+        if id(generator) not in self._known:
+            layers = _keras.flat_layers(self._made_model())
+            self._known = {id(own) for layer in layers for own in _keras.seed_generators(layer)}
+        return id(generator) in self._known
 
     @property
     def _strategy(self) -> tf.distribute.Strategy:
@@ -317,8 +342,9 @@ class Seeds(_keras.KerasSaveable):  # type: ignore[misc]
             for generator in own:
                 add("keras", path if len(own) == 1 else f"{path}/{generator.name}", generator)
             for name, value in list(vars(layer).items()):
-                if isinstance(value, tf.random.Generator):
-                    add("tensorflow", f"{path}/{name}", value)
+                if not name.startswith("_self_"):  # TensorFlow's own list would name them again
+                    for one in _held(value):
+                        add("tensorflow", f"{path}/{name}", one)
         return list(found.values())
 
     def _global_generator(self) -> Generator:
@@ -357,6 +383,7 @@ class Seeds(_keras.KerasSaveable):  # type: ignore[misc]
             root, self.num_passes, uses_global = (int(n) for n in state["run"])
             self.uses_global = self.uses_global or bool(uses_global)
             self._set_root(None if root < 0 else root)
+        self._left = {}
         self._loaded = {name: np.asarray(value, np.int64) for name, value in state.items() if name != "run"}
         self.take_loaded()
 

@@ -156,5 +156,10 @@ def _no_rows(spec: Any) -> Any:
     if not hasattr(spec, "shape") or isinstance(spec, tf.OptionalSpec):
         return tf.experimental.Optional.empty(None)
     if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensor.from_row_splits(tf.zeros([0, *spec.shape[spec.ragged_rank + 1 :]], spec.dtype), [0])
+        values = tf.zeros([0, *spec.shape[spec.ragged_rank + 1 :]], spec.dtype)
+        splits = tf.zeros([1], spec.row_splits_dtype)
+        return tf.RaggedTensor.from_nested_row_splits(values, [splits] * spec.ragged_rank)
+    if isinstance(spec, tf.SparseTensorSpec):
+        shape = [0, *[d or 0 for d in spec.shape[1:]]]
+        return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)
     return tf.zeros([0, *[d or 0 for d in spec.shape[1:]]], spec.dtype)

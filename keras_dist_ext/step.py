@@ -14,7 +14,6 @@ Letters: n = rows of a replica, N = rows of the global batch, R = replicas in sy
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,9 +21,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext import _keras, pass_through
-from keras_dist_ext._keras import tree
+from keras_dist_ext._keras import Variable, tree
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.guard import StepGuard
+from keras_dist_ext.logs import Result
+from keras_dist_ext.means import Degrees, Means, Term
 from keras_dist_ext.pass_through import LocalUpdate, PassThrough
 from keras_dist_ext.recorder import StepNote
 from keras_dist_ext.reduce import of_dtype, parts_of, shares_memory, sum_over_replicas, times
@@ -35,7 +36,6 @@ __all__ = [
     "CannotCompile",
     "CannotLoop",
     "ReplicaStep",
-    "Result",
     "UnbuiltOptimizer",
     "UnknownLossDegrees",
     "assign_mean",
@@ -84,6 +84,7 @@ class ReplicaStep:
         note: takes what is recorded of the step, if anything is.
         guard: leaves the step out if something in it is not finite, if that is wanted.
         loops: whether one execution may make several steps.
+        degrees: how numbers grow with the rows, where the graph does not tell; None takes all of them for means.
     """
 
     turn: int | None = None  # the number of the virtual replica or micro-batch, where replicas make several
@@ -100,6 +101,7 @@ class ReplicaStep:
         note: StepNote | None = None,
         guard: StepGuard | None = None,
         loops: bool = False,
+        degrees: Degrees | None = None,
     ) -> None:
         context = tf.distribute.get_replica_context()
         self.model = model
@@ -114,7 +116,10 @@ class ReplicaStep:
         self._pools_results = pools_results
         self._can_be_empty = not (isinstance(rows, int) and rows > 0)
         self._scaled: set[int] = set()
+        self._means = Means(rows, degrees)
+        self._has_sums = False  # whether a loss was a sum over all rows, and was made a mean
         self._assigned: dict[int, Any] = {}
+        self._functions: dict[int, tuple[Any, Any]] = {}  # by id: a tf.function of the user's, and its copy
         self._draws_seed = False
         self._seeds: Any = getattr(model, "replica_seeds", None)
         self._generator_without_seed = without_seed
@@ -174,11 +179,15 @@ class ReplicaStep:
         """Turn a replica's reduced loss into one whose mean over replicas, weighted by share, is the global loss."""
         if self.num_replicas == 1 or reduction in (None, "none"):
             return local
+        return self._means.know(self._mean_loss(local, sample_weight, mask, reduction))
+
+    def _mean_loss(self, local: Any, sample_weight: Any, mask: Any, reduction: str | None) -> Any:
         if tuple(local.shape) == (0,):
             local = tf.reduce_sum(local)  # Keras leaves the losses of no rows as they are (losses/loss.py)
-        if reduction == "sum":
-            return times(local, self._inverse_share)
         weighted = reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None)
+        if reduction == "sum" or (weighted and mask is None and not _rank(sample_weight)):
+            self._has_sums = True
+            return times(local, self._inverse_share)
         if mask is None and not weighted:
             return local
         if weighted:
@@ -190,10 +199,63 @@ class ReplicaStep:
         factor = tf.math.divide_no_nan(count, global_count) * of_dtype(self._inverse_share, count.dtype)
         return local * tf.cast(tf.stop_gradient(factor), local.dtype)
 
+    def adds_losses_of(self, model: Any) -> bool:
+        """Whether what layers of a model have added to the loss is part of this step, and is made means by it."""
+        if model is self.model:
+            return True
+        return self._means.are_read and any(layer is model for layer in _keras.flat_layers(self.model))
+
     def additional_loss(self, local: tf.Tensor, degree: Any) -> tf.Tensor:
         """Turn what a layer gave to ``add_loss`` into a mean: it grows with the rows to the power ``degree``."""
-        factor = self._inverse_share
-        return times(local, factor ** float(degree)) if degree else local
+        return self._means.know(times(local, self._factor(degree)) if degree else local)
+
+    def _factor(self, degree: Any) -> float | tf.Tensor:
+        """What makes a mean of a number that grows with the rows to the power ``degree``."""
+        if degree < 0:  # a sum over all rows, divided by the rows at hand; else, it is of pairs of rows
+            return self.share ** -float(degree) if self._has_sums else 1.0
+        return self._inverse_share ** float(degree)
+
+    def as_mean(self, value: Any) -> Any:
+        """Turn a scalar of the user's code into one whose mean over replicas, weighted by share, is the global one."""
+        if self.num_replicas == 1 or _rank(value) > 0:
+            return value
+        terms = self._means.terms(value)
+        if not any(term.degree for term in terms):
+            return value
+        return self._means.know(tf.add_n([self._mean_of(term, _as_float(term.value)) for term in terms]))
+
+    def take_for_mean(self, value: Any) -> None:
+        """Take a tensor for what ``as_mean`` has returned."""
+        self._means.know(value)
+
+    def _mean_of(self, term: Term, value: tf.Tensor) -> tf.Tensor:
+        factor = self._factor(term.degree) if term.degree else 1.0
+        return times(value, factor * term.sign)
+
+    def differentiate(self, target: Any, sources: Any) -> tuple[Any, Any]:
+        """Return what to differentiate for variables instead, and factors of its parts, so that losses are means."""
+        flat = tf.nest.flatten(target)
+        of_variables = all(isinstance(source, tf.Variable | Variable) for source in tf.nest.flatten(sources))
+        if self.num_replicas == 1 or not of_variables or not all(isinstance(value, tf.Tensor) for value in flat):
+            return target, None
+        terms = [term for value in flat for term in self._means.terms(value)]
+        if not any(term.degree for term in terms):
+            return target, None
+        return [term.value for term in terms], [self._mean_of(term, tf.ones_like(term.value)) for term in terms]
+
+    def sum_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
+        """Make a scalar that a step gives to a ``Sum`` count once for the global batch, not once a replica."""
+        if self.num_replicas == 1 or not self._means.are_read or _rank(values) + _rank(sample_weight) > 0:
+            return values, sample_weight
+        values = tf.cast(self.as_mean(values), metric.dtype)
+        weight = self._weight(metric, 1.0 if sample_weight is None else sample_weight)
+        return self._zero_if_empty([values * weight])[0], None
+
+    def _weight(self, metric: Any, sample_weight: Any) -> Any:
+        """What a scalar weighs on this replica, so that all replicas together give it the weight on one device."""
+        if isinstance(self.rows, int) and isinstance(sample_weight, int) and sample_weight == self.rows:
+            return sample_weight
+        return times(tf.cast(self.as_mean(sample_weight), metric.dtype), self.share)
 
     def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Make a scalar that a step gives to a ``Mean`` count once for the global batch, not once a replica."""
@@ -205,11 +267,14 @@ class ReplicaStep:
     def _mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         if self.num_replicas == 1:
             return values, sample_weight
-        is_scalar = len(getattr(values, "shape", ())) == 0
-        if is_scalar and sample_weight is None:
-            sample_weight = of_dtype(self.share, metric.dtype)
-        elif not is_scalar and (sample_weight is None or len(getattr(sample_weight, "shape", ())) > 0):
+        if _rank(values) == 0:
+            values = self.as_mean(values)
+        elif sample_weight is None or _rank(sample_weight) > 0:
             return values, sample_weight
+        if sample_weight is None:
+            sample_weight = of_dtype(self.share, metric.dtype)
+        elif self._means.are_read and not _rank(sample_weight) and not _keras.tracks_loss(self.model, metric):
+            sample_weight = self._weight(metric, sample_weight)  # what Keras tracks, it weighs by rows
         if self._can_be_empty:  # the mean of nothing is not a number, and weighs nothing
             values = tf.convert_to_tensor(values)
             mean = tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(tf.size(values), values.dtype))
@@ -218,11 +283,11 @@ class ReplicaStep:
 
     def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any:
         """Weight the loss by the replica's share (a vector of losses is a sum: its weight is 1)."""
-        scaled = original(loss)
         if self.num_replicas == 1:
-            return scaled
+            return original(loss)
+        scaled = original(self.as_mean(loss))
         self._scaled.add(id(optimizer))
-        return times(scaled, self.share) if scaled.shape.rank == 0 else scaled
+        return self._means.know(times(scaled, self.share) if scaled.shape.rank == 0 else scaled)
 
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
         """Note state that a layer assigns, so that the replicas agree on it after the step."""
@@ -309,7 +374,8 @@ class ReplicaStep:
         self.note.gradients(self.replica_id, grads, factor)
 
     def note_loss(self, value: Any) -> None:
-        """Note what ``compute_loss`` has returned."""
+        """Note what Keras' ``compute_loss`` has returned, a sum of means."""
+        self._means.know(value)
         if len(getattr(value, "shape", ())) == 0:
             self._losses.append(value)
             if self.note is not None:
@@ -423,6 +489,11 @@ class ReplicaStep:
             for d, v in zip(dense, values, strict=True)
         ]
 
+    @property
+    def has_assigned(self) -> bool:
+        """Whether state was assigned on which the replicas have not agreed yet."""
+        return bool(self._assigned)
+
     def assigned_state(self) -> tuple[list[Any], list[Any]]:
         """Return the variables assigned since this was asked last, and what this replica adds to their mean."""
         variables = list(self._assigned.values())
@@ -446,6 +517,12 @@ class ReplicaStep:
         if seeds is not None and generator is self._generator_without_seed:
             seeds.uses_global = True
             ordered = ordered or seeds.root is not None
+        elif seeds is not None and seeds.root is not None and not seeds.has(generator):
+            warn_once(
+                f"A step of '{self.model.name}' draws from {generator.name!r}, a SeedGenerator that neither the model "
+                "nor a layer of it holds: it keeps a seed of its own, and what it has drawn is not saved. Make it an "
+                "attribute of the layer or the model."
+            )
         self._draws_seed = True
         try:
             state = original(ordered)
@@ -512,8 +589,12 @@ class ReplicaStep:
         return list(summed) if isinstance(summed, (list, tuple)) else [summed]
 
     def trace_of(self, function: Any) -> Any:
-        """Leave a tf.function alone: TensorFlow traces it for each device."""
-        return function
+        """Have a tf.function traced for steps, and anew in each: only while it is traced, what it assigns is seen."""
+        if self.num_replicas == 1 or tf.executing_eagerly():
+            return function
+        if id(function) not in self._functions:
+            self._functions[id(function)] = (function, _keras.copy_of_function(function))
+        return self._functions[id(function)][1]
 
     # Around the user's step
 
@@ -563,25 +644,18 @@ class ReplicaStep:
         local = [leaf for leaf in tree.flatten(logs) if id(leaf) not in self.results]
         if self.num_replicas == 1:
             return [tf.convert_to_tensor(leaf) for leaf in local]
-        return self._zero_if_empty([times(_as_float(leaf), self.share) for leaf in local])
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Result:
-    """A tensor that is the result of a metric, or one of several in its result."""
-
-    metric: Any
-    place: int
-    tensor: Any
-
-    def now(self) -> Any:
-        """Compute it from what the metric's state is read as now."""
-        return tree.flatten(self.metric.result())[self.place]
+        return self._zero_if_empty([times(_as_float(self.as_mean(leaf)), self.share) for leaf in local])
 
 
 def assign_mean(local: Any, mean: tf.Tensor) -> None:
     """Assign to a variable what its replicas have in the mean; of integers and bools, the nearest."""
     local.assign(tf.cast(mean if local.dtype.is_floating else tf.round(mean), local.dtype))
+
+
+def _rank(value: Any) -> int:
+    """How many dimensions; some, if that is not known."""
+    shape = tf.TensorShape(getattr(value, "shape", ()))
+    return 1 if shape.rank is None else shape.rank
 
 
 def _as_float(value: Any) -> tf.Tensor:

@@ -198,7 +198,6 @@ class _VirtualReplica(ReplicaStep):
         self.num_replicas = num_replicas
         self._state = state
         self.turn = self._replica_id = replica_id
-        self._functions: dict[int, tuple[Any, Any]] = {}  # by id: a tf.function of the user's, and its copy
 
     @property
     def replica_id(self) -> int:

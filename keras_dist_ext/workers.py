@@ -11,6 +11,7 @@ import concurrent.futures
 import functools
 import random
 import sys
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from keras_dist_ext.same_program import check_same
 from keras_dist_ext.scope import optimizers, raw_variables
 from keras_dist_ext.stall import StallWatch
 
-__all__ = ["InStep", "Stop", "Workers", "callbacks_of_worker", "own_callback", "workers_of"]
+__all__ = ["InStep", "Stop", "Workers", "callbacks_of_worker", "checksum_of", "own_callback", "workers_of"]
 
 
 def workers_of(strategy: tf.distribute.Strategy) -> Workers | None:
@@ -39,7 +40,9 @@ def workers_of(strategy: tf.distribute.Strategy) -> Workers | None:
         return None
     if not strategy.extended._in_multi_worker_mode():
         return None
-    return _WORKERS.setdefault(strategy, Workers(strategy))
+    if strategy not in _WORKERS:
+        _WORKERS[strategy] = Workers(strategy)
+    return _WORKERS[strategy]
 
 
 _WORKERS: weakref.WeakKeyDictionary[Any, Workers] = weakref.WeakKeyDictionary()
@@ -88,10 +91,12 @@ class Workers:
         here = _caller(self)
         tag = float(zlib.crc32(here.encode()) & 0xFFFF)
         with pulse.waiting(), self.watch.waiting(f"an agreement ({here})"):
-            total, squares, *sums = np.asarray(self._sum(tf.constant([tag, tag * tag, *values], tf.float64)))
+            told = [tag, tag * tag, *values]
+            told += [0.0] * (_SMALL - len(told))  # where shapes differ, TensorFlow tells one of the workers alone
+            total, squares, *sums = np.asarray(self._sum(tf.constant(told, tf.float64)))
         if self.num_workers * squares != total * total:
             raise WorkersError(self.watch.parted(f"an agreement ({here})"))
-        return np.asarray(sums)
+        return np.asarray(sums[: len(values)])
 
     def chief_says(self, values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return the chief's numbers to all workers."""
@@ -111,10 +116,12 @@ class Workers:
         return words.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :6].tobytes()[: int(size)]
 
     def all_equal(self, checksum: int) -> bool:
-        """Whether all workers hold the same checksum (its low 24 bits)."""
-        value = float(checksum & 0xFFFFFF)
-        total, squares = self.sum([value, value * value])
-        return bool(self.num_workers * squares == total * total)
+        """Whether all workers hold the same checksum (its low 32 bits)."""
+        halves = [float(checksum & 0xFFFF), float(checksum >> 16 & 0xFFFF)]  # sums of their squares are exact
+        *totals, low, high = self.sum([*halves, *(half * half for half in halves)])
+        return all(
+            self.num_workers * squares == total * total for total, squares in zip(totals, (low, high), strict=True)
+        )
 
     def share_state(self, variables: Sequence[Any]) -> None:
         """Give the chief's values of ``variables`` to all workers."""
@@ -139,24 +146,48 @@ class Workers:
 
     # Data
 
-    def agree_on_data(self, dataset: Any) -> tuple[Any, bool, int]:
+    def agree_on_data(self, dataset: Any, sample: int | None = None) -> tuple[Any, bool, int]:
         """Return the dataset to read, whether each worker reads rows of its own, and a common seed.
 
         By default all workers read the same batches and take their rows of each, so shuffles that were given no seed
         get a common one. Data is a worker's own where the user has split it: under ``AutoShardPolicy.OFF`` with
         batches that differ, or by ``Dataset.shard`` with an index that differs.
+
+        Args:
+            dataset: of this worker.
+            sample: a checksum of some of its rows, where they are at hand, and no pipeline of the user's gives them.
         """
         seed = int(self.chief_says([random.randrange(2**31)])[0])
         _keras.order_py_datasets_by(seed)
         if not isinstance(dataset, tf.data.Dataset):
             return dataset, False, seed
+        if sample is not None:
+            self.compare_data(sample)
+            return dataset, False, seed
         graph = _keras.dataset_graph(dataset)
         shards = [] if graph is None else _keras.shard_indices(graph)
         if not self.all_equal(zlib.crc32(repr(shards).encode())):
             return dataset, True, seed
+        made_of = 0 if graph is None else _keras.checksum_of_constants(graph)
         if dataset.options().experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF:
-            return dataset, not self.all_equal(_checksum(next(iter(dataset), None))), seed
+            return dataset, not self.all_equal(made_of ^ checksum_of(next(iter(dataset), None))), seed
+        self.compare_data(made_of)
         return (dataset if graph is None else _keras.with_seeds(dataset, graph, seed)), False, seed
+
+    def compare_batch(self, batch: Any) -> None:
+        """Warn where workers make a step on batches that differ."""
+        self.compare_data(checksum_of(batch))
+
+    def compare_data(self, checksum: int) -> None:
+        """Warn where a checksum of what all read differs between workers: much of it would not be used."""
+        if not self.all_equal(checksum) and self.is_chief:
+            warnings.warn(
+                "The workers were given data that differs. Each takes its rows of every batch, as if all had the same "
+                f"batches, so that of each worker's data 1/{self.num_workers} is used. Give all workers the same data, "
+                "made alike (with a seed, if it is random); or, for rows of their own, a Dataset.shard each, or "
+                "AutoShardPolicy.OFF.",
+                stacklevel=2,
+            )
 
 
 def _caller(workers: Workers) -> str:
@@ -168,13 +199,15 @@ def _caller(workers: Workers) -> str:
 
 
 _WORDS_AT_ONCE = 1 << 20
+_SMALL = 8  # numbers of an agreement that has fewer
 
 
-def _checksum(batch: Any) -> int:
+def checksum_of(batch: Any) -> int:
+    """Return a checksum of a batch that is equal on all workers where the batch is."""
     checksum = 0
-    for leaf in tree.flatten(batch):
-        if tf.is_tensor(leaf):
-            checksum = zlib.crc32(np.asarray(leaf).tobytes(), checksum)
+    for leaf in tf.nest.flatten(batch, expand_composites=True):
+        if leaf is not None and not isinstance(leaf, tf.TypeSpec) and getattr(leaf, "dtype", None) != tf.variant:
+            checksum = zlib.crc32(tf.io.serialize_tensor(leaf).numpy(), checksum)  # also of strings
     return checksum
 
 
@@ -182,6 +215,7 @@ _WRITERS = (
     keras.callbacks.BackupAndRestore,
     keras.callbacks.CSVLogger,
     keras.callbacks.ModelCheckpoint,
+    keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
 
@@ -192,30 +226,68 @@ def _is_for_chief(callback: Any) -> bool:
 
 
 class InStep(keras.callbacks.Callback):  # type: ignore[misc]
-    """The last callback of each worker: begins with the chief's state, and ends all workers after the same epoch."""
+    """The last callback of each worker: begins with the chief's state, and ends all workers after the same epoch.
 
-    def __init__(self, workers: Workers) -> None:
+    Args:
+        workers: of the run.
+        differing: says what differs between replicas, over all workers, or that nothing does (None).
+    """
+
+    def __init__(self, workers: Workers, differing: Callable[[], str | None]) -> None:
         super().__init__()
         self._workers = workers
+        self._differing = differing
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Take over what a callback of the chief has restored."""
+        """Take over what a callback, or the program, of the chief has restored."""
         model = self.model
         initial_epoch, restored = self._workers.chief_says(
             [float(model._initial_epoch or 0), float(model._initial_epoch is not None)]
         )
         if restored:  # by a callback of the chief, such as BackupAndRestore
             model._initial_epoch = int(initial_epoch)
-            generators = [generator.state for generator in model.replica_seeds.generators(with_global=True)]
-            made = [variable for _, optimizer in optimizers(model) for variable in optimizer.variables]
-            plain = [v for layer in _keras.flat_layers(model) for _, v in raw_variables(layer) if v.dtype.is_floating]
-            self._workers.share_state([*model.weights, *made, *plain, *generators])
-            model.replica_seeds.load({"run": self._workers.chief_says(model.replica_seeds.run)})
+            self._share_state()
+            return
+        differing = self._differing()
+        if differing is not None:
+            self._share_state()
+            if self._workers.is_chief:
+                warnings.warn(
+                    f"{differing} Workers train one model, so all go on from the values of the first worker now. Load "
+                    "or set values on all workers alike.",
+                    stacklevel=2,
+                )
+
+    def _share_state(self) -> None:
+        model = self.model
+        generators = [generator.state for generator in model.replica_seeds.generators(with_global=True)]
+        made = [variable for _, optimizer in optimizers(model) for variable in optimizer.variables]
+        plain = [v for layer in _keras.flat_layers(model) for _, v in raw_variables(layer) if v.dtype.is_floating]
+        self._workers.share_state([*model.weights, *made, *plain, *generators])
+        model.replica_seeds.load({"run": self._workers.chief_says(model.replica_seeds.run)})
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """End training on all workers where one has asked for it."""
-        if self._workers.sum([float(self.model._stop.is_requested)])[0]:
+        """End training on all workers where one has asked for it; see that their learning rates are equal."""
+        workers = self._workers
+        if workers.sum([float(self.model._stop.is_requested)])[0]:
             self.model._stop.agree()
+        rates = {name: _learning_rate(optimizer) for name, optimizer in optimizers(self.model)}
+        if workers.all_equal(zlib.crc32(str([f"{rate:.5g}" for rate in rates.values()]).encode())):
+            return
+        everywhere = np.zeros([workers.num_workers, len(rates)])
+        everywhere[workers.index] = list(rates.values())
+        everywhere = np.reshape(workers.sum(everywhere.ravel()), everywhere.shape)
+        differs = ~np.isclose(everywhere, everywhere[:1], rtol=1e-5, atol=0, equal_nan=True)
+        for worker, place in np.argwhere(differs):
+            raise WorkersError(
+                f"The learning rate of {list(rates)[place]} is {everywhere[worker, place]:g} on worker {worker} and "
+                f"{everywhere[0, place]:g} on worker 0 after epoch {epoch + 1}, so that they train different models. "
+                "Callbacks must set it on all workers, to the same values."
+            )
+
+
+def _learning_rate(optimizer: Any) -> float:
+    return float(np.asarray(keras.ops.convert_to_numpy(optimizer.learning_rate)))
 
 
 def callbacks_of_worker(callbacks: Any, workers: Workers) -> list[Any]:

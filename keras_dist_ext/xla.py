@@ -83,7 +83,7 @@ def _noting(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _note() -> Any:
-    return getattr(_keras.current_step(), "note", None)
+    return getattr(_step(), "note", None)
 
 
 def _forward(model: Any, training: bool, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
@@ -95,13 +95,19 @@ def _forward(model: Any, training: bool, x: Any, y: Any, sample_weight: Any) -> 
     with tf.GradientTape() if training else contextlib.nullcontext() as tape:
         y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
         loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+        loss = _step().as_mean(loss)
         scaled = model.optimizer.scale_loss(loss) if training else loss
     return y_pred, loss, [] if tape is None else tape.gradient(scaled, model.trainable_weights)
+
+
+def _step() -> Any:
+    return _keras.current_step()
 
 
 def _train(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
     x, y, sample_weight = _keras.Unpack(batch)
     y_pred, loss, gradients = forward(x, y, sample_weight)
+    _step().take_for_mean(loss)
     model._loss_tracker.update_state(loss, sample_weight=data.num_rows(x))
     model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
@@ -110,6 +116,7 @@ def _train(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
 def _test(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
     x, y, sample_weight = _keras.Unpack(batch)
     y_pred, loss, _ = forward(x, y, sample_weight)
+    _step().take_for_mean(loss)
     model._loss_tracker.update_state(loss, sample_weight=data.num_rows(x))
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 

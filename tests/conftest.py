@@ -1,5 +1,6 @@
 """Give every test four logical CPU devices, one strategy object per kind, and the same seeds."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ import pytest
 import tensorflow as tf
 
 from keras_dist_ext.strategy import pick_strategy
+
+gc.collect()
+gc.freeze()  # what was imported stays: collections, of which Keras makes one a model, need not look at it each time
 
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
 NUM_DEVICES = 4

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_dist_ext as kde
-from keras_dist_ext import program, reduce, step, xla
+from keras_dist_ext import logs, program, reduce, step, xla
 from keras_dist_ext._keras import components
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step import ReplicaStep
@@ -61,7 +61,7 @@ def collective(monkeypatch, mirrored):
         return original(self, reduce_op, pairs, options)
 
     monkeypatch.setattr(type(mirrored.extended), "batch_reduce_to", batch_reduce_to)
-    for module in (reduce, step, program):
+    for module in (reduce, step, logs):
         monkeypatch.setattr(module, "shares_memory", lambda strategy: False)
     yield mirrored
     assert calls, "nothing was reduced by a collective"

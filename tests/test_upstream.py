@@ -83,7 +83,10 @@ SIGNATURES = {
         "separable_conv": "inputs depthwise_kernel pointwise_kernel strides padding data_format dilation_rate",
     },
     "keras.src.backend.tensorflow.numpy": {"add": "x1 x2"},
-    "keras.src.metrics.reduction_metrics": {"Mean.update_state": "self values sample_weight"},
+    "keras.src.metrics.reduction_metrics": {
+        "Mean.update_state": "self values sample_weight",
+        "Sum.update_state": "self values sample_weight",
+    },
     "keras.src.random.seed_generator": {"SeedGenerator.next": "self ordered", "global_seed_generator": ""},
     "keras.src.models.model": {"functional_init_arguments": "args kwargs"},
     "keras.src.optimizers.base_optimizer": {
@@ -143,7 +146,12 @@ SIGNATURES = {
         "regroup": "values wrap_class always_wrap",
     },
     "tensorflow.python.distribute.input_lib": {"get_iterator_spec_from_dataset": "strategy dataset"},
-    "tensorflow.python.distribute.values": {"DistributedVariable._get_on_device_or_primary": "self"},
+    "tensorflow.python.distribute.values": {
+        "DistributedVariable._get_on_device_or_primary": "self",
+    },
+    "tensorflow.python.eager.backprop": {
+        "GradientTape.gradient": "self target sources output_gradients unconnected_gradients"
+    },
     "tensorflow.python.eager.context": {
         "Context.abort_collective_ops": "self code message",
         "Context.configure_coordination_service": "self service_type service_leader enable_health_check "
@@ -162,6 +170,10 @@ SIGNATURES = {
     },
     "tensorflow.python.framework.ops": {"Graph.switch_to_thread_local": "self", "Graph.get_name_scope": "self"},
     "tensorflow.python.ops.control_flow_util": {"GraphOrParentsInXlaContext": "graph"},
+    "tensorflow.python.ops.nn_impl_distribute": {
+        "compute_average_loss": "per_example_loss sample_weight global_batch_size",
+        "scale_regularization_loss": "regularization_loss",
+    },
 }
 
 
@@ -199,8 +211,16 @@ class Recorder:
         self.asked.append(("reduce_loss", (local, sample_weight, mask, reduction, dtype)))
         return local
 
+    def as_mean(self, value: Any) -> Any:
+        self.asked.append(("as_mean", value))
+        return value
+
     def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         self.asked.append(("mean_update", (metric.name, values, sample_weight)))
+        return values, sample_weight
+
+    def sum_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
+        self.asked.append(("sum_update", (metric.name, values, sample_weight)))
         return values, sample_weight
 
     def note_loss(self, value: Any) -> None:
@@ -435,6 +455,30 @@ def test_keras_takes_what_has_no_rows_for_a_bias_and_a_step_adds_it() -> None:
     with _keras.intercept(PassThrough()):
         assert keras.ops.add(nothing, nothing).shape == (0, 3)
         assert keras.ops.add(tf.ones([2, 3], tf.int32), 0.5).dtype == tf.float32
+
+
+def test_sums_and_scalar_losses_are_asked_about_and_averages_are_of_the_rows_at_hand(
+    mirrored: Any,
+) -> None:
+    recorder = Recorder()
+    with _keras.intercept(recorder):
+        keras.metrics.Sum().update_state(2.0, sample_weight=3.0)
+        _keras.losses_module.LossFunctionWrapper(lambda y, y_pred: tf.reduce_sum(y_pred))(Y, Y)
+    assert [values[1:] for values in recorder.about("sum_update")] == [(2.0, 3.0)]
+    assert len(recorder.about("as_mean")) == 1
+
+    def averages() -> Any:
+        losses = tf.constant([1.0, 2.0, 6.0])
+        return tf.nn.compute_average_loss(losses), tf.nn.scale_regularization_loss(losses)
+
+    def of_step() -> Any:
+        with _keras.intercept(PassThrough()):
+            return averages()
+
+    first, second = (mirrored.experimental_local_results(value)[0] for value in mirrored.run(of_step))
+    assert (float(first), float(second)) == (3.0, 9.0)
+    first, second = (mirrored.experimental_local_results(value)[0] for value in mirrored.run(averages))
+    assert (float(first), float(second)) == (1.5, 4.5)  # of TensorFlow: divided by the replicas
 
 
 def test_a_hook_is_installed_once() -> None:
@@ -746,7 +790,6 @@ def test_under_local_updates_each_replica_writes_its_own_copy(mirrored: Any) -> 
     run()
     assert [float(copy) for copy in _keras.components(variable)] == [11, 12]
     assert all(asked_here)
-    assert "_use_merge_call" not in vars(mirrored.extended)
     assert mirrored.extended._use_merge_call()
 
 
@@ -1026,6 +1069,51 @@ def test_shuffles_without_a_seed_get_ours() -> None:
     assert values_of(shuffled(3, times=2)) == values_of(shuffled(3, times=2))
 
 
+def test_shuffles_in_functions_get_our_seed_too() -> None:
+    tf.random.set_seed(None)
+    parts = tf.data.Dataset.range(3).interleave(lambda i: tf.data.Dataset.range(9 * i, 9 * i + 9).shuffle(9))
+    passes = [values_of(_keras.with_seeds(parts, _keras.dataset_graph(parts), seed)) for seed in (1, 1, 2)]
+    assert passes[0] == passes[1] != passes[2]
+    assert sorted(passes[0]) == sorted(passes[2]) == list(range(27))
+
+
+def test_a_shuffle_without_a_seed_is_known_without_a_graph() -> None:
+    tf.random.set_seed(None)
+    numbers = tf.data.Dataset.range(9)
+    assert _keras.shuffles_without_seed(tf.data.Dataset.zip((numbers, numbers.shuffle(3).map(lambda i: i))).batch(2))
+    assert not _keras.shuffles_without_seed(numbers.shuffle(3, seed=1).batch(2))
+
+
+def test_some_rows_are_taken_of_any_arrays_that_are_in_memory() -> None:
+    x, y = np.arange(12.0).reshape(6, 2), tf.range(6)
+    adapter = _keras.ArrayDataAdapter({"a": x, "b": tf.constant(x)}, y)
+    assert [part.tolist() for part in _keras.some_rows(adapter, np.array([1, 5]))] == [
+        [[2.0, 3.0], [10.0, 11.0]],
+        [[2.0, 3.0], [10.0, 11.0]],
+        [1, 5],
+    ]
+    with pytest.raises(TypeError, match="RaggedTensor"):
+        _keras.some_rows(_keras.ArrayDataAdapter(tf.ragged.constant([[1.0], [1.0, 2.0]])), np.array([1]))
+
+
+def test_a_copy_of_a_function_is_traced_anew_but_for_what_was_loaded(tmp_path: Any) -> None:
+    traced: list[int] = []
+
+    class Doubles(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec([], tf.float32)])
+        def double(self, x: tf.Tensor) -> tf.Tensor:
+            traced.append(1)
+            return 2 * x
+
+    module = Doubles()
+    copy = _keras.copy_of_function(module.double)
+    assert float(module.double(1.0)) == float(copy(1.0)) == 2
+    assert len(traced) == 2
+    tf.saved_model.save(module, str(tmp_path / "saved"))
+    loaded = tf.saved_model.load(str(tmp_path / "saved"))
+    assert _keras.copy_of_function(loaded.double) is loaded.double
+
+
 def test_shuffles_with_a_seed_keep_it() -> None:
     dataset = tf.data.Dataset.range(50).shuffle(50, seed=1)
     assert _keras.with_seeds(dataset, _keras.dataset_graph(dataset), 3) is dataset
@@ -1063,15 +1151,16 @@ def test_a_step_sees_what_is_differentiated() -> None:
     seen: list[Any] = []
 
     class Step:
-        def differentiate(self, target: Any, sources: Any) -> None:
+        def differentiate(self, target: Any, sources: Any) -> tuple[Any, Any]:
             seen.append((target, sources))
+            return [target], [tf.constant(3.0)]
 
     variable = tf.Variable(2.0)
-    for step in (Step(), None):
+    for step, factor in ((Step(), 3.0), (None, 1.0)):
         with _keras.intercept(step), tf.GradientTape() as tape:  # type: ignore[arg-type]
             loss = variable**2
             gradient = tape.gradient(loss, [variable])
-        assert float(gradient[0]) == 4.0
+        assert float(gradient[0]) == 4.0 * factor
     assert len(seen) == 1
     assert (float(seen[0][0]), seen[0][1][0] is variable) == (4.0, True)
 
@@ -1533,3 +1622,74 @@ def test_stateful_ops_run_in_the_order_of_tracing_unless_they_are_said_to_be_ind
     assert sorted(op.type for op in second.control_inputs) == ["Placeholder", "Timestamp"]
     assert [op.type for op in third.control_inputs] == ["Placeholder"]
     _keras.run_in_any_order(tf.timestamp())  # eagerly there is nothing to do
+
+
+def test_a_checksum_tells_what_a_dataset_is_made_of() -> None:
+    def checksum(values: Any) -> int:
+        return _keras.checksum_of_constants(
+            _keras.dataset_graph(tf.data.Dataset.from_tensor_slices(values).shuffle(9).batch(2))
+        )
+
+    rows = np.arange(6.0)
+    assert checksum(rows) == checksum(rows.copy()) != checksum(rows[::-1].copy())
+    assert checksum((rows, rows)) != checksum((rows, rows[::-1].copy()))
+    assert checksum(tf.ragged.constant([[1, 2], [3]])) == checksum(tf.ragged.constant([[1, 2], [3]]))
+    assert checksum(["/a/1", "/a/2"]) == checksum(["/b/1", "/b/2"]) != checksum(["/a/1", "/a/3"])
+
+
+def test_what_keras_has_looked_at_of_a_generator_is_at_hand() -> None:
+    adapter = _keras.data_adapter((pair for pair in [(X, Y), (X, Y)]), None, None, batch_size=None, shuffle=False)
+    assert isinstance(adapter, _keras.GeneratorDataAdapter)
+    x, y = _keras.first_batch_of_generator(adapter)
+    assert x is X
+    assert y is Y
+
+
+def test_functions_that_ops_call_are_at_hand() -> None:
+    @tf.function(autograph=False)
+    def called(x: Any) -> Any:
+        return x - 1.0
+
+    @tf.function(autograph=False)
+    def calls(x: Any) -> Any:
+        inner = tf.function(lambda x: called(x) * 2.0)(x)
+        branch = tf.cond(x > 0, lambda: x * 3.0, lambda: tf.switch_case(tf.cast(x, tf.int32), [lambda: x - 4.0]))
+        (loop,) = tf.while_loop(lambda x: x < 5.0, lambda x: (x / 6.0,), (x,))
+        return inner + branch + loop
+
+    graph = calls.get_concrete_function(tf.constant(1.0)).graph
+    found = {op.type: _keras.functions_of_op(op) for op in graph.get_operations() if _keras.functions_of_op(op)}
+
+    def types(inner: Any) -> list[str]:
+        return [op.type for op in inner.get_operations() if op.type in ("Mul", "Sub", "RealDiv", "Less")]
+
+    assert {name: [types(inner) for inner in inners] for name, inners in found.items()} == {
+        "PartitionedCall": [["Mul"]],
+        "StatelessIf": [["Mul"], []],
+        "StatelessWhile": [["RealDiv"], ["Less"]],
+    }
+    (inner,), (_, other) = found["PartitionedCall"], found["StatelessIf"]
+    assert [types(_keras.functions_of_op(op)[0]) for op in inner.get_operations() if _keras.functions_of_op(op)] == [
+        ["Sub"]
+    ]
+    nested = [op for op in other.get_operations() if _keras.functions_of_op(op)]
+    assert [types(_keras.functions_of_op(op)[0]) for op in nested] in ([["Sub"]], [])  # a case of one is none
+    gradient = tf.function(lambda x: tf.gradients(calls(x), x)[0]).get_concrete_function(tf.constant(1.0)).graph
+    assert all(inner.inputs for op in gradient.get_operations() for inner in _keras.functions_of_op(op))
+
+
+def test_layers_without_a_build_of_their_own_need_none() -> None:
+    class Own(layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.weight = self.add_weight()
+
+    assert [_keras.has_to_be_built(layer) for layer in (layers.Dropout(0.5), layers.Dense(1), Own())] == [
+        False,
+        True,
+        True,
+    ]
+    built = layers.Dense(1)
+    built.build((None, 2))
+    assert not _keras.has_to_be_built(built)
+    with tf.distribute.get_strategy().scope():
+        assert _keras.has_to_be_built(kde.Sequential([layers.Dense(1)]))

@@ -15,7 +15,7 @@ from conftest import strategies
 from virtual_runs import CASES, FIT, OF_WORKERS, QUICK, Case, X, Y, randomized, rows_of_worker, run_in_worker, values
 
 import keras_dist_ext as kde
-from keras_dist_ext import program, reduce, turns, xla
+from keras_dist_ext import logs, reduce, turns, xla
 from keras_dist_ext.launch import launch
 
 ORDERED, FAST = kde.VirtualReplicas(4), kde.VirtualReplicas(4, reduction="fast")
@@ -92,7 +92,7 @@ def test_batches_that_tensorflow_has_distributed_are_dealt_on(mirrored):
     "name", ["accumulation of gradients", pytest.param("sparse gradients", marks=pytest.mark.slow)]
 )
 def test_collectives_give_the_bits_that_memory_gives(name, monkeypatch):
-    for module in (reduce, program):
+    for module in (reduce, logs):
         monkeypatch.setattr(module, "shares_memory", lambda strategy: False)
     gathers = []
     original = tf.distribute.ReplicaContext.all_gather

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import types
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ __all__ = ["CallbackStates", "Packed"]
 Packed = dict[str, Any]  # attribute -> what JSON can hold; arrays are left aside and named
 
 _SET_BY_KERAS = {"params", "_model", "model"}
-_DATA_BYTES = 1 << 20  # a larger array that is still the same object is taken for data that the callback looks at
+_DATA_BYTES = 1 << 20  # a larger array that nothing has changed is taken for data that the callback looks at
+_LOOKED_AT_BYTES = 1 << 24  # of such an array, by rows, to see whether it has changed
 
 
 class CallbackStates:
@@ -69,7 +71,7 @@ class CallbackStates:
         arrays: dict[str, np.ndarray[Any, Any]] = {}
         states: dict[str, Packed] = {}
         for name, callback in self._callbacks.items():
-            if hasattr(callback, "get_state"):
+            if _speaks_for_itself(callback):
                 states[name] = {"state": _pack(_freeze(callback.get_state(), f"{name}.get_state()"), arrays)}
                 continue
             before = self._at_begin[name]
@@ -87,7 +89,7 @@ class CallbackStates:
             callback = self._callbacks.get(name)
             if callback is None:
                 continue
-            if hasattr(callback, "set_state"):
+            if _speaks_for_itself(callback):
                 if "state" in packed:
                     callback.set_state(_unpack(packed["state"], arrays))
                 continue
@@ -109,6 +111,10 @@ class CallbackStates:
             )
 
 
+def _speaks_for_itself(callback: Any) -> bool:
+    return hasattr(callback, "get_state") and hasattr(callback, "set_state")
+
+
 def _named(callbacks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     counts: collections.Counter[str] = collections.Counter()
     for callback in callbacks:
@@ -123,9 +129,12 @@ def _set(callback: Any, name: str, value: Any) -> None:
     held = vars(callback).get(name)
     if isinstance(value, _Held):
         _assign(callback, name, _variables_of(held) or [], value)
-    elif isinstance(held, dict) and type(held) is not dict and isinstance(value, dict):
-        held.clear()  # a Counter stays one
+    elif isinstance(held, dict) and isinstance(value, dict):
+        held.clear()  # a Counter stays one, and who else holds it sees it too
         held.update(value)
+    elif type(held) in (list, set, collections.deque) and type(value) is type(held):
+        held.clear()
+        held.extend(value) if hasattr(held, "extend") else held.update(value)
     else:
         setattr(callback, name, value)
 
@@ -214,9 +223,10 @@ def _frozen(callback: Any, before: Mapping[str, Any] | None = None) -> dict[str,
             frozen[name] = _Opaque(value, is_models=True) if is_models and arrays else _Held(arrays)
             continue
         if isinstance(value, np.ndarray) and value.nbytes > _DATA_BYTES:
-            held = (before or {}).get(name)
-            if before is None or (isinstance(held, _Opaque) and held.value is value):
-                frozen[name] = _Opaque(value)
+            held, watched = (before or {}).get(name), _Opaque(value)
+            watched.marks = {"checksum": zlib.crc32(value[:: max(1, value.nbytes // _LOOKED_AT_BYTES)].tobytes())}
+            if before is None or _same(held, watched):
+                frozen[name] = watched
                 continue
         frozen[name] = _freeze(value)
     return frozen

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import types
+import zlib
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext import _keras
@@ -24,9 +26,11 @@ __all__ = [
     "batch_sizes",
     "batches_of",
     "check_positionable",
+    "checksum_of_rows",
     "entered_at",
     "go_to",
     "has_plain_state",
+    "keeps_order",
     "make_up_for",
     "seekable",
 ]
@@ -119,6 +123,12 @@ def check_positionable(adapter: Any, dataset: Any, given: Seekable | None, steps
             f"The data is read through Keras' {type(adapter).__name__}, which cannot be entered in the middle. Give "
             "fit arrays, a tf.data.Dataset or a keras.utils.PyDataset."
         )
+    if _keras.shuffles_without_seed(dataset) and _keras.dataset_graph(dataset) is None:
+        raise DataError(
+            "The data is shuffled without a seed, in a pipeline whose graph TensorFlow cannot write down (it holds "
+            "more than 2 GB, or depends on what lives in this process), so its order could not be found again. Give "
+            "its shuffle a seed."
+        )
     return "tf.data"
 
 
@@ -127,6 +137,31 @@ def batch_sizes(dataset: Any) -> list[int]:
     graph = read_graph(dataset) if isinstance(dataset, tf.data.Dataset) else None
     stages = [] if graph is None else graph.stages.values()
     return [int(stage.batch_size) for stage in stages if stage.batch_size is not None]
+
+
+def checksum_of_rows(adapter: Any) -> int | None:
+    """Return a checksum of some rows of arrays, to tell others of the same number; None where they cannot be taken."""
+    if not adapter._num_samples:
+        return None
+    rows = np.unique(np.linspace(0, adapter._num_samples - 1, 64).astype(np.int64))
+    checksum = 0
+    try:
+        taken = _keras.some_rows(adapter, rows)
+    except TypeError:
+        return None
+    for part in taken:
+        checksum = zlib.crc32(repr(part.tolist()).encode() if part.dtype == object else part.tobytes(), checksum)
+    return checksum
+
+
+def keeps_order(dataset: Any) -> bool:
+    """Whether a pipeline gives its elements in an order that does not depend on how long each takes."""
+    graph = _keras.dataset_graph(dataset) if isinstance(dataset, tf.data.Dataset) else None
+    if graph is None:
+        return True
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    said = {node.attr["deterministic"].s for node in nodes if "deterministic" in node.attr}
+    return b"false" not in said and (dataset.options().deterministic is not False or b"default" not in said)
 
 
 def go_to(adapter: Any, position: Position) -> None:

@@ -93,7 +93,7 @@ def _listed(model: Any) -> Iterator[_Variable]:
     for layer in _keras.flat_layers(model):
         for name, variable in raw_variables(layer):
             yield _Variable("tf.Variable", f"{layer.path or layer.name}/{name}", variable)
-    for name, optimizer in optimizers(model):
+    for name, optimizer in _held_optimizers(model):
         for variable in optimizer.variables:
             yield _Variable(f"of {name}", getattr(variable, "path", variable.name), variable)
     for variable in model.metrics_variables:
@@ -114,6 +114,21 @@ def _is_in_parts(model: Any, name: str, variable: Any) -> bool:
     return any(gradient is variable for gradient in accumulated)
 
 
+def _held_optimizers(model: Any) -> Iterator[tuple[str, Any]]:
+    """The optimizers of a model, those in its lists and dicts, and those of the models in it."""
+    seen: set[int] = set()
+    for number, layer in enumerate(_keras.flat_layers(model)):
+        held = optimizers(layer)
+        for attribute, value in vars(layer).items():
+            if isinstance(value, list | tuple | dict) and not attribute.startswith("_"):
+                parts = value.items() if isinstance(value, dict) else enumerate(value)
+                held += [(f"{attribute}[{k}]", part) for k, part in parts if isinstance(part, keras.Optimizer)]
+        for name, optimizer in held:
+            if id(optimizer) not in seen:
+                seen.add(id(optimizer))
+                yield name if layer is model else f"{name} of layer {number}", optimizer
+
+
 def _inner(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
@@ -122,7 +137,7 @@ def _optimizers(model: Any) -> dict[str, dict[str, Any]]:
     """Class, and the weights it was built for, of each optimizer that is built."""
     places = {id(weight): number for number, weight in enumerate(model.weights)}
     found: dict[str, dict[str, Any]] = {}
-    for name, optimizer in optimizers(model):
+    for name, optimizer in _held_optimizers(model):
         if optimizer.built:
             of = [places.get(id(variable), -1) for variable in _keras.optimized_variables(optimizer)]
             found[name] = {"class": type(optimizer).__name__, "of": of}
@@ -163,15 +178,28 @@ def _gather(workers: Workers, local: Mapping[str, Array]) -> dict[str, Array]:
 # Back
 
 
-def put_back(model: Any, facts: Mapping[str, Any], arrays: Mapping[str, Array], workers: Workers | None) -> None:
+def put_back(
+    model: Any,
+    facts: Mapping[str, Any],
+    arrays: Mapping[str, Array],
+    workers: Workers | None,
+    computes: Mapping[str, str],
+) -> None:
     """Put back what was taken down, on this worker's replicas.
+
+    Args:
+        model: it is put into.
+        facts: what was taken down, with what the model that it was taken of computes.
+        arrays: likewise.
+        workers: if there are several.
+        computes: what this model computes, see ``facts_of_model``.
 
     Raises:
         ResumeError: it is that of another model, optimizer or seed; says what differs. Nothing was changed then.
     """
     _build_optimizers(model, facts["optimizers"])
     variables = _variables(model)
-    _check_same(model, facts, variables)
+    _check_same(model, facts, variables, computes)
     for name, (_, _, variable) in variables.items():
         _assign(model, variable, arrays[name], in_parts=name in facts["parts"])
     num_replicas = model.distribute_strategy.num_replicas_in_sync
@@ -186,7 +214,7 @@ def put_back(model: Any, facts: Mapping[str, Any], arrays: Mapping[str, Array], 
 def _build_optimizers(model: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Build optimizers that are built in their first step: one of the user's own beside that of `compile`."""
     weights = model.weights
-    for name, optimizer in optimizers(model):
+    for name, optimizer in _held_optimizers(model):
         of = saved.get(name, {}).get("of", ())
         is_here = all(0 <= number < len(weights) for number in of)
         if of and not optimizer.built and type(optimizer).__name__ == saved[name]["class"] and is_here:
@@ -194,7 +222,9 @@ def _build_optimizers(model: Any, saved: Mapping[str, Mapping[str, Any]]) -> Non
                 optimizer.build([weights[number] for number in of])
 
 
-def _check_same(model: Any, facts: Mapping[str, Any], variables: Mapping[str, _Variable]) -> None:
+def _check_same(
+    model: Any, facts: Mapping[str, Any], variables: Mapping[str, _Variable], computes: Mapping[str, str]
+) -> None:
     saved = {name: (path, f"{dtype} {tuple(shape)}") for name, path, dtype, shape in facts["variables"]}
     now: dict[str, tuple[str, str]] = {}
     for name, (_, path, variable) in variables.items():
@@ -219,6 +249,12 @@ def _check_same(model: Any, facts: Mapping[str, Any], variables: Mapping[str, _V
     )
     if seeds[0] != seeds[1]:
         differences.append("the seed is {1}, and was {0}".format(*("none" if seed < 0 else seed for seed in seeds)))
+    computed = facts.get("computes", {})
+    differences += [
+        f"{name} is {computes[name]}, and was {was}"
+        for name, was in computed.items()
+        if name in computes and computes[name] != was
+    ]
     if differences:
         more = f"; and {counted(len(differences) - _LISTED, 'other')}" if len(differences) > _LISTED else ""
         raise ResumeError(

@@ -46,6 +46,7 @@ class Saves:
         self.directory = Path(directory)
         self._keep = keep
         self._bad: set[Path] = set()
+        self._last: int | None = None  # number of the newest save that this object knows of, once it has looked
 
     def prepare(self) -> None:
         """Make the directory, see that files can be written there, and remove what killed processes have left aside.
@@ -70,10 +71,12 @@ class Saves:
             arrays: of numbers, by name.
 
         Raises:
-            OSError: it cannot be written; what was there before is as it was.
+            OSError: it cannot be written, or another run has; what was there before is as it was.
         """
         paths = self._paths()
         number = 1 + (_number(paths[-1]) if paths else 0)
+        if self._last is not None and number > self._last + 1:
+            raise FileExistsError(f"{paths[-1].name} is of another run, and each needs a directory of its own")
         path = self.directory / f"save-{number:010d}.kde"
         aside = path.with_name(f"{path.name}.aside")
         try:
@@ -84,6 +87,7 @@ class Saves:
                 aside.unlink(missing_ok=True)
             raise
         _sync_directory(self.directory)
+        self._last = number if self._last is not None else None
         whole = [path for path in paths if path not in self._bad]
         for old in [*self._bad, *whole[: max(0, len(whole) + 1 - self._keep)]]:
             with contextlib.suppress(OSError):
@@ -96,7 +100,9 @@ class Saves:
         causes: dict[Path, Exception] = {}
         found: bytes | None = None
         instead = "There is no other, so the run begins anew."
-        for path in reversed(self._paths()):
+        paths = self._paths()
+        self._last = _number(paths[-1]) if paths else 0
+        for path in reversed(paths):
             try:
                 content = path.read_bytes()
                 check(content)
@@ -131,12 +137,20 @@ def _pack(facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> Iterator[Any
     for name, array in arrays.items():
         places.append({"name": name, "dtype": array.dtype.name, "shape": array.shape, "offset": offset})
         offset += array.nbytes + -array.nbytes % _ALIGNED
-    header = json.dumps({"facts": facts, "arrays": places}).encode()
+    header = json.dumps({"facts": facts, "arrays": places}, default=_of_python).encode()
     header += b" " * (-(len(_MAGIC) + 8 + len(header)) % _ALIGNED)
     yield _MAGIC + len(header).to_bytes(8, "little") + header
     for array in arrays.values():
-        yield memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        native = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+        yield memoryview(native.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         yield b"\0" * (-array.nbytes % _ALIGNED)
+
+
+def _of_python(value: Any) -> Any:
+    """Return a number of numpy's, as users give them, as one that JSON can hold."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot be saved")
 
 
 def _write_synced(path: Path, parts: Iterator[Any]) -> None:

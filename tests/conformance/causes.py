@@ -14,7 +14,7 @@ from unittest.mock import patch
 import tensorflow as tf
 
 from conformance.run import Row
-from keras_dist_ext import _keras, data, feed, pass_through, program, reduce
+from keras_dist_ext import _keras, data, feed, pass_through, prediction, program, reduce, xla
 from keras_dist_ext._keras import tree
 from keras_dist_ext.model import Model
 from keras_dist_ext.pass_through import LocalUpdate, PassThrough
@@ -191,7 +191,7 @@ def compiled_in_one_piece() -> AbstractContextManager[Any]:
     stack.enter_context(patch.object(_keras, "in_xla", lambda: False))
     stack.enter_context(patch.object(program, "can_compile", lambda strategy: True))
     stack.enter_context(
-        patch.object(program, "compiled_step", lambda model, kind: program.compiled(getattr(model, f"{kind}_step")))
+        patch.object(program, "compiled_step", lambda model, kind: xla.compiled(getattr(model, f"{kind}_step")))
     )
     return stack
 
@@ -246,7 +246,7 @@ def tracked_losses_count_alike() -> AbstractContextManager[Any]:
 
 def computed_results_of_each() -> AbstractContextManager[Any]:
     """What a step computes from the results of metrics comes from those of each replica (fault 14)."""
-    return patch.object(program, "_computes_with", lambda results, logs: False)
+    return patch.object(program, "computes_with", lambda results, logs: False)
 
 
 # Data
@@ -276,7 +276,7 @@ def every_replica_takes_all() -> AbstractContextManager[Any]:
 
 def predictions_out_of_order() -> AbstractContextManager[Any]:
     """Predictions are put together from the last replica, or batch, to the first."""
-    return instead(program, "_concat", lambda original: lambda parts: original(parts[::-1]))
+    return instead(prediction, "_concat", lambda original: lambda parts: original(parts[::-1]))
 
 
 def split_batches_are_even() -> AbstractContextManager[Any]:

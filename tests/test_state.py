@@ -1,0 +1,168 @@
+"""State that layers assign is the same on all replicas, however the layer goes about it, and whoever else trains."""
+
+import threading
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import keras_dist_ext as kde
+from keras_dist_ext._keras import components
+
+X = np.random.default_rng(0).normal(size=(26, 3)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+def assert_replicas_agree(variables: Any) -> None:
+    for variable in variables:
+        first, *others = (copy.numpy() for copy in components(variable))
+        assert np.isfinite(first).all(), variable.name
+        for other in others:
+            np.testing.assert_array_equal(first, other, err_msg=variable.name)
+
+
+def test_a_call_that_is_a_tf_function_agrees_in_every_loop_that_is_traced(strategies):
+    class Net(kde.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = layers.BatchNormalization(momentum=0.5), layers.Dense(1)
+
+        @tf.function
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.head(self.norm(x, training=training))
+
+    net = Net(strategy=strategies.get("mirrored3"))
+    net.compile("sgd", "mse")
+    net.fit(X, Y, batch_size=8, verbose=0)
+    assert_replicas_agree(net.variables)
+    before = net.norm.moving_mean.numpy()
+    net.train_on_batch(X[:7], Y[:7])  # another loop, in which TensorFlow would use the same trace again
+    assert_replicas_agree(net.variables)
+    assert not np.allclose(before, net.norm.moving_mean.numpy())
+
+
+class Remembers(layers.Layer):
+    """Keeps the mean of what it saw last, also in prediction."""
+
+    def build(self, input_shape: Any) -> None:
+        self.seen = self.add_weight(shape=(input_shape[-1],), initializer="zeros", trainable=False, name="seen")
+        self.counts = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="counts")
+
+    def call(self, x: Any) -> Any:
+        self.seen.assign(ops.mean(x, axis=0))
+        self.counts.assign_add(1)
+        return x
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_state_that_is_assigned_in_predict_is_that_of_one_device(strategies, run_eagerly):
+    with strategies.get("mirrored3").scope():
+        layer = Remembers()
+        net = kde.Sequential([keras.Input((3,)), layer, layers.Dense(1)])
+    net.compile("sgd", "mse", run_eagerly=run_eagerly)
+    net.fit(X[:22], Y[:22], batch_size=8, shuffle=False, verbose=0)
+    np.testing.assert_allclose(layer.seen.numpy(), X[16:22].mean(axis=0), rtol=1e-5)
+    net.predict(X, batch_size=8, verbose=0)
+    assert_replicas_agree(net.variables)
+    np.testing.assert_allclose(layer.seen.numpy(), X[24:].mean(axis=0), rtol=1e-5)
+    assert int(layer.counts) == 3 + 4
+
+
+def test_threads_train_models_of_one_strategy_at_once(strategies):
+    def train(strategy: Any, number: int, found: dict[int, Any]) -> None:
+        with strategy.scope():
+            inputs = keras.Input((3,))
+            net = kde.Model(inputs, layers.Dense(1)(layers.Dense(4, activation="tanh")(inputs)))
+            net.compile(keras.optimizers.SGD(0.05 * number, gradient_accumulation_steps=2), "mse")
+        net.set_weights([np.full(weight.shape, 0.1) for weight in net.get_weights()])
+        net.fit(X, Y, batch_size=8, epochs=3, shuffle=False, verbose=0)
+        found[number] = net.get_weights()
+
+    one_by_one: dict[int, Any] = {}
+    at_once: dict[int, Any] = {}
+    numbers = (1, 2, 3)
+    for number in numbers:
+        train(strategies.get("mirrored2"), number, one_by_one)
+    running = [
+        threading.Thread(target=train, args=(strategies.get("mirrored2"), number, at_once), daemon=True)
+        for number in numbers
+    ]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(100)
+    for number in numbers:
+        for one, other in zip(one_by_one[number], at_once[number], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_tensorflow_told_to_run_functions_eagerly_gives_the_same(mirrored):
+    class Net(kde.Model):
+        def train_step(self, data: Any) -> Any:
+            return {**super().train_step(data), "rows": tf.shape(data[0])[0], "rate": self.optimizer.learning_rate}
+
+    def history() -> dict[str, list[float]]:
+        keras.utils.set_random_seed(1)
+        with mirrored.scope():
+            inputs = keras.Input((3,))
+            net = Net(inputs, layers.Dense(1)(inputs))
+        net.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+        return net.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+
+    compiled = history()
+    tf.config.run_functions_eagerly(True)
+    try:
+        eagerly = history()
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert sorted(compiled) == sorted(eagerly) == ["loss", "mae", "rate", "rows"]
+    for name, values in compiled.items():
+        np.testing.assert_allclose(values, eagerly[name], rtol=1e-5, err_msg=name)
+    assert compiled["rows"] == [2, 2]
+
+
+def test_callbacks_whose_methods_are_called_like_ours_are_left_alone(mirrored):
+    class Mine(keras.callbacks.Callback):
+        def prepare(self, folder: str) -> None:
+            raise AssertionError("not meant for fit")
+
+        def release(self) -> None:
+            raise AssertionError("not meant for fit")
+
+        def after_execution(self) -> None:
+            raise AssertionError("not meant for fit")
+
+    net = kde.Sequential([keras.Input((3,)), layers.Dense(1)], strategy=mirrored)
+    net.compile("sgd", "mse")
+    assert len(net.fit(X, Y, callbacks=[Mine()], verbose=0).history["loss"]) == 1
+
+
+def test_numbers_are_read_from_variables_as_on_one_device(mirrored):
+    class Reads(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append((float(self.model.optimizer.learning_rate), int(self.model.optimizer.iterations)))
+
+    seen: list[tuple[float, int]] = []
+    net = kde.Sequential([keras.Input((3,)), layers.Dense(1)], strategy=mirrored)
+    net.compile(keras.optimizers.SGD(0.25), "mse")
+    net.fit(X, Y, batch_size=13, epochs=2, callbacks=[Reads()], verbose=0)
+    assert seen == [(0.25, 2), (0.25, 4)]
+
+
+def test_logs_may_be_vectors_where_the_length_of_data_is_unknown(strategies):
+    class Net(kde.Model):
+        def test_step(self, data: Any) -> Any:
+            x, y = data
+            y_pred = self(x)
+            return {"loss": tf.reduce_mean(tf.square(y - y_pred)), "predicted": y_pred}
+
+    with strategies.get("one_device").scope():
+        inputs = keras.Input((3,))
+        net = Net(inputs, layers.Dense(1)(inputs))
+        net.compile("sgd")
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).filter(lambda *_: True)
+    logs = net.evaluate(batches, return_dict=True, verbose=0)
+    np.testing.assert_allclose(logs["predicted"], net.predict(X[24:], verbose=0), rtol=1e-6)
