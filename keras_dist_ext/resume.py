@@ -10,6 +10,7 @@ import os
 import random
 import re
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.preemption import Preemption
+from keras_dist_ext.same_program import facts_of_model
 from keras_dist_ext.saving.callback_state import CallbackStates
-from keras_dist_ext.saving.position import Position
+from keras_dist_ext.saving.position import Position, keeps_order
 from keras_dist_ext.saving.run_state import Taken, put_back, take_down
 from keras_dist_ext.saving.saves import Saves, unpack
 from keras_dist_ext.saving.write_behind import WriteBehind
@@ -46,7 +48,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
 
     **Data** goes on with the batch after the last one. Its order follows the model's seed; without one it follows a
     seed that is drawn when the run begins. Arrays, ``tf.data``, PyDatasets whose batches depend on their number, and
-    iterators with a method ``seek(batch)`` will do; a generator is refused.
+    iterators with a method ``seek(batch)`` will do; a generator is refused. Arrays with other rows than before, and an
+    order that depends on timing, are warned of.
 
     **Saves** are copied from memory and written while training goes on. One that is torn, corrupted or unfinished is
     named in a warning, and the one before it is used; a write that fails is a warning, and tried again. Nothing in them
@@ -54,7 +57,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
 
     **A run that is over** keeps its last save: ``fit``, called again, does nothing but return the full ``History``, and
     leaves the model as the run did. With more ``epochs`` it goes on, unless a callback has stopped it. So each run
-    needs a directory of its own.
+    needs a directory of its own; a run that finds saves of another there, made since it began, saves no more.
 
     **Several workers**: give it to each. The chief writes and reads, and all go on from what it has read, callbacks
     too; make its directory one that outlives its machine. A run may go on with another number of replicas or workers:
@@ -66,8 +69,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
             steps (batches), or a time such as ``"30s"``, ``"10min"``, ``"2h"`` or a ``datetime.timedelta``.
         keep: how many saves to keep, at least 1; with 1 there is none to fall back to.
         on_preemption: whether SIGTERM and SIGINT have the run saved after the step that is under way, and the process
-            ended with exit code 0. A second signal does what it always did. During a validation, the end of the epoch
-            is waited for.
+            ended with exit code 0, also after the last step. A second signal does what it always did. During a
+            validation, the end of the epoch is waited for.
 
     Attributes:
         resumed_from: the ``Position`` that the present run has gone on from; None where it began anew.
@@ -113,6 +116,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         self._others: list[Any] = []
         self._workers: Workers | None = None
         self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._computes: dict[str, str] = {}
         self._epoch = 0
         self._used_at_save = 0
         self._saved_at = 0.0
@@ -168,7 +172,15 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         self._callbacks = callbacks
         self._others = [own_callback(c) for c in callbacks.callbacks if not isinstance(c, Resume)]
         self._workers = workers_of(self.model.distribute_strategy)
+        self._computes = facts_of_model(self.model)
         facts = callbacks.feed.data_facts  # refuses a generator
+        if callbacks.feed.is_pipeline and not keeps_order(callbacks.feed.given):
+            warnings.warn(
+                "The data comes in an order that depends on timing (deterministic=False), so a run that goes on in the "
+                "middle of an epoch may use some examples twice and others not at all. Give the pipeline "
+                "deterministic=True.",
+                stacklevel=2,
+            )
         content = self._newest()
         self._loaded = unpack(content) if content else None
         self._states.take_over(self._others, put_back=self._loaded is not None)
@@ -192,6 +204,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                 state = _parts_of(self._loaded[1].get("iterator"))
                 feed.seek(position, self.model.replica_seeds.order_of_pass, state)
             self._put_back(position)
+            self._warn_of_other_rows(facts["data"].get("checksum"), feed.data_facts["checksum"])
         self._used_at_save = feed.num_batches_used
         self._saved_at = time.monotonic()
         self._num_saves = 0
@@ -214,23 +227,24 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
     def after_execution(self) -> None:
         """Save if it is time, but for the end of an epoch, which is saved when its callbacks know of it."""
         feed = self._callbacks.feed
-        if feed.agreed_wish and not feed.ends_epoch:
-            self._save(self._epoch)
-            if feed.agreed_wish >= _EXIT:
-                self._exit()
+        if feed.agreed_wish and not feed.ends_epoch and self._save(self._epoch) and feed.agreed_wish >= _EXIT:
+            self._exit()
 
     def after_epoch_end(self, epoch: int) -> None:
         """Save if it is time, and after the last epoch."""
-        wish = self._callbacks.feed.agreed_wish
         stopped = bool(self.model.stop_training)
         is_last = stopped or epoch + 1 >= self.params["epochs"]
-        if is_last or wish or (not self._steps and not self._seconds and self._is_worth_it()):
+        must_exit = self._must_exit()
+        is_due = is_last or must_exit or bool(self._callbacks.feed.agreed_wish)
+        if is_due or (not self._steps and not self._seconds and self._is_worth_it()):
             self._save(epoch + 1, stopped=stopped)
-        if wish >= _EXIT and not is_last:
+        if must_exit and not is_last:
             self._exit()
 
     def after_train_end(self) -> None:
-        """Have the last save on the disk before ``fit`` returns."""
+        """Have the last save on the disk before ``fit`` returns, or the process ends."""
+        if self._must_exit():
+            self._exit()
         self._writer.wait()
 
     # When to save
@@ -255,6 +269,13 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         is_worth_it = not self._num_saves or seconds >= _TIMES_COST * self._cost_seconds
         return bool(self._agreed(float(is_worth_it and not self._writer.is_busy)))
 
+    def _must_exit(self) -> bool:
+        """Whether this process, or that of another worker, was asked to end."""
+        if not self.on_preemption:
+            return False
+        is_near = float(self._preemption.is_near)
+        return bool(is_near if self._workers is None else self._workers.sum([is_near])[0])
+
     def _exit(self) -> None:
         """End this process, once the save is on the disk."""
         is_saved = self._agreed(float(self._writer.wait()))
@@ -263,7 +284,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
 
     # Saving, and going on
 
-    def _save(self, epoch: int, *, stopped: bool = False) -> None:
+    def _save(self, epoch: int, *, stopped: bool = False) -> bool:
+        """Save; but where a worker has just asked to end training, the epoch ends here, and its end is saved."""
         began = time.perf_counter()
         seeds, feed, test_feed = self.model.replica_seeds, self._callbacks.feed, self._callbacks.test_feed
         num_tests = 0 if self.resumed_from is None else self.resumed_from.num_tests
@@ -272,13 +294,14 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         position = feed.position(epoch, order=seeds.num_passes, num_tests=num_tests)
         taken = take_down(self.model, self._workers)
         if taken.stops and not stopped:
-            return  # the epoch ends here, and its end is saved
+            return False
         if self._is_chief:
             self._write(position, taken, stopped)
         self._used_at_save = feed.num_batches_used
         self._saved_at = time.monotonic()
         self._cost_seconds = max(time.perf_counter() - began, 0.7 * self._cost_seconds)
         self._num_saves += 1
+        return True
 
     def _write(self, position: Position, taken: Taken, stopped: bool) -> None:
         states, arrays = self._states.pack()
@@ -289,6 +312,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
             **taken.facts,
             "version": _VERSION,
             "model": self.model.name,
+            "computes": self._computes,
             "position": dataclasses.asdict(position),
             "stopped": stopped,
             "order_root": self.model.replica_seeds.order_root,
@@ -300,9 +324,18 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
     def _put_back(self, position: Position) -> None:
         assert self._loaded is not None
         facts, arrays = self._loaded
-        put_back(self.model, facts, arrays, self._workers)
+        put_back(self.model, facts, arrays, self._workers, self._computes)
         self.model.replica_seeds.num_passes = position.order
         self._states.unpack(facts["callbacks"], arrays)
+
+    def _warn_of_other_rows(self, was: int | None, now: int | None) -> None:
+        if self._is_chief and None not in (was, now) and was != now:
+            warnings.warn(
+                f"The save in {self.directory} is of a run over arrays with as many rows, but not these: the run goes "
+                "on and will not end as one that was never interrupted. Where the data is split or shuffled before "
+                "fit, do it with a seed.",
+                stacklevel=2,
+            )
 
     # Workers
 
@@ -379,7 +412,9 @@ def _checked(facts: dict[str, Any], directory: str, data: dict[str, Any]) -> dic
         )
     saved = facts["data"]
     differences = [
-        f"{name}: {data.get(name)}, and was {saved[name]}" for name in saved if saved[name] != data.get(name)
+        f"{name}: {data.get(name)}, and was {saved[name]}"
+        for name in saved
+        if name != "checksum" and saved[name] != data.get(name)
     ]
     if differences:
         raise ResumeError(

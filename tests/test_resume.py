@@ -9,6 +9,7 @@ import os
 import pathlib
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -84,6 +85,47 @@ def test_a_run_over_any_data_goes_on_from_any_step(
 )
 def test_all_that_an_optimizer_keeps_goes_on(optimizer: str, mirrored: Any, tmp_path: pathlib.Path) -> None:
     check_goes_on(mirrored, tmp_path, 10, optimizer=optimizer)
+
+
+class TwoOptimizers(kde.Model):
+    """Trains by optimizers in a list, and by that of a model in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = kde.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        self.inner.compile(keras.optimizers.Adam(0.05), "mse")
+        self.head = keras.layers.Dense(1)
+        self.optimizers = [keras.optimizers.SGD(0.05, momentum=0.9)]
+
+    def call(self, x: Any) -> Any:
+        return self.head(self.inner(x))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        of_inner = self.inner.trainable_variables
+        gradients = tape.gradient(loss, [*of_inner, *self.head.trainable_variables])
+        self.inner.optimizer.apply(gradients[: len(of_inner)], of_inner)
+        self.optimizers[0].apply(gradients[len(of_inner) :], self.head.trainable_variables)
+        return {"loss": loss}
+
+
+def test_optimizers_in_lists_and_in_models_of_a_model_go_on(mirrored: Any, tmp_path: pathlib.Path) -> None:
+    def train(folder: pathlib.Path, *callbacks: Any) -> Any:
+        keras.utils.set_random_seed(1)
+        with mirrored.scope():
+            model = TwoOptimizers()
+            model.compile(loss="mse")
+        fit = model.fit(X, Y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[kde.Resume(folder, 2), *callbacks])
+        return model.get_weights(), fit.history
+
+    twin, history = train(tmp_path / "twin")
+    with pytest.raises(Crash):
+        train(tmp_path / "run", runs.crash_at(11, kill=False))
+    resumed, resumed_history = train(tmp_path / "run")
+    assert all(np.array_equal(a, b) for a, b in zip(twin, resumed, strict=True))
+    assert history["loss"][-1] == resumed_history["loss"][-1]
 
 
 def test_a_run_that_crashes_again_and_again_goes_on(strategies: Any, tmp_path: pathlib.Path) -> None:
@@ -393,6 +435,37 @@ def test_a_callback_may_say_itself_what_its_state_is(tmp_path: pathlib.Path) -> 
         fit_small(tmp_path / "other", Wrong())
 
 
+class Gathers(keras.callbacks.Callback):
+    """Puts what it learns into containers of the user's."""
+
+    def __init__(self, losses: list[float], by_epoch: dict[int, float], seen: set[int]) -> None:
+        super().__init__()
+        self.losses, self.by_epoch, self.seen = losses, by_epoch, seen
+
+    def get_state(self) -> str:
+        return "of something else"  # without a set_state
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.losses.append(logs["loss"])
+        self.by_epoch[epoch] = logs["loss"]
+        self.seen.add(epoch)
+
+
+def test_containers_that_a_callback_shares_with_the_script_go_on(tmp_path: pathlib.Path) -> None:
+    def run_script(*crash: Any) -> Any:
+        keras.utils.set_random_seed(1)
+        shared: Any = ([], {}, set())
+        fit_small(tmp_path / ("twin" if not crash else "run"), Gathers(*shared), *crash, epochs=4)
+        return shared
+
+    twin = run_script()
+    with pytest.raises(Crash):
+        run_script(runs.crash_at(15, kill=False))
+    again = run_script(runs.crash_at(100, kill=False))
+    assert again == twin
+    assert twin[2] == {0, 1, 2, 3}
+
+
 def test_data_that_a_callback_looks_at_is_not_copied(tmp_path: pathlib.Path) -> None:
     class Looks(keras.callbacks.Callback):
         def __init__(self) -> None:
@@ -401,6 +474,22 @@ def test_data_that_a_callback_looks_at_is_not_copied(tmp_path: pathlib.Path) -> 
 
     fit_small(tmp_path, Looks())
     assert max(path.stat().st_size for path in tmp_path.iterdir()) < 100_000
+
+
+def test_a_large_array_that_a_callback_writes_to_goes_on(tmp_path: pathlib.Path) -> None:
+    class Counts(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = np.zeros([400, 400])
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.table[epoch, 7] += 1
+
+    with pytest.raises(Crash):
+        fit_small(tmp_path, Counts(), runs.crash_at(15, kill=False), epochs=3)
+    counts = Counts()
+    fit_small(tmp_path, counts, epochs=3)
+    assert counts.table[:4, 7].tolist() == [1, 1, 1, 0]
 
 
 # Data
@@ -471,12 +560,16 @@ def test_a_distributed_dataset_is_refused(mirrored: Any, tmp_path: pathlib.Path)
         ({"steps_per_epoch": 2}, "steps_per_epoch: 2, and was None"),
         ({"shuffle": False}, "shuffle: False, and was True"),
         ({"rows": 43}, r"rows: 43, and was 44\. Give fit what it was given"),  # as many batches
+        ({"loss": "mae"}, "another run than that of 'net': loss is mae, and was mse. Build and compile"),
+        ({"activation": "tanh"}, r"layer \d is Dense\(.*activation=tanh.*, and was Dense\(.*=linear"),
+        ({"optimizer": keras.optimizers.SGD(0.02)}, "learning_rate of optimizer is 0.02, and was 0.01"),
     ],
 )
 def test_a_save_of_another_run_is_refused_with_what_differs(changed: Any, message: str, tmp_path: pathlib.Path) -> None:
     fit_small(tmp_path)
     model = small(tf.distribute.get_strategy(), changed.get("units", 1))
-    model.compile(changed.get("optimizer", "sgd"), "mse", metrics=changed.get("metrics"))
+    model.layers[0].activation = keras.activations.get(changed.get("activation"))
+    model.compile(changed.get("optimizer", "sgd"), changed.get("loss", "mse"), metrics=changed.get("metrics"))
     seeds = [kde.ReplicaSeeds(changed["seed"])] if "seed" in changed else []
     rest = {name: changed[name] for name in ("batch_size", "steps_per_epoch", "shuffle") if name in changed}
     rows = changed.get("rows", len(X))
@@ -487,6 +580,28 @@ def test_a_save_of_another_run_is_refused_with_what_differs(changed: Any, messag
             X[:rows], targets[:rows], **{"batch_size": 8, **rest}, verbose=0, callbacks=[kde.Resume(tmp_path), *seeds]
         )
     assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+
+
+def test_other_arrays_with_as_many_rows_are_warned_of(tmp_path: pathlib.Path) -> None:
+    def said(x: Any, y: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit_small(tmp_path, x=x, y=y, epochs=2)
+        return [str(w.message) for w in caught if "as many rows" in str(w.message)]
+
+    assert said(X, Y) == [] == said(X, Y) == said(tf.constant(X), tf.constant(Y))
+    assert "over arrays with as many rows, but not these: the run goes on" in said(X, Y[::-1])[0]
+
+
+def test_data_whose_order_depends_on_timing_is_warned_of(tmp_path: pathlib.Path) -> None:
+    def pipeline(deterministic: bool | None) -> Any:
+        return runs.tf_data(lambda d: d.map(lambda x, y: (x, y), 2, deterministic=deterministic).batch(BATCH))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*depends on timing")
+        fit_small(tmp_path / "one", x=pipeline(None), y=None, batch_size=None)
+    with pytest.warns(UserWarning, match=r"an order that depends on timing \(deterministic=False\), so a run"):
+        fit_small(tmp_path / "other", x=pipeline(False), y=None, batch_size=None)
 
 
 def test_other_batches_of_endless_data_are_other_data(tmp_path: pathlib.Path) -> None:
@@ -524,6 +639,13 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_training(tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(kde.ResumeError, match="file/saves cannot be written to: .*Error.* Give Resume a directory"):
         fit_small(tmp_path / "file" / "saves")
+
+
+def test_numbers_of_numpy_in_the_arguments_of_fit_are_saved(tmp_path: pathlib.Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*could not be written")
+        fit_small(tmp_path, batch_size=np.int64(BATCH), steps_per_epoch=np.int32(3))
+    assert unpack(Saves(tmp_path, 3).newest() or b"")[0]["data"]["steps_per_epoch"] == 3
 
 
 @pytest.mark.parametrize(
@@ -592,6 +714,19 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: pathlib.Path, monkey
     assert position["epoch"] == 10  # it was there when fit returned
 
 
+def test_two_runs_in_one_directory_do_not_mix_their_saves(tmp_path: pathlib.Path) -> None:
+    class OtherRun(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                fit_small(tmp_path, resume=kde.Resume(tmp_path, 1), epochs=2)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit_small(tmp_path, OtherRun(), resume=kde.Resume(tmp_path, "epoch"), epochs=3)
+    said = [str(warning.message) for warning in caught if "could not be written to" in str(warning.message)]
+    assert re.search(r"FileExistsError: save-\d+.kde is of another run, and each needs a directory of its own", said[0])
+
+
 # Saves that are not whole
 
 
@@ -603,6 +738,7 @@ def test_arrays_of_all_kinds_come_back(tmp_path: pathlib.Path) -> None:
         "bool": np.array([True, False]),
         "bfloat16": tf.constant([1.5, -2.0], tf.bfloat16).numpy(),
         "bytes": np.frombuffer(b"abc", np.uint8),
+        "of another machine": np.array([1.5, 2.0], ">f4"),
     }
     saves = Saves(tmp_path / "a" / "b", 2)
     saves.prepare()
@@ -610,7 +746,7 @@ def test_arrays_of_all_kinds_come_back(tmp_path: pathlib.Path) -> None:
     facts, back = unpack(saves.newest() or b"")
     assert facts == {"n": 1, "list": [None, 1e-300, "ü"]}
     for name, array in arrays.items():
-        assert back[name].dtype == array.dtype
+        assert back[name].dtype == array.dtype.newbyteorder("=")
         np.testing.assert_array_equal(back[name], array)
 
 
@@ -862,6 +998,37 @@ def test_a_process_that_is_asked_to_end_saves_and_ends_well(
     assert signal.getsignal(number) is before
     resumed = run(strategies.get("default"), tmp_path / "asked", **options)
     assert resumed["resumed"] == (1, 5)  # the step after the one in which it was asked
+    assert_same(twin, resumed)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])  # of 2
+@pytest.mark.parametrize("when", ["on_test_begin", "on_train_batch_end"])
+def test_a_process_that_is_asked_to_end_at_the_end_of_an_epoch_does(
+    when: str, epoch: int, strategies: Any, tmp_path: pathlib.Path
+) -> None:
+    class Ask(keras.callbacks.Callback):
+        epoch, ended = 0, False
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+        def ask(self, *arguments: Any, logs: Any = None) -> None:
+            if self.epoch == epoch and (when == "on_test_begin" or arguments[0] == 5):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_train_end(self, logs: Any = None) -> None:
+            self.ended = True
+
+    ask = Ask()
+    setattr(ask, when, ask.ask)
+    options = {"save_every": "1h", "epochs": 2}
+    twin = run(strategies.get("default"), tmp_path / "twin", **options)
+    with pytest.raises(SystemExit) as ended:
+        run(strategies.get("default"), tmp_path / "asked", more=[ask], resume={"on_preemption": True}, **options)
+    assert ended.value.code == 0
+    assert ask.ended == (epoch == 1)
+    resumed = run(strategies.get("default"), tmp_path / "asked", **options)
+    assert resumed["resumed"] == (epoch + 1, 0)
     assert_same(twin, resumed)
 
 
