@@ -76,7 +76,9 @@ def launch(
     Args:
         num_workers: how many workers; with `num_ps` the chief comes on top of them.
         work: a command, as a list of strings (a script that ends in `.py`, and ``["-m", NAME]``, run under this
-            Python), or a function that other processes can import: defined at the top level of a module or script.
+            Python), or a function that other processes can import: defined at the top level of a module or script,
+            whose own call of `launch` stands under ``if __name__ == "__main__":``. It runs in the current folder, and
+            has no standard input.
         args: for the function; they and its value are pickled.
         kwargs: for the function.
         num_ps: how many parameter servers. With any, only the chief runs `work`.
@@ -133,6 +135,8 @@ def launch(
                 break
             longer = 1.0 if outcome.has_made_steps else 2.0**restart
             pause = min(longer * pause_seconds, _LONGEST_PAUSE_SECONDS)
+            if attempt.deadline is not None:
+                pause = min(pause, max(attempt.deadline - time.monotonic(), 0.0))
             notice = f"launch: restart {restart + 1} of {max_restarts} in {pause:.3g} s.\n"
             show(f"launch: {outcome.failure.message}\n{notice}", stream)
             if _signal_came(signals, pause):

@@ -129,6 +129,12 @@ def test_an_mpi_that_contradicts_itself_is_refused(changes, message):
         choice_in({**OPEN_MPI, **changes})
 
 
+def test_an_mpi_that_does_not_say_which_process_this_is_is_refused():
+    environ = {key: value for key, value in OPEN_MPI.items() if key != "OMPI_COMM_WORLD_RANK"}
+    with pytest.raises(ClusterError, match="but OMPI_COMM_WORLD_RANK, which tells which one this is, is not set"):
+        choice_in(environ)
+
+
 def test_mpirun_comes_before_the_srun_that_has_started_its_daemons():
     """By srun it starts a daemon on each node, and its processes inherit what the daemons were told."""
     assert choice_in({**SLURM, **OPEN_MPI}).reason == "MPI lists 2 workers, this is worker 1"

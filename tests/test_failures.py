@@ -333,6 +333,15 @@ def test_what_differs_between_workers_is_named_with_both_values(mirrored: Any) -
     assert "callback of all workers 1 is ReplicaSeeds(4) on worker 1, and ReplicaSeeds(3) on worker 0" in found
 
 
+def test_arguments_may_be_of_numpy(mirrored: Any) -> None:
+    weights = {np.int64(0): 1.0, np.int64(1): np.float32(2.0)}  # as zip(np.unique(y), ...) gives them
+    first = told(mirrored, class_weight=weights, batch_size=np.int64(8))
+    assert differences([first, told(mirrored, class_weight={0: 1.0, 1: 2.0}, batch_size=8)]) == []
+    assert differences([first, told(mirrored, class_weight=weights, batch_size=np.int64(9))]) == [
+        "batch_size is 9 on worker 1, and 8 on worker 0"
+    ]
+
+
 def test_layers_differ_by_the_numbers_in_them_before_there_are_weights() -> None:
     def facts(units: int, rate: float) -> Any:
         model = kde.Sequential([keras.layers.Dense(units), keras.layers.Dropout(rate)])
@@ -490,7 +499,7 @@ def test_a_task_that_comes_late_is_waited_for_and_said(two_ports: tuple[int, int
     servers[0].close()
 
 
-@pytest.mark.parametrize("wait_seconds", [0, -1.0, "10", True, None])
+@pytest.mark.parametrize("wait_seconds", [0, -1.0, "10", True, None, float("nan"), float("inf"), 1e12])
 def test_a_time_to_wait_is_a_positive_number(wait_seconds: Any) -> None:
     with pytest.raises(kde.StrategyError, match=r"wait_seconds is .*; give a positive number of seconds"):
         kde.pick_strategy(wait_seconds=wait_seconds, environ={})
@@ -503,6 +512,20 @@ def test_all_workers_get_the_first_ones_verdict_when_one_does_not_come(two_ports
     errors = meeting(ports, [0, 1], 1.0)
     assert errors[0] == errors[1]
     assert f"worker 0 has waited 1 s for worker 2 (127.0.0.1:{ports[2]}). Start the program there" in errors[0]
+
+
+def test_a_worker_that_comes_and_cannot_be_reached_at_its_address_is_named(two_ports: tuple[int, int]) -> None:
+    addresses = f"127.0.0.1:{two_ports[0]}", f"192.0.2.1:{two_ports[1]}"  # the second is nobody's (RFC 5737)
+    clusters = [Cluster("TF_CONFIG", worker=addresses, task_type="worker", task_index=index) for index in (0, 1)]
+    errors = meeting((), [], 1.0, *clusters)
+    assert errors[0] == errors[1]
+    assert f"for worker 1 (192.0.2.1:{two_ports[1]}: it has come, but cannot be reached there: " in errors[0]
+
+
+def test_a_port_that_another_process_has_opened_meanwhile_is_an_error(two_ports: tuple[int, int]) -> None:
+    with socket.create_server(("", two_ports[0])):
+        errors = meeting(two_ports, [0], 1.0)
+    assert f"gives worker 0 the address 127.0.0.1:{two_ports[0]}, but its port cannot be opened here" in errors[0]
 
 
 def meeting(ports: tuple[int, ...], indices: list[int], wait_seconds: float, *others: Cluster) -> dict[int, str]:

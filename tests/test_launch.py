@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -374,8 +375,16 @@ def test_the_time_limit_of_a_command_is_exit_code_124(tmp_path):
         ({"work": ["-m", "no.such.module"]}, "There is no module 'no.such.module'"),
         ({"work": "train.py --epochs 3"}, r"'train.py --epochs 3' is no command: give a list of strings"),
         ({"work": []}, r"\[\] is no command"),
+        ({"work": 5}, "5 is no command"),
         ({"work": ["nowhere.py"]}, r"There is no script 'nowhere.py' \(looked in /.*no worker could start"),
         ({"work": ["no-such-program"]}, "'no-such-program' is no program that PATH knows"),
+        ({"work": [str(ROOT / "setup.cfg")]}, "The file .* may not be executed, or not under that name"),
+        ({"work": [sys.executable, "x" * 200_000]}, r"worker 0 cannot be started: .*Argument list too long"),
+        ({"work": [sys.executable, "a\0b"]}, "worker 0 cannot be started: embedded null byte"),
+        (
+            {"environ": {"TF_CONFIG": '{"cluster": {}}', "KERAS_DIST_EXT_LAUNCH": "1"}},
+            "is a worker of a launch itself.* put its own call of launch under `if __name__ == '__main__':`",
+        ),
         ({"args": (1,)}, "args and kwargs are for a function"),
         ({"environ": {"TF_CONFIG": '{"cluster": {}}'}}, "TF_CONFIG is already set .* something else starts"),
     ],
@@ -383,6 +392,19 @@ def test_the_time_limit_of_a_command_is_exit_code_124(tmp_path):
 def test_what_makes_no_launch_is_refused_with_the_reason(options, message, temporary):
     with pytest.raises(kde.LaunchError, match=message):
         launch(**{"num_workers": 2, "work": [sys.executable, "-c", ""], **options})
+
+
+@linux
+def test_too_many_processes_for_the_open_files_are_refused():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
+    try:
+        with pytest.raises(
+            kde.LaunchError, match=r"500 processes need a port each, and this one could get \d+ .*ulimit"
+        ):
+            launch(500, [sys.executable, "-c", ""])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # Output.

@@ -365,7 +365,6 @@ def test_two_workers_go_on_after_an_exception_a_kill_and_two_hangs(tmp_path, tem
         hung,
     ), hung
     assert re.search(r'restart_runs\.py", line \d+, in hang\n', hung)
-    # TensorFlow's heartbeat ends worker 0 after some ten seconds; it does not know what worker 1 is at.
-    assert re.search(r"launch: worker 0 failed with .*\. worker 1 was stopped, as by SIGSTOP after step \d+\.", stopped)
+    assert re.search(r"launch: worker 1 was stopped, as by SIGSTOP after step \d+, for 5 s, so that the oth", stopped)
     assert processes_with("accidents") == []
     assert restart_runs.read_ended(tmp_path) == [[1.0] * worker_runs.NUM_EXAMPLES] * restart_runs.EPOCHS

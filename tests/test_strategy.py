@@ -137,6 +137,23 @@ def test_a_resolver_that_finds_no_cluster_is_named():
         facts_of({}, cluster_resolver=resolver)
 
 
+@pytest.mark.parametrize(
+    ("resolver", "message"),
+    [
+        ("a:1,b:1", "str describes no cluster: 'str' object has no attribute 'cluster_spec'"),
+        (
+            tf.distribute.cluster_resolver.SimpleClusterResolver(
+                tf.train.ClusterSpec({"worker": ["a:1", "b:1"]}), task_type="worker"
+            ),
+            "SimpleClusterResolver calls this process a worker, but not which one. Set its task id",
+        ),
+    ],
+)
+def test_a_resolver_that_does_not_say_all_is_refused(resolver, message):
+    with pytest.raises(ClusterError, match=message):
+        facts_of({}, cluster_resolver=resolver)
+
+
 # What is refused, and what the message names.
 
 
@@ -210,6 +227,7 @@ def test_replicas_take_the_first_gpus_or_else_cpu_devices_that_are_made():
     [
         ("", "TF_CONFIG is set but empty: ''. Unset it to train alone"),
         ("{oops", r"TF_CONFIG is not JSON \(Expecting property name.*\): '{oops'"),
+        ('{"cluster": ' + "9" * 5000 + "}", r"TF_CONFIG is not JSON \(Exceeds the limit"),
         ('["a:1"]', "TF_CONFIG is a JSON list, not an object"),
         ("{}", "TF_CONFIG lacks 'cluster': '{}'. Unset it to train alone, or write, say, {\"cluster\""),
         ('{"cluster": ["a:1"], "task": {}}', "has a JSON list, not an object, as its 'cluster'"),
@@ -246,6 +264,12 @@ def test_a_port_that_is_no_port_number_is_refused(port):
         facts_of(cluster_with(worker=[f"a:{port}"]))
 
 
+@pytest.mark.parametrize("host", ["a..b", ".a", "a" * 64, "w\u00f6rker-" + "1" * 60])
+def test_a_host_that_no_machine_is_called_is_refused(host):
+    with pytest.raises(ClusterError, match=rf"worker 1 the address '{host}:1', whose host is no name of one \("):
+        facts_of(cluster_with(worker=["a.b.c.:1", f"{host}:1"]))
+
+
 def test_an_ipv6_address_is_understood():
     assert facts_of(cluster_with(worker=["[::1]:1", "a-b.c:65535"])).cluster.worker == ("[::1]:1", "a-b.c:65535")
 
@@ -256,6 +280,11 @@ def test_an_ipv6_address_is_understood():
         (cluster_with(worker=["a:1", "a:1"]), "gives a:1 to both worker 0 and worker 1. They would wait"),
         (cluster_with(chief=["a:1"], worker=["a:1"]), "gives a:1 to both chief 0 and worker 0"),
         (cluster_with(worker=["node:1", "Node:1"]), "gives Node:1 to both worker 0 and worker 1"),
+        (cluster_with(worker=["node:1", "node:01"]), "gives node:01 to both worker 0 and worker 1"),
+        (
+            cluster_with({"type": "evaluator", "index": 1}, worker=["a:1"]),
+            "calls this process evaluator 1, but lists 0 evaluators. Correct the index",
+        ),
         (
             cluster_with({"type": "worker", "index": 2}, worker=["a:1", "b:1"]),
             "calls this process worker 2, but lists 2 workers, counted from 0: a:1, b:1. Correct the index",
@@ -379,10 +408,13 @@ def test_a_tpu_that_answers_is_connected_and_used(monkeypatch, free_port):
         ({"bytes_per_pack": -1}, "bytes_per_pack is -1; give a number of bytes"),
         ({"bytes_per_pack": 1.5}, "bytes_per_pack is 1.5; give a number of bytes"),
         ({"timeout_seconds": 0}, "timeout_seconds is 0; give a positive number of seconds"),
+        ({"timeout_seconds": "5"}, "timeout_seconds is '5'; give a positive number of seconds"),
+        ({"devices": 2}, "devices is 2; give a list of names. TensorFlow has CPU:0"),
+        ({"device_lister": list}, "There is nothing to train on: TensorFlow has no device"),
         ({"implementation": "ring"}, "tune the collectives of 'multi_worker'; 'mirrored' takes none of them"),
     ],
 )
-def test_communication_options_that_cannot_be_had_are_refused(arguments, message):
+def test_arguments_that_cannot_be_had_are_refused(arguments, message):
     with pytest.raises(StrategyError, match=message):
         pick_strategy("mirrored", environ={}, **arguments)
 
@@ -494,7 +526,7 @@ def test_a_real_worker_takes_its_options_and_reduces(kept_port):
         communication = choice.strategy.extended._communication_options
         print(communication.implementation.name, communication.bytes_per_pack, communication.timeout_seconds)
         print(choice.strategy.reduce("SUM", choice.strategy.run(lambda: tf.constant(7)), axis=None).numpy())
-        print(pick_strategy("multi_worker", **options).strategy is choice.strategy)
+        print(pick_strategy("multi_worker", **options, wait_seconds=30).strategy is choice.strategy)
         try:
             pick_strategy("multi_worker")
         except ValueError as error:

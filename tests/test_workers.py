@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+import re
+import types
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from worker_runs import DATA_CASES, NUM_EXAMPLES, ids, run_all
 
+import keras_dist_ext as kde
 from keras_dist_ext.launch import launch
+from keras_dist_ext.workers import Workers, callbacks_of_worker, checksum_of, own_callback
 
 pytestmark = [pytest.mark.multiworker, pytest.mark.timeout(600)]
 
@@ -65,3 +72,83 @@ def test_accumulated_gradients_are_whole_after_an_epoch(values: Any) -> None:
     for worker in values:
         for accumulated, one_device in zip(worker["accumulates"], expected, strict=True):
             np.testing.assert_allclose(accumulated, one_device, rtol=1e-6)
+
+
+def test_data_that_differs_between_workers_is_warned_of(values: Any) -> None:
+    chiefs, others = (worker["warns of other data"] for worker in values)
+    assert chiefs == {"arrays": 1, "tf.data": 1, "files": 0, "generator": 1, "a batch": 1, "the same": 0}
+    assert set(others.values()) == {0}
+
+
+def test_a_run_begins_with_the_values_of_the_first_worker_everywhere(values: Any) -> None:
+    (said, weights), (nothing, others) = (worker["takes over values"] for worker in values)
+    assert weights == others
+    (text,) = said
+    assert re.search("dense.*/kernel differs between replica 0 and replica 1 .* go on from the values of the", text)
+    assert nothing == []
+
+
+def test_learning_rates_that_part_are_an_error_on_all_workers(values: Any) -> None:
+    for worker in values:
+        assert "learning rate of optimizer is 0.2 on worker 1 and 0.1 on worker 0 after epoch 2" in worker["rates part"]
+
+
+def test_a_callback_gets_every_batch_on_whatever_worker_it_is(values: Any) -> None:
+    assert [worker["every batch"] for worker in values] == [[], list(range(15))]
+
+
+def test_a_checkpoint_an_epoch_does_not_slow_the_steps_down(values: Any) -> None:
+    for worker in values:
+        assert worker["steps at once"] > 1
+
+
+# One process is enough for these
+
+
+@pytest.mark.parametrize("num_workers", [2, 33, 64, 1000])
+def test_any_number_of_workers_find_that_they_agree(num_workers: int) -> None:
+    def agree(checksums: list[int]) -> bool:
+        shares: list[Any] = []
+
+        def sums(workers: Any, values: Any) -> Any:
+            shares.append(values)
+            if len(shares) < len(checksums):
+                return [0.0] * len(values)
+            return np.asarray([functools.reduce(operator.add, column) for column in zip(*shares, strict=True)])
+
+        for checksum in checksums:
+            workers = object.__new__(Workers)
+            workers.num_workers = num_workers
+            workers.sum = sums.__get__(workers)  # type: ignore[method-assign]
+            found = workers.all_equal(checksum)
+        return found
+
+    for checksum in (0, 1, 0xFFFFFF, 0xFFFFFFFF, 0xDEADBEEF, 0x00C0FFEE):
+        assert agree([checksum] * num_workers)
+        assert not agree([checksum] * (num_workers - 1) + [checksum ^ 1])
+        assert not agree([checksum] * (num_workers - 1) + [checksum ^ 1 << 31])
+
+
+def test_checksums_are_of_values_whatever_holds_them() -> None:
+    def batches() -> list[Any]:
+        return [
+            {"x": tf.constant(["a", "bc"]), "y": None},
+            {"x": tf.constant(["a", "bd"]), "y": None},
+            tf.ragged.constant([[1, 2], [3]]),
+            tf.ragged.constant([[1], [2, 3]]),
+            tf.sparse.from_dense([[0, 1]]),
+            tf.sparse.from_dense([[1, 0]]),
+            None,
+        ]
+
+    checksums = [checksum_of(batch) for batch in batches()]
+    assert checksums == [checksum_of(batch) for batch in batches()]
+    assert len(set(checksums)) == len(checksums)
+
+
+def test_callbacks_that_write_are_for_the_chief() -> None:
+    writers = [keras.callbacks.CSVLogger("log.csv"), keras.callbacks.RemoteMonitor()]
+    others = [keras.callbacks.EarlyStopping(), kde.ScopeGuard()]
+    chief, other = (types.SimpleNamespace(is_chief=is_chief) for is_chief in (True, False))
+    assert [own_callback(c) for c in callbacks_of_worker([*writers, *others], chief)] == [*writers, *others]
+    assert callbacks_of_worker([*writers, *others], other) == others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -219,7 +220,98 @@ def accumulates(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
     return [keras.ops.convert_to_numpy(a).tolist() for a in model.optimizer._accumulated_gradients]
 
 
+def said_while(run: Callable[[], Any], part: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in caught if part in str(warning.message)]
+
+
+def warns_of_other_data(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
+    """How often each kind of data is warned of; each worker has other values, as after `x[worker::2]`."""
+    import tensorflow as tf
+
+    model = counting_model(strategy)
+    own = ids()[::-1].copy() if worker else ids()
+    files = [f"/scratch/{worker}/{name}" for name in "ab"]
+    sliced = tf.data.Dataset.from_tensor_slices
+
+    def read(names: Any) -> Any:
+        return sliced(names).map(lambda name: (tf.ones([1]), tf.ones([1]))).batch(2)
+
+    cases: dict[str, Callable[[], Any]] = {
+        "arrays": lambda: model.fit(own, own, batch_size=8, verbose=0),
+        "tf.data": lambda: model.evaluate(sliced((own, own)).batch(8), verbose=0),
+        "files": lambda: model.evaluate(read(files), verbose=0),
+        "generator": lambda: model.evaluate(((b, b) for b in [own[:8]]), verbose=0),
+        "a batch": lambda: [model.train_on_batch(own[:8], own[:8]) for _ in range(2)],
+        "the same": lambda: model.fit(ids(), ids(), batch_size=8, verbose=0),
+    }
+    return {name: len(said_while(case, "were given data that differs")) for name, case in cases.items()}
+
+
+def takes_over_values(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
+    """The chief alone sets weights before a run."""
+    model = counting_model(strategy)
+    if worker == 0:
+        model.layers[-1].set_weights([np.full((1, 1), 3.0), np.ones(1)])
+    said = said_while(lambda: model.fit(ids(), ids(), batch_size=8, verbose=0), "differs between replica")
+    return said, [weight.tolist() for weight in model.get_weights()]
+
+
+def rates_part(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
+    import keras
+
+    import keras_dist_ext as kde
+
+    rates = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 * (1 + epoch * worker))
+    try:
+        counting_model(strategy).fit(ids() / 100, ids(), batch_size=8, epochs=3, verbose=0, callbacks=[rates])
+    except kde.WorkersError as error:
+        return str(error)
+    return ""
+
+
+def every_batch(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
+    """Worker 1 alone has a callback that looks at batches."""
+    import keras
+
+    seen: list[int] = []
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    model = counting_model(strategy)
+    model.fit(ids(), ids(), batch_size=2, verbose=0, callbacks=[look] if worker else [])
+    return seen
+
+
+def steps_at_once(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
+    """The most steps of an execution, with a callback that saves after each epoch."""
+    import keras
+
+    from keras_dist_ext.feed import Execution
+
+    most = 0
+    run = Execution.run
+
+    def watched(execution: Any, program: Any) -> Any:
+        nonlocal most
+        most = max(most, execution.num_steps)
+        return run(execution, program)
+
+    Execution.run = watched  # type: ignore[method-assign]
+    try:
+        save = keras.callbacks.ModelCheckpoint(str(folder / "steps.weights.h5"), save_weights_only=True)
+        counting_model(strategy).fit(ids(), ids(), batch_size=2, epochs=3, verbose=0, callbacks=[save])
+    finally:
+        Execution.run = run  # type: ignore[method-assign]
+    return most
+
+
 RUN_CASES: dict[str, Case] = {
+    "warns of other data": warns_of_other_data,
+    "takes over values": takes_over_values,
+    "rates part": rates_part,
+    "every batch": every_batch,
+    "steps at once": steps_at_once,
     "stops from worker 1": stops_from_worker_1,
     "stops after an epoch": stops_after_epoch,
     "writes from the chief": writes_from_chief,

@@ -3,6 +3,7 @@
 import functools
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 import tensorflow as tf
 
@@ -38,7 +39,9 @@ class Communication:
             raise StrategyError(
                 f"bytes_per_pack is {self.bytes_per_pack!r}; give a number of bytes, or 0 for TensorFlow's own."
             )
-        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+        seconds = self.timeout_seconds
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and seconds > 0):
             raise StrategyError(
                 f"timeout_seconds is {self.timeout_seconds!r}; give a positive number of seconds, or None."
             )
@@ -123,15 +126,25 @@ def _tpu(tpu: str) -> tf.distribute.Strategy:
         ) from error
 
 
-@functools.cache
 def _multi_worker(
     cluster: Cluster, num_gpus: int, communication: Communication, wait_seconds: float
 ) -> tf.distribute.Strategy:
-    if _multi_worker.cache_info().currsize:
+    key = (cluster, num_gpus, communication)
+    if _JOINED and key not in _JOINED:
         raise StrategyError(
             "This process has joined a cluster already, with other addresses or communication options, and can join "
             "one only. Call pick_strategy with the same arguments as before."
         )
+    if not _JOINED:
+        _JOINED[key] = _join(cluster, num_gpus, communication, wait_seconds)
+    keep_wait_seconds(_JOINED[key], wait_seconds)
+    return _JOINED[key]
+
+
+_JOINED: dict[tuple[Any, ...], tf.distribute.Strategy] = {}  # how a process has joined its cluster, if it has
+
+
+def _join(cluster: Cluster, num_gpus: int, communication: Communication, wait_seconds: float) -> tf.distribute.Strategy:
     if communication.implementation == "nccl" and not num_gpus:
         raise StrategyError("implementation='nccl' needs GPUs, and this worker has none. Use 'ring' or 'auto'.")
     _check_port_is_free(cluster)
@@ -139,7 +152,7 @@ def _multi_worker(
     meet(cluster, wait_seconds)
     _keras.limit_wait_for_cluster({"chief": len(cluster.chief), "worker": len(cluster.worker)}, wait_seconds)
     try:
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(
+        return tf.distribute.MultiWorkerMirroredStrategy(
             _resolver_of(cluster, num_gpus),
             tf.distribute.experimental.CommunicationOptions(
                 bytes_per_pack=communication.bytes_per_pack,
@@ -152,8 +165,6 @@ def _multi_worker(
             f"{cluster.task} and the others had come together, and then not all have joined within {wait_seconds:g} s. "
             "Look for the first worker that has failed, and start all of them again."
         ) from error
-    keep_wait_seconds(strategy, wait_seconds)
-    return strategy
 
 
 def _check_not_started() -> None:
@@ -165,11 +176,16 @@ def _check_not_started() -> None:
         )
 
 
-@functools.cache
 def _parameter_server(cluster: Cluster, num_gpus: int, wait_seconds: float) -> tf.distribute.Strategy:
-    _check_port_is_free(cluster)
-    await_ports(cluster, others_of(cluster), wait_seconds)
-    return tf.distribute.ParameterServerStrategy(_resolver_of(cluster, num_gpus))
+    key = (cluster, num_gpus)
+    if key not in _LED:
+        _check_port_is_free(cluster)
+        await_ports(cluster, others_of(cluster), wait_seconds)
+        _LED[key] = tf.distribute.ParameterServerStrategy(_resolver_of(cluster, num_gpus))
+    return _LED[key]
+
+
+_LED: dict[tuple[Any, ...], tf.distribute.Strategy] = {}  # by this process, the chief
 
 
 def _check_port_is_free(cluster: Cluster) -> None:

@@ -73,7 +73,8 @@ class Cluster:
         for job in JOBS:
             for index, address in enumerate(self.addresses(job)):
                 _check_address(self.source, f"{job} {index}", address)
-                own = address.lower()  # names of hosts are the same in capitals
+                host, _, port = address.lower().rpartition(":")  # names of hosts are the same in capitals
+                own = f"{host}:{int(port)}"
                 if own in seen:
                     raise ClusterError(
                         f"{self.source} gives {address} to both {seen[own]} and {job} {index}. They would wait for "
@@ -95,9 +96,10 @@ class Cluster:
                 f"{task_type} too, or correct the task."
             )
         if not 0 <= self.task_index < max(len(addresses), 1):
+            listed = f", counted from 0: {', '.join(addresses)}" if addresses else ""
             raise ClusterError(
-                f"{self.source} calls this process {self.task}, but lists {counted(len(addresses), task_type)}, "
-                f"counted from 0: {', '.join(addresses)}. Correct the index, or list the address."
+                f"{self.source} calls this process {self.task}, but lists {counted(len(addresses), task_type)}"
+                f"{listed}. Correct the index, or list the address."
             )
 
     def addresses(self, job: str) -> tuple[str, ...]:
@@ -128,6 +130,12 @@ def _check_address(source: str, task: str, address: object) -> None:
         raise ClusterError(
             f"{source} gives {task} the address {address!r}, whose port is not a number from 1 to 65535. Correct it."
         )
+    try:
+        match[1].encode("idna")
+    except UnicodeError as error:
+        raise ClusterError(
+            f"{source} gives {task} the address {address!r}, whose host is no name of one ({error}). Correct it."
+        ) from error
 
 
 def cluster_of(make_resolver: Callable[[], Resolver], source: str) -> Cluster:
@@ -143,13 +151,15 @@ def cluster_of(make_resolver: Callable[[], Resolver], source: str) -> Cluster:
     try:
         resolver = make_resolver()
         jobs: dict[str, Any] = resolver.cluster_spec().as_dict()  # Slurm's knows its task only after this
-    except (RuntimeError, ValueError, LookupError, ImportError, OSError) as error:
+    except Exception as error:  # those of Kubernetes' client derive from nothing else
         raise ClusterError(f"{source} describes no cluster: {error}. Correct that, or set TF_CONFIG.") from error
     for job in jobs:
         if job not in JOBS:
             raise ClusterError(
                 f"{source} lists a job {job!r}{close_name(job, JOBS) or '.'} There are {', '.join(JOBS)}."
             )
+    if resolver.task_type is not None and resolver.task_id is None:
+        raise ClusterError(f"{source} calls this process a {resolver.task_type}, but not which one. Set its task id.")
     return Cluster(
         source,
         **{job: tuple(addresses) for job, addresses in jobs.items()},
@@ -179,7 +189,7 @@ def _check_tf_config(text: str) -> None:
 
     try:
         config = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         refuse(f"is not JSON ({error})" if text.strip() else "is set but empty")
     if not isinstance(config, dict):
         refuse(f"is a JSON {_json_type(config)}, not an object")

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from keras_dist_ext.choice.cluster import TF_CONFIG_EXAMPLE, Cluster
@@ -67,6 +67,8 @@ def _check_name(name: object) -> None:
 def _check_devices(devices: Sequence[str], existing: Sequence[str], num_replicas: int | None) -> tuple[str, ...]:
     if isinstance(devices, str):
         raise StrategyError(f"devices is the string {devices!r}; give a list: devices=[{devices!r}].")
+    if not isinstance(devices, Iterable):
+        raise StrategyError(f"devices is {devices!r}; give a list of names. {_there_are(existing)}")
     names = [canonical_device(device, existing) for device in devices]
     if not names:
         raise StrategyError(f"devices is empty; name at least one. {_there_are(existing)}")
@@ -142,6 +144,8 @@ def _decide_local(
     if name == "one_device" and num_asked > 1:
         raise StrategyError(f"'one_device' is one replica, not {num_asked}. Take 'mirrored', or name one device.")
     pool = asked or _pool(facts.devices)
+    if not pool:
+        raise StrategyError(f"There is nothing to train on: {_there_are(facts.devices)} Make a CPU or GPU visible.")
     num_wanted = num_asked or (1 if name == "one_device" else len(pool))
     if len(pool) >= num_wanted > 0:
         return Decision(name, f"{_kinds(pool[:num_wanted])}, {why}", pool[:num_wanted])

@@ -56,6 +56,11 @@ def mpi_cluster(environ: Mapping[str, str], tell: Callable[[str], Sequence[str]]
     """
     variables = _variables(environ)
     assert variables is not None
+    if variables.rank not in environ:
+        raise ClusterError(
+            f"{variables.size} says that mpirun has started several processes, but {variables.rank}, which tells which "
+            "one this is, is not set. Start it by mpirun, or set TF_CONFIG."
+        )
     size, rank, local_size = (
         task_count(environ, name) for name in (variables.size, variables.rank, variables.local_size)
     )

@@ -2,8 +2,9 @@
 
 TensorFlow waits for them for an hour, without a word, and without letting Python hear of Ctrl-C. So the first worker
 opens its port for a moment; the others say there who they are and which cluster they belong to; and once all have come,
-it lets them go and closes the port, for TensorFlow's server to open it again. A port at which TensorFlow's server
-answers already, that of a program that does without this, is one that has come.
+it lets them go and closes the port, for TensorFlow's server to open it again. The others open theirs meanwhile, and the
+first one knocks there: TensorFlow must reach them by these addresses. A port at which TensorFlow's server answers
+already, that of a program that does without this, is one that has come.
 
     the first: "KDE-MEETS 1"    another: {"task": "worker 1", "cluster": ...}    the first: nothing, or what is wrong
 """
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 WAIT_SECONDS = 600.0  # TensorFlow's own is an hour
+_LONGEST = 366 * 24 * 3600.0  # TensorFlow counts in milliseconds
 _NOTICE_SECONDS = 30.0
 _PROBE_SECONDS = 2.0
 _SLACK_SECONDS = 10.0  # for the first worker to say who is missing
@@ -48,8 +50,8 @@ def checked_wait(wait_seconds: object) -> float:
     Raises:
         StrategyError: it is no positive number.
     """
-    if isinstance(wait_seconds, bool) or not isinstance(wait_seconds, int | float) or not wait_seconds > 0:
-        raise StrategyError(f"wait_seconds is {wait_seconds!r}; give a positive number of seconds.")
+    if isinstance(wait_seconds, bool) or not isinstance(wait_seconds, int | float) or not 0 < wait_seconds <= _LONGEST:
+        raise StrategyError(f"wait_seconds is {wait_seconds!r}; give a positive number of seconds, at most a year's.")
     return float(wait_seconds)
 
 
@@ -178,6 +180,11 @@ def _digest(cluster: Cluster) -> str:
 
 def _come(cluster: Cluster, address: str, first: str, patience: _Patience) -> None:
     """Say to the first worker that this one is there, and wait for what it says."""
+    with _listener(cluster):  # for the first one to knock
+        _say_hello(cluster, address, first, patience)
+
+
+def _say_hello(cluster: Cluster, address: str, first: str, patience: _Patience) -> None:
     hello = json.dumps({"task": cluster.task, "cluster": _digest(cluster)}).encode() + b"\n"
     why = "no answer"
     while True:
@@ -192,7 +199,7 @@ def _come(cluster: Cluster, address: str, first: str, patience: _Patience) -> No
                     if answer == b"\n":
                         return
                     if answer:
-                        raise ClusterError(answer.decode().strip())
+                        raise ClusterError(answer.decode(errors="replace").strip())
                 why = "it has closed the connection"
         except OSError as error:
             why = _cause(error)
@@ -229,13 +236,13 @@ def _answer(connection: socket.socket, patience: _Patience, waits_for: dict[str,
 
 
 def _gather(cluster: Cluster, patience: _Patience) -> None:
-    """Wait until all others have come, and let them go."""
-    port = int(_addresses(cluster)[cluster.task].rpartition(":")[2])
-    addresses = _addresses(cluster)
+    """Wait until all others have come, and can be reached, and let them go."""
+    addresses = {task: address for task, address in _addresses(cluster).items() if task != cluster.task}
     came: dict[str, socket.socket] = {}
+    reached: set[str] = set()
     num_strangers = 0  # TensorFlow's clients, of programs that do not meet
     with contextlib.ExitStack() as stack:
-        guests = stack.enter_context(_Guests(port))
+        guests = stack.enter_context(_Guests(_listener(cluster)))
         while True:
             for connection, line in guests.lines():
                 if line.startswith(b"PRI "):  # how HTTP/2 begins, and with it gRPC
@@ -246,14 +253,21 @@ def _gather(cluster: Cluster, patience: _Patience) -> None:
                     task, digest = str(hello["task"]), str(hello["cluster"])
                 except (ValueError, LookupError, TypeError):
                     continue  # whoever that was
-                if task not in addresses or task == cluster.task or digest != _digest(cluster):
+                if task not in addresses or digest != _digest(cluster):
                     guests.refuse_all(
                         f"{task} has come to {cluster.task}, but its cluster is another one. {cluster.source} must be "
                         "the same on all tasks, but for the task itself."
                     )
                 came[task] = connection
             came = {task: connection for task, connection in came.items() if guests.has(connection)}
-            missing = {task: addresses[task] for task in addresses if task != cluster.task and task not in came}
+            missing: dict[str, str] = {}
+            for task, address in addresses.items():
+                if task not in came:
+                    missing[task] = address
+                elif task not in reached and (why := _knock(address)):
+                    missing[task] = why
+                else:
+                    reached.add(task)
             if len(missing) <= num_strangers:
                 guests.let_go()
                 return
@@ -263,16 +277,43 @@ def _gather(cluster: Cluster, patience: _Patience) -> None:
                 guests.refuse_all(str(error), error)
 
 
+def _knock(address: str) -> str:
+    """Say why a worker that has come cannot be reached; empty where it can."""
+    try:
+        _connect(address).close()
+    except OSError as error:
+        return f"{address}: it has come, but cannot be reached there: {_cause(error)}"
+    return ""
+
+
+def _listener(cluster: Cluster) -> socket.socket:
+    """Open the port of this task.
+
+    Raises:
+        ClusterError: another process has done so.
+    """
+    address = _addresses(cluster)[cluster.task]
+    listener = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if listener.family == socket.AF_INET6:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    try:
+        listener.bind(("", int(address.rpartition(":")[2])))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise ClusterError(
+            f"{cluster.source} gives {cluster.task} the address {address}, but its port cannot be opened here "
+            f"({_cause(error)}). Has another process of this machine the same task? Give each a task of its own."
+        ) from error
+    return listener
+
+
 class _Guests:
     """Who has connected to a port, and the first line of each."""
 
-    def __init__(self, port: int) -> None:
-        self._listener = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if self._listener.family == socket.AF_INET6:
-            self._listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        self._listener.bind(("", port))
-        self._listener.listen(128)
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._received: dict[socket.socket, bytes] = {}

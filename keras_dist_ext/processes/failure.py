@@ -51,6 +51,15 @@ class Failure:
         )
 
     @classmethod
+    def by_stop(cls, process: Process, seconds: float) -> "Failure":
+        """A process was held by a signal for too long, while others worked."""
+        return cls(
+            124,
+            f"{process.name} was stopped, as by SIGSTOP{progress(process.beat)}, for {seconds:g} s, so that the others "
+            "could not go on, and the launch ended all.",
+        )
+
+    @classmethod
     def of_process(cls, process: Process, others: Sequence[Process]) -> "Failure":
         """A process failed, or a server ended before the work did."""
         code = process.failure_code or 0

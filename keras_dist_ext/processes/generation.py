@@ -15,6 +15,7 @@ from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.processes import worker
 from keras_dist_ext.processes.failure import Failure
 from keras_dist_ext.processes.process import Process
+from keras_dist_ext.processes.whereabouts import is_stopped
 
 __all__ = ["Generation", "Failure"]
 
@@ -31,6 +32,8 @@ class Generation:
     POLL_SECONDS = 0.05
     SETTLE_SECONDS = 0.3  # one that was killed is the cause, though others that fail with it may be seen before it
     DRAIN_SECONDS = 1.0  # for output, after the last process has ended: what it started may hold the pipe open
+    STOPPED_SECONDS = 5.0  # by SIGSTOP, while others work: TensorFlow gives up a silent worker after ten
+    LOOK_SECONDS = 0.5  # between looks at who is stopped
     KILL_SECONDS = 5.0  # SIGKILL acts at once, but on a process that is stuck in the kernel
 
     def __init__(self, stream: IO[str] | None, log_dir: str | os.PathLike[str] | None, *, appends: bool = False):
@@ -40,6 +43,8 @@ class Generation:
         self._log_dir = None if log_dir is None else Path(log_dir)
         self._appends = appends
         self._selector = selectors.DefaultSelector()
+        self._stopped: dict[Process, float] = {}  # and since when
+        self._looked = 0.0
 
     @property
     def processes(self) -> list[Process]:
@@ -132,8 +137,20 @@ class Generation:
                 return None
             if deadline is not None and time.monotonic() > deadline:
                 return Failure.by_time(running)
+            held = self._held(running)
+            if held is not None:
+                return Failure.by_stop(held, self.STOPPED_SECONDS)
             if stall_seconds is not None and any(process.stalled_seconds > stall_seconds for process in running):
                 return Failure.by_stall(self.working, stall_seconds)
+
+    def _held(self, running: Sequence[Process]) -> Process | None:
+        """One that has been stopped for too long, if others work meanwhile."""
+        now = time.monotonic()
+        if len(running) > 1 and now - self._looked > self.LOOK_SECONDS:
+            self._looked = now
+            self._stopped = {p: self._stopped.get(p, now) for p in running if is_stopped(p)}
+        some = 0 < len(self._stopped) < len(running)
+        return next((p for p, since in self._stopped.items() if some and now - since > self.STOPPED_SECONDS), None)
 
     @property
     def has_made_steps(self) -> bool:

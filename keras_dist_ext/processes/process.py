@@ -33,7 +33,7 @@ class Process:
         pulse: where the process says what it is at, see `pulse`; None where nobody asks.
 
     Raises:
-        LaunchError: the log cannot be written, at the start or later.
+        LaunchError: it cannot be started; or the log cannot be written, at the start or later.
     """
 
     def __init__(
@@ -58,14 +58,17 @@ class Process:
         self._log = _Log(log, appends) if log else None
         self._lines = _Lines(f"\x1b[{colour}m[{name}]\x1b[0m " if colour else f"[{name}] ", stream)
         self._started = self._spoke = self._beaten = time.monotonic()
-        self._popen = subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            self._popen = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:  # too long, no more processes or files, a NUL in it
+            raise LaunchError(f"{name} cannot be started: {error}") from error
         assert self._popen.stdout is not None
         self._pipe = self._popen.stdout
 

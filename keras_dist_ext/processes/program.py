@@ -38,7 +38,8 @@ def _command(
     work: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any] | None, environ: Mapping[str, str]
 ) -> list[str]:
     """Return the command line of a process, after a look whether it can run."""
-    if isinstance(work, str | bytes) or not work or not all(isinstance(word, str | os.PathLike) for word in work):
+    is_list = isinstance(work, Sequence) and not isinstance(work, str | bytes)
+    if not is_list or not work or not all(isinstance(word, str | os.PathLike) for word in work):
         raise LaunchError(f"{work!r} is no command: give a list of strings such as ['train.py', '--epochs', '3'].")
     if args or kwargs:
         raise LaunchError("args and kwargs are for a function: put a command's arguments into its list.")
@@ -51,6 +52,12 @@ def _command(
             raise LaunchError(f"There is no script {program!r} (looked in {os.getcwd()}), so no worker could start.")
         return [sys.executable, program, *rest]
     if shutil.which(program, path=environ.get("PATH")) is None:
+        if os.path.isfile(program):
+            raise LaunchError(
+                f"The file {program!r} may not be executed, or not under that name, so no worker could start. Make "
+                f"it executable and give its path, as './{os.path.basename(program)}'; or give what runs it, as "
+                f"['bash', {program!r}]."
+            )
         raise LaunchError(
             f"{program!r} is no program that PATH knows, so no worker could start. A Python script ends in .py, "
             "a module runs as ['-m', NAME]."
@@ -119,7 +126,14 @@ def check_surroundings(environ: Mapping[str, str]) -> None:
     for name, value in environ.items():
         if not (isinstance(name, str) and isinstance(value, str)):
             raise LaunchError(f"environ has {name!r}: {value!r}, and holds strings alone: give str({value!r}).")
-    if environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
+    is_in_cluster = environ.get("TF_CONFIG", "").strip() not in ("", "{}")
+    if is_in_cluster and worker.LAUNCH_IDS in environ:
+        raise LaunchError(
+            "This process is a worker of a launch itself, so that launch would start another cluster in it. Workers "
+            "that run a function import the script that has launched them: put its own call of launch under "
+            "`if __name__ == '__main__':`. For a cluster within a cluster, give environ without TF_CONFIG."
+        )
+    if is_in_cluster:
         raise LaunchError(
             f"TF_CONFIG is already set ({environ['TF_CONFIG']}): something else starts the workers here, and each "
             "would start a cluster of its own. Run the script itself, without launch, or unset TF_CONFIG."

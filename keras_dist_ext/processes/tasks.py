@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from keras_dist_ext.errors import LaunchError
+
 __all__ = ["Task", "cluster", "tf_config"]
 
 
@@ -25,16 +27,26 @@ class Task:
 
 @contextmanager
 def cluster(num_workers: int, num_ps: int) -> Iterator[list[Task]]:
-    """Give each task an address with a port that stays ours: no other program is handed it while the cluster lives."""
+    """Give each task an address with a port that stays ours: no other program is handed it while the cluster lives.
+
+    Raises:
+        LaunchError: there are not enough ports.
+    """
     kinds = ["chief"] * (num_ps > 0) + ["worker"] * num_workers + ["ps"] * num_ps
     with ExitStack() as held:
         tasks: list[Task] = []
         for kind in kinds:
             # On Linux a socket that is bound, but does not listen, keeps the kernel from handing its port to others,
             # and TensorFlow's server (SO_REUSEADDR, all interfaces) can listen on it all the same.
-            held_socket = held.enter_context(socket.socket())
-            held_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held_socket.bind(("", 0))
+            try:
+                held_socket = held.enter_context(socket.socket())
+                held_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                held_socket.bind(("", 0))
+            except OSError as error:
+                raise LaunchError(
+                    f"{len(kinds)} processes need a port each, and this one could get {len(tasks)} ({error.strerror}). "
+                    "Start fewer, or raise the limit of open files (ulimit -n)."
+                ) from error
             index = sum(task.kind == kind for task in tasks)
             address = f"127.0.0.1:{held_socket.getsockname()[1]}"
             tasks.append(Task(kind, index, address, serves=num_ps > 0 and kind != "chief"))
