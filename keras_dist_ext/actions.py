@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import LoopError
+from keras_dist_ext.resume import Resume
+from keras_dist_ext.workers import own_callback
 
 __all__ = ["every", "on_improvement", "on_preemption"]
 
@@ -90,7 +92,11 @@ class _OnImprovement(keras.callbacks.Callback):  # type: ignore[misc]
 def on_preemption(action: Action) -> keras.callbacks.Callback:
     """Return a callback that calls ``action(model)`` once SIGTERM has come, between two steps, and ends training.
 
-    Of several workers each needs the signal; a run that is to go on from there is what ``Resume`` is for.
+    Of several workers each needs the signal. A second one does what it always did. A run that is to go on from there is
+    what ``Resume`` is for.
+
+    Raises:
+        LoopError: when training begins, in a thread, or beside a ``Resume``.
     """
     return _OnPreemption(action)
 
@@ -112,11 +118,20 @@ class _OnPreemption(keras.callbacks.Callback):  # type: ignore[misc]
         self._is_near = False
         self._before = signal.signal(signal.SIGTERM, self._note)
 
+    def meet(self, callbacks: Any, feed: Any) -> None:
+        if any(isinstance(own_callback(callback), Resume) for callback in callbacks):
+            raise LoopError(
+                "on_preemption ends training, and Resume beside it would save the run as one that is over, so that it "
+                "would never go on. Give fit one of them: Resume(..., on_preemption=True) saves when SIGTERM comes, "
+                "and the run goes on from there."
+            )
+
     def release(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
 
     def _note(self, number: int, frame: Any) -> None:
         self._is_near = True
+        self.release()  # a second one does what it did before
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._is_near:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+import functools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,12 +12,12 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, tree
-from keras_dist_ext.choice.wording import close_name
 from keras_dist_ext.data import num_rows
 from keras_dist_ext.errors import LoopError, StrategyError
+from keras_dist_ext.looping.arguments import check_named, check_reductions, checked_functions, parts_by_name
 from keras_dist_ext.looping.examined_step import Output, examine
 from keras_dist_ext.looping.loop_program import LoopProgram, OneStepWhereKept
-from keras_dist_ext.looping.tallies import REDUCTIONS, Reduction, Tally, tally_of
+from keras_dist_ext.looping.tallies import Reduction, Tally, tally_of
 from keras_dist_ext.model import Model
 from keras_dist_ext.replica import LoopStep, Replica
 from keras_dist_ext.scope import move_into_scope, raw_variables
@@ -81,7 +81,7 @@ class TrainLoop(Model):
     """
 
     _cuts_batches = False
-    _tallies: Mapping[str, Tally] = MappingProxyType({})
+    _tallies: MutableMapping[str, dict[str, Tally]] = {}  # noqa: RUF012 (by kind, then by name; of each loop its own)
     _kind: Kind = "train"
 
     def __init__(
@@ -95,24 +95,25 @@ class TrainLoop(Model):
         steps_per_execution: int | str = "auto",
         run_eagerly: bool = False,
         name: str = "loop",
-        strategy: tf.distribute.Strategy | None = None,  # for type checkers: `_Scoped` takes it, and enters its scope
+        strategy: tf.distribute.Strategy | None = None,  # for type checkers: `Scoped` takes it, and enters its scope
     ) -> None:
         super().__init__(name=name)
-        step, test, predict = _check_functions(step, test, predict)
-        _check_named("parts", parts)
-        _check_named("reduce", reduce)
-        _check_reductions(reduce)
+        step, test, predict = checked_functions(step, test, predict)
+        check_named("parts", parts)
+        check_named("reduce", reduce)
+        check_reductions(reduce)
         self._check_asynchronous(reduce)
         for attribute, value in {
             "_steps": {"train": step, "test": test, "predict": predict},
             "_reduce": dict(reduce),
-            "_tallies": {},
+            "_tallies": {"train": {}, "test": {}},
             "_outputs": {},
+            "_signatures": {},
             "_updated": {},
             "_collected": {},
         }.items():
             object.__setattr__(self, attribute, value)  # past Keras, which would track what is in them
-        named = dict(_named(parts))
+        named = parts_by_name(parts)
         made = [part for part in named.values() if isinstance(part, keras.optimizers.Optimizer)]
         own_metrics = [part for part in named.values() if isinstance(part, keras.metrics.Metric)]
         object.__setattr__(self, "_own_metrics", own_metrics)
@@ -135,6 +136,7 @@ class TrainLoop(Model):
     _reduce: Mapping[str, Reduction]
     _own_metrics: list[Any] = []  # noqa: RUF012 (of the parts; each loop has a list of its own)
     _outputs: dict[Kind, dict[str, Output]]
+    _signatures: dict[Kind, list[Any]]  # ranks of the data that the step was examined with
     _updated: dict[Kind, list[Any]]
     _collected: dict[Kind, dict[str, list[Any]]]
 
@@ -179,21 +181,21 @@ class TrainLoop(Model):
         assert isinstance(step, LoopStep)
         replica = Replica(step, data)
         values = {name: tf.convert_to_tensor(value) for name, value in self._steps[kind](replica, data).items()}
-        for name, value in values.items():
-            if name in self._tallies:
-                self._tallies[name].update_state(value, replica)
+        for name, tally in self._tallies[kind].items():
+            if name in values:
+                tally.update_state(values[name], replica)
         return values
 
     # What Keras' loops ask for
 
     @property
     def metrics(self) -> list[Any]:
-        """What the declared values add up to, and the metrics among the parts."""
-        return [*self._tallies.values(), *self._own_metrics]
+        """What the declared values of the present kind of steps add up to, and the metrics among the parts."""
+        return [*self._tallies.get(self._kind, {}).values(), *self._own_metrics]
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Return what has been added up, of the values that the steps of the present kind return."""
-        declared = {name: self._tallies[name].result() for name in self._outputs[self._kind] if name in self._tallies}
+        declared = {name: tally.result() for name, tally in self._tallies[self._kind].items()}
         return {**declared, **{metric.name: metric.result() for metric in self._updated[self._kind]}}
 
     def _program(self, kind: str) -> Any:
@@ -204,15 +206,20 @@ class TrainLoop(Model):
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         spec = iterator.given.element_spec if iterator is not None else tree.map_structure(_spec_of, data_batch)
-        kind = self._kind
-        if kind not in self._outputs:
-            outputs, updated = examine(self, kind, self._steps[kind], self._reduce, tree.map_structure(_any_rows, spec))
+        kind, spec = self._kind, tree.map_structure(_any_rows, spec)
+        signature = [leaf.shape.rank for leaf in tree.flatten(spec) if leaf is not None]
+        if self._signatures.get(kind) != signature:
+            outputs, updated = examine(self, kind, self._steps[kind], self._reduce, spec)
             with self._in_scope():
-                for name, output in outputs.items():
-                    if name not in self._tallies and self._reduce[name] != "concat":
-                        made = tally_of(name, self._reduce[name], output.spec, has_rows=output.has_rows)
-                        self._tallies[name] = made  # type: ignore[index]  # a dict, once there is a loop
-            self._outputs[kind], self._updated[kind] = outputs, updated
+                self._tallies[kind] = {
+                    name: tally_of(name, self._reduce[name], output.spec, has_rows=output.has_rows)
+                    for name, output in outputs.items()
+                    if self._reduce[name] != "concat"
+                }
+            if kind in self._signatures:
+                self._functions[kind].clear()  # what was traced adds up to the tallies before
+                setattr(self, f"{kind}_function", None)
+            self._outputs[kind], self._updated[kind], self._signatures[kind] = outputs, updated, signature
         self.replica_seeds.begin()
 
     # What is kept for all rows
@@ -225,7 +232,7 @@ class TrainLoop(Model):
         Args:
             kind: "train" for those of the last epoch, "test" for those of the last evaluation.
         """
-        return {name: np.concatenate(parts) for name, parts in self._collected.get(kind, {}).items()}
+        return {name: _joined(name, parts) for name, parts in self._collected.get(kind, {}).items()}
 
     def kept(self, kind: str) -> list[str]:
         """Return which values of a step are kept for all rows, as far as it is known."""
@@ -252,8 +259,12 @@ class TrainLoop(Model):
         keeping.program = run.program  # type: ignore[attr-defined]
         return keeping
 
-    def _pace(self, callbacks: Any, kind: str) -> Any:
-        return OneStepWhereKept(super()._pace(callbacks, kind), lambda: bool(self.kept(kind)))
+    def _paces(self, callbacks: Any, workers: Any, *kinds: str) -> Any:
+        made = super()._paces(callbacks, workers, *kinds)
+        return [OneStepWhereKept(p, functools.partial(self._keeps, k)) for p, k in zip(made, kinds, strict=True)]
+
+    def _keeps(self, kind: str) -> bool:
+        return bool(self.kept(kind))
 
     # Keras' loops
 
@@ -261,11 +272,17 @@ class TrainLoop(Model):
         """Train; see ``keras.Model.fit``.
 
         Raises:
-            LoopError: a callback saves whole models.
+            LoopError: a callback saves whole models, or sets the learning rate where no optimizer of Keras has one.
         """
         for callback in tree.flatten(kwargs.get("callbacks") or []):
             if isinstance(callback, keras.callbacks.ModelCheckpoint) and not callback.save_weights_only:
                 self.save()
+            if isinstance(callback, _SETS_RATE) and self.optimizer is None:
+                raise LoopError(
+                    f"{type(callback).__name__} sets the learning rate of the first optimizer among the parts, and "
+                    f"'{self.name}' has none of Keras'. Keep your rate in a tf.Variable, and assign it in a callback "
+                    "of your own, such as keras.callbacks.LambdaCallback(on_epoch_begin=...)."
+                )
         with self._running("train"):
             return super().fit(*args, **kwargs)
 
@@ -348,58 +365,62 @@ class TrainLoop(Model):
         """Save ``tf.Variable``s into a Keras file, where Keras saves its own."""
         super().save_own_variables(store)
         for name, variable in raw_variables(self):
-            is_in_parts = _keras.is_sync_on_read(variable)
-            store[f"tf.{name.replace('/', '.')}"] = (
-                variable if is_in_parts else _keras.components(variable)[0]
-            ).numpy()
+            store[f"tf.{name.replace('/', '.')}"] = _value_of(variable)
 
     def load_own_variables(self, store: Any) -> None:
         """Load what ``save_own_variables`` has saved."""
-        names = [name for name, _ in raw_variables(self)]
         super().load_own_variables({key: store[key] for key in store.keys() if not key.startswith("tf.")})  # noqa: SIM118
-        for name, variable in zip(names, [v for _, v in raw_variables(self)], strict=True):
-            value = np.asarray(store[f"tf.{name.replace('/', '.')}"])
-            first, *others = _keras.components(variable)
-            is_sum = _keras.is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.SUM
-            first.assign(value)
-            for copy in others:
-                copy.assign(np.zeros_like(value) if is_sum else value)
+        for name, variable in raw_variables(self):
+            _set_value(variable, np.asarray(store[f"tf.{name.replace('/', '.')}"]))
 
+    def get_weights(self) -> list[np.ndarray[Any, Any]]:
+        """Return the values of all weights of Keras' models, and then of all ``tf.Variable``s of other parts."""
+        return [*super().get_weights(), *(_value_of(variable) for _, variable in raw_variables(self))]
 
-def _check_functions(*functions: Any) -> list[Any]:
-    """Return functions as Python's: the loop compiles what a tf.function would have."""
-    for function in functions:
-        if function is not None and not callable(function):
-            raise LoopError(
-                f"A step is a function of (replica, batch), and `predict` one of (batch); given is {function!r}."
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Set what ``get_weights`` has returned; EarlyStopping does so.
+
+        Raises:
+            ValueError: they are not as many, or of other shapes.
+        """
+        raw = [variable for _, variable in raw_variables(self)]
+        num_of_keras = len(self.weights)
+        if len(weights) != num_of_keras + len(raw):
+            raise ValueError(
+                f"set_weights was given {len(weights)} arrays, and '{self.name}' has {num_of_keras} weights of Keras "
+                f"and {len(raw)} tf.Variables. Give what get_weights returns."
             )
-    return [getattr(function, "python_function", function) for function in functions]
+        super().set_weights(weights[:num_of_keras])
+        for variable, value in zip(raw, weights[num_of_keras:], strict=True):
+            _set_value(variable, np.asarray(value))
 
 
-def _check_named(argument: str, given: Any) -> None:
-    if not isinstance(given, Mapping):
-        example = 'reduce={"loss": "mean"}' if argument == "reduce" else 'parts={"net": net}'
-        raise LoopError(f"{argument} is {type(given).__name__}; it is a dict by name, such as {example}; or {{}}.")
+def _value_of(variable: Any) -> np.ndarray[Any, Any]:
+    """The value of a ``tf.Variable``: that of the first replica, or the sum where each has a part."""
+    whole = variable if _keras.is_sync_on_read(variable) else _keras.components(variable)[0]
+    return np.asarray(whole.numpy())
 
 
-def _check_reductions(reduce: Mapping[str, Any]) -> None:
-    for name, reduction in reduce.items():
-        if reduction not in REDUCTIONS:
-            raise LoopError(
-                f"reduce[{name!r}] is {reduction!r}. Values of replicas are combined by "
-                f"{', '.join(map(repr, REDUCTIONS))}{close_name(str(reduction), REDUCTIONS)}"
-            )
+def _set_value(variable: Any, value: np.ndarray[Any, Any]) -> None:
+    first, *others = _keras.components(variable)
+    is_sum = _keras.is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.SUM
+    first.assign(value)
+    for copy in others:
+        copy.assign(np.zeros_like(value) if is_sum else value)
 
 
-def _named(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Parts by name; those in lists and dicts have the names of both."""
-    for name, part in parts.items():
-        if isinstance(part, Mapping):
-            yield from _named({f"{name}_{key}": value for key, value in part.items()})
-        elif isinstance(part, list | tuple):
-            yield from _named({f"{name}_{index}": value for index, value in enumerate(part)})
-        else:
-            yield name, part
+_SETS_RATE = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
+
+
+def _joined(name: str, parts: list[Any]) -> np.ndarray[Any, Any]:
+    shapes = {part.shape[1:] for part in parts}
+    if len(shapes) > 1:
+        raise LoopError(
+            f"{name!r} is kept for all rows, and rows of different batches have the shapes "
+            f"{', '.join(map(str, sorted(shapes)))}, so they are no array. Pad them to one shape in the step, as "
+            "tf.pad does."
+        )
+    return np.concatenate(parts)
 
 
 def _spec_of(leaf: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext import _keras, data
+from keras_dist_ext.looping.ancestry import Value, sources, walk_back
 from keras_dist_ext.reduce import times
 from keras_dist_ext.step import ReplicaStep
 
@@ -67,15 +68,20 @@ class Replica:
         """
         step = self._step
         is_ragged = isinstance(per_example, tf.RaggedTensor)
-        if sample_weight is None and not is_ragged:
+        if not is_ragged:
             per_example = tf.convert_to_tensor(per_example)
+        if per_example.dtype in (tf.float16, tf.bfloat16):  # in which a sum of many is none
+            per_example = tf.cast(per_example, tf.float32)
+        if sample_weight is None and not is_ragged:
             count = tf.cast(tf.size(per_example), per_example.dtype)
             return tf.math.divide_no_nan(tf.reduce_sum(per_example), count)
         if sample_weight is None:
             sample_weight = tf.ones_like(per_example)
         sample_weight = tf.cast(sample_weight, per_example.dtype)
-        if not is_ragged:
+        if not isinstance(sample_weight, tf.RaggedTensor):
             sample_weight = _like(sample_weight, per_example)
+            if is_ragged:
+                sample_weight = tf.ones_like(per_example) * sample_weight
         weighted = per_example * sample_weight
         total = tf.reduce_sum(weighted.flat_values if isinstance(weighted, tf.RaggedTensor) else weighted)
         weights = (
@@ -86,8 +92,12 @@ class Replica:
         weight = tf.reduce_sum(weights)
         if step.num_replicas == 1:
             return tf.math.divide_no_nan(total, weight)
-        (global_weight,) = step.sum_over_replicas([weight])
-        mean = tf.math.divide_no_nan(total, tf.stop_gradient(global_weight))
+        global_total, global_weight = map(tf.stop_gradient, step.sum_over_replicas([total, weight]))
+        # Weights may be trained: what they change in the mean as its denominator is 0 here, but not in the gradient.
+        change = tf.math.multiply_no_nan(
+            tf.math.divide_no_nan(global_total, global_weight), weight - tf.stop_gradient(weight)
+        )
+        mean = tf.math.divide_no_nan(total - change, global_weight)
         return mean * tf.cast(step.inverse_share, mean.dtype)
 
     def reduce_gradients(self, gradients: Any) -> Any:
@@ -137,11 +147,40 @@ class LoopStep(ReplicaStep):
         """N / n, and 0 for a replica without rows."""
         return self._inverse_share
 
+    def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any:
+        """Scale as the optimizer does: gradients are weighted when they are summed, whoever sums them."""
+        return original(loss)
+
     def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
-        """Sum the gradients over replicas, then let every replica run the optimizer on its own copies."""
+        """Sum the gradients over replicas, then let every replica run the optimizer on its own copies.
+
+        Those that were summed by hand are not summed again, so this may be done in a branch or a loop of the graph.
+        """
+        grads = list(grads)
         trained = list(_keras.optimized_variables(optimizer) if variables is None else variables)
         self.build(optimizer, trained)
-        super().apply(optimizer, grads, trained, original)
+        present = [gradient for gradient in grads if gradient is not None]
+        if present and self._is_free_of_sums(optimizer) and all(map(self._is_summed, present)):
+            self.update(grads, present, trained, original, self._may_update)
+        else:
+            super().apply(optimizer, grads, trained, original)
+
+    _summed: tuple[Any, ...] = ()  # what ``reduce_by_hand`` has returned
+    _may_update: Any = None  # whether weights may change by it
+
+    def _is_free_of_sums(self, optimizer: Any) -> bool:
+        """Whether an optimizer needs no sum but that of its gradients, and something was summed by hand."""
+        accumulates = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps
+        return bool(self._summed) and not self._is_on_tpu and not accumulates
+
+    def _is_summed(self, gradient: Any) -> bool:
+        """Whether a gradient is computed from sums by hand, and from nothing else but constants."""
+        parts = [gradient.values, gradient.indices] if isinstance(gradient, tf.IndexedSlices) else [gradient]
+        if tf.executing_eagerly():
+            return all(any(part is total for total in self._summed) for part in parts)
+        sums = {total.op for total in self._summed}
+        others = walk_back(map(Value, parts), lambda value: value.tensor.op in sums)
+        return all(sources(value) or value.tensor.op.type == "Const" for value in others)
 
     def reduce_by_hand(self, gradients: list[Any]) -> list[Any]:
         """Return the sum over replicas of gradients, each times its replica's share."""
@@ -152,9 +191,13 @@ class LoopStep(ReplicaStep):
         own = self._zero_if_empty([times(gradient, self.share) for gradient in gradients])
         states, values = self.assigned_state()
         summed = self.sum_over_replicas(own + values + found)
-        values, may_update = self.settle(summed[len(own) :])
+        values, self._may_update = self.settle(summed[len(own) :])
         self.agree(states, values)
-        return _zero_unless(may_update, summed[: len(own)])
+        gradients = _zero_unless(self._may_update, summed[: len(own)])
+        for total in gradients:
+            is_sparse = isinstance(total, tf.IndexedSlices)
+            self._summed += (total.values, total.indices) if is_sparse else (total,)
+        return gradients
 
 
 def _zero_unless(may_update: Any, gradients: list[Any]) -> list[Any]:

@@ -258,7 +258,7 @@ def test_a_tuner_in_a_scope_is_refused(tmp_path: pathlib.Path, mirrored: Any) ->
 # Strategies
 
 
-def test_mirrored_strategies_that_reduce_in_other_ways_are_kept_apart(mirrored: Any) -> None:
+def test_mirrored_strategies_that_reduce_in_other_ways_are_kept_apart() -> None:
     devices, ops = ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
     known = Strategies.of(
         {
@@ -268,7 +268,7 @@ def test_mirrored_strategies_that_reduce_in_other_ways_are_kept_apart(mirrored: 
         }
     )
     assert known.get("own").strategy.extended._cross_device_ops is ops
-    assert known.get("default").strategy is known.get("name").strategy is mirrored
+    assert known.get("default").strategy is known.get("name").strategy
 
 
 def test_a_fresh_process_has_the_devices_that_its_strategies_ask_for(tmp_path: pathlib.Path) -> None:
@@ -328,6 +328,18 @@ def test_a_function_that_returns_no_strategy_and_devices_that_are_not_there_say_
         Strategies.of({"a": lambda: far}).get("a")
 
 
+def test_a_function_that_cannot_make_its_strategy_here_is_no_bug() -> None:
+    def tpu() -> Any:
+        raise ValueError("Please provide a TPU Name to connect to.")
+
+    with pytest.raises(
+        kde.StrategyError, match="'tpu' cannot be had here: its function raised ValueError: Please prov"
+    ):
+        Strategies.of([tpu]).get("tpu")
+    with pytest.raises(kde.StrategyError, match="^num_replicas=9 needs 9"):
+        Strategies.of({"a": lambda: kde.pick_strategy("mirrored", num_replicas=9, environ={})}).get("a")
+
+
 def test_hyperparameters_may_depend_on_the_strategy(tmp_path: pathlib.Path) -> None:
     def build(hp: Any) -> Any:
         model = stock_model(hp)
@@ -342,6 +354,8 @@ def test_hyperparameters_may_depend_on_the_strategy(tmp_path: pathlib.Path) -> N
     hp.values["distribution_strategy"] = "mirrored(2)"
     hp.ensure_active_values()
     assert hp.get("only_mirrored") in (1, 2, 3)
+    racers = [tuner._racer("mirrored(2)", TRAIN, {}) for _ in range(4)]
+    assert {racer._hp.get("only_mirrored") for racer in racers} == {1}  # a race is of the default hyperparameters
 
 
 def test_space_is_discovered_under_another_strategy_where_the_first_is_not_to_be_had(tmp_path: pathlib.Path) -> None:
@@ -405,6 +419,30 @@ def test_a_tuner_of_ones_own_with_a_hypermodel_of_ones_own_is_served(tmp_path: p
         with pytest.raises(kde.TunerError, match="(SklearnTuner|3) is no keras_tuner.Tuner"):
             kde.tuner.with_strategies(wrong)
     assert kde.tuner.with_strategies(Tuner) is Tuner
+
+
+def test_models_that_a_fit_of_ones_own_builds_live_under_the_strategy_too(tmp_path: pathlib.Path) -> None:
+    class Folds(keras_tuner.HyperModel):
+        def build(self, hp: Any) -> Any:
+            return stock_model(hp)
+
+        def fit(self, hp: Any, model: Any, x: Any, y: Any, **kwargs: Any) -> Any:
+            models = [self.build(hp) for _ in range(2)]
+            seen.extend((m.distribute_strategy.num_replicas_in_sync, isinstance(m, kde.Model)) for m in models)
+            return [m.fit(x, y, **kwargs) for m in models]
+
+    seen: list[Any] = []
+    folds = Folds()
+    own = folds.build
+    tuner = searched(tmp_path, folds, strategies="mirrored(2)", max_trials=1)
+    assert seen == [(2, True)] * 2
+    assert folds.build == own  # and is the user's again
+    assert len(TrialRecord.load(tuner.get_trial_dir("0")).seconds) == 1
+
+
+def test_a_search_does_not_take_what_goes_on_where_the_last_trial_ended(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(kde.TunerError, match="search was given the callback Resume, whose directory all trials would"):
+        searched(tmp_path, strategies="one_device", search={"callbacks": [kde.Resume(tmp_path / "run")]})
 
 
 def test_a_subclassed_model_is_given_back_with_its_weights_under_its_strategy(tmp_path: pathlib.Path) -> None:
@@ -527,9 +565,9 @@ def test_monitors_that_search_was_given_write_each_trial_apart(tmp_path: pathlib
     monitor = kde.ReplicaMonitor(tmp_path / "logs", experiment="mine")
     given = {"strategies": "one_device", "max_trials": 1, "executions_per_trial": 2, "log_dir": tmp_path / "own"}
     searched(tmp_path, our_model, search={"callbacks": [monitor]}, **given)
-    for folder in (tmp_path / "logs" / "mine", tmp_path / "own"):
+    for folder, besides in ((tmp_path / "logs" / "mine", []), (tmp_path / "own", ["result"])):
         found = sorted(path.name for path in (folder / "trial_0").iterdir() if path.is_dir())
-        assert found == ["execution_0", "execution_1"]
+        assert found == ["execution_0", "execution_1", *besides]
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["mine"]
 
 
@@ -608,6 +646,11 @@ CAUSES: dict[str, tuple[BaseException, str]] = {
     "TPU": (ValueError("The batch size (15) must be divisible by the number of replicas (2)"), "indivisible batch"),
     "check_numerics": (tf.errors.InvalidArgumentError(None, None, "y : Tensor had NaN values"), "NaN loss"),
     "known": (Infeasible(Failure("NaN loss", "loss was NaN")), "NaN loss"),
+    "NonFinite": (kde.NonFiniteError("Step 6 of epoch 1: loss of replica 1 is not finite."), "NaN loss"),
+    "stateful": (
+        kde.DataError("'rnn' is stateful: it keeps a state for each row of a batch, and each of the 2 replicas has"),
+        "indivisible batch",
+    ),
     "heads": (ValueError("`num_query_heads` must be divisible by `num_key_value_heads`."), "own error"),
     "shapes": (ValueError("Input 0 of layer dense is incompatible with the layer"), "own error"),
     "a key": (KeyError("heartbeat"), "own error"),
@@ -1129,6 +1172,10 @@ def test_the_tuner_batches_arrays_and_datasets_of_examples() -> None:
     assert named == {"validation_data": HELD_OUT, "epochs": 3, "batch_size": 50, "validation_batch_size": 50}
     with pytest.raises(kde.TunerError, match=r"x gives batches .* Give a dataset of single examples: without .batch"):
         batched([examples.batch(5)], {}, 50)
+    whole = examples.batch(5, drop_remainder=True)
+    with pytest.raises(kde.TunerError, match=r"x gives batches \(\(5, 4\), \(5,\)\), which"):
+        batched([whole], {}, 50, our_model(keras_tuner.HyperParameters()))
+    batched([examples], {}, 50, our_model(keras_tuner.HyperParameters()))
     with pytest.raises(kde.TunerError, match="x is a generator, whose batches the tuner cannot make"):
         batched([(pair for pair in ())], {}, 50)
 
@@ -1138,6 +1185,8 @@ def test_the_tuner_batches_arrays_and_datasets_of_examples() -> None:
     [
         ({"batch_size_per_replica": 0}, "batch_size_per_replica has the value 0; give whole numbers from 1 up"),
         ({"steps_per_execution": [1, 2.5]}, "steps_per_execution has the value 2.5"),
+        ({"batch_size_per_replica": [], "learning_rate_scaling": "linear"}, "batch_size_per_replica is empty"),
+        ({"batch_size_per_replica": 8, "learning_rate_scaling": []}, "learning_rate_scaling is empty"),
         ({"learning_rate_scaling": "cubic"}, "learning_rate_scaling is 'cubic'; there are none, linear, sqrt"),
         ({"learning_rate_scaling": "linear"}, "Give batch_size_per_replica, too"),
         ({"batch_size_per_replica": 8, "warmup_steps": 3}, "Give learning_rate_scaling, too"),
@@ -1200,12 +1249,12 @@ def test_each_trial_logs_its_replicas_hyperparameters_and_results_in_a_folder_of
         return events
 
     for trial, strategy, runs, status in (
-        ("0", "one_device", ["all", "replica_0", "validation"], 1),
-        ("1", "mirrored(2)", ["all", "replica_0", "replica_1", "validation"], 2),
+        ("0", "one_device", ["all", "replica_0", "result", "validation"], 1),
+        ("1", "mirrored(2)", ["all", "replica_0", "replica_1", "result", "validation"], 2),
     ):
         folder = tmp_path / "logs" / f"trial_{trial}"
         assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == runs
-        events = read(f"trial_{trial}")
+        events = read(f"trial_{trial}/result")
         plugin = events.PluginTagToContent("hparams")
         start = plugin_data_pb2.HParamsPluginData.FromString(plugin["_hparams_/session_start_info"]).session_start_info
         assert start.hparams["distribution_strategy"].string_value == strategy

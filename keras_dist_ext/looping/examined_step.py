@@ -5,17 +5,17 @@ Nothing of the trace is ever run: replicas do not add anything up in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext import _keras, data
 from keras_dist_ext._keras import keras
-from keras_dist_ext.degree import degree_in_rows
-from keras_dist_ext.errors import LoopError
-from keras_dist_ext.looping.origins import Origins, assigned_variables
+from keras_dist_ext.errors import KerasDistError, LoopError
+from keras_dist_ext.looping.ancestry import assignments, operations
+from keras_dist_ext.looping.losses import check_mean, check_not_scaled, multiples, warn_of_own_divisor
+from keras_dist_ext.looping.origins import Origins, draws
 from keras_dist_ext.looping.python_effects import calls_done_once, effects_of, names_used
 from keras_dist_ext.looping.step_variables import check_assigned, check_known, check_results, updated_metrics
 from keras_dist_ext.replica import LoopStep, Replica
@@ -54,9 +54,7 @@ def examine(
     _check_built(loop)
     name = getattr(function, "__name__", type(function).__name__)
     _check_names(name, function)
-    scales = "num_replicas" in names_used(function)
-    with effects_of(function) as effects:
-        graph, values, seen = _trace(loop, name, function, batch_spec, scales=scales)
+    (graph, values, seen), effects = _trace_for_effects(loop, name, function, batch_spec)
     if effects and not loop.run_eagerly:
         raise LoopError(
             f"The step {name!r} has changed {', '.join(effects)} while it was traced. Python runs once when a step is "
@@ -65,16 +63,35 @@ def examine(
             "tf.random or keras.random. With run_eagerly=True Python does run at every step."
         )
     _check_uses_batch(name, graph, values)
-    assigned = list(assigned_variables(graph))
-    check_known(loop, name, graph, {id(_keras.whole_variable(copy)) for copy, _ in assigned})
+    assigned = list(assignments(graph))
+    check_known(loop, name, graph, {id(_keras.whole_variable(one.variable)) for one in assigned})
     check_assigned(loop, name, kind, assigned, seen.origins, seen.averaged)
     check_results(loop, name, graph, values)
     outputs = _outputs(name, values, reduce, seen, loop.distribute_strategy.num_replicas_in_sync)
     return outputs, updated_metrics(loop, name, assigned, outputs)
 
 
+def _trace_for_effects(loop: Any, name: str, function: Callable[..., Any], spec: Any) -> tuple[Any, list[str]]:
+    """Trace a step, and again if Python has changed something meanwhile, which others may have done, or once for all.
+
+    Returns:
+        What `_trace` does, and what is changed whenever the step is traced.
+    """
+    scales = not {"num_replicas", "num_replicas_in_sync"}.isdisjoint(names_used(function))
+    with effects_of(function) as effects:
+        traced = _trace(loop, name, function, spec, scales=scales)
+    if not effects:
+        return traced, []
+    with effects_of(function) as again:
+        try:
+            traced = _trace(loop, name, function, spec, scales=scales)
+        except Exception:  # it uses what it has kept of the first graph
+            return traced, effects
+    return traced, [effect for effect in effects if effect in again]
+
+
 def _check_built(loop: Any) -> None:
-    unbuilt = [layer for layer in _keras.flat_layers(loop) if layer is not loop and not layer.built]
+    unbuilt = [layer for layer in _keras.flat_layers(loop) if layer is not loop and _keras.has_to_be_built(layer)]
     if unbuilt:
         raise LoopError(
             f"{', '.join(repr(layer.name) for layer in unbuilt[:_LISTED])}: not built, so the first step would have to "
@@ -86,7 +103,6 @@ def _check_built(loop: Any) -> None:
 _SCALING = {
     "compute_average_loss": "it divides by the rows of all replicas",
     "scale_regularization_loss": "it divides by the number of replicas",
-    "num_replicas_in_sync": "dividing by the number of replicas scales",
 }
 
 
@@ -123,6 +139,7 @@ class _ExaminedStep(LoopStep):
 
     seen: _Seen
     graph: Any
+    functions: dict[int, tuple[Any, Any]]  # by id: a tf.function of the user's, and its copy
 
     def sum_over_replicas(self, values: Any) -> list[Any]:
         """Return what may be the sums."""
@@ -130,8 +147,8 @@ class _ExaminedStep(LoopStep):
             raise LoopError(
                 f"The step {self.seen.name!r} adds up over replicas (an optimizer's update, reduce_gradients, a sum or "
                 "a weighted mean) inside of a tf.function, or of a branch or loop in the graph, where replicas cannot "
-                "wait for each other. Compute there, and update outside; a loop of a fixed number of updates can be "
-                "one of Python's."
+                "wait for each other. Add up before: gradients by replica.reduce_gradients, which optimizers take as "
+                "they are, there too. A loop of a fixed number of updates can be one of Python's."
             )
         return [self.seen.origins.common(value) for value in values]
 
@@ -157,81 +174,57 @@ class _ExaminedStep(LoopStep):
         state = super().next_seed(generator, ordered, original)
         return self.seen.origins.own(state, self.replica_id) if self.num_replicas > 1 else state
 
-    def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any:
-        """Leave out the replica's share, which is not of the user's doing."""
-        super().scale_loss(optimizer, loss, original)
-        return original(loss)
-
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
         """Note of which state the mean will be taken."""
         super().assign(variable, value, original)
         if id(variable) in self._assigned:
             self.seen.averaged[id(_keras.local_component(variable))] = variable
 
-    def differentiate(self, target: Any, sources: Any) -> None:
+    def differentiate(self, target: Any, sources: Any) -> tuple[Any, Any]:
         """Look at what is differentiated for variables: a loss."""
         if all(isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources)):
             for value in tf.nest.flatten(target):
                 if tf.is_tensor(value) and not isinstance(value, tf.IndexedSlices):
                     total = value if value.shape.rank == 0 else tf.reduce_sum(value)  # as the tape takes it
                     what = f"The loss that the step {self.seen.name!r} differentiates"
-                    _check_mean(what, total, self.num_replicas if self.seen.scales else 1)
+                    self.check_mean(what, total)
+                    if self.num_replicas > 1:
+                        warn_of_own_divisor(what, total, self.seen.origins.common_ids)
+        return target, None
+
+    def check_mean(self, what: str, value: Any) -> None:
+        """Refuse what is no mean over the rows at hand, or that divided by the number of replicas."""
+        scaled_by = self.num_replicas if self.seen.scales and self.num_replicas > 1 else None
+        check_mean(what, value, self.seen.origins.common_ids, scaled_by)
 
     def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
         """Look at the gradients, and go on."""
         grads = list(grads)
-        self.check_single(f"gradients given to {optimizer.name}", grads)
+        self._check_gradients(f"gradients given to {optimizer.name}", grads)
         super().apply(optimizer, grads, variables, original)
 
     def reduce_by_hand(self, gradients: list[Any]) -> list[Any]:
         """Look at the gradients, and go on."""
-        self.check_single("gradients given to reduce_gradients", gradients)
+        self._check_gradients("gradients given to reduce_gradients", gradients)
         return super().reduce_by_hand(gradients)
+
+    def _check_gradients(self, what: str, gradients: list[Any]) -> None:
+        self.check_single(what, gradients)
+        if self.seen.scales and self.num_replicas > 1:
+            for gradient in gradients:
+                if tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices):
+                    check_not_scaled(f"One of the {what}", [gradient], 1 / self.num_replicas)
 
     def check_single(self, what: str, values: list[Any]) -> None:
         """Refuse values that the user's code has reduced over replicas already."""
         for value in values:
-            for inner in _scaled(value):
+            for inner in multiples(value):
                 if id(inner) in self.seen.added_up:
                     raise LoopError(
                         f"The {what} were reduced over replicas before, by all_reduce in the step, and would be "
                         "reduced twice. Leave all_reduce out: Keras' optimizers, replica.reduce_gradients and declared "
                         "reductions add up over replicas, exactly."
                     )
-
-
-def _scaled(value: Any) -> Iterator[Any]:
-    """A value, and those of which it is a multiple."""
-    while tf.is_tensor(value) and not isinstance(value, tf.IndexedSlices):
-        yield value
-        if value.op.type not in ("Identity", "Mul", "RealDiv", "DivNoNan", "Cast"):
-            return
-        value = value.op.inputs[0]
-
-
-def _check_mean(what: str, value: Any, num_replicas: int) -> None:
-    """Refuse what is no mean over the rows at hand, or that divided by the number of replicas."""
-    if degree_in_rows(value) >= 1:
-        raise LoopError(
-            f"{what} grows with the number of rows: it is a sum, divided by a constant or by the rows of all replicas "
-            "if at all. A replica has a part of the rows, and another one in the last batch, so it and its gradients "
-            "would be weighted twice. Use replica.mean_loss(per_example), or divide by the rows at hand; or declare a "
-            'value that is not trained on a "sum".'
-        )
-    if num_replicas > 1 and any(_is_scaled_by(part, num_replicas) for part in _scaled(value)):
-        raise LoopError(
-            f"{what} is scaled by the number of replicas ({num_replicas}), and the loop weights each replica by its "
-            "rows already, so it and its gradients would be scaled a second time. Write the loss as for one device: "
-            "replica.mean_loss(per_example), a loss of Keras, or a mean over the rows at hand."
-        )
-
-
-def _is_scaled_by(value: Any, number: int) -> bool:
-    if value.op.type not in ("Mul", "RealDiv", "DivNoNan"):
-        return False
-    factors = [tf.get_static_value(given) for given in value.op.inputs]
-    factors = [float(factor) for factor in factors if factor is not None and np.size(factor) == 1]
-    return any(abs(factor - wanted) < 1e-6 for factor in factors for wanted in (number, 1 / number))
 
 
 def _trace(
@@ -256,7 +249,7 @@ def _trace(
         rows = data.num_rows(batch)
         global_rows = seen.origins.common(rows) if strategy.num_replicas_in_sync > 1 else rows
         step = _ExaminedStep(loop, rows, global_rows, without_seed=without_seed)
-        step.seen, step.graph = seen, tf.compat.v1.get_default_graph()
+        step.seen, step.graph, step.functions = seen, tf.compat.v1.get_default_graph(), {}
         with (
             _keras.draws_without_seed(without_seed),
             _keras.intercept(step),
@@ -287,16 +280,39 @@ def _trace(
         except UnbuiltOptimizer as unbuilt:
             with loop._in_scope():
                 unbuilt.build()
-        except RuntimeError as error:
-            if "cross-replica context" not in str(error):
+        except Exception as error:
+            explained = _explained(name, error, is_eager=loop.run_eagerly)
+            if explained is None:
                 raise
-            raise LoopError(
-                f"The step {name!r} calls a method of the strategy (run, reduce, gather) that is for code outside of "
-                "replicas. The loop runs the step on every replica already: call what you gave to strategy.run as it "
-                "is, and declare reductions in reduce={...}."
-            ) from error
+            raise explained from error
     loop._clear_losses()
     return graph, returned[0], seen
+
+
+def _explained(name: str, error: Exception, *, is_eager: bool) -> LoopError | None:
+    """Say why a step cannot be traced; None where the error itself does."""
+    first_line = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    if isinstance(error, KerasDistError):
+        return None
+    if isinstance(error, RuntimeError) and "cross-replica context" in str(error):
+        return LoopError(
+            f"The step {name!r} calls a method of the strategy (run, reduce, gather) that is for code outside of "
+            "replicas. The loop runs the step on every replica already: call what you gave to strategy.run as it is, "
+            "and declare reductions in reduce={...}."
+        )
+    if is_eager:
+        return LoopError(
+            f"The step {name!r} cannot be traced ({first_line}), which is done once before it runs, also with "
+            "run_eagerly=True, to see what it returns. Ask tf.executing_eagerly() before what needs the value of a "
+            "tensor, such as .numpy()."
+        )
+    if isinstance(error, tf.errors.OperatorNotAllowedInGraphError):
+        return LoopError(
+            f"The step {name!r} asks Python for the value of a tensor, by an if, a while, a for or a bool "
+            f"({first_line}), which is not known when the step is compiled. Use tf.where, tf.cond or tf.while_loop; or "
+            "a function of its own decorated with tf.function, whose ifs and loops TensorFlow translates."
+        )
+    return None
 
 
 def _tensor(name: str, key: Any, value: Any) -> Any:
@@ -317,11 +333,16 @@ def _tensor(name: str, key: Any, value: Any) -> Any:
 def _check_uses_batch(name: str, graph: Any, values: Mapping[str, Any]) -> None:
     inputs = graph.inputs[: len(graph.inputs) - len(graph.captures)]
     returned = {value.name for value in values.values()}
-    if inputs and not any(_is_used(given, returned) for given in inputs):
+    if not inputs or any(draws(op) or op.type.startswith(_OUTSIDE) for op in operations(graph)):
+        return  # each replica has numbers of its own, say of a simulation
+    if not any(_is_used(given, returned) for given in inputs):
         raise LoopError(
             f"The step {name!r} computes nothing from its batch, so every replica would compute the same from whatever "
             "else it reads. Only the batch is split over replicas: give the data to fit, and take it from there."
         )
+
+
+_OUTSIDE = ("EagerPyFunc", "PyFunc", "StatelessRandom")
 
 
 def _is_used(value: Any, returned: set[str]) -> bool:
@@ -334,6 +355,12 @@ def _is_used(value: Any, returned: set[str]) -> bool:
 def _outputs(
     name: str, values: Mapping[str, tf.Tensor], reduce: Mapping[str, str], seen: _Seen, num_replicas: int
 ) -> dict[str, Output]:
+    for key, value in values.items():
+        if value.shape.rank is None:
+            raise LoopError(
+                f"The shape of {key!r} is not known, not even how many dimensions it has, as of what tf.py_function "
+                "returns. Say it by tf.ensure_shape(value, []) for a number, or [None] for one of each row."
+            )
     undeclared = [f"{key} {tuple(value.shape)}" for key, value in values.items() if key not in reduce]
     if undeclared:
         raise LoopError(
@@ -344,6 +371,11 @@ def _outputs(
     outputs = {}
     for key, value in values.items():
         has_rows = bool(value.shape.rank) and value.shape[0] is None
+        if reduce[key] == "sum" and not (value.shape[1:] if has_rows else value.shape).is_fully_defined():
+            raise LoopError(
+                f'{key!r} has the shape {value.shape}, and a "sum" is over rows, so its own shape would not be known. '
+                "Return sums over the other dimensions, tf.reduce_sum(value, axis=1) and so on."
+            )
         if reduce[key] == "concat" and not has_rows:
             raise LoopError(
                 f'{key!r} has the shape {tuple(value.shape)}, and is declared "concat", which keeps '
@@ -360,6 +392,7 @@ def _outputs(
                 'tf.abs(value), or declare values of rows "concat".'
             )
         if reduce[key] == "mean" and not has_rows:
-            _check_mean(f"{key!r} is declared a mean, but", value, num_replicas if seen.scales else 1)
+            what = f"{key!r} is declared a mean, but"
+            check_mean(what, value, seen.origins.common_ids, num_replicas if seen.scales else None)
         outputs[key] = Output(tf.TensorSpec(value.shape, value.dtype), has_rows)
     return outputs

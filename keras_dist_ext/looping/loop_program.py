@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext import _keras
 from keras_dist_ext.data import num_rows
+from keras_dist_ext.errors import LoopError
+from keras_dist_ext.logs import pooled_state
 from keras_dist_ext.pace import Pace
-from keras_dist_ext.program import StepProgram, gather_rows, pooled_state
+from keras_dist_ext.prediction import gather_rows
+from keras_dist_ext.program import StepProgram
 from keras_dist_ext.replica import LoopStep
 from keras_dist_ext.step import ReplicaStep
 
@@ -48,6 +51,7 @@ class LoopProgram(StepProgram):
     def __init__(self, model: Any, kind: str) -> None:
         super().__init__(model, kind)
         self._plain_logs = True
+        self._degrees = None  # a step was examined: what it differentiates is a mean
         self._kept = model.kept(kind)
 
     def _step_of_replica(self, step: ReplicaStep, batch: Any) -> tuple[Any, list[tf.Tensor]]:
@@ -76,6 +80,22 @@ class LoopProgram(StepProgram):
             logs = self.model.get_metrics_result()
         num_local = self._num_local
         for place, name in enumerate(self._kept):
-            parts = extra[place * num_local : (place + 1) * num_local]
+            parts = _of_one_width(name, extra[place * num_local : (place + 1) * num_local])
             logs[name] = gather_rows(self.strategy, _keras.regroup(parts) if self.num_replicas > 1 else parts[0])
         return logs
+
+
+def _of_one_width(name: str, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """See that the rows of all replicas have the same shape."""
+    first, *others = parts
+    message = (
+        f"{name!r} is kept for all rows, and rows of different replicas have different shapes, so they are no array. "
+        "Pad them to one shape in the step, as tf.pad does."
+    )
+    if all(part.shape[1:].is_fully_defined() for part in parts):
+        if any(part.shape[1:] != first.shape[1:] for part in others):
+            raise LoopError(message)
+        return list(parts)
+    checks = [tf.debugging.assert_equal(tf.shape(part)[1:], tf.shape(first)[1:], message) for part in others]
+    with tf.control_dependencies(checks):
+        return [first, *map(tf.identity, others)]

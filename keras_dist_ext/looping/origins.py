@@ -1,4 +1,4 @@
-"""Find out which values in the graph of a step are one replica's own, and which variables are assigned such values.
+"""Find out which values in the graph of a step are one replica's own.
 
 A value is a replica's own if it is computed from this replica's rows or random numbers, and from no other's. Whatever
 was added up over replicas is not.
@@ -6,15 +6,17 @@ was added up over replicas is not.
 
 from __future__ import annotations
 
+import collections
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["Origins", "assigned_variables", "read_parts"]
+from keras_dist_ext.looping.ancestry import Value, copies_by_handle, outermost, variable_of, walk_back
 
-_ASSIGNS = re.compile("Assign|ResourceApply|ResourceSparseApply|ResourceScatter|ResourceStridedSliceAssign")
+__all__ = ["Origins", "draws", "read_parts"]
+
 _DRAWS = re.compile("Random|Stateful(Uniform|Standard|Truncated)|TruncatedNormal|Multinomial|RngReadAndSkip")
 
 
@@ -23,7 +25,7 @@ class Origins:
 
     def __init__(self) -> None:
         self._own: dict[Any, int] = {}  # by op
-        self._common: set[Any] = set()
+        self._common: dict[Any, Any] = {}  # by op
 
     def own(self, value: Any, replica: int) -> Any:
         """Return a value as one that a replica has for itself."""
@@ -41,25 +43,37 @@ class Origins:
         if isinstance(value, tf.IndexedSlices):
             return tf.IndexedSlices(self.common(value.values), self.common(value.indices), value.dense_shape)
         value = tf.raw_ops.Snapshot(input=tf.convert_to_tensor(value))
-        self._common.add(value.op)
+        self._common[value.op] = value
         return value
 
-    def owners(self, value: Any) -> set[int]:
-        """Return the replicas whose own rows or numbers a value is computed from."""
+    @property
+    def common_ids(self) -> set[int]:
+        """Ids of the tensors that are the same on all replicas."""
+        return {id(value) for value in self._common.values()}
+
+    def owners(self, values: Iterable[Value]) -> set[int]:
+        """Return the replicas whose own rows or numbers values are computed from."""
         found: set[int] = set()
-        pending, seen = [value.op], set()
-        while pending:
-            op = pending.pop()
-            if op in seen or op in self._common or op.type.startswith("Collective"):
-                continue
-            seen.add(op)
+
+        def ends(value: Value) -> bool:
+            op = value.tensor.op
+            if op in self._common or op.type == "ReadVariableOp" or op.type.startswith("Collective"):
+                return True
             if op in self._own:
                 found.add(self._own[op])
-            elif _DRAWS.match(op.type) and not op.type.startswith("Stateless"):
-                found.add(_replica_of(op))
-            elif op.type != "ReadVariableOp":
-                pending += [given.op for given in op.inputs]
+            elif draws(op):
+                found.add(_replica_of(outermost(value)))
+            else:
+                return False
+            return True
+
+        collections.deque(walk_back(values, ends), maxlen=0)
         return found
+
+
+def draws(op: Any) -> bool:
+    """Whether an op draws random numbers that no seed of its inputs determines."""
+    return bool(_DRAWS.match(op.type)) and not op.type.startswith("Stateless")
 
 
 def read_parts(graph: Any, value: Any, is_part: Callable[[Any], bool]) -> list[Any]:
@@ -70,16 +84,13 @@ def read_parts(graph: Any, value: Any, is_part: Callable[[Any], bool]) -> list[A
         value: a tensor.
         is_part: told a variable's copy.
     """
-    copies = {id(copy.handle): copy for copy in graph.variables if is_part(copy)}
-    inner = {id(inside): copies[id(outside)] for outside, inside in graph.captures if id(outside) in copies}
-    found: list[Any] = []
-    pending, seen = [value.op], set()
-    while pending:
-        op = pending.pop()
-        if op not in seen:
-            seen.add(op)
-            found += [inner[id(given)] for given in op.inputs if id(given) in inner]
-            pending += [given.op for given in op.inputs]
+    copies = copies_by_handle(graph)
+    found = []
+    for seen in walk_back([Value(value)], lambda _: False):
+        if seen.tensor.dtype == tf.resource:
+            copy = variable_of(seen, copies)
+            if copy is not None and is_part(copy):
+                found.append(copy)
     return found
 
 
@@ -87,17 +98,3 @@ def _replica_of(op: Any) -> int:
     """The replica that an op was traced for: MirroredStrategy's name scopes say so (mirrored_run.py)."""
     named = re.search(r"(?:^|/)replica_(\d+)/", op.name)
     return int(named.group(1)) if named else 0
-
-
-def assigned_variables(graph: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield each variable that the ops of a graph assign, as this replica's copy of it, and what it is computed from.
-
-    Those that are assigned in a branch, a loop or a function are left out.
-    """
-    inner = {id(inside): outside for outside, inside in graph.captures}
-    copies = {id(copy.handle): copy for copy in graph.variables}
-    for op in graph.get_operations():
-        if _ASSIGNS.match(op.type) and op.inputs and op.inputs[0].dtype == tf.resource:
-            copy = copies.get(id(inner.get(id(op.inputs[0]))))
-            if copy is not None:
-                yield copy, [given for given in op.inputs if given.dtype != tf.resource]

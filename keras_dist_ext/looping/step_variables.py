@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,15 +11,14 @@ import tensorflow as tf
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import LoopError, ScopeError
+from keras_dist_ext.looping.ancestry import Assignment
 from keras_dist_ext.looping.origins import Origins, read_parts
 from keras_dist_ext.scope import describe_strategy, optimizers, raw_variables
 from keras_dist_ext.seeds import generator_without_seed
 
-__all__ = ["Assigned", "check_assigned", "check_known", "check_results", "updated_metrics"]
+__all__ = ["check_assigned", "check_known", "check_results", "updated_metrics"]
 
 _LISTED = 5  # variables that a message names before it counts the rest
-
-Assigned = list[tuple[Any, list[Any]]]  # a replica's copy of a variable, and what is assigned to it
 
 
 def check_known(loop: Any, name: str, graph: Any, assigned: set[int]) -> None:
@@ -33,11 +32,13 @@ def check_known(loop: Any, name: str, graph: Any, assigned: set[int]) -> None:
     for variable in {id(v): v for v in map(_keras.whole_variable, graph.variables)}.values():
         if id(variable) in known:
             continue
+        if id(variable) not in assigned and not (variable.trainable and variable.dtype.is_floating):
+            continue  # it is a constant to the step
         own = _keras.strategy_of_variable(variable)
         (label,) = _labels([variable])
         if strategy.num_replicas_in_sync > 1 and (own is None or own.extended is not strategy.extended):
             elsewhere.append(label)
-        elif id(variable) in assigned or (variable.trainable and variable.dtype.is_floating):
+        else:
             unknown.append(label)
     if elsewhere:
         raise ScopeError(
@@ -54,12 +55,12 @@ def check_known(loop: Any, name: str, graph: Any, assigned: set[int]) -> None:
 
 
 def check_assigned(
-    loop: Any, name: str, kind: str, assigned: Assigned, origins: Origins, averaged: Mapping[int, Any]
+    loop: Any, name: str, kind: str, assigned: Sequence[Assignment], origins: Origins, averaged: Mapping[int, Any]
 ) -> None:
     """Refuse to assign what only one replica has computed, and to train where a step evaluates."""
     strategy = loop.distribute_strategy
     if kind == "test":
-        trained = {id(v): v for v in (_keras.whole_variable(copy) for copy, _ in assigned) if v.trainable}
+        trained = {id(v): v for v in (_keras.whole_variable(one.variable) for one in assigned) if v.trainable}
         if trained:
             raise LoopError(
                 f"The step {name!r} is for evaluation, and changes {_shortened(_labels(trained.values()))}. Leave the "
@@ -67,13 +68,28 @@ def check_assigned(
             )
     if strategy.num_replicas_in_sync == 1 or not isinstance(strategy, _MIRRORED):
         return
-    differing = {}
-    for copy, values in assigned:
-        variable = _keras.whole_variable(copy)
-        if id(copy) not in averaged and variable.synchronization != tf.VariableSynchronization.ON_READ:
-            owners = set().union(*(origins.owners(value) for value in values))
-            if len(owners) == 1:
-                differing[id(variable)] = variable
+    shared = {id(one.variable): _keras.whole_variable(one.variable) for one in assigned}
+    shared = {
+        copy: variable
+        for copy, variable in shared.items()
+        if copy not in averaged and variable.synchronization != tf.VariableSynchronization.ON_READ
+    }
+    partly = {
+        id(variable): variable
+        for variable in shared.values()
+        if any(id(copy) not in shared for copy in _keras.components(variable))
+    }
+    if partly:
+        raise LoopError(
+            f"The step {name!r} assigns to {_shortened(_labels(partly.values()))} on some replicas only, so that they "
+            "would go on with different values, and the first one's would be saved. Assign on all of them alike, "
+            "whatever replica.index is."
+        )
+    differing = {
+        id(shared[id(one.variable)]): shared[id(one.variable)]
+        for one in assigned
+        if id(one.variable) in shared and len(origins.owners(one.values)) == 1
+    }
     if differing:
         raise LoopError(
             f"The step {name!r} assigns to {_shortened(_labels(differing.values()))} what each replica computes from "
@@ -102,13 +118,13 @@ def check_results(loop: Any, name: str, graph: Any, values: Mapping[str, tf.Tens
             )
 
 
-def updated_metrics(loop: Any, name: str, assigned: Assigned, outputs: Iterable[str]) -> list[Any]:
+def updated_metrics(loop: Any, name: str, assigned: Sequence[Assignment], outputs: Iterable[str]) -> list[Any]:
     """Return the metrics among the loop's parts that a step updates.
 
     Raises:
         LoopError: one has the name of something else.
     """
-    changed = {id(_keras.whole_variable(copy)) for copy, _ in assigned}
+    changed = {id(_keras.whole_variable(one.variable)) for one in assigned}
     updated = [m for m in loop._own_metrics if any(id(v._value) in changed for v in m.variables)]
     taken = set(outputs)
     for metric in updated:

@@ -47,7 +47,7 @@ class Mean(Tally):
         value = tf.cast(value, tf.float64)
         count = tf.cast(tf.size(value) if self.has_rows else replica.rows, tf.float64)
         total = tf.reduce_sum(value) if self.has_rows else value * count
-        if not self.has_rows and not isinstance(replica.rows, int):
+        if not self.has_rows:
             total = tf.where(count > 0, total, 0.0)  # the mean of nothing may be no number
         self.total_and_count.assign_add(tf.stack([total, count]))
 

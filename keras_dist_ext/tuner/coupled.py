@@ -54,9 +54,13 @@ class Coupled:
     def __post_init__(self) -> None:
         """Check each value."""
         for name, least in ((_BATCH, 1), (_WARM_UP, 0), (_ACCUMULATION, 1), (_STEPS, 1)):
+            if getattr(self, name) is not None and not _several(getattr(self, name)):
+                raise TunerError(f"{name} is empty: give a whole number, or a list of those to search.")
             for value in _several(getattr(self, name)):
                 if type(value) is not int or value < least:
                     raise TunerError(f"{name} has the value {value!r}; give whole numbers from {least} up.")
+        if not _several(self.learning_rate_scaling):
+            raise TunerError(f"learning_rate_scaling is empty; there are {', '.join(_RULES)}.")
         for rule in _several(self.learning_rate_scaling):
             if rule not in _RULES:
                 raise TunerError(f"learning_rate_scaling is {rule!r}; there are {', '.join(_RULES)}.")
@@ -235,13 +239,16 @@ def check_fixed_batch(model: Any, global_batch: int | None) -> None:
             )
 
 
-def batched(arguments: Sequence[Any], named: dict[str, Any], global_batch: int) -> tuple[list[Any], dict[str, Any]]:
+def batched(
+    arguments: Sequence[Any], named: dict[str, Any], global_batch: int, model: Any = None
+) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of `fit` with data in batches of so many rows.
 
     Args:
         arguments: as given to `search`, by position: x, y, batch_size and so on.
         named: likewise, by name.
         global_batch: rows of a batch.
+        model: whose inputs tell an example from a batch, if it has any yet.
 
     Raises:
         TunerError: the data cannot be batched by the tuner, or a batch size was given.
@@ -253,7 +260,7 @@ def batched(arguments: Sequence[Any], named: dict[str, Any], global_batch: int) 
         )
     x = given[0] if given else named.get("x")
     if isinstance(x, tf.data.Dataset):
-        x = _batched(x, global_batch, "x")
+        x = _batched(x, global_batch, "x", model)
         if given:
             given[0] = x
         else:
@@ -263,7 +270,7 @@ def batched(arguments: Sequence[Any], named: dict[str, Any], global_batch: int) 
         named["batch_size"] = global_batch
     validation = named.get("validation_data")
     if isinstance(validation, tf.data.Dataset):
-        named["validation_data"] = _batched(validation, global_batch, "validation_data")
+        named["validation_data"] = _batched(validation, global_batch, "validation_data", model)
     elif validation is not None:
         _check_arrays(validation, "validation_data")
         if named.get("validation_batch_size") is None:
@@ -271,14 +278,28 @@ def batched(arguments: Sequence[Any], named: dict[str, Any], global_batch: int) 
     return given, named
 
 
-def _batched(dataset: tf.data.Dataset, rows: int, name: str) -> tf.data.Dataset:
+def _batched(dataset: tf.data.Dataset, rows: int, name: str, model: Any) -> tf.data.Dataset:
     shapes = [spec.shape for spec in keras.tree.flatten(dataset.element_spec)]
-    if all(shape.rank and shape[0] is None for shape in shapes):
+    if all(shape.rank and shape[0] is None for shape in shapes) or _are_batches(dataset.element_spec, model):
         raise TunerError(
             f"{name} gives batches ({', '.join(map(str, shapes))}), which batch_size_per_replica has the tuner make. "
             "Give a dataset of single examples: without .batch(...), or with .unbatch()."
         )
     return dataset.batch(rows).prefetch(tf.data.AUTOTUNE)
+
+
+def _are_batches(spec: Any, model: Any) -> bool:
+    """Whether elements are as a model's inputs are: batches of a fixed size, of `.batch(32, drop_remainder=True)`."""
+    inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
+    given = keras.tree.flatten(spec[0] if isinstance(spec, tuple) else spec)
+    return (
+        bool(inputs)
+        and len(inputs) == len(given)
+        and all(
+            one.shape.rank == len(other.shape) and one.shape[1:].is_compatible_with(other.shape[1:])
+            for one, other in zip(given, inputs, strict=True)
+        )
+    )
 
 
 def _check_arrays(data: Any, name: str) -> None:

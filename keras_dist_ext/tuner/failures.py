@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from keras_dist_ext.errors import ScopeError, StrategyError
+from keras_dist_ext.errors import NonFiniteError, ScopeError, StrategyError
 
 __all__ = ["Failure", "Infeasible", "Kind", "failure_of"]
 
@@ -148,7 +148,8 @@ _SIGNS: tuple[tuple[Kind, tuple[type[BaseException], ...], Any], ...] = (
             r"\bdivisible by.*replica",
             "operation AddN of type AddN must have the same size and shape",
             "invalid reduction dimension",
+            "is stateful: it keeps a state for each row of a batch",
         ),
     ),
-    ("NaN loss", (), _words("tensor had (nan|inf)", "CheckNumerics")),
+    ("NaN loss", (NonFiniteError,), _words("tensor had (nan|inf)", "CheckNumerics")),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +69,19 @@ class ScopedHyperModel(keras_tuner.HyperModel):  # type: ignore[misc]
 
     def fit(self, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Train the model of a trial."""
-        return self._fit_with(self.inner.fit, hp, model, *args, **kwargs)
+        return self._fit_with(self.train, hp, model, *args, **kwargs)
+
+    def train(self, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train a model as the user does. Models that `fit` builds by itself, say one a fold, are in scope, too."""
+        if not self.has_own_fit:
+            return self.inner.fit(hp, model, *args, **kwargs)
+        attributes = vars(self.inner)
+        own = attributes.get("build")
+        attributes["build"] = functools.partial(self._build_with, self.inner.build)
+        try:
+            return self.inner.fit(hp, model, *args, **kwargs)
+        finally:
+            attributes.pop("build") if own is None else attributes.update(build=own)
 
     @property
     def has_own_fit(self) -> bool:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import compile_arguments, keras
 from keras_dist_ext.choice.wording import counted
 from keras_dist_ext.errors import StrategyError, TunerError
+from keras_dist_ext.resume import Resume
 from keras_dist_ext.scope import describe_strategy
 from keras_dist_ext.strategy import StrategyChoice
 from keras_dist_ext.tuner._keras_tuner import callbacks_of_member, keras_tuner, objectives_of, replace_space
@@ -304,6 +305,7 @@ class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
     def search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as keras-tuner does; a first pass, if one is wanted and was not made, comes before."""
         _refuse_scope("asked to search")
+        _refuse_resume(kwargs.get("callbacks"))
         if self.first_pass is not None:
             self._check_first_pass()
         return search_in_part(self, self._search, *args, **kwargs)
@@ -344,9 +346,12 @@ class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
         """Return a model of the default hyperparameters under a strategy, ready to train on the search's data."""
         hp = self.oracle.get_space()
         hp.values[HYPERPARAMETER] = name
+        for one in hp.space:  # keras-tuner would draw those that are conditional on the strategy
+            if hp.is_active(one):
+                hp.values.setdefault(one.name, one.default)
         hp.ensure_active_values()
         model, known = self._build_hypermodel(hp), self.hypermodel
-        return ModelRacer(model, known.inner.fit, hp, self._values, args, kwargs, is_own_fit=known.has_own_fit)
+        return ModelRacer(model, known.train, hp, self._values, args, kwargs, is_own_fit=known.has_own_fit)
 
     def strategy_report(self) -> StrategyReport:
         """Print and return what is known of each strategy: trials, best score, throughput, failures with causes."""
@@ -363,6 +368,15 @@ def _refuse_scope(what: str) -> None:
         raise TunerError(
             f"The tuner was {what} inside the scope of {describe_strategy(tf.distribute.get_strategy())}, and each "
             "trial enters the scope of its own strategy. Leave the scope; give the strategy as strategies=[...]."
+        )
+
+
+def _refuse_resume(callbacks: Any) -> None:
+    """Refuse what would have a trial go on where the one before it has ended."""
+    if any(isinstance(callback, Resume) for callback in keras.tree.flatten(callbacks or [])):
+        raise TunerError(
+            "search was given the callback Resume, whose directory all trials would share, so that each would go on "
+            "where the one before it has ended. Leave it out: a search that is started again goes on by itself."
         )
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import is_default_strategy, uses_collectives
 from keras_dist_ext.choice.decision import NAMES
 from keras_dist_ext.choice.wording import close_name
-from keras_dist_ext.errors import StrategyError, TunerError
+from keras_dist_ext.errors import KerasDistError, StrategyError, TunerError
 from keras_dist_ext.scope import describe_strategy
 from keras_dist_ext.strategy import StrategyChoice, pick_strategy
 
@@ -163,7 +163,14 @@ def _made(name: str, entry: Any) -> Any:
         return pick_strategy(base, num_replicas=num_replicas)
     if isinstance(entry, StrategyChoice | tf.distribute.Strategy):
         return entry
-    made = entry()
+    try:
+        made = entry()
+    except KerasDistError:
+        raise
+    except (ValueError, RuntimeError, tf.errors.OpError) as error:  # what TensorFlow raises where it lacks a device
+        raise StrategyError(
+            f"The strategy {name!r} cannot be had here: its function raised {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(made, StrategyChoice | tf.distribute.Strategy):
         raise TunerError(
             f"The function for the strategy {name!r} returned {made!r}. Let it return a tf.distribute.Strategy, or "

@@ -22,8 +22,8 @@ __all__ = ["TrialLogs"]
 class TrialLogs:
     """The logs of a search, for ``tensorboard --logdir``.
 
-    ``<log_dir>/trial_<id>`` holds a trial's hyperparameters and results, for the tab HParams; below it are the runs of
-    its replicas, for the tab Replicas.
+    ``<log_dir>/trial_<id>`` holds the runs of a trial's replicas, for the tab Replicas; ``result`` beside them its
+    hyperparameters and results, for the tab HParams, which would take all that lies below it for metrics.
 
     Args:
         log_dir: of the search.
@@ -59,7 +59,7 @@ class TrialLogs:
         status = api_pb2.STATUS_SUCCESS if completed else api_pb2.STATUS_FAILURE
         scalars = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()])
         try:
-            writer = EventFileWriter(self.folder(trial_id))
+            writer = EventFileWriter(f"{self.folder(trial_id)}/result")
             try:
                 now = time.time()
                 for part in (summary_v2.hparams_pb(shown, trial_id=trial_id), scalars, summary.session_end_pb(status)):

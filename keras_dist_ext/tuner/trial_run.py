@@ -192,7 +192,7 @@ def fit_coupled(fit: Callable[..., Any], hp: Any, model: Any, values: CoupledVal
     """Train a model by the user's `fit`, on data in batches of the size that goes with the strategy."""
     given: Sequence[Any] = args
     if values.global_batch_size is not None:
-        given, kwargs = batched(args, kwargs, values.global_batch_size)
+        given, kwargs = batched(args, kwargs, values.global_batch_size, model)
     elif "batch_size" in kwargs:
         check_fixed_batch(model, kwargs["batch_size"])
     return fit(hp, model, *given, **kwargs)
