@@ -286,7 +286,7 @@ def _expected(
 ) -> collections.Counter[int]:
     """How often each id should be given."""
     if expected is not None:
-        return collections.Counter(range(expected) if isinstance(expected, int) else map(int, expected))
+        return collections.Counter(range(expected) if isinstance(expected, int | np.integer) else map(int, expected))
     if plain is not None:
         return collections.Counter(plain.tolist())
     return collections.Counter(set(seen.tolist()) if is_own else seen.tolist())

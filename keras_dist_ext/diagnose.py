@@ -46,7 +46,8 @@ def diagnose(
     A model of stock Keras is not trained: nobody can see into its steps. Its setting is judged, and where
     ``kde.adopt`` can rebuild it, the steps of the rebuilt model.
 
-    What is drawn from generators is gone from them, and ``tf.random`` ops go on where the last step stopped.
+    What is drawn from generators is gone from them, a shuffle that has no seed of the run's goes on to its next order,
+    and ``tf.random`` ops go on where the last step stopped.
 
     Args:
         model: a compiled model.

@@ -88,7 +88,7 @@ def inspect(
     whole = as_dataset(dataset, batch_size=batch_size)
     graph = read_graph(whole)
     times = measure(whole, num_batches, seconds)
-    if times.batch_seconds is None and next(iter(whole), None) is None:
+    if times is None:
         raise DataError("The dataset has no batch: there is nothing to look into.")
     batch = None if graph is None else graph.batch
     num_examples = None if graph is None else graph.num_examples

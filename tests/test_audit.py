@@ -53,7 +53,7 @@ def test_examples_without_ids_are_known_by_their_content(mirrored: Any) -> None:
 
 def test_what_is_missing_and_what_is_repeated_is_named(mirrored: Any) -> None:
     dataset = tf.data.Dataset.from_tensor_slices([0, 1, 1, 3]).batch(2)
-    found = kde.audit(dataset, mirrored, ids=lambda i: i, expected=5)
+    found = kde.audit(dataset, mirrored, ids=lambda i: i, expected=np.int64(5))
     assert found.missing.tolist() == [2, 4]
     assert found.repeated == {1: 2}
     missed, repeated = found.findings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import keras
@@ -281,6 +282,33 @@ def test_a_length_of_ones_own_decides(lengths: np.ndarray) -> None:
     batches = kde.bucket_by_length(data, [0 + 1, 2], batch_size=10, length=lambda x, y: y + 1, seed=1)
     full = [set(y.numpy()) for _, y in batches if len(y) == 10]
     assert full == [{value} for value in [next(iter(found)) for found in full]]
+
+
+def test_empty_lists_say_nothing_of_what_the_others_hold() -> None:
+    ((tokens, _),) = kde.bucket_by_length(([[], [1, 2], [3]], np.arange(3)), batch_size=3)
+    assert tokens.dtype.is_integer
+    assert sorted(map(tuple, tokens.numpy().tolist())) == [(0, 0), (1, 2), (3, 0)]
+    ((frames, _),) = kde.bucket_by_length(([[], [[1.0, 2.0]], [[3.0, 4.0]] * 2], np.arange(3)), batch_size=3)
+    assert frames.shape == (3, 2, 2)
+
+
+def test_leaves_keep_their_names_whatever_kind_of_structure_holds_them() -> None:
+    named = collections.namedtuple("named", ["tokens", "extra"])
+    tokens = np.pad(np.ones((4, 2), "i"), ((0, 0), (0, 3)))
+    for features, path in (
+        (collections.OrderedDict(tokens=tokens, extra=np.ones((4, 7))), "0/tokens"),
+        (named(tokens, np.ones((4, 7))), "0/0"),
+    ):
+        dataset = tf.data.Dataset.from_tensor_slices((features, np.arange(4)))
+        ((found, _),) = kde.bucket_by_length(dataset, batch_size=4, sequences=[path])
+        sizes = {leaf.shape[1] for leaf in tf.nest.flatten(found)}
+        assert sizes == {2, 7}, path  # the tokens without their padding, the other as it was
+
+
+def test_weights_may_be_left_out_as_in_fit(lengths: np.ndarray) -> None:
+    with_none = kde.bucket_by_length((sequences(lengths), lengths, None), batch_size=10, seed=1)
+    without = kde.bucket_by_length((sequences(lengths), lengths), batch_size=10, seed=1)
+    assert [y.numpy().tolist() for _, y in with_none] == [y.numpy().tolist() for _, y in without]
 
 
 def test_sequences_without_tokens_get_one_cell() -> None:

@@ -191,8 +191,8 @@ def numpy_noise(library: models.Library) -> keras.Model:
 class FirstRow(metrics.Metric):
     """Remembers one number that cannot be added up."""
 
-    def __init__(self) -> None:
-        super().__init__(name="first_row")
+    def __init__(self, name: str | None = "first_row") -> None:
+        super().__init__(name=name)
         self.seen = self.add_variable((), initializer="zeros", name="seen")
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
@@ -273,6 +273,13 @@ PLANTED: dict[str, tuple[models.Build, models.Library, Callable[[], dict[str, An
         models.dense,
         kde,
         lambda: {"metrics": [FirstRow()]},
+        "metric-differs",
+        "logged differently: first_row",
+    ),
+    "a metric that Keras names by another number on each side": (
+        models.dense,
+        kde,
+        lambda: {"metrics": ["mae", FirstRow(name=None)]},
         "metric-differs",
         "logged differently: first_row",
     ),
@@ -374,6 +381,23 @@ def test_clean_models_pass_with_a_partial_batch_and_an_empty_replica(model: str,
 
 # These train otherwise than by `fit`, on other data than their feed has for it.
 NOT_BY_FIT = ("train on batch with weights", "train on batch of dicts", "predict several outputs")
+
+
+class Undefined(metrics.MeanSquaredError):
+    """Is what R2 of one row is."""
+
+    def result(self) -> Any:
+        return super().result() * float("nan")
+
+
+def test_a_metric_that_is_no_number_on_one_device_is_no_fault(mirrored: Strategy) -> None:
+    def build() -> keras.Model:
+        return compiled(models.dense, kde, metrics=[Undefined(name="undefined"), "mae"])()
+
+    certificate = certify(build, mirrored, regression(32), steps=2, batch_size=16)
+    assert certificate.is_equivalent, str(certificate)
+    assert certificate.num_steps == 2
+    assert {gap.name for gap in certificate.deviations if gap.part == "metric"} == {"loss", "undefined", "mae"}
 
 
 def test_a_gradient_that_cancels_is_rounding(strategies: Any) -> None:

@@ -59,6 +59,11 @@ def test_after_a_restart_the_newest_point_of_a_step_counts_and_no_later_abandone
     assert (np.diff(kept.walls) > 0).all()
 
 
+def test_times_that_are_none_do_not_reach_the_page():
+    points = newest([1, 2, 3], [10.0, math.nan, math.inf], [1.0, 2.0, 3.0])
+    assert clock_of([points]).walls.tolist() == [10.0, 10.0, 10.0]
+
+
 @pytest.mark.parametrize(
     ("steps", "limit", "sampled"),
     [

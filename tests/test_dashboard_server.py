@@ -307,9 +307,10 @@ def test_a_request_that_cannot_be_meant_is_refused_with_what_would_do(
 
 
 def test_hidden_replicas_are_numbers(slow_provider, log_dir):
-    response = get(plugin_of(slow_provider, log_dir), "/csv", experiment="a/b", tag=names.LOSS, hidden="1,x")
-    assert response.status_code == 400
-    assert "hidden='1,x': give ids of replicas" in json.loads(response.get_data())["error"]
+    for hidden in ("1,x", "9" * 5000):
+        response = get(plugin_of(slow_provider, log_dir), "/csv", experiment="a/b", tag=names.LOSS, hidden=hidden)
+        assert response.status_code == 400
+        assert f"hidden='{hidden}': give ids of replicas" in json.loads(response.get_data())["error"]
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])

@@ -197,8 +197,18 @@ def test_one_long_wait_and_short_ones_are_not_input_bound() -> None:
     assert codes(HEALTHY, times(step=0.001, input_=0.0006, compute=0.0003, sync=0.0001, host=0.0)) == []
 
 
+def test_waiting_at_the_beginning_of_each_pass_is_a_finding_of_its_own_where_that_is_long() -> None:
+    short = dataclasses.replace(times(), start_seconds=(0.07,) * 40)  # 2.8 s beside 1.6
+    assert codes(HEALTHY, short) == []
+    (finding,) = judge(Examination(HEALTHY, dataclasses.replace(times(), start_seconds=(0.2,) * 8))).findings
+    assert (finding.code, finding.seconds) == ("slow-start-of-epochs", pytest.approx(1.6))
+    assert "took 200 ms in each of 8 passes over the data, with 10 steps a pass: 50% of the time" in finding.evidence
+    assert "repeat()" in finding.fix
+
+
 def test_an_experiment_decides_whether_input_is_to_blame() -> None:
     assert codes(HEALTHY, waiting(), trials=trials(as_it_was=0.02, data=0.0199)) == []
+    assert codes(HEALTHY, waiting(), trials=trials(as_it_was=0.02, data=0.0203)) == []  # surely, but hardly
     report = judge(Examination(HEALTHY, waiting(), trials(as_it_was=0.01, data=0.02)))
     assert report.codes == ["input-bound"]
     assert report.findings[0].seconds == pytest.approx(0.8, rel=0.05)

@@ -8,6 +8,7 @@ import pathlib
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import doctor_runs
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from doctor_runs import WIDTH, L, X, Y, mlp, pipeline, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -157,6 +159,32 @@ def test_a_healthy_run_has_no_finding(name: str, mirrored: Any) -> None:
     assert report.shares
 
 
+def _diagnosed(strategy: Any, data: Any, **arguments: Any) -> Any:
+    with strategy.scope():
+        model = kde.Sequential(mlp())
+        model.compile("adam", "mse")
+    return kde.diagnose(model, data, num_steps=25, **arguments)
+
+
+@pytest.mark.parametrize("interventions", [False, pytest.param(True, marks=slow)])
+def test_epochs_of_one_batch_are_no_fault(interventions: bool, mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keras_dist_ext.diagnosis.interventions._SECONDS", 0.5)
+    data = tf.data.Dataset.from_tensor_slices((X[:256], Y[:256])).shuffle(256).batch(256)
+    report = undisturbed([], lambda: _diagnosed(mirrored, data, interventions=interventions))
+    assert report.codes == [], str(report)
+    assert len(report.examination.times.start_seconds) == report.examination.times.num_steps
+
+
+def test_data_that_takes_long_to_begin_is_found_where_epochs_are_short(mirrored: Any) -> None:
+    opened = tf.data.Dataset.range(1).map(
+        lambda i: tf.numpy_function(lambda j: (time.sleep(0.15), j)[1], [i], tf.int64)
+    )
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(256)
+    data = opened.flat_map(lambda _: batches).apply(tf.data.experimental.assert_cardinality(8))
+    report = _diagnosed(mirrored, data, interventions=False)
+    assert report.codes == ["slow-start-of-epochs"], str(report)
+
+
 @slow
 def test_a_healthy_run_on_one_device_has_no_finding_and_no_note(strategies: Any) -> None:
     report = undisturbed(
@@ -276,6 +304,53 @@ def test_diagnosis_with_experiments_leaves_every_copy_of_every_variable_bit_for_
     for one in (model, twin):
         one.fit(pipeline(), steps_per_epoch=5, verbose=0, shuffle=False)
     assert [w.tobytes() for w in model.get_weights()] == [w.tobytes() for w in twin.get_weights()]
+
+
+class OwnOptimizer(kde.Model):
+    """Updates by an optimizer that the first step builds, and that begins with other numbers than 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = L.Dense(1)
+        self.own = {"head": keras.optimizers.Adagrad(0.1)}
+
+    def call(self, x: Any) -> Any:
+        return self.head(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.own["head"].apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_diagnosis_leaves_an_optimizer_that_a_step_builds_as_if_it_were_new(mirrored: Any) -> None:
+    def made() -> Any:
+        keras.utils.set_random_seed(1)
+        with mirrored.scope():
+            model = OwnOptimizer()
+            model.build((None, WIDTH))
+            model.compile(loss="mse")
+        return model
+
+    model, twin = made(), made()
+    kde.diagnose(model, pipeline(), steps_per_epoch=20, num_steps=10, interventions=False)
+    for one in (model, twin):
+        one.fit(pipeline(), steps_per_epoch=5, verbose=0, shuffle=False)
+    assert [w.tobytes() for w in model.get_weights()] == [w.tobytes() for w in twin.get_weights()]
+
+
+def test_data_that_numbers_its_passes_goes_on_with_the_next_one(mirrored: Any) -> None:
+    sequences = tf.RaggedTensor.from_row_lengths(np.arange(1200) % 50, [3] * 400)
+    with mirrored.scope():
+        model = kde.Sequential([L.Embedding(50, 4), L.GlobalAveragePooling1D(), L.Dense(1)])
+        model.compile("sgd", "mse")
+    batches = kde.bucket_by_length((sequences, np.ones(400, "f")), strategy=mirrored, batch_size=40, seed=1)
+    kde.diagnose(model, batches, num_steps=15, interventions=False)
+    assert batches.epoch == 0
+    model.fit(batches, epochs=2, verbose=0, callbacks=[kde.ParallelismDoctor(show=False)])
+    assert batches.epoch == 2
 
 
 def test_a_run_that_is_looked_at_computes_what_it_would_have_computed(mirrored: Any) -> None:

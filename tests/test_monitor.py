@@ -390,6 +390,17 @@ def test_a_writer_that_fails_stops_neither_training_nor_the_others(mirrored: Any
     assert len(memory.train) == 9
 
 
+def test_findings_of_a_run_without_a_step_are_written_too(mirrored: Any, tmp_path: pathlib.Path) -> None:
+    model, monitor = build(mirrored, run_eagerly=True), kde.ReplicaMonitor(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        fit(model, monitor, epochs=0, callbacks=[monitor, kde.ParallelismDoctor(show=False)])
+    events = EventAccumulator(str(tmp_path / "all"))
+    events.Reload()
+    (event,) = events.Tensors(names.FINDINGS_TAG)
+    assert b'"code": "eager"' in event.tensor_proto.string_val[0]
+
+
 def test_a_run_that_is_broken_off_leaves_what_it_did(mirrored: Any, tmp_path: pathlib.Path) -> None:
     class Interrupt(keras.callbacks.Callback):
         is_content_with_executions = True

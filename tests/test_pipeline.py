@@ -263,6 +263,11 @@ def test_batches_of_several_sources_are_told_from_what_chooses_among_them(mirror
     assert (found.batch_size, found.num_examples) == (8, None)
 
 
+def test_a_generator_of_one_batch_is_looked_into_though_it_is_used_up() -> None:
+    found = kde.inspect(batch for batch in [(np.ones((4, 2), "f"), np.ones(4, "f"))])
+    assert (found.times.num_batches, found.times.batch_seconds) == (0, None)
+
+
 def test_data_without_a_batch_is_refused() -> None:
     with pytest.raises(DataError, match="The dataset has no batch: there is nothing to look into."):
         kde.inspect(BASE.take(0).batch(8))

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import warnings
@@ -172,6 +173,18 @@ def test_a_full_disk_is_named(tmp_path: pathlib.Path) -> None:
     file.flush()  # there is nothing left to lose
 
 
+def test_a_file_that_somebody_removes_with_its_folder_is_made_anew(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    file = AppendFile(folder / "file", header=b"header ", flush_seconds=0.0)
+    file.add(b"a")
+    file.add(b"b")
+    assert (folder / "file").read_bytes() == b"header ab"
+    shutil.rmtree(folder)
+    file.add(b"c")
+    assert (folder / "file").read_bytes() == b"header c"
+
+
 def test_urls_are_written_by_tensorflow() -> None:
     import tensorflow as tf
 
@@ -182,6 +195,8 @@ def test_urls_are_written_by_tensorflow() -> None:
     writer.write(interval(), None)
     lines = tf.io.gfile.GFile(path).read().splitlines()
     assert [json.loads(line)["type"] for line in lines] == ["run", "record"]
+    with pytest.raises(kde.MonitorError, match="ram:/replicas .*give it as a string"):
+        kde.EventWriter(pathlib.Path("ram://replicas")).check("")
 
 
 # JSON lines
@@ -261,6 +276,15 @@ def test_a_file_of_another_format_is_refused(line: str, message: str, tmp_path: 
     (tmp_path / "r.jsonl").write_text(f"{line}\n")
     with pytest.raises(kde.DataError, match=message):
         kde.replay(tmp_path / "r.jsonl", kde.MemoryWriter())
+
+
+def test_records_without_the_line_of_their_run_are_refused(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "r.jsonl"
+    written(path)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if json.loads(line)["type"] != "run"))
+    with pytest.raises(kde.DataError, match="line 1 of .* is a 'record', but no line before it says of which run"):
+        kde.replay(path, kde.EventWriter(tmp_path / "logs"))
 
 
 def test_of_several_workers_the_chief_alone_writes_lines(tmp_path: pathlib.Path) -> None:

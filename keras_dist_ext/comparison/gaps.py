@@ -71,23 +71,27 @@ def measure(
         rounding: the least bound, relative.
     """
     gradients = {name: as_float(copies[0]) for (part, name), copies in expected.items() if part == "gradient"}
-    largest_gradient = max((largest(g) for g in gradients.values()), default=0.0)
+    largest_gradient = max((largest(_finite(g)) for g in gradients.values()), default=0.0)
     for (part, name), copies in expected.items():
         one = as_float(copies[0])
         others = [as_float(copy) for copy in found.get((part, name), ())]
-        if not others or any(other.shape != one.shape for other in others):
+        if any(other.shape != one.shape for other in others) or (part == "metric" and not others):
+            yield Gap(part, name, np.inf, np.inf, np.inf, 0.0, False, step)
             continue
-        scale = max(largest(one), LEAST * largest_gradient if part == "gradient" else LEAST, 1e-30)
-        control = np.abs(as_float(reordered[part, name][0]) - one)
+        if not others:
+            continue
+        scale = max(largest(_finite(one)), LEAST * largest_gradient if part == "gradient" else LEAST, 1e-30)
+        control = np.abs(_finite(as_float(reordered[part, name][0])) - _finite(one))
         size = max(scale, largest_gradient) if part == "gradient" else scale
         control = np.zeros_like(one) if not largest(control) <= ORDER_MATTERS * size else control
         allowed = np.full_like(one, rounding * scale + COPIES * largest(control))
         if part == "weights" and (part, name) in before:
-            update = largest(one - before[part, name])
-            unit = 8 * 2.0**-23 * largest(one)
+            update = largest(_finite(one - before[part, name]))
+            unit = 8 * 2.0**-23 * largest(_finite(one))
             allowed = np.full_like(one, unit + rounding * update + COPIES * largest(control))
             if name in gradients:
-                of_gradient = np.max([np.abs(as_float(g) - gradients[name]) for g in found["gradient", name]], axis=0)
+                others_gradients = [difference(as_float(g), gradients[name]) for g in found["gradient", name]]
+                of_gradient = np.max(others_gradients, axis=0)
                 with np.errstate(divide="ignore", invalid="ignore"):
                     unsure = np.nan_to_num(of_gradient / np.abs(gradients[name]), nan=0.0, posinf=1.0)
                 allowed = allowed + COPIES * update * np.minimum(1.0, unsure)
@@ -108,6 +112,11 @@ def as_float(value: Any) -> Array:
 def largest(value: Array) -> float:
     """Return the largest absolute value, 0 for none."""
     return float(np.max(np.abs(value), initial=0.0))
+
+
+def _finite(value: Array) -> Array:
+    """Return a value with 0 for what is not finite."""
+    return np.where(np.isfinite(value), value, 0.0)
 
 
 def difference(one: Array, other: Array) -> Array:

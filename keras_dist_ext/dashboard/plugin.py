@@ -9,7 +9,7 @@ All under `data/plugin/replicas/`, read only:
     static/...                                           the page
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -67,33 +67,15 @@ class ReplicasPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard
         found = self._source.experiments(ctx, experiment_id, refresh=True)
         if found:
             self._source.warm(ctx, experiment_id, max(found.values(), key=lambda experiment: experiment.newest.wall))
+        texts = self._source.texts(ctx, experiment_id, found.values())
         return _json(
             request,
             {
-                "experiments": [self._describe(ctx, experiment_id, experiment) for experiment in found.values()],
+                "experiments": [_described(experiment, texts) for experiment in found.values()],
                 "logdir": str(self._logdir),
                 "limit": self._source.limit,
             },
         )
-
-    def _describe(self, ctx: Any, experiment_id: str, experiment: Experiment) -> dict[str, Any]:
-        def read(tag: str) -> str | None:
-            return self._source.text(ctx, experiment_id, experiment, tag)
-
-        manifest, wrong_manifest = manifest_of(read(metadata.MANIFEST_TAG))
-        findings, wrong_findings = findings_of(read(metadata.FINDINGS_TAG))
-        newest = experiment.newest
-        return {
-            "name": experiment.name,
-            "replicas": sorted(experiment.runs),
-            "tags": experiment.replica_tags(),
-            "manifest": manifest,
-            "findings": findings,
-            "notes": [note for note in (wrong_manifest, wrong_findings) if note],
-            "last_step": int(newest.step),
-            "last_wall": wire.number(newest.wall),
-            "version": experiment.version(),
-        }
 
     def _series(self, request: wrappers.Request) -> Any:
         query, tag = parse_query(request.args), parse_tag(request.args)
@@ -125,6 +107,23 @@ class ReplicasPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard
                 f"{', '.join(map(repr, experiments)) or 'none'}. Reload the page."
             )
         return View(self._source, ctx, experiment_id, experiments[query.experiment])
+
+
+def _described(experiment: Experiment, texts: Mapping[tuple[str, str], str | None]) -> dict[str, Any]:
+    manifest, wrong_manifest = manifest_of(texts[experiment.name, metadata.MANIFEST_TAG])
+    findings, wrong_findings = findings_of(texts[experiment.name, metadata.FINDINGS_TAG])
+    newest = experiment.newest
+    return {
+        "name": experiment.name,
+        "replicas": sorted(experiment.runs),
+        "tags": experiment.replica_tags(),
+        "manifest": manifest,
+        "findings": findings,
+        "notes": [note for note in (wrong_manifest, wrong_findings) if note],
+        "last_step": int(newest.step),
+        "last_wall": wire.number(newest.wall),
+        "version": experiment.version(),
+    }
 
 
 class _NotHere(QueryError):

@@ -43,6 +43,7 @@ def newest(steps: ArrayLike, walls: ArrayLike, values: ArrayLike) -> Points:
     """
     steps_ = np.asarray(steps, dtype=np.int64)
     walls_ = np.asarray(walls, dtype=np.float64)
+    walls_ = np.where(np.isfinite(walls_), walls_, 0.0)  # a file can say anything
     values_ = np.asarray(values, dtype=np.float32)
     num_read = len(steps_)
     if num_read > 1 and (np.diff(steps_) <= 0).any():

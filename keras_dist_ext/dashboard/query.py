@@ -11,6 +11,7 @@ __all__ = ["QueryError", "Query", "parse_query", "parse_tag", "parse_hidden"]
 
 AXES = ("step", "wall")
 MAX_WIDTH = 4000
+_MAX_DIGITS = 9  # of a replica's id; Python refuses to read numbers of thousands of digits
 
 
 class QueryError(KerasDistError, ValueError):
@@ -85,6 +86,6 @@ def parse_hidden(args: Mapping[str, str]) -> frozenset[int]:
         QueryError: something else.
     """
     words = [word for word in args.get("hidden", "").split(",") if word]
-    if not all(word.isascii() and word.isdigit() for word in words):
+    if not all(word.isascii() and word.isdigit() and len(word) <= _MAX_DIGITS for word in words):
         raise QueryError(f"hidden={args['hidden']!r}: give ids of replicas, with commas between.")
     return frozenset(map(int, words))

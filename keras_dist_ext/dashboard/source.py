@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tensorboard import errors
@@ -114,19 +114,27 @@ class Source:
 
         threading.Thread(target=read, name="replicas-read-ahead", daemon=True).start()
 
-    def text(self, ctx: Any, experiment_id: str, experiment: Experiment, tag: str) -> str | None:
-        """Return the newest text of a tag of our own plugin, over all runs of an experiment."""
-        ends = experiment.texts.get(tag)
-        if not ends:
-            return None
-        read = self._provider.read_tensors(
-            ctx,
-            experiment_id=experiment_id,
-            plugin_name=PLUGIN_NAME,
-            downsample=ALL,
-            run_tag_filter=tb.RunTagFilter(runs=sorted(ends), tags=[tag]),
-        )
-        return last_text((datum.wall_time, datum.numpy) for by_tag in read.values() for datum in by_tag.get(tag, ()))
+    def texts(
+        self, ctx: Any, experiment_id: str, experiments: Iterable[Experiment]
+    ) -> dict[tuple[str, str], str | None]:
+        """Return the newest text of each tag of our own plugin, by experiment and tag; one reading, however many."""
+        experiments = list(experiments)
+        runs = sorted({run for experiment in experiments for by_run in experiment.texts.values() for run in by_run})
+        read = {}
+        if runs:
+            read = self._provider.read_tensors(
+                ctx,
+                experiment_id=experiment_id,
+                plugin_name=PLUGIN_NAME,
+                downsample=ALL,
+                run_tag_filter=tb.RunTagFilter(runs=runs, tags=_TEXT_TAGS),
+            )
+
+        def held(experiment: Experiment, tag: str) -> Iterator[tuple[float, Any]]:
+            for run in experiment.texts.get(tag, ()):
+                yield from ((datum.wall_time, datum.numpy) for datum in read.get(run, {}).get(tag, ()))
+
+        return {(one.name, tag): last_text(held(one, tag)) for one in experiments for tag in _TEXT_TAGS}
 
 
 _FIRST_TAGS = (STEP_SECONDS, LOSS, EXAMPLES_PER_SECOND)

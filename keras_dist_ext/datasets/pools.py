@@ -61,7 +61,7 @@ class Pools:
         if isinstance(data, (tf.data.Dataset, types.GeneratorType, keras.utils.PyDataset)):
             examples, was_padded = _examples(data, seed)
         else:
-            data = _as_tensors(data)
+            data = _as_tensors(_without_missing(data))
             was_padded = False
             self.num_examples = _num_examples(data)
             if length is None and (size is None or size >= self.num_examples):
@@ -212,6 +212,13 @@ def _examples(data: Any, seed: int) -> tuple[tf.data.Dataset, bool]:
     return dataset.unbatch(), not is_ragged
 
 
+def _without_missing(data: Any) -> Any:
+    """What `fit` takes as ``(x, y, None)`` has no weights."""
+    while isinstance(data, tuple) and data and data[-1] is None:
+        data = data[:-1]
+    return data
+
+
 def _as_tensors(data: Any) -> Any:
     """Arrays in memory as tensors, lists of arrays as RaggedTensors."""
 
@@ -220,8 +227,7 @@ def _as_tensors(data: Any) -> Any:
             return value
         is_list = isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object)
         if is_list and len(value) and np.ndim(value[0]) > 0:
-            rows = [np.asarray(row) for row in value]
-            return tf.RaggedTensor.from_row_lengths(np.concatenate(rows), [len(row) for row in rows])
+            return _ragged([np.asarray(row) for row in value])
         return tf.convert_to_tensor(value)
 
     def walk(value: Any) -> Any:
@@ -232,6 +238,13 @@ def _as_tensors(data: Any) -> Any:
         return convert(value)
 
     return walk(data)
+
+
+def _ragged(rows: list[npt.NDArray[Any]]) -> tf.RaggedTensor:
+    """Rows of different lengths; an empty list says nothing of its dtype and its further dimensions."""
+    telling = [row for row in rows if row.size] or rows[:1]
+    values = np.concatenate([row for row in telling if len(row)] or [telling[0][:0]])
+    return tf.RaggedTensor.from_row_lengths(values, [len(row) for row in rows])
 
 
 def _num_examples(data: Any) -> int:
@@ -248,17 +261,7 @@ def _whole(arguments: tuple[Any, ...], spec: Any) -> Any:
 
 
 def _leaves_with_paths(structure: Any) -> list[tuple[str, Any]]:
-    flat = tree.flatten(structure)
-    paths = tree.flatten(_paths(structure, ""))
-    return list(zip(paths, flat, strict=True))
-
-
-def _paths(structure: Any, prefix: str) -> Any:
-    if isinstance(structure, dict):
-        return {key: _paths(inner, f"{prefix}{key}/") for key, inner in structure.items()}
-    if isinstance(structure, (tuple, list)):
-        return type(structure)(_paths(inner, f"{prefix}{i}/") for i, inner in enumerate(structure))
-    return prefix.rstrip("/")
+    return [("/".join(map(str, path)), leaf) for path, leaf in tree.flatten_with_path(structure)]
 
 
 def _padded_sequences(leaves: list[tuple[str, Any]], features: list[str]) -> list[str]:
@@ -287,6 +290,9 @@ def _padded_sequences(leaves: list[tuple[str, Any]], features: list[str]) -> lis
 
 def _values(padding_value: Any, spec: Any, leaves: list[tuple[str, Any]], features: list[str]) -> dict[str, Any]:
     if isinstance(padding_value, (dict, tuple, list)):
+        by_path = dict(_leaves_with_paths(padding_value))
+        if by_path.keys() == dict(leaves).keys():
+            return by_path
         flat = tree.flatten(padding_value)
         if len(flat) != len(leaves):
             raise DataError(

@@ -62,8 +62,8 @@ class Times:
     stages: tuple[StageTime, ...]
 
 
-def measure(dataset: tf.data.Dataset, num_batches: int, seconds: float) -> Times:
-    """Pull up to ``num_batches`` batches after the first, for at most about so many seconds.
+def measure(dataset: tf.data.Dataset, num_batches: int, seconds: float) -> Times | None:
+    """Pull up to ``num_batches`` batches after the first, for at most about so many seconds; None if there is no first.
 
     Stage times are those of tf.data's own model of the pipeline, from which it tunes itself
     (tensorflow/core/framework/model.proto): the time spent in each stage without those that feed it.
@@ -71,7 +71,7 @@ def measure(dataset: tf.data.Dataset, num_batches: int, seconds: float) -> Times
     begin = time.perf_counter()
     iterator = iter(dataset)
     if next(iterator, None) is None:
-        return Times(0, time.perf_counter() - begin, None, ())
+        return None
     first_seconds = time.perf_counter() - begin
     pulled, spent, look_at = 0, 0.0, 1
     model = _model(iterator)

@@ -13,7 +13,7 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext.adoption import adopt
 from keras_dist_ext.diagnose import judge
 from keras_dist_ext.diagnosis.examination import Examination
-from keras_dist_ext.diagnosis.kept_state import kept_state
+from keras_dist_ext.diagnosis.kept_state import kept_pass, kept_state
 from keras_dist_ext.diagnosis.report import Report
 from keras_dist_ext.diagnosis.setting import read_setting
 from keras_dist_ext.doctor import ParallelismDoctor
@@ -46,7 +46,8 @@ def examine(
     is_once = hasattr(data, "__next__")
     arguments = {"epochs": 1 if is_once else _MANY_EPOCHS, "verbose": 0, **fit_arguments}
     try:
-        model.fit(data, y, callbacks=[keeper, *callbacks, doctor], **arguments)
+        with kept_pass(data):
+            model.fit(data, y, callbacks=[keeper, *callbacks, doctor], **arguments)
     finally:
         keeper.put_back()
     if doctor.report is None:

@@ -117,6 +117,7 @@ class Times:
     traces: tuple[Traces, ...] = ()
     tracing_seconds: float = 0.0  # of all functions, within the steps that are watched
     others_cores: float | None = None  # that other processes took meanwhile; None: unknown
+    start_seconds: tuple[float, ...] = ()  # waiting for the first batch of each pass, which is in no block
 
     @property
     def num_steps(self) -> int:

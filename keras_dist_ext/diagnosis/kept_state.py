@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from keras_dist_ext import _keras
-from keras_dist_ext.scope import optimizers, raw_variables
+from keras_dist_ext._keras import keras
+from keras_dist_ext.buckets import BucketedDataset
+from keras_dist_ext.scope import raw_variables
 
-__all__ = ["kept_state"]
+__all__ = ["kept_pass", "kept_state"]
 
 _MISSING = object()
 
@@ -21,11 +23,13 @@ _MISSING = object()
 def kept_state(model: Any) -> Iterator[None]:
     """Undo in the end what is done to a built model in between.
 
-    Each replica's own copy of each variable is kept. What a model makes meanwhile stays, such as an optimizer's slots.
-    Out of reach are the places of ``tf.random`` ops in graphs, which TensorFlow keeps to itself.
+    Each replica's own copy of each variable is kept; an optimizer's variables that are made meanwhile get the values
+    that new ones begin with, where its config can make another one. Out of reach are the places of ``tf.random`` ops in
+    graphs, which TensorFlow keeps to itself.
     """
     seeds = getattr(model, "replica_seeds", None)
     kept = [(copy, copy.numpy()) for copy in _copies(model)]
+    unbuilt = [optimizer for optimizer in _optimizers(model) if not optimizer.built]
     attributes = [
         (owner, name, vars(owner).get(name, _MISSING))
         for owner, names in (
@@ -40,6 +44,10 @@ def kept_state(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        for optimizer in unbuilt:
+            if optimizer.built:
+                with contextlib.suppress(TypeError, ValueError, NotImplementedError):  # of a config of the user's own
+                    _begin_anew(optimizer)
         for copy, value in kept:
             copy.assign(value)
         for owner, name, value in attributes:
@@ -51,13 +59,51 @@ def kept_state(model: Any) -> Iterator[None]:
         np.random.set_state(of_numpy)
 
 
+@contextlib.contextmanager
+def kept_pass(data: Any) -> Iterator[None]:
+    """Have data that numbers its passes go on with the number that it had."""
+    number = data.epoch if isinstance(data, BucketedDataset) else None
+    try:
+        yield
+    finally:
+        if number is not None:
+            data.epoch = number
+
+
 def _copies(model: Any) -> list[Any]:
     """Return all copies of all variables that a step may change, each once."""
     variables = [*model.variables, *getattr(model, "metrics_variables", ())]
-    for _, optimizer in optimizers(model):
+    for optimizer in _optimizers(model):
         variables += [*optimizer.variables, *getattr(getattr(optimizer, "inner_optimizer", None), "variables", ())]
     variables += [variable for layer in _keras.flat_layers(model) for _, variable in raw_variables(layer)]
     seeds = getattr(model, "replica_seeds", None)
     if seeds is not None:
         variables += [generator.state for generator in seeds.generators(with_global=True)]
     return list({id(copy): copy for variable in variables for copy in _keras.components(variable)}.values())
+
+
+def _optimizers(model: Any) -> list[Any]:
+    """Return the optimizers that a model and its parts hold, also in lists and dicts, each once."""
+    found: dict[int, Any] = {}
+    pending = [value for layer in _keras.flat_layers(model) for value in vars(layer).values()]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, keras.optimizers.Optimizer):
+            found[id(value)] = value
+        elif isinstance(value, list | tuple | set):
+            pending.extend(value)
+        elif isinstance(value, dict):
+            pending.extend(value.values())
+    return list(found.values())
+
+
+def _begin_anew(optimizer: Any) -> None:
+    """Give an optimizer's variables the values of one that was built just now."""
+    strategy = _keras.strategy_of_optimizer(getattr(optimizer, "inner_optimizer", optimizer))
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        new = type(optimizer).from_config(optimizer.get_config())
+        new.build(_keras.optimized_variables(optimizer))
+    for variable, first in zip(optimizer.variables, new.variables, strict=True):
+        value = np.asarray(_keras.components(first)[0])
+        for copy in _keras.components(variable):
+            copy.assign(value)

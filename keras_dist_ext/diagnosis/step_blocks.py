@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
+import numpy as np
 import psutil
 
 from keras_dist_ext.diagnosis.examination import blocks_of_steps
@@ -22,8 +24,12 @@ _ENOUGH_STEPS, _ENOUGH_SECONDS = 200, 2.0
 class StepBlocks:
     """Blocks of steps of one run; every worker makes the same.
 
+    Waiting for the first batch of a pass over the data is no part of them: a pipeline that begins anew opens files, and
+    fills its buffers.
+
     Attributes:
         num_executions: that were watched, without those at the beginning.
+        start_seconds: of waiting for the first batch, pass by pass.
 
     Args:
         recorder: of the steps.
@@ -36,10 +42,17 @@ class StepBlocks:
         self._num_ever = 0
         self._began = 0.0
         self._others_before = 0.0
+        self._num_pending = 0  # steps that were not fetched yet
+        self._starts: list[int] = []  # which of them came first in a pass
         self.num_executions = 0
+        self.start_seconds: list[float] = []
 
-    def end_execution(self) -> bool:
-        """Take note of an execution; return whether it was the last one that does not count."""
+    def end_execution(self, *, begins_pass: bool = False) -> bool:
+        """Take note of an execution; return whether it was the last one that does not count.
+
+        Args:
+            begins_pass: whether its first batch was the first of a pass over the data.
+        """
         self._num_ever += 1
         if self._num_ever <= _WARM_UP:
             if self._num_ever == _WARM_UP:
@@ -48,7 +61,10 @@ class StepBlocks:
                 return True
             return False
         self.num_executions += 1
-        if self._recorder.num_pending("train") >= self._least:
+        if begins_pass:
+            self._starts.append(self._num_pending)
+        self._num_pending = self._recorder.num_pending("train")
+        if self._num_pending >= self._least:
             self._cut()
         return False
 
@@ -84,8 +100,12 @@ class StepBlocks:
 
     def _cut(self) -> None:
         records = self._recorder.fetch("train")
+        starts, self._starts, self._num_pending = self._starts, [], 0
         if records is None:
             return
+        self.start_seconds += records.input_seconds[starts].tolist()
+        is_start = np.isin(np.arange(len(records)), starts)
+        records = dataclasses.replace(records, input_seconds=np.where(is_start, 0.0, records.input_seconds))
         parts = min(len(records), _PARTS if len(self._blocks) < _MOST_BLOCKS // 2 else 1)
         ends = [len(records) * (i + 1) // parts for i in range(parts)]
         self._blocks += [

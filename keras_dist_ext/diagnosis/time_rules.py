@@ -22,6 +22,7 @@ Rule = Callable[[Examination], list[Finding]]
 
 _INPUT_SHARE = 0.25  # of the time
 _INPUT_SECONDS = 1e-3  # a step: tf.data's own calls cost 0.1 ms, and several times that on a busy machine
+_START_SECONDS = 0.08  # of a pass: beginning small data anew takes some milliseconds, a PyDataset 20 to 60
 _CALLBACK_SHARE = 0.15
 _CALLBACK_SECONDS = 3e-4  # a call
 _CALLBACK_CALLS = 5  # at least: what comes now and then may be slow
@@ -57,7 +58,7 @@ def _input(examination: Examination) -> list[Finding]:
     )
     if trials is not None and trials.has("as it was", "data"):
         saved = trials.saved("as it was", than="data")
-        if saved.low <= 0:
+        if saved.low <= 0 or saved.value < min(_INPUT_SECONDS, 0.5 * waited / times.num_steps):
             return []
         waited = min(times.seconds, saved.value * times.num_steps)
         evidence += f"; on a cached batch a step took {saved.show(' ms', 1e3)} less"
@@ -76,6 +77,29 @@ def _input(examination: Examination) -> list[Finding]:
             "`.map(..., num_parallel_calls=tf.data.AUTOTUNE)`, `.prefetch(tf.data.AUTOTUNE)`; "
             "`kde.inspect(dataset)` names the slow stage.",
             waited,
+        )
+    ]
+
+
+def _starts(examination: Examination) -> list[Finding]:
+    """Waiting for the first batch of each pass over the data, where passes are short against it."""
+    times = examination.times
+    assert times is not None
+    starts = times.start_seconds
+    if len(starts) < 2 or float(np.median(starts)) < _START_SECONDS:
+        return []
+    seconds = sum(starts)
+    if seconds < _INPUT_SHARE * (times.seconds + seconds):
+        return []
+    return [
+        Finding(
+            "slow-start-of-epochs",
+            "Each epoch begins the data anew, and replicas wait until its first batch is there.",
+            f"the first batch took {_ms(float(np.median(starts)))} in each of {len(starts)} passes over the data, with "
+            f"{times.num_steps / len(starts):.3g} steps a pass: {seconds / (times.seconds + seconds):.0%} of the time",
+            "Let an epoch go on where the last one ended: `dataset.repeat()` and `fit(..., steps_per_epoch=n)`; or "
+            "make the beginning cheaper: a smaller `shuffle` buffer, `.cache()` before it, fewer files at once.",
+            seconds,
         )
     ]
 
@@ -420,6 +444,7 @@ def _rows(times: Times) -> float:
 
 TIME_RULES: Sequence[Rule] = (
     _input,
+    _starts,
     _callbacks,
     _retracing,
     _host,

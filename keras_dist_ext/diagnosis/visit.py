@@ -13,6 +13,7 @@ from keras_dist_ext.callbacks import looks_at_batches
 from keras_dist_ext.diagnosis.examination import Examination, Times, Trials
 from keras_dist_ext.diagnosis.host_clock import CallbackClock, TraceWatch
 from keras_dist_ext.diagnosis.interventions import experiment
+from keras_dist_ext.diagnosis.kept_state import kept_pass
 from keras_dist_ext.diagnosis.setting import read_setting
 from keras_dist_ext.diagnosis.step_blocks import StepBlocks
 from keras_dist_ext.errors import KerasDistError
@@ -21,7 +22,7 @@ from keras_dist_ext.monitor import ReplicaMonitor
 from keras_dist_ext.monitoring.exchange import exchange
 from keras_dist_ext.pipeline import inspect
 from keras_dist_ext.recorder import Recorder
-from keras_dist_ext.workers import workers_of
+from keras_dist_ext.workers import own_callback, workers_of
 
 __all__ = ["Visit"]
 
@@ -51,6 +52,7 @@ class Visit:
         self._graphs: list[Any] = []
         self._others_cores: float | None = None
         self._num_batches = 0
+        self._num_passes = 0
 
     @property
     def num_steps(self) -> int:
@@ -61,7 +63,7 @@ class Visit:
         """Get to know the other callbacks, and the data."""
         self._feed = feed
         self.monitors = [other for other in callbacks if isinstance(other, ReplicaMonitor)]
-        self._step_watchers = tuple(type(c).__name__ for c in callbacks if looks_at_batches([c], "train"))
+        self._step_watchers = tuple(type(own_callback(c)).__name__ for c in callbacks if looks_at_batches([c], "train"))
         self._clock = CallbackClock(callbacks, but=doctor)
 
     def end_execution(self) -> None:
@@ -70,7 +72,9 @@ class Visit:
         self._traces.execution += 1
         if self._blocks is None or self._is_over:
             return
-        if self._blocks.end_execution():
+        num_passes = getattr(self._feed, "num_passes", 0)
+        begins_pass, self._num_passes = num_passes != self._num_passes, num_passes
+        if self._blocks.end_execution(begins_pass=begins_pass):
             self._traces.reset()
             if self._clock is not None:
                 self._clock.reset()
@@ -99,8 +103,9 @@ class Visit:
         times = self._times()
         if times is None:
             return Examination(setting)
-        trials = self._trials(times) if interventions else None
-        return Examination(setting, times, trials, tuple(self._data_findings(times)))
+        with kept_pass(None if self._feed is None else self._feed.given):
+            trials = self._trials(times) if interventions else None
+            return Examination(setting, times, trials, tuple(self._data_findings(times)))
 
     def _times(self) -> Times | None:
         blocks = [] if self._blocks is None else self._blocks.blocks
@@ -121,6 +126,7 @@ class Visit:
             traces=self._traces.traces(),
             tracing_seconds=self._traces.seconds,
             others_cores=self._others_cores,
+            start_seconds=tuple(self._blocks.start_seconds),
         )
 
     def _trials(self, times: Times) -> Trials:

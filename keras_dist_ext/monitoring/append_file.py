@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 
@@ -27,16 +28,25 @@ class AppendFile:
     What was flushed outlives a killed process. Records wait for at most about ``flush_seconds``: one is written at once
     when the next would come too late, going by the time since the last.
 
+    Where somebody removes it meanwhile, and its folder, both are made anew (but for URLs).
+
     Args:
         path: a path, or a URL that TensorFlow can write, such as ``gs://bucket/file``. Its folder must exist.
+        header: what it begins with, if it is new.
         flush_seconds: see above.
         clock: seconds that only go forward.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, flush_seconds: float = 0.0, clock: Callable[[], float] = time.monotonic
+        self,
+        path: str | os.PathLike[str],
+        *,
+        header: bytes = b"",
+        flush_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = os.fspath(path)
+        self._header = header
         self._flush_seconds = flush_seconds
         self._clock = clock
         self._records: list[bytes] = []
@@ -65,15 +75,25 @@ class AppendFile:
         self._last_flush = self._clock()
         if records:
             try:
-                (_append_remote if is_remote(self.path) else _append)(self.path, b"".join(records))
+                if is_remote(self.path):
+                    _append_remote(self.path, self._header + b"".join(records))
+                    self._header = b""  # asking each time whether it is still there would take longer than writing
+                else:
+                    _append(self.path, b"".join(records), self._header)
             except Exception as error:  # OSError here, errors of its own in TensorFlow
                 raise RecordsLost(len(records)) from error
 
 
-def _append(path: str, data: bytes) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+def _append(path: str, data: bytes, header: bytes = b"") -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+    try:
+        file = os.open(path, flags, 0o666)
+    except FileNotFoundError:
+        make_folder(os.path.dirname(path))
+        file = os.open(path, flags, 0o666)
     try:
         size = os.fstat(file).st_size
+        data = data if size else header + data
         try:
             rest = memoryview(data)
             while rest:
@@ -122,6 +142,8 @@ def check_folder(path: str) -> None:
     Raises:
         OSError: they cannot; of URLs, TensorFlow's errors.
     """
+    if re.match(r"[A-Za-z][\w+.-]+:/(?!/)", path):
+        raise OSError("a URL of which pathlib.Path has made a path, with one slash for two; give it as a string")
     make_folder(path)
     probe = f"{path.rstrip('/')}/.probe-{os.getpid()}"
     if is_remote(path):

@@ -126,9 +126,8 @@ class EventWriter(Writer):
                 make_folder(folder)
             except Exception as error:
                 raise RecordsLost(1) from error
-            file = AppendFile(f"{folder}/{_file_name()}", flush_seconds=self._flush_seconds)
-            file.add(_record(Event(wall_time=wall_time, file_version="brain.Event:2")))
-            self._files[run] = file
+            version = _record(Event(wall_time=wall_time, file_version="brain.Event:2"))
+            self._files[run] = AppendFile(f"{folder}/{_file_name()}", header=version, flush_seconds=self._flush_seconds)
         return self._files[run]
 
 

@@ -144,6 +144,7 @@ def replay(path: str | os.PathLike[str], writer: Writer) -> int:
     """
     num_records = 0
     torn: list[int] = []
+    begun: set[Any] = set()  # the kinds of runs
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -153,7 +154,7 @@ def replay(path: str | os.PathLike[str], writer: Writer) -> int:
             except ValueError:
                 torn.append(number)
                 continue
-            num_records += _replay_line(value, writer, f"line {number} of {os.fspath(path)}")
+            num_records += _replay_line(value, writer, begun, f"line {number} of {os.fspath(path)}")
     writer.close()
     if torn:
         warnings.warn(
@@ -164,7 +165,7 @@ def replay(path: str | os.PathLike[str], writer: Writer) -> int:
     return num_records
 
 
-def _replay_line(value: Any, writer: Writer, place: str) -> int:
+def _replay_line(value: Any, writer: Writer, begun: set[Any], place: str) -> int:
     version = value.get("version") if isinstance(value, dict) else None
     if version != _VERSION:
         found = f"has version {version!r}" if version is not None else "has no version"
@@ -177,6 +178,14 @@ def _replay_line(value: Any, writer: Writer, place: str) -> int:
         call = _READERS[value["type"]](fields)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{place} is no {value.get('type')!r} of JsonLinesWriter: {error!r}.") from error
+    kind = fields.get("kind", "train")
+    if value["type"] == "run":
+        begun.add(kind)
+    elif kind not in begun:
+        raise DataError(
+            f'{place} is a {value["type"]!r}, but no line before it says of which run ("type": "run", "kind": '
+            f'"{kind}"). Give the file from the beginning of that run on.'
+        )
     call(writer)
     return int(value["type"] == "record")
 

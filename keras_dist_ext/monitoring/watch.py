@@ -80,6 +80,7 @@ class Watch:
         self._num_runs = 0  # under way: a callback may evaluate in the middle of training
         self._trains = False
         self._described: set[Kind] = set()
+        self._begun: set[Kind] = set()  # ever
         self._rest: StepRecords | None = None  # fetched, of the interval that is under way
         self._num_missing: float = 0.0  # batches to be recorded until an interval ends
         self._num_unchecked = 0  # batches that were fetched since variables were compared
@@ -216,6 +217,7 @@ class Watch:
         return exchange_seconds
 
     def _begin(self, kind: Kind) -> None:
+        self._begun.add(kind)
         experiment = self._experiment
         if kind == "test":
             experiment = f"{experiment}/validation" if experiment else "validation"
@@ -256,6 +258,8 @@ class Watch:
         worse = 1.0 if is_last else 1.5
         if any(f["code"] not in told or f.get("seconds", 0.0) > worse * told[f["code"]] for f in findings):
             self._told = findings
+            if "train" not in self._begun:  # what was found out without a step
+                self._begin("train")
             self._writer.find(findings, step=step, wall_time=time.time())
 
 
