@@ -2,7 +2,7 @@
 
     python benchmarks/bench_seeds.py                     # about 6 minutes
 
-The contestants train the same network, of 64 dropout layers, by `kde.Model.fit`:
+The contestants train the same network, of 32 dropout layers, by `kde.Model.fit`:
 
 * alike: every replica draws the same numbers, as in stock Keras (the replica's offset is left out).
 * apart: as it comes.
@@ -28,8 +28,8 @@ from unittest import mock
 from harness import Goal, Timings, describe_machine, print_goals, print_table, several_copies, take_turns
 from rich.console import Console
 
-STEPS = 500
-NUM_LAYERS = 64  # that draw numbers
+STEPS = 300
+NUM_LAYERS = 32  # that draw numbers
 REPORTED_LAYERS = 4  # for which the cost is given
 CONTESTANTS = ("alike", "apart", "seeded")
 
@@ -37,7 +37,7 @@ CONTESTANTS = ("alike", "apart", "seeded")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and the goal; return 1 if the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--copies", type=int, default=12)
+    parser.add_argument("--copies", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3, help="samples of each copy")
     options = parser.parse_args(arguments)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -4,8 +4,8 @@
 
 Two workers train a tiny model, with a save every 20 steps. In each attempt of one launch worker 1 meets an accident;
 the times are from there to the moment when the launcher knows, when all processes are gone, and when the first step of
-the next attempt is over. Worker 1 raises an exception, is killed, is stopped by SIGSTOP (which TensorFlow's heartbeat
-notices), or hangs in a callback, which is known after the time-out; that is taken off.
+the next attempt is over. Worker 1 raises an exception, is killed, is stopped by SIGSTOP (of which the launcher waits
+five seconds for the end), or hangs in a callback, which is known after the time-out; that is taken off.
 """
 
 from __future__ import annotations
