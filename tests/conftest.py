@@ -1,6 +1,7 @@
 """Give every test four logical CPU devices, one strategy object per kind, and the same seeds."""
 
 import gc
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -14,9 +15,6 @@ import pytest
 import tensorflow as tf
 
 from keras_dist_ext.strategy import pick_strategy
-
-gc.collect()
-gc.freeze()  # what was imported stays: collections, of which Keras makes one a model, need not look at it each time
 
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
 NUM_DEVICES = 4
@@ -84,6 +82,17 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     yield folder
     assert list(folder.iterdir()) == []
+
+
+@pytest.fixture(autouse=True)
+def _quick_collections() -> None:
+    """Spare the collections of garbage, of which Keras makes one a model, from all that is imported, or was kept."""
+    if next(_NUM_TESTS) % 100 == 0:
+        gc.collect()
+        gc.freeze()
+
+
+_NUM_TESTS = itertools.count()
 
 
 @pytest.fixture(autouse=True)

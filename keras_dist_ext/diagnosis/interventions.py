@@ -32,6 +32,7 @@ _SECONDS = 8.0  # that rounds may take together
 _BLOCK_SECONDS = 0.06  # of a condition in a round, at least
 _ROUNDS = (7, 15)  # at least, at most
 _MANY_SECONDS = 0.05  # of an execution of many steps
+_DRAIN_SECONDS = 0.12  # of steps on the data before its block: while others run, pipelines read ahead
 
 
 def experiment(model: Any, batch: Any, dataset: Any = None, *, steps_per_execution: int = 1) -> Trials:
@@ -108,12 +109,14 @@ class _Conditions:
     ) -> None:
         """Prepare a condition, which traces and runs it; leave it out, with the reason, where that fails."""
         try:
+            drain_seconds = 0.0 if dataset is None else _DRAIN_SECONDS
             if dataset is None:
                 dataset = tf.data.Dataset.from_tensors(change(batch))
             model = model or self._model
             with condition():
                 run = runner(program(model, "train"))
-                self._trials[name] = _Trial(run, dataset.repeat(), num_steps or self._num_steps, condition)
+                num_steps = num_steps or self._num_steps
+                self._trials[name] = _Trial(run, dataset.repeat(), num_steps, condition, drain_seconds)
         except Exception as error:  # code of the user's may not bear the change, and the run has gone well without
             self.skipped[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
@@ -155,8 +158,10 @@ class _Trial:
         dataset: Any,
         num_steps: int,
         condition: Callable[[], contextlib.AbstractContextManager[None]],
+        drain_seconds: float,
     ) -> None:
         self.num_steps = num_steps
+        self._drain_seconds = drain_seconds
         self._run = run
         self._source = Source(dataset, 2**40)
         self._condition = condition
@@ -172,6 +177,9 @@ class _Trial:
     def time(self) -> float:
         """Return the seconds a step of a block."""
         with self._condition():
+            begin = time.perf_counter()
+            while time.perf_counter() - begin < self._drain_seconds:
+                self._execute()
             begin = time.perf_counter()
             for _ in range(self._num_executions):
                 self._execute()
