@@ -41,7 +41,10 @@ pytestmark = [
 
 
 class LightSearch:
-    """A real supervisor over light processes, and a real oracle that this process serves."""
+    """A real supervisor over light processes, and a real oracle that this process serves.
+
+    The file "given-up" of the folder is there once a worker was given up: others may wait for it in their trials.
+    """
 
     def __init__(self, folder, *workers, max_trials=6, max_restarts=1, stall_seconds=None, turnstile=None):
         hyperparameters = keras_tuner.HyperParameters()
@@ -52,6 +55,7 @@ class LightSearch:
         self.oracle.verbose = 0
         self.oracle._set_project_dir(str(folder), "project")
         self.closed, self.error, self.shown = [], None, io.StringIO()
+        self._folder = folder
         with cluster(1, 0) as (task,):
             server = OracleServer(
                 self.oracle, task.address, lambda trial, _: self.closed.append(trial.trial_id), turnstile
@@ -62,7 +66,7 @@ class LightSearch:
             crews += [self._crew(f"tuner {number}", task.address, *words) for number, words in enumerate(workers)]
             channel = Channel(task.address)
             limits = Limits(max_restarts, time.monotonic() + 40, stall_seconds)
-            supervisor = Supervisor(crews[0], crews[1:], channel, limits, [], self.shown.write)
+            supervisor = Supervisor(crews[0], crews[1:], channel, limits, [], self._say)
             try:
                 self.failure = supervisor.run()
             finally:
@@ -73,6 +77,11 @@ class LightSearch:
                 serving.join(10)
                 channel.close()
         self.deaths = supervisor.deaths
+
+    def _say(self, text):
+        self.shown.write(text)
+        if "was given up" in text:
+            (self._folder / "given-up").touch()
 
     def _serve(self, server):
         try:
@@ -121,15 +130,16 @@ def test_a_trial_that_kills_its_worker_again_is_closed_as_failed_with_the_reason
 
 
 def test_a_worker_that_always_dies_is_given_up_and_the_others_end_the_search(tmp_path):
-    search = LightSearch(tmp_path, ["worker", "die"], ["worker"], max_trials=40, max_restarts=0)
+    waits = ["worker", "wait", str(tmp_path / "given-up")]
+    search = LightSearch(tmp_path, ["worker", "die"], waits, max_restarts=0)
     assert (search.failure, search.error) == (None, None)
-    assert sorted(search.statuses) == ["COMPLETED"] * 37 + ["FAILED"] * 3
+    assert sorted(search.statuses) == ["COMPLETED"] * 3 + ["FAILED"] * 3
     assert {death.name for death in search.deaths} == {"tuner 0"}
     assert search.deaths[-1].consequence.endswith("was closed as failed, as the 2 before it. The worker was given up.")
 
 
 def test_a_worker_that_never_gets_to_a_trial_is_given_up_with_its_reason(tmp_path):
-    search = LightSearch(tmp_path, ["crash"], ["worker"])
+    search = LightSearch(tmp_path, ["crash"], ["worker", "wait", str(tmp_path / "given-up")])
     assert (search.failure, search.error) == (None, None)
     assert search.statuses == ["COMPLETED"] * 6
     assert [death.consequence for death in search.deaths] == ["It was started again.", "The worker was given up."]
