@@ -50,7 +50,10 @@ class LightSearch:
         hyperparameters = keras_tuner.HyperParameters()
         hyperparameters.Int("units", 1, 10**6)
         self.oracle = keras_tuner.oracles.RandomSearchOracle(
-            objective=keras_tuner.Objective("score", "max"), max_trials=max_trials, hyperparameters=hyperparameters
+            objective=keras_tuner.Objective("score", "max"),
+            max_trials=max_trials,
+            hyperparameters=hyperparameters,
+            max_consecutive_failed_trials=6,  # more than one worker may have in a row
         )
         self.oracle.verbose = 0
         self.oracle._set_project_dir(str(folder), "project")
