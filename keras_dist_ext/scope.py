@@ -277,8 +277,20 @@ _OPTIMIZER = keras.optimizers.Optimizer
 
 
 def optimizers(model: Any) -> list[tuple[str, Any]]:
-    """The optimizers that a model holds, each once, by attribute: `optimizer`, and those of the user's own."""
+    """The optimizers that a model holds, each once: `optimizer`, and those of the user's own, also in lists and dicts.
+
+    Returns:
+        Each with its attribute, such as `critic`, `critics[0]` or `of['critic']`.
+    """
     found = {id(value): (name, value) for name, value in vars(model).items() if isinstance(value, _OPTIMIZER)}
+    pending = [(name, value) for name, value in vars(model).items() if not name.startswith("_")]
+    while pending:
+        name, value = pending.pop(0)
+        if isinstance(value, _OPTIMIZER):
+            found.setdefault(id(value), (name, value))
+        elif isinstance(value, list | tuple | dict):
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            pending += [(f"{name}[{key!r}]", part) for key, part in parts]
     return list(found.values())
 
 

@@ -563,6 +563,29 @@ def test_a_compile_of_the_users_own_is_repeated_if_it_says_how(mirrored):
     kde.check_scope(twin, mirrored).raise_if_bad()
 
 
+class GanWithList(RepeatableGan):
+    def compile(self, left_optimizer, right_optimizer):
+        super().compile(left_optimizer, right_optimizer)
+        del self.left_optimizer, self.right_optimizer
+        self.both = [left_optimizer, right_optimizer]
+
+    def get_compile_config(self):
+        names = ("left_optimizer", "right_optimizer")
+        return dict(zip(names, map(keras.saving.serialize_keras_object, self.both), strict=True))
+
+
+def test_the_state_of_optimizers_in_a_list_is_taken_over(mirrored):
+    net = called(GanWithList())
+    net.compile(keras.optimizers.Adam(0.1), keras.optimizers.SGD(0.2, momentum=0.9))
+    for optimizer, part in zip(net.both, (net.left, net.right), strict=True):
+        optimizer.build(part.trainable_variables)
+    net.both[0].variables[2].assign(np.ones((3, 1)))
+    twin = adopt(net, mirrored)
+    for one, other in zip(net.both, twin.both, strict=True):
+        assert_equal_optimizers(one, other)
+    kde.check_scope(twin, mirrored).raise_if_bad()
+
+
 def test_a_compile_of_the_users_own_is_refused_if_it_does_not(mirrored):
     net = called(Gan())
     net.compile(keras.optimizers.Adam(), keras.optimizers.SGD())

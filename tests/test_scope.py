@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import keras_dist_ext as kde
-from keras_dist_ext.scope import ScopeEntry, ScopeReport, describe_strategy
+from keras_dist_ext.scope import ScopeEntry, ScopeReport, describe_strategy, optimizers
 
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(8, 3)
 Y = X.sum(axis=1, keepdims=True)
@@ -186,6 +186,18 @@ def test_the_optimizer_inside_a_loss_scale_optimizer_is_looked_at(mirrored):
     report = kde.check_scope(net, mirrored)
     assert outside(report, "optimizer") == ["adam"]
     assert "1 of 2 optimizers of 'net' was created outside" in str(report)
+
+
+def test_optimizers_in_lists_and_dicts_of_a_model_are_looked_at(mirrored):
+    with mirrored.scope():
+        net = sequential(kde)
+        net.critics = [keras.optimizers.SGD(name="inside")]
+    net.critics.append(keras.optimizers.Adam(name="of_a_list"))
+    net.of = {"actor": {"slow": keras.optimizers.Adam(name="of_a_dict")}}
+    net.again = net.critics[1]
+    assert [name for name, _ in optimizers(net)] == ["again", "critics[0]", "of['actor']['slow']"]
+    report = kde.check_scope(net, mirrored)
+    assert outside(report, "optimizer") == ["of_a_list", "of_a_dict"]
 
 
 def test_metric_made_outside_is_found_before_the_first_step(mirrored, api):

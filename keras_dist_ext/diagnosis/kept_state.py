@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from keras_dist_ext import _keras
-from keras_dist_ext._keras import keras
 from keras_dist_ext.buckets import BucketedDataset
-from keras_dist_ext.scope import raw_variables
+from keras_dist_ext.scope import optimizers, raw_variables
 
 __all__ = ["kept_pass", "kept_state"]
 
@@ -83,18 +82,9 @@ def _copies(model: Any) -> list[Any]:
 
 
 def _optimizers(model: Any) -> list[Any]:
-    """Return the optimizers that a model and its parts hold, also in lists and dicts, each once."""
-    found: dict[int, Any] = {}
-    pending = [value for layer in _keras.flat_layers(model) for value in vars(layer).values()]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, keras.optimizers.Optimizer):
-            found[id(value)] = value
-        elif isinstance(value, list | tuple | set):
-            pending.extend(value)
-        elif isinstance(value, dict):
-            pending.extend(value.values())
-    return list(found.values())
+    """Return the optimizers that a model and its parts hold, each once."""
+    held = (optimizer for layer in _keras.flat_layers(model) for _, optimizer in optimizers(layer))
+    return list({id(optimizer): optimizer for optimizer in held}.values())
 
 
 def _begin_anew(optimizer: Any) -> None:

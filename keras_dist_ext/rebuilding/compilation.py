@@ -85,8 +85,9 @@ def take_over_optimizers(twin: Any, model: Any, variables: dict[int, Any]) -> No
     Raises:
         CannotRebuildError: The twin lacks an optimizer, or one trains other variables or has other slots.
     """
+    of_twin = dict(optimizers(twin))
     for name, old in optimizers(model):
-        new = getattr(twin, name, None)
+        new = of_twin.get(name)
         if new is None:
             raise CannotRebuildError(
                 f"its optimizer '{old.name}' is the attribute {name}, which neither its constructor nor its `compile` "

@@ -115,15 +115,10 @@ def _is_in_parts(model: Any, name: str, variable: Any) -> bool:
 
 
 def _held_optimizers(model: Any) -> Iterator[tuple[str, Any]]:
-    """The optimizers of a model, those in its lists and dicts, and those of the models in it."""
+    """The optimizers of a model, and those of the models in it."""
     seen: set[int] = set()
     for number, layer in enumerate(_keras.flat_layers(model)):
-        held = optimizers(layer)
-        for attribute, value in vars(layer).items():
-            if isinstance(value, list | tuple | dict) and not attribute.startswith("_"):
-                parts = value.items() if isinstance(value, dict) else enumerate(value)
-                held += [(f"{attribute}[{k}]", part) for k, part in parts if isinstance(part, keras.Optimizer)]
-        for name, optimizer in held:
+        for name, optimizer in optimizers(layer):
             if id(optimizer) not in seen:
                 seen.add(id(optimizer))
                 yield name if layer is model else f"{name} of layer {number}", optimizer
