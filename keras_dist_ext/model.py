@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras, feed
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.additional import find_degrees, losses_as_means
 from keras_dist_ext.callbacks import StepCallbacks, looks_at_batches, prepares
 from keras_dist_ext.construction import Scoped
-from keras_dist_ext.degree import degree_in_rows
 from keras_dist_ext.guard import Guard
 from keras_dist_ext.means import Degrees
 from keras_dist_ext.monitoring.divergence import Divergence
@@ -28,7 +28,6 @@ from keras_dist_ext.runners import CoordinatorProgram, predictor, runner
 from keras_dist_ext.same_program import facts_of_run
 from keras_dist_ext.scope import check_scope, move_into_scope, optimizers
 from keras_dist_ext.seeds import Seeds
-from keras_dist_ext.step import ReplicaStep, UnknownLossDegrees
 from keras_dist_ext.virtual import VirtualReplicas, num_replicas_of
 from keras_dist_ext.workers import InStep, Stop, Workers, callbacks_of_worker, workers_of
 from keras_dist_ext.xla import warn_once
@@ -296,40 +295,11 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
     @property
     def losses(self) -> list[Any]:
         """See ``keras.Layer.losses``; in a step, sums and means that layers have added count as on one device."""
-        losses: list[Any] = super().losses
-        step = _keras.current_step()
-        if not isinstance(step, ReplicaStep) or step.num_replicas == 1 or not step.adds_losses_of(self):
-            return losses
-        added = {id(loss): (layer, i) for layer in self._flatten_layers() for i, loss in enumerate(layer._losses)}
-        if not any(id(loss) in added for loss in losses):
-            return losses  # weights' regularizers: the same on every replica
-        known = step.model._loss_degrees
-        if step.kind not in known:
-            raise UnknownLossDegrees
-
-        def exact(loss: Any) -> Any:
-            layer, place = added.get(id(loss), (None, 0))
-            degrees = known[step.kind].get(id(layer), [])
-            # One that was not met when the model was traced says by itself how it grows, if anything does.
-            return step.additional_loss(loss, degrees[place]) if place < len(degrees) else step.as_mean(loss)
-
-        return [exact(loss) for loss in losses]
+        return losses_as_means(self, super().losses)
 
     def _find_loss_degrees(self, batch_spec: Any, kind: str) -> None:
-        """Trace the model aside to learn which losses given to ``add_loss`` are sums over the rows."""
-
-        def placeholder(spec: Any) -> Any:
-            return None if spec is None else tf.compat.v1.placeholder(spec.dtype, spec.shape)
-
-        with tf.__internal__.FuncGraph("additional_losses").as_default(), _keras.intercept(None):
-            x, _, _ = _keras.Unpack(tree.map_structure(placeholder, batch_spec))
-            self(x, training=kind == "train") if self._call_has_training_arg else self(x)
-            self._loss_degrees[kind] = {
-                id(layer): [degree_in_rows(tf.reduce_sum(tf.convert_to_tensor(loss))) for loss in layer._losses]
-                for layer in self._flatten_layers()
-                if layer._losses
-            }
-        self._clear_losses()
+        """Learn which losses given to ``add_loss`` are sums over the rows."""
+        self._loss_degrees[kind] = find_degrees(self, batch_spec, training=kind == "train")
 
     # Keras' loops over our data
 

@@ -14,12 +14,13 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras, data
 from keras_dist_ext._keras import tree
+from keras_dist_ext.additional import UnknownLossDegrees, placeholders
 from keras_dist_ext.logs import VALUE, ComputesWithResults, computes_with, noted_results, pooled_state
 from keras_dist_ext.means import Degrees
 from keras_dist_ext.recorder import StepNote, now, row, tape, when_updated
 from keras_dist_ext.reduce import sum_over_replicas
 from keras_dist_ext.seeds import generator_without_seed
-from keras_dist_ext.step import ReplicaStep, UnbuiltOptimizer, UnknownLossDegrees
+from keras_dist_ext.step import ReplicaStep, UnbuiltOptimizer
 from keras_dist_ext.turns import in_turns
 from keras_dist_ext.workers import workers_of
 from keras_dist_ext.xla import can_compile, compiled_step
@@ -91,7 +92,7 @@ class StepProgram:
         spec = self.model._batch_spec
         try:
             with self._degrees.learn(), tf.__internal__.FuncGraph("degrees_of_a_step").as_default():
-                self._one(tree.map_structure(_placeholder, spec))
+                self._one(placeholders(spec))
         except ComputesWithResults:
             self._pools_results = True
             self.learn_degrees()
@@ -433,10 +434,6 @@ def rows_of_replica(
         replica = replica % num_replicas
     with tf.device("/device:CPU:0"):
         return data.replica_rows(batch, replica * num_parts + part, num_replicas * num_parts)
-
-
-def _placeholder(spec: Any) -> Any:
-    return None if spec is None else tf.compat.v1.placeholder(spec.dtype, spec.shape)
 
 
 def _once(there: tf.Tensor, batch: Any) -> Any:

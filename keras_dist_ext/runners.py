@@ -12,10 +12,11 @@ import tensorflow as tf
 
 from keras_dist_ext import feed
 from keras_dist_ext._keras import tree
+from keras_dist_ext.additional import UnknownLossDegrees
 from keras_dist_ext.means import UnknownDegrees
 from keras_dist_ext.prediction import PredictProgram, concat_outputs
 from keras_dist_ext.processes import pulse
-from keras_dist_ext.step import CannotCompile, CannotLoop, UnbuiltOptimizer, UnknownLossDegrees
+from keras_dist_ext.step import CannotCompile, CannotLoop, UnbuiltOptimizer
 from keras_dist_ext.workers import workers_of
 
 __all__ = ["CoordinatorProgram", "predictor", "runner"]

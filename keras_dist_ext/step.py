@@ -1,7 +1,8 @@
 """The traced code of one distributed step: what a replica computes, and what all replicas agree on.
 
 User code inside a step (``train_step``, ``compute_loss``, losses, layers, metrics) is written for one device and sees
-one replica's rows as if they were the whole batch. ``ReplicaStep`` makes the sum over replicas exact:
+one replica's rows as if they were the whole batch. ``ReplicaStep`` makes the sum over replicas exact (what the rows
+weigh stands in ``weighting``, random numbers in ``draws``):
 
 - a gradient is weighted by the replica's share of the global rows, then summed once, before clipping and updates;
 - a loss that does not divide by the rows (sum, mask, sample weights) divides by the count over all replicas;
@@ -21,29 +22,24 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext import _keras, pass_through
-from keras_dist_ext._keras import Variable, tree
+from keras_dist_ext._keras import tree
+from keras_dist_ext.draws import Draws
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.guard import StepGuard
 from keras_dist_ext.logs import Result
-from keras_dist_ext.means import Degrees, Means, Term
+from keras_dist_ext.means import Degrees
 from keras_dist_ext.pass_through import LocalUpdate, PassThrough
 from keras_dist_ext.recorder import StepNote
-from keras_dist_ext.reduce import of_dtype, parts_of, shares_memory, sum_over_replicas, times
-from keras_dist_ext.seeds import fold_in, replica_offset
-from keras_dist_ext.xla import draw_as_uncompiled, warn_once
+from keras_dist_ext.reduce import parts_of, shares_memory, sum_over_replicas, times
+from keras_dist_ext.weighting import Weighting, as_float
 
 __all__ = [
     "CannotCompile",
     "CannotLoop",
     "ReplicaStep",
     "UnbuiltOptimizer",
-    "UnknownLossDegrees",
     "assign_mean",
 ]
-
-
-class UnknownLossDegrees(Exception):
-    """A layer's additional loss is met before it is known how it grows with the rows of a batch."""
 
 
 class UnbuiltOptimizer(Exception):
@@ -70,7 +66,7 @@ class CannotLoop(Exception):
     """
 
 
-class ReplicaStep:
+class ReplicaStep(Weighting, Draws):
     """One replica's part of a step, while it is traced (or run eagerly).
 
     Args:
@@ -104,48 +100,23 @@ class ReplicaStep:
         degrees: Degrees | None = None,
     ) -> None:
         context = tf.distribute.get_replica_context()
-        self.model = model
+        num_replicas: int = context.num_replicas_in_sync
+        Weighting.__init__(self, model, rows, global_rows, num_replicas, degrees)
+        Draws.__init__(self, model, num_replicas, without_seed)
         self.strategy = context.strategy
-        self.num_replicas: int = context.num_replicas_in_sync
         self.kind = kind
-        self.rows = rows
-        self.global_rows = global_rows
         # One trace serves all replicas of a TPU: there are no threads to meet, and all is compiled as it is.
         self._is_on_tpu = isinstance(self.strategy, tf.distribute.TPUStrategy)
         self.results: dict[int, Result] = {}  # by the tensor's id
         self._pools_results = pools_results
-        self._can_be_empty = not (isinstance(rows, int) and rows > 0)
-        self._scaled: set[int] = set()
-        self._means = Means(rows, degrees)
-        self._has_sums = False  # whether a loss was a sum over all rows, and was made a mean
         self._assigned: dict[int, Any] = {}
         self._functions: dict[int, tuple[Any, Any]] = {}  # by id: a tf.function of the user's, and its copy
-        self._draws_seed = False
-        self._seeds: Any = getattr(model, "replica_seeds", None)
-        self._generator_without_seed = without_seed
-        self._num_ops = 0
         self.note = note
         self.guard = guard
         self.batch: Any = None  # this replica's, where it is guarded
         self._losses: list[Any] = []
         gathers = self.num_replicas > 1 and not self._is_on_tpu and not shares_memory(self.strategy)
         self._must_not_loop = loops and gathers  # with sparse gradients of unknown length
-
-    # Shares
-
-    @property
-    def share(self) -> float | tf.Tensor:
-        """The fraction n / N, a float where both are static, else a float64 tensor."""
-        if isinstance(self.rows, int) and isinstance(self.global_rows, int):
-            return self.rows / self.global_rows if self.global_rows else 0.0
-        return tf.math.divide_no_nan(tf.cast(self.rows, tf.float64), tf.cast(self.global_rows, tf.float64))
-
-    @property
-    def _inverse_share(self) -> float | tf.Tensor:
-        """N / n, and 0 for an empty replica."""
-        if isinstance(self.rows, int) and isinstance(self.global_rows, int):
-            return self.global_rows / self.rows if self.rows else 0.0
-        return tf.math.divide_no_nan(tf.cast(self.global_rows, tf.float64), tf.cast(self.rows, tf.float64))
 
     def sum_over_replicas(self, values: Sequence[Any]) -> list[Any]:
         """Add up each value over all replicas; every replica gets the sums."""
@@ -164,130 +135,18 @@ class ReplicaStep:
             raise CannotLoop
 
     @property
-    def replica_id(self) -> Any:
-        """The replica's number over all workers: an int but on TPUs."""
-        return _keras.replica_id()
-
-    @property
     def sums_in_layers(self) -> bool:
         """Whether sums inside of a layer are ours to make."""
         return self.num_replicas > 1 and shares_memory(self.strategy)
 
     # What Keras asks (_keras.Step)
 
-    def reduce_loss(self, local: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> Any:
-        """Turn a replica's reduced loss into one whose mean over replicas, weighted by share, is the global loss."""
-        if self.num_replicas == 1 or reduction in (None, "none"):
-            return local
-        return self._means.know(self._mean_loss(local, sample_weight, mask, reduction))
-
-    def _mean_loss(self, local: Any, sample_weight: Any, mask: Any, reduction: str | None) -> Any:
-        if tuple(local.shape) == (0,):
-            local = tf.reduce_sum(local)  # Keras leaves the losses of no rows as they are (losses/loss.py)
-        weighted = reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None)
-        if reduction == "sum" or (weighted and mask is None and not _rank(sample_weight)):
-            self._has_sums = True
-            return times(local, self._inverse_share)
-        if mask is None and not weighted:
-            return local
-        if weighted:
-            elements = tf.convert_to_tensor(_keras.apply_mask(sample_weight, mask, local.dtype, reduction))
-        else:
-            elements = mask
-        count = tf.reduce_sum(tf.cast(elements, tf.float64 if local.dtype == tf.float64 else tf.float32))
-        (global_count,) = self.sum_over_replicas([count])
-        factor = tf.math.divide_no_nan(count, global_count) * of_dtype(self._inverse_share, count.dtype)
-        return local * tf.cast(tf.stop_gradient(factor), local.dtype)
-
-    def adds_losses_of(self, model: Any) -> bool:
-        """Whether what layers of a model have added to the loss is part of this step, and is made means by it."""
-        if model is self.model:
-            return True
-        return self._means.are_read and any(layer is model for layer in _keras.flat_layers(self.model))
-
-    def additional_loss(self, local: tf.Tensor, degree: Any) -> tf.Tensor:
-        """Turn what a layer gave to ``add_loss`` into a mean: it grows with the rows to the power ``degree``."""
-        return self._means.know(times(local, self._factor(degree)) if degree else local)
-
-    def _factor(self, degree: Any) -> float | tf.Tensor:
-        """What makes a mean of a number that grows with the rows to the power ``degree``."""
-        if degree < 0:  # a sum over all rows, divided by the rows at hand; else, it is of pairs of rows
-            return self.share ** -float(degree) if self._has_sums else 1.0
-        return self._inverse_share ** float(degree)
-
-    def as_mean(self, value: Any) -> Any:
-        """Turn a scalar of the user's code into one whose mean over replicas, weighted by share, is the global one."""
-        if self.num_replicas == 1 or _rank(value) > 0:
-            return value
-        terms = self._means.terms(value)
-        if not any(term.degree for term in terms):
-            return value
-        return self._means.know(tf.add_n([self._mean_of(term, _as_float(term.value)) for term in terms]))
-
-    def take_for_mean(self, value: Any) -> None:
-        """Take a tensor for what ``as_mean`` has returned."""
-        self._means.know(value)
-
-    def _mean_of(self, term: Term, value: tf.Tensor) -> tf.Tensor:
-        factor = self._factor(term.degree) if term.degree else 1.0
-        return times(value, factor * term.sign)
-
-    def differentiate(self, target: Any, sources: Any) -> tuple[Any, Any]:
-        """Return what to differentiate for variables instead, and factors of its parts, so that losses are means."""
-        flat = tf.nest.flatten(target)
-        of_variables = all(isinstance(source, tf.Variable | Variable) for source in tf.nest.flatten(sources))
-        if self.num_replicas == 1 or not of_variables or not all(isinstance(value, tf.Tensor) for value in flat):
-            return target, None
-        terms = [term for value in flat for term in self._means.terms(value)]
-        if not any(term.degree for term in terms):
-            return target, None
-        return [term.value for term in terms], [self._mean_of(term, tf.ones_like(term.value)) for term in terms]
-
-    def sum_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
-        """Make a scalar that a step gives to a ``Sum`` count once for the global batch, not once a replica."""
-        if self.num_replicas == 1 or not self._means.are_read or _rank(values) + _rank(sample_weight) > 0:
-            return values, sample_weight
-        values = tf.cast(self.as_mean(values), metric.dtype)
-        weight = self._weight(metric, 1.0 if sample_weight is None else sample_weight)
-        return self._zero_if_empty([values * weight])[0], None
-
-    def _weight(self, metric: Any, sample_weight: Any) -> Any:
-        """What a scalar weighs on this replica, so that all replicas together give it the weight on one device."""
-        if isinstance(self.rows, int) and isinstance(sample_weight, int) and sample_weight == self.rows:
-            return sample_weight
-        return times(tf.cast(self.as_mean(sample_weight), metric.dtype), self.share)
-
     def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Make a scalar that a step gives to a ``Mean`` count once for the global batch, not once a replica."""
-        values, sample_weight = self._mean_update(metric, values, sample_weight)
+        values, sample_weight = super().mean_update(metric, values, sample_weight)
         if self.note is not None and metric.name == "loss" and len(getattr(values, "shape", ())) == 0:
             self.note.loss(self.replica_id, values, is_logged=True)
         return values, sample_weight
-
-    def _mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
-        if self.num_replicas == 1:
-            return values, sample_weight
-        if _rank(values) == 0:
-            values = self.as_mean(values)
-        elif sample_weight is None or _rank(sample_weight) > 0:
-            return values, sample_weight
-        if sample_weight is None:
-            sample_weight = of_dtype(self.share, metric.dtype)
-        elif self._means.are_read and not _rank(sample_weight) and not _keras.tracks_loss(self.model, metric):
-            sample_weight = self._weight(metric, sample_weight)  # what Keras tracks, it weighs by rows
-        if self._can_be_empty:  # the mean of nothing is not a number, and weighs nothing
-            values = tf.convert_to_tensor(values)
-            mean = tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(tf.size(values), values.dtype))
-            values = tf.where(tf.cast(self.rows, tf.int32) > 0, mean, tf.zeros_like(mean))
-        return values, sample_weight
-
-    def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any:
-        """Weight the loss by the replica's share (a vector of losses is a sum: its weight is 1)."""
-        if self.num_replicas == 1:
-            return original(loss)
-        scaled = original(self.as_mean(loss))
-        self._scaled.add(id(optimizer))
-        return self._means.know(times(scaled, self.share) if scaled.shape.rank == 0 else scaled)
 
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
         """Note state that a layer assigns, so that the replicas agree on it after the step."""
@@ -474,21 +333,6 @@ class ReplicaStep:
             local = _keras.local_component(accumulator)
             local.assign(tf.cond(when, lambda a=local: tf.zeros_like(a), lambda a=local: a.read_value()))
 
-    def _zero_if_empty(self, values: list[Any]) -> list[Any]:
-        """Replace what an empty batch gave (perhaps NaN) by zeros."""
-        if not self._can_be_empty or not values:
-            return values
-        dense = [v.values if isinstance(v, tf.IndexedSlices) else v for v in values]
-        dense = tf.cond(
-            tf.cast(self.rows, tf.int32) > 0,
-            lambda: [tf.identity(v) for v in dense],
-            lambda: [tf.zeros_like(v) for v in dense],
-        )
-        return [
-            tf.IndexedSlices(d, v.indices, v.dense_shape) if isinstance(v, tf.IndexedSlices) else d
-            for d, v in zip(dense, values, strict=True)
-        ]
-
     @property
     def has_assigned(self) -> bool:
         """Whether state was assigned on which the replicas have not agreed yet."""
@@ -510,60 +354,6 @@ class ReplicaStep:
     def all_reduce_gradients(self, grads_and_vars: Any) -> Any:
         """Leave gradients alone: ``apply`` sums them."""
         return grads_and_vars
-
-    def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
-        """Give each replica a stream of its own; the first replica's is that of one device (see ``seeds``)."""
-        seeds = self._seeds
-        if seeds is not None and generator is self._generator_without_seed:
-            seeds.uses_global = True
-            ordered = ordered or seeds.root is not None
-        elif seeds is not None and seeds.root is not None and not seeds.has(generator):
-            warn_once(
-                f"A step of '{self.model.name}' draws from {generator.name!r}, a SeedGenerator that neither the model "
-                "nor a layer of it holds: it keeps a seed of its own, and what it has drawn is not saved. Make it an "
-                "attribute of the layer or the model."
-            )
-        self._draws_seed = True
-        try:
-            state = original(ordered)
-        finally:
-            self._draws_seed = False
-        replica = self.replica_id
-        if self.num_replicas == 1 or (isinstance(replica, int) and replica == 0):
-            return state
-        return state + tf.cast(replica_offset(replica), state.dtype)
-
-    def op_seeds(self, op_seed: Any, original: Callable[[Any], Any]) -> Any:
-        """Seed a ``tf.random`` op: by its place in the step from the global seed, else apart from other replicas'."""
-        replica = self.replica_id
-        if not isinstance(replica, int):
-            return original(op_seed)  # one trace for all replicas of a TPU
-        if op_seed is None and self._seeds is not None and self._seeds.root is not None:
-            self._num_ops += 1
-            number = fold_in(self._seeds.root + replica, "tf.random", replica, self._num_ops)
-            return number % 2**31, number >> 31
-        first, second = original(op_seed)
-        if replica == 0 or first is None:
-            return first, second
-        offset = replica_offset(replica)
-        return (first + int(offset[0])) % 2**31, (second + int(offset[1])) % 2**31
-
-    def constant_seed(self, seed: int) -> None:
-        """Warn that an integer as a seed gives every replica the same numbers."""
-        is_seeded = self._seeds is not None and self._seeds.root is not None
-        is_initializer = tf.executing_eagerly()  # it runs outside of the graph, and all replicas want its numbers
-        if self.num_replicas > 1 and not is_seeded and not is_initializer:
-            warn_once(
-                f"keras.random was called with seed={seed} in a step: an integer is a constant, so every replica draws "
-                "the same numbers, at every step. Pass a keras.random.SeedGenerator instead; or, if that is what you "
-                "want, say so by the callback ReplicaSeeds(seed)."
-            )
-
-    def compiled_draw(self, kind: str, shape: Any, dtype: tf.DType, **key: Any) -> Any:
-        """Under XLA and a global seed, draw the numbers that are drawn without XLA."""
-        if self._seeds is None or self._seeds.root is None or not _keras.in_xla():
-            return None
-        return draw_as_uncompiled(kind, shape, dtype, **key)
 
     def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
         """All-reduce inside a layer by plain additions where replicas share memory, else as TensorFlow does.
@@ -630,7 +420,7 @@ class ReplicaStep:
         if self.num_replicas == 1:
             return type(metric).result(metric)
         variables = [v for v in metric.variables if _keras.is_sync_on_read(v)]
-        states = [_as_float(_keras.local_component(v)) for v in variables]
+        states = [as_float(_keras.local_component(v)) for v in variables]
         sums = self.sum_over_replicas(states)
         mapping = [(v, tf.cast(total, v.dtype)) for v, total in zip(variables, sums, strict=True)]
         with _keras.StatelessScope(state_mapping=mapping):
@@ -644,20 +434,9 @@ class ReplicaStep:
         local = [leaf for leaf in tree.flatten(logs) if id(leaf) not in self.results]
         if self.num_replicas == 1:
             return [tf.convert_to_tensor(leaf) for leaf in local]
-        return self._zero_if_empty([times(_as_float(self.as_mean(leaf)), self.share) for leaf in local])
+        return self._zero_if_empty([times(as_float(self.as_mean(leaf)), self.share) for leaf in local])
 
 
 def assign_mean(local: Any, mean: tf.Tensor) -> None:
     """Assign to a variable what its replicas have in the mean; of integers and bools, the nearest."""
     local.assign(tf.cast(mean if local.dtype.is_floating else tf.round(mean), local.dtype))
-
-
-def _rank(value: Any) -> int:
-    """How many dimensions; some, if that is not known."""
-    shape = tf.TensorShape(getattr(value, "shape", ()))
-    return 1 if shape.rank is None else shape.rank
-
-
-def _as_float(value: Any) -> tf.Tensor:
-    value = tf.convert_to_tensor(value)
-    return value if value.dtype.is_floating else tf.cast(value, tf.float32)
