@@ -109,7 +109,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     names, counts = _list_of(str, tuple(MODELS)), _list_of(int)
-    parser.add_argument("--models", type=names, default=",".join(MODELS), help="which models, with commas between")
+    parser.add_argument(
+        "--models", type=names, default="tiny,mlp512,cnn,lstm", help="which models, with commas between"
+    )
     parser.add_argument("--replicas", type=counts, default=None, help="replicas a worker (1,2,4; with --workers: 1)")
     parser.add_argument("--contestants", type=_list_of(str, CONTESTANTS), default=",".join(CONTESTANTS))
     parser.add_argument("--workers", type=int, default=1, help="worker processes; more than 1 leaves stock out")

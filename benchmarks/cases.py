@@ -175,6 +175,7 @@ MODELS = {
     "tiny": Case(_tiny, (8,), num_classes=0, batch_size=32, memory_steps=500),
     "mlp512": Case(_mlp512, (784,), num_classes=10, batch_size=128, memory_steps=100),
     "cnn": Case(_cnn, (28, 28, 1), num_classes=10, batch_size=64, memory_steps=100),
+    "cnn-long": Case(_cnn, (28, 28, 1), num_classes=10, batch_size=512, memory_steps=20),  # steps of over 5 ms
     "lstm": Case(_lstm, (24, 16), num_classes=10, batch_size=32, memory_steps=100),
 }
 
