@@ -13,6 +13,7 @@ import keras_dist_ext as kde
 from keras_dist_ext import feed
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.feed import Feed, Pace
+from keras_dist_ext.source import Source
 
 TARGET = 0.12  # seconds
 
@@ -212,6 +213,39 @@ def test_specs_have_any_number_of_rows_and_read_no_data():
     signature = (tf.TensorSpec((8, 3)), {"label": tf.TensorSpec((8,), tf.int32)})
     feed = make_feed(tf.data.Dataset.from_generator(generate, output_signature=signature))
     assert feed.batch_spec == (tf.TensorSpec((None, 3)), {"label": tf.TensorSpec((None,), tf.int32)})
+
+
+class Peers:
+    """Other workers, who have batches left."""
+
+    @staticmethod
+    def sum(values):
+        return [value + 1 for value in values]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        tf.constant([[1.0, 2.0]]),
+        tf.ragged.constant([[1, 2]]),
+        tf.ragged.constant([[[1, 2], [3]]]),
+        tf.ragged.constant([[[1, 2], [3, 4]]], ragged_rank=1),
+        tf.sparse.from_dense([[0, 1, 2]]),
+    ],
+    ids=["dense", "ragged", "ragged twice", "ragged, then dense", "sparse"],
+)
+def test_a_worker_that_has_run_out_gives_batches_without_rows_of_the_same_kind(rows):
+    source = Source(tf.data.Dataset.from_tensors({"x": rows}), 1, Peers())
+    batch, none = source.next_batch()["x"], source.next_batch()["x"]
+    assert tf.type_spec_from_value(batch).most_specific_common_supertype([tf.type_spec_from_value(none)]) is not None
+    concat = tf.sparse.concat if isinstance(batch, tf.SparseTensor) else lambda axis, values: tf.concat(values, axis)
+    np.testing.assert_array_equal(as_dense(concat(0, [batch, none])), as_dense(rows))
+
+
+def as_dense(value):
+    if isinstance(value, tf.SparseTensor):
+        return tf.sparse.to_dense(value)
+    return value.to_tensor() if isinstance(value, tf.RaggedTensor) else value
 
 
 # In fit

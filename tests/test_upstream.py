@@ -793,6 +793,16 @@ def test_under_local_updates_each_replica_writes_its_own_copy(mirrored: Any) -> 
     assert mirrored.extended._use_merge_call()
 
 
+def test_local_updates_of_one_thread_are_not_another_ones(mirrored: Any) -> None:
+    asked = []
+    with _keras.local_updates(mirrored, Recorder()):
+        other = threading.Thread(target=lambda: asked.append(mirrored.extended._use_merge_call()))
+        other.start()
+        other.join()
+        asked.append(mirrored.extended._use_merge_call())
+    assert asked == [True, False]
+
+
 def test_local_component_is_the_copy_of_the_replica_that_asks(mirrored: Any) -> None:
     with mirrored.scope():
         variable = keras.Variable([0.0])
