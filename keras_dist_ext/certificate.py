@@ -45,10 +45,11 @@ def certify(
     """Train on one device and under a strategy, step by step from equal state, and say whether both do the same.
 
     Both models are new, and thrown away. Every step takes the same global batch on both sides. What is compared after
-    each: the gradient of each variable as the optimizer uses it, weights, non-trainable state (on every replica), and
-    the results of loss and metrics. A deviation counts where rounding does not explain it: ``gaps`` states the bounds,
-    which are 1e-5 of a tensor's largest value in float32, and more where rounding moves one device further. Then the
-    steps that are off are made again without parts of them, to find the cause.
+    each: the gradient of each variable as the optimizer uses it, weights, non-trainable state and the optimizer's own
+    variables (on every replica), and the results of loss and metrics. A deviation counts where rounding does not
+    explain it: ``gaps`` states the bounds, which are 1e-5 of a tensor's largest value in float32, and more where
+    rounding moves one device further. Then the steps that are off are made again without parts of them, to find the
+    cause.
 
     Random numbers cannot be equal. While steps are compared, each random op draws one row for all rows, the same on
     both sides. How each replica draws is looked at in two more steps: replicas must differ, and dropout must keep its
@@ -93,7 +94,7 @@ class Certificate:
         strategy: a description, such as "MirroredStrategy (2 replicas)".
         num_steps: steps that were made on both sides.
         rows: of each replica in each step.
-        deviations: the worst step of each variable's gradient, weights and state, and of each metric.
+        deviations: the worst step of each variable's gradient, weights, state and optimizer state, and of each metric.
         draws: what random layers drew.
         findings: causes of deviations beyond rounding.
         allowed: findings that were said not to count.

@@ -50,9 +50,9 @@ def _parser() -> argparse.ArgumentParser:
             "doctor",
             help="run a script for some steps of training, and say why it is not faster",
             usage="keras-dist-ext doctor [option ...] SCRIPT.py [ARG ...]",
-            description="Run a script until its first call of fit has made some steps, and say what keeps them from "
-            "being parallel, and what to change. What comes after that call is not run. Of models of stock Keras it "
-            "judges strategy, scope, eager execution and threads.",
+            description="Run a script until a call of fit, or several together, have made some steps, and say what "
+            "keeps those of the longest call from being parallel, and what to change. What comes after is not run. Of "
+            "models of stock Keras it judges strategy, scope, eager execution and threads.",
             allow_abbrev=False,
         )
     )

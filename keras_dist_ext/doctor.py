@@ -6,7 +6,7 @@ import os
 import pathlib
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -85,7 +85,11 @@ class ParallelismDoctor(keras.callbacks.Callback):  # type: ignore[misc]
         self._recorder = Recorder()
         self._visit: Visit | None = None
         self._num_runs = 0  # under way
+        self._told: Callable[[], None] | None = None
         self.is_asked = False  # for nothing but its report: what goes wrong is an error
+        self.tells_at_once = True  # when training ends; else when ``tell`` is called
+        self.num_observed = self.num_made = 0  # steps of the last run: in the report; and in all, at least
+        self.has_seen_enough = False  # and has therefore ended the last run
 
     # What models of ours call
 
@@ -117,6 +121,7 @@ class ParallelismDoctor(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin to watch."""
+        self._told, self.has_seen_enough = None, False
         if self._visit is None or not self._visit.is_ours:  # a model of stock Keras, whose last run may have broken
             if self._visit is not None:
                 self._visit.stop()
@@ -127,8 +132,8 @@ class ParallelismDoctor(keras.callbacks.Callback):  # type: ignore[misc]
         if self._visit is None:
             return
         self._visit.end_execution()
-        if self._num_steps is not None and self._visit.num_steps >= self._num_steps:
-            self.model.stop_training = True
+        if self._num_steps is not None and (self._visit.num_steps >= self._num_steps or self._visit.is_over):
+            self.has_seen_enough = self.model.stop_training = True
 
     def on_test_end(self, logs: Any = None) -> None:
         """Forget what was recorded of an evaluation."""
@@ -140,11 +145,14 @@ class ParallelismDoctor(keras.callbacks.Callback):  # type: ignore[misc]
         if visit is None:
             return
         visit.stop()
+        self.num_observed, self.num_made = visit.num_steps, max(visit.num_steps, visit.num_executions)
         if not visit.is_ours:
             self._visit = None
         try:
             self.report = judge(visit.examination(self._strategy, interventions=self._interventions))
-            self._tell(visit, self.report)
+            self._prepare_telling(visit, self.report)
+            if self.tells_at_once:
+                self.tell()
         except Exception as error:
             if self.is_asked:
                 raise
@@ -152,30 +160,46 @@ class ParallelismDoctor(keras.callbacks.Callback):  # type: ignore[misc]
                 f"ParallelismDoctor failed: {type(error).__name__}: {error}", stacklevel=2
             )
 
-    def _tell(self, visit: Visit, report: Report) -> None:
-        """Show and write a report, on the chief alone."""
+    def _prepare_telling(self, visit: Visit, report: Report) -> None:
+        """Hand findings to monitors, and note what else there is to be told, while the run is what it was."""
         model = self.model
-        workers = workers_of(model.distribute_strategy)
-        is_chief = workers is None or workers.is_chief
         counter = StepCounter(model)
         counter.begin()
         step = counter.step(counter.count)
         records = [finding.record(step) for finding in report.findings]
         for monitor in visit.monitors:
             monitor.find("diagnosis", records)
+        workers = workers_of(model.distribute_strategy)
+        is_chief = workers is None or workers.is_chief
+        run = None
         if self._writers and visit.is_ours:
-            writer = SeveralWriters(self._writers)
             manifest = manifest_of(model, "")
-            writer.begin(
-                Run("train", "", manifest, describe_model(model), step, wall_time=time.time(), is_chief=is_chief)
-            )
-            writer.find(records, step=step, wall_time=time.time())
-            writer.close()
-        if is_chief and self._json is not None:
+            run = Run("train", "", manifest, describe_model(model), step, wall_time=time.time(), is_chief=is_chief)
+
+        def tell() -> None:
+            if run is not None:
+                writer = SeveralWriters(self._writers)
+                writer.begin(run)
+                writer.find(records, step=step, wall_time=time.time())
+                writer.close()
+            if is_chief:
+                self._show_and_save(report)
+
+        self._told = tell
+
+    def tell(self) -> None:
+        """Show and write the report of the last run, on the chief alone."""
+        if self._told is not None:
+            self._told()
+        elif self.report is not None:  # of a run that could not begin
+            self._show_and_save(self.report)
+
+    def _show_and_save(self, report: Report) -> None:
+        if self._json is not None:
             try:
                 self._json.parent.mkdir(parents=True, exist_ok=True)
                 self._json.write_text(report.to_json())
             except OSError as error:
                 warnings.warn(f"The doctor's report could not be written to {self._json} ({error}).", stacklevel=2)
-        if is_chief and self._show:
+        if self._show:
             report.show()

@@ -29,7 +29,7 @@ from keras_dist_ext.same_program import facts_of_run
 from keras_dist_ext.scope import check_scope, move_into_scope, optimizers
 from keras_dist_ext.seeds import Seeds
 from keras_dist_ext.virtual import VirtualReplicas, num_replicas_of
-from keras_dist_ext.workers import InStep, Stop, Workers, callbacks_of_worker, workers_of
+from keras_dist_ext.workers import InStep, Stop, Workers, alone, callbacks_of_worker, workers_of
 from keras_dist_ext.xla import warn_once
 
 __all__ = ["Functional", "Model", "Sequential"]
@@ -370,9 +370,10 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
                         keep_first_part(accumulator, is_chief=workers is None or workers.is_chief)
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as Keras does; see ``keras.Model.save``."""
-        if workers_of(self.distribute_strategy) is None:  # with several workers, epochs end settled
-            self._settle()
+        """Save as Keras does; see ``keras.Model.save``. With several workers, any of them may, alone."""
+        if workers_of(self.distribute_strategy) is not None:  # whose epochs end settled
+            return alone(super().save)(*args, **kwargs)
+        self._settle()
         return super().save(*args, **kwargs)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ from keras_dist_ext.same_program import check_same
 from keras_dist_ext.scope import optimizers, raw_variables
 from keras_dist_ext.stall import StallWatch
 
-__all__ = ["InStep", "Stop", "Workers", "callbacks_of_worker", "checksum_of", "own_callback", "workers_of"]
+__all__ = ["InStep", "Stop", "Workers", "alone", "callbacks_of_worker", "checksum_of", "own_callback", "workers_of"]
 
 
 def workers_of(strategy: tf.distribute.Strategy) -> Workers | None:
@@ -290,9 +290,23 @@ def _learning_rate(optimizer: Any) -> float:
     return float(np.asarray(keras.ops.convert_to_numpy(optimizer.learning_rate)))
 
 
+_ORBAX = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # older versions of Keras have none
+
+
 def callbacks_of_worker(callbacks: Any, workers: Workers) -> list[Any]:
-    """The callbacks that this worker runs: those that write files are for the chief."""
+    """The callbacks that this worker runs: those that write files are for the chief.
+
+    Raises:
+        WorkersError: one of them can run neither on the chief alone nor on all workers.
+    """
     callbacks = tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []
+    if any(isinstance(callback, _ORBAX) for callback in callbacks):
+        raise WorkersError(
+            "OrbaxCheckpoint is among the callbacks of several workers. All of them would write into one folder and "
+            "break each other's checkpoints, and the chief cannot write alone: Keras reads the metrics' values for it, "
+            "which all workers have to add up together. Save with ModelCheckpoint, or with kde.Resume to go on after a "
+            "crash."
+        )
     return [_Alone(c) if _is_for_chief(c) else c for c in callbacks if workers.is_chief or not _is_for_chief(c)]
 
 
@@ -313,23 +327,24 @@ class _Alone(keras.callbacks.Callback):  # type: ignore[misc]
         self.callback = callback
         for name in dir(keras.callbacks.Callback):
             if name.startswith(("on_", "set_")):
-                setattr(self, name, self._alone(getattr(callback, name)))
+                setattr(self, name, alone(getattr(callback, name)))
 
-    @staticmethod
-    def _alone(method: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> None:
-            with _keras.intercept(PassThrough()):
-                method(*args, **kwargs)
 
-        def outside_of_scopes(*args: Any, **kwargs: Any) -> None:
-            if not tf.distribute.has_strategy():
-                call(*args, **kwargs)
-            else:  # a scope is the thread's
-                with concurrent.futures.ThreadPoolExecutor(1) as thread:
-                    thread.submit(call, *args, **kwargs).result()
+def alone(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method as one worker alone may call it: in no scope, and with assignments to its own copies only."""
 
-        return outside_of_scopes
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _keras.intercept(PassThrough()):
+            return method(*args, **kwargs)
+
+    def outside_of_scopes(*args: Any, **kwargs: Any) -> Any:
+        if not tf.distribute.has_strategy():
+            return call(*args, **kwargs)
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a scope is the thread's
+            return thread.submit(call, *args, **kwargs).result()
+
+    return outside_of_scopes
 
 
 class Stop:

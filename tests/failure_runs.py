@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -129,8 +130,8 @@ def refused(wait_seconds: float = 120.0) -> dict[str, tuple[str, float]]:
     return errors
 
 
-def parted(case: str) -> tuple[str, float]:
-    """On each worker: a run in which the workers go different ways, and the error."""
+def parted(case: str, folder: str) -> str:
+    """On each worker: the error of a run in which the workers go different ways."""
     import time
 
     import keras
@@ -150,7 +151,7 @@ def parted(case: str) -> tuple[str, float]:
             if index == 0:
                 self.model.evaluate(X, Y, verbose=0)
 
-    begin = time.monotonic()
+    is_told = pathlib.Path(folder, "told")
     try:
         if case == "another length, not known before":
             data = tf.data.Dataset.from_tensor_slices((X[rows], Y[rows])).batch(BATCH).filter(lambda x, y: True)
@@ -160,14 +161,16 @@ def parted(case: str) -> tuple[str, float]:
         elif case == "one does not train" and index == 0:
             fit(model, (X, Y))
         elif case == "one does not train":
-            time.sleep(30)
+            while not is_told.exists():
+                time.sleep(0.1)
     except kde.WorkersError as error:
-        return str(error), time.monotonic() - begin
-    return "", time.monotonic() - begin
+        is_told.touch()
+        return str(error)
+    return ""
 
 
-def late(seconds: float, wait_seconds: float) -> str:
-    """Worker 1 joins the cluster later than worker 0 waits for it."""
+def late(how: float | str, wait_seconds: float) -> str:
+    """Worker 1 joins the cluster so many seconds late, or when a file says that worker 0 waits no longer."""
     import time
 
     import keras_dist_ext as kde
@@ -175,11 +178,16 @@ def late(seconds: float, wait_seconds: float) -> str:
 
     cluster = gather_facts(os.environ, cluster_resolver=None, tpu=None, device_lister=lambda: ["CPU:0"]).cluster
     assert cluster is not None
-    if cluster.task == "worker 1":
-        time.sleep(seconds)
+    if cluster.task == "worker 1" and isinstance(how, str):
+        while not pathlib.Path(how).exists():
+            time.sleep(0.1)
+    elif cluster.task == "worker 1":
+        time.sleep(how)
     try:
         kde.pick_strategy(wait_seconds=wait_seconds)
     except kde.ClusterError as error:
+        if isinstance(how, str):
+            pathlib.Path(how).touch()
         return str(error)
     return ""
 

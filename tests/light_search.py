@@ -17,7 +17,7 @@ from keras_dist_ext.tuner.place import place_of
 def worker(*acts: str) -> None:
     place = place_of()
     assert place is not None
-    channel = Channel(place.address, patience_seconds=20.0)
+    channel = Channel(place.address, patience_seconds=60.0)
     if acts[:1] == ("measure",):
         measure(channel, place.tuner_id, *acts[1:])
     for turn in range(1, 1000):
@@ -42,7 +42,7 @@ def measure(channel: Channel, tuner_id: str, how: str, folder: str) -> None:
                 begun.touch()
                 if how == "die":
                     os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(60)
+                time.sleep(200)
             outcome = {"survivors": ["a"], "dropped": {}, "examples_per_second": {}}
             channel.call("end_first_pass", outcome=outcome)
         time.sleep(0.02)
@@ -56,7 +56,7 @@ def act(trial: dict, start: int, what: str = "work", *args: str) -> None:
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "hang" and wanted:
-        time.sleep(60)
+        time.sleep(200)
     elif what == "leave" and wanted:
         sys.exit(0)
     elif what == "wait":

@@ -203,6 +203,7 @@ def counting_callback() -> Any:
 
 def crash_at(batch: int, kill: bool) -> Any:
     import keras
+    from launching import wait_for_saves
 
     count = itertools.count(1)
 
@@ -212,6 +213,7 @@ def crash_at(batch: int, kill: bool) -> Any:
         def on_train_batch_end(self, number: int, logs: Any = None) -> None:
             if next(count) == batch:
                 if kill:
+                    wait_for_saves()  # or there might be none yet; tests/test_chaos.py is about the middle of one
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise Crash
 
@@ -328,12 +330,16 @@ def work(folder: str) -> dict[str, Any]:
 
 def lose_worker_1(folder: str, options: dict[str, Any]) -> None:
     """Train until worker 1 is killed."""
+    import keras
+    from launching import wait_for_saves
+
     import keras_dist_ext as kde
 
     strategy = kde.pick_strategy("multi_worker").strategy
     worker = strategy.cluster_resolver.task_id
+    waits = keras.callbacks.LambdaCallback(on_train_batch_end=wait_for_saves)
     crashes = {"crash_after": 11, "kill": True} if worker == 1 else {"crash_after": 1000}
-    run(strategy, pathlib.Path(folder) / f"saves_{worker}", **crashes, **options)
+    run(strategy, pathlib.Path(folder) / f"saves_{worker}", more=[waits], **crashes, **options)
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:

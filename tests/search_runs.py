@@ -43,7 +43,10 @@ def search(
     """
     import keras_dist_ext as kde  # noqa: F401 - the launcher hears of this process
     from keras_dist_ext import tuner as tuners
+    from keras_dist_ext.tuner.measuring import Turnstile
     from keras_dist_ext.tuner.place import place_of
+
+    Turnstile.LEASE_SECONDS = 300.0  # who measures may take long to start again on a busy machine
 
     place = place_of()
     if place is not None and place.is_chief:

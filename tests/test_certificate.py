@@ -134,7 +134,7 @@ def test_batch_normalization_passes_when_it_is_synchronized(mirrored: Strategy) 
 def test_stock_keras_passes_where_it_is_right(mirrored: Strategy) -> None:
     certificate = certify(compiled(models.dense, keras, metrics=["mae"]), mirrored, regression(32), 4, batch_size=8)
     assert certificate.is_equivalent, str(certificate)
-    assert {gap.part for gap in certificate.deviations} == {"gradient", "weights", "metric"}
+    assert {gap.part for gap in certificate.deviations} == {"gradient", "weights", "optimizer", "metric"}
     assert {gap.name for gap in certificate.deviations if gap.part == "metric"} == {"loss", "mae"}
 
 
@@ -239,6 +239,45 @@ class Eager(SGD):
         super().update_step(gradient, variable, learning_rate * tf.distribute.get_strategy().num_replicas_in_sync)
 
 
+class Forgets(SGD):
+    """Keeps another momentum, the more replicas there are, which only the next step uses."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(gradient, variable, learning_rate)
+        momentum = self.momentums[self._get_variable_index(variable)]
+        self.assign(momentum, momentum * (1.0 + 0.001 * (tf.distribute.get_strategy().num_replicas_in_sync - 1)))
+
+
+class Differs(SGD):
+    """Keeps another momentum on the second replica."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(gradient, variable, learning_rate)
+        momentum = self.momentums[self._get_variable_index(variable)]
+        is_second = "CPU:1" in tf.identity(learning_rate).device
+        self.assign(momentum, momentum * (1.001 if is_second else 1.0))
+
+
+class Doubles(layers.Dense):
+    """Has another gradient, the more replicas there are."""
+
+    def call(self, x: Any) -> Any:
+        y = super().call(x)
+        return y + (tf.distribute.get_strategy().num_replicas_in_sync - 1) * (y - tf.stop_gradient(y))
+
+
+def namesakes(library: models.Library) -> keras.Model:
+    class Namesakes(library.Model):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Doubles(3, name="same"), layers.Dense(3, name="same")
+
+        def call(self, x: Any) -> Any:
+            return self.second(tf.stop_gradient(x)) + self.first(x)
+
+    return Namesakes()
+
+
 PLANTED: dict[str, tuple[models.Build, models.Library, Callable[[], dict[str, Any]], str, str]] = {
     "state assigned in call, stock": (models.running_mean, keras, dict, "state-drifts", "running_mean.*/mean"),
     "a loss over valid rows, stock": (models.dense, keras, lambda: {"loss": mean_of_valid}, "local-loss", "'mean_of_v"),
@@ -269,6 +308,21 @@ PLANTED: dict[str, tuple[models.Build, models.Library, Callable[[], dict[str, An
         "update-differs",
         r"Equal gradients make other weights: look at the optimizer \(Eager\)",
     ),
+    "an optimizer that counts replicas in what it keeps": (
+        models.dense,
+        keras,
+        lambda: {"optimizer": Forgets(0.05, momentum=0.9)},
+        "optimizer-differs",
+        "leave the optimizer otherwise.*momentums of .*kernel",
+    ),
+    "an optimizer that keeps other state on each replica": (
+        models.dense,
+        keras,
+        lambda: {"optimizer": Differs(0.05, momentum=0.9)},
+        "replicas-differ",
+        "Replicas keep different state of the optimizer: .*momentums of .*kernel",
+    ),
+    "one of two layers of the same name": (namesakes, keras, dict, "scaled-gradient", "same/kernel"),
     "a metric that cannot be added up": (
         models.dense,
         kde,
@@ -413,6 +467,18 @@ def test_a_gradient_that_cancels_is_rounding(strategies: Any) -> None:
     x, y = regression(44)
     certificate = certify(build, strategies.get("mirrored3"), (100 + 10 * x, y), steps=4, batch_size=11)
     assert certificate.is_equivalent, str(certificate)
+
+
+def test_synchronized_statistics_of_inputs_far_from_0_are_named(mirrored: Strategy) -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential([layers.Input((5,)), layers.BatchNormalization(synchronized=True), layers.Dense(3)])
+        model.compile(SGD(0.01), "mse")
+        return model
+
+    x, y = regression(48)
+    certificate = certify(build, mirrored, (300 + x, y), steps=2, batch_size=16)
+    assert codes(certificate) == ["imprecise-statistics"], str(certificate)
+    assert re.search(r"BatchNormalization \(\S+\) computes statistics with too few digits", str(certificate))
 
 
 TABLE = [row for row in ROWS if row.quick and row.under and row.name not in NOT_BY_FIT]

@@ -119,7 +119,11 @@ def board(log_dir, tmp_path_factory):
     work = tmp_path_factory.mktemp("tensorboard")
     flags = ("--samples_per_plugin=scalars=100000", "--reload_interval=1")
     with tensorboard(log_dir, work, *flags) as board:
-        board.wait(lambda listed: len(listed) == 7 and len(listed[WIDE]["replicas"]) == 64 and is_whole(listed))
+        board.wait(lambda listed: len(listed) == 7 and is_whole(listed))
+        for name, num_replicas, last in ((MIRRORED, 4, 119), (ONE, 1, 149), (LONG, 2, 3999), (ODD, 3, 59)):
+            board.wait_until_read(name, num_replicas, last)
+        board.wait_until_read(WIDE, 64, 29)
+        board.wait_until_read(EVIL, 2, 4)
         yield board
 
 
@@ -164,6 +168,12 @@ def over(series, tag, statistic):
     return getattr(np, statistic)([list(tags[tag].values()) for tags in series], axis=0)
 
 
+def mean_rate(series):
+    """Examples a second of all replicas, over the time."""
+    rates, seconds = over(series, names.EXAMPLES_PER_SECOND, "sum"), over(series, names.STEP_SECONDS, "mean")
+    return np.average(rates, weights=seconds)
+
+
 def replica_lines(lines):
     return {name: values for name, values in lines.items() if name.startswith("replica ")}
 
@@ -172,7 +182,7 @@ def close(values):
     return pytest.approx(list(values), rel=1e-6)
 
 
-def wait_for(condition, timeout=20.0):
+def wait_for(condition, timeout=60.0):
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -291,10 +301,13 @@ def test_the_table_has_the_numbers_of_each_replica_and_marks_the_worst(page):
     for replica, row in enumerate(rows):
         for tag, worst in ((names.LOSS, "max"), (names.STEP_SECONDS, "max"), (names.EXAMPLES_PER_SECOND, "min")):
             values = np.array(column(mirrored(), tag, replica))
+            # A rate counts by its time, so that the mean is examples in all by seconds in all.
+            weights = column(mirrored(), names.STEP_SECONDS, replica) if tag == names.EXAMPLES_PER_SECOND else None
+            mean = np.average(values, weights=weights)
             expected = {
                 "last": values[-1],
-                "mean": values.mean(),
-                "spread": values.std(),
+                "mean": mean,
+                "spread": np.average((values - mean) ** 2, weights=weights) ** 0.5,
                 "worst": getattr(values, worst)(),
             }
             assert {name: row[f"{tag}:{name}"] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-9)
@@ -312,6 +325,17 @@ def test_the_table_has_the_numbers_of_each_replica_and_marks_the_worst(page):
     cells = [cell.text for cell in page.all('table.replicas tbody tr[data-replica="1"] td')]
     assert cells[0] == "GPU:1"
     assert "7,680" in cells
+
+
+def test_no_number_is_marked_the_worst_that_reads_like_the_best(page):
+    worst_of = """
+        const loaded = performance.getEntriesByType("resource").map(({ name }) => name);
+        const url = loaded.find((name) => name.includes("/table.js"));
+        const column = { value: (row) => row.value, text: (value) => value.toFixed(2), worst: "min" };
+        return import(url).then(({ worstOf }) => worstOf(column, arguments[0].map((value, id) => ({ value, id }))));
+    """
+    assert page.run(worst_of, [1.0, 0.98, 0.999]) == 1
+    assert page.run(worst_of, [1.0, 0.9999, 0.9998]) is None
 
 
 def test_the_table_sorts_by_any_column_both_ways(page):
@@ -360,7 +384,7 @@ def test_the_numbers_one_looks_at_first(page):
     tiles = {tile.get_attribute("data-tile"): tile.text for tile in page.all(".tile")}
     loss = over(mirrored(), names.LOSS, "mean")[-1]
     assert f"{loss:.4g}" in tiles["loss"]
-    assert f"{over(mirrored(), names.EXAMPLES_PER_SECOND, 'sum').mean():,.0f}" in tiles["throughput"]
+    assert f"{mean_rate(mirrored()):,.0f}" in tiles["throughput"]
     assert "\n2\n" in tiles["slowest"]
     assert {"loss", "throughput", "step", "efficiency", "input", "slowest"} == tiles.keys()
 
@@ -622,7 +646,7 @@ def test_an_address_can_name_the_experiment(chrome, board, tab):
 
 def downloaded(folder, name):
     file = folder / "downloads" / name
-    wait_for(file.exists)
+    wait_for(lambda: file.exists() and file.stat().st_size)  # Chromium keeps the name free by an empty file at first
     content = file.read_bytes()
     file.unlink()
     return content
@@ -795,10 +819,11 @@ def test_two_experiments_are_compared_side_by_side(page):
     rows = {row["label"]: row["values"] for row in page.run("return window.replicasDashboard.comparison()")["table"]}
     assert rows["Replicas"] == [1, 4]
     assert rows["Steps"] == [150, 120]
-    means = [
-        np.mean(column(one_device(), names.EXAMPLES_PER_SECOND, 0)),
-        over(mirrored(), names.EXAMPLES_PER_SECOND, "sum").mean(),
-    ]
+    assert rows["Scaling efficiency"][0] is None, "one replica has none to share with"
+    assert rows["Scaling efficiency"][1] > 0
+    efficiency = [len(panel.find_elements("css selector", "[data-tile=efficiency]")) for panel in (left, right)]
+    assert efficiency == [0, 1]
+    means = [mean_rate(one_device()), mean_rate(mirrored())]
     assert rows["Examples per second"] == pytest.approx(means, rel=1e-5)
     cell = page.find("table.comparison").text
     assert f"{means[1] / means[0]:.3g} \u00d7 better" in cell
@@ -898,7 +923,8 @@ def test_a_path_prefix_and_the_other_loader_do(chrome, tmp_path, log_dir):
         log_dir, tmp_path / "work", "--path_prefix=/a/b", "--load_fast=false", "--reload_interval=1"
     ) as board:
         board.url += "/a/b"
-        board.wait(lambda listed: LONG in listed and listed[LONG]["last_step"] == 3999 and ONE in listed)
+        board.wait_until_read(LONG, 2, 3999)
+        board.wait_until_read(ONE, 1, 149)
         page = Dashboard(chrome, board.url, address=f"&p.replicas.experiment={LONG}")
         assert len(page.drawn(LONG)["loss"]["series"]) == 5
         assert "--samples_per_plugin scalars=5000" in page.find(".hints").text
@@ -911,7 +937,8 @@ def test_numbers_without_neighbours_are_points(chrome, tmp_path):
     lone[1][names.LOSS] = {step: value if step == 4 else math.nan for step, value in lone[1][names.LOSS].items()}
     write_experiment(tmp_path / "logs", "a number between gaps", lone)
     with tensorboard(tmp_path / "logs", tmp_path / "tensorboard") as board:
-        board.wait(lambda listed: len(listed) == 2 and all(len(one["replicas"]) == 2 for one in listed.values()))
+        board.wait_until_read("one step", 2, 0)
+        board.wait_until_read("a number between gaps", 2, 8)
         page = Dashboard(chrome, board.url)
         for experiment, replicas, below in (("one step", (0, 1), 0), ("a number between gaps", (1,), 30)):  # crosses
             page.reset(experiment)
@@ -949,7 +976,7 @@ def test_an_empty_log_directory_shows_the_three_lines_to_add(chrome, tmp_path):
         assert f'callbacks=[kde.ReplicaMonitor("{folder}")]' in code
         assert page.find(".empty .logdir").text == str(folder)
         write_experiment(folder, "", example_series(2, range(5)))
-        board.wait(lambda listed: "" in listed and listed[""]["last_step"] == 4)
+        board.wait_until_read("", 2, 4)
         reload_with_button(page)
         assert page.find("h2").text == "(log directory)"
         assert len(page.drawn("")["table"]["rows"]) == 2
@@ -973,7 +1000,7 @@ def test_a_real_run_is_drawn_as_its_event_files_say(chrome, tmp_path, mirrored_s
     x = np.random.default_rng(0).normal(size=(80, 4)).astype("float32")
     model.fit(x, x[:, :1], batch_size=16, epochs=2, verbose=0, callbacks=[kde.ReplicaMonitor(folder, update_freq=1)])
     with tensorboard(folder, tmp_path / "work") as board:
-        board.wait(lambda listed: "" in listed and listed[""]["replicas"] == [0, 1])
+        board.wait_until_read("", 2, 10)
         page = Dashboard(chrome, board.url)
         drawn = page.drawn("")
         for replica, (kind, tag) in itertools.product(range(2), TAGS.items()):

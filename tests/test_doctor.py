@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -19,6 +20,7 @@ import pytest
 import tensorflow as tf
 from doctor_runs import WIDTH, L, X, Y, mlp, pipeline, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 import keras_dist_ext as kde
 from keras_dist_ext.diagnosis.kept_state import _copies
@@ -181,8 +183,9 @@ def test_data_that_takes_long_to_begin_is_found_where_epochs_are_short(mirrored:
     )
     batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(256)
     data = opened.flat_map(lambda _: batches).apply(tf.data.experimental.assert_cardinality(8))
-    report = _diagnosed(mirrored, data, interventions=False)
-    assert report.codes == ["slow-start-of-epochs"], str(report)
+    codes = ["slow-start-of-epochs"]
+    report = undisturbed(codes, lambda: _diagnosed(mirrored, data, interventions=False))
+    assert report.codes == codes, str(report)
 
 
 @slow
@@ -483,11 +486,16 @@ def test_the_command_runs_a_script_until_it_has_seen_enough(name: str, tmp_path:
         "1",
     ]
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=environ, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "after fit" not in done.stdout
-    report = json.loads((tmp_path / "r.json").read_text())
-    assert [finding["code"] for finding in report["findings"]] == codes, done.stdout
+    for _ in range(3):  # as in `undisturbed`
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=environ, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "after fit" not in done.stdout
+        found = [finding["code"] for finding in json.loads((tmp_path / "r.json").read_text())["findings"]]
+        if found == codes:
+            break
+    assert found == codes, done.stdout
 
 
 def test_a_script_that_does_not_train_is_an_error_that_says_so(tmp_path: pathlib.Path) -> None:
@@ -499,3 +507,104 @@ def test_a_script_that_does_not_train_is_an_error_that_says_so(tmp_path: pathlib
     with pytest.raises(kde.MonitorError, match="There is no script"):
         examine_script(tmp_path / "none.py")
     assert not hasattr(keras.Model.fit, "__wrapped__") or "fit" not in vars(keras.Model)
+
+
+CALLS = """
+import keras, numpy as np
+import keras_dist_ext as kde
+model = kde.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x = np.ones((8, 4), "float32")
+for number, num_steps in enumerate({calls}, 1):
+    print("call", number)
+    model.fit(x, x[:, :1], batch_size=8, epochs=num_steps, verbose=0)
+{last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("calls", "last", "num_called", "told"),
+    [
+        ([3, 500, 3], "", 2, 2),  # a warm-up, and what was meant
+        ([3, 25, 4], "raise SystemExit", 3, 2),  # none is long
+        ([1] * 500, "", 40, 1),  # a loop around `fit`
+        ([25, 3], "raise SystemExit(3)", 2, 1),
+        ([25, 3], "raise ValueError(3)", 2, 1),
+    ],
+)
+def test_the_command_looks_at_the_call_of_fit_with_the_most_steps(
+    calls: list[int], last: str, num_called: int, told: int, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from keras_dist_ext.diagnosis.doctor_command import examine_script
+
+    script = tmp_path / "train.py"
+    script.write_text(CALLS.format(calls=calls, last=last))
+    ends_ill = last.endswith("(3)")
+    with pytest.raises((SystemExit, ValueError), match="3") if ends_ill else contextlib.nullcontext():
+        examine_script(script, num_steps=40, json=tmp_path / "r.json")
+    printed = capsys.readouterr().out
+    assert printed.count("call ") == num_called
+    assert f"Of {num_called} calls of fit, this is about number {told}, with the most steps:" in printed
+    assert printed.count(" about 'sequential") == 1
+    steps = json.loads((tmp_path / "r.json").read_text())["measured"].get("num_steps", 0)
+    assert steps == pytest.approx({500: 45, 25: 23, 1: 0}[calls[told - 1]], abs=6)
+
+
+def test_the_command_takes_callbacks_in_a_list_of_keras(tmp_path: pathlib.Path) -> None:
+    from keras_dist_ext.diagnosis.doctor_command import examine_script
+
+    made = "keras.callbacks.CallbackList([keras.callbacks.TerminateOnNaN()], True, model=model)"
+    (tmp_path / "train.py").write_text(
+        CALLS.replace("verbose=0", f"verbose=0, callbacks={made}").format(calls=[25], last="")
+    )
+    report = examine_script(tmp_path / "train.py", show=False)
+    assert report.examination.times is not None
+    assert report.examination.times.num_steps == 23
+    assert len(report.examination.times.start_seconds) == 23
+
+
+def test_a_model_outside_of_the_scope_is_the_finding_of_its_script(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from keras_dist_ext.diagnosis.doctor_command import examine_script
+
+    outside = """
+strategy = kde.pick_strategy("mirrored", num_replicas=2).strategy
+model = kde.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+with strategy.scope():
+    model.compile("sgd", "mse")
+model.fit(x, x[:, :1], verbose=0)
+"""
+    (tmp_path / "train.py").write_text(CALLS.format(calls=[5], last=outside))
+    assert examine_script(tmp_path / "train.py", json=tmp_path / "r.json").codes == ["outside-scope"]
+    assert json.loads((tmp_path / "r.json").read_text())["findings"][0]["code"] == "outside-scope"
+    assert "1 finding about 'sequential" in capsys.readouterr().out
+
+
+def test_a_bound_that_is_beyond_what_is_recorded_of_short_steps_ends_the_run_too(
+    mirrored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keras_dist_ext.diagnosis.step_blocks._ENOUGH_SECONDS", 0.01)
+    with mirrored.scope():
+        model = kde.Sequential(doctor_runs.tiny())
+        model.compile("sgd", "mse", steps_per_execution=10)
+    doctor = kde.ParallelismDoctor(show=False, num_steps=10_000)
+    model.fit(pipeline(), steps_per_epoch=3000, epochs=2, verbose=0, shuffle=False, callbacks=[doctor])
+    assert int(model.optimizer.iterations) < 3000
+    assert doctor.has_seen_enough
+
+
+def test_experiments_do_not_set_off_tensorflows_warning_of_retracing(
+    mirrored: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It warns twice in a process at most, so that a user's own retracing would not be told of."""
+    monkeypatch.setattr("keras_dist_ext.diagnosis.interventions._ROUNDS", (1, 1))
+    monkeypatch.setattr(
+        polymorphic_function,
+        "_frequent_tracing_detector_manager",
+        polymorphic_function._FrequentTracingDetectorManager(),
+    )
+    monkeypatch.setattr(tf.get_logger(), "propagate", True)
+    report = _diagnosed(mirrored, X, y=Y, batch_size=128)
+    assert len(report.examination.trials.seconds) == 7, report.examination.trials
+    assert [record.getMessage() for record in caplog.records if "retracing" in record.getMessage()] == []

@@ -352,10 +352,9 @@ with strategy.scope():
 class Kill(keras.callbacks.Callback):
     is_content_with_executions = True
     def on_train_batch_end(self, batch, logs=None):
-        if batch == 0:
-            self.begin = time.monotonic()
-        time.sleep(0.01)
-        if time.monotonic() - self.begin > 1.5:
+        if batch == 30:
+            time.sleep(0.3)  # so that the next record comes when it is time to flush
+        if batch == 40:
             os.kill(os.getpid(), signal.SIGKILL)
 x = np.ones((4000, 4), "float32")
 monitor = kde.ReplicaMonitor({str(tmp_path)!r}, update_freq=1, flush_seconds=0.2)
@@ -366,7 +365,7 @@ model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[monitor, Kill()])
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     steps = [[step for step, _ in scalars(tmp_path / f"replica_{i}")[names.LOSS]] for i in (0, 1)]
     assert steps[0] == steps[1] == list(range(1, len(steps[0]) + 1))
-    assert len(steps[0]) > 5
+    assert len(steps[0]) >= 30
 
 
 def test_a_writer_that_fails_stops_neither_training_nor_the_others(mirrored: Any, tmp_path: pathlib.Path) -> None:
@@ -464,7 +463,7 @@ def test_a_replica_that_is_slow_is_a_finding(mirrored: Any) -> None:
         model = kde.Sequential([keras.Input((4,)), Slow(), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     monitor, memory = remembered(update_freq=7)
-    fit(model, monitor, epochs=7)
+    fit(model, monitor, epochs=14)  # so many that one hiccup of the machine leaves enough of them in a row
     finding = next(f for f in memory.findings if f["code"] == "slow-replica")
     assert finding["what"].startswith("Replica 1 is slow: ")
     assert finding["seconds"] > 0.3

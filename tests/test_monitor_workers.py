@@ -84,10 +84,11 @@ def test_automatic_intervals_end_at_the_same_steps_on_all_workers(values: Any) -
 
 
 def test_a_worker_that_waits_for_its_input_is_named(values: Any) -> None:
-    for findings, last in (worker["has_a_slow_worker"] for worker in values):
+    for findings, waits in (worker["has_a_slow_worker"] for worker in values):
         finding = next(f for f in findings if f["code"] == "slow-replica")
         assert finding["what"].startswith("Worker 1 (replica 1) is slow: ")
-        assert last.input_seconds[1] > 0.03 > last.input_seconds[0]  # the other waits, but not for input
+        others, its_own = np.median(waits, axis=0)  # of epochs: a hiccup of the machine is in one
+        assert its_own > 0.03 > others  # the other waits, but not for input
 
 
 def test_a_variable_that_differs_on_one_worker_is_found_by_all_and_said_by_the_chief(values: Any) -> None:

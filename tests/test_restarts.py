@@ -11,10 +11,11 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 import restart_runs
 import worker_runs
-from launching import ROOT, environ_with, linux, processes_with, run, script, wait_until
+from launching import ROOT, Shown, environ_with, linux, processes_with, run, script, wait_until
 
 import keras_dist_ext as kde
 from keras_dist_ext.launch import WorkerFailed, launch
@@ -53,6 +54,11 @@ def kill_self(signum):
     os.kill(os.getpid(), signum)
 
 
+def stop_self():
+    sys.stdout.write(f"process {os.getpid()} stops\n")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def run_out_of_memory():
     """Ask for more than there may be, as where a limit is set."""
     import resource
@@ -70,20 +76,24 @@ def step_and_fail(num_steps):
 def step_and_hang(num_steps):
     for step in range(1, num_steps + 1):
         kde.heartbeat(step)
-        time.sleep(0.3)
     if index() == 1:
         wait_in_vain()
+    sys.stdout.write("hangs\n")
     time.sleep(120)
 
 
 def wait_in_vain():
+    sys.stdout.write("hangs\n")
     threading.Event().wait(120)
 
 
-def step_slowly(num_steps, seconds):
+def step_when_told(num_steps, folder):
+    """Make steps, each when the launcher has let time pass since the one before."""
     for step in range(1, num_steps + 1):
-        time.sleep(seconds)
         kde.heartbeat(step)
+        sys.stdout.write(f"step {step}\n")
+        while not pathlib.Path(folder, str(step)).exists():
+            time.sleep(0.01)
     return num_steps
 
 
@@ -159,10 +169,15 @@ def test_pauses_grow_until_steps_are_made():
     assert "worker 1 failed with exit code 1 after step 2. The launch" in shown
 
 
-def test_the_time_limit_is_for_all_attempts_together():
+def test_the_time_limit_is_for_all_attempts_together(monkeypatch):
+    def react(shown):
+        shown.ahead = 300.0 * (("ValueError" in shown.getvalue()) + ("hangs" in shown.getvalue()))
+
+    shown = Shown(monkeypatch, ("launch", "processes.generation"), react)
     with pytest.raises(kde.LaunchError, match="The time limit passed"):
-        run(2, act, args=[("fail",), ("wait_in_vain",)], max_restarts=9, time_limit=2, grace_seconds=0.1,
-            pause_seconds=0.01)  # fmt: skip
+        run(2, act, args=[("fail",), ("wait_in_vain",)], max_restarts=9, time_limit=500, grace_seconds=0.1,
+            pause_seconds=0.01, stream=shown)  # fmt: skip
+    assert shown.ahead == 600.0
 
 
 def test_a_signal_ends_a_pause_too(tmp_path):
@@ -194,7 +209,7 @@ def test_an_uncaught_exception_ends_the_others_though_its_process_lives_on(tmp_p
         "time.sleep(60)\n",
     )
     result, shown = run(2, [path], grace_seconds=0.5, environ=environ_with(PYTHONPATH=str(ROOT)))
-    assert result.seconds < 10
+    assert result.seconds < 40
     assert result.exit_code == 1
     assert shown.endswith("  [worker 1] ValueError: no more data\n")
 
@@ -205,15 +220,25 @@ def test_of_one_that_is_killed_and_one_that_fails_with_it_the_killed_one_is_the_
         run(2, fail_when_the_other_dies, args=(str(tmp_path / "pid"),), grace_seconds=0.1)
 
 
-def test_a_worker_that_finishes_no_step_hangs_and_shows_where(tmp_path, temporary):
-    began = time.monotonic()
+def in_haste_while_hanging(monkeypatch, num_workers):
+    """Return a stream and clock of processes: it hurries from when so many have said that they hang, to a restart."""
+
+    def react(shown):
+        text = shown.getvalue().rpartition("launch: restart")[2]
+        shown.haste = 100.0 if text.count("] hangs\n") == num_workers else 0.0
+
+    return Shown(monkeypatch, ("processes.process",), react)
+
+
+def test_a_worker_that_finishes_no_step_hangs_and_shows_where(monkeypatch, temporary):
+    shown = in_haste_while_hanging(monkeypatch, 2)
     with pytest.raises(kde.LaunchError) as caught:
-        run(2, step_and_hang, args=(3,), timeout=2, grace_seconds=0.5, environ=environ_with(TEST_TOKEN="hang"))
-    assert time.monotonic() - began < 2 + 10
+        run(2, step_and_hang, args=(3,), timeout=1000, grace_seconds=0.5, environ=environ_with(TEST_TOKEN="hang"),
+            stream=shown)  # fmt: skip
     text = str(caught.value)
     assert text.startswith(
-        "No step was finished for 2 s, and the launch ended what still ran: worker 0 has finished step 3 and begun no "
-        "other, worker 1 has finished step 3 and begun no other.\n  worker 0 printed nothing\n"
+        "No step was finished for 1000 s, and the launch ended what still ran: worker 0 has finished step 3 and begun "
+        "no other, worker 1 has finished step 3 and begun no other.\n  worker 0, silent for "
     )
     _, of_worker_0, of_worker_1 = re.split(r"\n  worker \d:\n", text)
     assert re.search(r'test_restarts\.py", line \d+, in step_and_hang$', of_worker_0)
@@ -222,21 +247,37 @@ def test_a_worker_that_finishes_no_step_hangs_and_shows_where(tmp_path, temporar
     assert processes_with("hang") == []
 
 
-def test_a_worker_that_finishes_a_step_now_and_then_does_not_hang():
-    assert run(2, step_slowly, args=(6, 0.4), timeout=2)[0].values == (6, 6)
+def test_a_worker_that_finishes_a_step_now_and_then_does_not_hang(monkeypatch, tmp_path):
+    def react(shown):
+        step = round(shown.ahead / 400.0) + 1
+        if shown.getvalue().count(f"] step {step}\n") == 2:
+            shown.ahead += 400.0
+            (tmp_path / str(step)).touch()
+
+    shown = Shown(monkeypatch, ("processes.process",), react)
+    assert run(2, step_when_told, args=(6, str(tmp_path)), timeout=1000, stream=shown)[0].values == (6, 6)
+    assert shown.ahead == 2400.0
 
 
-def test_after_a_hang_all_start_again():
-    result, shown = run(2, act, args=[("wait_in_vain",)], timeout=1.5, max_restarts=1, pause_seconds=0.01,
-                        grace_seconds=0.1)  # fmt: skip
+def test_after_a_hang_all_start_again(monkeypatch):
+    stream = in_haste_while_hanging(monkeypatch, 1)
+    result, shown = run(2, act, args=[("wait_in_vain",)], timeout=1000, max_restarts=1, pause_seconds=0.01,
+                        grace_seconds=0.1, stream=stream)  # fmt: skip
     assert result.num_restarts == 1
     assert "worker 0 has not made a step yet, worker 1 has not made a step yet.\n" in shown
 
 
 @linux
-def test_a_worker_that_is_stopped_is_said_to_be(tmp_path):
+def test_a_worker_that_is_stopped_is_said_to_be(monkeypatch):
+    def react(shown):
+        found = re.search(r"process (\d+) stops\n", shown.getvalue())
+        if found:
+            wait_until(lambda: psutil.Process(int(found[1])).status() == psutil.STATUS_STOPPED)
+            shown.haste = 100.0
+
+    shown = Shown(monkeypatch, ("processes.process",), react)
     with pytest.raises(kde.LaunchError) as caught:
-        run(2, act, args=[("kill_self", signal.SIGSTOP)], timeout=1.5, grace_seconds=0.1)
+        run(2, act, args=[("stop_self",)], timeout=1000, grace_seconds=0.1, stream=shown)
     assert "worker 0 has not made a step yet, worker 1 is stopped, as by SIGSTOP, before its first step.\n" in str(
         caught.value
     )
@@ -244,7 +285,7 @@ def test_a_worker_that_is_stopped_is_said_to_be(tmp_path):
 
 
 def test_a_program_without_this_package_is_not_harmed_by_being_asked():
-    result, shown = run(1, ["sleep", "60"], timeout=0.5, grace_seconds=0.5)
+    result, shown = run(1, ["sleep", "60"], timeout=0.5, grace_seconds=20)
     assert result.exit_code == 124
     assert result.workers[0].exit_code == -signal.SIGTERM
     assert (
@@ -302,12 +343,12 @@ def test_workers_that_save_and_end_well_make_a_launch_that_ended_well(signum, tm
     ) as launcher:  # fmt: skip
         wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
         launcher.send_signal(signum)
-        shown, _ = launcher.communicate(timeout=15)
+        shown, _ = launcher.communicate(timeout=45)
     name = signal.Signals(signum).name
     assert shown == f"launch: {name} ended the launch; all workers have ended well, with exit code 0.\n"
     assert launcher.returncode == 0
     assert len(list(tmp_path.glob("saved-None-*"))) == 2
-    wait_until(lambda: not processes_with("asked"), 5)
+    wait_until(lambda: not processes_with("asked"))
 
 
 # TensorFlow.
@@ -324,33 +365,31 @@ def asked_to_end(tmp_path_factory):
         env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as launcher:  # fmt: skip
         wait_until(lambda: (folder / "epoch 1").exists() or launcher.poll() is not None, 120)
-        began = time.monotonic()
         launcher.send_signal(signal.SIGTERM)
         shown, _ = launcher.communicate(timeout=60)
-    return launcher.returncode, shown, folder, time.monotonic() - began
+    return launcher.returncode, shown, folder
 
 
 @pytest.mark.multiworker
 @pytest.mark.timeout(240)
 def test_two_workers_that_are_asked_to_end_save_and_the_launch_ends_well(asked_to_end):
-    code, shown, folder, seconds = asked_to_end
+    code, shown, folder = asked_to_end
     assert code == 0, shown
     assert shown.endswith("launch: SIGTERM ended the launch; all workers have ended well, with exit code 0.\n")
     assert len(list((folder / "saves").glob("*.kde"))) >= 1
     assert not (folder / "epoch 9").exists()
-    assert seconds < 15
     assert processes_with("preempted") == []
 
 
 @pytest.mark.multiworker
 @pytest.mark.slow
-@pytest.mark.timeout(320)
+@pytest.mark.timeout(620)
 def test_two_workers_go_on_after_an_exception_a_kill_and_two_hangs(tmp_path, temporary):
     """Worker 1 raises, is killed, hangs in a callback, and is stopped; the fifth attempt comes to the end."""
     environ = environ_with(TF_CPP_MIN_LOG_LEVEL="3", TEST_TOKEN="accidents")
     command = [str(ROOT / "tests/restart_runs.py"), str(tmp_path), "--accidents", "fail", "kill", "hang", "stop"]
     result, shown = run(
-        2, command, max_restarts=4, timeout=35, pause_seconds=0.1, time_limit=300, environ=environ,
+        2, command, max_restarts=4, timeout=45, pause_seconds=0.1, time_limit=600, environ=environ,
         log_dir=tmp_path / "logs",
     )  # fmt: skip
     assert result.exit_code == 0, shown

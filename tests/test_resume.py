@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from typing import Any
 
@@ -23,6 +22,7 @@ import numpy as np
 import pytest
 import resume_runs as runs
 import tensorflow as tf
+from launching import wait_for_saves
 from resume_runs import BATCH, DATA, Crash, X, Y, assert_same, run
 
 import keras_dist_ext as kde
@@ -685,31 +685,30 @@ def test_steps_may_be_counted_by_numpy(tmp_path: pathlib.Path) -> None:
 def test_saves_come_when_they_are_asked_for(
     save_every: Any, num_saves: int | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Slow(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            time.sleep(0.12)  # so that the last save has been written
-
+    waits = keras.callbacks.LambdaCallback(on_train_batch_end=wait_for_saves)
     monkeypatch.setattr("keras_dist_ext.resume._TIMES_COST", 0.0)  # every epoch is worth a save
-    fit_small(tmp_path, Slow(), resume=kde.Resume(tmp_path, save_every, keep=99), epochs=3)
+    fit_small(tmp_path, waits, resume=kde.Resume(tmp_path, save_every, keep=99), epochs=3)
     found = len(list(tmp_path.iterdir()))
     assert found == num_saves if num_saves else found > 3
 
 
 def test_training_goes_on_while_a_save_is_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written, write = [], Saves.write
+    went_on, write = threading.Event(), Saves.write
+    written: list[bool] = []
 
     def slowly(self: Saves, *arguments: Any) -> Any:
-        time.sleep(0.5)
-        written.append(threading.current_thread() is threading.main_thread())
+        written.append(went_on.wait(60) and threading.current_thread() is not threading.main_thread())
         return write(self, *arguments)
 
+    class GoesOn(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 8:
+                went_on.set()
+
     monkeypatch.setattr(Saves, "write", slowly)
-    ends: list[float] = []
-    clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()))
-    fit_small(tmp_path, clock, epochs=10)
-    assert ends[-1] - ends[1] < 0.5 * len(ends) / 2
-    assert len(written) < len(ends) / 2
-    assert not any(written)
+    fit_small(tmp_path, GoesOn(), epochs=10)
+    assert all(written)
+    assert len(written) < 30  # of 60 that were due
     position = unpack(Saves(tmp_path, 3).newest() or b"")[0]["position"]
     assert position["epoch"] == 10  # it was there when fit returned
 
@@ -782,7 +781,8 @@ def test_a_damaged_save_is_named_and_the_one_before_it_used(
     damage: Any, message: str, strategies: Any, tmp_path: pathlib.Path
 ) -> None:
     twin = run(strategies.get("default"), tmp_path / "twin", epochs=2)
-    crash(strategies.get("default"), tmp_path / "run", 11, epochs=2, save_every=1)
+    waits = keras.callbacks.LambdaCallback(on_train_batch_end=wait_for_saves)  # so that each step is saved
+    crash(strategies.get("default"), tmp_path / "run", 11, epochs=2, save_every=1, more=[waits])
     *_, before, newest = sorted((tmp_path / "run").iterdir())
     newest.write_bytes(damage(newest.read_bytes()))
     at = unpack(before.read_bytes())[0]["position"]
@@ -1038,7 +1038,7 @@ def test_a_second_signal_is_not_held_up(tmp_path: pathlib.Path) -> None:
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
+            threading.Event().wait(1)
 
     with pytest.raises(KeyboardInterrupt):
         fit_small(tmp_path, Impatient(), resume=kde.Resume(tmp_path, on_preemption=True))

@@ -98,6 +98,25 @@ def test_a_replica_that_gets_slower_is_named_even_when_all_do() -> None:
     assert finding["seconds"] == pytest.approx(30 * 0.008)
 
 
+def test_a_hiccup_in_a_slow_time_does_not_stand_for_all_of_it() -> None:
+    stragglers = Stragglers()
+    judge(stragglers, [0.010, 0.010], *[[0.018, 0.018]] * 9, [0.218, 0.218])
+    (finding,) = stragglers.findings
+    assert finding["what"].startswith("All replicas got slower: 3.80 times as long a step as at best")  # not 21.8
+    assert finding["evidence"] == (
+        "38 ms computing and 0 ms waiting for input in a step, at best 10 ms together; 100 steps in a row"
+    )
+    assert finding["seconds"] == pytest.approx(90 * 0.008 + 10 * 0.208)
+
+
+def test_a_slow_replica_that_costs_nothing_is_named_too() -> None:
+    stragglers = Stragglers()
+    judge(stragglers, *[[0.020, 0.010, 0.010, 0.040]] * 3, examples=[80, 80, 80, 320])  # all wait for the last
+    (finding,) = stragglers.findings
+    assert finding["what"] == "Replica 0 is slow: 2.00 times as long a step as the fastest."
+    assert finding["seconds"] == 0
+
+
 def test_if_most_are_slower_than_one_that_one_is_fast() -> None:
     stragglers = Stragglers()
     judge(stragglers, *[[0.003, 0.0045, 0.005, 0.0055]] * 5)  # four logical CPUs on two cores

@@ -133,13 +133,13 @@ def in_a_terminal(end: str) -> str:
     environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "110", "LINES": "40"}
     process = subprocess.Popen([sys.executable, "-c", script], stdin=slave, stdout=slave, stderr=slave, env=environ)
     os.close(slave)
-    output, deadline = b"", time.monotonic() + 60
+    output, deadline = b"", time.monotonic() + 120
     with contextlib.suppress(OSError):  # how a pseudo-terminal says that the other side has closed
         while time.monotonic() < deadline:
             if select.select([master], [], [], 0.2)[0]:
                 output += os.read(master, 65536)
     os.close(master)
-    process.wait(10)
+    process.wait(60)
     return output.decode()
 
 

@@ -45,7 +45,7 @@ def test_a_wish_to_stop_after_an_epoch_ends_all_after_it(values: Any) -> None:
 
 def test_files_are_written_by_the_chief_alone(values: Any) -> None:
     files = values[0]["writes from the chief"]
-    assert {"model-1.keras", "model-2.keras"} <= set(files)
+    assert {"model-1.keras", "model-2.keras", "by hand.keras"} <= set(files)
     assert len([f for f in files if "tfevents" in f]) == 1
 
 
@@ -152,3 +152,11 @@ def test_callbacks_that_write_are_for_the_chief() -> None:
     chief, other = (types.SimpleNamespace(is_chief=is_chief) for is_chief in (True, False))
     assert [own_callback(c) for c in callbacks_of_worker([*writers, *others], chief)] == [*writers, *others]
     assert callbacks_of_worker([*writers, *others], other) == others
+
+
+@pytest.mark.skipif(not hasattr(keras.callbacks, "OrbaxCheckpoint"), reason="this Keras has no OrbaxCheckpoint")
+def test_a_callback_that_can_run_on_no_part_of_the_workers_is_refused_by_all() -> None:
+    orbax = object.__new__(keras.callbacks.OrbaxCheckpoint)  # made in the usual way, it asks for Orbax
+    for is_chief in (True, False):
+        with pytest.raises(kde.WorkersError, match="would write into one folder .* Save with ModelCheckpoint, or with"):
+            callbacks_of_worker([orbax], types.SimpleNamespace(is_chief=is_chief))

@@ -10,19 +10,33 @@ A gap is rounding as long as it stays below a bound, which is the sum of
   larger numbers), unless that is more
   than 0.001 of the value, or of the largest gradient, and so no rounding;
 - for weights, which optimizers may compute by dividing rounding by rounding: 8 units of float32 of the weight, 1e-5 of
-  the largest update, and what the gap of the element's gradient explains.
+  the largest update, and what the gap of the element's gradient explains;
+- for an optimizer's variables, what the gap of the gradient explains; values below a thousandth of the largest of their
+  kind, such as all momenta, count as that large, and no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LEAST", "ROUNDING", "Array", "Gap", "Part", "Values", "as_float", "difference", "largest", "measure"]
+__all__ = [
+    "LEAST",
+    "ROUNDING",
+    "Array",
+    "Gap",
+    "Part",
+    "SlotKind",
+    "Values",
+    "as_float",
+    "difference",
+    "largest",
+    "measure",
+]
 
 Array = npt.NDArray[Any]
 Part = tuple[str, str]  # what a value is, and of what: ("gradient", "dense/kernel")
@@ -34,10 +48,18 @@ ORDER_MATTERS = 1e-3  # one device that is further from itself than this does no
 
 
 @dataclass(frozen=True)
+class SlotKind:
+    """What an optimizer's variable is."""
+
+    kind: str  # such as "momentum"
+    variable: str  # that it belongs to; "" for none, as with "iteration"
+
+
+@dataclass(frozen=True)
 class Gap:
     """How far the replicas are from one device in one variable or metric, after one step or the worst of several."""
 
-    part: str  # "gradient", "weights", "state" or "metric"
+    part: str  # "gradient", "weights", "state", "optimizer" or "metric"
     name: str
     absolute: float  # the largest difference of an element, on any replica
     relative: float  # the same, relative to the largest value on one device
@@ -59,6 +81,7 @@ def measure(
     before: Mapping[Part, Array],
     step: int,
     rounding: float,
+    slots: Mapping[str, SlotKind],
 ) -> Iterator[Gap]:
     """Measure the gap of everything that both sides have.
 
@@ -69,9 +92,14 @@ def measure(
         before: weights before the step.
         step: its number.
         rounding: the least bound, relative.
+        slots: what each variable of an optimizer is.
     """
     gradients = {name: as_float(copies[0]) for (part, name), copies in expected.items() if part == "gradient"}
     largest_gradient = max((largest(_finite(g)) for g in gradients.values()), default=0.0)
+    largest_of_kind: dict[str, float] = {}
+    for name, slot in slots.items():
+        values = expected.get(("optimizer", name), (0.0,))
+        largest_of_kind[slot.kind] = max(largest_of_kind.get(slot.kind, 0.0), largest(_finite(as_float(values[0]))))
     for (part, name), copies in expected.items():
         one = as_float(copies[0])
         others = [as_float(copy) for copy in found.get((part, name), ())]
@@ -80,7 +108,10 @@ def measure(
             continue
         if not others:
             continue
-        scale = max(largest(_finite(one)), LEAST * largest_gradient if part == "gradient" else LEAST, 1e-30)
+        floor = largest_gradient if part == "gradient" else 1.0
+        if part == "optimizer":
+            floor = largest_of_kind[slots[name].kind]
+        scale = max(largest(_finite(one)), LEAST * floor, 1e-30)
         control = np.abs(_finite(as_float(reordered[part, name][0])) - _finite(one))
         size = max(scale, largest_gradient) if part == "gradient" else scale
         control = np.zeros_like(one) if not largest(control) <= ORDER_MATTERS * size else control
@@ -90,11 +121,11 @@ def measure(
             unit = 8 * 2.0**-23 * largest(_finite(one))
             allowed = np.full_like(one, unit + rounding * update + COPIES * largest(control))
             if name in gradients:
-                others_gradients = [difference(as_float(g), gradients[name]) for g in found["gradient", name]]
-                of_gradient = np.max(others_gradients, axis=0)
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    unsure = np.nan_to_num(of_gradient / np.abs(gradients[name]), nan=0.0, posinf=1.0)
-                allowed = allowed + COPIES * update * np.minimum(1.0, unsure)
+                allowed = allowed + COPIES * update * _unsure(gradients[name], found["gradient", name])
+        if part == "optimizer" and slots[name].variable in gradients:
+            of = slots[name].variable
+            unsure = _unsure(gradients[of], found["gradient", of], as_whole=gradients[of].shape != one.shape)
+            allowed = allowed + COPIES * scale * unsure
         apart = np.max([difference(other, one) for other in others], axis=0)
         spread = np.max([difference(other, others[0]) for other in others], axis=0)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -102,6 +133,16 @@ def measure(
             is_apart = largest(np.where(spread > 0, spread / allowed, 0.0)) > 1.0
         absolute = largest(apart)
         yield Gap(part, name, absolute, absolute / scale, excess, largest(spread), is_apart, step)
+
+
+def _unsure(gradient: Array, others: Sequence[Array], *, as_whole: bool = False) -> Array:
+    """Which part of each element of a gradient, 0 to 1, is its gap; as a whole: of the largest element."""
+    apart = np.max([difference(as_float(other), gradient) for other in others], axis=0)
+    if as_whole:
+        apart, gradient = np.asarray(largest(apart)), np.asarray(largest(_finite(gradient)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share: Array = np.nan_to_num(apart / np.abs(gradient), nan=0.0, posinf=1.0)
+    return np.asarray(np.minimum(1.0, share))
 
 
 def as_float(value: Any) -> Array:

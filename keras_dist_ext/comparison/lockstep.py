@@ -18,7 +18,18 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import flat_layers
 from keras_dist_ext.choice.wording import counted
-from keras_dist_ext.comparison.gaps import LEAST, ROUNDING, Array, Gap, Values, as_float, difference, largest, measure
+from keras_dist_ext.comparison.gaps import (
+    LEAST,
+    ROUNDING,
+    Array,
+    Gap,
+    SlotKind,
+    Values,
+    as_float,
+    difference,
+    largest,
+    measure,
+)
 from keras_dist_ext.comparison.sides import (
     RowsAlike,
     Side,
@@ -105,12 +116,16 @@ class Lockstep:
             )
         paths = [path for _, path, _ in self.many.compared]
         self.one.compared = [(part, path, v) for (part, _, v), path in zip(self.one.compared, paths, strict=True)]
+        self._slots: dict[str, SlotKind] = {}
         self.rounding = max([ROUNDING, *(4 * unit for unit in map(_unit, flat_layers(self.many.model)))])
 
     def build_optimizers(self, batch: Any) -> None:
         """Have optimizers make their variables that only do so in a step."""
         for side in (self.one, self.many):
             side.build_optimizers(batch, self.bounds(int(num_rows(batch))))
+        self._slots = dict(self.many.slot_kinds())
+        for side in (self.one, self.many):
+            side.slots = list(zip(self._slots, side.optimizer_variables(), strict=True))
 
     def train_freely(self, batches: Sequence[Any], start: State) -> tuple[float, float]:
         """Train from a state without taking over any in between.
@@ -168,7 +183,7 @@ class Lockstep:
         expected, reordered = (_named_as_in(found, values) for values in (expected, reordered))
         sizes = tuple(stop - start for start, stop in itertools.pairwise(bounds))
         was = {(part, path): value for (part, path, _), value in zip(self.one.compared, before, strict=False)}
-        gaps = tuple(measure(expected, found, reordered, was, step, self.rounding))
+        gaps = tuple(measure(expected, found, reordered, was, step, self.rounding, self._slots))
         return Comparison(step, sizes, batch, before, expected, found, gaps)
 
     def _on_one_device(self, batch: Any, before: State, without: Collection[str]) -> Values:
@@ -192,7 +207,7 @@ class Lockstep:
         self.draws.step.assign(comparison.step)
         again = self._on_one_device(comparison.batch, comparison.before, ())
         again = _named_as_in(comparison.expected, again)
-        gaps = measure(comparison.expected, again, comparison.expected, {}, comparison.step, self.rounding)
+        gaps = measure(comparison.expected, again, comparison.expected, {}, comparison.step, self.rounding, self._slots)
         return max((g for g in gaps if g.is_beyond), key=lambda g: g.excess, default=None)
 
 

@@ -7,9 +7,10 @@ Letters: N = rows of the global batch; R = replicas.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import flat_layers, keras, tree
-from keras_dist_ext.comparison.gaps import Array, Part
+from keras_dist_ext.comparison.gaps import Array, Part, SlotKind
 from keras_dist_ext.data import num_rows
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.model import Model
@@ -51,7 +52,10 @@ class Side:
         self.trouble_of_fit: Exception | None = None
         self._build(batch)
         self._without: frozenset[str] = frozenset()
-        self.compared = list(self._compared())
+        compared = list(self._compared())
+        names = told_apart(path for _, path, _ in compared)
+        self.compared = [(part, name, v) for (part, _, v), name in zip(compared, names, strict=True)]
+        self.slots: list[tuple[str, Any]] = []  # (name, variable) of optimizers, once they are known to be built
 
     def _check_model(self) -> None:
         if not isinstance(self.model, keras.Model) or not self.model.compiled:
@@ -96,10 +100,31 @@ class Side:
                 if variable.dtype.is_floating:
                     yield "state", f"{layer.path or layer.name}/{name}", variable
 
-    def _optimizer_variables(self) -> Iterator[Any]:
+    def optimizer_variables(self) -> Iterator[Any]:
+        """What optimizers keep: momenta, counts; not what was added to see the gradients."""
         kept = {id(gradient) for _, gradient in self._gradients()}
         for _, optimizer in optimizers(self.model):
             yield from (v for v in optimizer.variables if id(v) not in kept)
+
+    def slot_kinds(self) -> list[tuple[str, SlotKind]]:
+        """A name for each variable of an optimizer, such as "adam/momentums of dense/kernel", and what it is.
+
+        Keras' optimizers keep them in lists with one for each variable that they train.
+        """
+        paths = {id(variable): path for _, path, variable in self.compared}
+        known: dict[int, tuple[str, SlotKind]] = {}
+        for _, optimizer in optimizers(self.model):
+            inner = getattr(optimizer, "inner_optimizer", optimizer)
+            trained = [paths.get(id(v), v.path) for v in _keras.optimized_variables(optimizer)]
+            for attribute, values in vars(inner).items():
+                if attribute in ("_variables", "_trainable_variables") or not isinstance(values, list):
+                    continue
+                kind = attribute.strip("_")
+                for slot, path in zip(values, trained, strict=False) if len(values) == len(trained) else ():
+                    known[id(slot)] = f"{inner.name}/{kind} of {path}", SlotKind(kind, path)
+        variables = list(self.optimizer_variables())
+        found = [known.get(id(v), (v.path, SlotKind(v.path, ""))) for v in variables]
+        return list(zip(told_apart(name for name, _ in found), (kind for _, kind in found), strict=True))
 
     def _gradients(self) -> list[tuple[Any, Any]]:
         return [pair for read in self._read_gradients for pair in read()]
@@ -120,7 +145,7 @@ class Side:
                 copy.assign(value)
 
     def _variables(self) -> list[Any]:
-        return [*(v for _, _, v in self.compared), *self._optimizer_variables()]
+        return [*(v for _, _, v in self.compared), *self.optimizer_variables()]
 
     def build_optimizers(self, batch: Any, bounds: Sequence[int]) -> None:
         """Make a step for nothing but the variables of optimizers that only a step builds."""
@@ -166,6 +191,8 @@ class Side:
             seen["gradient", paths.get(id(variable), variable.path)] = _copies(gradient)
         for part, path, variable in self.compared:
             seen[part, path] = _copies(variable)
+        for name, variable in self.slots:
+            seen["optimizer", name] = _copies(variable)
         for name, value in _keras.metric_results(self.model, logs).items():
             seen["metric", name] = (value,)
         return seen
@@ -189,6 +216,20 @@ class Side:
         """Cut a batch as TensorFlow hands it to replicas."""
         parts = [rows_between(batch, start, stop) for start, stop in itertools.pairwise(bounds)]
         return tree.map_structure(lambda *leaves: None if leaves[0] is None else _keras.regroup(leaves), *parts)
+
+
+def told_apart(names: Iterable[str]) -> list[str]:
+    """Number names that come again: two layers of a model may have one name.
+
+    >>> told_apart(["a/kernel", "b/kernel", "a/kernel"])
+    ['a/kernel', 'b/kernel', 'a/kernel (2)']
+    """
+    counts: collections.Counter[str] = collections.Counter()
+    unique = []
+    for name in names:
+        counts[name] += 1
+        unique.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
+    return unique
 
 
 def on_one_device(build_model: Callable[[], Any], batch: Any) -> Side:

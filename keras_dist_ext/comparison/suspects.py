@@ -71,11 +71,12 @@ class _Suspects:
         self.model = lockstep.many.model
         self._replicas = lockstep.many.num_replicas
         self.fix = "Please report this model: it should not be." if self.many.is_ours else FIX_OF_STOCK
-        self.local_norms = [
+        self._norms = [
             layer
             for layer in flat_layers(self.model)
-            if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized and layer.trainable
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
         ]
+        self.local_norms = [layer for layer in self._norms if not layer.synchronized]
 
     # Experiments
 
@@ -112,6 +113,9 @@ class _Suspects:
             is_by_number = ratio is not None and (
                 _is_close(ratio, self._replicas) or _is_close(ratio * self._replicas, 1)
             )
+            if ratio is None and self._norms and not self.deviates(off, rows=alike, without=("moments",)):
+                yield self.imprecise_statistics(same)
+                return
             is_by_loss = not is_by_number and not self.deviates(off, rows=alike, without=("loss",))
             yield self.local_loss(same) if is_by_loss else self.scaled(same, ratio)
             return
@@ -174,6 +178,18 @@ class _Suspects:
             "takes those of the whole batch. That is how it is defined, and rarely harms; but it is another model.",
             evidence=f"{_where(off)}; {_worst(off)}. With the moving statistics instead, the gap is rounding.",
             fix="BatchNormalization(synchronized=True)",
+        )
+
+    def imprecise_statistics(self, off: Comparison) -> Finding:
+        """What Keras' synchronized BatchNormalization makes of inputs far from 0."""
+        names = _listed([layer.path or layer.name for layer in self._norms])
+        return Finding(
+            code="imprecise-statistics",
+            what=f"BatchNormalization ({names}) computes statistics with too few digits: Keras' synchronized one takes "
+            "the square of the mean from the mean square, which are nearly equal far from 0.",
+            evidence=f"All replicas were given the same {off.sizes[0]} rows; {_worst(off)}. With the moving statistics "
+            "instead, the gap is rounding.",
+            fix="Give it inputs near 0, as `keras.layers.Normalization` makes them.",
         )
 
     def update(self, off: Comparison) -> Finding:
@@ -298,19 +314,20 @@ def of_gaps(lockstep: Lockstep, gaps: Sequence[Gap], is_explained: bool) -> Iter
             evidence=f"{worst.name} differs by up to {worst.spread:.3g} between replicas after step {worst.step}.",
             fix=fix,
         )
-    differ = [g for g in gaps if g.is_apart and g.part == "weights"]
-    if differ:
-        worst = max(differ, key=lambda g: g.spread)
-        yield Finding(
-            code="replicas-differ",
-            what=f"Replicas train different weights: {_listed([g.name for g in differ])}.",
-            evidence=f"{worst.name} differs by up to {worst.spread:.3g} between replicas after step {worst.step}.",
-            fix="Look for code that assigns these from one replica's rows; apply gradients by the optimizer.",
-        )
+    for part, what in (("weights", "train different weights"), ("optimizer", "keep different state of the optimizer")):
+        differ = [g for g in gaps if g.is_apart and g.part == part]
+        if differ:
+            worst = max(differ, key=lambda g: g.spread)
+            yield Finding(
+                code="replicas-differ",
+                what=f"Replicas {what}: {_listed([g.name for g in differ])}.",
+                evidence=f"{worst.name} differs by up to {worst.spread:.3g} between replicas after step {worst.step}.",
+                fix="Look for code that assigns these from one replica's rows; apply gradients by the optimizer.",
+            )
     if is_explained:
         return
     for part, code, what, advice in _REST:
-        off = [g for g in gaps if g.part == part and g.is_beyond and not (part == "state" and g.is_apart)]
+        off = [g for g in gaps if g.part == part and g.is_beyond and not (part != "metric" and g.is_apart)]
         if off:
             worst = max(off, key=lambda g: g.excess)
             yield Finding(
@@ -328,6 +345,12 @@ _REST: tuple[tuple[str, str, str, str], ...] = (
         "state-differs",
         "Replicas agree on state that one device has otherwise",
         "It is no mean over rows. Assign means over the rows of a call, which average over replicas.",
+    ),
+    (
+        "optimizer",
+        "optimizer-differs",
+        "Equal gradients leave the optimizer otherwise, and later steps with it",
+        "Look at what the optimizer's `update_step` assigns, and whether it counts replicas.",
     ),
     (
         "metric",

@@ -6,6 +6,7 @@ Shapes: M = steps that are known.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,21 @@ class Clock:
     def wall_at(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the times of steps, between known ones in proportion."""
         return np.interp(steps, self.steps, self.walls) if self.steps.size else np.zeros(len(steps))
+
+    @cached_property
+    def spans(self) -> NDArray[np.float64]:
+        """How many steps each known one stands for: those since the one before, [M]."""
+        steps = self.steps.astype(np.float64)
+        gaps = np.maximum(np.diff(steps), 1)
+        first = np.clip(steps[:1], 1, gaps[0] if gaps.size else 1)
+        return np.concatenate([first, gaps])
+
+    def span_at(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return how many steps each of these stands for."""
+        if np.array_equal(steps, self.steps):
+            return self.spans
+        at = np.searchsorted(self.steps, steps).clip(max=self.steps.size - 1)
+        return np.take(self.spans, at)
 
     def positions(self, steps: NDArray[np.int64], axis: str) -> NDArray[np.float64]:
         """Return where steps are on an axis, step or wall."""

@@ -3,11 +3,15 @@
 `score` is what training recorded: a replica against its own best. `relative` is worked out here: a replica against the
 fastest one, by the time that it spends on its own, waiting for input and computing; in the other part of a step it
 waits for the slowest. Both are 1 at best (the two scores of NVIDIA's resiliency-ext).
+
+Points are of intervals that may differ in length. A mean is over their steps; that of a rate or of a share over their
+time: examples in all by seconds in all, so that it fits the mean seconds of a step.
 """
 
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from keras_dist_ext.dashboard import wire
 from keras_dist_ext.dashboard.metadata import (
@@ -23,6 +27,7 @@ from keras_dist_ext.dashboard.metadata import (
     SCALING_EFFICIENCY,
     SCORE,
     STEP_SECONDS,
+    over_replicas,
 )
 from keras_dist_ext.dashboard.points import Points
 from keras_dist_ext.dashboard.query import Query
@@ -31,6 +36,7 @@ from keras_dist_ext.dashboard.view import View
 __all__ = ["summary"]
 
 _OVERALL = (ALL_LOSS, ALL_EXAMPLES_PER_SECOND, SCALING_EFFICIENCY, INPUT_SHARE)
+_OVER_TIME = {EXAMPLES_PER_SECOND, ALL_EXAMPLES_PER_SECOND, SCALING_EFFICIENCY, INPUT_SHARE}
 
 
 def summary(view: View, query: Query) -> dict[str, Any]:
@@ -38,11 +44,13 @@ def summary(view: View, query: Query) -> dict[str, Any]:
     first, last = view.clock.steps_between(query.axis, query.low, query.high)
     inside = view.clock.steps[(view.clock.steps >= first) & (view.clock.steps <= last)]
     series = {tag: view.replicas(tag) for tag in REPLICA_TAGS}
+    seconds = series[STEP_SECONDS]
     numbers = {
         replica: {
             tag: found
             for tag, by_replica in series.items()
-            if replica in by_replica and (found := _numbers(by_replica[replica], first, last)) is not None
+            if replica in by_replica
+            and (found := _numbers(view, tag, by_replica[replica], seconds.get(replica), first, last)) is not None
         }
         for replica in sorted(view.experiment.runs)
     }
@@ -66,8 +74,10 @@ def summary(view: View, query: Query) -> dict[str, Any]:
     }
 
 
-def _numbers(points: Points, first: float, last: float) -> dict[str, float] | None:
-    """Return the numbers of a series between two steps; None where it has no point there."""
+def _numbers(
+    view: View, tag: str, points: Points, seconds: Points | None, first: float, last: float
+) -> dict[str, float] | None:
+    """Return the numbers of a series between two steps, given the seconds of a step; None where it has no point."""
     inside = (points.steps >= first) & (points.steps <= last)
     steps, values = points.steps[inside], points.values[inside].astype(np.float64)
     if not steps.size:
@@ -78,12 +88,24 @@ def _numbers(points: Points, first: float, last: float) -> dict[str, float] | No
     steps, values = steps[finite], values[finite]
     if values.size:
         lowest, highest = int(values.argmin()), int(values.argmax())
-        found |= {"mean": float(values.mean()), "std": float(values.std()), "sum": float(values.sum())}
+        weights = _weights(view, tag, steps, seconds)
+        mean = np.average(values, weights=weights)
+        std = np.sqrt(np.average((values - mean) ** 2, weights=weights))
+        found |= {"mean": float(mean), "std": float(std), "sum": float(values.sum())}
         found |= {"min": float(values[lowest]), "min_step": float(steps[lowest])}
         found |= {"max": float(values[highest]), "max_step": float(steps[highest])}
     else:
         found["sum"] = 0.0
     return found
+
+
+def _weights(view: View, tag: str, steps: NDArray[np.int64], seconds: Points | None) -> NDArray[np.float64]:
+    """Return for how much each point stands: the steps of its interval, or their seconds."""
+    spans = view.clock.span_at(steps)
+    known = None if tag not in _OVER_TIME or seconds is None else np.isfinite(seconds.values) & (seconds.values > 0)
+    if known is None or seconds is None or not known.any():
+        return spans
+    return spans * np.interp(steps, seconds.steps[known], seconds.values[known].astype(np.float64))
 
 
 def _to_wire(numbers: dict[str, float]) -> dict[str, Any]:
@@ -112,9 +134,12 @@ def _relative(own_seconds: dict[int, float | None]) -> dict[int, float]:
 def _overall(view: View, numbers: dict[int, Any], first: float, last: float) -> dict[str, Any]:
     """Return numbers over all replicas: as recorded, else from the replicas' means."""
     found: dict[str, Any] = {}
+    seconds = view.overall(over_replicas(STEP_SECONDS, "mean"))
     for tag in _OVERALL:
         points = view.overall(tag)
-        held = _numbers(points, first, last) if points is not None else None
+        if points is None:
+            continue
+        held = _numbers(view, tag, points, seconds, first, last)
         if held is not None:
             found[tag] = _to_wire(held) | {"source": "recorded"}
     for tag, value in _derived(numbers).items():

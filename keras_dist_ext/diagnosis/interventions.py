@@ -35,35 +35,32 @@ _MANY_SECONDS = 0.05  # of an execution of many steps
 _DRAIN_SECONDS = 0.12  # of steps on the data before its block: while others run, pipelines read ahead
 
 
-def experiment(model: Any, batch: Any, dataset: Any = None, *, steps_per_execution: int = 1) -> Trials:
+def experiment(model: Any, dataset: tf.data.Dataset, *, steps_per_execution: int = 1) -> Trials:
     """Time a model's steps under changed conditions, and leave it as it was.
 
     Args:
         model: a built model of ours that trains in this process, and has made a step.
-        batch: a global batch, for all conditions but one.
-        dataset: what the run reads, to be read once more; None leaves that out.
+        dataset: what the run reads, to be read once more; its first batch is that of all conditions but one.
         steps_per_execution: of the run, about.
     """
     conditions = _Conditions(model, steps_per_execution)
+    batch = dataset.take(1).cache()  # its shapes are as unknown as the data's, so that both run the same trace
     with kept_state(model):
         model.replica_recorders = ()
         conditions.add("as it was", batch)
-        if dataset is None:
-            conditions.skipped["data"] = "the data can be read once only"
+        conditions.add("data", dataset, drain_seconds=_DRAIN_SECONDS)
+        if model.run_eagerly or tf.config.functions_run_eagerly():
+            conditions.add("compiled", batch, condition=lambda: _compiled(model))
         else:
-            conditions.add("data", dataset=dataset)
+            conditions.add("one step", batch, num_steps=1)
+            conditions.add("many steps", batch, num_steps=conditions.many)
+        conditions.add("double", batch, change=_doubled)
         if model.distribute_strategy.num_replicas_in_sync > 1:
             if model.virtual_replicas is None:
                 conditions.add("no sum", batch, program=_WithoutSum)
             else:
                 conditions.skipped["no sum"] = "virtual replicas are summed in order"
             conditions.add_one_device(batch)
-        conditions.add("double", batch, change=_doubled)
-        if model.run_eagerly or tf.config.functions_run_eagerly():
-            conditions.add("compiled", batch, condition=lambda: _compiled(model))
-        else:
-            conditions.add("one step", batch, num_steps=1)
-            conditions.add("many steps", batch, num_steps=conditions.many)
         return conditions.measure()
 
 
@@ -85,6 +82,7 @@ class _Conditions:
         self._model = model
         self._num_steps = max(1, steps_per_execution)
         self._trials: dict[str, _Trial] = {}
+        self._runs: dict[tuple[Any, ...], Callable[[Any], Any]] = {}
         self.skipped: dict[str, str] = {}
 
     @property
@@ -98,29 +96,34 @@ class _Conditions:
     def add(
         self,
         name: str,
-        batch: Any = None,
+        dataset: tf.data.Dataset,
         *,
-        dataset: Any = None,
-        change: Callable[[Any], Any] = lambda batch: batch,
+        change: Callable[[Any], Any] | None = None,
         program: type[StepProgram] = StepProgram,
         num_steps: int | None = None,
         condition: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         model: Any = None,
+        drain_seconds: float = 0.0,
     ) -> None:
-        """Prepare a condition, which traces and runs it; leave it out, with the reason, where that fails."""
+        """Prepare a condition, which traces and runs it; leave it out, with the reason, where that fails.
+
+        Conditions of the same steps share their trace: TensorFlow warns of functions that are traced often.
+        """
         try:
-            drain_seconds = 0.0 if dataset is None else _DRAIN_SECONDS
-            if dataset is None:
-                dataset = tf.data.Dataset.from_tensors(change(batch))
+            if change is not None:
+                dataset = dataset.map(lambda *parts: change(parts if len(parts) > 1 else parts[0])).cache()
             model = model or self._model
+            key = program, id(model), condition
             with condition():
-                run = runner(program(model, "train"))
+                if key not in self._runs:
+                    self._runs[key] = runner(program(model, "train"))
+                run = self._runs[key]
                 num_steps = num_steps or self._num_steps
                 self._trials[name] = _Trial(run, dataset.repeat(), num_steps, condition, drain_seconds)
         except Exception as error:  # code of the user's may not bear the change, and the run has gone well without
             self.skipped[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
-    def add_one_device(self, batch: Any) -> None:
+    def add_one_device(self, batch: tf.data.Dataset) -> None:
         """Prepare a copy of the model that has one replica."""
         try:
             copy = adopt(self._model, tf.distribute.get_strategy())

@@ -32,6 +32,10 @@ _LEAST_STEPS, _LEAST_BLOCKS = 8, 3  # fewer prove nothing
 class Visit:
     """What is noted in one run.
 
+    Attributes:
+        num_executions: that were made.
+        is_over: whether nothing more is noted; so too before the end, where steps are short and enough were seen.
+
     Args:
         model: any Keras model.
         recorder: of its steps; None for stock Keras.
@@ -48,16 +52,16 @@ class Visit:
         self._feed: Any = None
         self._step_watchers: tuple[str, ...] = ()
         self._tracing_seconds = 0.0
-        self._is_over = False
+        self.is_over = False
         self._graphs: list[Any] = []
         self._others_cores: float | None = None
-        self._num_batches = 0
+        self.num_executions = 0
         self._num_passes = 0
 
     @property
     def num_steps(self) -> int:
         """Steps that were watched so far, about."""
-        return self._num_batches if self._blocks is None else self._blocks.num_steps
+        return self.num_executions if self._blocks is None else self._blocks.num_steps
 
     def meet(self, callbacks: Sequence[Any], feed: Any, doctor: Any) -> None:
         """Get to know the other callbacks, and the data."""
@@ -68,9 +72,9 @@ class Visit:
 
     def end_execution(self) -> None:
         """Take note of an execution."""
-        self._num_batches += 1
+        self.num_executions += 1
         self._traces.execution += 1
-        if self._blocks is None or self._is_over:
+        if self._blocks is None or self.is_over:
             return
         num_passes = getattr(self._feed, "num_passes", 0)
         begins_pass, self._num_passes = num_passes != self._num_passes, num_passes
@@ -84,9 +88,9 @@ class Visit:
 
     def stop(self) -> None:
         """Watch no longer."""
-        if self._is_over:
+        if self.is_over:
             return
-        self._is_over = True
+        self.is_over = True
         self._traces.stop()
         if self._clock is not None:
             self._clock.stop()
@@ -135,9 +139,8 @@ class Visit:
             return Trials(skipped={"all": "there are several workers"})
         if feed is None or not feed.can_be_read_again:
             return Trials(skipped={"all": "the data can be read once only"})
-        batch = next(iter(feed.given))
         steps = round(times.num_steps / max(1, times.num_executions))
-        return experiment(model, batch, feed.given, steps_per_execution=steps)
+        return experiment(model, feed.given, steps_per_execution=steps)
 
     def _data_findings(self, times: Times) -> list[Finding]:
         """Say why data is slow, if it is."""

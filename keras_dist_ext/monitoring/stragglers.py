@@ -154,6 +154,29 @@ class _Window:
 _NONE: Floats = np.zeros(1)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Streak:
+    """Windows of one replica below the threshold, one after another; seconds are sums over their steps."""
+
+    windows: int = 0
+    steps: int = 0
+    own: float = 0.0
+    waiting: float = 0.0
+    measure: float = 0.0  # that it would have taken
+    lost: float = 0.0
+
+    def longer(self, num_steps: int, own: float, waiting: float, measure: float, lost: float) -> _Streak:
+        """Return the streak with one more window, of which the seconds of a step are given."""
+        return _Streak(
+            self.windows + 1,
+            self.steps + num_steps,
+            self.own + num_steps * own,
+            self.waiting + num_steps * waiting,
+            self.measure + num_steps * measure,
+            self.lost + num_steps * max(lost, 0.0),
+        )
+
+
 class _Streaks:
     """Who stays below a threshold, for how long, and what that cost."""
 
@@ -161,34 +184,36 @@ class _Streaks:
         self.replicas: set[int] = set()  # found
         self._code = code
         self._step = 0  # when the first one was
-        self._running: dict[int, tuple[int, int, float]] = {}  # replica -> windows, steps, seconds lost
-        self._longest = 0  # steps of a streak
+        self._running: dict[int, _Streak] = {}  # by replica
         self._seconds_lost = 0.0
-        self._worst = (1.0, 0, 0.0, 0.0, 0.0)  # times as long, replica, own seconds, of these waiting, the measure
+        self._worst = (0, _Streak())  # replica, and the streak that has cost most
 
     def add(self, window: _Window, is_low: npt.NDArray[np.bool_], *, by: Floats, lost: Floats) -> None:
         """Take note of a window: who was below, the seconds that each is measured by, and those lost in a step."""
-        seconds_lost = window.num_steps * np.maximum(lost, 0.0)
+        before = self._running
         self._running = {
-            replica: (windows + 1, steps + window.num_steps, seconds + float(seconds_lost[replica]))
+            replica: before.get(replica, _Streak()).longer(
+                window.num_steps, *(float(values[replica]) for values in (window.own, window.waiting, by, lost))
+            )
             for replica in np.flatnonzero(is_low).tolist()
-            for windows, steps, seconds in [self._running.get(replica, (0, 0, 0.0))]
         }
-        sure = {replica: held for replica, held in self._running.items() if held[0] >= _MIN_WINDOWS}
+        sure = {replica: streak for replica, streak in self._running.items() if streak.windows >= _MIN_WINDOWS}
         if not sure:
             return
         self._step = self._step or window.step
         self.replicas |= set(sure)
-        self._longest = max(self._longest, *(steps for _, steps, _ in sure.values()))
-        self._seconds_lost += max(seconds for _, _, seconds in sure.values())  # all wait for the slowest at once
-        for replica, (windows, steps, _) in sure.items():
-            self._running[replica] = windows, steps, 0.0
-            own, waiting, measure = (float(values[replica]) for values in (window.own, window.waiting, by))
-            self._worst = max(self._worst, (own / measure, replica, own, waiting, measure))
+        uncounted = [
+            streak.lost - (before[replica].lost if streak.windows > _MIN_WINDOWS else 0.0)
+            for replica, streak in sure.items()
+        ]
+        self._seconds_lost += max(uncounted)  # all wait for the slowest at once
+        self._worst = max(self._worst, *sure.items(), key=lambda item: (item[1].lost, item[1].steps, item[0]))
 
     def finding(self, who: str) -> FindingRecord:
         """Return what is to be said of them."""
-        times, replica, own, waiting, measure = self._worst
+        replica, streak = self._worst
+        own, waiting, measure = (seconds / streak.steps for seconds in (streak.own, streak.waiting, streak.measure))
+        times = own / measure
         worst = "" if len(self.replicas) == 1 else f" (the worst, replica {replica})"
         if self._code == "slow-replica":
             verb = "is" if len(self.replicas) == 1 or who.startswith("Worker ") else "are"
@@ -203,7 +228,7 @@ class _Streaks:
             code=self._code,
             what=what,
             evidence=f"{1e3 * (own - waiting):.3g} ms computing and {1e3 * waiting:.3g} ms waiting for input in a "
-            f"step, {against} {1e3 * measure:.3g} ms together; {self._longest} steps in a row",
+            f"step, {against} {1e3 * measure:.3g} ms together; {streak.steps} steps in a row",
             fix=fix,
             seconds=round(self._seconds_lost, 3),
         )

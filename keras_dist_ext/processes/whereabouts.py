@@ -14,7 +14,7 @@ from keras_dist_ext.processes.pulse import STACKS_SIGNAL, Beat, Doing, stacks_pa
 __all__ = ["describe", "is_stopped", "progress"]
 
 _LOOK_SECONDS = 0.5  # in which a process that computes uses its CPU, and one that is asked writes its stacks
-_MOST_SECONDS = 1.5  # until stacks are there that a busy machine holds up
+_MOST_SECONDS = 6.0  # until stacks are there that a busy machine holds up
 _IDLE_SHARE = 0.2  # of a CPU: a process that waits for others uses less
 _MOST_FRAMES = 15  # of a stack, the innermost ones
 
@@ -27,15 +27,19 @@ def progress(beat: Beat) -> str:
 def describe(processes: Sequence[Process]) -> tuple[str, str]:
     """Return a sentence on what each process is at, and the stacks of those that could be asked for them.
 
-    It takes about half a second, for a look at who computes and who waits.
+    It takes about half a second, for a look at who computes and who waits, and more where a busy machine holds up who
+    was asked.
     """
     before = {process.pid: _cpu_seconds(process.pid) for process in processes}
     began = time.monotonic()
     asked = [process for process in processes if _ask_for_stacks(process)]
+    stacks_before: list[str] = []
     while True:
         time.sleep(0.05)
         seconds = time.monotonic() - began
-        is_there = all(_stacks_of(process) for process in asked)
+        stacks_now = [_stacks_of(process) for process in asked]
+        is_there = all(stacks_now) and stacks_now == stacks_before  # they are written thread by thread
+        stacks_before = stacks_now
         if seconds >= _MOST_SECONDS or (seconds >= _LOOK_SECONDS and is_there):
             break
     beats = [process.beat for process in processes]
@@ -97,7 +101,7 @@ def is_stopped(process: Process) -> bool:
 def _ask_for_stacks(process: Process) -> bool:
     """Have a worker write its stacks, if it can; whoever else has its process number by now is left alone."""
     beat = process.beat
-    if not beat.has_stacks or process.exit_code is not None:
+    if not beat.has_stacks or process.exit_code is not None or is_stopped(process):
         return False
     with suppress(OSError):
         if os.getsid(beat.pid) == process.pid:

@@ -59,6 +59,18 @@ class TensorBoard:
             assert time.monotonic() < deadline, f"after {timeout} s there is {listed}"
             time.sleep(0.1)
 
+    def wait_until_read(self, experiment: str, num_replicas: int, last_step: int, timeout: float = 60.0) -> None:
+        """Wait until each replica of an experiment is read to its end: TensorBoard lists runs before it reads them."""
+
+        def is_read(listed: dict[str, Any]) -> bool:
+            if experiment not in listed:
+                return False
+            rows = self.ask("summary", experiment=experiment)["replicas"]
+            ends = [max((tag["last_step"] for tag in row["numbers"].values()), default=None) for row in rows]
+            return ends == [last_step] * num_replicas
+
+        self.wait(is_read, timeout)
+
 
 def _refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
@@ -90,9 +102,10 @@ def environment(*paths: Path) -> dict[str, str]:
 def tensorboard(log_dir: Path, work: Path, *flags: str, installed: Path | None = None) -> Iterator[TensorBoard]:
     """Run a TensorBoard while the context lasts; it answers when the context begins."""
     work.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    held = socket.socket()  # it does not listen: no other process is handed its port, and TensorBoard can take it
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
     log = work / "tensorboard.log"
     env = environment(installed or as_installed(work / "site"))
     # notf: TensorBoard's own import of TensorFlow takes seconds and is nothing that is tested here.
@@ -111,6 +124,7 @@ def tensorboard(log_dir: Path, work: Path, *flags: str, installed: Path | None =
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
+        held.close()
 
 
 _START = """

@@ -17,7 +17,12 @@ const ROWS = [
   ["Loss, last", ({ summary }) => summary.overall["all/loss"]?.last ?? summary.overall["all/loss"]?.mean, number, -1],
   ["Examples per second", ({ summary }) => summary.overall["all/examples_per_second"]?.mean, short, 1],
   ["Step time, mean", ({ summary }) => summary.overall["replica/step_seconds"]?.mean, seconds, -1],
-  ["Scaling efficiency", ({ summary }) => summary.overall["all/scaling_efficiency"]?.mean, percent, 1],
+  [
+    "Scaling efficiency",
+    ({ replicas, summary }) => (replicas.length > 1 ? summary.overall["all/scaling_efficiency"]?.mean : null),
+    percent,
+    1,
+  ],
   ["Waiting for input", ({ summary }) => summary.overall["all/input_share"]?.mean, percent, -1],
   [
     "Slowest replica’s time to the fastest’s",

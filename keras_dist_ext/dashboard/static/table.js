@@ -235,12 +235,13 @@ function sortable(value, descending) {
   return typeof value === "number" ? value : descending ? -Infinity : Infinity;
 }
 
-/** The replica that is worst in a column, if it is one and is worse than another. */
-function worstOf({ value, worst }, rows) {
+/** The replica that is worst in a column, if it is one, and can be seen to be worse than the best. */
+export function worstOf({ value, text, worst }, rows) {
   if (!worst || rows.length < 2) return null;
   const known = rows.filter((row) => typeof value(row) === "number");
   if (known.length < 2) return null;
   const sign = worst === "max" ? 1 : -1;
   const sorted = [...known].sort((a, b) => sign * (value(b) - value(a)));
-  return value(sorted[0]) === value(sorted[1]) || value(sorted[0]) === value(sorted.at(-1)) ? null : sorted[0].id;
+  const [first, second, best] = [sorted[0], sorted[1], sorted.at(-1)].map(value);
+  return first === second || text(first) === text(best) ? null : sorted[0].id;
 }

@@ -28,6 +28,7 @@ function facts(summary) {
     "replica/step_seconds",
   ].map(held);
   const slowest = slowestOf(summary);
+  const inParallel = summary.replicas.length > 1 && efficiency; // one replica is as fast as itself
   return [
     loss && {
       key: "loss",
@@ -42,7 +43,7 @@ function facts(summary) {
       note: rate.last === undefined ? "all replicas, mean" : `now ${short(rate.last)}`,
     },
     step && { key: "step", label: "Step time", value: seconds(step.mean), note: "mean" },
-    efficiency && {
+    inParallel && {
       key: "efficiency",
       label: "Scaling efficiency",
       value: percent(efficiency.mean),
