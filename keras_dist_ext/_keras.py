@@ -326,9 +326,12 @@ def _(original: Any, step: Step, context: Any, reduce_op: Any, value: Any, optio
 def _(
     original: Any, step: Step, tape: Any, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
 ) -> Any:
+    def gradient(target: Any, output_gradients: Any) -> Any:
+        return original(tape, target, sources, output_gradients, **kwargs)
+
     if output_gradients is None and hasattr(step, "differentiate"):
-        target, output_gradients = step.differentiate(target, sources)
-    return original(tape, target, sources, output_gradients, **kwargs)
+        return step.differentiate(gradient, target, sources)
+    return gradient(target, output_gradients)
 
 
 # tensorflow/python/ops/nn_impl_distribute.py: these divide by the number of replicas, over which steps here are means.

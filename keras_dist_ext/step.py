@@ -360,6 +360,7 @@ class ReplicaStep(Weighting, Draws):
 
         TensorFlow's collectives of several strategies in a process take each other's keys (tensorflow#62790).
         """
+        self._has_mixed = True
         if not self.sums_in_layers:
             with _keras.intercept(None):
                 return original(reduce_op, value)

@@ -46,6 +46,8 @@ class Weighting:
         self.global_rows = global_rows
         self._can_be_empty = not (isinstance(rows, int) and rows > 0)
         self._scaled: set[int] = set()  # ids of optimizers that have scaled the loss by the share
+        self._weighted: dict[int, Any] = {}  # by id: losses that were
+        self._has_mixed = False  # whether a layer has summed over replicas
         self._means = Means(rows, degrees)
         self._has_sums = False  # whether a loss was a sum over all rows, and was made a mean
 
@@ -124,16 +126,31 @@ class Weighting:
         factor = self._factor(term.degree) if term.degree else 1.0
         return times(value, factor * term.sign)
 
-    def differentiate(self, target: Any, sources: Any) -> tuple[Any, Any]:
-        """Return what to differentiate for variables instead, and factors of its parts, so that losses are means."""
+    def differentiate(self, gradient: Callable[[Any, Any], Any], target: Any, sources: Any) -> Any:
+        """Differentiate losses of a step of the user's own as means.
+
+        Through a sum over replicas in a layer come the losses of the others, so each must have its weight by then. What
+        the step gets is that of a replica by itself nevertheless, and is weighted when it is summed.
+
+        Args:
+            gradient: takes a target and what comes from above; returns gradients.
+            target: a loss, or several.
+            sources: what it is differentiated for; where these are no variables, nothing is done.
+        """
         flat = tf.nest.flatten(target)
         of_variables = all(isinstance(source, tf.Variable | Variable) for source in tf.nest.flatten(sources))
         if self.num_replicas == 1 or not of_variables or not all(isinstance(value, tf.Tensor) for value in flat):
-            return target, None
+            return gradient(target, None)
         terms = [term for value in flat for term in self._means.terms(value)]
-        if not any(term.degree for term in terms):
-            return target, None
-        return [term.value for term in terms], [self._mean_of(term, tf.ones_like(term.value)) for term in terms]
+        must_weigh = self._has_mixed and not any(id(value) in self._weighted for value in flat)
+        if not must_weigh and not any(term.degree for term in terms):
+            return gradient(target, None)
+        values = [term.value for term in terms]
+        factors = [self._mean_of(term, tf.ones_like(term.value)) for term in terms]
+        if not must_weigh:
+            return gradient(values, factors)
+        gradients = gradient(values, [times(factor, self.share) for factor in factors])
+        return tf.nest.map_structure(lambda g: None if g is None else times(g, self._inverse_share), gradients)
 
     def sum_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Make a scalar that a step gives to a ``Sum`` count once for the global batch, not once a replica."""
@@ -173,7 +190,9 @@ class Weighting:
             return original(loss)
         scaled = original(self.as_mean(loss))
         self._scaled.add(id(optimizer))
-        return self._means.know(times(scaled, self.share) if scaled.shape.rank == 0 else scaled)
+        weighted = times(scaled, self.share) if scaled.shape.rank == 0 else scaled
+        self._weighted[id(weighted)] = weighted
+        return self._means.know(weighted)
 
     def _zero_if_empty(self, values: list[Any]) -> list[Any]:
         """Replace what an empty batch gave (perhaps NaN) by zeros."""

@@ -56,7 +56,9 @@ LOSSES: dict[str, Callable[[Any, Any, Any], Any]] = {
 }
 
 
-def with_step_of_its_own(lib: Any, loss_of: Callable[[Any, Any, Any], Any]) -> Any:
+def with_step_of_its_own(
+    lib: Any, loss_of: Callable[[Any, Any, Any], Any], *hidden: Callable[[], Any], is_scaled: bool = False
+) -> Any:
     class Net(lib.Model):  # type: ignore[name-defined, misc]
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
@@ -70,7 +72,8 @@ def with_step_of_its_own(lib: Any, loss_of: Callable[[Any, Any, Any], Any]) -> A
             x, y = data
             with tf.GradientTape() as tape:
                 loss = loss_of(self, y, self(x, training=True))
-            gradients = tape.gradient(loss, self.trainable_variables)
+                minimized = self.optimizer.scale_loss(loss) if is_scaled else loss
+            gradients = tape.gradient(minimized, self.trainable_variables)
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
             logged = tf.reduce_sum(loss)
             self.mean_loss.update_state(logged)
@@ -81,8 +84,10 @@ def with_step_of_its_own(lib: Any, loss_of: Callable[[Any, Any, Any], Any]) -> A
             of_metrics = {metric.name: metric.result() for metric in self.metrics if metric.name != "loss"}
             return {**of_metrics, "loss_of_batch": logged, "rows_of_batch": tf.shape(x)[0]}
 
-    inputs = layers.Input((5,))
-    return Net(inputs, layers.Dense(3, kernel_regularizer="l2")(inputs))
+    x = inputs = layers.Input((5,))
+    for make in hidden:
+        x = make()(x)
+    return Net(inputs, layers.Dense(3, kernel_regularizer="l2")(x))
 
 
 class Computes:
@@ -143,6 +148,30 @@ def test_a_train_step_of_its_own_trains_on_sums_and_means_as_on_one_device(strat
 @pytest.mark.parametrize("name", NAMES)
 def test_so_it_does_where_the_number_of_rows_is_a_constant_of_the_graph(strategies, name):
     assert_equal(lambda lib: with_step_of_its_own(lib, LOSSES[name]), strategies, static_rows())
+
+
+def synchronized() -> Any:
+    return layers.BatchNormalization(synchronized=True)
+
+
+def below() -> Any:
+    """A layer to which gradients come through sums over replicas."""
+    return layers.Dense(4)
+
+
+THROUGH_SUMS = {
+    **{name: LOSSES[name] for name in ("a sum", "a vector", "a mean", "a sum and a penalty on weights")},
+    "a loss that sums over replicas": lambda net, y, p: keras.losses.Dice()(tf.sigmoid(y), tf.sigmoid(p)),
+    "a mean that Keras' optimizer scales": LOSSES["a mean"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "run_eagerly"), [*((name, False) for name in THROUGH_SUMS), ("a mean", True), ("a sum", True)]
+)
+def test_so_it_does_through_layers_that_sum_over_replicas(strategies, name, run_eagerly):
+    make = lambda lib: with_step_of_its_own(lib, THROUGH_SUMS[name], below, synchronized, is_scaled="scales" in name)  # noqa: E731
+    assert_equal(make, strategies, dataset_of([7, 8, 5], regression), run_eagerly=run_eagerly)
 
 
 @pytest.mark.parametrize("name", ["a sum", "a vector", pytest.param("a mean", marks=pytest.mark.slow)])

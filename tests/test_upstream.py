@@ -1161,9 +1161,9 @@ def test_a_step_sees_what_is_differentiated() -> None:
     seen: list[Any] = []
 
     class Step:
-        def differentiate(self, target: Any, sources: Any) -> tuple[Any, Any]:
+        def differentiate(self, gradient: Any, target: Any, sources: Any) -> Any:
             seen.append((target, sources))
-            return [target], [tf.constant(3.0)]
+            return gradient([target], [tf.constant(3.0)])
 
     variable = tf.Variable(2.0)
     for step, factor in ((Step(), 3.0), (None, 1.0)):

@@ -180,7 +180,7 @@ class _ExaminedStep(LoopStep):
         if id(variable) in self._assigned:
             self.seen.averaged[id(_keras.local_component(variable))] = variable
 
-    def differentiate(self, target: Any, sources: Any) -> tuple[Any, Any]:
+    def differentiate(self, gradient: Callable[[Any, Any], Any], target: Any, sources: Any) -> Any:
         """Look at what is differentiated for variables: a loss."""
         if all(isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources)):
             for value in tf.nest.flatten(target):
@@ -190,7 +190,7 @@ class _ExaminedStep(LoopStep):
                     self.check_mean(what, total)
                     if self.num_replicas > 1:
                         warn_of_own_divisor(what, total, self.seen.origins.common_ids)
-        return target, None
+        return gradient(target, None)
 
     def check_mean(self, what: str, value: Any) -> None:
         """Refuse what is no mean over the rows at hand, or that divided by the number of replicas."""
