@@ -15,6 +15,7 @@ from typing import Any
 
 import doctor_runs
 import keras
+import measured
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -50,12 +51,8 @@ FAULTS = [
 
 
 def undisturbed(codes: Sequence[str], run: Callable[[], Any]) -> Any:
-    """Run until the findings are these, three times at most: others use the cores of this machine, too."""
-    for _ in range(3):
-        report = run()
-        if report.codes == list(codes):
-            break
-    return report
+    """Run until the findings are these, three times at most."""
+    return measured.undisturbed(run, lambda report: report.codes == list(codes))
 
 
 @pytest.mark.parametrize(("fault", "code"), FAULTS)
@@ -486,16 +483,18 @@ def test_the_command_runs_a_script_until_it_has_seen_enough(name: str, tmp_path:
         "1",
     ]
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    for _ in range(3):  # as in `undisturbed`
+
+    def run() -> tuple[list[str], str]:
         done = subprocess.run(
             command, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=environ, check=False
         )
         assert done.returncode == 0, done.stderr
         assert "after fit" not in done.stdout
-        found = [finding["code"] for finding in json.loads((tmp_path / "r.json").read_text())["findings"]]
-        if found == codes:
-            break
-    assert found == codes, done.stdout
+        findings = json.loads((tmp_path / "r.json").read_text())["findings"]
+        return [finding["code"] for finding in findings], done.stdout
+
+    found, printed = measured.undisturbed(run, lambda seen: seen[0] == codes)
+    assert found == codes, printed
 
 
 def test_a_script_that_does_not_train_is_an_error_that_says_so(tmp_path: pathlib.Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from measured import undisturbed
 
 import keras_dist_ext as kde
 from keras_dist_ext.datasets import stage_times
@@ -108,15 +108,6 @@ def codes(dataset: Any, strategy: Any = None, **arguments: Any) -> list[str]:
     found = kde.inspect(dataset, strategy, **{"seconds": 0.3, "num_batches": 20, **arguments})
     assert found.ok == (not found.findings)
     return sorted(finding.code for finding in found.findings)
-
-
-def undisturbed(look: Callable[[], Any], is_expected: Callable[[Any], bool]) -> Any:
-    """Look until it is as expected, three times at most: costs are measured, and others use this machine, too."""
-    for _ in range(3):
-        seen = look()
-        if is_expected(seen):
-            break
-    return seen
 
 
 HEALTHY = {

@@ -7,8 +7,7 @@ A gap is rounding as long as it stays below a bound, which is the sum of
   that large;
 - 8 times the gap that one device has to itself when the rows of the batch come in another order and its weights are
   moved by a unit of rounding (gradients that cancel, such as those of a bias before a normalization, are rounding of
-  larger numbers), unless that is more
-  than 0.001 of the value, or of the largest gradient, and so no rounding;
+  larger numbers), unless that is more than 0.001 of the value, or of the largest gradient, and so no rounding;
 - for weights, which optimizers may compute by dividing rounding by rounding: 8 units of float32 of the weight, 1e-5 of
   the largest update, and what the gap of the element's gradient explains;
 - for an optimizer's variables, what the gap of the gradient explains; values below a thousandth of the largest of their
