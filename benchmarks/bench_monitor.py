@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         __doc__,
         CONTESTANTS,
         measure,
-        models="tiny,cnn,lstm,cnn-long",
+        models="tiny,cnn,lstm,strided",
         replicas="1,2,4",
         rounds=12,
         seconds=0.8,

@@ -208,7 +208,7 @@ class StepProgram:
         def body(i: tf.Tensor, optional: Any, tape: Any, *_: Any) -> tuple[Any, ...]:
             graph = tf.compat.v1.get_default_graph()
             num_ops = len(graph.get_operations())
-            batch, times = self._timed(optional.get_value)
+            batch, times = self._timed(optional.get_value, is_ahead=True)
             extra, row = self._one(batch, times, is_over=lambda: when_updated(graph, num_ops))
             return (i + 1, iterator.get_next_as_optional(), tape.write(i, row) if self._records else tape, *extra)
 
@@ -246,7 +246,7 @@ class StepProgram:
     def _on_optional_eagerly(self, optional: Any, iterator: Any, num_steps: tf.Tensor) -> Any:
         rows: list[Any] = []
         while len(rows) < int(num_steps) and optional.has_value():
-            batch, times = self._timed(optional.get_value)
+            batch, times = self._timed(optional.get_value, is_ahead=True)
             extra, row = self._one(batch, times, is_over=now)
             rows.append(row)
             optional = iterator.get_next_as_optional()
@@ -262,13 +262,15 @@ class StepProgram:
         end = now(after)
         return self._logs(extra), tf.stack(rows) if isinstance(rows, list) else rows.stack(), end
 
-    def _timed(self, pull: Callable[[], Any]) -> tuple[Any, Any]:
-        """Pull a batch; return it with when that began, and when it was there."""
+    def _timed(self, pull: Callable[[], Any], *, is_ahead: bool = False) -> tuple[Any, Any]:
+        """Pull a batch; return it with when that began, and when it was there: at once, if it was read ahead."""
         if not self._records:
             return pull(), None
         begin = now()
         with tf.control_dependencies([begin]):
             batch = pull()
+        if is_ahead:
+            return batch, (begin, begin)
         batch_there = now(batch)
         return batch if is_per_replica(batch) else _once(batch_there, batch), (begin, batch_there)
 
@@ -302,7 +304,7 @@ class StepProgram:
         if times is not None:
             over = tf.constant(float("nan"), tf.float64) if is_over is None else is_over()
             begin, batch_there = times
-            times = row(begin, batch_there, over, local(noted))
+            times = row(begin, batch_there, over, [*zip(*map(local, noted), strict=True)])
         return [part for value in extra for part in local(value)], times
 
     def _replica(self, batch: Any, cut: str, there: Any = None) -> tuple[list[tf.Tensor], Any]:

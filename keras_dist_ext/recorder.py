@@ -105,29 +105,32 @@ class StepNote:
         if "computed" not in part and not self._on_tpu:
             part["computed"] = _as_soon_as(_on_host([part["loss"]] if "loss" in part else tf.nest.flatten(made)))
 
-    def column(self) -> tf.Tensor:
-        """Return the record of the real replica, [C]; see above. Numbers of a replica without rows mean nothing."""
+    def column(self) -> tuple[tf.Tensor, ...]:
+        """Return the record of the real replica, C scalars; see above. Those of a replica without rows mean nothing."""
         parts = list(self._parts.values())
         names = ["loss", "norm"] if self._wants_norm else ["loss"]
         if len(parts) == 1:
             (part,) = parts
             rows: Any = part["rows"]
-            loss, *norm = (part.get(name, _UNKNOWN) for name in names)
+            values = [part.get(name, _UNKNOWN) for name in names]
         else:
             counts = [tf.cast(part["rows"], tf.float32) for part in parts]
             total = tf.add_n(counts)
             rows = total
-            loss, *norm = (_mean([part.get(name, _UNKNOWN) for part in parts], counts, total) for name in names)
+            values = [_mean([part.get(name, _UNKNOWN) for part in parts], counts, total) for name in names]
+        values = [tf.convert_to_tensor(value) for value in values]
+        if self._on_tpu:
+            return tf.constant(float("inf")), tf.cast(rows, tf.float32), *values
         computed = [part["computed"] for part in parts if "computed" in part]
         if not computed:
             computed_at: Any = tf.constant(float("inf"), tf.float64)
         else:
             computed_at = computed[0] if len(computed) == 1 else tf.reduce_max(tf.stack(computed))
-        numbers = (computed_at, rows, loss, *norm)
-        if self._on_tpu:
-            return tf.stack([tf.cast(number, tf.float32) for number in numbers])
-        with tf.device(_host_of([computed_at])):
-            return tf.stack([tf.cast(number, tf.float64) for number in numbers])
+        if not tf.is_tensor(rows):
+            with tf.device("/device:CPU:0"):  # where it is wanted
+                rows = tf.constant(rows, tf.float64)
+        with tf.device(_host_of([computed_at])), tf.control_dependencies([computed_at]):  # no sooner: see ``row``
+            return computed_at, *(tf.cast(number, tf.float64) for number in (rows, *values))
 
 
 def _as_soon_as(values: Sequence[Any]) -> tf.Tensor:
@@ -156,18 +159,21 @@ def _on_host(values: Sequence[Any]) -> list[Any]:
         return [tf.identity(tf.reshape(value, [-1])[:1]) for value in (values[0], values[-1])]
 
 
-def row(begin: Any, batch_there: Any, over: Any, columns: Sequence[Any]) -> tf.Tensor:
+def row(begin: Any, batch_there: Any, over: Any, columns: Sequence[Sequence[Any]]) -> tf.Tensor:
     """Return the record of a step, [3 + L C].
+
+    It is put together when all else is done: where something short can be done beside something long, TensorFlow's
+    executor hands one of them to another thread, and that one contends for the cores for a while.
 
     Args:
         begin: when it began.
         batch_there: when its batch was there.
         over: when it was over, where what follows is not the next step; else NaN.
-        columns: what the L replicas have noted, each [C].
+        columns: what the L replicas have noted, C scalars each.
     """
-    with tf.device("/device:CPU:0"):
-        parts = [tf.stack([begin, batch_there, over]), *(tf.cast(column, tf.float64) for column in columns)]
-        return tf.concat(parts, axis=0)
+    with tf.device("/device:CPU:0"), tf.control_dependencies([over]):
+        numbers = [begin, batch_there, over, *(number for column in columns for number in column)]
+        return tf.stack([tf.cast(number, tf.float64) for number in numbers])
 
 
 def when_updated(graph: Any, since: int) -> tf.Tensor:

@@ -157,4 +157,4 @@ class Intervals:
 
 
 _SECONDS = 1.0  # of an automatic interval, at least
-_TIMES_COST = 150.0  # an automatic interval is so many times as long as what its end costs: below 1%
+_TIMES_COST = 400.0  # an automatic interval is so many times as long as what its end costs: a quarter of 1%
