@@ -335,7 +335,7 @@ class StepProgram:
         extra = self._extra_of_replica(batch, cut, options)
         if guard is not None:
             guard.end()
-        return extra, () if note is None else note.column()
+        return extra, () if note is None else note.column(is_alone=self._num_local == 1)
 
     def _extra_of_replica(self, batch: Any, cut: str, options: dict[str, Any]) -> list[tf.Tensor]:
         placement = self.model.placement

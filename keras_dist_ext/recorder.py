@@ -9,6 +9,7 @@ Letters: n = steps; L = replicas of this worker; C = numbers of each in a step.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,8 +106,20 @@ class StepNote:
         if "computed" not in part and not self._on_tpu:
             part["computed"] = _as_soon_as(_on_host([part["loss"]] if "loss" in part else tf.nest.flatten(made)))
 
-    def column(self) -> tuple[tf.Tensor, ...]:
-        """Return the record of the real replica, C scalars; see above. Those of a replica without rows mean nothing."""
+    def column(self, *, is_alone: bool) -> tuple[tf.Tensor, ...]:
+        """Return the record of the real replica; see above. Numbers of a replica without rows mean nothing.
+
+        Args:
+            is_alone: whether this worker has no other. Its C scalars stay as they are then; else they are one tensor
+                [C], to be sent to where the record of a step is put together.
+        """
+        scalars = self._scalars()
+        if is_alone:
+            return scalars
+        with contextlib.nullcontext() if self._on_tpu else tf.device(_host_of(scalars)):
+            return (tf.stack(scalars),)
+
+    def _scalars(self) -> tuple[tf.Tensor, ...]:
         parts = list(self._parts.values())
         names = ["loss", "norm"] if self._wants_norm else ["loss"]
         if len(parts) == 1:
@@ -126,9 +139,6 @@ class StepNote:
             computed_at: Any = tf.constant(float("inf"), tf.float64)
         else:
             computed_at = computed[0] if len(computed) == 1 else tf.reduce_max(tf.stack(computed))
-        if not tf.is_tensor(rows):
-            with tf.device("/device:CPU:0"):  # where it is wanted
-                rows = tf.constant(rows, tf.float64)
         with tf.device(_host_of([computed_at])), tf.control_dependencies([computed_at]):  # no sooner: see ``row``
             return computed_at, *(tf.cast(number, tf.float64) for number in (rows, *values))
 
@@ -169,11 +179,13 @@ def row(begin: Any, batch_there: Any, over: Any, columns: Sequence[Sequence[Any]
         begin: when it began.
         batch_there: when its batch was there.
         over: when it was over, where what follows is not the next step; else NaN.
-        columns: what the L replicas have noted, C scalars each.
+        columns: what each of the L replicas has noted, see ``StepNote.column``.
     """
     with tf.device("/device:CPU:0"), tf.control_dependencies([over]):
-        numbers = [begin, batch_there, over, *(number for column in columns for number in column)]
-        return tf.stack([tf.cast(number, tf.float64) for number in numbers])
+        times = [begin, batch_there, over]
+        if len(columns) == 1:
+            return tf.stack([tf.cast(number, tf.float64) for number in (*times, *columns[0])])
+        return tf.concat([tf.stack(times), *(tf.cast(column, tf.float64) for (column,) in columns)], axis=0)
 
 
 def when_updated(graph: Any, since: int) -> tf.Tensor:
