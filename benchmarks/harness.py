@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import gc
 import importlib.metadata
 import itertools
 import json
@@ -137,6 +138,8 @@ def several_copies(
     for index in range(num_copies):
         for name in [*prepare][:: -1 if index % 2 else 1]:
             copies[name].append(prepare[name]())
+    gc.collect()
+    gc.freeze()  # Python's collector would go through all copies now and then, in the time of one of them
     turns = {name: itertools.cycle(trials) for name, trials in copies.items()}
     return {name: lambda turn=turn: next(turn)() for name, turn in turns.items()}  # type: ignore[misc]
 

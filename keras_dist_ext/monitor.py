@@ -41,7 +41,8 @@ class ReplicaMonitor(keras.callbacks.Callback):  # type: ignore[misc]
         log_dir: where TensorBoard looks: a path, or a URL such as ``gs://bucket/logs``.
         experiment: a name for the run below ``log_dir``; it may have slashes.
         update_freq: an interval for which numbers are written: so many optimizer steps, ``"epoch"``, or ``"auto"``:
-            about a second, and so long that watching costs less than 1% of the time.
+            a second or a few, so long that what is done at its end costs a tenth of 1% of it; an epoch ends one too,
+            where that costs less than a quarter of 1%.
         writers: others to hand everything to, say ``MemoryWriter()`` or ``JsonLinesWriter("replicas.jsonl")``; with
             these, ``log_dir`` may be left out.
         terminal: whether the chief shows a live table in the terminal; best with ``verbose=0``.

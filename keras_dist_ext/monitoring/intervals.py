@@ -88,8 +88,8 @@ class Intervals:
     """Cuts batches into intervals.
 
     Args:
-        update_freq: the length in optimizer steps, to end at multiples of it; "epoch"; or "auto": about a second, and
-            so long that what is done at its end costs less than 1% of it. The first automatic interval has one batch,
+        update_freq: the length in optimizer steps, to end at multiples of it; "epoch"; or "auto": a second or more,
+            so long that what is done at its end costs a tenth of 1% of it. The first automatic interval has one batch,
             and none has more than 8 times as many as the one before.
 
     Raises:
@@ -134,7 +134,7 @@ class Intervals:
         return found
 
     def is_worth_it(self, num_batches: int) -> bool:
-        """Whether to end an interval of so many batches with an epoch: if that costs less than 1% of its time."""
+        """Whether an epoch is to end an interval of so many batches: if that costs less than 0.25% of its time."""
         return self._freq != "auto" or num_batches >= self._least_auto
 
     def lengths(self, step_seconds: float, cost_seconds: float) -> tuple[int, int]:
@@ -147,7 +147,7 @@ class Intervals:
         self._cost_seconds = max(cost_seconds, 0.7 * self._cost_seconds)
         fitting, least = (
             min(math.ceil(seconds / max(step_seconds, 1e-6)), 8 * self._num_auto)
-            for seconds in (max(_SECONDS, _TIMES_COST * self._cost_seconds), _TIMES_COST * self._cost_seconds)
+            for seconds in (max(_SECONDS, _TIMES_COST * self._cost_seconds), _LEAST_TIMES_COST * self._cost_seconds)
         )
         return fitting, least
 
@@ -157,4 +157,5 @@ class Intervals:
 
 
 _SECONDS = 1.0  # of an automatic interval, at least
-_TIMES_COST = 400.0  # an automatic interval is so many times as long as what its end costs: a quarter of 1%
+_TIMES_COST = 1000.0  # an automatic interval is so many times as long as what its end costs: a tenth of 1%
+_LEAST_TIMES_COST = 400.0  # so many times, at least, where an epoch ends it: a quarter of 1%
