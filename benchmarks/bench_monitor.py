@@ -21,13 +21,15 @@ from __future__ import annotations
 import functools
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cases import MODELS, Case, Classes, Job, batches_of, epoch_times, run_rows, start
-from harness import Goal, Spread, Timings, print_goals, print_table, several_copies, take_turns
+from cases import MODELS, Case, Classes, Job, batches_of, run_rows, start
+from harness import Goal, Spread, Timings, print_goals, print_table, several_copies, take_slices
 
 NUM_COPIES = 4
+SLICE_SECONDS = 0.08
 CONTESTANTS = ("stock", "stock+tb", "ours", "watched")
 
 
@@ -64,28 +66,35 @@ def measure(job: Job) -> Timings:
 
     stock, ours = Classes(keras.Model, keras.Sequential), Classes(kde.Model, kde.Sequential)
     with tempfile.TemporaryDirectory() as folder:
-        contestants: dict[str, tuple[Classes, list[Any]]] = {
-            "stock": (stock, []),
-            "stock+tb": (stock, [keras.callbacks.TensorBoard(f"{folder}/stock", update_freq=1)]),
-            "ours": (ours, []),
-            "watched": (ours, [kde.ReplicaMonitor(f"{folder}/ours"), kde.ReplicaSeeds(1)]),
+        contestants: dict[str, tuple[Classes, Callable[[], list[Any]]]] = {
+            "stock": (stock, list),
+            "stock+tb": (stock, lambda: [keras.callbacks.TensorBoard(f"{folder}/stock", update_freq=1)]),
+            "ours": (ours, list),
+            "watched": (ours, lambda: [kde.ReplicaMonitor(f"{folder}/ours"), kde.ReplicaSeeds(1)]),
         }
         prepare = {
-            name: functools.partial(_prepare, classes, job, strategy, callbacks)
-            for name, (classes, callbacks) in contestants.items()
+            name: functools.partial(_prepare, classes, job, strategy, make_callbacks)
+            for name, (classes, make_callbacks) in contestants.items()
         }
-        return take_turns(several_copies(prepare, NUM_COPIES), job.num_rounds)
+        return take_slices(several_copies(prepare, NUM_COPIES), job.num_rounds)
 
 
-def _prepare(classes: Classes, job: Job, strategy: Any, callbacks: list[Any]) -> Callable[[], float]:
-    """Build and compile a model; return what trains it for the job's time and returns its seconds a step."""
+def _prepare(classes: Classes, job: Job, strategy: Any, make_callbacks: Callable[[], list[Any]]) -> Callable[[], float]:
+    """Build and compile a model; return what trains it for the job's time and returns its seconds a step.
+
+    Callbacks are its own: a monitor begins anew, with short intervals, where the model is another one.
+    """
     import keras
 
     keras.utils.set_random_seed(0)
-    train = _fit(_model(classes, MODELS[job.model], strategy), MODELS[job.model], callbacks)
-    train(10)  # compiles
-    num_steps = round(job.seconds / train(100))
-    return lambda: train(num_steps)
+    train = _fit(_model(classes, MODELS[job.model], strategy), MODELS[job.model], make_callbacks())
+    train(10, _go_on)  # compiles
+    num_steps = round(job.seconds / train(100, _go_on))
+    return lambda hand_over: train(num_steps, hand_over)
+
+
+def _go_on() -> None:
+    """Hand over to nobody."""
 
 
 def _model(classes: Classes, case: Case, strategy: Any) -> Any:
@@ -95,17 +104,42 @@ def _model(classes: Classes, case: Case, strategy: Any) -> Any:
     return model
 
 
-def _fit(model: Any, case: Case, callbacks: list[Any]) -> Callable[[int], float]:
-    """Return what trains a model for so many timed steps and returns its seconds a step."""
+def _fit(model: Any, case: Case, callbacks: list[Any]) -> Callable[[int, Callable[[], None]], float]:
+    """Return what trains a model for so many timed steps, handing over now and then, and returns its seconds a step."""
     dataset = batches_of(case)
-    times = epoch_times()
+    clock = _clock()
 
-    def train(num_steps: int) -> float:
+    def train(num_steps: int, hand_over: Callable[[], None]) -> float:
         half = max(1, num_steps // 2)
-        model.fit(dataset, epochs=3, steps_per_epoch=half, verbose=0, callbacks=[*callbacks, times], shuffle=False)
-        return (times.ends[-1] - times.ends[0]) / (2 * half)
+        clock.hand_over = hand_over
+        model.fit(dataset, epochs=3, steps_per_epoch=half, verbose=0, callbacks=[*callbacks, clock], shuffle=False)
+        return float(clock.seconds / (2 * half))
 
     return train
+
+
+def _clock() -> Any:
+    """Return a callback that hands over after each slice and adds up its own time, from the end of the first epoch."""
+    import keras
+
+    class Clock(keras.callbacks.Callback):  # type: ignore[misc]
+        is_content_with_executions = True  # see `kde.ReplicaMonitor`: several steps at once are fine
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.seconds, self.began = 0.0, time.perf_counter()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if time.perf_counter() - self.began > SLICE_SECONDS:
+                self.seconds += time.perf_counter() - self.began
+                self.hand_over()
+                self.began = time.perf_counter()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            now = time.perf_counter()
+            self.seconds = self.seconds + now - self.began if epoch else 0.0
+            self.began = now
+
+    return Clock()
 
 
 def _added(timing: Timings, name: str, base: str) -> Spread:

@@ -25,8 +25,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -43,6 +45,7 @@ __all__ = [
     "print_table",
     "run_apart",
     "several_copies",
+    "take_slices",
     "take_turns",
 ]
 
@@ -122,9 +125,68 @@ def take_turns(trials: Mapping[str, Callable[[], float]], num_rounds: int) -> Ti
     return Timings(samples, max(0.0, cores))
 
 
+class _Baton:
+    """Lets one of several threads run at a time, in a ring."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._ring = list(names)
+        self._changed = threading.Condition()
+
+    def wait(self, name: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ring[0] == name)
+
+    def pass_on(self, name: str) -> None:
+        with self._changed:
+            self._ring.append(self._ring.pop(0))
+            self._changed.notify_all()
+        self.wait(name)
+
+    def leave(self) -> None:
+        with self._changed:
+            self._ring.pop(0)
+            self._changed.notify_all()
+
+
+def take_slices(trials: Mapping[str, Callable[[Callable[[], None]], float]], num_rounds: int) -> Timings:
+    """Run every trial once a round, all in turn slice by slice: what slows the machine for a second slows them all.
+
+    Args:
+        trials: Contestant -> callable that trains for a while and returns its seconds a step. What it is given it has to
+            call after every tenth of a second or so; that returns when it is its turn again.
+        num_rounds: Number of samples of each contestant.
+
+    Raises:
+        ValueError: `num_rounds` is below 1.
+    """
+    if num_rounds < 1:
+        raise ValueError(f"num_rounds is {num_rounds}, so nothing would be measured. Ask for at least 1.")
+    names = list(trials)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    began, busy = time.perf_counter(), _others_seconds()
+    for round_index in range(num_rounds):
+        first = round_index % len(names)
+        ring = names[first:] + names[:first]
+        baton = _Baton(ring)
+        with ThreadPoolExecutor(len(ring)) as pool:
+            futures = {name: pool.submit(_in_slices, trials[name], name, baton) for name in ring}
+        for name, future in futures.items():
+            samples[name].append(future.result())
+    cores = (_others_seconds() - busy) / (time.perf_counter() - began)
+    return Timings(samples, max(0.0, cores))
+
+
+def _in_slices(trial: Callable[[Callable[[], None]], float], name: str, baton: _Baton) -> float:
+    baton.wait(name)
+    try:
+        return trial(lambda: baton.pass_on(name))
+    finally:
+        baton.leave()
+
+
 def several_copies(
-    prepare: Mapping[str, Callable[[], Callable[[], float]]], num_copies: int
-) -> dict[str, Callable[[], float]]:
+    prepare: Mapping[str, Callable[[], Callable[..., float]]], num_copies: int
+) -> dict[str, Callable[..., float]]:
     """Prepare `num_copies` of every contestant; return trials that take a contestant's copies in turn.
 
     Two copies of one program may differ by more than what is measured, and so may what is compiled first and last:
@@ -134,14 +196,14 @@ def several_copies(
         prepare: Contestant -> callable that builds and compiles it and returns its trial.
         num_copies: At least 1; `take_turns` should have a multiple of it as rounds.
     """
-    copies: dict[str, list[Callable[[], float]]] = {name: [] for name in prepare}
+    copies: dict[str, list[Callable[..., float]]] = {name: [] for name in prepare}
     for index in range(num_copies):
         for name in [*prepare][:: -1 if index % 2 else 1]:
             copies[name].append(prepare[name]())
     gc.collect()
     gc.freeze()  # Python's collector would go through all copies now and then, in the time of one of them
     turns = {name: itertools.cycle(trials) for name, trials in copies.items()}
-    return {name: lambda turn=turn: next(turn)() for name, turn in turns.items()}  # type: ignore[misc]
+    return {name: lambda *given, turn=turn: next(turn)(*given) for name, turn in turns.items()}  # type: ignore[misc]
 
 
 def _others_seconds() -> float:

@@ -131,7 +131,9 @@ class Watch:
         """End the interval with the epoch, and bring it to where it belongs."""
         if self._num_pending and self._intervals.is_worth_it(self._num_pending):
             self._end_intervals(is_last=True)
+            began = time.perf_counter()
             self._writer.flush()
+            self._cost_seconds += time.perf_counter() - began
 
     def end_training(self) -> None:
         """Write what is left."""
