@@ -1,6 +1,6 @@
 """Measure what it costs to see every replica: `fit` with ReplicaMonitor and ReplicaSeeds, without, and stock Keras.
 
-    python benchmarks/bench_monitor.py                       # about 25 minutes
+    python benchmarks/bench_monitor.py                       # under an hour, by an estimate
     python benchmarks/bench_monitor.py --models tiny --replicas 1,2 --rounds 5
 
 The contestants train the same model, with the same optimizer, on the same batch, again and again:
@@ -10,10 +10,12 @@ The contestants train the same model, with the same optimizer, on the same batch
 * ours: `kde.Model.fit` as it comes.
 * watched: the same with `ReplicaMonitor(folder)` and `ReplicaSeeds(1)`: loss, examples and times of each replica.
 
-Each row is a process of its own, in which the contestants run in turn. Each has several copies, compiled in changing
-order, and a round is one copy's: two copies of the same may differ by more than what is measured. A sample is one call
-to `fit` with three epochs, of which the last two are timed; differences are taken round by round. Replicas are logical
-CPU devices.
+Each row is a process of its own. Each contestant has several copies, compiled in changing order, and a round is one
+copy's: two copies of the same may differ by more than what is measured. A sample is one call to `fit` with three
+epochs, of which the last two are timed. The four calls of a round run in threads that hand over to each other at the
+end of what is under way after 80 ms, so that only one trains at a time and what slows the machine for a second slows
+all. The callback that hands over is there in all four. Differences are taken round by round. Replicas are logical CPU
+devices.
 """
 
 from __future__ import annotations

@@ -152,8 +152,8 @@ def take_slices(trials: Mapping[str, Callable[[Callable[[], None]], float]], num
     """Run every trial once a round, all in turn slice by slice: what slows the machine for a second slows them all.
 
     Args:
-        trials: Contestant -> callable that trains for a while and returns its seconds a step. What it is given it has to
-            call after every tenth of a second or so; that returns when it is its turn again.
+        trials: Contestant -> callable that trains for a while and returns its seconds a step. What it is given it
+            has to call every tenth of a second or so; that returns when it is its turn again.
         num_rounds: Number of samples of each contestant.
 
     Raises:
