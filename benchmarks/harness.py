@@ -112,15 +112,19 @@ def take_turns(trials: Mapping[str, Callable[[], float]], num_rounds: int) -> Ti
     Raises:
         ValueError: `num_rounds` is below 1.
     """
+    return _rounds(list(trials), num_rounds, lambda ring: {name: trials[name]() for name in ring})
+
+
+def _rounds(names: list[str], num_rounds: int, play: Callable[[list[str]], Mapping[str, float]]) -> Timings:
+    """Play so many rounds; `play` is given the names in turn, another one first each round, and returns samples."""
     if num_rounds < 1:
         raise ValueError(f"num_rounds is {num_rounds}, so nothing would be measured. Ask for at least 1.")
-    names = list(trials)
     samples: dict[str, list[float]] = {name: [] for name in names}
     began, busy = time.perf_counter(), _others_seconds()
     for round_index in range(num_rounds):
         first = round_index % len(names)
-        for name in names[first:] + names[:first]:
-            samples[name].append(trials[name]())
+        for name, seconds in play(names[first:] + names[:first]).items():
+            samples[name].append(seconds)
     cores = (_others_seconds() - busy) / (time.perf_counter() - began)
     return Timings(samples, max(0.0, cores))
 
@@ -159,21 +163,14 @@ def take_slices(trials: Mapping[str, Callable[[Callable[[], None]], float]], num
     Raises:
         ValueError: `num_rounds` is below 1.
     """
-    if num_rounds < 1:
-        raise ValueError(f"num_rounds is {num_rounds}, so nothing would be measured. Ask for at least 1.")
-    names = list(trials)
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    began, busy = time.perf_counter(), _others_seconds()
-    for round_index in range(num_rounds):
-        first = round_index % len(names)
-        ring = names[first:] + names[:first]
+
+    def play(ring: list[str]) -> dict[str, float]:
         baton = _Baton(ring)
         with ThreadPoolExecutor(len(ring)) as pool:
             futures = {name: pool.submit(_in_slices, trials[name], name, baton) for name in ring}
-        for name, future in futures.items():
-            samples[name].append(future.result())
-    cores = (_others_seconds() - busy) / (time.perf_counter() - began)
-    return Timings(samples, max(0.0, cores))
+        return {name: future.result() for name, future in futures.items()}
+
+    return _rounds(list(trials), num_rounds, play)
 
 
 def _in_slices(trial: Callable[[Callable[[], None]], float], name: str, baton: _Baton) -> float:
