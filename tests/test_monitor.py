@@ -23,6 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import keras_dist_ext as kde
 from keras_dist_ext import _keras
 from keras_dist_ext.dashboard import metadata as names
+from keras_dist_ext.monitoring.intervals import Intervals
 from keras_dist_ext.stats import ReplicaStats
 
 X = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
@@ -164,6 +165,19 @@ def test_an_automatic_interval_is_neither_a_step_nor_the_whole_run(
     assert memory.train[0].step == 1  # something to see at once
     assert 3 <= len(memory.train) < 100
     assert len(executions) < 500  # steps_per_execution="auto" goes on to make many steps at once
+
+
+@pytest.mark.parametrize(
+    ("cost_seconds", "fitting", "least"),
+    [(4e-3, 400, 160), (0.0, 100, 0), (1e-4, 100, 4)],  # of steps of 10 ms; what ends costs 0.1%, 0.25% with an epoch
+)
+def test_automatic_intervals_are_as_long_as_their_end_costs(cost_seconds: float, fitting: int, least: int) -> None:
+    intervals = Intervals()
+    for _ in range(5):  # each has at most 8 times as many batches as the one before
+        intervals.set_lengths(*intervals.lengths(1e-2, cost_seconds))
+    assert intervals.lengths(1e-2, cost_seconds) == (fitting, least)
+    assert intervals.is_worth_it(least)
+    assert not intervals.is_worth_it(least - 1)
 
 
 # Steps go on
