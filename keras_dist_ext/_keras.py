@@ -89,6 +89,7 @@ from tensorflow.python.ops import (
     gen_random_ops,
     gen_stateless_random_ops,
     gen_stateless_random_ops_v2,
+    resource_variable_ops,
     summary_ops_v2,
 )
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
@@ -769,6 +770,19 @@ def run_in_any_order(value: tf.Tensor) -> None:
     manager = getattr(tf_ops.get_default_graph(), "experimental_acd_manager", None)
     if manager is not None and not tf.executing_eagerly():
         manager.run_independently(value.op)
+
+
+def variable_of_no_strategy(initial_value: Any, shape: Any = None) -> tf.Variable:
+    """Make a variable that is one, on the current device, inside of a strategy's scope too.
+
+    The class of eager variables asks nobody who creates variables (python/ops/variables.py, `VariableMetaclass`;
+    python/ops/resource_variable_ops.py).
+
+    Args:
+        initial_value: its value.
+        shape: where values may have others than that one.
+    """
+    return resource_variable_ops.ResourceVariable(initial_value, trainable=False, shape=shape)
 
 
 def in_xla() -> bool:

@@ -17,7 +17,7 @@ from keras_dist_ext._keras import tree
 from keras_dist_ext.additional import UnknownLossDegrees, placeholders
 from keras_dist_ext.logs import VALUE, ComputesWithResults, computes_with, noted_results, pooled_state
 from keras_dist_ext.means import Degrees
-from keras_dist_ext.recorder import StepNote, now, row, tape, when_updated
+from keras_dist_ext.recorder import StepNote, Tapes, now, row, tables, when_updated
 from keras_dist_ext.reduce import sum_over_replicas
 from keras_dist_ext.seeds import generator_without_seed
 from keras_dist_ext.step import ReplicaStep, UnbuiltOptimizer
@@ -63,6 +63,14 @@ class StepProgram:
         )
         self._records = bool(model.replica_recorders)
         self._records_norm = any(recorder.gradient_norm for recorder in model.replica_recorders)
+        self._devices = (
+            ["/device:CPU:0"]
+            if _keras.is_default_strategy(self.strategy)
+            else list(self.strategy.extended.worker_devices)
+        )
+        self._tapes: Tapes | None = None  # of loops in a graph
+        if self._records and not self.is_eager:
+            self._tapes = Tapes(self._devices, gradient_norm=self._records_norm)
         self._guard = model.replica_guard if kind == "train" else None
         self._goes_alone = False
         self._loops = False  # whether what is traced makes several steps
@@ -174,58 +182,55 @@ class StepProgram:
     def _on_one(self, batch: Any, *, of_worker: bool) -> Any:
         self._loops = False
         self._initial_extra(lambda: batch, of_worker=of_worker)
-        graph = tf.compat.v1.get_default_graph()
-        num_ops = 0 if tf.executing_eagerly() else len(graph.get_operations())
+        is_over = self._clocks_of_updates()
         batch, times = self._timed(lambda: batch)
-        extra, rows = self._one(batch, times, of_worker=of_worker)
-        is_timed = self._records and not tf.executing_eagerly()
-        return self._outcome(extra, [rows], [*extra, when_updated(graph, num_ops)] if is_timed else extra)
+        extra, row = self._one(batch, times, of_worker=of_worker)
+        return self._outcome(extra, [row], [*extra, *is_over()])
 
     def _on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
         self._loops = not self._goes_alone
 
-        def body(i: tf.Tensor, tape: Any, *_: Any) -> tuple[Any, ...]:
-            extra, row = self._one(*self._timed(iterator.get_next))
-            return (i + 1, tape.write(i, row) if self._records else tape, *extra)
+        def body(i: tf.Tensor, *_: Any) -> tuple[Any, ...]:
+            is_over = self._clocks_of_updates()
+            extra, row = self._one(*self._timed(iterator.get_next), is_over=is_over)
+            self._write(row)
+            return (i + 1, *extra)
 
         extra = self._initial_extra(iterator.get_next)
-        i, tape, *extra = tf.while_loop(
+        self._begin_tapes(num_steps)
+        i, *extra = tf.while_loop(
             lambda i, *_: i < num_steps,
             body,
-            (tf.constant(0), self._tape(num_steps), *extra),
+            (tf.constant(0), *extra),
             parallel_iterations=1,
-            shape_invariants=(
-                tf.TensorShape([]),
-                tf.TensorShape(None) if self._records else (),
-                *(tf.TensorShape(None) for _ in extra),
-            ),
+            shape_invariants=(tf.TensorShape([]), *(tf.TensorShape(None) for _ in extra)),
         )
-        return self._outcome(extra, tape, i)
+        return self._outcome(extra, None, i)
 
     def _on_optional(self, optional: Any, iterator: Any, num_steps: tf.Tensor) -> Any:
         self._loops = not self._goes_alone
 
-        def body(i: tf.Tensor, optional: Any, tape: Any, *_: Any) -> tuple[Any, ...]:
-            graph = tf.compat.v1.get_default_graph()
-            num_ops = len(graph.get_operations())
+        def body(i: tf.Tensor, optional: Any, *_: Any) -> tuple[Any, ...]:
+            is_over = self._clocks_of_updates()
             batch, times = self._timed(optional.get_value, is_ahead=True)
-            extra, row = self._one(batch, times, is_over=lambda: when_updated(graph, num_ops))
-            return (i + 1, iterator.get_next_as_optional(), tape.write(i, row) if self._records else tape, *extra)
+            extra, row = self._one(batch, times, is_over=is_over)
+            self._write(row)
+            return (i + 1, iterator.get_next_as_optional(), *extra)
 
         extra = self._initial_extra(lambda: optional.get_value())
-        i, optional, tape, *extra = tf.while_loop(
+        self._begin_tapes(num_steps)
+        i, optional, *extra = tf.while_loop(
             lambda i, optional, *_: tf.logical_and(i < num_steps, optional.has_value()),
             body,
-            (tf.constant(0), optional, self._tape(num_steps), *extra),
+            (tf.constant(0), optional, *extra),
             parallel_iterations=1,
             shape_invariants=(
                 tf.TensorShape([]),
                 tf.OptionalSpec.from_value(optional),
-                tf.TensorShape(None) if self._records else (),
                 *(tf.TensorShape(None) for _ in extra),
             ),
         )
-        return self._told(i), optional, self._outcome(extra, tape, i)
+        return self._told(i), optional, self._outcome(extra, None, i)
 
     def _told(self, num_made: tf.Tensor) -> tf.Tensor:
         """Have it known how many steps this worker's data has had, while others may wait for it in one more."""
@@ -247,20 +252,42 @@ class StepProgram:
         rows: list[Any] = []
         while len(rows) < int(num_steps) and optional.has_value():
             batch, times = self._timed(optional.get_value, is_ahead=True)
-            extra, row = self._one(batch, times, is_over=now)
+            extra, row = self._one(batch, times, is_over=self._clocks_of_updates())
             rows.append(row)
             optional = iterator.get_next_as_optional()
         return len(rows), optional, self._outcome(extra, rows, extra)
 
-    def _tape(self, num_steps: tf.Tensor) -> Any:
-        return tape(num_steps, self._num_local, gradient_norm=self._records_norm) if self._records else ()
+    def _clocks_of_updates(self) -> Callable[[], Any]:
+        """Return what is asked, after a step that is about to be made, when each replica was over with it."""
+        if tf.executing_eagerly():
+            return lambda: [now()] * len(self._devices)
+        graph = tf.compat.v1.get_default_graph()
+        num_ops = len(graph.get_operations())
+        return lambda: when_updated(graph, num_ops, self._devices)
 
-    def _outcome(self, extra: Sequence[Any], rows: Any, after: Any) -> Any:
-        """The logs, and if steps are recorded their rows, and when all was over."""
+    def _begin_tapes(self, num_steps: tf.Tensor) -> None:
+        if self._tapes is not None:
+            self._tapes.begin(num_steps)
+
+    def _write(self, row: Any) -> None:
+        if self._tapes is not None:
+            self._tapes.write(row)
+
+    def _outcome(self, extra: Sequence[Any], rows: list[Any] | None, after: Any) -> Any:
+        """The logs, and if steps are recorded their tables, and when all was over.
+
+        Args:
+            extra: see ``_one``.
+            rows: of the steps; None for those on the tapes.
+            after: what is there when all is over.
+        """
         if not self._records:
             return self._logs(extra)
         end = now(after)
-        return self._logs(extra), tf.stack(rows) if isinstance(rows, list) else rows.stack(), end
+        if rows is not None:
+            return self._logs(extra), tables(rows), end
+        assert self._tapes is not None
+        return self._logs(extra), self._tapes.read(), end
 
     def _timed(self, pull: Callable[[], Any], *, is_ahead: bool = False) -> tuple[Any, Any]:
         """Pull a batch; return it with when that began, and when it was there: at once, if it was read ahead."""
@@ -274,11 +301,6 @@ class StepProgram:
         batch_there = now(batch)
         return batch if is_per_replica(batch) else _once(batch_there, batch), (begin, batch_there)
 
-    @property
-    def _num_local(self) -> int:
-        """How many replicas this worker has."""
-        return len(self.strategy.extended.worker_devices) if self.num_replicas > 1 else 1
-
     # One step
 
     def _one(
@@ -290,7 +312,8 @@ class StepProgram:
             batch: global, or per replica.
             times: when the step began and when its batch was there, if it is recorded.
             of_worker: whether the rows are this worker's own.
-            is_over: asked for when the step was over, if something else follows it than the next one.
+            is_over: asked for when each local replica was over with it; where it is not given, the next step or the
+                end of all follows at once.
 
         Returns:
             Each local replica's leaves of the logs that no metric holds, and the step's record.
@@ -302,9 +325,8 @@ class StepProgram:
             extra, noted = self.strategy.run(self._replica, args=(batch, cut, there))
         local = self.strategy.experimental_local_results
         if times is not None:
-            over = tf.constant(float("nan"), tf.float64) if is_over is None else is_over()
-            begin, batch_there = times
-            times = row(begin, batch_there, over, [*zip(*map(local, noted), strict=True)])
+            over = [float("nan")] * len(self._devices) if is_over is None else is_over()
+            times = row(times, over, [*zip(*map(local, noted), strict=True)])
         return [part for value in extra for part in local(value)], times
 
     def _replica(self, batch: Any, cut: str, there: Any = None) -> tuple[list[tf.Tensor], Any]:
@@ -335,7 +357,7 @@ class StepProgram:
         extra = self._extra_of_replica(batch, cut, options)
         if guard is not None:
             guard.end()
-        return extra, () if note is None else note.column(is_alone=self._num_local == 1)
+        return extra, () if note is None else note.column()
 
     def _extra_of_replica(self, batch: Any, cut: str, options: dict[str, Any]) -> list[tf.Tensor]:
         placement = self.model.placement
@@ -414,7 +436,7 @@ class StepProgram:
 
     def _logs(self, extra: Sequence[tf.Tensor]) -> Any:
         """Compute the logs from the state pooled over replicas."""
-        num_local = self._num_local
+        num_local = len(self._devices)
         values = [tuple(extra[i : i + num_local]) for i in range(0, len(extra), num_local)]
         if self.num_replicas > 1 and values:
             sums = sum_over_replicas(self.strategy, [_keras.regroup(v) for v in values])

@@ -1,15 +1,15 @@
 """Record on the device what each replica does in each step, and fetch it when it is asked for.
 
-A step hands its loss, examples and gradients to a ``StepNote`` while it is traced; the loop over steps collects what
-the notes say on a tape; each execution leaves its tape with the ``Recorder``, where it stays until ``fetch``. So no
-step waits for the host, and steps inside an execution have records of their own.
+A step hands its loss, examples and gradients to a ``StepNote`` while it is traced; the loop over steps leaves what the
+notes say on ``Tapes``, one beside each replica; each execution leaves what is on them with the ``Recorder``, where it
+stays until ``fetch``. So no step waits for the host or for another replica's numbers, and steps inside an execution
+have records of their own.
 
-Letters: n = steps; L = replicas of this worker; C = numbers of each in a step.
+Letters: n = steps; L = replicas of this worker.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +19,12 @@ import tensorflow as tf
 from keras_dist_ext import _keras
 from keras_dist_ext.stats import Kind, StepRecords, join_records
 
-__all__ = ["Recorder", "StepNote", "now", "row", "tape", "when_updated"]
+__all__ = ["Recorder", "StepNote", "Tapes", "now", "row", "tables", "when_updated"]
 
-# A row is: when the step began, when its batch was there, when it was over; then C numbers of each replica: when it had
-# computed, its rows, its loss, and the norm of its gradients if that is wanted.
-_NUM_TIMES = 3
+# A row is of one step. It has a tuple of scalars for each replica: when it was over, when it had computed, how many
+# rows it had, its loss, and the norm of its gradients if that is wanted; the first tuple ends with when the step began
+# and when its batch was there. A table is what a replica has in several rows.
+Row = list[tuple[Any, ...]]
 _MOST_PENDING = 1000  # executions; older ones are fetched before they are asked for
 
 
@@ -106,20 +107,11 @@ class StepNote:
         if "computed" not in part and not self._on_tpu:
             part["computed"] = _as_soon_as(_on_host([part["loss"]] if "loss" in part else tf.nest.flatten(made)))
 
-    def column(self, *, is_alone: bool) -> tuple[tf.Tensor, ...]:
-        """Return the record of the real replica; see above. Numbers of a replica without rows mean nothing.
+    def column(self) -> tuple[Any, ...]:
+        """Return what a row says of the real replica between when it was over and when it began; see above.
 
-        Args:
-            is_alone: whether this worker has no other. Its C scalars stay as they are then; else they are one tensor
-                [C], to be sent to where the record of a step is put together.
+        Numbers of a replica without rows mean nothing.
         """
-        scalars = self._scalars()
-        if is_alone:
-            return scalars
-        with contextlib.nullcontext() if self._on_tpu else tf.device(_host_of(scalars)):
-            return (tf.stack(scalars),)
-
-    def _scalars(self) -> tuple[tf.Tensor, ...]:
         parts = list(self._parts.values())
         names = ["loss", "norm"] if self._wants_norm else ["loss"]
         if len(parts) == 1:
@@ -128,19 +120,17 @@ class StepNote:
             values = [part.get(name, _UNKNOWN) for name in names]
         else:
             counts = [tf.cast(part["rows"], tf.float32) for part in parts]
-            total = tf.add_n(counts)
-            rows = total
-            values = [_mean([part.get(name, _UNKNOWN) for part in parts], counts, total) for name in names]
-        values = [tf.convert_to_tensor(value) for value in values]
+            rows = tf.add_n(counts)
+            values = [_mean([part.get(name, _UNKNOWN) for part in parts], counts, rows) for name in names]
+        numbers = [tf.convert_to_tensor(number) for number in (rows, *values)]
         if self._on_tpu:
-            return tf.constant(float("inf")), tf.cast(rows, tf.float32), *values
+            return tf.constant(float("inf")), *numbers
         computed = [part["computed"] for part in parts if "computed" in part]
         if not computed:
             computed_at: Any = tf.constant(float("inf"), tf.float64)
         else:
             computed_at = computed[0] if len(computed) == 1 else tf.reduce_max(tf.stack(computed))
-        with tf.device(_host_of([computed_at])), tf.control_dependencies([computed_at]):  # no sooner: see ``row``
-            return computed_at, *(tf.cast(number, tf.float64) for number in (rows, *values))
+        return computed_at, *numbers
 
 
 def _as_soon_as(values: Sequence[Any]) -> tf.Tensor:
@@ -169,45 +159,111 @@ def _on_host(values: Sequence[Any]) -> list[Any]:
         return [tf.identity(tf.reshape(value, [-1])[:1]) for value in (values[0], values[-1])]
 
 
-def row(begin: Any, batch_there: Any, over: Any, columns: Sequence[Sequence[Any]]) -> tf.Tensor:
-    """Return the record of a step, [3 + L C].
-
-    It is put together when all else is done: where something short can be done beside something long, TensorFlow's
-    executor hands one of them to another thread, and that one contends for the cores for a while.
+def row(times: tuple[Any, Any], over: Sequence[Any], columns: Sequence[tuple[Any, ...]]) -> Row:
+    """Return the record of a step.
 
     Args:
-        begin: when it began.
-        batch_there: when its batch was there.
-        over: when it was over, where what follows is not the next step; else NaN.
-        columns: what each of the L replicas has noted, see ``StepNote.column``.
+        times: when it began, and when its batch was there.
+        over: when each of the L replicas was over with it; NaN if that is when the next step begins.
+        columns: what each has noted, see ``StepNote.column``.
     """
-    with tf.device("/device:CPU:0"), tf.control_dependencies([over]):
-        times = [begin, batch_there, over]
-        if len(columns) == 1:
-            return tf.stack([tf.cast(number, tf.float64) for number in (*times, *columns[0])])
-        return tf.concat([tf.stack(times), *(tf.cast(column, tf.float64) for (column,) in columns)], axis=0)
+    made = [(when, *column) for when, column in zip(over, columns, strict=True)]
+    return [(*made[0], *times), *made[1:]]
 
 
-def when_updated(graph: Any, since: int) -> tf.Tensor:
-    """Read the clock once what a step assigns is assigned.
+def tables(rows: Sequence[Row]) -> list[tf.Tensor]:
+    """Return the tables of some rows: of each replica float64 [n, 4 or more], where it had noted its numbers."""
+    made = []
+    for of_replica in zip(*rows, strict=True):
+        with tf.device(_host_of(of_replica[0][1:])):
+            made.append(tf.stack([tf.stack([tf.cast(number, tf.float64) for number in own]) for own in of_replica]))
+    return made
+
+
+def when_updated(graph: Any, since: int, devices: Sequence[str]) -> list[tf.Tensor]:
+    """Read the clock of each replica's host once what a step assigns on the replica's device is assigned.
 
     Args:
         graph: where the step was traced.
         since: how many ops it had before.
+        devices: of the L replicas. What is assigned elsewhere counts as the first one's.
     """
-    updates = [op for op in graph.get_operations()[since:] if op.type.startswith(_ASSIGNING)]
-    with tf.control_dependencies(updates), tf.device("/device:CPU:0"):
-        return tf.timestamp()
+    updates: list[list[Any]] = [[] for _ in devices]
+    index_of = {_place(device): index for index, device in enumerate(devices)}
+    for op in graph.get_operations()[since:]:
+        if op.type.startswith(_ASSIGNING):
+            updates[index_of.get(_place(op.device), 0)].append(op)
+    clocks = []
+    for ops, device in zip(updates, devices, strict=True):
+        with tf.control_dependencies(ops), tf.device(host_of(device)):
+            clocks.append(tf.timestamp())
+        _keras.run_in_any_order(clocks[-1])
+    return clocks
 
 
 _ASSIGNING = ("Assign", "Resource", "If", "While", "StatefulPartitionedCall", "CollectiveReduce")
 
 
-def tape(num_steps: Any, num_local: int, *, gradient_norm: bool) -> tf.TensorArray:
-    """Return what a loop in a graph carries the rows of its steps in."""
-    num_columns = 4 if gradient_norm else 3
-    with tf.device("/device:CPU:0"):
-        return tf.TensorArray(tf.float64, size=num_steps, element_shape=[_NUM_TIMES + num_columns * num_local])
+def _place(device: str) -> tuple[str | None, int | None]:
+    """Type and number of a device; names in a graph may be shorter than those of a strategy."""
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.device_type, spec.device_index
+
+
+def host_of(device: str) -> str:
+    """Return the CPU device beside a device: itself, if it is one."""
+    spec = tf.DeviceSpec.from_string(device)
+    return device if spec.device_type == "CPU" else spec.replace(device_type="CPU", device_index=0).to_string()
+
+
+class Tapes:
+    """Hold the rows of the steps that a loop in a graph makes, each replica's on its own host.
+
+    So nothing is sent to another device in a step. They are variables: what a loop carries goes through the first
+    device (python/ops/while_v2.py makes an Identity of it there), and a queue's ops hand over to another thread.
+
+    Args:
+        devices: of the L replicas of this worker.
+        gradient_norm: whether rows have the norm of gradients.
+    """
+
+    def __init__(self, devices: Sequence[str], *, gradient_norm: bool) -> None:
+        self._tapes: list[tuple[str, Any, Any]] = []
+        for index, device in enumerate(devices):
+            num_columns = 4 + gradient_norm + 2 * (index == 0)
+            with tf.init_scope(), tf.device(host_of(device)):
+                table = _keras.variable_of_no_strategy(tf.zeros([0, num_columns], tf.float64), [None, num_columns])
+                self._tapes.append((host_of(device), table, _keras.variable_of_no_strategy(tf.constant(0))))
+
+    def begin(self, num_steps: Any) -> None:
+        """Make room for so many rows, and forget those of the execution before, however it ended."""
+        for host, table, count in self._tapes:
+            with tf.device(host):
+                table.assign(tf.zeros([num_steps, table.shape[1]], tf.float64))
+                count.assign(0)
+
+    def write(self, row: Row) -> None:
+        """Add the row of a step.
+
+        Its numbers are put together when the replica is over with the step: where something short can be done beside
+        something long, TensorFlow's executor hands one of them to another thread, and that one contends for the cores
+        for a while.
+        """
+        for (host, table, count), numbers in zip(self._tapes, row, strict=True):
+            with tf.device(host):
+                index = count.read_value()
+                with tf.control_dependencies([numbers[0]]):
+                    of_step = tf.stack([tf.cast(number, tf.float64) for number in numbers])
+                table.scatter_update(tf.IndexedSlices(of_step, index))
+                count.assign_add(1)
+
+    def read(self) -> list[tf.Tensor]:
+        """Return the tables of all rows, with zeros for those that there was room for."""
+        made = []
+        for host, table, _ in self._tapes:
+            with tf.device(host):
+                made.append(table.read_value())
+        return made
 
 
 class Recorder:
@@ -242,11 +298,11 @@ class Recorder:
 
         Args:
             kind: "train" or "test".
-            rows: float64 [n or more, 3 + L C], a tensor.
+            rows: L tables of n or more rows.
             num_steps: n.
             end: when the execution was over, a scalar of the same clock.
             waited_seconds: for the batch of the first step, before it began.
-            has_norm: whether C is 4, with the norm of gradients, or 3.
+            has_norm: whether they have the norm of gradients.
         """
         if num_steps:
             self._pending[kind].append((rows, end, num_steps, waited_seconds, has_norm))
@@ -268,25 +324,30 @@ class Recorder:
     def _fetch_pending(self, kind: Kind) -> None:
         pending, self._pending[kind] = self._pending[kind], []
         for rows, end, num_steps, waited_seconds, has_norm in pending:
-            table, end = rows.numpy()[:num_steps], float(end)
-            begin, batch_there, over = table[:, 0], table[:, 1], table[:, 2]
+            parts = [np.asarray(table)[:num_steps] for table in rows]
+            columns = np.stack([part[:, : 5 if has_norm else 4] for part in parts], axis=2)
+            begin, batch_there = parts[0][:, -2:].T
+            over, end = columns[:, 0].max(axis=1), float(end)
+            over = np.where(np.isnan(over), np.append(begin[1:], end), over)
+            # Replica 0 may begin the next step while others update.
+            end = max(end, float(over[-1]))
+            begin = np.append(begin[0], np.maximum(begin[1:], over[:-1]))
+            batch_there = np.maximum(batch_there, begin)
             next_begin = np.append(begin[1:], end)
-            over = np.where(np.isnan(over), next_begin, over)
             before = self._waited_ahead[kind] + waited_seconds
             waited = batch_there - begin + np.append(before, (next_begin - over)[:-1])
             self._waited_ahead[kind] = float(end - over[-1])
             last = self._last_end[kind]
             host = 0.0 if last is None else max(0.0, float(begin[0]) - waited_seconds - last)
             self._last_end[kind] = end
-            columns = table[:, _NUM_TIMES:].reshape(num_steps, -1, 4 if has_norm else 3).transpose(0, 2, 1)
-            computed = np.clip(columns[:, 0], batch_there[:, None], over[:, None])
-            has = columns[:, 1] > 0
-            norm = np.where(has, columns[:, 3], np.nan) if self.gradient_norm and kind == "train" else None
+            computed = np.clip(columns[:, 1], batch_there[:, None], over[:, None])
+            has = columns[:, 2] > 0
+            norm = np.where(has, columns[:, 4], np.nan) if self.gradient_norm and kind == "train" else None
             self._fetched[kind].append(
                 StepRecords(
                     kind=kind,
-                    loss=np.where(has, columns[:, 2], np.nan),
-                    examples=columns[:, 1].astype(np.int64),
+                    loss=np.where(has, columns[:, 3], np.nan),
+                    examples=columns[:, 2].astype(np.int64),
                     gradient_norm=norm,
                     input_seconds=waited,
                     compute_seconds=computed - batch_there[:, None],

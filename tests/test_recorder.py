@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -292,6 +294,55 @@ def test_a_slow_replica_computes_and_the_others_wait_for_it(slowest: int, is_dea
     seconds = records.compute_seconds.T
     fast, slow = seconds[1 - slowest], seconds[slowest]
     assert np.median(slow) >= 0.05 > np.median(fast)
+
+
+@pytest.mark.parametrize("kind", ["default", "mirrored2"])
+def test_steps_of_an_execution_that_failed_are_not_taken_for_those_of_the_next(kind: str, strategies: Any) -> None:
+    def fails() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        yield from itertools.islice(batches(), 4)
+        raise ValueError("torn")
+
+    signature = tf.TensorSpec([None, 6]), tf.TensorSpec([None, 1])
+    torn = tf.data.Dataset.from_generator(fails, output_signature=signature)
+    net, recording = dense(strategies.get(kind), steps_per_execution=3), Recording()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="torn"):
+        net.fit(torn, verbose=0, callbacks=[recording])
+    recording.recorder.fetch("train")
+    net.fit(dataset(), verbose=0, callbacks=[recording])
+    assert recording.of().examples.sum(axis=1).tolist() == [8, 8, 8, 8, 8, 8, 2]
+
+
+def test_a_step_that_one_replica_begins_while_another_updates_begins_when_all_are_over() -> None:
+    recorder = Recorder()  # of each step: over, computed, rows, loss; of the first replica also: begun, batch there
+    first = [[4.0, 2.0, 8.0, 0.1, 0.0, 1.0], [9.0, 8.0, 8.0, 0.2, 5.0, 5.5]]
+    second = [[6.0, 3.0, 7.0, 0.3], [9.0, 8.0, 7.0, 0.4]]
+    recorder.add("train", [tf.constant(first), tf.constant(second)], 2, 9.0)
+    records = recorder.fetch("train")
+    assert records is not None
+    assert records.step_seconds.tolist() == [6, 3]
+    assert records.input_seconds.tolist() == [1, 0]
+    assert records.compute_seconds.tolist() == [[1, 2], [2, 2]]
+    assert records.sync_seconds.tolist() == [[4, 3], [1, 1]]
+    assert records.examples.tolist() == [[8, 7], [8, 7]]
+    np.testing.assert_allclose(records.loss, [[0.1, 0.3], [0.2, 0.4]], rtol=1e-6)
+
+
+def test_what_is_recorded_of_a_replica_stays_beside_it_until_the_execution_is_over(mirrored: Any) -> None:
+    net, recording = dense(mirrored, steps_per_execution=3), Recording()
+    recorded = {}
+
+    class Look(keras.callbacks.Callback):
+        def on_train_end(self, logs: Any = None) -> None:
+            (graph,) = net.train_function.program.graphs()
+            (loop,) = [op for op in graph.get_operations() if op.type == "While"]
+            body = graph.as_graph_def().library.function
+            nodes = next(f for f in body if f.signature.name == loop.get_attr("body").name).node_def
+            for op in ("Timestamp", "ResourceScatterUpdate"):
+                recorded[op] = collections.Counter(node.device[-5:] for node in nodes if node.op == op)
+
+    net.fit(X, Y, batch_size=8, verbose=0, callbacks=[recording, Look()])
+    assert recorded["ResourceScatterUpdate"] == {"CPU:0": 1, "CPU:1": 1}
+    assert recorded["Timestamp"] == {"CPU:0": 4, "CPU:1": 2}  # the first: also when it began, when its batch was there
 
 
 def test_records_follow_from_fit_to_fit_and_nothing_is_recorded_without_a_recorder(mirrored: Any) -> None:

@@ -868,6 +868,15 @@ def test_all_reduce_of_a_replica_context_is_the_one_that_we_replace(mirrored: An
     assert recorder.about("all_reduce") == ["SUM", "SUM"]
 
 
+def test_a_variable_of_no_strategy_is_one_and_changes_its_shape(mirrored: Any) -> None:
+    with mirrored.scope(), tf.device("CPU:1"):
+        variable = _keras.variable_of_no_strategy(tf.zeros([0, 2]), [None, 2])
+    assert _keras.components(variable) == (variable,)
+    assert variable.device.endswith("CPU:1")
+    variable.assign(tf.ones([3, 2]))
+    assert variable.numpy().shape == (3, 2)
+
+
 def test_code_to_be_compiled_knows_it() -> None:
     seen = []
 

@@ -78,7 +78,7 @@ class LoopProgram(StepProgram):
     def _logs(self, extra: Any) -> Any:
         with pooled_state(self.model, self.strategy):
             logs = self.model.get_metrics_result()
-        num_local = self._num_local
+        num_local = len(self._devices)
         for place, name in enumerate(self._kept):
             parts = _of_one_width(name, extra[place * num_local : (place + 1) * num_local])
             logs[name] = gather_rows(self.strategy, _keras.regroup(parts) if self.num_replicas > 1 else parts[0])
