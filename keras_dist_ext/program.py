@@ -293,12 +293,12 @@ class StepProgram:
         """Pull a batch; return it with when that began, and when it was there: at once, if it was read ahead."""
         if not self._records:
             return pull(), None
-        begin = now()
+        begin = now(in_any_order=True)
         with tf.control_dependencies([begin]):
             batch = pull()
         if is_ahead:
             return batch, (begin, begin)
-        batch_there = now(batch)
+        batch_there = now(batch, in_any_order=True)
         return batch if is_per_replica(batch) else _once(batch_there, batch), (begin, batch_there)
 
     # One step
