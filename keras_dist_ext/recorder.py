@@ -34,7 +34,7 @@ def now(after: Any = (), *, in_any_order: bool = False) -> tf.Tensor:
     Args:
         after: what has to be there.
         in_any_order: whether that is all. Else TensorFlow keeps the order in which this and other ops with effects were
-            traced, for which steps with loops inside, such as an LSTM's, pay some 20 µs.
+            traced, for which steps with loops inside, such as an LSTM's, may pay some 20 µs.
     """
     values = [value for value in tf.nest.flatten(after) if tf.is_tensor(value)]
     with tf.control_dependencies(values), tf.device(_host_of(values)):
