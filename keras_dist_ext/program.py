@@ -185,7 +185,7 @@ class StepProgram:
         is_over = self._clocks_of_updates()
         batch, times = self._timed(lambda: batch)
         extra, row = self._one(batch, times, of_worker=of_worker)
-        return self._outcome(extra, [row], [*extra, *is_over()])
+        return self._outcome(extra, [row], [*extra, *is_over()] if self._records else extra)
 
     def _on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
         self._loops = not self._goes_alone

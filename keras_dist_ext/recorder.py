@@ -201,7 +201,7 @@ def when_updated(graph: Any, since: int, devices: Sequence[str]) -> list[tf.Tens
             updates[index_of.get(_place(op.device), 0)].append(op)
     clocks = []
     for ops, device in zip(updates, devices, strict=True):
-        with tf.control_dependencies(ops), tf.device(host_of(device)):
+        with tf.control_dependencies(ops), tf.device(_cpu_beside(device)):
             clocks.append(tf.timestamp())
         _keras.run_in_any_order(clocks[-1])
     return clocks
@@ -216,7 +216,7 @@ def _place(device: str) -> tuple[str | None, int | None]:
     return spec.device_type, spec.device_index
 
 
-def host_of(device: str) -> str:
+def _cpu_beside(device: str) -> str:
     """Return the CPU device beside a device: itself, if it is one."""
     spec = tf.DeviceSpec.from_string(device)
     return device if spec.device_type == "CPU" else spec.replace(device_type="CPU", device_index=0).to_string()
@@ -237,9 +237,9 @@ class Tapes:
         self._tapes: list[tuple[str, Any, Any]] = []
         for index, device in enumerate(devices):
             num_columns = 4 + gradient_norm + 2 * (index == 0)
-            with tf.init_scope(), tf.device(host_of(device)):
+            with tf.init_scope(), tf.device(_cpu_beside(device)):
                 table = _keras.variable_of_no_strategy(tf.zeros([0, num_columns], tf.float64), [None, num_columns])
-                self._tapes.append((host_of(device), table, _keras.variable_of_no_strategy(tf.constant(0))))
+                self._tapes.append((_cpu_beside(device), table, _keras.variable_of_no_strategy(tf.constant(0))))
 
     def begin(self, num_steps: Any) -> None:
         """Make room for so many rows, and forget those of the execution before, however it ended."""

@@ -345,6 +345,16 @@ def test_what_is_recorded_of_a_replica_stays_beside_it_until_the_execution_is_ov
     assert recorded["Timestamp"] == {"CPU:0": 4, "CPU:1": 2}  # the first: also when it began, when its batch was there
 
 
+def test_without_a_recorder_no_clock_is_read(mirrored: Any) -> None:
+    net = dense(mirrored)
+    net.train_on_batch(X[:8], Y[:8])
+    net.fit(X, Y, batch_size=8, verbose=0)
+    graphs = net.train_function.program.graphs()
+    assert len(graphs) == 2
+    for graph in graphs:
+        assert 'op: "Timestamp"' not in str(graph.as_graph_def())
+
+
 def test_records_follow_from_fit_to_fit_and_nothing_is_recorded_without_a_recorder(mirrored: Any) -> None:
     net, recording = dense(mirrored), Recording()
     net.fit(X, Y, batch_size=8, verbose=0, callbacks=[recording])
