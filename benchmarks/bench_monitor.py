@@ -10,12 +10,14 @@ The contestants train the same model, with the same optimizer, on the same batch
 * ours: `kde.Model.fit` as it comes.
 * watched: the same with `ReplicaMonitor(folder)` and `ReplicaSeeds(1)`: loss, examples and times of each replica.
 
-Each row is a process of its own. Each contestant has several copies, compiled in changing order, and a round is one
-copy's: two copies of the same may differ by more than what is measured. A sample is one call to `fit` with three
-epochs, of which the last two are timed. The four calls of a round run in threads that hand over to each other at the
-end of what is under way after 80 ms, so that only one trains at a time and what slows the machine for a second slows
-all. The callback that hands over is there in all four. Differences are taken round by round. Replicas are logical CPU
-devices.
+Each row is a process of its own. Each round has copies of its own, built and compiled for it in changing order: two
+copies of the same may differ by more than what is measured. A sample is one call to `fit` with three epochs, of which
+the last two are timed. The four calls of a round run in threads that hand over to each other at the end of what is
+under way after 80 ms, so that only one trains at a time and what slows the machine for a second slows all. The callback
+that hands over is there in all four. Differences are taken round by round; what watching adds is their mean, and ± its
+standard error. A goal is met where that is below the bound by more than this error. Replicas are logical CPU devices.
+
+The CNN has strides instead of pooling, of whose gradient TensorFlow takes one of two kernels by chance (`cases.py`).
 """
 
 from __future__ import annotations
@@ -28,31 +30,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cases import MODELS, Case, Classes, Job, batches_of, run_rows, start
-from harness import Goal, Spread, Timings, print_goals, print_table, several_copies, take_slices
+from harness import Goal, Timings, print_goals, print_table, take_slices
 
-NUM_COPIES = 4
 SLICE_SECONDS = 0.08
 CONTESTANTS = ("stock", "stock+tb", "ours", "watched")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table and the goals; return 1 if a goal is missed."""
+    """Print the table and the goals; return 1 unless all goals that were measured are met."""
     console, values = run_rows(
         arguments,
         __file__,
         __doc__,
         CONTESTANTS,
         measure,
-        models="tiny,cnn,lstm,strided",
+        models="tiny,strided,lstm",
         replicas="1,2,4",
-        rounds=12,
-        seconds=0.8,
+        rounds=16,
+        seconds=2.0,
     )
     timings = {row: Timings(**value) for row, value in values.items()}
     print_table(console, *_table(timings))
     goals = _goals(timings)
     print_goals(console, goals)
-    return int(any(goal.misses for goal in goals))
+    return int(any(goal.misses or goal.unclear for goal in goals))
 
 
 def measure(job: Job) -> Timings:
@@ -78,7 +79,7 @@ def measure(job: Job) -> Timings:
             name: functools.partial(_prepare, classes, job, strategy, make_callbacks)
             for name, (classes, make_callbacks) in contestants.items()
         }
-        return take_slices(several_copies(prepare, NUM_COPIES), job.num_rounds)
+        return take_slices(prepare, job.num_rounds)
 
 
 def _prepare(classes: Classes, job: Job, strategy: Any, make_callbacks: Callable[[], list[Any]]) -> Callable[[], float]:
@@ -144,11 +145,6 @@ def _clock() -> Any:
     return Clock()
 
 
-def _added(timing: Timings, name: str, base: str) -> Spread:
-    """Return the seconds a step that one takes longer than another, round by round."""
-    return Spread.of([own - other for own, other in zip(timing.samples[name], timing.samples[base], strict=True)])
-
-
 def _table(timings: dict[str, Timings]) -> tuple[str, list[str], list[list[str]]]:
     """Return the title, columns and rows of the table."""
     columns = ["model", *CONTESTANTS, "watching adds", "tb adds", "watched / stock", "others"]
@@ -156,8 +152,8 @@ def _table(timings: dict[str, Timings]) -> tuple[str, list[str], list[list[str]]
         [
             row,
             *(timing.spread(name).show(0, 1e6) for name in CONTESTANTS),
-            _added(timing, "watched", "ours").show(1, 1e6),
-            _added(timing, "stock+tb", "stock").show(0, 1e6),
+            timing.added("watched", "ours").show(1, 1e6),
+            timing.added("stock+tb", "stock").show(0, 1e6),
             timing.ratio("watched", "stock").show(),
             f"{timing.others_cores:.1f}",
         ]
@@ -168,14 +164,24 @@ def _table(timings: dict[str, Timings]) -> tuple[str, list[str], list[list[str]]
 
 def _goals(timings: dict[str, Timings]) -> list[Goal]:
     """Return what watching may cost, with the figures of this run."""
-    added = {row: _added(timing, "watched", "ours").median for row, timing in timings.items()}
-    long = {row for row, timing in timings.items() if timing.spread("ours").median > 5e-3}
-    shares = {row: 100 * added[row] / timings[row].spread("ours").median for row in long}
-    micros = {row: 1e6 * seconds for row, seconds in added.items() if row not in long}
+    added = {row: timing.added("watched", "ours") for row, timing in timings.items()}
+    bare = {row: timing.spread("ours").median for row, timing in timings.items()}
+    percent = {row: 100 / seconds for row, seconds in bare.items() if seconds > 5e-3}
+    micros = {row: 1e6 for row in timings if row not in percent}
     ratios = {row: timing.ratio("watched", "stock").median for row, timing in timings.items()}
     return [
-        Goal("watching adds at most 1% to steps over 5 ms", 1.0, shares),
-        Goal("watching adds at most 30 µs to shorter steps", 30.0, micros),
+        *(
+            Goal(
+                text,
+                bound,
+                {row: scale * added[row].mean for row, scale in scales.items()},
+                {row: scale * added[row].error for row, scale in scales.items()},
+            )
+            for text, bound, scales in (
+                ("watching adds at most 1% to steps over 5 ms", 1.0, percent),
+                ("watching adds at most 30 µs to shorter steps", 30.0, micros),
+            )
+        ),
         Goal("watched takes at most as long as stock fit, unwatched", 1.0, ratios),
     ]
 

@@ -17,6 +17,7 @@ import gc
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import pathlib
 import platform
@@ -36,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 __all__ = [
+    "Estimate",
     "Goal",
     "Machine",
     "Spread",
@@ -79,6 +81,30 @@ class Spread:
 
 
 @dataclasses.dataclass(frozen=True)
+class Estimate:
+    """The mean of some samples that do not depend on each other."""
+
+    mean: float
+    error: float  # standard error of the mean
+
+    @staticmethod
+    def of(samples: Sequence[float]) -> Estimate:
+        """Return the mean of at least one sample; one alone says nothing of its error, which is infinite then.
+
+        Raises:
+            ValueError: There is no sample.
+        """
+        if not samples:
+            raise ValueError("There are no samples, so they have no mean. Measure at least one round.")
+        error = statistics.stdev(samples) / math.sqrt(len(samples)) if len(samples) > 1 else math.inf
+        return Estimate(statistics.fmean(samples), error)
+
+    def show(self, digits: int = 2, scale: float = 1.0) -> str:
+        """Return `mean ± error`, each multiplied by `scale`."""
+        return f"{self.mean * scale:.{digits}f} ± {self.error * scale:.{digits}f}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Timings:
     """Seconds a step of every contestant, one sample a round."""
 
@@ -100,6 +126,14 @@ class Timings:
             KeyError: One of the two did not run.
         """
         return Spread.of([ours / other for ours, other in zip(self.samples[name], self.samples[base], strict=True)])
+
+    def added(self, name: str, base: str) -> Estimate:
+        """Return the seconds a step that one takes longer than another, taken round by round.
+
+        Raises:
+            KeyError: One of the two did not run.
+        """
+        return Estimate.of([ours - other for ours, other in zip(self.samples[name], self.samples[base], strict=True)])
 
 
 def take_turns(trials: Mapping[str, Callable[[], float]], num_rounds: int) -> Timings:
@@ -152,12 +186,16 @@ class _Baton:
             self._changed.notify_all()
 
 
-def take_slices(trials: Mapping[str, Callable[[Callable[[], None]], float]], num_rounds: int) -> Timings:
-    """Run every trial once a round, all in turn slice by slice: what slows the machine for a second slows them all.
+def take_slices(prepare: Mapping[str, Callable[[], Callable[[Callable[[], None]], float]]], num_rounds: int) -> Timings:
+    """Prepare and run every contestant once a round, all in turn slice by slice.
+
+    What slows the machine for a second slows them all. Rounds do not depend on each other, as each has copies of its
+    own: two copies of one program may differ by more than what is measured.
 
     Args:
-        trials: Contestant -> callable that trains for a while and returns its seconds a step. What it is given it
-            has to call every tenth of a second or so; that returns when it is its turn again.
+        prepare: Contestant -> callable that builds and compiles it and returns its trial: a callable that trains for a
+            while and returns its seconds a step. What the trial is given it has to call every tenth of a second or so;
+            that returns when it is its turn again.
         num_rounds: Number of samples of each contestant.
 
     Raises:
@@ -165,12 +203,16 @@ def take_slices(trials: Mapping[str, Callable[[Callable[[], None]], float]], num
     """
 
     def play(ring: list[str]) -> dict[str, float]:
+        trials = {name: prepare[name]() for name in ring}
+        gc.collect()  # the copies of the round before
+        gc.freeze()  # Python's collector would go through all copies now and then, in the time of one of them
         baton = _Baton(ring)
         with ThreadPoolExecutor(len(ring)) as pool:
             futures = {name: pool.submit(_in_slices, trials[name], name, baton) for name in ring}
+        gc.unfreeze()
         return {name: future.result() for name, future in futures.items()}
 
-    return _rounds(list(trials), num_rounds, play)
+    return _rounds(list(prepare), num_rounds, play)
 
 
 def _in_slices(trial: Callable[[Callable[[], None]], float], name: str, baton: _Baton) -> float:
@@ -313,24 +355,40 @@ class Goal:
     text: str
     bound: float
     figures: dict[str, float]  # row -> figure; empty = not measured in this run
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)  # row -> standard error, where it is known
 
     @property
     def misses(self) -> dict[str, float]:
-        """The rows whose figure is above the bound."""
-        return {row: figure for row, figure in self.figures.items() if figure > self.bound}
+        """The rows whose figure is above the bound, by more than its error."""
+        return {row: figure for row, figure in self.figures.items() if figure - self._error(row) > self.bound}
+
+    @property
+    def unclear(self) -> dict[str, float]:
+        """The rows whose figure is no further from the bound than its error."""
+        return {row: figure for row, figure in self.figures.items() if abs(figure - self.bound) <= self._error(row) > 0}
+
+    def _error(self, row: str) -> float:
+        return self.errors.get(row, 0.0)
+
+    def show(self, row: str) -> str:
+        """Return a row's name with its figure, and its error if that is known."""
+        error = f" ± {self.errors[row]:.2f}" if row in self.errors else ""
+        return f"{row} {self.figures[row]:.2f}{error}"
 
 
 def print_goals(console: Console, goals: Sequence[Goal]) -> None:
-    """Print met, not met or not measured for each goal, with the rows that miss it."""
+    """Print met, not met, cannot tell or not measured for each goal, with the rows that are not clearly within it."""
     for goal in goals:
         if not goal.figures:
             console.print(f"not measured  {goal.text}", highlight=False)
-        elif not goal.misses:
-            worst = max(goal.figures, key=goal.figures.__getitem__)
-            console.print(
-                f"[green]met[/]           {goal.text} (worst: {worst} {goal.figures[worst]:.2f})", highlight=False
-            )
+        elif goal.misses or goal.unclear:
+            verdict = "[red]not met[/]     " if goal.misses else "[yellow]cannot tell[/] "
+            parts = [
+                f"{word} in {len(rows)} of {len(goal.figures)} rows: {', '.join(map(goal.show, rows))}"
+                for word, rows in (("missed", goal.misses), ("cannot tell", goal.unclear))
+                if rows
+            ]
+            console.print(f"{verdict}  {goal.text} ({'; '.join(parts)})", highlight=False)
         else:
-            missed = ", ".join(f"{row} {figure:.2f}" for row, figure in goal.misses.items())
-            share = f"{len(goal.misses)} of {len(goal.figures)} rows"
-            console.print(f"[red]not met[/]       {goal.text} ({share}: {missed})", highlight=False)
+            worst = max(goal.figures, key=goal.figures.__getitem__)
+            console.print(f"[green]met[/]           {goal.text} (worst: {goal.show(worst)})", highlight=False)
