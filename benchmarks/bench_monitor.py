@@ -1,6 +1,6 @@
 """Measure what it costs to see every replica: `fit` with ReplicaMonitor and ReplicaSeeds, without, and stock Keras.
 
-    python benchmarks/bench_monitor.py                       # under an hour, by an estimate
+    python benchmarks/bench_monitor.py                       # about three quarters of an hour
     python benchmarks/bench_monitor.py --models tiny --replicas 1,2 --rounds 5
 
 The contestants train the same model, with the same optimizer, on the same batch, again and again:
@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure,
         models="tiny,strided,lstm",
         replicas="1,2,4",
-        rounds=16,
-        seconds=2.0,
+        rounds=12,
+        seconds=1.5,
     )
     timings = {row: Timings(**value) for row, value in values.items()}
     print_table(console, *_table(timings))

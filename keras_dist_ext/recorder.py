@@ -251,17 +251,15 @@ class Tapes:
     def write(self, row: Row) -> None:
         """Add the row of a step.
 
-        Its numbers are put together when the replica is over with the step: where something short can be done beside
+        Nothing of it is done before the replica is over with the step: where something short can be done beside
         something long, TensorFlow's executor hands one of them to another thread, and that one contends for the cores
         for a while.
         """
         for (host, table, count), numbers in zip(self._tapes, row, strict=True):
-            with tf.device(host):
-                index = count.read_value()
-                with tf.control_dependencies([numbers[0]]):
-                    of_step = tf.stack([tf.cast(number, tf.float64) for number in numbers])
+            with tf.device(host), tf.control_dependencies([numbers[0]]):
+                of_step = tf.stack([tf.cast(number, tf.float64) for number in numbers])
+                index = tf.raw_ops.ResourceCountUpTo(resource=count.handle, limit=tf.int32.max, T=tf.int32)
                 table.scatter_update(tf.IndexedSlices(of_step, index))
-                count.assign_add(1)
 
     def read(self) -> list[tf.Tensor]:
         """Return the tables of all rows, with zeros for those that there was room for."""
