@@ -1,6 +1,6 @@
 """Measure what it costs to see every replica: `fit` with ReplicaMonitor and ReplicaSeeds, without, and stock Keras.
 
-    python benchmarks/bench_monitor.py                       # about three quarters of an hour
+    python benchmarks/bench_monitor.py                       # about three quarters of an hour, by an estimate
     python benchmarks/bench_monitor.py --models tiny --replicas 1,2 --rounds 5
 
 The contestants train the same model, with the same optimizer, on the same batch, again and again:
