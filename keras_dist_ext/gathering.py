@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import is_default_strategy, tree
 from keras_dist_ext.errors import DataError, StrategyError
+from keras_dist_ext.graphs import in_graph
 from keras_dist_ext.prediction import gather_rows
 from keras_dist_ext.program import is_per_replica, rows_of_replica
 
@@ -38,15 +39,16 @@ def per_replica(function: Callable[[Any], Any], strategy: tf.distribute.Strategy
     def of_replica(batch: Any, is_cut: bool) -> Any:
         return function(batch if is_cut else rows_of_replica(batch, under))
 
-    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]
     def on_all(batch: Any) -> Any:
         if under.num_replicas_in_sync == 1:
             return under.run(function, args=(batch,))
         return under.run(of_replica, args=(batch, is_per_replica(batch)))
 
+    compiled = in_graph(on_all, reduce_retracing=True)
+
     @functools.wraps(function if hasattr(function, "__name__") else of_replica)
     def call(batch: Any) -> Any:
-        return on_all(tree.map_structure(_as_tensor, batch))
+        return compiled(tree.map_structure(_as_tensor, batch))
 
     return call
 

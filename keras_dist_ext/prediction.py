@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_dist_ext import _keras, data
 from keras_dist_ext._keras import tree
 from keras_dist_ext.errors import DataError
+from keras_dist_ext.graphs import in_graph
 from keras_dist_ext.program import is_per_replica, rows_of_replica
 from keras_dist_ext.reduce import parts_of
 from keras_dist_ext.seeds import generator_without_seed
@@ -31,9 +32,7 @@ class PredictProgram:
             step = compiled(step)
         self._step = step
         self._without_seed = generator_without_seed(self.strategy, is_seeded=model.replica_seeds.root is not None)
-        self._on_batch = (
-            self._one if model.run_eagerly else tf.function(self._one, autograph=False, reduce_retracing=True)
-        )
+        self._on_batch = self._one if model.run_eagerly else in_graph(self._one, reduce_retracing=True)
 
     def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:
         """Predict each batch and concatenate the outputs along the rows."""

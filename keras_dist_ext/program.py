@@ -7,6 +7,7 @@ from the state of the metrics pooled over replicas.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import tensorflow as tf
 from keras_dist_ext import _keras, data
 from keras_dist_ext._keras import tree
 from keras_dist_ext.additional import UnknownLossDegrees, placeholders
+from keras_dist_ext.graphs import in_graph
 from keras_dist_ext.logs import VALUE, ComputesWithResults, computes_with, noted_results, pooled_state
 from keras_dist_ext.means import Degrees
 from keras_dist_ext.recorder import StepNote, Tapes, now, row, tables, when_updated
@@ -59,7 +61,7 @@ class StepProgram:
             _keras.overrides(model, name) for name in (f"{kind}_step", "compute_metrics", "get_metrics_result")
         )
         wrap: Callable[[Any], Any] = (
-            (lambda f: f) if self.is_eager else tf.function(autograph=False, reduce_retracing=True)
+            (lambda f: f) if self.is_eager else functools.partial(in_graph, reduce_retracing=True)
         )
         self._records = bool(model.replica_recorders)
         self._records_norm = any(recorder.gradient_norm for recorder in model.replica_recorders)

@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import StatelessScope, keras
 from keras_dist_ext.data import without_optionals
 from keras_dist_ext.errors import StrategyError
+from keras_dist_ext.graphs import in_graph
 from keras_dist_ext.scope import optimizers
 
 __all__ = ["WorkerSteps"]
@@ -48,9 +49,9 @@ class WorkerSteps:
         kept = [variable for optimizer in used for variable in optimizer.variables]
         self._shared = {id(v): v.value for v in (*model.variables, *kept)}
         self._many: dict[tuple[str, tuple[tf.TensorSpec, ...]], Any] = {}
-        self._one = _compiled(lambda batch: self._run(batch, self._zeros()))
-        self.reading = _compiled(self._read)
-        self.predict = _compiled(lambda batch: self._strategy.run(self._step, args=(batch,)))
+        self._one = in_graph(lambda batch: self._run(batch, self._zeros()), reduce_retracing=True)
+        self.reading = in_graph(self._read, reduce_retracing=True)
+        self.predict = in_graph(lambda batch: self._strategy.run(self._step, args=(batch,)), reduce_retracing=True)
 
     def calls(self, batches: Sequence[Any], at_most: int) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         """Yield functions that make a step of each batch, and what to call them with.
@@ -77,7 +78,7 @@ class WorkerSteps:
 
                 return self._run_many(batch, tf.shape(stacks[0])[0])
 
-            self._many[key] = tf.function(run, input_signature=signature, autograph=False)
+            self._many[key] = in_graph(run, input_signature=signature)
         return self._many[key], tuple(stacks)
 
     def _run(self, batch: Any, state: Sequence[tf.Tensor]) -> Any:
@@ -157,10 +158,6 @@ def _check_optimizer(optimizer: Any) -> None:
                 "ParameterServerStrategy make theirs at the same time, on the same accumulators. Leave it out"
                 + (" and use larger batches." if name.startswith("gradient") else "; use_ema alone works.")
             )
-
-
-def _compiled(function: Callable[..., Any]) -> Any:
-    return tf.function(function, autograph=False, reduce_retracing=True)
 
 
 def _bundles(batches: Sequence[Any], at_most: int) -> Iterator[list[Any]]:

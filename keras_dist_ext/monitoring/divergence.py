@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
 from keras_dist_ext.dashboard.metadata import FindingRecord
+from keras_dist_ext.graphs import in_graph
 from keras_dist_ext.scope import optimizers, raw_variables
 from keras_dist_ext.workers import Workers, workers_of
 
@@ -50,7 +51,7 @@ class Divergence:
             return None
         if [id(v) for _, v in variables] != [id(v) for _, v in self._hashed]:
             self._hashed = variables
-            self._hash_all = tf.function(self._hashes_of_replicas, autograph=False)
+            self._hash_all = in_graph(self._hashes_of_replicas)
         hashes = self._over_workers(np.array([np.asarray(h) for h in self._hash_all()]))
         differs = (hashes != hashes[:1]).any(axis=0)
         if not differs.any():
