@@ -11,12 +11,13 @@ The contestants train the same model, with the same optimizer, on the same batch
 * watched: the same with `ReplicaMonitor(folder)` and `ReplicaSeeds(1)`: loss, examples and times of each replica.
 
 Each row is a process of its own. Ours and watched have copies of their own each round, built and compiled for it in
-changing order: two copies of the same may differ by more than what is measured. A sample is one call to `fit` with
-three epochs, of which the last two are timed. The four calls of a round run in threads that hand over to each other at
-the end of what is under way after 80 ms, so that only one trains at a time and what slows the machine for a second
-slows all. The callback that hands over is there in all four. Differences are taken round by round; what watching adds
-is their middle, and ± its standard error (`harness.Estimate`): few copies are 5% faster or slower than all others. A
-goal is met where the middle is below the bound by more than this error. Replicas are logical CPU devices.
+changing order: two copies of the same may differ by more than what is measured. A sample is one call to `fit`, with
+epochs of three quarters of a second. The four calls of a round run in threads that hand over to each other at the end
+of what is under way after 80 ms, so that only one trains at a time and what slows the machine for a second slows all;
+each is stopped after as many such slices, and the first four are not counted. The callback that hands over is there in
+all four. Differences are taken round by round; what watching adds is their middle, and ± its standard error
+(`harness.Estimate`): few copies are 5% faster or slower than all others. A goal is met where the middle is below the
+bound by more than this error. Replicas are logical CPU devices.
 
 The CNN has strides instead of pooling, of whose gradient TensorFlow takes one of two kernels by chance (`cases.py`).
 """
@@ -34,6 +35,8 @@ from cases import MODELS, Case, Classes, Job, batches_of, run_rows, start
 from harness import Goal, Timings, print_goals, print_table, take_slices
 
 SLICE_SECONDS = 0.08
+WARM_UP_SLICES = 4  # fit begins with short executions, and whoever comes later finds cold caches
+EPOCH_SECONDS = 0.75
 CONTESTANTS = ("stock", "stock+tb", "ours", "watched")
 
 
@@ -45,9 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         __doc__,
         CONTESTANTS,
         measure,
+        _told,
         models="tiny,strided,lstm",
         replicas="1,2,4",
-        rounds=12,
+        rounds=24,
         seconds=1.5,
     )
     timings = {row: Timings(**value) for row, value in values.items()}
@@ -94,9 +98,9 @@ def _prepare(classes: Classes, job: Job, strategy: Any, make_callbacks: Callable
 
     keras.utils.set_random_seed(0)
     train = _fit(_model(classes, MODELS[job.model], strategy), MODELS[job.model], make_callbacks())
-    train(10, _go_on)  # compiles
-    num_steps = round(job.seconds / train(100, _go_on))
-    return lambda hand_over: train(num_steps, hand_over)
+    train(10, 1, _go_on)  # compiles
+    steps_of_epoch = max(1, round(EPOCH_SECONDS / train(100, 3, _go_on)))
+    return lambda hand_over: train(steps_of_epoch, max(1, round(job.seconds / SLICE_SECONDS)), hand_over)
 
 
 def _go_on() -> None:
@@ -110,42 +114,62 @@ def _model(classes: Classes, case: Case, strategy: Any) -> Any:
     return model
 
 
-def _fit(model: Any, case: Case, callbacks: list[Any]) -> Callable[[int, Callable[[], None]], float]:
-    """Return what trains a model for so many timed steps, handing over now and then, and returns its seconds a step."""
+def _fit(model: Any, case: Case, callbacks: list[Any]) -> Callable[[int, int, Callable[[], None]], float]:
+    """Return what trains a model for so many timed slices, handing over after each, and returns its seconds a step."""
     dataset = batches_of(case)
     clock = _clock()
 
-    def train(num_steps: int, hand_over: Callable[[], None]) -> float:
-        half = max(1, num_steps // 2)
-        clock.hand_over = hand_over
-        model.fit(dataset, epochs=3, steps_per_epoch=half, verbose=0, callbacks=[*callbacks, clock], shuffle=False)
-        return float(clock.seconds / (2 * half))
+    def train(steps_of_epoch: int, num_slices: int, hand_over: Callable[[], None]) -> float:
+        clock.num_slices, clock.hand_over = num_slices, hand_over
+        model.fit(
+            dataset,
+            epochs=1_000_000,  # the clock stops it
+            steps_per_epoch=steps_of_epoch,
+            verbose=0,
+            callbacks=[*callbacks, clock],
+            shuffle=False,
+        )
+        return float(clock.seconds / clock.num_steps)
 
     return train
 
 
 def _clock() -> Any:
-    """Return a callback that hands over after each slice and adds up its own time, from the end of the first epoch."""
+    """Return a callback that hands over after each slice, adds up the time of those that count, and stops training."""
     import keras
 
     class Clock(keras.callbacks.Callback):  # type: ignore[misc]
         is_content_with_executions = True  # see `kde.ReplicaMonitor`: several steps at once are fine
 
         def on_train_begin(self, logs: Any = None) -> None:
-            self.seconds, self.began = 0.0, time.perf_counter()
+            self.slices_over, self.seconds, self.num_steps = 0, 0.0, 0
+            self.steps_of_slice, self.began = 0, time.perf_counter()
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.last_batch = -1
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if time.perf_counter() - self.began > SLICE_SECONDS:
-                self.seconds += time.perf_counter() - self.began
-                self.hand_over()
-                self.began = time.perf_counter()
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            now = time.perf_counter()
-            self.seconds = self.seconds + now - self.began if epoch else 0.0
-            self.began = now
+            self.steps_of_slice += batch - self.last_batch
+            self.last_batch = batch
+            seconds = time.perf_counter() - self.began
+            if seconds > SLICE_SECONDS:
+                if self.slices_over >= WARM_UP_SLICES:
+                    self.seconds += seconds
+                    self.num_steps += self.steps_of_slice
+                self.slices_over += 1
+                self.model.stop_training = self.slices_over == WARM_UP_SLICES + self.num_slices
+                if not self.model.stop_training:
+                    self.hand_over()
+                self.steps_of_slice, self.began = 0, time.perf_counter()
 
     return Clock()
+
+
+def _told(value: dict[str, Any]) -> str:
+    """What is said of a row when it is measured."""
+    timing = Timings(**value)
+    added, ratio = timing.added("watched", "ours").show(1, 1e6), timing.ratio("watched", "stock").show()
+    return f"watching adds {added} µs; watched / stock {ratio}"
 
 
 def _table(timings: dict[str, Timings]) -> tuple[str, list[str], list[list[str]]]:

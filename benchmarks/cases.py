@@ -59,6 +59,7 @@ def run_rows(
     doc: str | None,
     contestants: Sequence[str],
     measure: Callable[[Job], Any],
+    tell: Callable[[Any], str] = lambda value: "",
     **defaults: Any,
 ) -> tuple[Console, dict[str, Any]]:
     """Measure each row, a model at a number of replicas, in a process of its own; return what they measured.
@@ -71,6 +72,7 @@ def run_rows(
         doc: What `--help` prints.
         contestants: Names of what is measured, for `Job.contestants`.
         measure: Called in each row's process.
+        tell: What to print of a row when it is measured: others may take long, or fail.
         defaults: `models` and `replicas` with commas between, `rounds`, `seconds`.
 
     Raises:
@@ -96,9 +98,10 @@ def run_rows(
     for model in options.models.split(","):
         for num_replicas in map(int, options.replicas.split(",")):
             job = Job(model, num_replicas, tuple(contestants), num_rounds=options.rounds, seconds=options.seconds)
-            console.print(f"[dim]{job.row}[/]")
+            console.print(f"[dim]{job.row}[/]", end=" ")
             command = [sys.executable, file, "--job", json.dumps(dataclasses.asdict(job))]
             values[job.row] = run_apart(command, 240 + 60 * job.num_rounds * len(contestants) * job.seconds)
+            console.print(f"[dim]{tell(values[job.row])}[/]", highlight=False)
     return console, values
 
 

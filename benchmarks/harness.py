@@ -202,7 +202,8 @@ def take_slices(prepare: Mapping[str, Callable[[], Callable[[Callable[[], None]]
     Args:
         prepare: Contestant -> callable that builds and compiles it and returns its trial: a callable that trains for a
             while and returns its seconds a step. What the trial is given it has to call every tenth of a second or so;
-            that returns when it is its turn again.
+            that returns when it is its turn again. All should call it equally often, so that what they do by
+            themselves, after others are over, is not counted.
         num_rounds: Number of samples of each contestant.
 
     Raises:
