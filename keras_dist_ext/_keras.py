@@ -89,6 +89,7 @@ from tensorflow.python.ops import (
     gen_random_ops,
     gen_stateless_random_ops,
     gen_stateless_random_ops_v2,
+    resource_variable_ops,
     summary_ops_v2,
 )
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
@@ -760,23 +761,28 @@ def this_place(context: tf.distribute.ReplicaContext) -> Callable[[str], context
     return enter
 
 
-@contextlib.contextmanager
-def in_any_order() -> Iterator[None]:
-    """Let the stateful ops that are traced inside of this run as soon as their inputs are there.
+def run_in_any_order(value: tf.Tensor) -> None:
+    """Let the stateful op that makes a tensor run as soon as its inputs are there, while a function is traced.
 
     Stateful ops without a resource run in the order in which they were traced, those of one replica after those of the
-    replicas before it (python/framework/auto_control_deps.py, `run_independently`). Eagerly there is nothing to do.
+    replicas before it (python/framework/auto_control_deps.py, `run_independently`).
     """
-    graph = tf_ops.get_default_graph()
-    manager = getattr(graph, "experimental_acd_manager", None)
-    if manager is None or tf.executing_eagerly():
-        yield
-        return
-    since = len(graph.get_operations())
-    yield
-    for op in graph.get_operations()[since:]:
-        if op.op_def.is_stateful:
-            manager.run_independently(op)
+    manager = getattr(tf_ops.get_default_graph(), "experimental_acd_manager", None)
+    if manager is not None and not tf.executing_eagerly():
+        manager.run_independently(value.op)
+
+
+def variable_of_no_strategy(initial_value: Any, shape: Any = None) -> tf.Variable:
+    """Make a variable that is one, on the current device, inside of a strategy's scope too.
+
+    The class of eager variables asks nobody who creates variables (python/ops/variables.py, `VariableMetaclass`;
+    python/ops/resource_variable_ops.py).
+
+    Args:
+        initial_value: its value.
+        shape: where values may have others than that one.
+    """
+    return resource_variable_ops.ResourceVariable(initial_value, trainable=False, shape=shape)
 
 
 def in_xla() -> bool:

@@ -199,12 +199,11 @@ class StepProgram:
             return (i + 1, *extra)
 
         extra = self._initial_extra(iterator.get_next)
-        with tf.control_dependencies(self._begin_tapes()):
-            first = tf.constant(0)
+        self._begin_tapes(num_steps)
         i, *extra = tf.while_loop(
             lambda i, *_: i < num_steps,
             body,
-            (first, *extra),
+            (tf.constant(0), *extra),
             parallel_iterations=1,
             shape_invariants=(tf.TensorShape([]), *(tf.TensorShape(None) for _ in extra)),
         )
@@ -221,12 +220,11 @@ class StepProgram:
             return (i + 1, iterator.get_next_as_optional(), *extra)
 
         extra = self._initial_extra(lambda: optional.get_value())
-        with tf.control_dependencies(self._begin_tapes()):
-            first = tf.constant(0)
+        self._begin_tapes(num_steps)
         i, optional, *extra = tf.while_loop(
             lambda i, optional, *_: tf.logical_and(i < num_steps, optional.has_value()),
             body,
-            (first, optional, *extra),
+            (tf.constant(0), optional, *extra),
             parallel_iterations=1,
             shape_invariants=(
                 tf.TensorShape([]),
@@ -269,8 +267,9 @@ class StepProgram:
         num_ops = len(graph.get_operations())
         return lambda: when_updated(graph, num_ops, self._devices)
 
-    def _begin_tapes(self) -> list[tf.Operation]:
-        return [] if self._tapes is None else self._tapes.begin()
+    def _begin_tapes(self, num_steps: tf.Tensor) -> None:
+        if self._tapes is not None:
+            self._tapes.begin(num_steps)
 
     def _write(self, row: Any) -> None:
         if self._tapes is not None:
@@ -290,7 +289,7 @@ class StepProgram:
         if rows is not None:
             return self._logs(extra), tables(rows), end
         assert self._tapes is not None
-        return self._logs(extra), self._tapes.read(end), end
+        return self._logs(extra), self._tapes.read(), end
 
     def _timed(self, pull: Callable[[], Any], *, is_ahead: bool = False) -> tuple[Any, Any]:
         """Pull a batch; return it with when that began, and when it was there: at once, if it was read ahead."""

@@ -10,8 +10,6 @@ Letters: n = steps; L = replicas of this worker.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,9 +37,11 @@ def now(after: Any = (), *, in_any_order: bool = False) -> tf.Tensor:
             traced, for which steps with loops inside, such as an LSTM's, may pay some 20 µs.
     """
     values = [value for value in tf.nest.flatten(after) if tf.is_tensor(value)]
-    free = _keras.in_any_order() if in_any_order else contextlib.nullcontext()
-    with tf.control_dependencies(values), tf.device(_host_of(values)), free:
-        return tf.timestamp()
+    with tf.control_dependencies(values), tf.device(_host_of(values)):
+        clock = tf.timestamp()
+    if in_any_order:
+        _keras.run_in_any_order(clock)
+    return clock
 
 
 def _host_of(values: Sequence[Any]) -> str:
@@ -201,8 +201,9 @@ def when_updated(graph: Any, since: int, devices: Sequence[str]) -> list[tf.Tens
             updates[index_of.get(_place(op.device), 0)].append(op)
     clocks = []
     for ops, device in zip(updates, devices, strict=True):
-        with tf.control_dependencies(ops), tf.device(_cpu_beside(device)), _keras.in_any_order():
+        with tf.control_dependencies(ops), tf.device(_cpu_beside(device)):
             clocks.append(tf.timestamp())
+        _keras.run_in_any_order(clocks[-1])
     return clocks
 
 
@@ -224,9 +225,8 @@ def _cpu_beside(device: str) -> str:
 class Tapes:
     """Hold the rows of the steps that a loop in a graph makes, each replica's on its own host.
 
-    A tape is a staging area: one op adds a row, of any types, where it is, and at once. Writing to a variable takes
-    five; a queue's ops hand what follows to another thread; and what a loop carries goes through the first device
-    (python/ops/while_v2.py makes an Identity of it there).
+    So nothing is sent to another device in a step. They are variables: what a loop carries goes through the first
+    device (python/ops/while_v2.py makes an Identity of it there), and a queue's ops hand over to another thread.
 
     Args:
         devices: of the L replicas of this worker.
@@ -234,17 +234,19 @@ class Tapes:
     """
 
     def __init__(self, devices: Sequence[str], *, gradient_norm: bool) -> None:
-        number = next(_tape_numbers)
-        own = [tf.float64, tf.float64, tf.float64, tf.float32, *[tf.float32] * gradient_norm]
-        self._tapes: list[tuple[str, dict[str, Any]]] = []
+        self._tapes: list[tuple[str, Any, Any]] = []
         for index, device in enumerate(devices):
-            dtypes = own + [tf.float64, tf.float64] * (index == 0)
-            name = f"keras_dist_ext/tape_{number}_of_replica_{index}"
-            self._tapes.append((_cpu_beside(device), {"dtypes": dtypes, "shared_name": name}))
+            num_columns = 4 + gradient_norm + 2 * (index == 0)
+            with tf.init_scope(), tf.device(_cpu_beside(device)):
+                table = _keras.variable_of_no_strategy(tf.zeros([0, num_columns], tf.float64), [None, num_columns])
+                self._tapes.append((_cpu_beside(device), table, _keras.variable_of_no_strategy(tf.constant(0))))
 
-    def begin(self) -> list[tf.Operation]:
-        """Return ops that forget the rows of an execution that failed; the first step has to follow them."""
-        return [self._clear(host, area) for host, area in self._tapes]
+    def begin(self, num_steps: Any) -> None:
+        """Make room for so many rows, and forget those of the execution before, however it ended."""
+        for host, table, count in self._tapes:
+            with tf.device(host):
+                table.assign(tf.zeros([num_steps, table.shape[1]], tf.float64))
+                count.assign(0)
 
     def write(self, row: Row) -> None:
         """Add the row of a step.
@@ -253,48 +255,19 @@ class Tapes:
         something long, TensorFlow's executor hands one of them to another thread, and that one contends for the cores
         for a while.
         """
-        for (host, area), numbers in zip(self._tapes, row, strict=True):
+        for (host, table, count), numbers in zip(self._tapes, row, strict=True):
             with tf.device(host), tf.control_dependencies([numbers[0]]):
-                values = [tf.cast(number, dtype) for number, dtype in zip(numbers, area["dtypes"], strict=True)]
-                with _keras.in_any_order():
-                    tf.raw_ops.Stage(values=values, shared_name=area["shared_name"])
+                of_step = tf.stack([tf.cast(number, tf.float64) for number in numbers])
+                index = tf.raw_ops.ResourceCountUpTo(resource=count.handle, limit=tf.int32.max, T=tf.int32)
+                table.scatter_update(tf.IndexedSlices(of_step, index))
 
-    def read(self, after: tf.Tensor) -> list[tf.Tensor]:
-        """Take all rows once ``after`` is there; return tables of them, which end with some that mean nothing."""
+    def read(self) -> list[tf.Tensor]:
+        """Return the tables of all rows, with zeros for those that there was room for."""
         made = []
-        for host, area in self._tapes:
-            with tf.device(host), tf.control_dependencies([after]), _keras.in_any_order():
-                made.append(_table(area))
-            with tf.control_dependencies([made[-1]]):
-                self._clear(host, area)
+        for host, table, _ in self._tapes:
+            with tf.device(host):
+                made.append(table.read_value())
         return made
-
-    @staticmethod
-    def _clear(host: str, area: dict[str, Any]) -> tf.Operation:
-        with tf.device(host), _keras.in_any_order():
-            return tf.raw_ops.StageClear(**area)
-
-
-_tape_numbers = itertools.count()
-_BLOCK = 16  # rows that are read in one iteration: what an iteration costs by itself is that of 10 rows
-
-
-def _table(area: dict[str, Any]) -> tf.Tensor:
-    """Return the rows that are in a staging area, float64, and then the last one some times more."""
-    num_rows, num_columns = tf.raw_ops.StageSize(**area), len(area["dtypes"])
-
-    def block(first: tf.Tensor) -> tf.Tensor:
-        indices = tf.unstack(tf.minimum(first + tf.range(_BLOCK), num_rows - 1))
-        rows = [tf.raw_ops.StagePeek(index=index, **area) for index in indices]
-        return tf.stack([tf.cast(tf.stack(column), tf.float64) for column in zip(*rows, strict=True)], axis=1)
-
-    blocks = tf.map_fn(
-        block,
-        tf.range(0, num_rows, _BLOCK),
-        fn_output_signature=tf.TensorSpec([_BLOCK, num_columns], tf.float64),
-        parallel_iterations=1,
-    )
-    return tf.reshape(blocks, [-1, num_columns])
 
 
 class Recorder:
@@ -329,7 +302,7 @@ class Recorder:
 
         Args:
             kind: "train" or "test".
-            rows: L tables of n or more rows; those after the n-th mean nothing.
+            rows: L tables of n or more rows.
             num_steps: n.
             end: when the execution was over, a scalar of the same clock.
             waited_seconds: for the batch of the first step, before it began.
