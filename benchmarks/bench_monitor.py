@@ -1,6 +1,6 @@
 """Measure what it costs to see every replica: `fit` with ReplicaMonitor and ReplicaSeeds, without, and stock Keras.
 
-    python benchmarks/bench_monitor.py                       # about three quarters of an hour, by an estimate
+    python benchmarks/bench_monitor.py                       # an hour or more, by an estimate
     python benchmarks/bench_monitor.py --models tiny --replicas 1,2 --rounds 5
 
 The contestants train the same model, with the same optimizer, on the same batch, again and again:
@@ -19,7 +19,9 @@ all four. Differences are taken round by round; what watching adds is their midd
 (`harness.Estimate`): few copies are 5% faster or slower than all others. A goal is met where the middle is below the
 bound by more than this error. Replicas are logical CPU devices.
 
-The CNN has strides instead of pooling, of whose gradient TensorFlow takes one of two kernels by chance (`cases.py`).
+In the row `single` every step is an execution of its own, as callbacks want it that look at each batch: it is the tiny
+model with `steps_per_execution=1`. The CNN has strides instead of pooling, of whose gradient TensorFlow takes one of
+two kernels by chance (`cases.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         CONTESTANTS,
         measure,
         _told,
-        models="tiny,strided,lstm",
+        models="tiny,single,strided,lstm",
         replicas="1,2,4",
         rounds=24,
         seconds=1.5,
@@ -110,7 +112,7 @@ def _go_on() -> None:
 def _model(classes: Classes, case: Case, strategy: Any) -> Any:
     with strategy.scope():
         model = case.build(classes)
-        model.compile("adam", case.loss)
+        model.compile("adam", case.loss, **case.compile_options)
     return model
 
 

@@ -9,7 +9,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from harness import describe_machine, run_apart
@@ -121,6 +121,7 @@ class Case:
     num_classes: int  # 0 = one real target
     batch_size: int  # of the global batch, whatever the number of replicas
     memory_steps: int  # steps of an epoch when memory is measured; about a second of stock fit
+    compile_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def loss(self) -> str:
@@ -195,6 +196,7 @@ def _lstm(classes: Classes) -> Any:
 
 MODELS = {
     "tiny": Case(_tiny, (8,), num_classes=0, batch_size=32, memory_steps=500),
+    "single": Case(_tiny, (8,), 0, 32, memory_steps=500, compile_options={"steps_per_execution": 1}),
     "mlp512": Case(_mlp512, (784,), num_classes=10, batch_size=128, memory_steps=100),
     "cnn": Case(_cnn, (28, 28, 1), num_classes=10, batch_size=64, memory_steps=100),
     "strided": Case(_strided, (28, 28, 1), num_classes=10, batch_size=1024, memory_steps=20),
