@@ -18,6 +18,7 @@ import pathlib
 import random
 import threading
 import time
+import weakref
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -76,7 +77,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.experimental.ops import distribute as data_distribute
-from tensorflow.python.data.ops import dataset_ops
+from tensorflow.python.data.ops import dataset_ops, iterator_ops
 from tensorflow.python.distribute import distribute_utils, input_lib, numpy_dataset
 from tensorflow.python.distribute import values as distribute_values
 from tensorflow.python.distribute.coordinator import values as coordinator_values
@@ -89,7 +90,6 @@ from tensorflow.python.ops import (
     gen_random_ops,
     gen_stateless_random_ops,
     gen_stateless_random_ops_v2,
-    resource_variable_ops,
     summary_ops_v2,
 )
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
@@ -761,28 +761,23 @@ def this_place(context: tf.distribute.ReplicaContext) -> Callable[[str], context
     return enter
 
 
-def run_in_any_order(value: tf.Tensor) -> None:
-    """Let the stateful op that makes a tensor run as soon as its inputs are there, while a function is traced.
+@contextlib.contextmanager
+def in_any_order() -> Iterator[None]:
+    """Let the stateful ops that are traced inside of this run as soon as their inputs are there.
 
     Stateful ops without a resource run in the order in which they were traced, those of one replica after those of the
-    replicas before it (python/framework/auto_control_deps.py, `run_independently`).
+    replicas before it (python/framework/auto_control_deps.py, `run_independently`). Eagerly there is nothing to do.
     """
-    manager = getattr(tf_ops.get_default_graph(), "experimental_acd_manager", None)
-    if manager is not None and not tf.executing_eagerly():
-        manager.run_independently(value.op)
-
-
-def variable_of_no_strategy(initial_value: Any, shape: Any = None) -> tf.Variable:
-    """Make a variable that is one, on the current device, inside of a strategy's scope too.
-
-    The class of eager variables asks nobody who creates variables (python/ops/variables.py, `VariableMetaclass`;
-    python/ops/resource_variable_ops.py).
-
-    Args:
-        initial_value: its value.
-        shape: where values may have others than that one.
-    """
-    return resource_variable_ops.ResourceVariable(initial_value, trainable=False, shape=shape)
+    graph = tf_ops.get_default_graph()
+    manager = getattr(graph, "experimental_acd_manager", None)
+    if manager is None or tf.executing_eagerly():
+        yield
+        return
+    since = len(graph.get_operations())
+    yield
+    for op in graph.get_operations()[since:]:
+        if op.op_def.is_stateful:
+            manager.run_independently(op)
 
 
 def in_xla() -> bool:
@@ -1654,8 +1649,35 @@ def is_of_unlike_collectives(error: Exception) -> bool:
     )
 
 
+class FunctionOfIterator:
+    """A tf.function that is called again and again with an iterator over a dataset as its first argument.
+
+    Which trace fits is found out once an iterator, not at each call, which takes as long as some hundred small ops
+    (python/eager/polymorphic_function/concrete_function.py, `_call_flat`).
+
+    Args:
+        function: a ``tf.function``. What other arguments it has are of one shape and dtype for each iterator.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self._iterator: Callable[[], Any] = lambda: None
+        self._trace: Any = None
+
+    def __call__(self, iterator: Any, *others: Any) -> Any:
+        """Call the function."""
+        if not isinstance(iterator, iterator_ops.OwnedIterator):  # say, one that TensorFlow has distributed
+            return self.function(iterator, *others)
+        if self._iterator() is not iterator:
+            self._trace = self.function.get_concrete_function(iterator, *others)
+            self._iterator = weakref.ref(iterator)
+        tensors = tf.nest.flatten((iterator, *others), expand_composites=True)
+        return self._trace._call_flat(tensors, self._trace.captured_inputs)
+
+
 def graphs_of(function: Any) -> list[Any]:
     """The graphs that a tf.function was traced to so far (polymorphic_function.py); none of a plain function."""
+    function = function.function if isinstance(function, FunctionOfIterator) else function
     traces: list[Any] = getattr(function, "_list_all_concrete_functions", list)()
     return [trace.graph for trace in traces]
 

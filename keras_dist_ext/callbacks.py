@@ -133,6 +133,7 @@ class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._arguments = {"callbacks": callbacks, "model": model, "verbose": verbose, "epochs": epochs}
         self._arguments |= {"add_history": add_history, "add_progbar": verbose != 0}
         self._is_set_up = False
+        self._prepared: list[Any] = []  # callbacks with methods of ours
         self._executor: Any = None  # which Keras 3.11 looks at when a list is deleted (callbacks/callback_list.py)
         self.feed: Any = None  # the one of training, or of evaluation where nothing is trained
         self.test_feed: Any = None
@@ -174,17 +175,16 @@ class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         super().on_test_batch_end(min(batch, (self.test_feed or self.feed).last_step), logs)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        for callback in self.callbacks:
-            if prepares(callback) and hasattr(callback, name):
+        for callback in self._prepared:
+            if hasattr(callback, name):
                 getattr(callback, name)(*arguments)
 
     def _set_up(self) -> None:
         if not self._is_set_up:
             self._is_set_up = True
             super().__init__(**self._arguments, steps=self.feed.num_batches)
-            for callback in self.callbacks:
-                if prepares(callback) and hasattr(callback, "meet"):  # one that looks at the others, and at the data
-                    callback.meet(self.callbacks, self.feed)
+            self._prepared = [callback for callback in self.callbacks if prepares(callback)]
+            self._call("meet", self.callbacks, self.feed)  # one that looks at the others, and at the data
 
 
 def prepares(callback: Any) -> bool:

@@ -375,7 +375,15 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         entered = entered_at(skip, self.data_adapter, seed)
         if entered is not None:
             dataset, skip = entered, 0
-        self._source = Source(dataset, self._num_batches, workers, on_tpu=self._is_on_tpu, skip=skip, state=state)
+        self._source = Source(
+            dataset,
+            self._num_batches,
+            workers,
+            on_tpu=self._is_on_tpu,
+            skip=skip,
+            state=state,
+            alone=self._pace.num_steps == 1 and not self._pace.follows_clock,
+        )
 
     def _arrays_in_order(self, seed: int) -> Any:
         self._order = seed

@@ -19,7 +19,7 @@ from keras_dist_ext.additional import UnknownLossDegrees, placeholders
 from keras_dist_ext.graphs import in_graph
 from keras_dist_ext.logs import VALUE, ComputesWithResults, computes_with, noted_results, pooled_state
 from keras_dist_ext.means import Degrees
-from keras_dist_ext.recorder import StepNote, Tapes, now, row, tables, when_updated
+from keras_dist_ext.recorder import MOST_ROWS, StepNote, Tapes, now, row, when_updated
 from keras_dist_ext.reduce import sum_over_replicas
 from keras_dist_ext.seeds import generator_without_seed
 from keras_dist_ext.step import ReplicaStep, UnbuiltOptimizer
@@ -63,16 +63,13 @@ class StepProgram:
         wrap: Callable[[Any], Any] = (
             (lambda f: f) if self.is_eager else functools.partial(in_graph, reduce_retracing=True)
         )
-        self._records = bool(model.replica_recorders)
         self._records_norm = any(recorder.gradient_norm for recorder in model.replica_recorders)
         self._devices = (
             ["/device:CPU:0"]
             if _keras.is_default_strategy(self.strategy)
             else list(self.strategy.extended.worker_devices)
         )
-        self._tapes: Tapes | None = None  # of loops in a graph
-        if self._records and not self.is_eager:
-            self._tapes = Tapes(self._devices, gradient_norm=self._records_norm)
+        self._tapes = Tapes(self._devices, gradient_norm=self._records_norm) if model.replica_recorders else None
         self._guard = model.replica_guard if kind == "train" else None
         self._goes_alone = False
         self._loops = False  # whether what is traced makes several steps
@@ -80,8 +77,11 @@ class StepProgram:
         self.waited_seconds = 0.0  # for the first batch of the next execution
         self._of_batch = wrap(self._on_batch)
         self._of_rows = wrap(self._on_rows_of_worker)
-        self._of_iterator = self._on_iterator_eagerly if self.is_eager else wrap(self._on_iterator)
-        self._of_optional = self._on_optional_eagerly if self.is_eager else wrap(self._on_optional)
+        read: Callable[[Any], Any] = (lambda f: f) if self.is_eager else (lambda f: _keras.FunctionOfIterator(wrap(f)))
+        self._of_iterator_alone = read(self._on_iterator_alone)
+        self._of_optional_alone = read(self._on_optional_alone)
+        self._of_iterator = read(self._on_iterator_eagerly if self.is_eager else self._on_iterator)
+        self._of_optional = read(self._on_optional_eagerly if self.is_eager else self._on_optional)
 
     def without_xla(self) -> None:
         """Go on uncompiled."""
@@ -115,14 +115,14 @@ class StepProgram:
 
     def graphs(self) -> list[Any]:
         """Return the graphs that its loops were traced to so far."""
-        loops = (self._of_batch, self._of_rows, self._of_iterator, self._of_optional)
-        return [graph for loop in loops for graph in _keras.graphs_of(loop)]
+        alone = (self._of_batch, self._of_rows, self._of_iterator_alone, self._of_optional_alone)
+        return [graph for run in (*alone, self._of_iterator, self._of_optional) for graph in _keras.graphs_of(run)]
 
     # Entry points
 
     def on_batch(self, batch: Any) -> Any:
         """Run one step on a batch (global, or per replica) and return its logs."""
-        return self._keep(self._of_batch(batch), 1)
+        return self._keep(self._execute(self._of_batch, batch), 1)
 
     def on_batches_like(self, spec: Any, *, of_worker: bool) -> Callable[[Any], Any]:
         """Return a function that runs one step on a batch of that spec.
@@ -137,37 +137,63 @@ class StepProgram:
         run = self._of_rows if of_worker else self._of_batch
         if not self.is_eager:
             run = run.get_concrete_function(spec)
-        return lambda batch: self._keep(run(batch), 1)
+        return lambda batch: self._keep(self._execute(run, batch), 1)
 
-    def on_iterator(self, iterator: Any, num_steps: int) -> Any:
-        """Run exactly ``num_steps`` steps in the graph and return the logs of the last."""
+    def on_iterator(self, iterator: Any, num_steps: int, *, alone: bool = False) -> Any:
+        """Run exactly ``num_steps`` steps in the graph and return the logs of the last.
+
+        Args:
+            iterator: over batches.
+            num_steps: see above.
+            alone: whether all executions have one step, for which there is a graph without a loop.
+        """
         logs = None
-        for count in self._portions(num_steps):
-            logs = self._keep(self._of_iterator(iterator, tf.constant(count)), count)
+        if self._goes_alone or alone:
+            for _ in range(num_steps):
+                logs = self._keep(self._execute(self._of_iterator_alone, iterator), 1)
+            return logs
+        for made in range(0, num_steps, MOST_ROWS):
+            count = min(MOST_ROWS, num_steps - made)
+            logs = self._keep(self._execute(self._of_iterator, iterator, tf.constant(count)), count)
         return logs
 
-    def on_optional(self, optional: Any, iterator: Any, num_steps: int) -> tuple[int, Any, Any]:
-        """Run up to ``num_steps`` steps, beginning with ``optional``; return steps made, what is next, and logs."""
-        total, logs = 0, None
-        for count in self._portions(num_steps):
-            if total and not optional.has_value():
-                break
-            made, optional, outcome = self._of_optional(optional, iterator, tf.constant(count))
+    def on_optional(
+        self, optional: Any, iterator: Any, num_steps: int, *, alone: bool = False
+    ) -> tuple[int, Any, bool, Any]:
+        """Run up to ``num_steps`` steps; return how many were made, the batch after them, if it is there, and logs.
+
+        Args:
+            optional: the first batch.
+            iterator: over those that follow.
+            num_steps: see above.
+            alone: see ``on_iterator``.
+        """
+        total, has_more, logs = 0, True, None
+        while total < num_steps and has_more:
+            if self._goes_alone or alone:
+                made, (optional, more, outcome) = 1, self._execute(self._of_optional_alone, iterator, optional)
+            else:
+                count = tf.constant(min(MOST_ROWS, num_steps - total))
+                made, optional, more, outcome = self._execute(self._of_optional, iterator, optional, count)
             logs = self._keep(outcome, int(made))
             total += int(made)
-        return total, optional, logs
+            has_more = bool(more)
+        return total, optional, has_more, logs
 
-    def _portions(self, num_steps: int) -> list[int]:
-        return [1] * num_steps if self._goes_alone else [num_steps]
+    def _execute(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if self._tapes is not None:
+            self._tapes.begin()
+        return function(*arguments)
 
     def _keep(self, outcome: Any, num_steps: int) -> Any:
         """Hand the records of an execution to who wants them, and return its logs."""
-        if not self._records:
+        if self._tapes is None:
             return outcome
-        logs, rows, end = outcome
+        logs, end = outcome
         waited, self.waited_seconds = self.waited_seconds, 0.0
+        cut = self._tapes.end(num_steps)
         for recorder in self.model.replica_recorders:
-            recorder.add(self.kind, rows, num_steps, end, waited_seconds=waited, has_norm=self._records_norm)
+            recorder.add(self.kind, cut, end=end, waited_seconds=waited)
         return logs
 
     # Loops
@@ -182,45 +208,47 @@ class StepProgram:
         return self._on_one(batch, of_worker=True)
 
     def _on_one(self, batch: Any, *, of_worker: bool) -> Any:
+        return self._outcome(self._alone(lambda: batch, of_worker=of_worker))
+
+    def _on_iterator_alone(self, iterator: Any) -> Any:
+        return self._outcome(self._alone(iterator.get_next))
+
+    def _on_optional_alone(self, iterator: Any, optional: Any) -> Any:
+        extra = self._alone(optional.get_value, is_ahead=True)
+        following = iterator.get_next_as_optional()
+        has_more = following.has_value()
+        return following, has_more, self._outcome(extra, has_more)
+
+    def _alone(self, pull: Callable[[], Any], *, of_worker: bool = False, is_ahead: bool = False) -> list[tf.Tensor]:
+        """Run the one step of an execution; return its part of the logs, see ``_one``."""
         self._loops = False
-        self._initial_extra(lambda: batch, of_worker=of_worker)
-        is_over = self._clocks_of_updates()
-        batch, times = self._timed(lambda: batch)
-        extra, row = self._one(batch, times, of_worker=of_worker)
-        return self._outcome(extra, [row], [*extra, *is_over()] if self._records else extra)
+        self._initial_extra(pull, of_worker=of_worker)
+        return self._recorded(*self._timed(pull, is_ahead=is_ahead), of_worker=of_worker)
 
     def _on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
-        self._loops = not self._goes_alone
+        self._loops = True
 
         def body(i: tf.Tensor, *_: Any) -> tuple[Any, ...]:
-            is_over = self._clocks_of_updates()
-            extra, row = self._one(*self._timed(iterator.get_next), is_over=is_over)
-            self._write(row)
-            return (i + 1, *extra)
+            return (i + 1, *self._recorded(*self._timed(iterator.get_next)))
 
         extra = self._initial_extra(iterator.get_next)
-        self._begin_tapes(num_steps)
-        i, *extra = tf.while_loop(
+        _, *extra = tf.while_loop(
             lambda i, *_: i < num_steps,
             body,
             (tf.constant(0), *extra),
             parallel_iterations=1,
             shape_invariants=(tf.TensorShape([]), *(tf.TensorShape(None) for _ in extra)),
         )
-        return self._outcome(extra, None, i)
+        return self._outcome(extra)
 
-    def _on_optional(self, optional: Any, iterator: Any, num_steps: tf.Tensor) -> Any:
-        self._loops = not self._goes_alone
+    def _on_optional(self, iterator: Any, optional: Any, num_steps: tf.Tensor) -> Any:
+        self._loops = True
 
         def body(i: tf.Tensor, optional: Any, *_: Any) -> tuple[Any, ...]:
-            is_over = self._clocks_of_updates()
-            batch, times = self._timed(optional.get_value, is_ahead=True)
-            extra, row = self._one(batch, times, is_over=is_over)
-            self._write(row)
+            extra = self._recorded(*self._timed(optional.get_value, is_ahead=True))
             return (i + 1, iterator.get_next_as_optional(), *extra)
 
         extra = self._initial_extra(lambda: optional.get_value())
-        self._begin_tapes(num_steps)
         i, optional, *extra = tf.while_loop(
             lambda i, optional, *_: tf.logical_and(i < num_steps, optional.has_value()),
             body,
@@ -232,7 +260,7 @@ class StepProgram:
                 *(tf.TensorShape(None) for _ in extra),
             ),
         )
-        return self._told(i), optional, self._outcome(extra, None, i)
+        return self._told(i), optional, optional.has_value(), self._outcome(extra, i)
 
     def _told(self, num_made: tf.Tensor) -> tf.Tensor:
         """Have it known how many steps this worker's data has had, while others may wait for it in one more."""
@@ -244,56 +272,41 @@ class StepProgram:
         return told
 
     def _on_iterator_eagerly(self, iterator: Any, num_steps: tf.Tensor) -> Any:
-        rows = []
+        extra: list[tf.Tensor] = []
         for _ in range(int(num_steps)):
-            extra, row = self._one(*self._timed(lambda: next(iterator)))
-            rows.append(row)
-        return self._outcome(extra, rows, extra)
+            extra = self._recorded(*self._timed(lambda: next(iterator)))
+        return self._outcome(extra)
 
-    def _on_optional_eagerly(self, optional: Any, iterator: Any, num_steps: tf.Tensor) -> Any:
-        rows: list[Any] = []
-        while len(rows) < int(num_steps) and optional.has_value():
-            batch, times = self._timed(optional.get_value, is_ahead=True)
-            extra, row = self._one(batch, times, is_over=self._clocks_of_updates())
-            rows.append(row)
+    def _on_optional_eagerly(self, iterator: Any, optional: Any, num_steps: tf.Tensor) -> Any:
+        num_made, extra = 0, []
+        while num_made < int(num_steps) and optional.has_value():
+            extra = self._recorded(*self._timed(optional.get_value, is_ahead=True))
             optional = iterator.get_next_as_optional()
-        return len(rows), optional, self._outcome(extra, rows, extra)
+            num_made += 1
+        return num_made, optional, optional.has_value(), self._outcome(extra, extra)
 
-    def _clocks_of_updates(self) -> Callable[[], Any]:
-        """Return what is asked, after a step that is about to be made, when each replica was over with it."""
-        if tf.executing_eagerly():
-            return lambda: [now()] * len(self._devices)
-        graph = tf.compat.v1.get_default_graph()
-        num_ops = len(graph.get_operations())
-        return lambda: when_updated(graph, num_ops, self._devices)
-
-    def _begin_tapes(self, num_steps: tf.Tensor) -> None:
-        if self._tapes is not None:
-            self._tapes.begin(num_steps)
-
-    def _write(self, row: Any) -> None:
+    def _recorded(self, batch: Any, times: Any, *, of_worker: bool = False) -> list[tf.Tensor]:
+        """Run a step on a batch, leave its record on the tapes, and return its part of the logs, see ``_one``."""
+        extra, row = self._one(batch, times, of_worker=of_worker)
         if self._tapes is not None:
             self._tapes.write(row)
+        return extra
 
-    def _outcome(self, extra: Sequence[Any], rows: list[Any] | None, after: Any) -> Any:
-        """The logs, and if steps are recorded their tables, and when all was over.
+    def _outcome(self, extra: Sequence[tf.Tensor], after: Any = None) -> Any:
+        """The logs, and if steps are recorded when all was over.
 
         Args:
             extra: see ``_one``.
-            rows: of the steps; None for those on the tapes.
-            after: what is there when all is over.
+            after: what is there then; None if that was when the last step was over.
         """
-        if not self._records:
+        if self._tapes is None:
             return self._logs(extra)
-        end = now(after)
-        if rows is not None:
-            return self._logs(extra), tables(rows), end
-        assert self._tapes is not None
-        return self._logs(extra), self._tapes.read(), end
+        end = None if after is None else now(after)
+        return self._logs(extra), end
 
     def _timed(self, pull: Callable[[], Any], *, is_ahead: bool = False) -> tuple[Any, Any]:
         """Pull a batch; return it with when that began, and when it was there: at once, if it was read ahead."""
-        if not self._records:
+        if self._tapes is None:
             return pull(), None
         begin = now(in_any_order=True)
         with tf.control_dependencies([begin]):
@@ -305,30 +318,29 @@ class StepProgram:
 
     # One step
 
-    def _one(
-        self, batch: Any, times: Any = None, *, of_worker: bool = False, is_over: Callable[[], Any] | None = None
-    ) -> tuple[list[tf.Tensor], Any]:
+    def _one(self, batch: Any, times: Any = None, *, of_worker: bool = False) -> tuple[list[tf.Tensor], Any]:
         """Run one step over all replicas.
 
         Args:
             batch: global, or per replica.
             times: when the step began and when its batch was there, if it is recorded.
             of_worker: whether the rows are this worker's own.
-            is_over: asked for when each local replica was over with it; where it is not given, the next step or the
-                end of all follows at once.
 
         Returns:
             Each local replica's leaves of the logs that no metric holds, and the step's record.
         """
         batch = data.without_optionals(batch)
         cut = "not" if is_per_replica(batch) else "worker" if of_worker else "global"
+        num_ops = 0 if tf.executing_eagerly() else len(_graph().get_operations())
         with contextlib.nullcontext() if self._plain_logs else noted_results(self.model.metrics):
             there = None if times is None else times[1]
             extra, noted = self.strategy.run(self._replica, args=(batch, cut, there))
         local = self.strategy.experimental_local_results
         if times is not None:
-            over = [float("nan")] * len(self._devices) if is_over is None else is_over()
-            times = row(times, over, [*zip(*map(local, noted), strict=True)])
+            columns = [*zip(*map(local, noted), strict=True)]
+            eagerly = tf.executing_eagerly()
+            over = [now()] * len(columns) if eagerly else when_updated(_graph(), num_ops, self._devices, columns)
+            times = row(times, over, columns)
         return [part for value in extra for part in local(value)], times
 
     def _replica(self, batch: Any, cut: str, there: Any = None) -> tuple[list[tf.Tensor], Any]:
@@ -342,9 +354,9 @@ class StepProgram:
         if there is not None and cut == "not":
             batch = _once(there, batch)
         note = (
-            StepNote(gradient_norm=self._records_norm, on_tpu=isinstance(self.strategy, tf.distribute.TPUStrategy))
-            if self._records
-            else None
+            None
+            if self._tapes is None
+            else StepNote(gradient_norm=self._records_norm, on_tpu=isinstance(self.strategy, tf.distribute.TPUStrategy))
         )
         guard = None if self._guard is None else self._guard.step()
         options = {
@@ -460,6 +472,10 @@ def rows_of_replica(
         replica = replica % num_replicas
     with tf.device("/device:CPU:0"):
         return data.replica_rows(batch, replica * num_parts + part, num_replicas * num_parts)
+
+
+def _graph() -> Any:
+    return tf.compat.v1.get_default_graph()
 
 
 def _once(there: tf.Tensor, batch: Any) -> Any:

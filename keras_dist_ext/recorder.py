@@ -1,31 +1,38 @@
 """Record on the device what each replica does in each step, and fetch it when it is asked for.
 
-A step hands its loss, examples and gradients to a ``StepNote`` while it is traced; the loop over steps leaves what the
-notes say on ``Tapes``, one beside each replica; each execution leaves what is on them with the ``Recorder``, where it
-stays until ``fetch``. So no step waits for the host or for another replica's numbers, and steps inside an execution
-have records of their own.
+A step hands its loss, examples and gradients to a ``StepNote`` while it is traced, and leaves what the notes say on
+``Tapes``, one beside each replica. There it stays until a ``Recorder`` fetches it. So no step waits for the host or for
+another replica's numbers, and steps inside an execution have records of their own.
 
 Letters: n = steps; L = replicas of this worker.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from keras_dist_ext import _keras
+from keras_dist_ext.graphs import in_graph
 from keras_dist_ext.stats import Kind, StepRecords, join_records
 
-__all__ = ["Recorder", "StepNote", "Tapes", "now", "row", "tables", "when_updated"]
+__all__ = ["MOST_ROWS", "Cut", "Recorder", "StepNote", "Tapes", "now", "row", "when_updated"]
 
 # A row is of one step. It has a tuple of scalars for each replica: when it was over, when it had computed, how many
 # rows it had, its loss, and the norm of its gradients if that is wanted; the first tuple ends with when the step began
 # and when its batch was there. A table is what a replica has in several rows.
 Row = list[tuple[Any, ...]]
+Table = npt.NDArray[np.float64]  # [n, 4 or more]
+MOST_ROWS = 4096  # that stay on tapes, where one takes some kB; more are read before they are asked for
 _MOST_PENDING = 1000  # executions; older ones are fetched before they are asked for
+_PEEKS = 128  # rows of any replicas that are read by one call: more make it no faster, and tracing it slower
 
 
 def now(after: Any = (), *, in_any_order: bool = False) -> tf.Tensor:
@@ -37,11 +44,9 @@ def now(after: Any = (), *, in_any_order: bool = False) -> tf.Tensor:
             traced, for which steps with loops inside, such as an LSTM's, may pay some 20 µs.
     """
     values = [value for value in tf.nest.flatten(after) if tf.is_tensor(value)]
-    with tf.control_dependencies(values), tf.device(_host_of(values)):
-        clock = tf.timestamp()
-    if in_any_order:
-        _keras.run_in_any_order(clock)
-    return clock
+    free = _keras.in_any_order() if in_any_order else contextlib.nullcontext()
+    with tf.control_dependencies(values), tf.device(_host_of(values)), free:
+        return tf.timestamp()
 
 
 def _host_of(values: Sequence[Any]) -> str:
@@ -170,29 +175,21 @@ def row(times: tuple[Any, Any], over: Sequence[Any], columns: Sequence[tuple[Any
 
     Args:
         times: when it began, and when its batch was there.
-        over: when each of the L replicas was over with it; NaN if that is when the next step begins.
+        over: when each of the L replicas was over with it.
         columns: what each has noted, see ``StepNote.column``.
     """
     made = [(when, *column) for when, column in zip(over, columns, strict=True)]
     return [(*made[0], *times), *made[1:]]
 
 
-def tables(rows: Sequence[Row]) -> list[tf.Tensor]:
-    """Return the tables of some rows: of each replica float64 [n, 4 or more], where it had noted its numbers."""
-    made = []
-    for of_replica in zip(*rows, strict=True):
-        with tf.device(_host_of(of_replica[0][1:])):
-            made.append(tf.stack([tf.stack([tf.cast(number, tf.float64) for number in own]) for own in of_replica]))
-    return made
-
-
-def when_updated(graph: Any, since: int, devices: Sequence[str]) -> list[tf.Tensor]:
+def when_updated(graph: Any, since: int, devices: Sequence[str], columns: Sequence[tuple[Any, ...]]) -> list[tf.Tensor]:
     """Read the clock of each replica's host once what a step assigns on the replica's device is assigned.
 
     Args:
         graph: where the step was traced.
         since: how many ops it had before.
         devices: of the L replicas. What is assigned elsewhere counts as the first one's.
+        columns: what each has noted, which counts where nothing is assigned.
     """
     updates: list[list[Any]] = [[] for _ in devices]
     index_of = {_place(device): index for index, device in enumerate(devices)}
@@ -200,10 +197,9 @@ def when_updated(graph: Any, since: int, devices: Sequence[str]) -> list[tf.Tens
         if op.type.startswith(_ASSIGNING):
             updates[index_of.get(_place(op.device), 0)].append(op)
     clocks = []
-    for ops, device in zip(updates, devices, strict=True):
-        with tf.control_dependencies(ops), tf.device(_cpu_beside(device)):
+    for ops, device, column in zip(updates, devices, columns, strict=True):
+        with tf.control_dependencies(ops or column), tf.device(_cpu_beside(device)), _keras.in_any_order():
             clocks.append(tf.timestamp())
-        _keras.run_in_any_order(clocks[-1])
     return clocks
 
 
@@ -223,10 +219,12 @@ def _cpu_beside(device: str) -> str:
 
 
 class Tapes:
-    """Hold the rows of the steps that a loop in a graph makes, each replica's on its own host.
+    """Hold the rows of a program's steps, each replica's on its own host, until somebody wants them.
 
-    So nothing is sent to another device in a step. They are variables: what a loop carries goes through the first
-    device (python/ops/while_v2.py makes an Identity of it there), and a queue's ops hand over to another thread.
+    A tape is a staging area: one op adds a row, of any types, where it is, and at once. Writing to a variable takes
+    five; a queue's ops hand what follows to another thread; and what a loop carries goes through the first device
+    (python/ops/while_v2.py makes an Identity of it there). What a staging area holds takes more time to read, some µs a
+    row, so that executions do not: all rows that are there are read when one execution's are asked for.
 
     Args:
         devices: of the L replicas of this worker.
@@ -234,19 +232,36 @@ class Tapes:
     """
 
     def __init__(self, devices: Sequence[str], *, gradient_norm: bool) -> None:
-        self._tapes: list[tuple[str, Any, Any]] = []
+        number = next(_numbers)
+        own = [tf.float64, tf.float64, tf.int32, tf.float32, *[tf.float32] * gradient_norm]
+        self._areas: list[tuple[str, dict[str, Any]]] = []
         for index, device in enumerate(devices):
-            num_columns = 4 + gradient_norm + 2 * (index == 0)
-            with tf.init_scope(), tf.device(_cpu_beside(device)):
-                table = _keras.variable_of_no_strategy(tf.zeros([0, num_columns], tf.float64), [None, num_columns])
-                self._tapes.append((_cpu_beside(device), table, _keras.variable_of_no_strategy(tf.constant(0))))
+            name = f"keras_dist_ext/tape_{number}_of_replica_{index}"
+            area = {"dtypes": own + [tf.float64, tf.float64] * (index == 0), "shared_name": name}
+            self._areas.append((_cpu_beside(device), area))
+        self._unread: list[Cut] = []
+        self._num_unread = 0
+        self._is_torn = False  # whether there may be rows of an execution that failed
+        self._peeks = max(1, _PEEKS // len(devices))
+        with tf.init_scope():
+            self._peek = in_graph(self._peek_rows).get_concrete_function(*[tf.TensorSpec([], tf.int32)] * 2)
+        weakref.finalize(self, _clear, self._areas).atexit = False
 
-    def begin(self, num_steps: Any) -> None:
-        """Make room for so many rows, and forget those of the execution before, however it ended."""
-        for host, table, count in self._tapes:
-            with tf.device(host):
-                table.assign(tf.zeros([num_steps, table.shape[1]], tf.float64))
-                count.assign(0)
+    def begin(self) -> None:
+        """Say that an execution is about to begin."""
+        if self._is_torn:
+            self.read()
+        self._is_torn = True
+
+    def end(self, num_rows: int) -> Cut:
+        """Say that it has gone well, and left so many rows; return what they can be had from."""
+        self._is_torn = False
+        cut = Cut(self, num_rows)
+        self._unread.append(cut)
+        self._num_unread += num_rows
+        if self._num_unread >= MOST_ROWS:
+            self.read()
+        return cut
 
     def write(self, row: Row) -> None:
         """Add the row of a step.
@@ -255,19 +270,88 @@ class Tapes:
         something long, TensorFlow's executor hands one of them to another thread, and that one contends for the cores
         for a while.
         """
-        for (host, table, count), numbers in zip(self._tapes, row, strict=True):
+        for (host, area), numbers in zip(self._areas, row, strict=True):
             with tf.device(host), tf.control_dependencies([numbers[0]]):
-                of_step = tf.stack([tf.cast(number, tf.float64) for number in numbers])
-                index = tf.raw_ops.ResourceCountUpTo(resource=count.handle, limit=tf.int32.max, T=tf.int32)
-                table.scatter_update(tf.IndexedSlices(of_step, index))
+                values = [tf.cast(number, dtype) for number, dtype in zip(numbers, area["dtypes"], strict=True)]
+                with _keras.in_any_order():
+                    tf.raw_ops.Stage(values=values, shared_name=area["shared_name"])
 
-    def read(self) -> list[tf.Tensor]:
-        """Return the tables of all rows, with zeros for those that there was room for."""
-        made = []
-        for host, table, _ in self._tapes:
+    def read(self) -> None:
+        """Take all rows off, give the executions that went well theirs, and forget those of others.
+
+        Raises:
+            RuntimeError: there are not as many as there were steps.
+        """
+        unread, self._unread = self._unread, []
+        num_rows, self._num_unread = self._num_unread, 0
+        self._is_torn = False
+        sizes = []
+        for host, area in self._areas:
+            with tf.init_scope(), tf.device(host):
+                sizes.append(int(tf.raw_ops.StageSize(**area)))
+        if min(sizes) < num_rows:  # of which none can be had: to read what is not there is to wait for it
+            raise RuntimeError(f"Steps were {num_rows}, and replicas have left the records of {sizes}.")
+        blocks = [
+            self._peek(tf.constant(first), tf.constant(num_rows - 1)) for first in range(0, num_rows, self._peeks)
+        ]
+        tables = [
+            np.concatenate([np.empty([0, len(area["dtypes"])]), *(block[index].numpy() for block in blocks)])
+            for index, (_, area) in enumerate(self._areas)
+        ]
+        _clear(self._areas)
+        first = 0
+        for cut in unread:
+            cut.tables = [table[first : first + cut.num_rows] for table in tables]
+            first += cut.num_rows
+
+    def _peek_rows(self, first: tf.Tensor, last: tf.Tensor) -> list[tf.Tensor]:
+        """Return the tables of some rows from ``first`` on; where there are none, ``last`` once more."""
+        tables = []
+        for host, area in self._areas:
             with tf.device(host):
-                made.append(table.read_value())
-        return made
+                indices = tf.unstack(tf.minimum(first + tf.range(self._peeks), last))
+                rows = [tf.raw_ops.StagePeek(index=index, **area) for index in indices]
+                columns = [tf.cast(tf.stack(column), tf.float64) for column in zip(*rows, strict=True)]
+                tables.append(tf.stack(columns, axis=1))
+        return tables
+
+
+_numbers = itertools.count()
+
+
+def _clear(areas: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    for host, area in areas:
+        with tf.init_scope(), tf.device(host):
+            tf.raw_ops.StageClear(**area)
+
+
+class Cut:
+    """The rows of an execution, on tapes or taken off.
+
+    Attributes:
+        num_rows: n.
+
+    Args:
+        tapes: where they are.
+        num_rows: see above.
+    """
+
+    def __init__(self, tapes: Tapes, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._tapes: Tapes | None = tapes
+        self._tables: list[Table] | None = None
+
+    @property
+    def tables(self) -> list[Table]:
+        """What each of the L replicas has in them."""
+        if self._tapes is not None:
+            self._tapes.read()
+        assert self._tables is not None
+        return self._tables
+
+    @tables.setter
+    def tables(self, tables: list[Table]) -> None:
+        self._tables, self._tapes = tables, None
 
 
 class Recorder:
@@ -282,35 +366,31 @@ class Recorder:
 
     def __init__(self, *, gradient_norm: bool = False) -> None:
         self.gradient_norm = gradient_norm
-        self._pending: dict[Kind, list[tuple[Any, Any, int, float, bool]]] = {"train": [], "test": []}
+        self._pending: dict[Kind, list[tuple[Cut, Any, float]]] = {"train": [], "test": []}
         self._fetched: dict[Kind, list[StepRecords]] = {"train": [], "test": []}
         self._num_pending: dict[Kind, int] = {"train": 0, "test": 0}
-        self._last_end: dict[Kind, float | None] = {"train": None, "test": None}
+        self._last_end: dict[Kind, float] = {"train": float("nan"), "test": float("nan")}
         self._waited_ahead: dict[Kind, float] = {"train": 0.0, "test": 0.0}  # for the batch of the next execution
 
     def begin(self) -> None:
         """Note that what comes does not follow what was before: a run begins, or an epoch is over."""
         for kind in self._pending:
             self._fetch_pending(kind)
-            self._last_end[kind] = None
+            self._last_end[kind] = float("nan")
             self._waited_ahead[kind] = 0.0
 
-    def add(
-        self, kind: Kind, rows: Any, num_steps: int, end: Any, *, waited_seconds: float = 0.0, has_norm: bool = False
-    ) -> None:
+    def add(self, kind: Kind, cut: Cut, *, end: Any = None, waited_seconds: float = 0.0) -> None:
         """Keep the records of an execution.
 
         Args:
             kind: "train" or "test".
-            rows: L tables of n or more rows.
-            num_steps: n.
-            end: when the execution was over, a scalar of the same clock.
+            cut: its rows.
+            end: when it was over, a scalar of the same clock, if that was not when its last step was.
             waited_seconds: for the batch of the first step, before it began.
-            has_norm: whether they have the norm of gradients.
         """
-        if num_steps:
-            self._pending[kind].append((rows, end, num_steps, waited_seconds, has_norm))
-            self._num_pending[kind] += num_steps
+        if cut.num_rows:
+            self._pending[kind].append((cut, end, waited_seconds))
+            self._num_pending[kind] += cut.num_rows
             if len(self._pending[kind]) >= _MOST_PENDING:
                 self._fetch_pending(kind)
 
@@ -327,35 +407,42 @@ class Recorder:
 
     def _fetch_pending(self, kind: Kind) -> None:
         pending, self._pending[kind] = self._pending[kind], []
-        for rows, end, num_steps, waited_seconds, has_norm in pending:
-            parts = [np.asarray(table)[:num_steps] for table in rows]
-            columns = np.stack([part[:, : 5 if has_norm else 4] for part in parts], axis=2)
-            begin, batch_there = parts[0][:, -2:].T
-            over, end = columns[:, 0].max(axis=1), float(end)
-            over = np.where(np.isnan(over), np.append(begin[1:], end), over)
-            # Replica 0 may begin the next step while others update.
-            end = max(end, float(over[-1]))
-            begin = np.append(begin[0], np.maximum(begin[1:], over[:-1]))
-            batch_there = np.maximum(batch_there, begin)
-            next_begin = np.append(begin[1:], end)
-            before = self._waited_ahead[kind] + waited_seconds
-            waited = batch_there - begin + np.append(before, (next_begin - over)[:-1])
-            self._waited_ahead[kind] = float(end - over[-1])
-            last = self._last_end[kind]
-            host = 0.0 if last is None else max(0.0, float(begin[0]) - waited_seconds - last)
-            self._last_end[kind] = end
-            computed = np.clip(columns[:, 1], batch_there[:, None], over[:, None])
-            has = columns[:, 2] > 0
-            norm = np.where(has, columns[:, 4], np.nan) if self.gradient_norm and kind == "train" else None
-            self._fetched[kind].append(
-                StepRecords(
-                    kind=kind,
-                    loss=np.where(has, columns[:, 3], np.nan),
-                    examples=columns[:, 2].astype(np.int64),
-                    gradient_norm=norm,
-                    input_seconds=waited,
-                    compute_seconds=computed - batch_there[:, None],
-                    sync_seconds=over[:, None] - computed,
-                    host_seconds=host,
-                )
+        if not pending:
+            return
+        cuts, given_ends, waits = zip(*pending, strict=True)
+        num_columns = 5 if self.gradient_norm else 4
+        by_replica = zip(*(cut.tables for cut in cuts), strict=True)
+        columns = np.stack(
+            [np.concatenate([table[:, :num_columns] for table in tables]) for tables in by_replica], axis=2
+        )
+        begin, batch_there = np.concatenate([cut.tables[0][:, -2:] for cut in cuts]).T
+        over = columns[:, 0].max(axis=1)
+        over_before = np.append(np.nan, over[:-1])
+        last = np.cumsum([cut.num_rows for cut in cuts]) - 1  # of each execution
+        first = np.append(0, last[:-1] + 1)
+        is_first = np.zeros(len(over), bool)
+        is_first[first] = True
+        # Replica 0 may begin the next step while others update.
+        begin = np.where(is_first, begin, np.maximum(begin, over_before))
+        batch_there = np.maximum(batch_there, begin)
+        end = np.fmax([np.nan if given is None else float(given) for given in given_ends], over[last])
+        waited_ahead = np.append(self._waited_ahead[kind], end - over[last])
+        waited_between = begin - over_before
+        waited_between[first] = waits + waited_ahead[:-1]
+        host = begin[first] - waits - np.append(self._last_end[kind], end[:-1])
+        self._waited_ahead[kind], self._last_end[kind] = waited_ahead[-1], end[-1]
+        computed = np.clip(columns[:, 1], batch_there[:, None], over[:, None])
+        has = columns[:, 2] > 0
+        norm = np.where(has, columns[:, 4], np.nan) if self.gradient_norm and kind == "train" else None
+        self._fetched[kind].append(
+            StepRecords(
+                kind=kind,
+                loss=np.where(has, columns[:, 3], np.nan),
+                examples=columns[:, 2].astype(np.int64),
+                gradient_norm=norm,
+                input_seconds=batch_there - begin + waited_between,
+                compute_seconds=computed - batch_there[:, None],
+                sync_seconds=over[:, None] - computed,
+                host_seconds=float(np.fmax(host, 0.0).sum()),
             )
+        )

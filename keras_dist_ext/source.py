@@ -25,6 +25,7 @@ class Source:
         workers: given where each worker reads rows of its own; they take part in a step until all have none left.
         skip: how many of the first batches were used before.
         state: what an iterator held after these, to be put back instead of reading up to there.
+        alone: whether all executions have one step.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class Source:
         on_tpu: bool = False,
         skip: int = 0,
         state: Sequence[bytes] | None = None,
+        alone: bool = False,
     ) -> None:
+        self._alone = alone
         if state is not None:
             self.iterator = iter(dataset)
             if not _keras.set_iterator_state(self.iterator, state):
@@ -98,10 +101,11 @@ class Source:
                 made += 1
             return made, logs
         if not self._looks_ahead:
-            return num_steps, program.on_iterator(self.iterator, num_steps)
+            return num_steps, program.on_iterator(self.iterator, num_steps, alone=self._alone)
         program.waited_seconds = self._take_waited()
-        made, self._ahead, logs = program.on_optional(self._ahead, self.iterator, num_steps)
-        self._has_more = bool(self._ahead.has_value())
+        made, self._ahead, self._has_more, logs = program.on_optional(
+            self._ahead, self.iterator, num_steps, alone=self._alone
+        )
         return made, logs
 
     def _take_waited(self) -> float:

@@ -93,15 +93,15 @@ class Program:
     def __init__(self):
         self.executions = []
 
-    def on_iterator(self, iterator, num_steps):
+    def on_iterator(self, iterator, num_steps, alone=False):
         self.executions.append([int(next(iterator)[0]) for _ in range(int(num_steps))])
 
-    def on_optional(self, ahead, iterator, num_steps):
+    def on_optional(self, ahead, iterator, num_steps, alone=False):
         self.executions.append([])
         while len(self.executions[-1]) < int(num_steps) and ahead.has_value():
             self.executions[-1].append(int(ahead.get_value()[0]))
             ahead = iterator.get_next_as_optional()
-        return tf.constant(len(self.executions[-1])), ahead, None
+        return len(self.executions[-1]), ahead, bool(ahead.has_value()), None
 
 
 def make_feed(dataset, pace=3, **arguments):

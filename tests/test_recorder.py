@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import itertools
 import time
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ import pytest
 import tensorflow as tf
 
 import keras_dist_ext as kde
-from keras_dist_ext.recorder import Recorder
+from keras_dist_ext import program as program_module
+from keras_dist_ext import recorder as recorder_module
+from keras_dist_ext.recorder import Recorder, Tapes
 from keras_dist_ext.stats import Kind, ReplicaStats, StepRecords, join_records, summarize
 
 RNG = np.random.default_rng(0)
@@ -312,11 +315,12 @@ def test_steps_of_an_execution_that_failed_are_not_taken_for_those_of_the_next(k
     assert recording.of().examples.sum(axis=1).tolist() == [8, 8, 8, 8, 8, 8, 2]
 
 
-def test_a_step_that_one_replica_begins_while_another_updates_begins_when_all_are_over() -> None:
-    recorder = Recorder()  # of each step: over, computed, rows, loss; of the first replica also: begun, batch there
-    first = [[4.0, 2.0, 8.0, 0.1, 0.0, 1.0], [9.0, 8.0, 8.0, 0.2, 5.0, 5.5]]
-    second = [[6.0, 3.0, 7.0, 0.3], [9.0, 8.0, 7.0, 0.4]]
-    recorder.add("train", [tf.constant(first), tf.constant(second)], 2, 9.0)
+def test_a_step_that_one_replica_begins_while_another_updates_begins_when_all_are_over(mirrored: Any) -> None:
+    recorder, tapes = Recorder(), Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
+    tapes.begin()  # of each step: over, computed, rows, loss; of the first replica also: begun, batch there
+    tapes.write([(4.0, 2.0, 8, 0.1, 0.0, 1.0), (6.0, 3.0, 7, 0.3)])
+    tapes.write([(9.0, 8.0, 8, 0.2, 5.0, 5.5), (9.0, 8.0, 7, 0.4)])
+    recorder.add("train", tapes.end(2))
     records = recorder.fetch("train")
     assert records is not None
     assert records.step_seconds.tolist() == [6, 3]
@@ -327,6 +331,25 @@ def test_a_step_that_one_replica_begins_while_another_updates_begins_when_all_ar
     np.testing.assert_allclose(records.loss, [[0.1, 0.3], [0.2, 0.4]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("num_fetches", [1, 3])
+def test_time_between_executions_is_the_hosts_or_that_of_who_waited_for_a_batch(
+    num_fetches: int, mirrored: Any
+) -> None:
+    recorder, tapes = Recorder(), Tapes(["CPU:0"], gradient_norm=False)
+    records = []
+    for begun, end, waited in ((10.0, 13.0, 0.0), (15.0, 17.0, 1.0), (17.5, None, 0.0)):
+        tapes.begin()
+        tapes.write([(begun + 1.5, begun + 1.0, 8, 0.1, begun, begun + 0.25)])
+        recorder.add("train", tapes.end(1), end=end, waited_seconds=waited)
+        if num_fetches == 3:
+            records.append(recorder.fetch("train"))
+    whole = join_records([part for part in records or [recorder.fetch("train")] if part is not None])
+    assert whole.input_seconds.tolist() == [0.25, 0.25 + 1.0 + 1.5, 0.25 + 0.5]  # ahead: from 11.5 to 13, 16.5 to 17
+    assert whole.host_seconds == (15.0 - 1.0 - 13.0) + (17.5 - 17.0)
+    assert whole.compute_seconds.tolist() == [[0.75]] * 3
+    assert whole.sync_seconds.tolist() == [[0.5]] * 3
+
+
 def test_what_is_recorded_of_a_replica_stays_beside_it_until_the_execution_is_over(mirrored: Any) -> None:
     net, recording = dense(mirrored, steps_per_execution=3), Recording()
     recorded = {}
@@ -334,15 +357,129 @@ def test_what_is_recorded_of_a_replica_stays_beside_it_until_the_execution_is_ov
     class Look(keras.callbacks.Callback):
         def on_train_end(self, logs: Any = None) -> None:
             (graph,) = net.train_function.program.graphs()
-            (loop,) = [op for op in graph.get_operations() if op.type == "While"]
+            loop = next(op for op in graph.get_operations() if op.type == "While")
             body = graph.as_graph_def().library.function
             nodes = next(f for f in body if f.signature.name == loop.get_attr("body").name).node_def
-            for op in ("Timestamp", "ResourceScatterUpdate"):
+            for op in ("Timestamp", "Stage"):
                 recorded[op] = collections.Counter(node.device[-5:] for node in nodes if node.op == op)
 
     net.fit(X, Y, batch_size=8, verbose=0, callbacks=[recording, Look()])
-    assert recorded["ResourceScatterUpdate"] == {"CPU:0": 1, "CPU:1": 1}
+    assert recorded["Stage"] == {"CPU:0": 1, "CPU:1": 1}
     assert recorded["Timestamp"] == {"CPU:0": 4, "CPU:1": 2}  # the first: also when it began, when its batch was there
+
+
+def execute(tapes: Tapes, first: int, num_rows: int, *, gradient_norm: bool, fails: bool = False) -> Any:
+    """Leave rows that count from ``first`` on, in a loop in a graph."""
+
+    @tf.function
+    def loop() -> None:
+        for i in tf.range(num_rows):
+            number = tf.cast(first + i, tf.float64)
+            row = [tuple(number + 1000.0 * replica + 10.0 * k for k in range(4 + gradient_norm)) for replica in (0, 1)]
+            tapes.write([(*row[0], -number, number / 4), row[1]])
+        tf.debugging.Assert(not fails, ["torn"])
+
+    tapes.begin()
+    loop()
+    return tapes.end(num_rows)
+
+
+def expected_tables(first: int, num_rows: int, *, gradient_norm: bool) -> list[np.ndarray]:
+    number = first + np.arange(num_rows)[:, None]
+    columns = number + 10.0 * np.arange(4 + gradient_norm)
+    return [np.concatenate([columns, -number, number / 4], axis=1), columns + 1000]
+
+
+@pytest.mark.parametrize("counts", [[1], [64], [65, 3], [3, 0, 200], [50, 14, 1]], ids=str)
+@pytest.mark.parametrize("gradient_norm", [False, True])
+def test_tapes_give_each_execution_its_rows_in_order_and_none_of_those_that_failed(
+    gradient_norm: bool, counts: list[int], mirrored: Any
+) -> None:
+    tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=gradient_norm)
+    cuts, first = [], 0
+    for round_ in range(2):
+        for count in counts:
+            with pytest.raises(tf.errors.InvalidArgumentError, match="torn"):
+                execute(tapes, 7, 5, gradient_norm=gradient_norm, fails=True)
+            cuts.append((first, execute(tapes, first, count, gradient_norm=gradient_norm)))
+            first += count
+        if round_ == 0:
+            assert [table.shape[0] for table in cuts[-1][1].tables] == [counts[-1]] * 2
+    for begin, cut in cuts:
+        for table, expected in zip(
+            cut.tables, expected_tables(begin, cut.num_rows, gradient_norm=gradient_norm), strict=True
+        ):
+            np.testing.assert_array_equal(table, expected)
+    assert sizes(tapes) == [0, 0]
+
+
+def sizes(tapes: Tapes) -> list[int]:
+    """How many rows there are on each tape."""
+    found = []
+    for host, area in tapes._areas:
+        with tf.device(host):
+            found.append(int(tf.raw_ops.StageSize(**area)))
+    return found
+
+
+def test_rows_are_read_before_they_are_many(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "MOST_ROWS", 10)
+    tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
+    left = []
+    for first in range(0, 16, 4):
+        execute(tapes, first, 4, gradient_norm=False)
+        left.append(sizes(tapes)[1])
+    assert left == [4, 8, 0, 4]
+
+
+def test_rows_of_tapes_that_nobody_wants_are_forgotten(mirrored: Any) -> None:
+    tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
+    execute(tapes, 0, 3, gradient_norm=False)
+    held = type("Held", (), {"_areas": tapes._areas})()
+    assert sizes(held) == [3, 3]
+    del tapes
+    gc.collect()
+    assert sizes(held) == [0, 0]
+
+
+def test_records_that_are_missing_are_told_and_not_waited_for(mirrored: Any) -> None:
+    tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
+    execute(tapes, 0, 3, gradient_norm=False)
+    tapes.begin()
+    cut = tapes.end(2)
+    with pytest.raises(RuntimeError, match=r"Steps were 5, and replicas have left the records of \[3, 3\]"):
+        _ = cut.tables
+
+
+def test_an_execution_has_at_most_as_many_steps_as_rows_may_stay(
+    mirrored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program_module, "MOST_ROWS", 3)
+    for given in ({"x": X, "y": Y, "batch_size": 8}, {"x": dataset()}):
+        net, recording = dense(mirrored, steps_per_execution=50), Recording()
+        history = net.fit(**given, verbose=0, shuffle=False, callbacks=[recording]).history
+        records = recording.of()
+        assert records.examples.sum(axis=1).tolist() == [8] * 6 + [2]
+        assert summarize(records, step=7, wall_time=0.0).mean_loss == pytest.approx(history["loss"][0], rel=1e-5)
+
+
+def test_two_recorders_of_one_run_fetch_when_each_likes(mirrored: Any) -> None:
+    often, seldom = Recording(gradient_norm=True), Recording()
+    fetched = []
+
+    class Fetch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            fetched.append(often.of())
+
+    net = dense(mirrored, steps_per_execution=2)
+    net.fit(X, Y, batch_size=8, verbose=0, callbacks=[often, seldom, Fetch()])
+    assert [len(part) for part in fetched] == [2, 2, 2, 1]
+    parts, whole = join_records(fetched), seldom.of()
+    for name in ("loss", "examples", "compute_seconds", "sync_seconds"):
+        np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name))
+    assert parts.gradient_norm is not None
+    assert whole.gradient_norm is None
+    assert parts.host_seconds == pytest.approx(whole.host_seconds)
 
 
 def test_without_a_recorder_no_clock_is_read(mirrored: Any) -> None:

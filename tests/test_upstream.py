@@ -868,15 +868,6 @@ def test_all_reduce_of_a_replica_context_is_the_one_that_we_replace(mirrored: An
     assert recorder.about("all_reduce") == ["SUM", "SUM"]
 
 
-def test_a_variable_of_no_strategy_is_one_and_changes_its_shape(mirrored: Any) -> None:
-    with mirrored.scope(), tf.device("CPU:1"):
-        variable = _keras.variable_of_no_strategy(tf.zeros([0, 2]), [None, 2])
-    assert _keras.components(variable) == (variable,)
-    assert variable.device.endswith("CPU:1")
-    variable.assign(tf.ones([3, 2]))
-    assert variable.numpy().shape == (3, 2)
-
-
 def test_code_to_be_compiled_knows_it() -> None:
     seen = []
 
@@ -1625,14 +1616,36 @@ def test_the_profiler_says_when_an_op_ran(tmp_path):
     assert all(1e-6 < end - begin < 1 for begin, end in spans)
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+def test_a_staging_area_keeps_rows_of_several_types_in_order_until_it_is_cleared(num_rows: int) -> None:
+    area: Any = {"dtypes": [tf.float64, tf.int32], "shared_name": f"test_of_rows_{num_rows}"}
+
+    @tf.function
+    def fill(count: Any) -> None:
+        for i in tf.range(count):
+            tf.raw_ops.Stage(values=[tf.cast(i, tf.float64) / 2, i], shared_name=area["shared_name"])
+
+    @tf.function
+    def size() -> Any:
+        return tf.raw_ops.StageSize(**area)
+
+    fill(tf.constant(num_rows))
+    assert size() == num_rows
+    rows = [tf.raw_ops.StagePeek(index=index, **area) for index in range(num_rows)]
+    assert [tuple(float(value) for value in row) for row in rows] == [(i / 2, i) for i in range(num_rows)]
+    assert size() == num_rows
+    tf.raw_ops.StageClear(**area)
+    assert size() == 0
+
+
 def test_stateful_ops_run_in_the_order_of_tracing_unless_they_are_said_to_be_independent() -> None:
     @tf.function
     def clocks(x: Any) -> Any:
         first = tf.timestamp()
         with tf.control_dependencies([x]):
             second = tf.timestamp()
-            third = tf.timestamp()
-        _keras.run_in_any_order(third)
+            with _keras.in_any_order():
+                third = tf.timestamp()
         return first, second, third
 
     _, second, third = (
@@ -1640,7 +1653,8 @@ def test_stateful_ops_run_in_the_order_of_tracing_unless_they_are_said_to_be_ind
     )
     assert sorted(op.type for op in second.control_inputs) == ["Placeholder", "Timestamp"]
     assert [op.type for op in third.control_inputs] == ["Placeholder"]
-    _keras.run_in_any_order(tf.timestamp())  # eagerly there is nothing to do
+    with _keras.in_any_order():
+        assert tf.timestamp() > 0  # eagerly there is nothing to do
 
 
 def test_a_checksum_tells_what_a_dataset_is_made_of() -> None:

@@ -53,6 +53,8 @@ class LoopProgram(StepProgram):
         self._plain_logs = True
         self._degrees = None  # a step was examined: what it differentiates is a mean
         self._kept = model.kept(kind)
+        if self._kept:
+            self.go_alone()
 
     def _step_of_replica(self, step: ReplicaStep, batch: Any) -> tuple[Any, list[tf.Tensor]]:
         values = self._user_step(batch)
@@ -60,20 +62,6 @@ class LoopProgram(StepProgram):
             step.note.end(step.replica_id, num_rows(batch), values)
         step.finish({})
         return None, [values[name] for name in self._kept]
-
-    def _on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
-        if not self._kept:
-            return super()._on_iterator(iterator, num_steps)
-        extra, row = self._one(*self._timed(iterator.get_next))
-        return self._outcome(extra, [row], extra)
-
-    def _on_optional(self, optional: Any, iterator: Any, num_steps: tf.Tensor) -> Any:
-        if not self._kept:
-            return super()._on_optional(optional, iterator, num_steps)
-        extra, row = self._one(*self._timed(optional.get_value))
-        with tf.control_dependencies(extra):
-            after = iterator.get_next_as_optional()
-        return tf.constant(1), after, self._outcome(extra, [row], extra)
 
     def _logs(self, extra: Any) -> Any:
         with pooled_state(self.model, self.strategy):
