@@ -585,6 +585,26 @@ def executions(monkeypatch):
     return found
 
 
+@pytest.mark.parametrize("length_is_known", [False, True])
+@pytest.mark.parametrize("kind", ["default", "mirrored2"])
+def test_executions_of_one_step_have_a_graph_without_a_loop(kind, length_is_known, strategies):
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+    if not length_is_known:
+        batches = batches.filter(lambda *_: True)
+    trained = []
+    for steps in (1, 3):
+        net = made(sequential, strategies.get(kind), steps_per_execution=steps)
+        history = net.fit(batches, epochs=2, verbose=0, validation_data=batches).history
+        trained.append((history, net.get_weights()))
+        for function in (net.train_function, net.test_function):
+            (graph,) = function.program.graphs()
+            assert any(op.type == "While" for op in graph.get_operations()) == (steps == 3)
+    (history, weights), (expected_history, expected_weights) = trained
+    assert history == expected_history
+    for value, expected in zip(weights, expected_weights, strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
 class Batches(keras.callbacks.Callback):
     """Notes batches, and asks to stop after one of them."""
 

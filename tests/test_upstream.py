@@ -4,10 +4,12 @@ None of this is documented upstream. A test that fails here says which function 
 numbers of the conformance table go wrong for no visible reason.
 """
 
+import gc
 import importlib
 import inspect
 import random
 import threading
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -1636,6 +1638,40 @@ def test_a_staging_area_keeps_rows_of_several_types_in_order_until_it_is_cleared
     assert size() == num_rows
     tf.raw_ops.StageClear(**area)
     assert size() == 0
+
+
+def test_a_function_of_an_iterator_does_what_a_tf_function_does() -> None:
+    """concrete_function.py, for `FunctionOfIterator`."""
+    total = tf.Variable(0, dtype=tf.int64)
+
+    @tf.function(autograph=False, reduce_retracing=True)
+    def step(iterator: Any, factor: Any) -> Any:
+        batch = iterator.get_next()
+        total.assign_add(tf.cast(factor, tf.int64))
+        return iterator.get_next_as_optional(), {"sum": (batch["a"] + batch["b"]) * factor, "none": None}
+
+    called = _keras.FunctionOfIterator(step)
+    numbers = tf.data.Dataset.range(4).map(lambda i: {"a": i, "b": 10 * i})
+    for _ in range(2):
+        iterator = iter(numbers)
+        following, logs = called(iterator, tf.constant(3, tf.int64))
+        assert (int(logs["sum"]), logs["none"]) == (0, None)
+        assert following.get_value()["b"].numpy() == 10
+        following, logs = called(iterator, tf.constant(2, tf.int64))
+        assert int(logs["sum"]) == 44
+        assert not iterator.get_next_as_optional().has_value()
+    assert total.numpy() == 10
+    assert len(_keras.graphs_of(called)) == 1
+    with pytest.raises(tf.errors.OutOfRangeError):
+        called(iterator, tf.constant(2, tf.int64))
+    fractions = numbers.map(lambda row: {name: tf.cast(value, tf.float32) / 2 for name, value in row.items()})
+    _, logs = called(iter(fractions.skip(1)), tf.constant(4.0))
+    assert float(logs["sum"]) == 22.0
+    assert len(_keras.graphs_of(called)) == 2
+    held = weakref.ref(iterator)
+    del iterator
+    gc.collect()
+    assert held() is None
 
 
 def test_stateful_ops_run_in_the_order_of_tracing_unless_they_are_said_to_be_independent() -> None:

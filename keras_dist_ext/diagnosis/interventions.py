@@ -166,7 +166,7 @@ class _Trial:
         self.num_steps = num_steps
         self._drain_seconds = drain_seconds
         self._run = run
-        self._source = Source(dataset, 2**40)
+        self._source = Source(dataset, 2**40, alone=num_steps == 1)
         self._condition = condition
         self._num_executions = 1
         self._execute()  # traces
