@@ -90,6 +90,7 @@ from tensorflow.python.ops import (
     gen_random_ops,
     gen_stateless_random_ops,
     gen_stateless_random_ops_v2,
+    resource_variable_ops,
     summary_ops_v2,
 )
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
@@ -761,23 +762,24 @@ def this_place(context: tf.distribute.ReplicaContext) -> Callable[[str], context
     return enter
 
 
-@contextlib.contextmanager
-def in_any_order() -> Iterator[None]:
-    """Let the stateful ops that are traced inside of this run as soon as their inputs are there.
+def run_in_any_order(value: tf.Tensor) -> None:
+    """Let the stateful op that makes a tensor run as soon as its inputs are there, while a function is traced.
 
     Stateful ops without a resource run in the order in which they were traced, those of one replica after those of the
-    replicas before it (python/framework/auto_control_deps.py, `run_independently`). Eagerly there is nothing to do.
+    replicas before it (python/framework/auto_control_deps.py, `run_independently`).
     """
-    graph = tf_ops.get_default_graph()
-    manager = getattr(graph, "experimental_acd_manager", None)
-    if manager is None or tf.executing_eagerly():
-        yield
-        return
-    since = len(graph.get_operations())
-    yield
-    for op in graph.get_operations()[since:]:
-        if op.op_def.is_stateful:
-            manager.run_independently(op)
+    manager = getattr(tf_ops.get_default_graph(), "experimental_acd_manager", None)
+    if manager is not None and not tf.executing_eagerly():
+        manager.run_independently(value.op)
+
+
+def variable_of_no_strategy(initial_value: Any) -> tf.Variable:
+    """Make a variable that is one, on the current device, inside of a strategy's scope too.
+
+    The class of eager variables asks nobody who creates variables (python/ops/variables.py, `VariableMetaclass`;
+    python/ops/resource_variable_ops.py).
+    """
+    return resource_variable_ops.ResourceVariable(initial_value, trainable=False)
 
 
 def in_xla() -> bool:
@@ -1649,11 +1651,18 @@ def is_of_unlike_collectives(error: Exception) -> bool:
     )
 
 
+def call_trace(trace: Any, tensors: list[tf.Tensor]) -> Any:
+    """Call a concrete function with all tensors that its arguments are made of, without looking whether they fit.
+
+    To look takes as long as some hundred small ops (python/eager/polymorphic_function/concrete_function.py).
+    """
+    return trace._call_flat(tensors, trace.captured_inputs)
+
+
 class FunctionOfIterator:
     """A tf.function that is called again and again with an iterator over a dataset as its first argument.
 
-    Which trace fits is found out once an iterator, not at each call, which takes as long as some hundred small ops
-    (python/eager/polymorphic_function/concrete_function.py, `_call_flat`).
+    Which trace fits is found out once an iterator, not at each call.
 
     Args:
         function: a ``tf.function``. What other arguments it has are of one shape and dtype for each iterator.
@@ -1671,8 +1680,7 @@ class FunctionOfIterator:
         if self._iterator() is not iterator:
             self._trace = self.function.get_concrete_function(iterator, *others)
             self._iterator = weakref.ref(iterator)
-        tensors = tf.nest.flatten((iterator, *others), expand_composites=True)
-        return self._trace._call_flat(tensors, self._trace.captured_inputs)
+        return call_trace(self._trace, tf.nest.flatten((iterator, *others), expand_composites=True))
 
 
 def graphs_of(function: Any) -> list[Any]:

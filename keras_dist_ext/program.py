@@ -122,7 +122,7 @@ class StepProgram:
 
     def on_batch(self, batch: Any) -> Any:
         """Run one step on a batch (global, or per replica) and return its logs."""
-        return self._keep(self._execute(self._of_batch, batch), 1)
+        return self._keep(self._execute(1, self._of_batch, batch), 1)
 
     def on_batches_like(self, spec: Any, *, of_worker: bool) -> Callable[[Any], Any]:
         """Return a function that runs one step on a batch of that spec.
@@ -137,7 +137,7 @@ class StepProgram:
         run = self._of_rows if of_worker else self._of_batch
         if not self.is_eager:
             run = run.get_concrete_function(spec)
-        return lambda batch: self._keep(self._execute(run, batch), 1)
+        return lambda batch: self._keep(self._execute(1, run, batch), 1)
 
     def on_iterator(self, iterator: Any, num_steps: int, *, alone: bool = False) -> Any:
         """Run exactly ``num_steps`` steps in the graph and return the logs of the last.
@@ -150,11 +150,11 @@ class StepProgram:
         logs = None
         if self._goes_alone or alone:
             for _ in range(num_steps):
-                logs = self._keep(self._execute(self._of_iterator_alone, iterator), 1)
+                logs = self._keep(self._execute(1, self._of_iterator_alone, iterator), 1)
             return logs
         for made in range(0, num_steps, MOST_ROWS):
             count = min(MOST_ROWS, num_steps - made)
-            logs = self._keep(self._execute(self._of_iterator, iterator, tf.constant(count)), count)
+            logs = self._keep(self._execute(count, self._of_iterator, iterator, tf.constant(count)), count)
         return logs
 
     def on_optional(
@@ -171,18 +171,21 @@ class StepProgram:
         total, has_more, logs = 0, True, None
         while total < num_steps and has_more:
             if self._goes_alone or alone:
-                made, (optional, more, outcome) = 1, self._execute(self._of_optional_alone, iterator, optional)
+                made, (optional, more, outcome) = 1, self._execute(1, self._of_optional_alone, iterator, optional)
             else:
-                count = tf.constant(min(MOST_ROWS, num_steps - total))
-                made, optional, more, outcome = self._execute(self._of_optional, iterator, optional, count)
+                count = min(MOST_ROWS, num_steps - total)
+                made, optional, more, outcome = self._execute(
+                    count, self._of_optional, iterator, optional, tf.constant(count)
+                )
             logs = self._keep(outcome, int(made))
             total += int(made)
             has_more = bool(more)
         return total, optional, has_more, logs
 
-    def _execute(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _execute(self, num_steps: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call what makes so many steps at most."""
         if self._tapes is not None:
-            self._tapes.begin()
+            self._tapes.begin(num_steps)
         return function(*arguments)
 
     def _keep(self, outcome: Any, num_steps: int) -> Any:

@@ -9,9 +9,6 @@ Letters: n = steps; L = replicas of this worker.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +17,6 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from keras_dist_ext import _keras
-from keras_dist_ext.graphs import in_graph
 from keras_dist_ext.stats import Kind, StepRecords, join_records
 
 __all__ = ["MOST_ROWS", "Cut", "Recorder", "StepNote", "Tapes", "now", "row", "when_updated"]
@@ -30,10 +26,8 @@ __all__ = ["MOST_ROWS", "Cut", "Recorder", "StepNote", "Tapes", "now", "row", "w
 # and when its batch was there. A table is what a replica has in several rows.
 Row = list[tuple[Any, ...]]
 Table = npt.NDArray[np.float64]  # [n, 4 or more]
-MOST_ROWS = 4096  # that stay on tapes, where one takes some kB; more are read before they are asked for
+MOST_ROWS = 4096  # that there is room for on tapes; more are read before they are asked for
 _MOST_PENDING = 1000  # executions; older ones are fetched before they are asked for
-_PEEKS = 128  # rows of any replicas that are read by one call: more make it no faster, and tracing it slower
-_FEW = 8  # rows that are read sooner by a call for each
 
 
 def now(after: Any = (), *, in_any_order: bool = False) -> tf.Tensor:
@@ -45,9 +39,11 @@ def now(after: Any = (), *, in_any_order: bool = False) -> tf.Tensor:
             traced, for which steps with loops inside, such as an LSTM's, may pay some 20 µs.
     """
     values = [value for value in tf.nest.flatten(after) if tf.is_tensor(value)]
-    free = _keras.in_any_order() if in_any_order else contextlib.nullcontext()
-    with tf.control_dependencies(values), tf.device(_host_of(values)), free:
-        return tf.timestamp()
+    with tf.control_dependencies(values), tf.device(_host_of(values)):
+        clock = tf.timestamp()
+    if in_any_order:
+        _keras.run_in_any_order(clock)
+    return clock
 
 
 def _host_of(values: Sequence[Any]) -> str:
@@ -199,8 +195,9 @@ def when_updated(graph: Any, since: int, devices: Sequence[str], columns: Sequen
             updates[index_of.get(_place(op.device), 0)].append(op)
     clocks = []
     for ops, device, column in zip(updates, devices, columns, strict=True):
-        with tf.control_dependencies(ops or column), tf.device(_cpu_beside(device)), _keras.in_any_order():
+        with tf.control_dependencies(ops or column), tf.device(_cpu_beside(device)):
             clocks.append(tf.timestamp())
+        _keras.run_in_any_order(clocks[-1])
     return clocks
 
 
@@ -222,10 +219,9 @@ def _cpu_beside(device: str) -> str:
 class Tapes:
     """Hold the rows of a program's steps, each replica's on its own host, until somebody wants them.
 
-    A tape is a staging area: one op adds a row, of any types, where it is, and at once. Writing to a variable takes
-    five; a queue's ops hand what follows to another thread; and what a loop carries goes through the first device
-    (python/ops/while_v2.py makes an Identity of it there). What a staging area holds takes more time to read, some µs a
-    row, so that executions do not: all rows that are there are read when one execution's are asked for.
+    So nothing is sent to another device in a step, and nothing is read by an execution. They are variables: what a loop
+    carries goes through the first device (python/ops/while_v2.py makes an Identity of it there), a queue's ops hand
+    over to another thread, and to read a staging area takes some 7 µs a row.
 
     Args:
         devices: of the L replicas of this worker.
@@ -233,27 +229,19 @@ class Tapes:
     """
 
     def __init__(self, devices: Sequence[str], *, gradient_norm: bool) -> None:
-        number = next(_numbers)
-        own = [tf.float64, tf.float64, tf.int32, tf.float32, *[tf.float32] * gradient_norm]
-        self._areas: list[tuple[str, dict[str, Any]]] = []
+        self._tapes: list[tuple[str, Any, Any]] = []
         for index, device in enumerate(devices):
-            name = f"keras_dist_ext/tape_{number}_of_replica_{index}"
-            area = {"dtypes": own + [tf.float64, tf.float64] * (index == 0), "shared_name": name}
-            self._areas.append((_cpu_beside(device), area))
+            host, num_columns = _cpu_beside(device), 4 + gradient_norm + 2 * (index == 0)
+            with tf.init_scope(), tf.device(host):
+                table = _keras.variable_of_no_strategy(tf.zeros([MOST_ROWS, num_columns], tf.float64))
+                self._tapes.append((host, table, _keras.variable_of_no_strategy(tf.constant(0))))
         self._unread: list[Cut] = []
         self._num_unread = 0
         self._is_torn = False  # whether there may be rows of an execution that failed
-        self._peeks = max(1, _PEEKS // len(devices))
-        with tf.init_scope():  # what is slow the first time is done now, not between two executions
-            self._peek = in_graph(self._peek_rows).get_concrete_function(*[tf.TensorSpec([], tf.int32)] * 2)
-            self.write([(0,) * len(area["dtypes"]) for _, area in self._areas])
-            self._peek(tf.constant(0), tf.constant(0))
-            _clear(self._areas)
-        weakref.finalize(self, _clear, self._areas).atexit = False
 
-    def begin(self) -> None:
-        """Say that an execution is about to begin."""
-        if self._is_torn:
+    def begin(self, num_rows: int) -> None:
+        """Make room for the rows of an execution that is about to begin: so many at most, and not over MOST_ROWS."""
+        if self._is_torn or self._num_unread + num_rows > MOST_ROWS:
             self.read()
         self._is_torn = True
 
@@ -263,8 +251,6 @@ class Tapes:
         cut = Cut(self, num_rows)
         self._unread.append(cut)
         self._num_unread += num_rows
-        if self._num_unread >= MOST_ROWS:
-            self.read()
         return cut
 
     def write(self, row: Row) -> None:
@@ -274,11 +260,11 @@ class Tapes:
         something long, TensorFlow's executor hands one of them to another thread, and that one contends for the cores
         for a while.
         """
-        for (host, area), numbers in zip(self._areas, row, strict=True):
+        for (host, table, count), numbers in zip(self._tapes, row, strict=True):
             with tf.device(host), tf.control_dependencies([numbers[0]]):
-                values = [tf.cast(number, dtype) for number, dtype in zip(numbers, area["dtypes"], strict=True)]
-                with _keras.in_any_order():
-                    tf.raw_ops.Stage(values=values, shared_name=area["shared_name"])
+                of_step = tf.stack([tf.cast(number, tf.float64) for number in numbers])
+                index = tf.raw_ops.ResourceCountUpTo(resource=count.handle, limit=MOST_ROWS, T=tf.int32)
+                tf.raw_ops.ResourceScatterUpdate(resource=table.handle, indices=index, updates=of_step)
 
     def read(self) -> None:
         """Take all rows off, give the executions that went well theirs, and forget those of others.
@@ -289,54 +275,19 @@ class Tapes:
         unread, self._unread = self._unread, []
         num_rows, self._num_unread = self._num_unread, 0
         self._is_torn = False
-        sizes = []
-        for host, area in self._areas:
-            with tf.init_scope(), tf.device(host):
-                sizes.append(int(tf.raw_ops.StageSize(**area)))
-        if min(sizes) < num_rows:  # to read what is not there is to wait for it
-            raise RuntimeError(f"Steps were {num_rows}, and replicas have left the records of {sizes}.")
-        if num_rows <= _FEW:
-            tables = [self._one_by_one(host, area, num_rows) for host, area in self._areas]
-        else:
-            places = range(0, num_rows, self._peeks)
-            blocks = [self._peek(tf.constant(place), tf.constant(num_rows - 1)) for place in places]
-            tables = [
-                np.concatenate([table.numpy() for table in of_replica]) for of_replica in zip(*blocks, strict=True)
-            ]
-        _clear(self._areas)
+        tables, counts = [], []
+        with tf.init_scope():
+            for host, table, count in self._tapes:
+                with tf.device(host):
+                    counts.append(int(count))
+                    tables.append(table.numpy()[:num_rows].copy())
+                    count.assign(0)
+        if min(counts) < num_rows:
+            raise RuntimeError(f"Steps were {num_rows}, and replicas have left the records of {counts}.")
         first = 0
         for cut in unread:
             cut.tables = [table[first : first + cut.num_rows] for table in tables]
             first += cut.num_rows
-
-    @staticmethod
-    def _one_by_one(host: str, area: dict[str, Any], num_rows: int) -> Table:
-        """Return the first rows of a staging area, by a call for each."""
-        table = np.empty([num_rows, len(area["dtypes"])])
-        for index in range(num_rows):
-            with tf.init_scope(), tf.device(host):
-                table[index] = [float(number) for number in tf.raw_ops.StagePeek(index=index, **area)]
-        return table
-
-    def _peek_rows(self, first: tf.Tensor, last: tf.Tensor) -> list[tf.Tensor]:
-        """Return the tables of some rows from ``first`` on; where there are none, ``last`` once more."""
-        tables = []
-        for host, area in self._areas:
-            with tf.device(host):
-                indices = tf.unstack(tf.minimum(first + tf.range(self._peeks), last))
-                rows = [tf.raw_ops.StagePeek(index=index, **area) for index in indices]
-                columns = [tf.cast(tf.stack(column), tf.float64) for column in zip(*rows, strict=True)]
-                tables.append(tf.stack(columns, axis=1))
-        return tables
-
-
-_numbers = itertools.count()
-
-
-def _clear(areas: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    for host, area in areas:
-        with tf.init_scope(), tf.device(host):
-            tf.raw_ops.StageClear(**area)
 
 
 class Cut:

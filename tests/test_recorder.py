@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import gc
 import itertools
 import time
 from collections.abc import Iterator
@@ -317,7 +316,7 @@ def test_steps_of_an_execution_that_failed_are_not_taken_for_those_of_the_next(k
 
 def test_a_step_that_one_replica_begins_while_another_updates_begins_when_all_are_over(mirrored: Any) -> None:
     recorder, tapes = Recorder(), Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
-    tapes.begin()  # of each step: over, computed, rows, loss; of the first replica also: begun, batch there
+    tapes.begin(2)  # of each step: over, computed, rows, loss; of the first replica also: begun, batch there
     tapes.write([(4.0, 2.0, 8, 0.1, 0.0, 1.0), (6.0, 3.0, 7, 0.3)])
     tapes.write([(9.0, 8.0, 8, 0.2, 5.0, 5.5), (9.0, 8.0, 7, 0.4)])
     recorder.add("train", tapes.end(2))
@@ -338,7 +337,7 @@ def test_time_between_executions_is_the_hosts_or_that_of_who_waited_for_a_batch(
     recorder, tapes = Recorder(), Tapes(["CPU:0"], gradient_norm=False)
     records = []
     for begun, end, waited in ((10.0, 13.0, 0.0), (15.0, 17.0, 1.0), (17.5, None, 0.0)):
-        tapes.begin()
+        tapes.begin(1)
         tapes.write([(begun + 1.5, begun + 1.0, 8, 0.1, begun, begun + 0.25)])
         recorder.add("train", tapes.end(1), end=end, waited_seconds=waited)
         if num_fetches == 3:
@@ -360,11 +359,11 @@ def test_what_is_recorded_of_a_replica_stays_beside_it_until_the_execution_is_ov
             loop = next(op for op in graph.get_operations() if op.type == "While")
             body = graph.as_graph_def().library.function
             nodes = next(f for f in body if f.signature.name == loop.get_attr("body").name).node_def
-            for op in ("Timestamp", "Stage"):
+            for op in ("Timestamp", "ResourceScatterUpdate"):
                 recorded[op] = collections.Counter(node.device[-5:] for node in nodes if node.op == op)
 
     net.fit(X, Y, batch_size=8, verbose=0, callbacks=[recording, Look()])
-    assert recorded["Stage"] == {"CPU:0": 1, "CPU:1": 1}
+    assert recorded["ResourceScatterUpdate"] == {"CPU:0": 1, "CPU:1": 1}
     assert recorded["Timestamp"] == {"CPU:0": 4, "CPU:1": 2}  # the first: also when it began, when its batch was there
 
 
@@ -379,7 +378,7 @@ def execute(tapes: Tapes, first: int, num_rows: int, *, gradient_norm: bool, fai
             tapes.write([(*row[0], -number, number / 4), row[1]])
         tf.debugging.Assert(not fails, ["torn"])
 
-    tapes.begin()
+    tapes.begin(num_rows)
     loop()
     return tapes.end(num_rows)
 
@@ -410,42 +409,31 @@ def test_tapes_give_each_execution_its_rows_in_order_and_none_of_those_that_fail
             cut.tables, expected_tables(begin, cut.num_rows, gradient_norm=gradient_norm), strict=True
         ):
             np.testing.assert_array_equal(table, expected)
-    assert sizes(tapes) == [0, 0]
+    assert counts_of(tapes) == [0, 0]
 
 
-def sizes(tapes: Tapes) -> list[int]:
+def counts_of(tapes: Tapes) -> list[int]:
     """How many rows there are on each tape."""
-    found = []
-    for host, area in tapes._areas:
-        with tf.device(host):
-            found.append(int(tf.raw_ops.StageSize(**area)))
-    return found
+    return [int(count) for _, _, count in tapes._tapes]
 
 
-def test_rows_are_read_before_they_are_many(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_read_before_there_is_no_room_for_more(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "MOST_ROWS", 10)
     tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
-    left = []
-    for first in range(0, 16, 4):
-        execute(tapes, first, 4, gradient_norm=False)
-        left.append(sizes(tapes)[1])
-    assert left == [4, 8, 0, 4]
-
-
-def test_rows_of_tapes_that_nobody_wants_are_forgotten(mirrored: Any) -> None:
-    tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
-    execute(tapes, 0, 3, gradient_norm=False)
-    held = type("Held", (), {"_areas": tapes._areas})()
-    assert sizes(held) == [3, 3]
-    del tapes
-    gc.collect()
-    assert sizes(held) == [0, 0]
+    cuts, left = [], []
+    for first, num_rows in ((0, 4), (4, 4), (8, 4), (12, 6), (18, 10)):
+        cuts.append((first, execute(tapes, first, num_rows, gradient_norm=False)))
+        left.append(counts_of(tapes)[1])
+    assert left == [4, 8, 4, 10, 10]
+    for first, cut in cuts:
+        for table, expected in zip(cut.tables, expected_tables(first, cut.num_rows, gradient_norm=False), strict=True):
+            np.testing.assert_array_equal(table, expected)
 
 
 def test_records_that_are_missing_are_told_and_not_waited_for(mirrored: Any) -> None:
     tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
     execute(tapes, 0, 3, gradient_norm=False)
-    tapes.begin()
+    tapes.begin(2)
     cut = tapes.end(2)
     with pytest.raises(RuntimeError, match=r"Steps were 5, and replicas have left the records of \[3, 3\]"):
         _ = cut.tables

@@ -870,6 +870,32 @@ def test_all_reduce_of_a_replica_context_is_the_one_that_we_replace(mirrored: An
     assert recorder.about("all_reduce") == ["SUM", "SUM"]
 
 
+def test_a_variable_of_no_strategy_is_one(mirrored: Any) -> None:
+    with mirrored.scope(), tf.device("CPU:1"):
+        variable = _keras.variable_of_no_strategy(tf.zeros([3, 2]))
+    assert _keras.components(variable) == (variable,)
+    assert variable.device.endswith("CPU:1")
+
+
+def test_rows_that_are_counted_and_put_into_a_table_are_in_it_in_order() -> None:
+    table, count = (_keras.variable_of_no_strategy(value) for value in (tf.zeros([5, 2]), tf.constant(0)))
+
+    @tf.function
+    def fill(num_rows: Any) -> None:
+        for i in tf.range(num_rows):
+            index = tf.raw_ops.ResourceCountUpTo(resource=count.handle, limit=5, T=tf.int32)
+            row = tf.cast(tf.stack([i, -i]), tf.float32)
+            tf.raw_ops.ResourceScatterUpdate(resource=table.handle, indices=index, updates=row)
+
+    fill(tf.constant(3))
+    fill(tf.constant(2))
+    assert int(count) == 5
+    assert table.numpy()[:, 0].tolist() == [0, 1, 2, 0, 1]
+    assert table.numpy()[:, 1].tolist() == [0, -1, -2, 0, -1]
+    with pytest.raises(tf.errors.OutOfRangeError):
+        fill(tf.constant(1))
+
+
 def test_code_to_be_compiled_knows_it() -> None:
     seen = []
 
@@ -1618,28 +1644,6 @@ def test_the_profiler_says_when_an_op_ran(tmp_path):
     assert all(1e-6 < end - begin < 1 for begin, end in spans)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 5])
-def test_a_staging_area_keeps_rows_of_several_types_in_order_until_it_is_cleared(num_rows: int) -> None:
-    area: Any = {"dtypes": [tf.float64, tf.int32], "shared_name": f"test_of_rows_{num_rows}"}
-
-    @tf.function
-    def fill(count: Any) -> None:
-        for i in tf.range(count):
-            tf.raw_ops.Stage(values=[tf.cast(i, tf.float64) / 2, i], shared_name=area["shared_name"])
-
-    @tf.function
-    def size() -> Any:
-        return tf.raw_ops.StageSize(**area)
-
-    fill(tf.constant(num_rows))
-    assert size() == num_rows
-    rows = [tf.raw_ops.StagePeek(index=index, **area) for index in range(num_rows)]
-    assert [tuple(float(value) for value in row) for row in rows] == [(i / 2, i) for i in range(num_rows)]
-    assert size() == num_rows
-    tf.raw_ops.StageClear(**area)
-    assert size() == 0
-
-
 def test_a_function_of_an_iterator_does_what_a_tf_function_does() -> None:
     """concrete_function.py, for `FunctionOfIterator`."""
     total = tf.Variable(0, dtype=tf.int64)
@@ -1680,8 +1684,8 @@ def test_stateful_ops_run_in_the_order_of_tracing_unless_they_are_said_to_be_ind
         first = tf.timestamp()
         with tf.control_dependencies([x]):
             second = tf.timestamp()
-            with _keras.in_any_order():
-                third = tf.timestamp()
+            third = tf.timestamp()
+        _keras.run_in_any_order(third)
         return first, second, third
 
     _, second, third = (
@@ -1689,8 +1693,7 @@ def test_stateful_ops_run_in_the_order_of_tracing_unless_they_are_said_to_be_ind
     )
     assert sorted(op.type for op in second.control_inputs) == ["Placeholder", "Timestamp"]
     assert [op.type for op in third.control_inputs] == ["Placeholder"]
-    with _keras.in_any_order():
-        assert tf.timestamp() > 0  # eagerly there is nothing to do
+    _keras.run_in_any_order(tf.timestamp())  # eagerly there is nothing to do
 
 
 def test_a_checksum_tells_what_a_dataset_is_made_of() -> None:
