@@ -356,7 +356,7 @@ def test_what_is_recorded_of_a_replica_stays_beside_it_until_the_execution_is_ov
     class Look(keras.callbacks.Callback):
         def on_train_end(self, logs: Any = None) -> None:
             (graph,) = net.train_function.program.graphs()
-            loop = next(op for op in graph.get_operations() if op.type == "While")
+            (loop,) = [op for op in graph.get_operations() if op.type == "While"]
             body = graph.as_graph_def().library.function
             nodes = next(f for f in body if f.signature.name == loop.get_attr("body").name).node_def
             for op in ("Timestamp", "ResourceScatterUpdate"):

@@ -171,11 +171,11 @@ class Watch:
         self._num_missing = self._intervals.length(self._counter) - (0 if self._rest is None else len(self._rest))
 
     def _end_intervals(self, *, is_last: bool = False) -> None:
-        fetched = self._recorder.fetch("train")  # which costs by the step: longer intervals make it no cheaper
+        began = time.perf_counter()
+        fetched = self._recorder.fetch("train")
         parts = [part for part in (self._rest, fetched) if part is not None]
         if not parts:
             return
-        began = time.perf_counter()
         self._num_unchecked += 0 if fetched is None else len(fetched)
         records = join_records(parts)
         counts = self._counter.after(len(records))
