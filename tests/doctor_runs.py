@@ -102,7 +102,10 @@ def no_prefetch(strategy: Any, is_planted: bool) -> Report:
 
     Where the length of data is not known, steps read one batch ahead, whatever the pipeline does.
     """
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(512).map(sleeping(0.014)).repeat(100)
+    rows = tf.data.Dataset.from_tensor_slices((X, Y)).batch(512)
+    step = train(strategy, heavy, rows.cache().repeat().prefetch(2), num_steps=15).examination.times
+    assert step is not None
+    data = rows.map(sleeping(0.6 * step.seconds / step.num_steps)).repeat(100)
     options = tf.data.Options()
     options.autotune.enabled = False
     options.experimental_optimization.inject_prefetch = False
