@@ -193,7 +193,17 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget the pass that is under way."""
         super().reset()
-        self._source = None
+        self.close()
+
+    def close(self) -> None:
+        """Take leave of the pass that is under way.
+
+        Nothing else would, soon: what Keras' epoch iterators iterate over refers to them, so they are left to Python's
+        collector of garbage.
+        """
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
 
     # Where a run is, and how to get there
 
@@ -329,7 +339,7 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
                     raise DataError("The dataset has no batch: there is nothing to compute.")
                 if self.steps_per_epoch:
                     self._interrupted_warning()
-                    self._source = None
+                    self.close()
                 break
             execution = self._execution = Execution(source, num_steps, self._num_batches_used + 1)
             self._first_step = step
@@ -340,14 +350,15 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
             step += execution.num_made
             self._steps_seen += execution.num_made
             self._num_batches_used += execution.num_made
-        if length is not None and known and self._steps_seen >= length:
-            self._source = None
+        if self.steps_per_epoch is None or (length is not None and known and self._steps_seen >= length):
+            self.close()
         self._num_epochs += 1
         pulse.data_ends()
         self._on_epoch_end()
         self.data_adapter.on_epoch_end()
 
     def _begin_pass(self, seed: int | None, start: Position | None = None) -> None:
+        self.close()
         dataset = None
         if self._num_missed and self.is_pipeline:
             ordered = None if self._first_order is None else self._ordered(self._first_order)

@@ -320,6 +320,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
         workers = workers_of(self.distribute_strategy)
         on_stop = self._stop.agree if workers else lambda: None
         orders = iter([self.replica_seeds.order_of_next_pass] if trains else [])
+        feeds: list[feed.Feed] = []
 
         def make(distribute_strategy: Any = None, steps_per_execution: int = 1, **arguments: Any) -> feed.Feed:
             new = feed.Feed(
@@ -335,10 +336,15 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
             )
             if isinstance(callbacks, StepCallbacks):
                 callbacks.feed, callbacks.test_feed = callbacks.feed or new, new
+            feeds.append(new)
             return new
 
-        with _keras.epoch_iterators(make), _keras.kept_order_of_py_datasets():
-            yield
+        try:
+            with _keras.epoch_iterators(make), _keras.kept_order_of_py_datasets():
+                yield
+        finally:
+            for each in feeds:
+                each.close()
 
     def _end_epoch(self) -> None:
         self._settle()

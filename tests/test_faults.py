@@ -1,8 +1,9 @@
-"""Show each fault of stock Keras that FACTS numbers 1 to 18, so that we notice when upstream mends it, and ours right.
+"""Show each fault of stock Keras that README numbers, so that we notice when upstream mends it, and ours right.
 
 Where stock Keras and ours train the same, the fault is a row as those of the conformance table: one device is right.
 """
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from keras.optimizers import SGD, Adam
 
 import keras_dist_ext as kde
 from keras_dist_ext.launch import WorkerFailed
+from keras_dist_ext.source import take_leave
 
 Strategy = tf.distribute.Strategy
 InvalidArgument = tf.errors.InvalidArgumentError
@@ -371,3 +373,22 @@ def test_iterations_count_steps_of_data_of_unknown_length(mirrored: Strategy) ->
     with mirrored.scope():
         ours = compiled(kde)
     assert iterations(ours) == 10
+
+
+def test_nobody_waits_for_what_tunes_the_data(mirrored: Strategy) -> None:
+    """Show fault 19: TensorFlow does, here until 0.63 s after the first batch."""
+    data = mirrored.experimental_distribute_dataset(tf.data.Dataset.from_tensors(feeds.regression(8, 1)).repeat())
+
+    def is_late(leave: Callable[[list[Any]], None]) -> bool:
+        iterator = iter(data)
+        began = time.perf_counter()
+        while time.perf_counter() < began + 0.35:
+            next(iterator)
+        held = [iterator]
+        del iterator
+        began = time.perf_counter()
+        leave(held)
+        return time.perf_counter() > began + 0.1
+
+    assert any(is_late(list.clear) for _ in range(60))
+    assert sum(is_late(take_leave) for _ in range(10)) <= 1  # the machine may stall

@@ -1,6 +1,8 @@
 """Steps are handed out a share of a second at a time; every batch is used once, in order, and counted right."""
 
+import gc
 import re
+import threading
 
 import keras
 import numpy as np
@@ -242,6 +244,34 @@ def test_a_worker_that_has_run_out_gives_batches_without_rows_of_the_same_kind(r
     np.testing.assert_array_equal(as_dense(concat(0, [batch, none])), as_dense(rows))
 
 
+def test_nobody_waits_for_an_iterator_that_takes_long_to_end():
+    may_end, ended = threading.Event(), []
+
+    class Slow:
+        element_spec = tf.TensorSpec([None])
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return tf.zeros([1])
+
+        def __del__(self):
+            ended.append(may_end.wait(60))
+
+    Source(Slow(), 2**40, on_tpu=True).close()
+    assert ended == []
+    may_end.set()
+    wait_for_iterators()
+    assert ended == [True]
+
+
+def wait_for_iterators():
+    for thread in threading.enumerate():
+        if thread.name == "dropped iterator":
+            thread.join(60)
+
+
 def as_dense(value):
     if isinstance(value, tf.SparseTensor):
         return tf.sparse.to_dense(value)
@@ -256,6 +286,31 @@ def dense(strategy, **arguments):
         net = kde.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         net.compile(keras.optimizers.SGD(0.01), "mse", **arguments)
     return net
+
+
+def test_the_data_is_let_go_when_a_run_ends(strategy):
+    events = []
+
+    def rows():
+        try:
+            while True:
+                yield tf.ones([8, 1]), tf.ones([8, 1])
+        finally:
+            events.append("let go")
+
+    net = dense(strategy)
+    data = tf.data.Dataset.from_generator(rows, output_signature=(tf.TensorSpec([8, 1]),) * 2)
+    gc.disable()  # what is let go only as garbage is too late
+    try:
+        net.fit(data, steps_per_epoch=2, validation_data=data, validation_steps=1, verbose=0)
+        wait_for_iterators()
+        events.append("fit is over")
+        net.evaluate(data, steps=1, verbose=0)
+        net.predict(data, steps=1, verbose=0)
+        wait_for_iterators()
+    finally:
+        gc.enable()
+    assert events == ["let go"] * 2 + ["fit is over"] + ["let go"] * 2
 
 
 class Reads:

@@ -10,6 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext.source import take_leave
+
 __all__ = ["StageTime", "Times", "measure"]
 
 
@@ -86,6 +88,9 @@ def measure(dataset: tf.data.Dataset, num_batches: int, seconds: float) -> Times
             now = _model(iterator)
             if now is not None and model is not None and len(now.nodes) >= len(model.nodes):
                 model = now  # stages that have come to their end are not in it any more
+    held = [iterator]
+    del iterator
+    take_leave(held)
     stages = () if model is None else tuple(_stages(model))
     return Times(pulled, first_seconds, spent / pulled if pulled else None, stages)
 

@@ -145,6 +145,8 @@ class _Conditions:
             first = number % max(1, len(names))
             for name in names[first:] + names[:first]:
                 seconds[name].append(self._trials[name].time())
+        for trial in self._trials.values():
+            trial.close()
         return Trials(
             {name: tuple(samples) for name, samples in seconds.items()},
             {name: trial.num_steps for name, trial in self._trials.items()},
@@ -173,6 +175,10 @@ class _Trial:
         self._execute()
         self.seconds_a_step = self.time()
         self._num_executions = min(200, math.ceil(_BLOCK_SECONDS / max(1e-5, self.seconds_a_step * num_steps)))
+
+    def close(self) -> None:
+        """Take leave of the data."""
+        self._source.close()
 
     def _execute(self) -> None:
         self._run(feed.Execution(self._source, self.num_steps))
