@@ -235,7 +235,7 @@ class Tapes:
             with tf.init_scope(), tf.device(host):
                 table = _keras.variable_of_no_strategy(tf.zeros([MOST_ROWS, num_columns], tf.float64))
                 self._tapes.append((host, table, _keras.variable_of_no_strategy(tf.constant(0))))
-        self._unread: list[Cut] = []
+        self._reading = _Reading()  # the next one
         self._num_unread = 0
         self._is_torn = False  # whether there may be rows of an execution that failed
 
@@ -248,8 +248,7 @@ class Tapes:
     def end(self, num_rows: int) -> Cut:
         """Say that it has gone well, and left so many rows; return what they can be had from."""
         self._is_torn = False
-        cut = Cut(self, num_rows)
-        self._unread.append(cut)
+        cut = Cut(self, self._reading, self._num_unread, num_rows)
         self._num_unread += num_rows
         return cut
 
@@ -267,12 +266,12 @@ class Tapes:
                 tf.raw_ops.ResourceScatterUpdate(resource=table.handle, indices=index, updates=of_step)
 
     def read(self) -> None:
-        """Take all rows off, give the executions that went well theirs, and forget those of others.
+        """Take all rows off, for the executions that went well, and forget those of others.
 
         Raises:
             RuntimeError: there are not as many as there were steps.
         """
-        unread, self._unread = self._unread, []
+        reading, self._reading = self._reading, _Reading()
         num_rows, self._num_unread = self._num_unread, 0
         self._is_torn = False
         tables, counts = [], []
@@ -286,10 +285,16 @@ class Tapes:
                     tf.raw_ops.AssignVariableOp(resource=count.handle, value=np.int32(0))
         if min(counts) < num_rows:
             raise RuntimeError(f"Steps were {num_rows}, and replicas have left the records of {counts}.")
-        first = 0
-        for cut in unread:
-            cut.tables = [table[first : first + cut.num_rows] for table in tables]
-            first += cut.num_rows
+        reading.tables = tables
+
+
+class _Reading:
+    """What is read off tapes at once, if it is read already: what each of the L replicas has."""
+
+    __slots__ = ("tables",)
+
+    def __init__(self) -> None:
+        self.tables: list[Table] | None = None
 
 
 class Cut:
@@ -300,25 +305,40 @@ class Cut:
 
     Args:
         tapes: where they are.
+        reading: what they are read with.
+        first: their first row in that.
         num_rows: see above.
     """
 
-    def __init__(self, tapes: Tapes, num_rows: int) -> None:
+    __slots__ = ("_first", "_reading", "_tapes", "num_rows")
+
+    def __init__(self, tapes: Tapes, reading: _Reading, first: int, num_rows: int) -> None:
         self.num_rows = num_rows
-        self._tapes: Tapes | None = tapes
-        self._tables: list[Table] | None = None
+        self._tapes = tapes
+        self._reading = reading
+        self._first = first
 
-    @property
-    def tables(self) -> list[Table]:
-        """What each of the L replicas has in them."""
-        if self._tapes is not None:
+    @staticmethod
+    def tables(cuts: Sequence[Cut]) -> list[Table]:
+        """Return what each of the L replicas has in the rows of several, one after the other."""
+        spans: list[tuple[list[Table], int, int]] = []
+        last, first, end = cuts[0], cuts[0]._first, cuts[0]._first
+        for cut in cuts:  # where every step is an execution, there are many, nearly all of them beside each other
+            if cut._reading is not last._reading or cut._first != end:
+                spans.append((last._read(), first, end))
+                last, first = cut, cut._first
+            end = cut._first + cut.num_rows
+        spans.append((last._read(), first, end))
+        return [
+            np.concatenate([tables[index][first:end] for tables, first, end in spans])
+            for index in range(len(spans[0][0]))
+        ]
+
+    def _read(self) -> list[Table]:
+        if self._reading.tables is None:
             self._tapes.read()
-        assert self._tables is not None
-        return self._tables
-
-    @tables.setter
-    def tables(self, tables: list[Table]) -> None:
-        self._tables, self._tapes = tables, None
+        assert self._reading.tables is not None
+        return self._reading.tables
 
 
 class Recorder:
@@ -378,11 +398,9 @@ class Recorder:
             return
         cuts, given_ends, waits = zip(*pending, strict=True)
         num_columns = 5 if self.gradient_norm else 4
-        by_replica = zip(*(cut.tables for cut in cuts), strict=True)
-        columns = np.stack(
-            [np.concatenate([table[:, :num_columns] for table in tables]) for tables in by_replica], axis=2
-        )
-        begin, batch_there = np.concatenate([cut.tables[0][:, -2:] for cut in cuts]).T
+        tables = Cut.tables(cuts)
+        columns = np.stack([table[:, :num_columns] for table in tables], axis=2)
+        begin, batch_there = tables[0][:, -2:].T
         over = columns[:, 0].max(axis=1)
         over_before = np.append(np.nan, over[:-1])
         last = np.cumsum([cut.num_rows for cut in cuts]) - 1  # of each execution

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,7 +16,7 @@ import tensorflow as tf
 import keras_dist_ext as kde
 from keras_dist_ext import program as program_module
 from keras_dist_ext import recorder as recorder_module
-from keras_dist_ext.recorder import Recorder, Tapes
+from keras_dist_ext.recorder import Cut, Recorder, Tapes
 from keras_dist_ext.stats import Kind, ReplicaStats, StepRecords, join_records, summarize
 
 RNG = np.random.default_rng(0)
@@ -403,13 +403,17 @@ def test_tapes_give_each_execution_its_rows_in_order_and_none_of_those_that_fail
             cuts.append((first, execute(tapes, first, count, gradient_norm=gradient_norm)))
             first += count
         if round_ == 0:
-            assert [table.shape[0] for table in cuts[-1][1].tables] == [counts[-1]] * 2
-    for begin, cut in cuts:
-        for table, expected in zip(
-            cut.tables, expected_tables(begin, cut.num_rows, gradient_norm=gradient_norm), strict=True
-        ):
-            np.testing.assert_array_equal(table, expected)
+            assert [table.shape[0] for table in Cut.tables([cuts[-1][1]])] == [counts[-1]] * 2
+    for some in (*([cut] for cut in cuts), cuts, cuts[::-1], cuts[::2]):
+        check_tables(some, gradient_norm=gradient_norm)
     assert counts_of(tapes) == [0, 0]
+
+
+def check_tables(cuts: Sequence[tuple[int, Cut]], *, gradient_norm: bool) -> None:
+    """See whether executions have rows that count from the numbers with them on, one after the other."""
+    each = [expected_tables(first, cut.num_rows, gradient_norm=gradient_norm) for first, cut in cuts]
+    for table, expected in zip(Cut.tables([cut for _, cut in cuts]), zip(*each, strict=True), strict=True):
+        np.testing.assert_array_equal(table, np.concatenate(expected))
 
 
 def counts_of(tapes: Tapes) -> list[int]:
@@ -425,9 +429,7 @@ def test_rows_are_read_before_there_is_no_room_for_more(mirrored: Any, monkeypat
         cuts.append((first, execute(tapes, first, num_rows, gradient_norm=False)))
         left.append(counts_of(tapes)[1])
     assert left == [4, 8, 4, 10, 10]
-    for first, cut in cuts:
-        for table, expected in zip(cut.tables, expected_tables(first, cut.num_rows, gradient_norm=False), strict=True):
-            np.testing.assert_array_equal(table, expected)
+    check_tables(cuts, gradient_norm=False)
 
 
 def test_records_that_are_missing_are_told_and_not_waited_for(mirrored: Any) -> None:
@@ -436,7 +438,7 @@ def test_records_that_are_missing_are_told_and_not_waited_for(mirrored: Any) -> 
     tapes.begin(2)
     cut = tapes.end(2)
     with pytest.raises(RuntimeError, match=r"Steps were 5, and replicas have left the records of \[3, 3\]"):
-        _ = cut.tables
+        Cut.tables([cut])
 
 
 def test_an_execution_has_at_most_as_many_steps_as_rows_may_stay(
