@@ -1651,18 +1651,11 @@ def is_of_unlike_collectives(error: Exception) -> bool:
     )
 
 
-def call_trace(trace: Any, tensors: list[tf.Tensor]) -> Any:
-    """Call a concrete function with all tensors that its arguments are made of, without looking whether they fit.
-
-    To look takes as long as some hundred small ops (python/eager/polymorphic_function/concrete_function.py).
-    """
-    return trace._call_flat(tensors, trace.captured_inputs)
-
-
 class FunctionOfIterator:
     """A tf.function that is called again and again with an iterator over a dataset as its first argument.
 
-    Which trace fits is found out once an iterator, not at each call.
+    Which trace fits, and what it has captured, is found out once an iterator, not at each call: to look whether
+    arguments fit takes as long as some hundred small ops (python/eager/polymorphic_function/concrete_function.py).
 
     Args:
         function: a ``tf.function``. What other arguments it has are of one shape and dtype for each iterator.
@@ -1672,15 +1665,18 @@ class FunctionOfIterator:
         self.function = function
         self._iterator: Callable[[], Any] = lambda: None
         self._trace: Any = None
+        self._captured: list[Any] | None = None  # None: it is another thing at each call
 
     def __call__(self, iterator: Any, *others: Any) -> Any:
         """Call the function."""
         if not isinstance(iterator, iterator_ops.OwnedIterator):  # say, one that TensorFlow has distributed
             return self.function(iterator, *others)
         if self._iterator() is not iterator:
-            self._trace = self.function.get_concrete_function(iterator, *others)
+            trace = self._trace = self.function.get_concrete_function(iterator, *others)
+            self._captured = None if any(map(callable, trace._captured_inputs)) else trace.captured_inputs
             self._iterator = weakref.ref(iterator)
-        return call_trace(self._trace, tf.nest.flatten((iterator, *others), expand_composites=True))
+        captured = self._trace.captured_inputs if self._captured is None else self._captured
+        return self._trace._call_flat(tf.nest.flatten((iterator, *others), expand_composites=True), captured)
 
 
 def graphs_of(function: Any) -> list[Any]:

@@ -26,8 +26,7 @@ __all__ = ["MOST_ROWS", "Cut", "Recorder", "StepNote", "Tapes", "now", "row", "w
 # and when its batch was there. A table is what a replica has in several rows.
 Row = list[tuple[Any, ...]]
 Table = npt.NDArray[np.float64]  # [n, 4 or more]
-MOST_ROWS = 4096  # that there is room for on tapes; more are read before they are asked for
-_MOST_PENDING = 1000  # executions; older ones are fetched before they are asked for
+MOST_ROWS = 4096  # that there is room for on tapes; if there are more, they are fetched before they are asked for
 
 
 def now(after: Any = (), *, in_any_order: bool = False) -> tf.Tensor:
@@ -318,27 +317,50 @@ class Cut:
         self._reading = reading
         self._first = first
 
-    @staticmethod
-    def tables(cuts: Sequence[Cut]) -> list[Table]:
-        """Return what each of the L replicas has in the rows of several, one after the other."""
-        spans: list[tuple[list[Table], int, int]] = []
-        last, first, end = cuts[0], cuts[0]._first, cuts[0]._first
-        for cut in cuts:  # where every step is an execution, there are many, nearly all of them beside each other
-            if cut._reading is not last._reading or cut._first != end:
-                spans.append((last._read(), first, end))
-                last, first = cut, cut._first
-            end = cut._first + cut.num_rows
-        spans.append((last._read(), first, end))
-        return [
-            np.concatenate([tables[index][first:end] for tables, first, end in spans])
-            for index in range(len(spans[0][0]))
-        ]
+    def followed_by(self, other: Cut) -> Cut | None:
+        """Return the rows of both, if the other's lie right behind."""
+        if other._reading is not self._reading or other._first != self._first + self.num_rows:
+            return None
+        return Cut(self._tapes, self._reading, self._first, self.num_rows + other.num_rows)
 
-    def _read(self) -> list[Table]:
+    @property
+    def tables(self) -> list[Table]:
+        """What each of the L replicas has in them."""
         if self._reading.tables is None:
             self._tapes.read()
         assert self._reading.tables is not None
-        return self._reading.tables
+        return [table[self._first : self._first + self.num_rows] for table in self._reading.tables]
+
+
+class _Pending:
+    """Executions whose rows nobody has fetched.
+
+    There are thousands where each has one step. So nothing is kept of each that Python's collector of garbage would
+    have to look at: the more of that outlives it, the more often it looks at all there is.
+
+    Attributes:
+        cuts: their rows; those that lie behind each other are one.
+        num_rows: of each execution.
+        ends: see ``Recorder.add``.
+        waits: see there.
+    """
+
+    def __init__(self) -> None:
+        self.cuts: list[Cut] = []
+        self.num_rows: list[int] = []
+        self.ends: list[Any] = []
+        self.waits: list[float] = []
+
+    def add(self, cut: Cut, end: Any, waited_seconds: float) -> None:
+        """Add an execution."""
+        both = self.cuts[-1].followed_by(cut) if self.cuts else None
+        if both is None:
+            self.cuts.append(cut)
+        else:
+            self.cuts[-1] = both
+        self.num_rows.append(cut.num_rows)
+        self.ends.append(end)
+        self.waits.append(waited_seconds)
 
 
 class Recorder:
@@ -353,7 +375,7 @@ class Recorder:
 
     def __init__(self, *, gradient_norm: bool = False) -> None:
         self.gradient_norm = gradient_norm
-        self._pending: dict[Kind, list[tuple[Cut, Any, float]]] = {"train": [], "test": []}
+        self._pending: dict[Kind, _Pending] = {"train": _Pending(), "test": _Pending()}
         self._fetched: dict[Kind, list[StepRecords]] = {"train": [], "test": []}
         self._num_pending: dict[Kind, int] = {"train": 0, "test": 0}
         self._last_end: dict[Kind, float] = {"train": float("nan"), "test": float("nan")}
@@ -376,9 +398,10 @@ class Recorder:
             waited_seconds: for the batch of the first step, before it began.
         """
         if cut.num_rows:
-            self._pending[kind].append((cut, end, waited_seconds))
+            pending = self._pending[kind]
+            pending.add(cut, end, waited_seconds)
             self._num_pending[kind] += cut.num_rows
-            if len(self._pending[kind]) >= _MOST_PENDING:
+            if len(pending.waits) >= MOST_ROWS:
                 self._fetch_pending(kind)
 
     def num_pending(self, kind: Kind) -> int:
@@ -393,28 +416,27 @@ class Recorder:
         return join_records(records) if records else None
 
     def _fetch_pending(self, kind: Kind) -> None:
-        pending, self._pending[kind] = self._pending[kind], []
-        if not pending:
+        pending, self._pending[kind] = self._pending[kind], _Pending()
+        if not pending.cuts:
             return
-        cuts, given_ends, waits = zip(*pending, strict=True)
         num_columns = 5 if self.gradient_norm else 4
-        tables = Cut.tables(cuts)
+        tables = [np.concatenate(parts) for parts in zip(*(cut.tables for cut in pending.cuts), strict=True)]
         columns = np.stack([table[:, :num_columns] for table in tables], axis=2)
         begin, batch_there = tables[0][:, -2:].T
         over = columns[:, 0].max(axis=1)
         over_before = np.append(np.nan, over[:-1])
-        last = np.cumsum([cut.num_rows for cut in cuts]) - 1  # of each execution
+        last = np.cumsum(pending.num_rows) - 1  # of each execution
         first = np.append(0, last[:-1] + 1)
         is_first = np.zeros(len(over), bool)
         is_first[first] = True
         # Replica 0 may begin the next step while others update.
         begin = np.where(is_first, begin, np.maximum(begin, over_before))
         batch_there = np.maximum(batch_there, begin)
-        end = np.fmax([np.nan if given is None else float(given) for given in given_ends], over[last])
+        end = np.fmax([np.nan if given is None else float(given) for given in pending.ends], over[last])
         waited_ahead = np.append(self._waited_ahead[kind], end - over[last])
         waited_between = begin - over_before
-        waited_between[first] = waits + waited_ahead[:-1]
-        host = begin[first] - waits - np.append(self._last_end[kind], end[:-1])
+        waited_between[first] = pending.waits + waited_ahead[:-1]
+        host = begin[first] - pending.waits - np.append(self._last_end[kind], end[:-1])
         self._waited_ahead[kind], self._last_end[kind] = waited_ahead[-1], end[-1]
         computed = np.clip(columns[:, 1], batch_there[:, None], over[:, None])
         has = columns[:, 2] > 0

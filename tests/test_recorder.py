@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -403,17 +404,17 @@ def test_tapes_give_each_execution_its_rows_in_order_and_none_of_those_that_fail
             cuts.append((first, execute(tapes, first, count, gradient_norm=gradient_norm)))
             first += count
         if round_ == 0:
-            assert [table.shape[0] for table in Cut.tables([cuts[-1][1]])] == [counts[-1]] * 2
-    for some in (*([cut] for cut in cuts), cuts, cuts[::-1], cuts[::2]):
-        check_tables(some, gradient_norm=gradient_norm)
+            assert [table.shape[0] for table in cuts[-1][1].tables] == [counts[-1]] * 2
+    check_tables(cuts, gradient_norm=gradient_norm)
     assert counts_of(tapes) == [0, 0]
 
 
 def check_tables(cuts: Sequence[tuple[int, Cut]], *, gradient_norm: bool) -> None:
-    """See whether executions have rows that count from the numbers with them on, one after the other."""
-    each = [expected_tables(first, cut.num_rows, gradient_norm=gradient_norm) for first, cut in cuts]
-    for table, expected in zip(Cut.tables([cut for _, cut in cuts]), zip(*each, strict=True), strict=True):
-        np.testing.assert_array_equal(table, np.concatenate(expected))
+    """See whether executions have rows that count from the numbers with them on."""
+    for first, cut in cuts:
+        expected = expected_tables(first, cut.num_rows, gradient_norm=gradient_norm)
+        for table, of_replica in zip(cut.tables, expected, strict=True):
+            np.testing.assert_array_equal(table, of_replica)
 
 
 def counts_of(tapes: Tapes) -> list[int]:
@@ -432,13 +433,35 @@ def test_rows_are_read_before_there_is_no_room_for_more(mirrored: Any, monkeypat
     check_tables(cuts, gradient_norm=False)
 
 
+def test_rows_of_two_executions_are_one_table_only_where_they_lie_behind_each_other(mirrored: Any) -> None:
+    tapes, others = (Tapes(["CPU:0", "CPU:1"], gradient_norm=False) for _ in range(2))
+    a, b, c = (execute(tapes, first, 2, gradient_norm=False) for first in (0, 2, 4))
+    check_tables(
+        [(0, a.followed_by(b)), (2, b.followed_by(c)), (0, a.followed_by(b).followed_by(c))], gradient_norm=False
+    )
+    after_reading, elsewhere = execute(tapes, 6, 2, gradient_norm=False), execute(others, 2, 2, gradient_norm=False)
+    for cut in (a, c, after_reading, elsewhere):
+        assert a.followed_by(cut) is None
+    assert c.followed_by(after_reading) is None
+
+
+def test_what_is_kept_of_executions_is_nothing_for_the_collector_of_garbage(mirrored: Any) -> None:
+    recorder, tapes = Recorder(), Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(1000):
+        tapes.begin(1)
+        recorder.add("train", tapes.end(1), waited_seconds=0.1)
+    assert len(gc.get_objects()) < before + 100
+
+
 def test_records_that_are_missing_are_told_and_not_waited_for(mirrored: Any) -> None:
     tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
     execute(tapes, 0, 3, gradient_norm=False)
     tapes.begin(2)
     cut = tapes.end(2)
     with pytest.raises(RuntimeError, match=r"Steps were 5, and replicas have left the records of \[3, 3\]"):
-        Cut.tables([cut])
+        _ = cut.tables
 
 
 def test_an_execution_has_at_most_as_many_steps_as_rows_may_stay(
