@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -113,9 +114,9 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Timings:
-    """Seconds a step of every contestant, one sample a round."""
+    """Seconds a step of every contestant, one sample a round; of those that leave early, of the first rounds."""
 
-    samples: dict[str, list[float]]  # contestant -> [rounds]
+    samples: dict[str, list[float]]  # contestant -> [rounds that it was in]
     others_cores: float | None  # mean number of cores that others, or the hypervisor, took meanwhile; None = unknown
 
     def spread(self, name: str) -> Spread:
@@ -127,20 +128,20 @@ class Timings:
         return Spread.of(self.samples[name])
 
     def ratio(self, name: str, base: str) -> Spread:
-        """Return the spread of `name / base`, taken round by round.
+        """Return the spread of `name / base`, taken round by round where both ran.
 
         Raises:
             KeyError: One of the two did not run.
         """
-        return Spread.of([ours / other for ours, other in zip(self.samples[name], self.samples[base], strict=True)])
+        return Spread.of([ours / other for ours, other in zip(self.samples[name], self.samples[base], strict=False)])
 
     def added(self, name: str, base: str) -> Estimate:
-        """Return the seconds a step that one takes longer than another, taken round by round.
+        """Return the seconds a step that one takes longer than another, taken round by round where both ran.
 
         Raises:
             KeyError: One of the two did not run.
         """
-        return Estimate.of([ours - other for ours, other in zip(self.samples[name], self.samples[base], strict=True)])
+        return Estimate.of([ours - other for ours, other in zip(self.samples[name], self.samples[base], strict=False)])
 
 
 def take_turns(trials: Mapping[str, Callable[[], float]], num_rounds: int) -> Timings:
@@ -153,18 +154,24 @@ def take_turns(trials: Mapping[str, Callable[[], float]], num_rounds: int) -> Ti
     Raises:
         ValueError: `num_rounds` is below 1.
     """
-    return _rounds(list(trials), num_rounds, lambda ring: {name: trials[name]() for name in ring})
+    return _rounds(list(trials), {}, num_rounds, lambda ring: {name: trials[name]() for name in ring})
 
 
-def _rounds(names: list[str], num_rounds: int, play: Callable[[list[str]], Mapping[str, float]]) -> Timings:
+def _rounds(
+    names: list[str],
+    leave_after: Mapping[str, int],
+    num_rounds: int,
+    play: Callable[[list[str]], Mapping[str, float]],
+) -> Timings:
     """Play so many rounds; `play` is given the names in turn, another one first each round, and returns samples."""
     if num_rounds < 1:
         raise ValueError(f"num_rounds is {num_rounds}, so nothing would be measured. Ask for at least 1.")
     samples: dict[str, list[float]] = {name: [] for name in names}
     began, busy = time.perf_counter(), _others_seconds()
     for round_index in range(num_rounds):
-        first = round_index % len(names)
-        for name, seconds in play(names[first:] + names[:first]).items():
+        present = [name for name in names if round_index < leave_after.get(name, num_rounds)]
+        first = round_index % len(present)
+        for name, seconds in play(present[first:] + present[:first]).items():
             samples[name].append(seconds)
     cores = (_others_seconds() - busy) / (time.perf_counter() - began)
     return Timings(samples, max(0.0, cores))
@@ -193,7 +200,11 @@ class _Baton:
             self._changed.notify_all()
 
 
-def take_slices(prepare: Mapping[str, Callable[[], Callable[[Callable[[], None]], float]]], num_rounds: int) -> Timings:
+def take_slices(
+    prepare: Mapping[str, Callable[[], Callable[[Callable[[], None]], float]]],
+    num_rounds: int,
+    leave_after: Mapping[str, int] = MappingProxyType({}),
+) -> Timings:
     """Prepare and run every contestant once a round, all in turn slice by slice.
 
     What slows the machine for a second slows them all. Rounds do not depend on each other, as each has copies of its
@@ -205,6 +216,7 @@ def take_slices(prepare: Mapping[str, Callable[[], Callable[[Callable[[], None]]
             that returns when it is its turn again. All should call it equally often, so that what they do by
             themselves, after others are over, is not counted.
         num_rounds: Number of samples of each contestant.
+        leave_after: Contestant -> how many rounds it is in, if not in all: what differs much is soon known.
 
     Raises:
         ValueError: `num_rounds` is below 1.
@@ -220,7 +232,7 @@ def take_slices(prepare: Mapping[str, Callable[[], Callable[[Callable[[], None]]
         gc.unfreeze()
         return {name: future.result() for name, future in futures.items()}
 
-    return _rounds(list(prepare), num_rounds, play)
+    return _rounds(list(prepare), leave_after, num_rounds, play)
 
 
 def _in_slices(trial: Callable[[Callable[[], None]], float], name: str, baton: _Baton) -> float:
