@@ -11,7 +11,7 @@ The contestants train the same model, with the same optimizer, on the same batch
 * watched: the same with `ReplicaMonitor(folder)` and `ReplicaSeeds(1)`: loss, examples and times of each replica.
 
 Each row is a process of its own. Ours and watched have copies of their own each round, built and compiled for it in
-changing order: two copies of the same may differ by more than what is measured. Stock is in the first eight rounds. A
+changing order: two copies of the same may differ by more than what is measured. Stock is in the first three rounds. A
 sample is one call to `fit`, with epochs of three quarters of a second. The calls of a round run in threads that hand
 over to each other at the end of what is under way after 80 ms, so that only one trains at a time and what slows the
 machine for a second slows all; each is stopped after as many such slices, and the first four are not counted. The
@@ -27,6 +27,7 @@ two kernels by chance (`cases.py`).
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import tempfile
 import time
@@ -38,8 +39,13 @@ from harness import Goal, Timings, print_goals, print_table, take_slices
 
 SLICE_SECONDS = 0.08
 WARM_UP_SLICES = 4  # fit begins with short executions, and whoever comes later finds cold caches
+# TensorFlow's executor learns from each op's times whether it may hand it to another thread. An LSTM's steps at 4
+# replicas took 4.7 to 4.9 ms after 100 steps (standard deviation of copies: 0.4 ms), 3.9 ms after 500 (0.1), and 3.6 ms
+# after 3000 (0.02): what the first thousands say of two copies is chance.
+WARM_UP_STEPS = 3000
+MOST_WARM_UP_SECONDS = 8.0
 EPOCH_SECONDS = 0.75
-STOCK_ROUNDS = 8
+STOCK_ROUNDS = 3
 CONTESTANTS = ("stock", "stock+tb", "ours", "watched")
 
 
@@ -93,16 +99,22 @@ def measure(job: Job) -> Timings:
 
 
 def _prepare(classes: Classes, job: Job, strategy: Any, make_callbacks: Callable[[], list[Any]]) -> Callable[[], float]:
-    """Build and compile a model; return what trains it for the job's time and returns its seconds a step.
+    """Build, compile and warm up a model; return what trains it for the job's time and returns its seconds a step.
 
     Callbacks are its own: a monitor begins anew, with short intervals, where the model is another one.
     """
     import keras
 
     keras.utils.set_random_seed(0)
-    train = _fit(_model(classes, MODELS[job.model], strategy), MODELS[job.model], make_callbacks())
+    case = MODELS[job.model]
+    fit = functools.partial(_model(classes, case, strategy).fit, batches_of(case), verbose=0, shuffle=False)
+    callbacks = make_callbacks()
+    train = _slices(fit, callbacks)
     train(10, 1, _go_on)  # compiles
-    steps_of_epoch = max(1, round(EPOCH_SECONDS / train(100, 3, _go_on)))
+    step_seconds = train(100, 3, _go_on)
+    steps_of_epoch = max(1, round(EPOCH_SECONDS / step_seconds))
+    num_steps = min(WARM_UP_STEPS, MOST_WARM_UP_SECONDS / step_seconds)
+    fit(epochs=math.ceil(num_steps / steps_of_epoch), steps_per_epoch=steps_of_epoch, callbacks=[*callbacks, _clock()])
     return lambda hand_over: train(steps_of_epoch, max(1, round(job.seconds / SLICE_SECONDS)), hand_over)
 
 
@@ -117,21 +129,13 @@ def _model(classes: Classes, case: Case, strategy: Any) -> Any:
     return model
 
 
-def _fit(model: Any, case: Case, callbacks: list[Any]) -> Callable[[int, int, Callable[[], None]], float]:
-    """Return what trains a model for so many timed slices, handing over after each, and returns its seconds a step."""
-    dataset = batches_of(case)
+def _slices(fit: Callable[..., Any], callbacks: list[Any]) -> Callable[[int, int, Callable[[], None]], float]:
+    """Return what trains for so many timed slices, handing over after each, and returns its seconds a step."""
     clock = _clock()
 
     def train(steps_of_epoch: int, num_slices: int, hand_over: Callable[[], None]) -> float:
         clock.num_slices, clock.hand_over = num_slices, hand_over
-        model.fit(
-            dataset,
-            epochs=1_000_000,  # the clock stops it
-            steps_per_epoch=steps_of_epoch,
-            verbose=0,
-            callbacks=[*callbacks, clock],
-            shuffle=False,
-        )
+        fit(epochs=1_000_000, steps_per_epoch=steps_of_epoch, callbacks=[*callbacks, clock])  # the clock stops it
         return float(clock.seconds / clock.num_steps)
 
     return train
@@ -143,6 +147,8 @@ def _clock() -> Any:
 
     class Clock(keras.callbacks.Callback):  # type: ignore[misc]
         is_content_with_executions = True  # see `kde.ReplicaMonitor`: several steps at once are fine
+        num_slices = math.inf
+        hand_over: Callable[[], None] = staticmethod(_go_on)
 
         def on_train_begin(self, logs: Any = None) -> None:
             self.slices_over, self.seconds, self.num_steps = 0, 0.0, 0

@@ -221,7 +221,11 @@ def start(num_replicas: int, num_workers: int = 1) -> Any:
 
 
 def batches_of(case: Case) -> Any:
-    """Return a dataset that gives one global batch of made-up numbers, again and again."""
+    """Return a dataset that gives one global batch of made-up numbers, again and again.
+
+    There is nothing to tune in it, and the thread that would do so may be waited for by whoever drops an iterator, for
+    up to a minute (`keras_dist_ext.source.take_leave`).
+    """
     import numpy as np
     import tensorflow as tf
 
@@ -231,7 +235,9 @@ def batches_of(case: Case) -> Any:
         y = random.integers(case.num_classes, size=case.batch_size).astype("int32")
     else:
         y = random.normal(size=(case.batch_size, 1)).astype("float32")
-    return tf.data.Dataset.from_tensors((x, y)).repeat()
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return tf.data.Dataset.from_tensors((x, y)).repeat().with_options(options)
 
 
 def epoch_times() -> Any:

@@ -341,6 +341,7 @@ class _Pending:
     Attributes:
         cuts: their rows; those that lie behind each other are one.
         num_rows: of each execution.
+        follows: whether each came right after the one before.
         ends: see ``Recorder.add``.
         waits: see there.
     """
@@ -348,10 +349,11 @@ class _Pending:
     def __init__(self) -> None:
         self.cuts: list[Cut] = []
         self.num_rows: list[int] = []
+        self.follows: list[bool] = []
         self.ends: list[Any] = []
         self.waits: list[float] = []
 
-    def add(self, cut: Cut, end: Any, waited_seconds: float) -> None:
+    def add(self, cut: Cut, follows: bool, end: Any, waited_seconds: float) -> None:
         """Add an execution."""
         both = self.cuts[-1].followed_by(cut) if self.cuts else None
         if both is None:
@@ -359,6 +361,7 @@ class _Pending:
         else:
             self.cuts[-1] = both
         self.num_rows.append(cut.num_rows)
+        self.follows.append(follows)
         self.ends.append(end)
         self.waits.append(waited_seconds)
 
@@ -380,13 +383,11 @@ class Recorder:
         self._num_pending: dict[Kind, int] = {"train": 0, "test": 0}
         self._last_end: dict[Kind, float] = {"train": float("nan"), "test": float("nan")}
         self._waited_ahead: dict[Kind, float] = {"train": 0.0, "test": 0.0}  # for the batch of the next execution
+        self._follows: dict[Kind, bool] = {"train": False, "test": False}
 
     def begin(self) -> None:
         """Note that what comes does not follow what was before: a run begins, or an epoch is over."""
-        for kind in self._pending:
-            self._fetch_pending(kind)
-            self._last_end[kind] = float("nan")
-            self._waited_ahead[kind] = 0.0
+        self._follows = dict.fromkeys(self._follows, False)
 
     def add(self, kind: Kind, cut: Cut, *, end: Any = None, waited_seconds: float = 0.0) -> None:
         """Keep the records of an execution.
@@ -399,7 +400,8 @@ class Recorder:
         """
         if cut.num_rows:
             pending = self._pending[kind]
-            pending.add(cut, end, waited_seconds)
+            pending.add(cut, self._follows[kind], end, waited_seconds)
+            self._follows[kind] = True
             self._num_pending[kind] += cut.num_rows
             if len(pending.waits) >= MOST_ROWS:
                 self._fetch_pending(kind)
@@ -420,9 +422,9 @@ class Recorder:
         if not pending.cuts:
             return
         num_columns = 5 if self.gradient_norm else 4
-        tables = [np.concatenate(parts) for parts in zip(*(cut.tables for cut in pending.cuts), strict=True)]
-        columns = np.stack([table[:, :num_columns] for table in tables], axis=2)
-        begin, batch_there = tables[0][:, -2:].T
+        parts = [cut.tables for cut in pending.cuts]  # in some, tables may have columns that others want
+        columns = np.concatenate([np.stack([table[:, :num_columns] for table in tables], axis=2) for tables in parts])
+        begin, batch_there = np.concatenate([tables[0][:, -2:] for tables in parts]).T
         over = columns[:, 0].max(axis=1)
         over_before = np.append(np.nan, over[:-1])
         last = np.cumsum(pending.num_rows) - 1  # of each execution
@@ -434,10 +436,11 @@ class Recorder:
         batch_there = np.maximum(batch_there, begin)
         end = np.fmax([np.nan if given is None else float(given) for given in pending.ends], over[last])
         waited_ahead = np.append(self._waited_ahead[kind], end - over[last])
-        waited_between = begin - over_before
-        waited_between[first] = pending.waits + waited_ahead[:-1]
-        host = begin[first] - pending.waits - np.append(self._last_end[kind], end[:-1])
+        end_before = np.append(self._last_end[kind], end[:-1])
         self._waited_ahead[kind], self._last_end[kind] = waited_ahead[-1], end[-1]
+        waited_between = begin - over_before
+        waited_between[first] = pending.waits + np.where(pending.follows, waited_ahead[:-1], 0.0)
+        host = np.where(pending.follows, begin[first] - pending.waits - end_before, 0.0)
         computed = np.clip(columns[:, 1], batch_there[:, None], over[:, None])
         has = columns[:, 2] > 0
         norm = np.where(has, columns[:, 4], np.nan) if self.gradient_norm and kind == "train" else None

@@ -350,6 +350,46 @@ def test_time_between_executions_is_the_hosts_or_that_of_who_waited_for_a_batch(
     assert whole.sync_seconds.tolist() == [[0.5]] * 3
 
 
+@pytest.mark.parametrize("num_fetches", [1, 2])
+def test_what_is_between_epochs_is_no_time_of_either(num_fetches: int) -> None:
+    recorder, tapes = Recorder(), Tapes(["CPU:0"], gradient_norm=False)
+    records = []
+    for begun, end, waited in ((10.0, 13.0, 0.0), (55.0, None, 1.0)):
+        recorder.begin()
+        tapes.begin(1)
+        tapes.write([(begun + 1.5, begun + 1.0, 8, 0.1, begun, begun + 0.25)])
+        recorder.add("train", tapes.end(1), end=end, waited_seconds=waited)
+        if num_fetches == 2:
+            records.append(recorder.fetch("train"))
+    whole = join_records([part for part in records or [recorder.fetch("train")] if part is not None])
+    assert whole.input_seconds.tolist() == [0.25, 0.25 + 1.0]
+    assert whole.host_seconds == 0.0
+
+
+def test_nothing_is_read_before_it_is_fetched_epochs_may_end_as_they_like(
+    mirrored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_reads = []
+    original = Tapes.read
+    monkeypatch.setattr(Tapes, "read", lambda tapes: (num_reads.append(1), original(tapes))[1])
+    net, recording = dense(mirrored), Recording()
+    net.fit(X, Y, batch_size=8, epochs=5, verbose=0, callbacks=[recording])
+    assert not num_reads
+    assert len(recording.of()) == 35
+    assert len(num_reads) == 1
+
+
+def test_runs_are_fetched_together_though_only_one_of_them_has_norms_that_another_wants(mirrored: Any) -> None:
+    net, recording = dense(mirrored), Recording()
+    net.fit(X, Y, batch_size=8, verbose=0, callbacks=[recording])
+    net.fit(X, Y, batch_size=8, verbose=0, callbacks=[recording, Recording(gradient_norm=True)])
+    records = recording.of()
+    assert records.gradient_norm is None
+    assert records.examples.sum(axis=1).tolist() == [8, 8, 8, 8, 8, 8, 2] * 2
+    assert (records.step_seconds < 60).all()
+    assert (records.input_seconds >= 0).all()
+
+
 def test_what_is_recorded_of_a_replica_stays_beside_it_until_the_execution_is_over(mirrored: Any) -> None:
     net, recording = dense(mirrored, steps_per_execution=3), Recording()
     recorded = {}
