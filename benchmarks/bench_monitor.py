@@ -1,6 +1,6 @@
 """Measure what it costs to see every replica: `fit` with ReplicaMonitor and ReplicaSeeds, without, and stock Keras.
 
-    python benchmarks/bench_monitor.py                       # an hour or more, by an estimate
+    python benchmarks/bench_monitor.py                       # about 50 minutes, by an estimate
     python benchmarks/bench_monitor.py --models tiny --replicas 1,2 --rounds 5
 
 The contestants train the same model, with the same optimizer, on the same batch, again and again:
@@ -11,13 +11,13 @@ The contestants train the same model, with the same optimizer, on the same batch
 * watched: the same with `ReplicaMonitor(folder)` and `ReplicaSeeds(1)`: loss, examples and times of each replica.
 
 Each row is a process of its own. Ours and watched have copies of their own each round, built and compiled for it in
-changing order: two copies of the same may differ by more than what is measured. Stock is in the first three rounds. A
-sample is one call to `fit`, with epochs of three quarters of a second. The calls of a round run in threads that hand
-over to each other at the end of what is under way after 80 ms, so that only one trains at a time and what slows the
-machine for a second slows all; each is stopped after as many such slices, and the first four are not counted. The
-callback that hands over is there in all of them. Differences are taken round by round; what watching adds is their
-middle, and ± its standard error (`harness.Estimate`): few copies are 5% faster or slower than all others. A goal is met
-where the middle is below the bound by more than this error. Replicas are logical CPU devices.
+changing order, and warmed up: two copies of the same may differ by more than what is measured. Stock is in the first
+three rounds. A sample is one call to `fit`, with epochs of three quarters of a second. The calls of a round run in
+threads that hand over to each other at the end of what is under way after 80 ms, so that only one trains at a time and
+what slows the machine for a second slows all; each is stopped after as many such slices, and the first four are not
+counted. The callback that hands over is there in all of them. Differences are taken round by round; what watching adds
+is their middle, and ± its standard error (`harness.Estimate`): few copies are 5% faster or slower than all others. A
+goal is met where the middle is below the bound by more than this error. Replicas are logical CPU devices.
 
 In the row `single` every step is an execution of its own, as callbacks want it that look at each batch: it is the tiny
 model with `steps_per_execution=1`. The CNN has strides instead of pooling, of whose gradient TensorFlow takes one of
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _told,
         models="tiny,single,strided,lstm",
         replicas="1,2,4",
-        rounds=24,
+        rounds=10,
         seconds=1.5,
     )
     timings = {row: Timings(**value) for row, value in values.items()}
