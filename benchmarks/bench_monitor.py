@@ -39,9 +39,10 @@ from harness import Goal, Timings, print_goals, print_table, take_slices
 
 SLICE_SECONDS = 0.08
 WARM_UP_SLICES = 4  # fit begins with short executions, and whoever comes later finds cold caches
-# TensorFlow's executor learns from each op's times whether it may hand it to another thread. An LSTM's steps at 4
-# replicas took 4.7 to 4.9 ms after 100 steps (standard deviation of copies: 0.4 ms), 3.9 ms after 500 (0.1), and 3.6 ms
-# after 3000 (0.02): what the first thousands say of two copies is chance.
+# TensorFlow's executor learns from each op's times whether it may hand it to another thread (`KernelStats` in
+# core/common_runtime/executor.cc), which is likely why steps become faster and more alike: an LSTM's at 4 replicas
+# took 4.7 to 4.9 ms after 100 steps (standard deviation of copies: 0.4 ms), 3.9 ms after 500 (0.1), and 3.6 ms after
+# 3000 to 3500 (0.01 to 0.08): what the first of them say of two copies is mostly chance.
 WARM_UP_STEPS = 3000
 MOST_WARM_UP_SECONDS = 8.0
 EPOCH_SECONDS = 0.75
