@@ -42,7 +42,7 @@ class ReplicaMonitor(keras.callbacks.Callback):  # type: ignore[misc]
         experiment: a name for the run below ``log_dir``; it may have slashes.
         update_freq: an interval for which numbers are written: so many optimizer steps, ``"epoch"``, or ``"auto"``:
             a second or a few, so long that what is done at its end costs a tenth of 1% of it; an epoch ends one too,
-            where that costs less than a quarter of 1%.
+            where that costs no more than this.
         writers: others to hand everything to, say ``MemoryWriter()`` or ``JsonLinesWriter("replicas.jsonl")``; with
             these, ``log_dir`` may be left out.
         terminal: whether the chief shows a live table in the terminal; best with ``verbose=0``.

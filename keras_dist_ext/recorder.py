@@ -235,20 +235,21 @@ class Tapes:
                 table = _keras.variable_of_no_strategy(tf.zeros([MOST_ROWS, num_columns], tf.float64))
                 self._tapes.append((host, table, _keras.variable_of_no_strategy(tf.constant(0))))
         self._reading = _Reading()  # the next one
-        self._num_unread = 0
+        self._num_rows = 0  # of executions that went well
+        self._first_unread = 0
         self._is_torn = False  # whether there may be rows of an execution that failed
 
     def begin(self, num_rows: int) -> None:
         """Make room for the rows of an execution that is about to begin: so many at most, and not over MOST_ROWS."""
-        if self._is_torn or self._num_unread + num_rows > MOST_ROWS:
-            self.read()
+        if self._is_torn or self._num_rows + num_rows > MOST_ROWS:
+            self._rewind()
         self._is_torn = True
 
     def end(self, num_rows: int) -> Cut:
         """Say that it has gone well, and left so many rows; return what they can be had from."""
         self._is_torn = False
-        cut = Cut(self, self._reading, self._num_unread, num_rows)
-        self._num_unread += num_rows
+        cut = Cut(self, self._reading, self._num_rows - self._first_unread, num_rows)
+        self._num_rows += num_rows
         return cut
 
     def write(self, row: Row) -> None:
@@ -265,26 +266,34 @@ class Tapes:
                 tf.raw_ops.ResourceScatterUpdate(resource=table.handle, indices=index, updates=of_step)
 
     def read(self) -> None:
-        """Take all rows off, for the executions that went well, and forget those of others.
+        """Take off the rows of the executions that went well, but for those that were taken off before.
 
         Raises:
             RuntimeError: there are not as many as there were steps.
         """
         reading, self._reading = self._reading, _Reading()
-        num_rows, self._num_unread = self._num_unread, 0
-        self._is_torn = False
-        tables, counts = [], []
-        with tf.init_scope():  # methods of variables take several times as long
-            for host, table, count in self._tapes:
+        unread, self._first_unread = slice(self._first_unread, self._num_rows), self._num_rows
+        counts = [int(_value_of(count)) for _, _, count in self._tapes]
+        if min(counts) < self._num_rows:
+            self._is_torn = True
+            raise RuntimeError(f"Steps were {self._num_rows}, and replicas have left the records of {counts}.")
+        reading.tables = [_value_of(table)[unread] for _, table, _ in self._tapes]
+
+    def _rewind(self) -> None:
+        """Begin anew, with no rows."""
+        if self._first_unread < self._num_rows:
+            self.read()
+        self._num_rows = self._first_unread = 0
+        with tf.init_scope():
+            for host, _, count in self._tapes:
                 with tf.device(host):
-                    counts.append(int(tf.raw_ops.ReadVariableOp(resource=count.handle, dtype=tf.int32)))
-                    indices = np.arange(num_rows, dtype=np.int32)
-                    rows = tf.raw_ops.ResourceGather(resource=table.handle, indices=indices, dtype=tf.float64)
-                    tables.append(rows.numpy())
                     tf.raw_ops.AssignVariableOp(resource=count.handle, value=np.int32(0))
-        if min(counts) < num_rows:
-            raise RuntimeError(f"Steps were {num_rows}, and replicas have left the records of {counts}.")
-        reading.tables = tables
+
+
+def _value_of(variable: Any) -> Any:
+    """Return the value as an array; methods of variables take several times as long."""
+    with tf.init_scope():
+        return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype).numpy()
 
 
 class _Reading:

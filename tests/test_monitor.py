@@ -169,7 +169,7 @@ def test_an_automatic_interval_is_neither_a_step_nor_the_whole_run(
 
 @pytest.mark.parametrize(
     ("cost_seconds", "fitting", "least"),
-    [(4e-3, 400, 160), (0.0, 100, 0), (1e-4, 100, 4)],  # of steps of 10 ms; what ends costs 0.1%, 0.25% with an epoch
+    [(4e-3, 400, 400), (0.0, 100, 0), (1e-4, 100, 10)],  # of steps of 10 ms; what ends costs 0.1%
 )
 def test_automatic_intervals_are_as_long_as_their_end_costs(cost_seconds: float, fitting: int, least: int) -> None:
     intervals = Intervals()

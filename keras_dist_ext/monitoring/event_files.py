@@ -5,6 +5,7 @@ Numbers are simple values: TensorBoard's Scalars tab, its Python readers, old an
 
 from __future__ import annotations
 
+import functools
 import html
 import io
 import itertools
@@ -198,16 +199,22 @@ def overall_values(stats: ReplicaStats, values: Sequence[Mapping[str, float]]) -
     found = {tag: value for tag, value in found.items() if not math.isnan(value)}
     if stats.examples.any():
         found[names.ALL_LOSS] = stats.mean_loss
-    for tag in names.REPLICA_TAGS:
-        held = np.array([of_replica[tag] for of_replica in values if tag in of_replica])
-        if len(held):
-            with np.errstate(invalid="ignore"):  # of infinite losses
-                for statistic, function in _STATISTICS.items():
-                    found[names.over_replicas(tag, statistic)] = float(function(held))
+    tags = [tag for tag in names.REPLICA_TAGS if any(tag in of_replica for of_replica in values)]
+    held = np.array([[of_replica.get(tag, 0.0) for of_replica in values] for tag in tags])
+    has = np.array([[tag in of_replica for of_replica in values] for tag in tags])
+    with np.errstate(invalid="ignore"):  # of infinite losses
+        for statistic, function in _STATISTICS.items():
+            for tag, value in zip(tags, function(held, axis=1, where=has).tolist(), strict=True):
+                found[names.over_replicas(tag, statistic)] = value
     return found
 
 
-_STATISTICS: dict[str, Callable[[Any], Any]] = {"min": np.min, "mean": np.mean, "max": np.max, "std": np.std}
+_STATISTICS: dict[str, Callable[..., Any]] = {
+    "min": functools.partial(np.min, initial=np.inf),
+    "mean": np.mean,
+    "max": functools.partial(np.max, initial=-np.inf),
+    "std": np.std,
+}
 
 
 def _simple_values(values: Mapping[str, float]) -> list[Summary.Value]:

@@ -134,7 +134,7 @@ class Intervals:
         return found
 
     def is_worth_it(self, num_batches: int) -> bool:
-        """Whether an epoch is to end an interval of so many batches: if that costs less than 0.25% of its time."""
+        """Whether an epoch is to end an interval of so many batches: if that costs no more than 0.1% of its time."""
         return self._freq != "auto" or num_batches >= self._least_auto
 
     def lengths(self, step_seconds: float, cost_seconds: float) -> tuple[int, int]:
@@ -145,9 +145,10 @@ class Intervals:
             cost_seconds: of what was done at the end of one.
         """
         self._cost_seconds = max(cost_seconds, 0.7 * self._cost_seconds)
+        worth_it = _TIMES_COST * self._cost_seconds
         fitting, least = (
             min(math.ceil(seconds / max(step_seconds, 1e-6)), 8 * self._num_auto)
-            for seconds in (max(_SECONDS, _TIMES_COST * self._cost_seconds), _LEAST_TIMES_COST * self._cost_seconds)
+            for seconds in (max(_SECONDS, worth_it), worth_it)
         )
         return fitting, least
 
@@ -157,5 +158,4 @@ class Intervals:
 
 
 _SECONDS = 1.0  # of an automatic interval, at least
-_TIMES_COST = 1000.0  # an automatic interval is so many times as long as what its end costs: a tenth of 1%
-_LEAST_TIMES_COST = 400.0  # so many times, at least, where an epoch ends it: a quarter of 1%
+_TIMES_COST = 1000.0  # an interval that ends by itself takes at least so many times as long as its end: 0.1%
