@@ -19,10 +19,11 @@ from keras_dist_ext.additional import UnknownLossDegrees, placeholders
 from keras_dist_ext.graphs import in_graph
 from keras_dist_ext.logs import VALUE, ComputesWithResults, computes_with, noted_results, pooled_state
 from keras_dist_ext.means import Degrees
-from keras_dist_ext.recorder import MOST_ROWS, StepNote, Tapes, now, row, when_updated
+from keras_dist_ext.recorder import StepNote, now, row, when_updated
 from keras_dist_ext.reduce import sum_over_replicas
 from keras_dist_ext.seeds import generator_without_seed
 from keras_dist_ext.step import ReplicaStep, UnbuiltOptimizer
+from keras_dist_ext.tapes import MOST_ROWS, Tapes
 from keras_dist_ext.turns import in_turns
 from keras_dist_ext.workers import workers_of
 from keras_dist_ext.xla import can_compile, compiled_step
