@@ -18,6 +18,7 @@ import pathlib
 import random
 import threading
 import time
+import uuid
 import weakref
 import zipfile
 import zlib
@@ -90,6 +91,7 @@ from tensorflow.python.ops import (
     gen_random_ops,
     gen_stateless_random_ops,
     gen_stateless_random_ops_v2,
+    handle_data_util,
     resource_variable_ops,
     summary_ops_v2,
 )
@@ -773,13 +775,44 @@ def run_in_any_order(value: tf.Tensor) -> None:
         manager.run_independently(value.op)
 
 
-def variable_of_no_strategy(initial_value: Any) -> tf.Variable:
-    """Make a variable that is one, on the current device, inside of a strategy's scope too.
+class NamedVariable:
+    """A variable on the current device, in a strategy's scope too, that graphs may find by its name.
 
-    The class of eager variables asks nobody who creates variables (python/ops/variables.py, `VariableMetaclass`;
-    python/ops/resource_variable_ops.py).
+    What a graph captures becomes an argument. Those and whatever else waits for nothing are handed to threads one by
+    one when a call begins (``ScheduleReady`` in core/common_runtime/executor.cc), and who calls looks at each: together
+    some 1 µs a handle. In a loop it is the other way around: what is captured costs nothing there.
+
+    Args:
+        initial_value: a tensor.
+
+    Attributes:
+        handle: to be used eagerly, or captured.
     """
-    return resource_variable_ops.ResourceVariable(initial_value, trainable=False)
+
+    def __init__(self, initial_value: tf.Tensor) -> None:
+        self._named = {
+            "dtype": initial_value.dtype,
+            "shape": initial_value.shape,
+            "shared_name": f"keras_dist_ext_{uuid.uuid4().hex}",
+        }
+        self.handle: Any = tf.raw_ops.VarHandleOp(**self._named)
+        self.handle._handle_data = handle_data_util.create_handle_data(initial_value.shape, initial_value.dtype)
+        self._deleter = resource_variable_ops.EagerResourceDeleter(self.handle, self.handle.device)
+        tf.raw_ops.AssignVariableOp(resource=self.handle, value=initial_value)
+
+    def handle_in_graph(self) -> tf.Tensor:
+        """Return its handle in the graph that is traced, on the current device; what it waits for, it waits for."""
+        handle = tf.raw_ops.VarHandleOp(**self._named)
+        run_in_any_order(handle)
+        return handle
+
+    def value(self) -> tf.Tensor:
+        """Read it, eagerly; methods of variables take several times as long."""
+        return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self._named["dtype"])
+
+    def assign(self, value: Any) -> None:
+        """Set it, eagerly."""
+        tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
 
 
 def in_xla() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -134,6 +135,7 @@ class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._arguments |= {"add_history": add_history, "add_progbar": verbose != 0}
         self._is_set_up = False
         self._prepared: list[Any] = []  # callbacks with methods of ours
+        self._after_execution: list[Callable[[], None]] = []  # those of them, as they are called often
         self._executor: Any = None  # which Keras 3.11 looks at when a list is deleted (callbacks/callback_list.py)
         self.feed: Any = None  # the one of training, or of evaluation where nothing is trained
         self.test_feed: Any = None
@@ -153,7 +155,8 @@ class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """End an execution of training at the batch that was its last."""
         super().on_train_batch_end(min(batch, self.feed.last_step), logs)
-        self._call("after_execution")
+        for after_execution in self._after_execution:
+            after_execution()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """End an epoch."""
@@ -184,6 +187,7 @@ class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             self._is_set_up = True
             super().__init__(**self._arguments, steps=self.feed.num_batches)
             self._prepared = [callback for callback in self.callbacks if prepares(callback)]
+            self._after_execution = [c.after_execution for c in self._prepared if hasattr(c, "after_execution")]
             self._call("meet", self.callbacks, self.feed)  # one that looks at the others, and at the data
 
 

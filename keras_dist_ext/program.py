@@ -19,11 +19,11 @@ from keras_dist_ext.additional import UnknownLossDegrees, placeholders
 from keras_dist_ext.graphs import in_graph
 from keras_dist_ext.logs import VALUE, ComputesWithResults, computes_with, noted_results, pooled_state
 from keras_dist_ext.means import Degrees
-from keras_dist_ext.recorder import StepNote, now, row, when_updated
+from keras_dist_ext.recorder import ON_TAPE, StepNote, now, row_of, when_updated
 from keras_dist_ext.reduce import sum_over_replicas
 from keras_dist_ext.seeds import generator_without_seed
 from keras_dist_ext.step import ReplicaStep, UnbuiltOptimizer
-from keras_dist_ext.tapes import MOST_ROWS, Tapes
+from keras_dist_ext.tapes import MOST_ROWS, Row, Tapes
 from keras_dist_ext.turns import in_turns
 from keras_dist_ext.workers import workers_of
 from keras_dist_ext.xla import can_compile, compiled_step
@@ -123,7 +123,7 @@ class StepProgram:
 
     def on_batch(self, batch: Any) -> Any:
         """Run one step on a batch (global, or per replica) and return its logs."""
-        return self._keep(self._execute(1, self._of_batch, batch), 1)
+        return self._run(1, self._of_batch, batch)
 
     def on_batches_like(self, spec: Any, *, of_worker: bool) -> Callable[[Any], Any]:
         """Return a function that runs one step on a batch of that spec.
@@ -138,7 +138,7 @@ class StepProgram:
         run = self._of_rows if of_worker else self._of_batch
         if not self.is_eager:
             run = run.get_concrete_function(spec)
-        return lambda batch: self._keep(self._execute(1, run, batch), 1)
+        return lambda batch: self._run(1, run, batch)
 
     def on_iterator(self, iterator: Any, num_steps: int, *, alone: bool = False) -> Any:
         """Run exactly ``num_steps`` steps in the graph and return the logs of the last.
@@ -151,11 +151,11 @@ class StepProgram:
         logs = None
         if self._goes_alone or alone:
             for _ in range(num_steps):
-                logs = self._keep(self._execute(1, self._of_iterator_alone, iterator), 1)
+                logs = self._run(1, self._of_iterator_alone, iterator)
             return logs
         for made in range(0, num_steps, MOST_ROWS):
             count = min(MOST_ROWS, num_steps - made)
-            logs = self._keep(self._execute(count, self._of_iterator, iterator, tf.constant(count)), count)
+            logs = self._run(count, self._of_iterator, iterator, tf.constant(count))
         return logs
 
     def on_optional(
@@ -172,33 +172,39 @@ class StepProgram:
         total, has_more, logs = 0, True, None
         while total < num_steps and has_more:
             if self._goes_alone or alone:
-                made, (optional, more, outcome) = 1, self._execute(1, self._of_optional_alone, iterator, optional)
+                self._begin(1)
+                optional, more, logs = self._of_optional_alone(iterator, optional)
+                made, end = 1, ON_TAPE
             else:
                 count = min(MOST_ROWS, num_steps - total)
-                made, optional, more, outcome = self._execute(
-                    count, self._of_optional, iterator, optional, tf.constant(count)
-                )
-            logs = self._keep(outcome, int(made))
-            total += int(made)
+                self._begin(count)
+                num_made, optional, more, end, logs = self._of_optional(iterator, optional, tf.constant(count))
+                made = int(num_made)
+            self._end(made, end)
+            total += made
             has_more = bool(more)
         return total, optional, has_more, logs
 
-    def _execute(self, num_steps: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call what makes so many steps at most."""
+    def _run(self, num_steps: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call what makes so many steps, and return their logs."""
+        self._begin(num_steps)
+        logs = function(*arguments)
+        self._end(num_steps)
+        return logs
+
+    def _begin(self, num_steps: int) -> None:
+        """Make room for the records of an execution of so many steps at most."""
         if self._tapes is not None:
             self._tapes.begin(num_steps)
-        return function(*arguments)
 
-    def _keep(self, outcome: Any, num_steps: int) -> Any:
-        """Hand the records of an execution to who wants them, and return its logs."""
-        if self._tapes is None:
-            return outcome
-        logs, end = outcome
-        waited, self.waited_seconds = self.waited_seconds, 0.0
-        cut = self._tapes.end(num_steps)
-        for recorder in self.model.replica_recorders:
-            recorder.add(self.kind, cut, end=end, waited_seconds=waited)
-        return logs
+    def _end(self, num_steps: int, end: Any = None) -> None:
+        """Hand the records of an execution to who wants them; for its end see ``Recorder.add``."""
+        tapes = self._tapes
+        if tapes is not None:
+            waited, self.waited_seconds = self.waited_seconds, 0.0
+            tapes.end(num_steps)
+            for recorder in self.model.replica_recorders:
+                recorder.add(self.kind, tapes, num_steps, end, waited)
 
     # Loops
 
@@ -212,28 +218,37 @@ class StepProgram:
         return self._on_one(batch, of_worker=True)
 
     def _on_one(self, batch: Any, *, of_worker: bool) -> Any:
-        return self._outcome(self._alone(lambda: batch, of_worker=of_worker))
+        extra, row = self._alone(lambda: batch, of_worker=of_worker)
+        self._write(row)
+        return self._logs(extra)
 
     def _on_iterator_alone(self, iterator: Any) -> Any:
-        return self._outcome(self._alone(iterator.get_next))
+        extra, row = self._alone(iterator.get_next)
+        self._write(row)
+        return self._logs(extra)
 
     def _on_optional_alone(self, iterator: Any, optional: Any) -> Any:
-        extra = self._alone(optional.get_value, is_ahead=True)
+        extra, row = self._alone(optional.get_value, is_ahead=True)
         following = iterator.get_next_as_optional()
         has_more = following.has_value()
-        return following, has_more, self._outcome(extra, has_more)
+        if row is not None:
+            (*first, _), *others = row
+            self._write([(*first, now(has_more, in_any_order=True)), *others])  # see ON_TAPE
+        return following, has_more, self._logs(extra)
 
-    def _alone(self, pull: Callable[[], Any], *, of_worker: bool = False, is_ahead: bool = False) -> list[tf.Tensor]:
-        """Run the one step of an execution; return its part of the logs, see ``_one``."""
+    def _alone(
+        self, pull: Callable[[], Any], *, of_worker: bool = False, is_ahead: bool = False
+    ) -> tuple[list[tf.Tensor], Row | None]:
+        """Run the one step of an execution; return what ``_one`` does."""
         self._loops = False
         self._initial_extra(pull, of_worker=of_worker)
-        return self._recorded(*self._timed(pull, is_ahead=is_ahead), of_worker=of_worker)
+        return self._one(*self._timed(pull, is_ahead=is_ahead), of_worker=of_worker)
 
     def _on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
         self._loops = True
 
         def body(i: tf.Tensor, *_: Any) -> tuple[Any, ...]:
-            return (i + 1, *self._recorded(*self._timed(iterator.get_next)))
+            return (i + 1, *self._recorded(iterator.get_next))
 
         extra = self._initial_extra(iterator.get_next)
         _, *extra = tf.while_loop(
@@ -243,13 +258,13 @@ class StepProgram:
             parallel_iterations=1,
             shape_invariants=(tf.TensorShape([]), *(tf.TensorShape(None) for _ in extra)),
         )
-        return self._outcome(extra)
+        return self._logs(extra)
 
     def _on_optional(self, iterator: Any, optional: Any, num_steps: tf.Tensor) -> Any:
         self._loops = True
 
         def body(i: tf.Tensor, optional: Any, *_: Any) -> tuple[Any, ...]:
-            extra = self._recorded(*self._timed(optional.get_value, is_ahead=True))
+            extra = self._recorded(optional.get_value, is_ahead=True)
             return (i + 1, iterator.get_next_as_optional(), *extra)
 
         extra = self._initial_extra(lambda: optional.get_value())
@@ -264,7 +279,7 @@ class StepProgram:
                 *(tf.TensorShape(None) for _ in extra),
             ),
         )
-        return self._told(i), optional, optional.has_value(), self._outcome(extra, i)
+        return self._told(i), optional, optional.has_value(), self._when(i), self._logs(extra)
 
     def _told(self, num_made: tf.Tensor) -> tf.Tensor:
         """Have it known how many steps this worker's data has had, while others may wait for it in one more."""
@@ -278,35 +293,31 @@ class StepProgram:
     def _on_iterator_eagerly(self, iterator: Any, num_steps: tf.Tensor) -> Any:
         extra: list[tf.Tensor] = []
         for _ in range(int(num_steps)):
-            extra = self._recorded(*self._timed(lambda: next(iterator)))
-        return self._outcome(extra)
+            extra = self._recorded(lambda: next(iterator))
+        return self._logs(extra)
 
     def _on_optional_eagerly(self, iterator: Any, optional: Any, num_steps: tf.Tensor) -> Any:
         num_made, extra = 0, []
         while num_made < int(num_steps) and optional.has_value():
-            extra = self._recorded(*self._timed(optional.get_value, is_ahead=True))
+            extra = self._recorded(optional.get_value, is_ahead=True)
             optional = iterator.get_next_as_optional()
             num_made += 1
-        return num_made, optional, optional.has_value(), self._outcome(extra, extra)
+        return num_made, optional, optional.has_value(), self._when(extra), self._logs(extra)
 
-    def _recorded(self, batch: Any, times: Any, *, of_worker: bool = False) -> list[tf.Tensor]:
-        """Run a step on a batch, leave its record on the tapes, and return its part of the logs, see ``_one``."""
-        extra, row = self._one(batch, times, of_worker=of_worker)
-        if self._tapes is not None:
-            self._tapes.write(row)
+    def _recorded(self, pull: Callable[[], Any], *, is_ahead: bool = False) -> list[tf.Tensor]:
+        """Run a step, leave its record on the tapes, and return its part of the logs, see ``_one``."""
+        extra, row = self._one(*self._timed(pull, is_ahead=is_ahead))
+        self._write(row)
         return extra
 
-    def _outcome(self, extra: Sequence[tf.Tensor], after: Any = None) -> Any:
-        """The logs, and if steps are recorded when all was over.
+    def _write(self, row: Row | None) -> None:
+        """Leave the record of a step on the tapes, if there is one."""
+        if self._tapes is not None and row is not None:
+            self._tapes.write(row, loops=self._loops)
 
-        Args:
-            extra: see ``_one``.
-            after: what is there then; None if that was when the last step was over.
-        """
-        if self._tapes is None:
-            return self._logs(extra)
-        end = None if after is None else now(after)
-        return self._logs(extra), end
+    def _when(self, there: Any) -> tf.Tensor | None:
+        """When something was there, if steps are recorded."""
+        return None if self._tapes is None else now(there)
 
     def _timed(self, pull: Callable[[], Any], *, is_ahead: bool = False) -> tuple[Any, Any]:
         """Pull a batch; return it with when that began, and when it was there: at once, if it was read ahead."""
@@ -322,7 +333,7 @@ class StepProgram:
 
     # One step
 
-    def _one(self, batch: Any, times: Any = None, *, of_worker: bool = False) -> tuple[list[tf.Tensor], Any]:
+    def _one(self, batch: Any, times: Any = None, *, of_worker: bool = False) -> tuple[list[tf.Tensor], Row | None]:
         """Run one step over all replicas.
 
         Args:
@@ -331,7 +342,7 @@ class StepProgram:
             of_worker: whether the rows are this worker's own.
 
         Returns:
-            Each local replica's leaves of the logs that no metric holds, and the step's record.
+            Each local replica's leaves of the logs that no metric holds, and the step's record if there is one.
         """
         batch = data.without_optionals(batch)
         cut = "not" if is_per_replica(batch) else "worker" if of_worker else "global"
@@ -340,12 +351,13 @@ class StepProgram:
             there = None if times is None else times[1]
             extra, noted = self.strategy.run(self._replica, args=(batch, cut, there))
         local = self.strategy.experimental_local_results
+        row = None
         if times is not None:
             columns = [*zip(*map(local, noted), strict=True)]
             eagerly = tf.executing_eagerly()
             over = [now()] * len(columns) if eagerly else when_updated(_graph(), num_ops, self._devices, columns)
-            times = row(times, over, columns)
-        return [part for value in extra for part in local(value)], times
+            row = row_of(times, over, columns)
+        return [part for value in extra for part in local(value)], row
 
     def _replica(self, batch: Any, cut: str, there: Any = None) -> tuple[list[tf.Tensor], Any]:
         """Run the user's step on this replica's rows.

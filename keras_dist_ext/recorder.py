@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras
 from keras_dist_ext.stats import Kind, StepRecords, join_records
-from keras_dist_ext.tapes import MOST_ROWS, Cut, Row, cpu_beside
+from keras_dist_ext.tapes import MOST_ROWS, Cut, Row, Tapes, cpu_beside
 
-__all__ = ["Recorder", "StepNote", "now", "row", "when_updated"]
+__all__ = ["ON_TAPE", "Recorder", "StepNote", "now", "row_of", "when_updated"]
 
 
 def now(after: Any = (), *, in_any_order: bool = False) -> tf.Tensor:
@@ -159,7 +159,7 @@ def _on_host(values: Sequence[Any]) -> list[Any]:
         return [tf.identity(tf.reshape(value, [-1])[:1]) for value in (values[0], values[-1])]
 
 
-def row(times: tuple[Any, Any], over: Sequence[Any], columns: Sequence[tuple[Any, ...]]) -> Row:
+def row_of(times: tuple[Any, Any], over: Sequence[Any], columns: Sequence[tuple[Any, ...]]) -> Row:
     """Return the record of a step.
 
     Args:
@@ -202,6 +202,9 @@ def _place(device: str) -> tuple[str | None, int | None]:
     return spec.device_type, spec.device_index
 
 
+ON_TAPE = object()  # see ``Recorder.add``
+
+
 class _Pending:
     """Executions whose rows nobody has fetched.
 
@@ -222,18 +225,6 @@ class _Pending:
         self.follows: list[bool] = []
         self.ends: list[Any] = []
         self.waits: list[float] = []
-
-    def add(self, cut: Cut, follows: bool, end: Any, waited_seconds: float) -> None:
-        """Add an execution."""
-        both = self.cuts[-1].followed_by(cut) if self.cuts else None
-        if both is None:
-            self.cuts.append(cut)
-        else:
-            self.cuts[-1] = both
-        self.num_rows.append(cut.num_rows)
-        self.follows.append(follows)
-        self.ends.append(end)
-        self.waits.append(waited_seconds)
 
 
 class Recorder:
@@ -259,22 +250,30 @@ class Recorder:
         """Note that what comes does not follow what was before: a run begins, or an epoch is over."""
         self._follows = dict.fromkeys(self._follows, False)
 
-    def add(self, kind: Kind, cut: Cut, *, end: Any = None, waited_seconds: float = 0.0) -> None:
-        """Keep the records of an execution.
+    def add(self, kind: Kind, tapes: Tapes, num_rows: int, end: Any = None, waited_seconds: float = 0.0) -> None:
+        """Keep the records of the last execution.
 
         Args:
             kind: "train" or "test".
-            cut: its rows.
-            end: when it was over, a scalar of the same clock, if that was not when its last step was.
+            tapes: where it has left them.
+            num_rows: how many there are.
+            end: when it was over, a scalar of the same clock; None if that was when its last step was; ``ON_TAPE`` if
+                its one row says so in place of when its batch was there, which was at once.
             waited_seconds: for the batch of the first step, before it began.
         """
-        if cut.num_rows:
-            pending = self._pending[kind]
-            pending.add(cut, self._follows[kind], end, waited_seconds)
-            self._follows[kind] = True
-            self._num_pending[kind] += cut.num_rows
-            if len(pending.waits) >= MOST_ROWS:
-                self._fetch_pending(kind)
+        if not num_rows:
+            return
+        pending = self._pending[kind]
+        if not pending.cuts or not pending.cuts[-1].takes_in(tapes, num_rows):
+            pending.cuts.append(tapes.last(num_rows))
+        pending.num_rows.append(num_rows)
+        pending.follows.append(self._follows[kind])
+        pending.ends.append(end)
+        pending.waits.append(waited_seconds)
+        self._follows[kind] = True
+        self._num_pending[kind] += num_rows
+        if len(pending.waits) >= MOST_ROWS:
+            self._fetch_pending(kind)
 
     def num_pending(self, kind: Kind) -> int:
         """How many steps have not been fetched."""
@@ -303,8 +302,11 @@ class Recorder:
         is_first[first] = True
         # Replica 0 may begin the next step while others update.
         begin = np.where(is_first, begin, np.maximum(begin, over_before))
+        told = np.array([end is ON_TAPE for end in pending.ends])
+        end = np.array([np.nan if end is None or end is ON_TAPE else float(end) for end in pending.ends])
+        end[told], batch_there[last[told]] = batch_there[last[told]], begin[last[told]]
         batch_there = np.maximum(batch_there, begin)
-        end = np.fmax([np.nan if given is None else float(given) for given in pending.ends], over[last])
+        end = np.fmax(end, over[last])
         waited_ahead = np.append(self._waited_ahead[kind], end - over[last])
         end_before = np.append(self._last_end[kind], end[:-1])
         self._waited_ahead[kind], self._last_end[kind] = waited_ahead[-1], end[-1]

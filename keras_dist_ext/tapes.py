@@ -6,7 +6,7 @@ Letters: n = steps; L = replicas of this worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,8 @@ __all__ = ["MOST_ROWS", "Cut", "Row", "Tapes", "cpu_beside"]
 
 # A row is of one step. It has a tuple of scalars for each replica: when it was over, when it had computed, how many
 # rows it had, its loss, and the norm of its gradients if that is wanted; the first tuple ends with when the step began
-# and when its batch was there. A table is what a replica has in several rows.
+# and when its batch was there, or the next one (`ON_TAPE` in `recorder.py`). A table is what a replica has in several
+# rows.
 Row = list[tuple[Any, ...]]
 Table = npt.NDArray[np.float64]  # [n, 4 or more]
 MOST_ROWS = 4096  # that there is room for on tapes; if there are more, they are fetched before they are asked for
@@ -43,12 +44,12 @@ class Tapes:
     """
 
     def __init__(self, devices: Sequence[str], *, gradient_norm: bool) -> None:
-        self._tapes: list[tuple[str, Any, Any]] = []
+        self._tapes: list[_Tape] = []
         for index, device in enumerate(devices):
             host, num_columns = cpu_beside(device), 4 + gradient_norm + 2 * (index == 0)
             with tf.init_scope(), tf.device(host):
-                table = _keras.variable_of_no_strategy(tf.zeros([MOST_ROWS, num_columns], tf.float64))
-                self._tapes.append((host, table, _keras.variable_of_no_strategy(tf.constant(0))))
+                table = _keras.NamedVariable(tf.zeros([MOST_ROWS, num_columns], tf.float64))
+                self._tapes.append(_Tape(host, table, _keras.NamedVariable(tf.constant(0))))
         self._reading = _Reading()  # the next one
         self._num_rows = 0  # of executions that went well
         self._first_unread = 0
@@ -60,25 +61,35 @@ class Tapes:
             self._rewind()
         self._is_torn = True
 
-    def end(self, num_rows: int) -> Cut:
-        """Say that it has gone well, and left so many rows; return what they can be had from."""
+    def end(self, num_rows: int) -> None:
+        """Say that it has gone well, and left so many rows."""
         self._is_torn = False
-        cut = Cut(self, self._reading, self._num_rows - self._first_unread, num_rows)
         self._num_rows += num_rows
-        return cut
 
-    def write(self, row: Row) -> None:
+    def last(self, num_rows: int) -> Cut:
+        """Return what the last rows can be had from, those of the last execution."""
+        return Cut(self, self._reading, self._num_rows - num_rows - self._first_unread, num_rows)
+
+    def write(self, row: Row, *, loops: bool) -> None:
         """Add the row of a step.
 
         Nothing of it is done before the replica is over with the step: where something short can be done beside
         something long, TensorFlow's executor hands one of them to another thread, and that one contends for the cores
         for a while.
+
+        Args:
+            row: see above.
+            loops: whether this is traced inside of a loop.
         """
-        for (host, table, count), numbers in zip(self._tapes, row, strict=True):
-            with tf.device(host), tf.control_dependencies([numbers[0]]):
+        for tape, numbers in zip(self._tapes, row, strict=True):
+            with tf.device(tape.host), tf.control_dependencies([numbers[0]]):
                 of_step = tf.stack([tf.cast(number, tf.float64) for number in numbers])
-                index = tf.raw_ops.ResourceCountUpTo(resource=count.handle, limit=MOST_ROWS, T=tf.int32)
-                tf.raw_ops.ResourceScatterUpdate(resource=table.handle, indices=index, updates=of_step)
+                table, length = (
+                    variable.handle if loops or tf.executing_eagerly() else variable.handle_in_graph()
+                    for variable in (tape.table, tape.length)
+                )
+                index = tf.raw_ops.ResourceCountUpTo(resource=length, limit=MOST_ROWS, T=tf.int32)
+                tf.raw_ops.ResourceScatterUpdate(resource=table, indices=index, updates=of_step)
 
     def read(self) -> None:
         """Take off the rows of the executions that went well, but for those that were taken off before.
@@ -89,7 +100,7 @@ class Tapes:
         reading, self._reading = self._reading, _Reading()
         unread, self._first_unread = slice(self._first_unread, self._num_rows), self._num_rows
         with tf.init_scope():
-            counts = [int(_value_of(count)) for _, _, count in self._tapes]
+            counts = [int(tape.length.value()) for tape in self._tapes]
             if min(counts) < self._num_rows:
                 self._is_torn = True
                 raise RuntimeError(
@@ -97,7 +108,7 @@ class Tapes:
                     "others would say is wrong. This is a fault of keras_dist_ext, please report it. Without these "
                     "callbacks nothing is recorded, and training goes on."
                 )
-            reading.tables = [_value_of(table)[unread] for _, table, _ in self._tapes]
+            reading.tables = [tape.table.value().numpy()[unread] for tape in self._tapes]
 
     def _rewind(self) -> None:
         """Begin anew, with no rows."""
@@ -105,14 +116,17 @@ class Tapes:
             self.read()
         self._num_rows = self._first_unread = 0
         with tf.init_scope():
-            for host, _, count in self._tapes:
-                with tf.device(host):
-                    tf.raw_ops.AssignVariableOp(resource=count.handle, value=np.int32(0))
+            for tape in self._tapes:
+                with tf.device(tape.host):
+                    tape.length.assign(np.int32(0))
 
 
-def _value_of(variable: Any) -> Any:
-    """Return the value as an array, eagerly; methods of variables take several times as long."""
-    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype).numpy()
+class _Tape(NamedTuple):
+    """What there is of a replica's rows, on a device."""
+
+    host: str
+    table: _keras.NamedVariable
+    length: _keras.NamedVariable  # how many there are
 
 
 class _Reading:
@@ -125,7 +139,7 @@ class _Reading:
 
 
 class Cut:
-    """The rows of an execution, on tapes or taken off.
+    """Rows of executions, on tapes or taken off.
 
     Attributes:
         num_rows: n.
@@ -145,11 +159,15 @@ class Cut:
         self._reading = reading
         self._first = first
 
-    def followed_by(self, other: Cut) -> Cut | None:
-        """Return the rows of both, if the other's lie right behind."""
-        if other._reading is not self._reading or other._first != self._first + self.num_rows:
-            return None
-        return Cut(self._tapes, self._reading, self._first, self.num_rows + other.num_rows)
+    def takes_in(self, tapes: Tapes, num_rows: int) -> bool:
+        """Have the last rows of tapes as well, those of the last execution, if they lie right behind; say whether."""
+        is_next = (
+            self._reading is tapes._reading
+            and self._first + self.num_rows + num_rows == tapes._num_rows - tapes._first_unread
+        )
+        if is_next:
+            self.num_rows += num_rows
+        return is_next
 
     @property
     def tables(self) -> list[Table]:

@@ -17,7 +17,7 @@ import tensorflow as tf
 import keras_dist_ext as kde
 from keras_dist_ext import program as program_module
 from keras_dist_ext import tapes as tapes_module
-from keras_dist_ext.recorder import Recorder
+from keras_dist_ext.recorder import ON_TAPE, Recorder
 from keras_dist_ext.stats import Kind, ReplicaStats, StepRecords, join_records, summarize
 from keras_dist_ext.tapes import Cut, Tapes
 
@@ -319,9 +319,10 @@ def test_steps_of_an_execution_that_failed_are_not_taken_for_those_of_the_next(k
 def test_a_step_that_one_replica_begins_while_another_updates_begins_when_all_are_over(mirrored: Any) -> None:
     recorder, tapes = Recorder(), Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
     tapes.begin(2)  # of each step: over, computed, rows, loss; of the first replica also: begun, batch there
-    tapes.write([(4.0, 2.0, 8, 0.1, 0.0, 1.0), (6.0, 3.0, 7, 0.3)])
-    tapes.write([(9.0, 8.0, 8, 0.2, 5.0, 5.5), (9.0, 8.0, 7, 0.4)])
-    recorder.add("train", tapes.end(2))
+    tapes.write([(4.0, 2.0, 8, 0.1, 0.0, 1.0), (6.0, 3.0, 7, 0.3)], loops=False)
+    tapes.write([(9.0, 8.0, 8, 0.2, 5.0, 5.5), (9.0, 8.0, 7, 0.4)], loops=False)
+    tapes.end(2)
+    recorder.add("train", tapes, 2)
     records = recorder.fetch("train")
     assert records is not None
     assert records.step_seconds.tolist() == [6, 3]
@@ -340,8 +341,9 @@ def test_time_between_executions_is_the_hosts_or_that_of_who_waited_for_a_batch(
     records = []
     for begun, end, waited in ((10.0, 13.0, 0.0), (15.0, 17.0, 1.0), (17.5, None, 0.0)):
         tapes.begin(1)
-        tapes.write([(begun + 1.5, begun + 1.0, 8, 0.1, begun, begun + 0.25)])
-        recorder.add("train", tapes.end(1), end=end, waited_seconds=waited)
+        tapes.write([(begun + 1.5, begun + 1.0, 8, 0.1, begun, begun + 0.25)], loops=False)
+        tapes.end(1)
+        recorder.add("train", tapes, 1, end, waited)
         if num_fetches == 3:
             records.append(recorder.fetch("train"))
     whole = join_records([part for part in records or [recorder.fetch("train")] if part is not None])
@@ -351,6 +353,24 @@ def test_time_between_executions_is_the_hosts_or_that_of_who_waited_for_a_batch(
     assert whole.sync_seconds.tolist() == [[0.5]] * 3
 
 
+@pytest.mark.parametrize("num_fetches", [1, 3])
+def test_an_execution_of_one_step_tells_on_its_tape_when_the_next_batch_was_there(num_fetches: int) -> None:
+    recorder, tapes = Recorder(), Tapes(["CPU:0"], gradient_norm=False)
+    records = []
+    for begun, end, on_tape in ((10.0, 13.0, True), (14.0, None, False), (18.0, 19.0, True)):
+        tapes.begin(1)
+        tapes.write([(begun + 1.5, begun + 1.0, 8, 0.1, begun, end if on_tape else begun + 0.25)], loops=False)
+        tapes.end(1)
+        recorder.add("train", tapes, 1, ON_TAPE if on_tape else end)
+        if num_fetches == 3:
+            records.append(recorder.fetch("train"))
+    whole = join_records([part for part in records or [recorder.fetch("train")] if part is not None])
+    assert whole.input_seconds.tolist() == [0, 0.25 + 1.5, 0]  # the second waited from 11.5 to 13, while it was read
+    assert whole.compute_seconds.tolist() == [[1.0], [0.75], [1.0]]
+    assert whole.sync_seconds.tolist() == [[0.5]] * 3
+    assert whole.host_seconds == (14.0 - 13.0) + (18.0 - 15.5)
+
+
 @pytest.mark.parametrize("num_fetches", [1, 2])
 def test_what_is_between_epochs_is_no_time_of_either(num_fetches: int) -> None:
     recorder, tapes = Recorder(), Tapes(["CPU:0"], gradient_norm=False)
@@ -358,8 +378,9 @@ def test_what_is_between_epochs_is_no_time_of_either(num_fetches: int) -> None:
     for begun, end, waited in ((10.0, 13.0, 0.0), (55.0, None, 1.0)):
         recorder.begin()
         tapes.begin(1)
-        tapes.write([(begun + 1.5, begun + 1.0, 8, 0.1, begun, begun + 0.25)])
-        recorder.add("train", tapes.end(1), end=end, waited_seconds=waited)
+        tapes.write([(begun + 1.5, begun + 1.0, 8, 0.1, begun, begun + 0.25)], loops=False)
+        tapes.end(1)
+        recorder.add("train", tapes, 1, end, waited)
         if num_fetches == 2:
             records.append(recorder.fetch("train"))
     whole = join_records([part for part in records or [recorder.fetch("train")] if part is not None])
@@ -417,12 +438,13 @@ def execute(tapes: Tapes, first: int, num_rows: int, *, gradient_norm: bool, fai
         for i in tf.range(num_rows):
             number = tf.cast(first + i, tf.float64)
             row = [tuple(number + 1000.0 * replica + 10.0 * k for k in range(4 + gradient_norm)) for replica in (0, 1)]
-            tapes.write([(*row[0], -number, number / 4), row[1]])
+            tapes.write([(*row[0], -number, number / 4), row[1]], loops=True)
         tf.debugging.Assert(not fails, ["torn"])
 
     tapes.begin(num_rows)
     loop()
-    return tapes.end(num_rows)
+    tapes.end(num_rows)
+    return tapes.last(num_rows)
 
 
 def expected_tables(first: int, num_rows: int, *, gradient_norm: bool) -> list[np.ndarray]:
@@ -459,7 +481,7 @@ def check_tables(cuts: Sequence[tuple[int, Cut]], *, gradient_norm: bool) -> Non
 
 def counts_of(tapes: Tapes) -> list[int]:
     """How many rows there are on each tape."""
-    return [int(count) for _, _, count in tapes._tapes]
+    return [int(tape.length.value()) for tape in tapes._tapes]
 
 
 def test_rows_are_read_before_there_is_no_room_for_more(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,16 +496,20 @@ def test_rows_are_read_before_there_is_no_room_for_more(mirrored: Any, monkeypat
     check_tables(cuts, gradient_norm=False)
 
 
-def test_rows_of_two_executions_are_one_table_only_where_they_lie_behind_each_other(mirrored: Any) -> None:
+def test_a_cut_takes_in_rows_only_where_they_lie_right_behind_it(mirrored: Any) -> None:
     tapes, others = (Tapes(["CPU:0", "CPU:1"], gradient_norm=False) for _ in range(2))
-    a, b, c = (execute(tapes, first, 2, gradient_norm=False) for first in (0, 2, 4))
-    check_tables(
-        [(0, a.followed_by(b)), (2, b.followed_by(c)), (0, a.followed_by(b).followed_by(c))], gradient_norm=False
-    )
-    after_reading, elsewhere = execute(tapes, 6, 2, gradient_norm=False), execute(others, 2, 2, gradient_norm=False)
-    for cut in (a, c, after_reading, elsewhere):
-        assert a.followed_by(cut) is None
-    assert c.followed_by(after_reading) is None
+    whole, ends = execute(tapes, 0, 2, gradient_norm=False), execute(others, 0, 2, gradient_norm=False)
+    execute(tapes, 2, 3, gradient_norm=False)
+    assert not ends.takes_in(tapes, 3)
+    assert not whole.takes_in(tapes, 2)  # one row between
+    assert whole.takes_in(tapes, 3)
+    later = execute(tapes, 5, 2, gradient_norm=False)
+    assert whole.takes_in(tapes, 2)
+    check_tables([(0, whole), (5, later), (0, ends)], gradient_norm=False)
+    execute(tapes, 7, 2, gradient_norm=False)
+    assert not whole.takes_in(tapes, 2)  # what was before has been read
+    assert not later.takes_in(tapes, 2)
+    check_tables([(0, whole), (5, later), (7, tapes.last(2))], gradient_norm=False)
 
 
 def test_what_is_kept_of_executions_is_nothing_for_the_collector_of_garbage(mirrored: Any) -> None:
@@ -492,7 +518,8 @@ def test_what_is_kept_of_executions_is_nothing_for_the_collector_of_garbage(mirr
     before = len(gc.get_objects())
     for _ in range(1000):
         tapes.begin(1)
-        recorder.add("train", tapes.end(1), waited_seconds=0.1)
+        tapes.end(1)
+        recorder.add("train", tapes, 1, None, 0.1)
     assert len(gc.get_objects()) < before + 100
 
 
@@ -500,7 +527,8 @@ def test_records_that_are_missing_are_told_and_not_waited_for(mirrored: Any) -> 
     tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
     execute(tapes, 0, 3, gradient_norm=False)
     tapes.begin(2)
-    cut = tapes.end(2)
+    tapes.end(2)
+    cut = tapes.last(2)
     with pytest.raises(RuntimeError, match=r"Of 5 steps, replicas have left the records of \[3, 3\].*report it"):
         _ = cut.tables
     check_tables([(5, execute(tapes, 5, 3, gradient_norm=False))], gradient_norm=False)

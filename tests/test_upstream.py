@@ -870,30 +870,41 @@ def test_all_reduce_of_a_replica_context_is_the_one_that_we_replace(mirrored: An
     assert recorder.about("all_reduce") == ["SUM", "SUM"]
 
 
-def test_a_variable_of_no_strategy_is_one(mirrored: Any) -> None:
+def test_a_named_variable_is_one_in_a_strategys_scope_and_gone_with_its_object(mirrored: Any) -> None:
     with mirrored.scope(), tf.device("CPU:1"):
-        variable = _keras.variable_of_no_strategy(tf.zeros([3, 2]))
-    assert _keras.components(variable) == (variable,)
-    assert variable.device.endswith("CPU:1")
+        variable, other = _keras.NamedVariable(tf.zeros([3, 2])), _keras.NamedVariable(tf.ones([3, 2]))
+    handle = variable.handle
+    assert handle.device.endswith("CPU:1")
+    assert variable.value().numpy().tolist() == [[0, 0]] * 3
+    assert other.value().numpy().tolist() == [[1, 1]] * 3
+    del variable
+    with pytest.raises(tf.errors.FailedPreconditionError):
+        tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)
+    assert other.value().numpy().tolist() == [[1, 1]] * 3
 
 
-def test_rows_that_are_counted_and_put_into_a_table_are_in_it_in_order() -> None:
-    table, count = (_keras.variable_of_no_strategy(value) for value in (tf.zeros([5, 2]), tf.constant(0)))
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_rows_that_are_counted_and_put_into_a_table_are_in_it_in_order(is_captured: bool) -> None:
+    table, count = (_keras.NamedVariable(value) for value in (tf.zeros([5, 2]), tf.constant(0)))
 
     @tf.function
     def fill(num_rows: Any) -> None:
         for i in tf.range(num_rows):
-            index = tf.raw_ops.ResourceCountUpTo(resource=count.handle, limit=5, T=tf.int32)
+            handles = [each.handle if is_captured else each.handle_in_graph() for each in (table, count)]
+            index = tf.raw_ops.ResourceCountUpTo(resource=handles[1], limit=5, T=tf.int32)
             row = tf.cast(tf.stack([i, -i]), tf.float32)
-            tf.raw_ops.ResourceScatterUpdate(resource=table.handle, indices=index, updates=row)
+            tf.raw_ops.ResourceScatterUpdate(resource=handles[0], indices=index, updates=row)
 
     fill(tf.constant(3))
     fill(tf.constant(2))
-    assert int(count) == 5
-    assert table.numpy()[:, 0].tolist() == [0, 1, 2, 0, 1]
-    assert table.numpy()[:, 1].tolist() == [0, -1, -2, 0, -1]
+    assert int(count.value()) == 5
+    assert table.value().numpy()[:, 0].tolist() == [0, 1, 2, 0, 1]
+    assert table.value().numpy()[:, 1].tolist() == [0, -1, -2, 0, -1]
     with pytest.raises(tf.errors.OutOfRangeError):
         fill(tf.constant(1))
+    count.assign(np.int32(0))
+    fill(tf.constant(1))
+    assert bool(fill.get_concrete_function(tf.constant(1)).captured_inputs) == is_captured
 
 
 def test_code_to_be_compiled_knows_it() -> None:
