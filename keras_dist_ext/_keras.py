@@ -1354,30 +1354,41 @@ def new_input(tensor: Any) -> Any:
     )
 
 
-def keep_gradients(optimizer: Any) -> Callable[[], list[tuple[Any, Any]]]:
-    """Have an optimizer keep the gradient of each variable's last update; return what lists (variable, gradient).
+class KeptGradients:
+    """The gradient of each variable's last update, which an optimizer keeps from now on.
 
     keras/src/optimizers/base_optimizer.py: ``build`` makes slots by ``add_variable_from_reference``, and
     ``update_step`` takes each gradient as it is used: summed over replicas, unscaled, clipped.
+
+    Attributes:
+        pairs: of each variable and its gradient, once the optimizer is built.
+        are_given: set to have the updates that are traced from now on take the gradients kept here for their own.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    kept: list[tuple[Any, Any]] = []
-    build, update_step = inner.build, inner.update_step
 
-    def build_and_keep(variables: Any) -> None:
-        build(variables)
-        if not kept:
-            made = [inner.add_variable_from_reference(v, name="kept_gradient") for v in inner._trainable_variables]
-            kept.extend(zip(inner._trainable_variables, made, strict=True))
+    def __init__(self, optimizer: Any) -> None:
+        self.pairs: list[tuple[Any, Any]] = []
+        self.are_given = False
+        self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        self._build_without, self._update_without = self._optimizer.build, self._optimizer.update_step
+        if self._optimizer.built:
+            self._build(None)
+        self._optimizer.build, self._optimizer.update_step = self._build, self._update_step
 
-    def update_and_keep(gradient: Any, variable: Any, learning_rate: Any) -> None:
-        inner.assign(kept[inner._get_variable_index(variable)][1], tf.convert_to_tensor(gradient))
-        update_step(gradient, variable, learning_rate)
+    def _build(self, variables: Any) -> None:
+        optimizer = self._optimizer
+        self._build_without(variables)
+        if not self.pairs:
+            trained = optimizer._trainable_variables
+            made = [optimizer.add_variable_from_reference(v, name="kept_gradient") for v in trained]
+            self.pairs = list(zip(trained, made, strict=True))
 
-    if inner.built:
-        build_and_keep(None)
-    inner.build, inner.update_step = build_and_keep, update_and_keep
-    return lambda: list(kept)
+    def _update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        _, kept = self.pairs[self._optimizer._get_variable_index(variable)]
+        if self.are_given:
+            gradient = kept.value
+        else:
+            self._optimizer.assign(kept, tf.convert_to_tensor(gradient))
+        self._update_without(gradient, variable, learning_rate)
 
 
 @contextlib.contextmanager

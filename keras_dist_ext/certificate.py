@@ -303,7 +303,7 @@ class _Trial:
             crash,
             code="empty-replica",
             what=f"A replica without rows ends the step with {type(error).__name__}: TensorFlow has operations that "
-            "fail without rows, such as convolutions on CPUs.",
+            "fail without rows, such as convolutions of oneDNN.",
             evidence=f"step {step}, {counted(bounds[-1], 'row')} split into {sizes}; steps in which all replicas had "
             f"rows did not fail; {crash.evidence}",
             fix=f"{crash.fix} Or drop the last batch (`drop_remainder=True`).",

@@ -1493,12 +1493,21 @@ def test_an_optimizer_keeps_the_gradients_that_it_uses(is_scaled: bool) -> None:
     model = keras.Sequential([layers.Input((3,)), layers.Dense(1)])
     optimizer = SGD(0.5)
     model.compile(keras.optimizers.LossScaleOptimizer(optimizer) if is_scaled else optimizer, "mse")
-    gradients = _keras.keep_gradients(model.optimizer)
+    gradients = _keras.KeptGradients(model.optimizer)
     before = model.get_weights()
     model.train_on_batch(X, Y)
-    assert [id(variable) for variable, _ in gradients()] == [id(v) for v in model.trainable_variables]
-    for was, (variable, gradient) in zip(before, gradients(), strict=True):
+    assert [id(variable) for variable, _ in gradients.pairs] == [id(v) for v in model.trainable_variables]
+    for was, (variable, gradient) in zip(before, gradients.pairs, strict=True):
         np.testing.assert_allclose((was - variable.numpy()) / 0.5, gradient.numpy(), rtol=1e-5)
+
+    gradients.are_given = True
+    for _, gradient in gradients.pairs:
+        gradient.assign(tf.ones_like(gradient))
+    before = model.get_weights()
+    model.make_train_function(force=True)
+    model.train_on_batch(X, Y)
+    for was, (variable, _) in zip(before, gradients.pairs, strict=True):
+        np.testing.assert_allclose(was - variable.numpy(), 0.5, rtol=1e-5)
 
 
 LOGITS = tf.zeros([2, 3])

@@ -12,6 +12,10 @@ A gap is rounding as long as it stays below a bound, which is the sum of
   the largest update, and what the gap of the element's gradient explains;
 - for an optimizer's variables, what the gap of the gradient explains; values below a thousandth of the largest of their
   kind, such as all momenta, count as that large, and no other.
+
+Where the gradients are within these bounds and what an optimizer makes of them is not, one device makes the step once
+more with the gradients of the replicas, and weights and the optimizer's variables are measured by that: Adam makes
+whole steps of what rounding leaves of a gradient that cancels.
 """
 
 from __future__ import annotations

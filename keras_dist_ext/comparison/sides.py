@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import flat_layers, keras, tree
-from keras_dist_ext.comparison.gaps import Array, Part, SlotKind
+from keras_dist_ext.comparison.gaps import Array, Part, SlotKind, Values
 from keras_dist_ext.data import num_rows
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.model import Model
@@ -48,10 +48,10 @@ class Side:
             self.model = build_model()
         self._check_model()
         self.is_ours = isinstance(self.model, Model)
-        self._read_gradients = [_keras.keep_gradients(optimizer) for _, optimizer in optimizers(self.model)]
+        self._kept = [_keras.KeptGradients(optimizer) for _, optimizer in optimizers(self.model)]
         self.trouble_of_fit: Exception | None = None
         self._build(batch)
-        self._without: frozenset[str] = frozenset()
+        self._functions: dict[frozenset[str], Any] = {}  # that make a step, by what it is made without
         compared = list(self._compared())
         names = told_apart(path for _, path, _ in compared)
         self.compared = [(part, name, v) for (part, _, v), name in zip(compared, names, strict=True)]
@@ -127,7 +127,7 @@ class Side:
         return list(zip(told_apart(name for name, _ in found), (kind for _, kind in found), strict=True))
 
     def _gradients(self) -> list[tuple[Any, Any]]:
-        return [pair for read in self._read_gradients for pair in read()]
+        return [pair for kept in self._kept for pair in kept.pairs]
 
     # State
 
@@ -157,7 +157,7 @@ class Side:
     # Steps
 
     def step(
-        self, batch: Any, bounds: Sequence[int], *, without: Collection[str] = ()
+        self, batch: Any, bounds: Sequence[int], *, without: Collection[str] = (), gradients: Values | None = None
     ) -> dict[Part, tuple[Array, ...]]:
         """Make one step.
 
@@ -165,20 +165,25 @@ class Side:
             batch: the global batch.
             bounds: of the rows of each replica of stock Keras, R + 1 numbers; ours split a batch themselves.
             without: parts to leave out, see ``_keras.without_parts``.
+            gradients: what another step gave; has its gradients used in place of this step's own.
 
         Returns:
             For each part and name, a value for each replica.
         """
-        for _, gradient in self._gradients():
-            for copy in _keras.components(gradient):
-                copy.assign(tf.zeros_like(copy))
+        paths = {id(variable): path for _, path, variable in self.compared}
+        for variable, kept in self._gradients():
+            given = None if gradients is None else gradients["gradient", paths.get(id(variable), variable.path)][0]
+            for copy in _keras.components(kept):
+                copy.assign(tf.zeros_like(copy) if given is None else given)
         self.model.reset_metrics()
-        wanted = frozenset(without)
-        with _keras.without_parts(wanted):
-            is_new = wanted != self._without or self.model.train_function is None
+        for optimizer in self._kept:
+            optimizer.are_given = gradients is not None
+        wanted = frozenset(without) | ({"gradients"} if gradients is not None else set())
+        with _keras.without_parts(without):
+            is_new = wanted not in self._functions
             if is_new:
-                self.model.make_train_function(force=True)
-                self._without = wanted
+                self._functions[wanted] = self.model.make_train_function(force=True) or self.model.train_function
+            self.model.train_function = self._functions[wanted]
             splits = self.num_replicas > 1 and not self.is_ours
             if splits and is_new and 0 in np.diff(bounds):
                 self._trace_for_any_rows(batch)
@@ -186,9 +191,8 @@ class Side:
         if self.is_ours:
             self.model._settle()
         seen: dict[Part, tuple[Array, ...]] = {}
-        paths = {id(variable): path for _, path, variable in self.compared}
-        for variable, gradient in self._gradients():
-            seen["gradient", paths.get(id(variable), variable.path)] = _copies(gradient)
+        for variable, kept in self._gradients():
+            seen["gradient", paths.get(id(variable), variable.path)] = _copies(kept)
         for part, path, variable in self.compared:
             seen[part, path] = _copies(variable)
         for name, variable in self.slots:
@@ -210,7 +214,7 @@ class Side:
 
     def retrace(self) -> None:
         """Have the next step traced anew."""
-        self.model.make_train_function(force=True)
+        self._functions.clear()
 
     def split(self, batch: Any, bounds: Sequence[int]) -> Any:
         """Cut a batch as TensorFlow hands it to replicas."""
