@@ -4,8 +4,9 @@ import gc
 import itertools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -24,6 +25,14 @@ SEED = 1337
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration() for _ in range(NUM_DEVICES)]
 )
+
+
+def mostly_slow(cases: Iterable[Any], quick: Container[Any]) -> list[Any]:
+    """Make parameters of a test, of which the default run has those in ``quick``, and `-m slow` the others."""
+    return [
+        case if case in quick else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
 class Strategies:

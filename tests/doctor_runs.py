@@ -94,7 +94,7 @@ def batches() -> tf.data.Dataset:
 
 
 def sequential_map(strategy: Any, is_planted: bool) -> Report:
-    return train(strategy, mlp, batches().map(sleeping(0.012 if is_planted else 0.0)).repeat().prefetch(2))
+    return train(strategy, mlp, batches().map(sleeping(0.03 if is_planted else 0.0)).repeat().prefetch(2))
 
 
 def no_prefetch(strategy: Any, is_planted: bool) -> Report:
@@ -116,7 +116,7 @@ def no_prefetch(strategy: Any, is_planted: bool) -> Report:
 def generator_bound(strategy: Any, is_planted: bool) -> Report:
     def elements() -> Any:
         while True:
-            time.sleep(0.012 if is_planted else 0.0)
+            time.sleep(0.03 if is_planted else 0.0)
             yield X[:ROWS], Y[:ROWS]
 
     spec = (tf.TensorSpec([ROWS, WIDTH]), tf.TensorSpec([ROWS, 1]))
@@ -126,7 +126,7 @@ def generator_bound(strategy: Any, is_planted: bool) -> Report:
 def python_generator(strategy: Any, is_planted: bool) -> Report:
     def elements() -> Any:
         while True:
-            time.sleep(0.012 if is_planted else 0.0)
+            time.sleep(0.03 if is_planted else 0.0)
             yield X[:ROWS], Y[:ROWS]
 
     return train(strategy, mlp, elements())

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import KERAS_VERSION
+from conftest import KERAS_VERSION, mostly_slow
 
 import keras_dist_ext as kde
 from keras_dist_ext._keras import flat_layers
@@ -122,7 +122,10 @@ KINDS = {
 }
 
 
-@pytest.fixture(params=KINDS)
+QUICK = ("sequential", "functional with its own step", "subclassed", "ours, functional")
+
+
+@pytest.fixture(params=mostly_slow(KINDS, QUICK))
 def kind(request):
     return KINDS[request.param]
 

@@ -155,6 +155,7 @@ STOCK = {
 
 @pytest.mark.multiworker
 @pytest.mark.parametrize("policy", STOCK)
+@pytest.mark.slow
 def test_two_workers_of_stock_get_what_each_policy_gives_them(policy: str, values: Any) -> None:
     for worker in values:
         found = worker[f"stock {policy}"]
@@ -168,6 +169,7 @@ def test_two_workers_of_stock_get_what_each_policy_gives_them(policy: str, value
 
 
 @pytest.mark.multiworker
+@pytest.mark.slow
 def test_stock_shares_files_by_file_and_fails_on_one_worker_where_there_are_too_few(values: Any) -> None:
     errors = values[0]["stock AUTO"]["one file"]["errors"]
     assert list(errors) == [0]
@@ -177,6 +179,7 @@ def test_stock_shares_files_by_file_and_fails_on_one_worker_where_there_are_too_
 
 
 @pytest.mark.multiworker
+@pytest.mark.slow
 def test_two_workers_of_ours_get_each_example_once(values: Any) -> None:
     for worker in values:
         for name in ("ours", "ours, a generator"):
@@ -186,6 +189,7 @@ def test_two_workers_of_ours_get_each_example_once(values: Any) -> None:
 
 
 @pytest.mark.multiworker
+@pytest.mark.slow
 def test_shards_that_overlap_or_are_unequal_are_reported(values: Any) -> None:
     for worker in values:
         overlap = worker["ours, shards that overlap"]

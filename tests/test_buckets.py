@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import mostly_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -171,7 +172,9 @@ def forms(lengths: np.ndarray) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("form", forms(np.array([1])))
+@pytest.mark.parametrize(
+    "form", mostly_slow(forms(np.array([1])), ["ragged tensor", "tf.data of examples", "PyDataset of padded batches"])
+)
 def test_each_example_comes_once_unchanged_with_little_padding(form: str, lengths: np.ndarray, mirrored: Any) -> None:
     batches = kde.bucket_by_length(forms(lengths)[form], strategy=mirrored, batch_size=16, seed=1)
     ragged = sequences(lengths)
@@ -221,7 +224,7 @@ def test_order_follows_from_seed_and_epoch(lengths: np.ndarray) -> None:
     assert orders(6, 0, 1) != three[:1]
 
 
-@pytest.mark.parametrize("pool", [1, 50, 600, 10_000])
+@pytest.mark.parametrize("pool", mostly_slow([1, 50, 600, 10_000], [50, 10_000]))
 def test_pools_of_any_size_lose_nothing(pool: int, lengths: np.ndarray) -> None:
     examples = tf.data.Dataset.from_tensor_slices((sequences(lengths), np.arange(len(lengths))))
     batches = kde.bucket_by_length(examples, batch_size=16, pool=pool, seed=1)

@@ -15,6 +15,7 @@ import tensorflow as tf
 from conformance import feeds, models
 from conformance.rows import ROWS, adam, mse
 from conformance.run import SEED, Row, warnings_of
+from conftest import mostly_slow
 from keras import layers, losses, metrics
 from keras.optimizers import SGD
 from keras.src.backend.tensorflow import random as tf_random
@@ -94,7 +95,7 @@ FAULTS: dict[str, tuple[models.Build, dict[str, Any], tuple[Any, ...], str, str,
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", mostly_slow(FAULTS, ["9, a mask", "12, dropout"]))
 def test_a_fault_of_stock_keras_is_named_and_ours_passes(fault: str, mirrored: Strategy) -> None:
     model, arguments, data, code, words, allowed = FAULTS[fault]
     keras.utils.set_random_seed(SEED)
@@ -134,6 +135,7 @@ def convolutions(library: models.Library) -> keras.Model:
     return library.Sequential([layers.Input((6, 6, 2)), layers.Conv2D(4, 3), *rest])
 
 
+@pytest.mark.slow
 def test_convolutions_without_rows_pass_with_ours_alone(mirrored: Strategy) -> None:
     """With stock Keras they end the step where TensorFlow runs them by oneDNN, and give NaN elsewhere."""
     images = np.random.default_rng(0).normal(size=(17, 6, 6, 2)).astype("float32")
@@ -359,7 +361,7 @@ PLANTED: dict[str, tuple[models.Build, models.Library, Callable[[], dict[str, An
 }
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("fault", mostly_slow(PLANTED, list(PLANTED)[::4]))
 def test_a_planted_fault_is_named(fault: str, mirrored: Strategy) -> None:
     model, library, arguments, code, words = PLANTED[fault]
 
@@ -384,7 +386,7 @@ CRASHES: dict[str, tuple[Callable[[], dict[str, Any]], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("crash", CRASHES)
+@pytest.mark.parametrize("crash", mostly_slow(CRASHES, list(CRASHES)[::2]))
 def test_what_stock_keras_dies_of_is_named(crash: str, mirrored: Strategy) -> None:
     arguments, rows, code = CRASHES[crash]
 
@@ -430,8 +432,8 @@ CLEAN: dict[str, tuple[models.Build, Callable[[], dict[str, Any]], Callable[[int
     ("model", "kind"),
     [
         ("dense", "mirrored2"),
-        ("masks", "mirrored4"),
         ("everything", "mirrored2"),
+        pytest.param("masks", "mirrored4", marks=pytest.mark.slow),
         *(pytest.param("everything", kind, marks=pytest.mark.slow) for kind in ("mirrored3", "mirrored4")),
         *(pytest.param("recurrent", kind, marks=pytest.mark.slow) for kind in ("mirrored2", "mirrored3")),
     ],
@@ -711,9 +713,9 @@ def test_a_script_is_certified_as_it_is(library: str, expected: list[str], tmp_p
 @pytest.mark.parametrize(
     ("data", "weights"),
     [
-        ("(x, labels)", "class_weight={0: 1.0, 1: 5.0, 2: 0.5}"),
+        pytest.param("(x, labels)", "class_weight={0: 1.0, 1: 5.0, 2: 0.5}", marks=pytest.mark.slow),
         ("(tf.data.Dataset.from_tensor_slices((x, labels)).batch(8),)", "class_weight={0: 1.0, 1: 5.0, 2: 0.5}"),
-        ("(x, labels)", "sample_weight=np.arange(18.0)"),
+        pytest.param("(x, labels)", "sample_weight=np.arange(18.0)", marks=pytest.mark.slow),
     ],
     ids=["arrays", "tf.data", "weights of rows"],
 )

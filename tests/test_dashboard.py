@@ -917,6 +917,7 @@ def test_the_page_asks_nobody_but_tensorboard(page, board):
     assert [source for source in sources if not source.startswith(board.url + "/")] == []
 
 
+@pytest.mark.slow
 def test_a_path_prefix_and_the_other_loader_do(chrome, tmp_path, log_dir):
     """Also with TensorBoard's own number of points, of which the page says what is missing."""
     with tensorboard(

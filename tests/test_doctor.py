@@ -39,8 +39,8 @@ FAULTS = [
     pytest.param("starved", "batch-too-small", marks=slow),
     pytest.param("host_bound", "host-bound"),
     pytest.param("watched_steps", "host-bound", marks=slow),
-    pytest.param("eager", "eager"),
-    pytest.param("retracing", "retracing"),
+    pytest.param("eager", "eager", marks=slow),
+    pytest.param("retracing", "retracing", marks=slow),
     pytest.param("fetching_callback", "fetching-callback", marks=slow),
     pytest.param("slow_callback", "slow-callback", marks=slow),
     pytest.param("pinned_device", "pinned-device"),
@@ -530,9 +530,9 @@ for number, num_steps in enumerate({calls}, 1):
     ("calls", "last", "num_called", "told"),
     [
         ([3, 500, 3], "", 2, 2),  # a warm-up, and what was meant
-        ([3, 25, 4], "raise SystemExit", 3, 2),  # none is long
+        pytest.param([3, 25, 4], "raise SystemExit", 3, 2, marks=slow),  # none is long
         ([1] * 500, "", 40, 1),  # a loop around `fit`
-        ([25, 3], "raise SystemExit(3)", 2, 1),
+        pytest.param([25, 3], "raise SystemExit(3)", 2, 1, marks=slow),
         ([25, 3], "raise ValueError(3)", 2, 1),
     ],
 )
@@ -598,6 +598,7 @@ def test_a_bound_that_is_beyond_what_is_recorded_of_short_steps_ends_the_run_too
     assert doctor.has_seen_enough
 
 
+@slow
 def test_experiments_do_not_set_off_tensorflows_warning_of_retracing(
     mirrored: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

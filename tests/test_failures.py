@@ -19,6 +19,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import mostly_slow
 from failure_runs import BATCH, NUM_BATCHES, X, Y, fit, make, state, with_nan, without
 from launching import wait_for_saves, wait_until
 from tensorflow.python.eager import context as tf_context
@@ -84,15 +85,10 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-LATER = (
-    "2 replicas, one step at a time",
-    "2 replicas, all steps at once",
-    "2 replicas for 4, fast",
-    "4 replicas, auto",
-)
+QUICK = ("2 replicas, 3 steps at a time", "2 replicas for 4", "accumulated gradients")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LATER)) for n in CONFIGURATIONS])
+@pytest.mark.parametrize("name", mostly_slow(CONFIGURATIONS, QUICK))
 def test_a_step_that_is_skipped_has_never_been_on_any_replica(name: str, strategies: Any) -> None:
     kind, options = CONFIGURATIONS[name]
     strategy = strategies.get(kind)
@@ -112,7 +108,7 @@ def test_a_step_that_is_skipped_has_never_been_on_any_replica(name: str, strateg
     ]
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize("steps_per_execution", mostly_slow([1, 3], [3]))
 def test_an_error_names_replica_and_step_and_leaves_the_weights_of_the_step_before(
     steps_per_execution: int, mirrored: Any
 ) -> None:

@@ -17,6 +17,7 @@ from conformance.feeds import arrays, batches
 from conformance.rows import binary, mse
 from conformance.run import Outcome, Row, differences, fit_only, fit_with_batch_logs, run, run_on_one_device
 from conformance.workers import faults_of_parameter_servers, faults_of_several_workers
+from conftest import mostly_slow
 from keras import layers, losses, metrics
 from keras.optimizers import SGD, Adam
 
@@ -63,7 +64,7 @@ DIES = {
 }
 
 
-@pytest.mark.parametrize("fault", DIES)
+@pytest.mark.parametrize("fault", mostly_slow(DIES, list(DIES)[::2]))
 def test_stock_dies_and_ours_gives_what_one_device_gives(fault: str, mirrored: Strategy) -> None:
     row, error, words = DIES[fault]
     with pytest.raises(error, match=words):
@@ -167,6 +168,7 @@ def of_stock() -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("fault", DIFFERS)
+@pytest.mark.slow
 def test_stock_is_off_and_ours_gives_what_one_device_gives(
     fault: str, mirrored: Strategy, of_stock: dict[str, Outcome]
 ) -> None:
@@ -177,6 +179,7 @@ def test_stock_is_off_and_ours_gives_what_one_device_gives(
 
 
 @pytest.mark.multiworker
+@pytest.mark.slow
 def test_several_workers_train_where_stock_dies_in_fit_and_behind_it() -> None:
     """Show faults 1 and 2."""
     first, second = kde.launch(2, faults_of_several_workers, time_limit=180, quiet=True).values

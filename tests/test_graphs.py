@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import mostly_slow
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 import keras_dist_ext as kde
@@ -21,7 +22,7 @@ def _warnings_of_retracing(caplog, monkeypatch):
     return lambda: [r.getMessage() for r in caplog.records if "triggered tf.function retracing" in r.getMessage()]
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", mostly_slow([False, True], [False]))
 def test_models_one_after_another_are_not_taken_for_one_that_is_traced_again(
     strategies, warnings_of_retracing, jit_compile
 ):

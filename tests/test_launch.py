@@ -715,6 +715,7 @@ def test_the_worker_that_fails_is_named_and_not_those_that_wait_for_it(temporary
 
 @pytest.mark.multiworker
 @pytest.mark.timeout(150)
+@pytest.mark.slow
 def test_a_chief_trains_on_servers_that_end_with_it(temporary):
     environ = environ_with(TF_CPP_MIN_LOG_LEVEL="3", TEST_TOKEN="servers")
     result, _ = run(2, count_with_parameter_servers, num_ps=1, time_limit=120, environ=environ)

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import mostly_slow
 
 import keras_dist_ext as kde
 from keras_dist_ext import _keras
@@ -98,7 +99,7 @@ SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("one_devic
 
 @pytest.mark.parametrize("kind", [*SLOW_KINDS, "mirrored4"])
 @pytest.mark.parametrize("length_is_known", [True, False])
-@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("is_weighted", mostly_slow([False, True], [True]))
 def test_a_module_without_keras_trains_as_on_one_device(
     strategies: Any, kind: str, length_is_known: bool, is_weighted: bool
 ) -> None:
@@ -160,7 +161,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, ["clipping after the reduction", "accumulation"]))
 def test_keras_optimizers_give_what_they_give_on_one_device(strategies: Any, name: str) -> None:
     results = []
     for strategy in (DEFAULT, strategies.get("mirrored4")):
@@ -305,6 +306,7 @@ def workers() -> tuple[Any, ...]:
 
 
 @pytest.mark.multiworker
+@pytest.mark.slow
 def test_example_of_sequences_on_two_workers_equals_its_single_device_twin(workers: Any) -> None:
     loop, single = sequences.train(DEFAULT, epochs=2, num_images=230)
     for worker in workers:
@@ -319,6 +321,7 @@ def test_example_of_sequences_on_two_workers_equals_its_single_device_twin(worke
 
 
 @pytest.mark.multiworker
+@pytest.mark.slow
 def test_example_without_keras_on_two_workers_equals_its_single_device_twin(workers: Any) -> None:
     model, single = linear_no_keras.train(DEFAULT, epochs=2)
     for worker in workers:
@@ -329,6 +332,7 @@ def test_example_without_keras_on_two_workers_equals_its_single_device_twin(work
 
 
 @pytest.mark.multiworker
+@pytest.mark.slow
 def test_rows_of_all_workers_are_gathered_in_order(workers: Any) -> None:
     for worker in workers:
         gathered, kept = worker["gathered"]
@@ -483,7 +487,7 @@ def test_early_stopping_and_schedules_of_keras_act_on_the_first_optimizer(mirror
     assert loop.opt.learning_rate.numpy() == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize("kind", ["without Keras", "with Keras"])
+@pytest.mark.parametrize("kind", mostly_slow(["without Keras", "with Keras"], ["with Keras"]))
 def test_a_run_that_was_broken_off_in_an_epoch_goes_on_by_resume(
     kind: str, mirrored: Any, tmp_path: pathlib.Path
 ) -> None:

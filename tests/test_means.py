@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conformance.feeds import dataset_of, regression
+from conftest import mostly_slow
 from keras import layers, ops
 from keras.optimizers import SGD
 
@@ -136,8 +137,8 @@ def static_rows() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(regression(15, 1)).batch(ROWS, drop_remainder=True)
 
 
-QUICK = ("a sum", "a vector", "a sum and a penalty on weights", "a sum of Keras over the rows at hand")
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LOSSES]
+QUICK = ("a sum and a penalty on weights", "a sum of Keras over the rows at hand")
+NAMES = mostly_slow(LOSSES, QUICK)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -167,14 +168,18 @@ THROUGH_SUMS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "run_eagerly"), [*((name, False) for name in THROUGH_SUMS), ("a mean", True), ("a sum", True)]
+    ("name", "run_eagerly"),
+    mostly_slow(
+        [*((name, False) for name in THROUGH_SUMS), ("a mean", True), ("a sum", True)],
+        [("a vector", False), ("a sum and a penalty on weights", False), ("a mean", True)],
+    ),
 )
 def test_so_it_does_through_layers_that_sum_over_replicas(strategies, name, run_eagerly):
     make = lambda lib: with_step_of_its_own(lib, THROUGH_SUMS[name], below, synchronized, is_scaled="scales" in name)  # noqa: E731
     assert_equal(make, strategies, dataset_of([7, 8, 5], regression), run_eagerly=run_eagerly)
 
 
-@pytest.mark.parametrize("name", ["a sum", "a vector", pytest.param("a mean", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", mostly_slow(["a sum", "a vector", "a mean"], ["a sum"]))
 def test_so_it_does_eagerly(strategies, name):
     make = lambda lib: with_step_of_its_own(lib, LOSSES[name])  # noqa: E731
     assert_equal(make, strategies, static_rows(), run_eagerly=True)
@@ -187,7 +192,7 @@ def test_a_sum_and_a_penalty_that_nobody_can_tell_apart_eagerly_are_refused(mirr
 
 
 @pytest.mark.parametrize("data", [any_rows, static_rows])
-@pytest.mark.parametrize("name", ["a sum", pytest.param("a vector", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", mostly_slow(["a sum", "a vector"], ["a sum"]))
 def test_a_compute_loss_of_its_own_may_be_a_sum(strategies, name, data):
     assert_equal(lambda lib: Computes.of(lib, LOSSES[name]), strategies, data())
 
@@ -231,6 +236,7 @@ def test_losses_of_a_model_inside_are_those_of_one_device(strategies):
     assert_equal(make, strategies, static_rows())
 
 
+@pytest.mark.slow
 def test_a_gradient_of_inputs_is_left_alone(strategies):
     """As in a gradient penalty: what is differentiated is no loss."""
 

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import mostly_slow
 from tensorflow.python.framework.func_graph import FuncGraph
 
 import keras_dist_ext as kde
@@ -484,7 +485,9 @@ def test_an_exported_model_serves_what_the_model_predicts(tmp_path, mirrored):
     np.testing.assert_allclose(exported.serve(X), net.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("transport", [lambda net: pickle.loads(pickle.dumps(net)), copy.deepcopy])
+@pytest.mark.parametrize(
+    "transport", [lambda net: pickle.loads(pickle.dumps(net)), pytest.param(copy.deepcopy, marks=pytest.mark.slow)]
+)
 def test_a_pickled_model_comes_back_as_ours_and_goes_on(mirrored, kind, transport):
     net = made(kind, mirrored)
     net.fit(X, Y, **FIT)
@@ -545,7 +548,7 @@ class SaveAt(keras.callbacks.Callback):
             self.model.save(self.path)
 
 
-@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize("batch", mostly_slow([0, 2], [2]))
 def test_gradients_that_are_accumulated_survive_a_file(tmp_path, mirrored, batch):
     """3 batches an epoch and updates every 4: each file is written in the middle of an accumulation."""
     path = tmp_path / "net.keras"
@@ -586,7 +589,7 @@ def executions(monkeypatch):
 
 
 @pytest.mark.parametrize("length_is_known", [False, True])
-@pytest.mark.parametrize("kind", ["default", "mirrored2"])
+@pytest.mark.parametrize("kind", mostly_slow(["default", "mirrored2"], ["mirrored2"]))
 def test_executions_of_one_step_have_a_graph_without_a_loop(kind, length_is_known, strategies):
     batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
     if not length_is_known:
@@ -718,7 +721,7 @@ class LooksInsideAtBatches(LooksInside):
         self.batches.append(batch)
 
 
-@pytest.mark.parametrize("at", ["epoch", "batch"])
+@pytest.mark.parametrize("at", mostly_slow(["epoch", "batch"], ["batch"]))
 def test_evaluate_and_predict_inside_callbacks_are_those_of_one_device(mirrored, at):
     results = []
     for net in (made(sequential, mirrored), stock()):

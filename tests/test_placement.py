@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import mostly_slow
 from keras import layers
 from placement_runs import FIT, WEIGHTS, X, Y, devices_of, make, place, train_in_worker
 
@@ -69,7 +70,7 @@ def nodes(model):
 # The same numbers
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", mostly_slow([1, 4], [4]))
 @pytest.mark.parametrize(("strategy", "parts"), [(default, ONE), (groups, GROUPS)], ids=["one group", "2 x 2"])
 def test_a_placed_model_trains_as_on_one_device(strategy, parts, micro_batches):
     model = make(strategy())
@@ -339,7 +340,7 @@ KINDS = [
 
 @pytest.mark.parametrize(
     ("name", "strategy", "parts", "micro_batches"),
-    [kind if kind in QUICK else pytest.param(*kind, marks=pytest.mark.slow) for kind in KINDS],
+    mostly_slow(KINDS, QUICK),
 )
 def test_layers_of_all_kinds_train_as_on_one_device(name, strategy, parts, micro_batches):
     model, plain = train_kind(name, strategy(), parts, micro_batches=micro_batches), train_kind(name, default(), None)

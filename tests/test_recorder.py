@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import mostly_slow
 
 import keras_dist_ext as kde
 from keras_dist_ext import program as program_module
@@ -129,9 +130,9 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["default", "mirrored2", "mirrored4"])
+@pytest.mark.parametrize("kind", mostly_slow(["default", "mirrored2", "mirrored4"], ["default", "mirrored2"]))
 @pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.parametrize("data", ["arrays", "of unknown length"])
+@pytest.mark.parametrize("data", mostly_slow(["arrays", "of unknown length"], ["arrays"]))
 def test_losses_weighted_by_examples_add_up_to_the_loss_in_history(
     name: str, kind: str, data: str, strategies: Any
 ) -> None:
@@ -453,7 +454,9 @@ def expected_tables(first: int, num_rows: int, *, gradient_norm: bool) -> list[n
     return [np.concatenate([columns, -number, number / 4], axis=1), columns + 1000]
 
 
-@pytest.mark.parametrize("counts", [[1], [64], [65, 3], [3, 0, 200], [50, 14, 1]], ids=str)
+@pytest.mark.parametrize(
+    "counts", mostly_slow([[1], [64], [65, 3], [3, 0, 200], [50, 14, 1]], [[3, 0, 200], [50, 14, 1]]), ids=str
+)
 @pytest.mark.parametrize("gradient_norm", [False, True])
 def test_tapes_give_each_execution_its_rows_in_order_and_none_of_those_that_failed(
     gradient_norm: bool, counts: list[int], mirrored: Any

@@ -372,6 +372,7 @@ def asked_to_end(tmp_path_factory):
 
 @pytest.mark.multiworker
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_two_workers_that_are_asked_to_end_save_and_the_launch_ends_well(asked_to_end):
     code, shown, folder = asked_to_end
     assert code == 0, shown

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import resume_runs as runs
 import tensorflow as tf
+from conftest import mostly_slow
 from launching import wait_for_saves
 from resume_runs import BATCH, DATA, Crash, X, Y, assert_same, run
 
@@ -61,7 +62,7 @@ def check_goes_on(strategy: Any, folder: pathlib.Path, after: int, **options: An
 # Any data, any step
 
 
-@pytest.mark.parametrize("data", KINDS)
+@pytest.mark.parametrize("data", mostly_slow(KINDS, ["arrays", "longer than an epoch"]))
 def test_a_run_that_crashed_ends_as_one_that_did_not(data: str, strategies: Any, tmp_path: pathlib.Path) -> None:
     after = random.Random(data).randrange(4, NUM_BATCHES[data])
     check_goes_on(strategies.get("one_device"), tmp_path, after, data=data)
@@ -79,10 +80,8 @@ def test_a_run_over_any_data_goes_on_from_any_step(
         check_goes_on(strategies.get(kind), tmp_path / str(after), after, data=data, save_every=every)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    ["accumulating", pytest.param("averaging", marks=pytest.mark.slow), pytest.param("scaled", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("optimizer", ["accumulating", "averaging", "scaled"])
+@pytest.mark.slow
 def test_all_that_an_optimizer_keeps_goes_on(optimizer: str, mirrored: Any, tmp_path: pathlib.Path) -> None:
     check_goes_on(mirrored, tmp_path, 10, optimizer=optimizer)
 
@@ -128,6 +127,7 @@ def test_optimizers_in_lists_and_in_models_of_a_model_go_on(mirrored: Any, tmp_p
     assert history["loss"][-1] == resumed_history["loss"][-1]
 
 
+@pytest.mark.slow
 def test_a_run_that_crashes_again_and_again_goes_on(strategies: Any, tmp_path: pathlib.Path) -> None:
     strategy = strategies.get("default")
     twin = run(strategy, tmp_path / "twin")
@@ -136,6 +136,7 @@ def test_a_run_that_crashes_again_and_again_goes_on(strategies: Any, tmp_path: p
     assert_same(twin, run(strategy, tmp_path / "crashed", save_every=1))
 
 
+@pytest.mark.slow
 def test_with_a_global_seed_saving_changes_nothing(mirrored: Any, tmp_path: pathlib.Path) -> None:
     assert_same(run(mirrored, None, replica_seeds=5), run(mirrored, tmp_path, replica_seeds=5, save_every=1))
 
@@ -175,6 +176,7 @@ def end_of(running: subprocess.Popen[str]) -> int:
     return running.returncode
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_is_made_up_for_by_another(tmp_path: pathlib.Path) -> None:
     options = {"optimizer": "accumulating", "replica_seeds": 5, "data": "shuffled"}
     twin = process(tmp_path / "twin", "--without-resume", "--devices=2", **options)
@@ -205,8 +207,9 @@ def test_a_process_that_was_killed_three_times_ends_as_one_that_was_not(data: st
 
 @pytest.mark.parametrize(
     ("count", "first", "second"),
-    [(2, "mirrored2", "default"), pytest.param(4, "mirrored4", "mirrored2", marks=pytest.mark.slow)],
+    [(2, "mirrored2", "default"), (4, "mirrored4", "mirrored2")],
 )
+@pytest.mark.slow
 def test_with_virtual_replicas_a_run_goes_on_elsewhere_with_the_same_bits(
     count: int, first: str, second: str, strategies: Any, tmp_path: pathlib.Path
 ) -> None:
@@ -980,7 +983,7 @@ def test_a_run_that_lost_a_worker_goes_on_in_one_process(mirrored: Any, tmp_path
 # Asked to end
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", mostly_slow([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_a_process_that_is_asked_to_end_saves_and_ends_well(
     number: signal.Signals, strategies: Any, tmp_path: pathlib.Path
 ) -> None:
@@ -1001,7 +1004,7 @@ def test_a_process_that_is_asked_to_end_saves_and_ends_well(
     assert_same(twin, resumed)
 
 
-@pytest.mark.parametrize("epoch", [0, 1])  # of 2
+@pytest.mark.parametrize("epoch", mostly_slow([0, 1], [0]))  # of 2
 @pytest.mark.parametrize("when", ["on_test_begin", "on_train_batch_end"])
 def test_a_process_that_is_asked_to_end_at_the_end_of_an_epoch_does(
     when: str, epoch: int, strategies: Any, tmp_path: pathlib.Path

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import seed_runs
 import tensorflow as tf
+from conftest import mostly_slow
 from hypothesis import given
 from hypothesis import strategies as st
 from seed_runs import draws, noting_model, order_of_data
@@ -223,7 +224,11 @@ RANDOM_LAYERS: dict[str, Callable[[], Any]] = {
     **{name: functools.partial(augmentation, name) for name in AUGMENTATIONS},
 }
 FEW_OUTCOMES = {"RandomCrop", "RandomFlip", "RandomInvert", "RandomPosterization"}  # two steps may well be equal
-SLOW_LAYERS = [*AUGMENTATIONS, "Bidirectional LSTM, recurrent"]
+QUICK_LAYERS = (
+    "Dropout", "GaussianNoise", "LSTM", "RandomTranslation", "keras.random, a generator", "keras.random, no seed",
+    "tf.random.normal", "tf.random.uniform, a seed", "tf.random.Generators in a list",
+    "tf.random.normal, in a tf.function", "keras.random, in a tf.function",
+)  # fmt: skip
 
 
 @keras.saving.register_keras_serializable("seeds")
@@ -301,9 +306,7 @@ def outputs_by_replica(make: Callable[[], Any], strategy: Any, seed: int) -> lis
     return [np.stack(model.made[replica]) for replica in sorted(model.made)]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_LAYERS)) for name in RANDOM_LAYERS]
-)
+@pytest.mark.parametrize("name", mostly_slow(RANDOM_LAYERS, QUICK_LAYERS))
 def test_every_random_layer_and_op_draws_apart_on_replicas_and_alike_on_runs(name: str, mirrored: Any) -> None:
     first, second = outputs_by_replica(RANDOM_LAYERS[name], mirrored, 42)
     again = outputs_by_replica(RANDOM_LAYERS[name], mirrored, 42)
@@ -363,6 +366,7 @@ def test_two_workers_draw_what_two_replicas_of_one_process_draw(two: seed_runs.D
 
 test_two_workers_draw_what_two_replicas_of_one_process_draw.pytestmark = [  # type: ignore[attr-defined]
     pytest.mark.multiworker,
+    pytest.mark.slow,
     pytest.mark.timeout(300),
 ]
 
@@ -373,6 +377,7 @@ def draws_of_four_epochs() -> seed_runs.Draws:
     return draws(strategies.get("mirrored2"), epochs=4)
 
 
+@pytest.mark.slow
 def test_deterministic_ops_give_the_same_bits_at_every_run() -> None:
     first, second = (launch(1, seed_runs.deterministic_weights, time_limit=120).values[0] for _ in range(2))
     for a, b in zip(first, second, strict=True):
@@ -382,7 +387,10 @@ def test_deterministic_ops_give_the_same_bits_at_every_run() -> None:
 # XLA
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 3e-5), ("mixed_float16", 2e-3), ("mixed_bfloat16", 5e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "rtol"),
+    mostly_slow([("float32", 3e-5), ("mixed_float16", 2e-3), ("mixed_bfloat16", 5e-3)], [("float32", 3e-5)]),
+)
 @pytest.mark.parametrize("layer", [keras.layers.Dropout, keras.layers.GaussianNoise, keras.layers.GaussianDropout])
 def test_masks_do_not_depend_on_jit_compile(layer: Any, dtype: str, rtol: float) -> None:
     def run(jit_compile: bool, seed: int = 7) -> Any:
@@ -471,8 +479,11 @@ def by_adoption(model: Any, folder: pathlib.Path, strategy: Any) -> Any:
     return kde.adopt(model, strategy)
 
 
-@pytest.mark.parametrize("way", [by_keras_file, by_weights_file, by_checkpoint, by_adoption, by_pickle])
-@pytest.mark.parametrize("with_callback", [True, False])
+@pytest.mark.parametrize(
+    "way",
+    mostly_slow([by_keras_file, by_weights_file, by_checkpoint, by_adoption, by_pickle], [by_keras_file, by_pickle]),
+)
+@pytest.mark.parametrize("with_callback", mostly_slow([True, False], [True]))
 def test_a_run_that_was_saved_goes_on_as_if_it_had_not_stopped(
     way: Any, with_callback: bool, mirrored: Any, tmp_path: pathlib.Path
 ) -> None:
@@ -529,7 +540,11 @@ def test_ours_loads_what_stock_keras_saved(mirrored: Any, tmp_path: pathlib.Path
 
 
 @pytest.mark.parametrize(
-    "kind", ["numpy", "tf.data", "tf.data, cached", "tf.data, random map", "PyDataset", "PyDataset, threads"]
+    "kind",
+    mostly_slow(
+        ["numpy", "tf.data", "tf.data, cached", "tf.data, random map", "PyDataset", "PyDataset, threads"],
+        ["numpy", "tf.data, random map", "PyDataset, threads"],
+    ),
 )
 def test_the_order_of_data_is_the_same_at_every_run_and_another_every_epoch(kind: str, mirrored: Any) -> None:
     first = order_of_data(kind, strategy=mirrored, epochs=4)
@@ -542,7 +557,9 @@ def test_the_order_of_data_is_the_same_at_every_run_and_another_every_epoch(kind
         assert all(sorted(epoch) == list(range(12)) for epoch in first)
 
 
-@pytest.mark.parametrize("kind", ["tf.data", "tf.data, cached", "tf.data, random map"])
+@pytest.mark.parametrize(
+    "kind", mostly_slow(["tf.data", "tf.data, cached", "tf.data, random map"], ["tf.data, random map"])
+)
 def test_data_made_under_a_global_seed_of_tensorflow_follows_the_seed_of_the_run(kind: str, mirrored: Any) -> None:
     def orders(global_seed: int | None, seed: int = 42) -> list[Any]:
         epochs = order_of_data(kind, strategy=mirrored, epochs=3, seed=seed, global_seed=global_seed)

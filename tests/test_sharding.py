@@ -238,6 +238,7 @@ SIZES = {"examples": [6] * 6 + [4]}
 
 @pytest.mark.multiworker
 @pytest.mark.parametrize("name", [name for name in SHARDING_CASES if name not in REFUSED])
+@pytest.mark.slow
 def test_two_workers_use_each_example_once_in_fit_and_in_a_loop(name: str, values: Any) -> None:
     for worker in values:
         assert worker[name]["policy"] == POLICIES.get(name, "rows")
@@ -254,12 +255,14 @@ def test_two_workers_use_each_example_once_in_fit_and_in_a_loop(name: str, value
 
 @pytest.mark.multiworker
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.slow
 def test_what_workers_cannot_share_is_refused_by_all(name: str, values: Any) -> None:
     for worker in values:
         assert worker[name]["error"].startswith(REFUSED[name])
 
 
 @pytest.mark.multiworker
+@pytest.mark.slow
 def test_two_workers_hear_of_what_they_share(values: Any) -> None:
     codes = {name: value.get("codes") for name, value in values[0].items() if name in SHARDING_CASES}
     assert codes["shuffled without a seed"] == ["auto-falls-back", "shuffle-without-seed"]
@@ -272,6 +275,7 @@ def test_two_workers_hear_of_what_they_share(values: Any) -> None:
 
 
 @pytest.mark.multiworker
+@pytest.mark.slow
 def test_workers_agree_on_the_order_of_buckets(values: Any) -> None:
     for worker in values:
         found = worker["bucketed without a seed"]
@@ -281,6 +285,7 @@ def test_workers_agree_on_the_order_of_buckets(values: Any) -> None:
 
 
 @pytest.mark.multiworker
+@pytest.mark.slow
 def test_fit_on_two_workers_uses_each_example_once(values: Any) -> None:
     for worker in values:
         assert worker["fitted"] == dict.fromkeys(["rows", "data", "buckets"], [[1.0] * 29] * 2)

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import mostly_slow
 
 import keras_dist_ext as kde
 from keras_dist_ext import logs, program, reduce, step, xla
@@ -100,7 +101,7 @@ COLLECTIVE = {
 }
 
 
-@pytest.mark.parametrize("case", COLLECTIVE)
+@pytest.mark.parametrize("case", mostly_slow(COLLECTIVE, ["metrics", "accumulation", "sparse gradients"]))
 def test_sums_by_collectives_give_what_one_device_gives(collective, case):
     build = COLLECTIVE[case]
     x = WORDS if case == "sparse gradients" else X
@@ -230,7 +231,11 @@ EAGERLY = ["BatchNormalization", "a ratio of means"]
 
 
 @pytest.mark.parametrize(
-    ("case", "run_eagerly"), [*((case, False) for case in LAYERS), *((case, True) for case in EAGERLY)]
+    ("case", "run_eagerly"),
+    mostly_slow(
+        [*((case, False) for case in LAYERS), *((case, True) for case in EAGERLY)],
+        [("BatchNormalization and Dropout", False), ("a ratio of means", False), ("BatchNormalization", True)],
+    ),
 )
 def test_replicas_without_rows_leave_numbers_and_agree(strategies, case, run_eagerly):
     net = dense(

@@ -567,6 +567,7 @@ def test_a_port_that_is_taken_is_named(free_port):
 
 
 @pytest.mark.multiworker
+@pytest.mark.slow
 def test_a_real_coordinator_connects_to_its_parameter_server(free_port):
     printed = run_python(
         """

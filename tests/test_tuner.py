@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import itertools
 import json
 import math
 import pathlib
@@ -20,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
+from conftest import mostly_slow
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
@@ -66,12 +68,8 @@ TUNERS: dict[str, dict[str, Any]] = {
     "GridSearch": {"max_trials": 2},
 }
 # The others are slow; Hyperband has a quick test of its own.
-QUICKLY = [("RandomSearch", "mirrored(2)"), ("BayesianOptimization", "mirrored(2)"), ("GridSearch", "one_device")]
-CASES = [
-    pytest.param(tuner, strategy, marks=[] if (tuner, strategy) in QUICKLY else pytest.mark.slow)
-    for tuner in TUNERS
-    for strategy in TWO
-]
+QUICKLY = [("BayesianOptimization", "mirrored(2)"), ("GridSearch", "one_device")]
+CASES = mostly_slow(itertools.product(TUNERS, TWO), QUICKLY)
 QUICK = {"epochs": 1, "batch_size": 40, "verbose": 0}
 
 
@@ -852,6 +850,7 @@ def test_a_strategy_that_is_not_to_be_had_is_proposed_once(tuner: str, tmp_path:
     assert (row.num_trials, row.num_completed, row.failures[0].kind) == (1, 0, "missing device")
 
 
+@pytest.mark.slow
 def test_bayesian_optimization_learns_where_trials_fail(tmp_path: pathlib.Path) -> None:
     failed: dict[str, list[float]] = {"ours": [], "stock": []}
 
@@ -924,7 +923,7 @@ OBJECTIVES = {
 @pytest.mark.parametrize("slow", TWO)
 @pytest.mark.parametrize(
     "objective",
-    [name if name == "examples_per_second" else pytest.param(name, marks=pytest.mark.slow) for name in OBJECTIVES],
+    mostly_slow(OBJECTIVES, ["examples_per_second"]),
 )
 def test_a_slow_strategy_is_never_picked(objective: str, slow: str, tmp_path: pathlib.Path) -> None:
     (fast,) = set(TWO) - {slow}

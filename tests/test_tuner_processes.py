@@ -304,6 +304,7 @@ def run(folder, num_workers=2, **options):
     return result
 
 
+@pytest.mark.slow
 def test_a_search_over_two_workers_survives_the_loss_of_one(tmp_path, temporary):
     result = run(tmp_path, max_trials=5, doom={"who": "worker"})
     found = result.value

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import strategies
+from conftest import mostly_slow, strategies
 from virtual_runs import CASES, FIT, OF_WORKERS, QUICK, Case, X, Y, randomized, rows_of_worker, run_in_worker, values
 
 import keras_dist_ext as kde
@@ -43,28 +43,24 @@ def assert_close(one, other):
 # The same run
 
 
-def quick_and_slow(quick):
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-
-
-@pytest.mark.parametrize("name", quick_and_slow(QUICK))
+@pytest.mark.parametrize("name", mostly_slow(CASES, QUICK))
 def test_ordered_sums_give_the_same_bits_on_one_and_two_replicas(name):
     assert_same_bits(run(name, 1, ORDERED)[0], run(name, 2, ORDERED)[0])
 
 
-@pytest.mark.parametrize("name", quick_and_slow([QUICK[0], *QUICK[3:5]]))
+@pytest.mark.parametrize("name", mostly_slow(CASES, QUICK[:1]))
 def test_four_virtual_replicas_on_one_train_as_four_real_ones(name):
     (on_one, logs_on_one), (plain, plain_logs) = run(name, 1, ORDERED), run(name, 4, None)
     assert_close(on_one, plain)
     assert_close(logs_on_one, plain_logs)
 
 
-@pytest.mark.parametrize("name", quick_and_slow(QUICK[:1]))
+@pytest.mark.parametrize("name", mostly_slow(CASES, QUICK[:1]))
 def test_ordered_sums_give_the_same_bits_on_four_replicas(name):
     assert_same_bits(run(name, 1, ORDERED)[0], run(name, 4, ORDERED)[0])
 
 
-@pytest.mark.parametrize("name", quick_and_slow(QUICK[:1]))
+@pytest.mark.parametrize("name", mostly_slow(CASES, QUICK[:1]))
 def test_fast_sums_give_the_same_numbers_to_rounding(name):
     for num_replicas in (1, 2):
         fast, logs = run(name, num_replicas, FAST)
@@ -72,6 +68,7 @@ def test_fast_sums_give_the_same_numbers_to_rounding(name):
         assert_close(logs, run(name, 1, ORDERED)[1])
 
 
+@pytest.mark.slow
 def test_six_virtual_replicas_are_the_same_on_one_two_and_three():
     six = kde.VirtualReplicas(6)  # whose tree is not full: two replicas have three leaves each
     name = "accumulation of gradients"
@@ -224,6 +221,7 @@ def ops(net):
     return collections.Counter(node.op for body in bodies for node in body)
 
 
+@pytest.mark.slow
 def test_a_virtual_replica_for_each_real_one_adds_nothing_to_a_fast_step():
     case, strategy = CASES["batch normalization and dropout"], strategies.get("mirrored4")
     plain = ops(case.build(strategy, None))
@@ -390,6 +388,7 @@ def of_workers():
 
 @pytest.mark.multiworker
 @pytest.mark.parametrize("name", OF_WORKERS)
+@pytest.mark.slow
 def test_two_workers_come_to_the_bits_that_one_process_comes_to(name, of_workers):
     on_one, logs = run(name, 1, ORDERED)
     for worker in of_workers:
@@ -398,6 +397,7 @@ def test_two_workers_come_to_the_bits_that_one_process_comes_to(name, of_workers
 
 
 @pytest.mark.multiworker
+@pytest.mark.slow
 def test_rows_that_a_worker_reads_are_dealt_to_the_virtual_replicas_that_it_carries(of_workers):
     net = CASES["accumulation of gradients"].build(strategies.get("default"), 4)
     batches = tf.data.Dataset.zip(rows_of_worker(0), rows_of_worker(1))
@@ -407,6 +407,7 @@ def test_rows_that_a_worker_reads_are_dealt_to_the_virtual_replicas_that_it_carr
 
 
 @pytest.mark.multiworker
+@pytest.mark.slow
 def test_two_workers_come_to_the_same_numbers_by_fast_sums(of_workers):
     for worker in of_workers:
         assert_close(worker["fast"][0], run(OF_WORKERS[0], 1, ORDERED)[0])

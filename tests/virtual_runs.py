@@ -255,7 +255,7 @@ CASES: dict[str, Case] = {
     "steps per execution": Case(randomized, compile={"steps_per_execution": 2}),
     "convolution, LSTM and dropout": Case(deep, x=IMAGES, compile={"optimizer": adam}),
 }
-QUICK = tuple(CASES)[:8]
+QUICK = tuple(CASES)[:4]
 OF_WORKERS = ("a convolution", "sample weights and additional losses", "sparse gradients")
 
 
