@@ -4,7 +4,7 @@ import gc
 import itertools
 import os
 import signal
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,16 @@ tf.config.set_logical_device_configuration(
 )
 
 
-def mostly_slow(cases: Iterable[Any], quick: Container[Any]) -> list[Any]:
-    """Make parameters of a test, of which the default run has those in ``quick``, and `-m slow` the others."""
+def mostly_slow(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Make parameters of a test, of which the default run has those in ``quick``, and `-m slow` the others.
+
+    Raises:
+        ValueError: one of the quick ones is none of the cases: the default run would go without it.
+    """
+    cases = list(cases)
+    unknown = [case for case in quick if case not in cases]
+    if unknown:
+        raise ValueError(f"no such cases: {unknown}; there are {cases}")
     return [
         case if case in quick else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
         for case in cases

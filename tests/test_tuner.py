@@ -921,10 +921,7 @@ OBJECTIVES = {
 
 
 @pytest.mark.parametrize("slow", TWO)
-@pytest.mark.parametrize(
-    "objective",
-    mostly_slow(OBJECTIVES, ["examples_per_second"]),
-)
+@pytest.mark.parametrize("objective", mostly_slow(OBJECTIVES, ["examples_per_second"]))
 def test_a_slow_strategy_is_never_picked(objective: str, slow: str, tmp_path: pathlib.Path) -> None:
     (fast,) = set(TWO) - {slow}
     tuner = searched(
