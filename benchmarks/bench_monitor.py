@@ -15,9 +15,11 @@ changing order, and warmed up: two copies of the same may differ by more than wh
 three rounds. A sample is one call to `fit`, with epochs of three quarters of a second. The calls of a round run in
 threads that hand over to each other at the end of what is under way after 80 ms, so that only one trains at a time and
 what slows the machine for a second slows all; each is stopped after as many such slices, and the first four are not
-counted. The callback that hands over is there in all of them. Differences are taken round by round; what watching adds
-is their middle, and ± its standard error (`harness.Estimate`): few copies are 5% faster or slower than all others. A
-goal is met where the middle is below the bound by more than this error. Replicas are logical CPU devices.
+counted. Nor are those that began or ended with cores far from each other (`core_distance.py`), unless all did; a slice
+is put off for that, by up to a minute. The callback that hands over is there in all of them. Differences are taken
+round by round; what watching adds is their middle, and ± its standard error (`harness.Estimate`): few copies are 5%
+faster or slower than all others. A goal is met where the middle is below the bound by more than this error. Replicas
+are logical CPU devices.
 
 In the row `single` every step is an execution of its own, as callbacks want it that look at each batch: it is the tiny
 model with `steps_per_execution=1`. The CNN has strides instead of pooling, of whose gradient TensorFlow takes one of
@@ -35,6 +37,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cases import MODELS, Case, Classes, Job, batches_of, run_rows, start
+from core_distance import CoreDistance
 from harness import Goal, Timings, print_goals, print_table, take_slices
 
 SLICE_SECONDS = 0.08
@@ -47,6 +50,7 @@ WARM_UP_STEPS = 3000
 MOST_WARM_UP_SECONDS = 8.0
 EPOCH_SECONDS = 0.75
 STOCK_ROUNDS = 3
+MOST_SECONDS_TO_WAIT = 60.0  # at each slice, for cores that are near each other: they seldom are far for longer
 CONTESTANTS = ("stock", "stock+tb", "ours", "watched")
 
 
@@ -83,6 +87,7 @@ def measure(job: Job) -> Timings:
     import keras_dist_ext as kde
 
     stock, ours = Classes(keras.Model, keras.Sequential), Classes(kde.Model, kde.Sequential)
+    distance = CoreDistance()
     with tempfile.TemporaryDirectory() as folder:
         contestants: dict[str, tuple[Classes, Callable[[], list[Any]]]] = {
             "stock": (stock, list),
@@ -91,7 +96,7 @@ def measure(job: Job) -> Timings:
             "watched": (ours, lambda: [kde.ReplicaMonitor(f"{folder}/ours"), kde.ReplicaSeeds(1)]),
         }
         prepare = {
-            name: functools.partial(_prepare, classes, job, strategy, make_callbacks)
+            name: functools.partial(_prepare, classes, job, strategy, make_callbacks, distance)
             for name, (classes, make_callbacks) in contestants.items()
         }
         stocks = ("stock", "stock+tb")  # ours is so far from these that one copy and a few rounds are enough
@@ -99,7 +104,9 @@ def measure(job: Job) -> Timings:
         return take_slices(prepare, job.num_rounds, dict.fromkeys(stocks, STOCK_ROUNDS))
 
 
-def _prepare(classes: Classes, job: Job, strategy: Any, make_callbacks: Callable[[], list[Any]]) -> Callable[[], float]:
+def _prepare(
+    classes: Classes, job: Job, strategy: Any, make_callbacks: Callable[[], list[Any]], distance: CoreDistance
+) -> Callable[[Callable[[], None]], float]:
     """Build, compile and warm up a model; return what trains it for the job's time and returns its seconds a step.
 
     Callbacks are its own: a monitor begins anew, with short intervals, where the model is another one.
@@ -110,12 +117,13 @@ def _prepare(classes: Classes, job: Job, strategy: Any, make_callbacks: Callable
     case = MODELS[job.model]
     fit = functools.partial(_model(classes, case, strategy).fit, batches_of(case), verbose=0, shuffle=False)
     callbacks = make_callbacks()
-    train = _slices(fit, callbacks)
+    train = _slices(fit, callbacks, distance)
     train(10, 1, _go_on)  # compiles
     step_seconds = train(100, 3, _go_on)
     steps_of_epoch = max(1, round(EPOCH_SECONDS / step_seconds))
     num_steps = min(WARM_UP_STEPS, MOST_WARM_UP_SECONDS / step_seconds)
-    fit(epochs=math.ceil(num_steps / steps_of_epoch), steps_per_epoch=steps_of_epoch, callbacks=[*callbacks, _clock()])
+    num_epochs = math.ceil(num_steps / steps_of_epoch)
+    fit(epochs=num_epochs, steps_per_epoch=steps_of_epoch, callbacks=[*callbacks, _clock(distance)])
     return lambda hand_over: train(steps_of_epoch, max(1, round(job.seconds / SLICE_SECONDS)), hand_over)
 
 
@@ -130,19 +138,21 @@ def _model(classes: Classes, case: Case, strategy: Any) -> Any:
     return model
 
 
-def _slices(fit: Callable[..., Any], callbacks: list[Any]) -> Callable[[int, int, Callable[[], None]], float]:
+def _slices(
+    fit: Callable[..., Any], callbacks: list[Any], distance: CoreDistance
+) -> Callable[[int, int, Callable[[], None]], float]:
     """Return what trains for so many timed slices, handing over after each, and returns its seconds a step."""
-    clock = _clock()
+    clock = _clock(distance)
 
     def train(steps_of_epoch: int, num_slices: int, hand_over: Callable[[], None]) -> float:
         clock.num_slices, clock.hand_over = num_slices, hand_over
         fit(epochs=1_000_000, steps_per_epoch=steps_of_epoch, callbacks=[*callbacks, clock])  # the clock stops it
-        return float(clock.seconds / clock.num_steps)
+        return clock.step_seconds
 
     return train
 
 
-def _clock() -> Any:
+def _clock(distance: CoreDistance) -> Any:
     """Return a callback that hands over after each slice, adds up the time of those that count, and stops training."""
     import keras
 
@@ -152,7 +162,13 @@ def _clock() -> Any:
         hand_over: Callable[[], None] = staticmethod(_go_on)
 
         def on_train_begin(self, logs: Any = None) -> None:
-            self.slices_over, self.seconds, self.num_steps = 0, 0.0, 0
+            self.slices_over = 0
+            self.totals = {near: [0.0, 0] for near in (True, False)}  # seconds and steps; of near cores, and of far
+            self._begin_slice()
+
+        def _begin_slice(self) -> None:
+            counts = math.isfinite(self.num_slices) and self.slices_over >= WARM_UP_SLICES
+            self.was_near = distance.wait_until_near(MOST_SECONDS_TO_WAIT) if counts else True
             self.steps_of_slice, self.began = 0, time.perf_counter()
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -164,13 +180,19 @@ def _clock() -> Any:
             seconds = time.perf_counter() - self.began
             if seconds > SLICE_SECONDS:
                 if self.slices_over >= WARM_UP_SLICES:
-                    self.seconds += seconds
-                    self.num_steps += self.steps_of_slice
+                    total = self.totals[distance.are_near() and self.was_near]
+                    total[0] += seconds
+                    total[1] += self.steps_of_slice
                 self.slices_over += 1
                 self.model.stop_training = self.slices_over == WARM_UP_SLICES + self.num_slices
                 if not self.model.stop_training:
                     self.hand_over()
-                self.steps_of_slice, self.began = 0, time.perf_counter()
+                    self._begin_slice()
+
+        @property
+        def step_seconds(self) -> float:
+            seconds, num_steps = self.totals[self.totals[True][1] > 0]
+            return float(seconds / num_steps)
 
     return Clock()
 
