@@ -167,8 +167,8 @@ def _clock(distance: CoreDistance) -> Any:
             self._begin_slice()
 
         def _begin_slice(self) -> None:
-            counts = math.isfinite(self.num_slices) and self.slices_over >= WARM_UP_SLICES
-            self.was_near = distance.wait_until_near(MOST_SECONDS_TO_WAIT) if counts else True
+            self.counts = math.isfinite(self.num_slices) and self.slices_over >= WARM_UP_SLICES
+            self.was_near = self.counts and distance.wait_until_near(MOST_SECONDS_TO_WAIT)
             self.steps_of_slice, self.began = 0, time.perf_counter()
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -179,8 +179,8 @@ def _clock(distance: CoreDistance) -> Any:
             self.last_batch = batch
             seconds = time.perf_counter() - self.began
             if seconds > SLICE_SECONDS:
-                if self.slices_over >= WARM_UP_SLICES:
-                    total = self.totals[distance.are_near() and self.was_near]
+                if self.counts:
+                    total = self.totals[self.was_near and distance.are_near()]
                     total[0] += seconds
                     total[1] += self.steps_of_slice
                 self.slices_over += 1

@@ -21,7 +21,7 @@ __all__ = ["CoreDistance"]
 _SAYS, _ANSWERS = 0, 128  # bytes on cache lines of their own
 _OVER = 255
 _BATCHES, _TRIPS = 5, 300
-_MOST_LOOKS = 20_000_000  # a second or so: then the other one is not there any more
+_MOST_LOOKS = 20_000_000  # 0.4 s or more: then the other one is not there any more
 _FARTHER = 1.6  # times the least distance seen: 0.2 µs are 0.5 µs with far cores, as Python measures it
 
 
@@ -46,26 +46,37 @@ class CoreDistance:
                 self._answerer.stdout.read(1)  # it has the file
 
     def are_near(self) -> bool:
-        """Whether the cores are about as near to each other as they ever were."""
+        """Whether the cores are about as near to each other as they were at best since this was made.
+
+        Raises:
+            RuntimeError: the process that answers was ended, or had no time on its core for long.
+        """
         if self._answerer is None:
             return True
-        seconds = self._measure(self._answerer)
+        try:
+            seconds = self._measure(self._answerer)
+        except (BrokenPipeError, TimeoutError) as error:
+            raise RuntimeError(
+                f"{__file__}, which runs as a process of its own to measure how far cores are from each other, does "
+                "not answer: it was ended, or others use its core all the time. Run the benchmark again, on an idle "
+                "machine."
+            ) from error
         self._least = min(self._least, seconds)
         return seconds < _FARTHER * self._least
 
     def wait_until_near(self, most_seconds: float) -> bool:
-        """Do nothing until the cores are near, or for so long; say whether they are."""
+        """Do nothing until the cores are near, or for so long; say whether they are.
+
+        Raises:
+            RuntimeError: see ``are_near``.
+        """
         until = time.perf_counter() + most_seconds
         while not (are_near := self.are_near()) and time.perf_counter() < until:
             time.sleep(0.02)
         return are_near
 
     def _measure(self, answerer: subprocess.Popen[bytes]) -> float:
-        """Return the seconds there and back, of the fastest of some batches.
-
-        Raises:
-            RuntimeError: nobody answers.
-        """
+        """Return the seconds there and back, of the fastest of some batches."""
         assert answerer.stdin is not None
         allowed = os.sched_getaffinity(0)  # of this thread
         os.sched_setaffinity(0, [self._core])
@@ -91,7 +102,7 @@ class CoreDistance:
         for _ in range(_MOST_LOOKS):
             if board[_ANSWERS] == number:
                 return
-        raise RuntimeError("The process that measures how far the cores are from each other does not answer.")
+        raise TimeoutError
 
 
 def _answer(path: str, core: int) -> None:
