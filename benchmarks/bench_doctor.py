@@ -59,7 +59,7 @@ def measure(job: Job) -> Timings:
     import keras
 
     import keras_dist_ext as kde
-    from keras_dist_ext.diagnosis import step_blocks
+    from keras_dist_ext.diagnosis.doctor import step_blocks
 
     step_blocks._ENOUGH_SECONDS = 0.1
 

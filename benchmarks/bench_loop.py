@@ -106,7 +106,7 @@ def _prepare_ours(
     import keras
     import tensorflow as tf
 
-    from keras_dist_ext.loop import TrainLoop
+    from keras_dist_ext.training.loop.train_loop import TrainLoop
 
     with strategy.scope():
         model = case.build(classes)

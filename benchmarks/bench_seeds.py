@@ -83,7 +83,7 @@ def _trial(name: str, strategy: Any) -> Callable[[], float]:
     import numpy as np
 
     import keras_dist_ext as kde
-    from keras_dist_ext.step import ReplicaStep
+    from keras_dist_ext.step.replica_step import ReplicaStep
 
     with strategy.scope():
         hidden = [keras.layers.Dense(16), *(keras.layers.Dropout(0.05) for _ in range(NUM_LAYERS))]

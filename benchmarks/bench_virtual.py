@@ -88,7 +88,7 @@ def _measure(model: str, num_virtual: int, num_replicas: int, num_rounds: int, s
 def _prepare(model: str, name: str, num_virtual: int, strategy: Any) -> Callable[[int], float]:
     """Build a contestant's model; return what trains it for some steps and gives the seconds a step."""
     import keras_dist_ext as kde
-    from keras_dist_ext.virtual import VirtualReplicas
+    from keras_dist_ext.strategy.virtual import VirtualReplicas
 
     case = MODELS[model]
     dataset = batches_of(case)

@@ -60,7 +60,7 @@ def measure(num_rounds: int) -> dict[str, list[tuple[float, float, float]]]:
         RuntimeError: the launch did not come to its end.
     """
     import keras_dist_ext as kde
-    from keras_dist_ext.processes.generation import Generation
+    from keras_dist_ext.cluster.process_group import Generation
 
     clock = _Clock()
     watch = Generation.watch

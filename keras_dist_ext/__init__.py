@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keras_dist_ext import tuner as tuner
-    from keras_dist_ext.actions import every, on_improvement, on_preemption
-    from keras_dist_ext.adoption import adopt, clone_model, load_model
-    from keras_dist_ext.audit import audit
-    from keras_dist_ext.buckets import bucket_by_length
-    from keras_dist_ext.callbacks import ReplicaSeeds, ScopeGuard
-    from keras_dist_ext.certificate import Certificate, certify
-    from keras_dist_ext.diagnose import diagnose
-    from keras_dist_ext.doctor import ParallelismDoctor
+    from keras_dist_ext.cluster.heartbeat import heartbeat
+    from keras_dist_ext.cluster.launch import launch
+    from keras_dist_ext.data.audit import audit
+    from keras_dist_ext.data.buckets import bucket_by_length
+    from keras_dist_ext.data.distribute import distribute
+    from keras_dist_ext.data.pipeline import inspect
+    from keras_dist_ext.diagnosis.certificate.certificate import Certificate, certify
+    from keras_dist_ext.diagnosis.doctor.doctor import ParallelismDoctor
+    from keras_dist_ext.diagnosis.doctor.rules import diagnose
     from keras_dist_ext.errors import (
         BackendError,
         CertificateError,
@@ -37,27 +38,26 @@ if TYPE_CHECKING:
         TunerError,
         WorkersError,
     )
-    from keras_dist_ext.gathering import gather, per_replica
-    from keras_dist_ext.launch import launch
-    from keras_dist_ext.loop import TrainLoop
-    from keras_dist_ext.model import Model, Sequential
-    from keras_dist_ext.monitor import ReplicaMonitor
     from keras_dist_ext.monitoring.event_files import EventWriter
     from keras_dist_ext.monitoring.json_lines import JsonLinesWriter, replay
+    from keras_dist_ext.monitoring.monitor import ReplicaMonitor
     from keras_dist_ext.monitoring.terminal import TerminalWriter
-    from keras_dist_ext.nonfinite import NonFinite
-    from keras_dist_ext.pipeline import inspect
-    from keras_dist_ext.placement import Placement, place
-    from keras_dist_ext.processes.pulse import heartbeat
-    from keras_dist_ext.replica import Replica
-    from keras_dist_ext.resume import Resume
-    from keras_dist_ext.scope import check_scope
-    from keras_dist_ext.seed_table import describe_seeds
-    from keras_dist_ext.seeds import seed_replicas
-    from keras_dist_ext.sharding import distribute
-    from keras_dist_ext.strategy import StrategyChoice, pick_strategy
-    from keras_dist_ext.virtual import VirtualReplicas
-    from keras_dist_ext.writers import MemoryWriter
+    from keras_dist_ext.monitoring.writers import MemoryWriter
+    from keras_dist_ext.step.seed_table import describe_seeds
+    from keras_dist_ext.step.seeds import seed_replicas
+    from keras_dist_ext.strategy.pick import StrategyChoice, pick_strategy
+    from keras_dist_ext.strategy.scope import check_scope
+    from keras_dist_ext.strategy.virtual import VirtualReplicas
+    from keras_dist_ext.training.actions import every, on_improvement, on_preemption
+    from keras_dist_ext.training.adoption.adopt import adopt, clone_model, load_model
+    from keras_dist_ext.training.callbacks import ReplicaSeeds, ScopeGuard
+    from keras_dist_ext.training.loop.gathering import gather, per_replica
+    from keras_dist_ext.training.loop.replica import Replica
+    from keras_dist_ext.training.loop.train_loop import TrainLoop
+    from keras_dist_ext.training.model import Model, Sequential
+    from keras_dist_ext.training.nonfinite import NonFinite
+    from keras_dist_ext.training.placement.place import Placement, place
+    from keras_dist_ext.training.resume.callback import Resume
 
 __version__ = "0.1.0"
 
@@ -122,46 +122,46 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "pick_strategy": "strategy",
-    "StrategyChoice": "strategy",
-    "Model": "model",
-    "Sequential": "model",
-    "VirtualReplicas": "virtual",
-    "adopt": "adoption",
-    "load_model": "adoption",
-    "clone_model": "adoption",
-    "place": "placement",
-    "Placement": "placement",
-    "TrainLoop": "loop",
-    "Replica": "replica",
-    "per_replica": "gathering",
-    "gather": "gathering",
-    "distribute": "sharding",
-    "bucket_by_length": "buckets",
-    "audit": "audit",
-    "inspect": "pipeline",
-    "check_scope": "scope",
-    "ScopeGuard": "callbacks",
-    "ReplicaSeeds": "callbacks",
-    "describe_seeds": "seed_table",
-    "seed_replicas": "seeds",
-    "ReplicaMonitor": "monitor",
-    "NonFinite": "nonfinite",
-    "ParallelismDoctor": "doctor",
-    "diagnose": "diagnose",
-    "certify": "certificate",
-    "Certificate": "certificate",
+    "pick_strategy": "strategy.pick",
+    "StrategyChoice": "strategy.pick",
+    "Model": "training.model",
+    "Sequential": "training.model",
+    "VirtualReplicas": "strategy.virtual",
+    "adopt": "training.adoption.adopt",
+    "load_model": "training.adoption.adopt",
+    "clone_model": "training.adoption.adopt",
+    "place": "training.placement.place",
+    "Placement": "training.placement.place",
+    "TrainLoop": "training.loop.train_loop",
+    "Replica": "training.loop.replica",
+    "per_replica": "training.loop.gathering",
+    "gather": "training.loop.gathering",
+    "distribute": "data.distribute",
+    "bucket_by_length": "data.buckets",
+    "audit": "data.audit",
+    "inspect": "data.pipeline",
+    "check_scope": "strategy.scope",
+    "ScopeGuard": "training.callbacks",
+    "ReplicaSeeds": "training.callbacks",
+    "describe_seeds": "step.seed_table",
+    "seed_replicas": "step.seeds",
+    "ReplicaMonitor": "monitoring.monitor",
+    "NonFinite": "training.nonfinite",
+    "ParallelismDoctor": "diagnosis.doctor.doctor",
+    "diagnose": "diagnosis.doctor.rules",
+    "certify": "diagnosis.certificate.certificate",
+    "Certificate": "diagnosis.certificate.certificate",
     "EventWriter": "monitoring.event_files",
     "JsonLinesWriter": "monitoring.json_lines",
     "replay": "monitoring.json_lines",
-    "MemoryWriter": "writers",
+    "MemoryWriter": "monitoring.writers",
     "TerminalWriter": "monitoring.terminal",
-    "Resume": "resume",
-    "every": "actions",
-    "on_improvement": "actions",
-    "on_preemption": "actions",
-    "launch": "launch",
-    "heartbeat": "processes.pulse",
+    "Resume": "training.resume.callback",
+    "every": "training.actions",
+    "on_improvement": "training.actions",
+    "on_preemption": "training.actions",
+    "launch": "cluster.launch",
+    "heartbeat": "cluster.heartbeat",
     "KerasDistError": "errors",
     "StrategyError": "errors",
     "ClusterError": "errors",
@@ -210,4 +210,4 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 if "KERAS_DIST_EXT_PULSE" in os.environ:  # `launch` has started this process, and wants to know what it is at
-    import_module(f"{__name__}.processes.pulse").begin()
+    import_module(f"{__name__}.cluster.heartbeat").begin()

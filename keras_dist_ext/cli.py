@@ -117,8 +117,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         return _launch_search(arguments)
     if arguments.workers == "auto" or arguments.workers_per_trial or arguments.gpus_per_trial:
         raise LaunchError("--workers auto, --workers-per-trial and --gpus-per-trial are for a search: add --tuner.")
-    from keras_dist_ext.launch import launch
-    from keras_dist_ext.processes.signals import caught_signals
+    from keras_dist_ext.cluster.launch import launch
+    from keras_dist_ext.cluster.signals import caught_signals
 
     with caught_signals() as signals:  # where workers end well in time, so does the launch
         result = launch(
@@ -146,8 +146,8 @@ def _command(arguments: argparse.Namespace) -> list[str]:
 def _launch_search(arguments: argparse.Namespace) -> int:
     if arguments.ps or arguments.threads or arguments.affinity:
         raise LaunchError("--ps, --threads and --affinity are not for a search: --tuner divides the machine by itself.")
-    from keras_dist_ext.processes.signals import caught_signals
-    from keras_dist_ext.tuner.processes import launch_search
+    from keras_dist_ext.cluster.signals import caught_signals
+    from keras_dist_ext.tuner.processes.launch_search import launch_search
 
     with caught_signals() as signals:
         run = launch_search(
@@ -185,7 +185,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.certify:
         return _certify(arguments)
-    from keras_dist_ext.diagnosis.doctor_command import examine_script
+    from keras_dist_ext.diagnosis.doctor.doctor_command import examine_script
 
     examine_script(
         arguments.script,
@@ -200,7 +200,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _certify(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from keras_dist_ext.comparison.certified_script import certify_script, print_certificate
+    from keras_dist_ext.diagnosis.certificate.certified_script import certify_script, print_certificate
 
     certificate = certify_script(
         arguments.script, arguments.args, steps=arguments.steps or 10, allow=tuple(arguments.allow)
@@ -217,8 +217,8 @@ def _devices(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # what TensorFlow says about missing GPUs is not asked for
     import tensorflow as tf
 
-    from keras_dist_ext.choice.decision import decide
-    from keras_dist_ext.choice.facts import gather_facts, list_devices
+    from keras_dist_ext.strategy.decision import decide
+    from keras_dist_ext.strategy.facts import gather_facts, list_devices
 
     print(f"TensorFlow {tf.__version__}")
     for device in tf.config.list_physical_devices():

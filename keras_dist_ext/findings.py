@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from keras_dist_ext.dashboard.metadata import FindingRecord
+from keras_dist_ext.monitoring.dashboard.metadata import FindingRecord
 
 __all__ = ["Finding", "worst_first"]
 

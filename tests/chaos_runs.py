@@ -170,7 +170,7 @@ def _later(seconds: float, action: Callable[[], None]) -> None:
 
 def _bring_about_in_save(accident: Accident, action: Callable[[], None]) -> None:
     """Have it happen at a call that a save makes, in the thread that writes it; half of a write is made before."""
-    from keras_dist_ext.saving import saves
+    from keras_dist_ext.training.resume import saves
 
     original = saves.Saves.write
     number = 0

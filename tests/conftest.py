@@ -15,7 +15,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from keras_dist_ext.strategy import pick_strategy
+from keras_dist_ext.strategy.pick import pick_strategy
 
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
 NUM_DEVICES = 4

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_dist_ext as kde
-from keras_dist_ext.diagnosis.report import Report
+from keras_dist_ext.diagnosis.doctor.report import Report
 
 L = keras.layers
 WIDTH, ROWS = 64, 256

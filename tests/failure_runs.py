@@ -61,7 +61,7 @@ def fit(model: Any, data: Any, *callbacks: Any, epochs: int = 1, **options: Any)
 def state(model: Any) -> dict[str, Any]:
     """All that a step may change, of each replica of this worker."""
     from keras_dist_ext import _keras
-    from keras_dist_ext.scope import optimizers
+    from keras_dist_ext.strategy.scope import optimizers
 
     variables = [*model.weights, *(v for _, optimizer in optimizers(model) for v in optimizer.variables)]
     return {f"{i}": np.stack([np.asarray(c) for c in _keras.components(v)]) for i, v in enumerate(variables)}
@@ -174,7 +174,7 @@ def late(how: float | str, wait_seconds: float) -> str:
     import time
 
     import keras_dist_ext as kde
-    from keras_dist_ext.choice.facts import gather_facts
+    from keras_dist_ext.strategy.facts import gather_facts
 
     cluster = gather_facts(os.environ, cluster_resolver=None, tpu=None, device_lister=lambda: ["CPU:0"]).cluster
     assert cluster is not None
@@ -197,7 +197,7 @@ def lost_before_it_joins(lost: int, wait_seconds: float) -> str:
     import time
 
     import keras_dist_ext as kde
-    from keras_dist_ext.choice import builders
+    from keras_dist_ext.strategy import builders
 
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     begin = time.monotonic()

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist_ext.stats import Kind, ReplicaStats
-from keras_dist_ext.writers import Run
+from keras_dist_ext.monitoring.writers import Run
+from keras_dist_ext.step.stats import Kind, ReplicaStats
 
 __all__ = ["interval", "run"]
 

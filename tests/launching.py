@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from keras_dist_ext.launch import LaunchResult, launch
+from keras_dist_ext.cluster.launch import LaunchResult, launch
 
 ROOT = Path(__file__).resolve().parents[1]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part of this exists on Linux alone")

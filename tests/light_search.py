@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from keras_dist_ext.tuner.channel import Channel, Unreachable
-from keras_dist_ext.tuner.place import place_of
+from keras_dist_ext.tuner.processes.channel import Channel, Unreachable
+from keras_dist_ext.tuner.processes.place import place_of
 
 
 def worker(*acts: str) -> None:

@@ -269,7 +269,7 @@ def ended(model: Any) -> dict[str, Any]:
     """What a model holds at the end."""
     import keras
 
-    from keras_dist_ext.scope import optimizers
+    from keras_dist_ext.strategy.scope import optimizers
 
     values: dict[str, Any] = {f"weight {i}": w for i, w in enumerate(model.get_weights())}
     for name, optimizer in optimizers(model):

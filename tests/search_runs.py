@@ -43,8 +43,8 @@ def search(
     """
     import keras_dist_ext as kde  # noqa: F401 - the launcher hears of this process
     from keras_dist_ext import tuner as tuners
-    from keras_dist_ext.tuner.measuring import Turnstile
-    from keras_dist_ext.tuner.place import place_of
+    from keras_dist_ext.tuner.processes.measuring import Turnstile
+    from keras_dist_ext.tuner.processes.place import place_of
 
     Turnstile.LEASE_SECONDS = 300.0  # who measures may take long to start again on a busy machine
 

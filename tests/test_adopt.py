@@ -10,8 +10,8 @@ from conftest import KERAS_VERSION, mostly_slow
 
 import keras_dist_ext as kde
 from keras_dist_ext._keras import flat_layers
-from keras_dist_ext.adoption import adopt, clone_model, load_model
-from keras_dist_ext.model import Functional
+from keras_dist_ext.training.adoption.adopt import adopt, clone_model, load_model
+from keras_dist_ext.training.model import Functional
 
 X = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)

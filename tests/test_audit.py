@@ -10,8 +10,8 @@ import tensorflow as tf
 from data_runs import NUM_EXAMPLES, arrays, generator, last_leaf, plain, py_dataset, run_audit
 
 import keras_dist_ext as kde
+from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.errors import DataError
-from keras_dist_ext.launch import launch
 
 EVERYTHING = list(range(NUM_EXAMPLES))
 

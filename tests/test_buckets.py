@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import keras_dist_ext as kde
-from keras_dist_ext import data
-from keras_dist_ext.datasets import bucket_plan
-from keras_dist_ext.datasets.bucket_plan import (
+from keras_dist_ext.data import bucket_plan
+from keras_dist_ext.data import split as data
+from keras_dist_ext.data.bucket_plan import (
     BatchSize,
     choose_boundaries,
     deal,

@@ -23,9 +23,9 @@ from rich.console import Console
 
 import keras_dist_ext as kde
 from keras_dist_ext import cli
-from keras_dist_ext.certificate import Certificate, certify
-from keras_dist_ext.comparison.certified_script import certify_script
-from keras_dist_ext.comparison.sides import bounds_of_tensorflow
+from keras_dist_ext.diagnosis.certificate.certificate import Certificate, certify
+from keras_dist_ext.diagnosis.certificate.certified_script import certify_script
+from keras_dist_ext.diagnosis.certificate.sides import bounds_of_tensorflow
 
 Strategy = tf.distribute.Strategy
 Build = Callable[[], keras.Model]
@@ -689,7 +689,7 @@ def test_it_is_refused_inside_of_a_scope(mirrored: Strategy) -> None:
 SCRIPT = """
 import sys
 import keras, numpy as np, tensorflow as tf
-from keras_dist_ext.strategy import pick_strategy
+from keras_dist_ext.strategy.pick import pick_strategy
 import keras_dist_ext as kde
 
 library = kde if sys.argv[1] == "ours" else keras

@@ -12,11 +12,11 @@ import sys
 import pytest
 from launching import ROOT
 
-from keras_dist_ext.choice.cluster import Cluster
-from keras_dist_ext.choice.decision import decide
-from keras_dist_ext.choice.facts import gather_facts
-from keras_dist_ext.choice.mpi import mpi_cluster
+from keras_dist_ext.cluster.mpi import mpi_cluster
+from keras_dist_ext.cluster.spec import Cluster
 from keras_dist_ext.errors import ClusterError
+from keras_dist_ext.strategy.decision import decide
+from keras_dist_ext.strategy.facts import gather_facts
 
 TFJOB_HOSTS = [f"mnist-worker-{i}.train.svc:2222" for i in range(3)]
 SLURM = {

@@ -36,7 +36,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 
 import keras_dist_ext as kde
-from keras_dist_ext.dashboard import metadata as names
+from keras_dist_ext.monitoring.dashboard import metadata as names
 
 pytestmark = pytest.mark.skipif(browser_module.missing() is not None, reason=str(browser_module.missing()))
 

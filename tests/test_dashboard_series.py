@@ -9,11 +9,11 @@ from dashboard.logs import SECONDS, START
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_dist_ext.dashboard import metadata as names
-from keras_dist_ext.dashboard import wire
-from keras_dist_ext.dashboard.clock import clock_of
-from keras_dist_ext.dashboard.lines import bins_of, over, reduce
-from keras_dist_ext.dashboard.points import newest, union_of_steps
+from keras_dist_ext.monitoring.dashboard import metadata as names
+from keras_dist_ext.monitoring.dashboard import wire
+from keras_dist_ext.monitoring.dashboard.clock import clock_of
+from keras_dist_ext.monitoring.dashboard.lines import bins_of, over, reduce
+from keras_dist_ext.monitoring.dashboard.points import newest, union_of_steps
 
 
 def points(values, steps=None):

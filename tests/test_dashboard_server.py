@@ -24,14 +24,14 @@ from tensorboard.data import server_ingester
 from tensorboard.util import grpc_util
 from werkzeug.test import Client
 
-from keras_dist_ext.dashboard import metadata as names
-from keras_dist_ext.dashboard import source as source_module
-from keras_dist_ext.dashboard.export import file_name
-from keras_dist_ext.dashboard.plugin import ReplicasPlugin
-from keras_dist_ext.dashboard.points import newest
-from keras_dist_ext.dashboard.reading import read_columns, read_publicly
-from keras_dist_ext.dashboard.source import Source
-from keras_dist_ext.dashboard.static_files import StaticFiles
+from keras_dist_ext.monitoring.dashboard import metadata as names
+from keras_dist_ext.monitoring.dashboard import source as source_module
+from keras_dist_ext.monitoring.dashboard.export import file_name
+from keras_dist_ext.monitoring.dashboard.plugin import ReplicasPlugin
+from keras_dist_ext.monitoring.dashboard.points import newest
+from keras_dist_ext.monitoring.dashboard.reading import read_columns, read_publicly
+from keras_dist_ext.monitoring.dashboard.source import Source
+from keras_dist_ext.monitoring.dashboard.static_files import StaticFiles
 
 CTX = RequestContext()
 
@@ -466,11 +466,11 @@ def test_replicas_with_equal_steps_share_them_in_memory(slow_provider):
 
 
 def test_every_file_of_the_page_is_packaged_and_nothing_else_is_served(slow_provider, log_dir):
-    static = ROOT / "keras_dist_ext" / "dashboard" / "static"
+    static = ROOT / "keras_dist_ext" / "monitoring" / "dashboard" / "static"
     files = {file.relative_to(static).as_posix() for file in static.rglob("*") if file.is_file()}
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    patterns = setup["options.package_data"]["keras_dist_ext.dashboard"].split()
+    patterns = setup["options.package_data"]["keras_dist_ext.monitoring.dashboard"].split()
     packaged = {file.relative_to(static).as_posix() for pattern in patterns for file in static.parent.glob(pattern)}
     assert packaged == files == set(StaticFiles().paths)
     assert "vendor/uplot/LICENSE" in files
@@ -489,7 +489,7 @@ def test_no_other_file_is_served(slow_provider, log_dir, path):
 
 
 def test_scripts_come_from_the_package_alone():
-    static = ROOT / "keras_dist_ext" / "dashboard" / "static"
+    static = ROOT / "keras_dist_ext" / "monitoring" / "dashboard" / "static"
     own = [file for file in static.rglob("*.js") if "vendor" not in file.parts]
     assert len(own) > 15
     for file in own:
@@ -541,7 +541,10 @@ def test_tensorboard_finds_the_plugin_by_its_entry_point_and_imports_neither_ten
 @pytest.mark.parametrize(
     ("before", "words"),
     [
-        ("sys.modules['keras_dist_ext.dashboard.plugin'] = None", "The Replicas tab is off: ModuleNotFoundError: "),
+        (
+            "sys.modules['keras_dist_ext.monitoring.dashboard.plugin'] = None",
+            "The Replicas tab is off: ModuleNotFoundError: ",
+        ),
         ("context.data_provider = None", "The Replicas tab is off: TensorBoard runs with --generic_data=false."),
         ("context.sampling_hints = 7", "The Replicas tab is off: AttributeError: "),
     ],
@@ -556,11 +559,16 @@ _LOADER = """
 import sys
 from tensorboard.plugins import base_plugin
 before = set(sys.modules)
-import keras_dist_ext.dashboard.loader
+import keras_dist_ext.monitoring.dashboard.loader
 print(*sorted(name for name in set(sys.modules) - before if name.startswith("keras_dist_ext")))
 """
 
 
 def test_the_loader_needs_nothing_but_tensorboard():
     ended = subprocess.run([sys.executable, "-c", _LOADER], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert ended.stdout.split() == ["keras_dist_ext", "keras_dist_ext.dashboard", "keras_dist_ext.dashboard.loader"]
+    assert ended.stdout.split() == [
+        "keras_dist_ext",
+        "keras_dist_ext.monitoring",
+        "keras_dist_ext.monitoring.dashboard",
+        "keras_dist_ext.monitoring.dashboard.loader",
+    ]

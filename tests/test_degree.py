@@ -9,7 +9,7 @@ import tensorflow as tf
 from conftest import KERAS_VERSION
 from keras import ops
 
-from keras_dist_ext.degree import degree_in_rows
+from keras_dist_ext.step.batch_scaling import degree_in_rows
 
 ROWS = np.random.default_rng(0).normal(size=(4, 5)).astype("float32")
 KERNEL = tf.Variable(np.random.default_rng(1).normal(size=(5, 3)).astype("float32"))

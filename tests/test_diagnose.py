@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keras_dist_ext.diagnose import judge
-from keras_dist_ext.diagnosis.examination import (
+from keras_dist_ext.diagnosis.doctor.examination import (
     Calls,
     Estimate,
     Examination,
@@ -24,10 +23,11 @@ from keras_dist_ext.diagnosis.examination import (
     Trials,
     blocks_of_steps,
 )
-from keras_dist_ext.diagnosis.setting_rules import shared_cpu
-from keras_dist_ext.diagnosis.time_rules import best_steps_per_execution
+from keras_dist_ext.diagnosis.doctor.rules import judge
+from keras_dist_ext.diagnosis.doctor.setting_rules import shared_cpu
+from keras_dist_ext.diagnosis.doctor.time_rules import best_steps_per_execution
 from keras_dist_ext.findings import Finding
-from keras_dist_ext.stats import ReplicaStats
+from keras_dist_ext.step.stats import ReplicaStats
 
 GPUS = ("GPU:0", "GPU:1")
 HEALTHY = Setting(strategy="mirrored", num_replicas=2, devices=GPUS, accelerators=GPUS, num_cores=8)
@@ -436,5 +436,6 @@ def test_neighbouring_blocks_merge_without_losing_a_second_or_an_example() -> No
 
 
 def test_judging_needs_no_tensorflow() -> None:
-    code = "import keras_dist_ext.diagnose, sys; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
+    module = "keras_dist_ext.diagnosis.doctor.rules"
+    code = f"import {module}, sys; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

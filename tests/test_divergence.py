@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import keras_dist_ext as kde
 from keras_dist_ext import _keras
-from keras_dist_ext.monitoring.divergence import Divergence, _hash
+from keras_dist_ext.training.divergence import Divergence, _hash
 
 X = np.random.default_rng(0).normal(size=(36, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)

@@ -24,8 +24,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 import keras_dist_ext as kde
-from keras_dist_ext.diagnosis.kept_state import _copies
-from keras_dist_ext.strategy import pick_strategy
+from keras_dist_ext.strategy.pick import pick_strategy
+from keras_dist_ext.training.snapshot import _copies
 
 # Planted faults
 
@@ -172,7 +172,7 @@ def _diagnosed(strategy: Any, data: Any, **arguments: Any) -> Any:
 
 @pytest.mark.parametrize("interventions", [False, pytest.param(True, marks=slow)])
 def test_epochs_of_one_batch_are_no_fault(interventions: bool, mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keras_dist_ext.diagnosis.interventions._SECONDS", 0.5)
+    monkeypatch.setattr("keras_dist_ext.diagnosis.doctor.interventions._SECONDS", 0.5)
     data = tf.data.Dataset.from_tensor_slices((X[:256], Y[:256])).shuffle(256).batch(256)
     report = undisturbed([], lambda: _diagnosed(mirrored, data, interventions=interventions))
     assert report.codes == [], str(report)
@@ -239,7 +239,9 @@ def test_mirrored_with_one_device_is_found() -> None:
 
 
 def test_idle_gpus_are_found(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keras_dist_ext.diagnosis.setting.list_devices", lambda: ("CPU:0", "CPU:1", "GPU:0", "GPU:1"))
+    monkeypatch.setattr(
+        "keras_dist_ext.diagnosis.doctor.setting.list_devices", lambda: ("CPU:0", "CPU:1", "GPU:0", "GPU:1")
+    )
     assert _quick(mirrored, "idle-accelerators") == ["idle-accelerators"]
 
 
@@ -293,7 +295,7 @@ def _stateful(strategy: Any, **compiled: Any) -> Any:
 def test_diagnosis_with_experiments_leaves_every_copy_of_every_variable_bit_for_bit(
     accumulate: int | None, mirrored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keras_dist_ext.diagnosis.interventions._SECONDS", 0.5)
+    monkeypatch.setattr("keras_dist_ext.diagnosis.doctor.interventions._SECONDS", 0.5)
     model = _stateful(mirrored, gradient_accumulation_steps=accumulate)
     random.seed(3)
     before = [copy.numpy().tobytes() for copy in _copies(model)]
@@ -385,7 +387,7 @@ def test_other_callbacks_are_as_they_were_after_a_run_and_after_one_that_broke(m
 
 
 def test_short_steps_are_recorded_for_a_while_only(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keras_dist_ext.diagnosis.step_blocks._ENOUGH_SECONDS", 0.05)
+    monkeypatch.setattr("keras_dist_ext.diagnosis.doctor.step_blocks._ENOUGH_SECONDS", 0.05)
     seen: list[int] = []
 
     class Recorders(keras.callbacks.Callback):  # type: ignore[misc]
@@ -503,7 +505,7 @@ def test_the_command_runs_a_script_until_it_has_seen_enough(name: str, tmp_path:
 
 
 def test_a_script_that_does_not_train_is_an_error_that_says_so(tmp_path: pathlib.Path) -> None:
-    from keras_dist_ext.diagnosis.doctor_command import examine_script
+    from keras_dist_ext.diagnosis.doctor.doctor_command import examine_script
 
     (tmp_path / "train.py").write_text("print('nothing')")
     with pytest.raises(kde.MonitorError, match="has ended without training by `fit`.*kde.diagnose"):
@@ -539,7 +541,7 @@ for number, num_steps in enumerate({calls}, 1):
 def test_the_command_looks_at_the_call_of_fit_with_the_most_steps(
     calls: list[int], last: str, num_called: int, told: int, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from keras_dist_ext.diagnosis.doctor_command import examine_script
+    from keras_dist_ext.diagnosis.doctor.doctor_command import examine_script
 
     script = tmp_path / "train.py"
     script.write_text(CALLS.format(calls=calls, last=last))
@@ -555,7 +557,7 @@ def test_the_command_looks_at_the_call_of_fit_with_the_most_steps(
 
 
 def test_the_command_takes_callbacks_in_a_list_of_keras(tmp_path: pathlib.Path) -> None:
-    from keras_dist_ext.diagnosis.doctor_command import examine_script
+    from keras_dist_ext.diagnosis.doctor.doctor_command import examine_script
 
     made = "keras.callbacks.CallbackList([keras.callbacks.TerminateOnNaN()], True, model=model)"
     (tmp_path / "train.py").write_text(
@@ -570,7 +572,7 @@ def test_the_command_takes_callbacks_in_a_list_of_keras(tmp_path: pathlib.Path) 
 def test_a_model_outside_of_the_scope_is_the_finding_of_its_script(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from keras_dist_ext.diagnosis.doctor_command import examine_script
+    from keras_dist_ext.diagnosis.doctor.doctor_command import examine_script
 
     outside = """
 strategy = kde.pick_strategy("mirrored", num_replicas=2).strategy
@@ -588,7 +590,7 @@ model.fit(x, x[:, :1], verbose=0)
 def test_a_bound_that_is_beyond_what_is_recorded_of_short_steps_ends_the_run_too(
     mirrored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keras_dist_ext.diagnosis.step_blocks._ENOUGH_SECONDS", 0.01)
+    monkeypatch.setattr("keras_dist_ext.diagnosis.doctor.step_blocks._ENOUGH_SECONDS", 0.01)
     with mirrored.scope():
         model = kde.Sequential(doctor_runs.tiny())
         model.compile("sgd", "mse", steps_per_execution=10)
@@ -603,7 +605,7 @@ def test_experiments_do_not_set_off_tensorflows_warning_of_retracing(
     mirrored: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It warns twice in a process at most, so that a user's own retracing would not be told of."""
-    monkeypatch.setattr("keras_dist_ext.diagnosis.interventions._ROUNDS", (1, 1))
+    monkeypatch.setattr("keras_dist_ext.diagnosis.doctor.interventions._ROUNDS", (1, 1))
     monkeypatch.setattr(
         polymorphic_function,
         "_frequent_tracing_detector_manager",

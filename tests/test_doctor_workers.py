@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from doctor_worker_runs import run_all
 
-from keras_dist_ext.launch import launch
+from keras_dist_ext.cluster.launch import launch
 
 pytestmark = [pytest.mark.multiworker, pytest.mark.slow, pytest.mark.timeout(700)]
 

@@ -20,11 +20,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import keras_dist_ext as kde
-from keras_dist_ext.dashboard import metadata as names
 from keras_dist_ext.monitoring import event_files
 from keras_dist_ext.monitoring.append_file import RecordsLost
+from keras_dist_ext.monitoring.dashboard import metadata as names
 from keras_dist_ext.monitoring.event_files import overall_values, replica_values
-from keras_dist_ext.writers import SeveralWriters
+from keras_dist_ext.monitoring.writers import SeveralWriters
 
 FINDINGS: Any = [{"step": 20, "kind": "straggler", "code": "slow-replica", "what": "Replica 1 is slow.", "seconds": 2}]
 STARVED = interval(step=20, examples=[160, 0], loss=[math.nan, 0.0], gradient_norm=[2.0, math.nan])

@@ -25,13 +25,13 @@ from launching import wait_for_saves, wait_until
 from tensorflow.python.eager import context as tf_context
 
 import keras_dist_ext as kde
-from keras_dist_ext import stall
-from keras_dist_ext.choice import rendezvous
-from keras_dist_ext.choice.cluster import Cluster
-from keras_dist_ext.launch import launch
-from keras_dist_ext.processes.tasks import cluster
-from keras_dist_ext.same_program import check_same, differences, facts_of_data, facts_of_run
-from keras_dist_ext.saving.saves import Saves, unpack
+from keras_dist_ext.cluster import rendezvous
+from keras_dist_ext.cluster.launch import launch
+from keras_dist_ext.cluster.spec import Cluster
+from keras_dist_ext.cluster.tasks import cluster
+from keras_dist_ext.strategy import deadlock as stall
+from keras_dist_ext.strategy.consistency import check_same, differences, facts_of_data, facts_of_run
+from keras_dist_ext.training.resume.saves import Saves, unpack
 
 NAN = (5,)  # the batch that has one
 

@@ -22,8 +22,8 @@ from keras import layers, losses, metrics
 from keras.optimizers import SGD, Adam
 
 import keras_dist_ext as kde
-from keras_dist_ext.launch import WorkerFailed
-from keras_dist_ext.source import take_leave
+from keras_dist_ext.cluster.launch import WorkerFailed
+from keras_dist_ext.training.source import take_leave
 
 Strategy = tf.distribute.Strategy
 InvalidArgument = tf.errors.InvalidArgumentError

@@ -12,10 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import keras_dist_ext as kde
-from keras_dist_ext import feed
 from keras_dist_ext.errors import DataError
-from keras_dist_ext.feed import Feed, Pace
-from keras_dist_ext.source import Source
+from keras_dist_ext.training import feed
+from keras_dist_ext.training.feed import Feed, Pace
+from keras_dist_ext.training.source import Source
 
 TARGET = 0.12  # seconds
 

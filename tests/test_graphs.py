@@ -8,7 +8,7 @@ from conftest import mostly_slow
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 import keras_dist_ext as kde
-from keras_dist_ext.graphs import in_graph
+from keras_dist_ext.step.graphs import in_graph
 
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(8, 3)
 Y = X.sum(axis=1, keepdims=True)

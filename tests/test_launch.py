@@ -20,7 +20,7 @@ from launching import ROOT, Shown, environ_with, linux, processes_with, run, scr
 
 import keras_dist_ext as kde
 from keras_dist_ext.cli import main
-from keras_dist_ext.launch import WorkerFailed, launch
+from keras_dist_ext.cluster.launch import WorkerFailed, launch
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("signals_as_in_a_terminal")]
 
@@ -347,7 +347,7 @@ def test_the_time_limit_ends_all_and_says_what_each_was_doing(monkeypatch, tempo
 
     with pytest.raises(kde.LaunchError) as caught:
         run(2, worker_1, args=("say_bytes", *[b"step 1\nstep 2"] * 500), time_limit=900, grace_seconds=0.2,
-            stream=Shown(monkeypatch, ("processes.generation",), react))  # fmt: skip
+            stream=Shown(monkeypatch, ("cluster.process_group",), react))  # fmt: skip
     assert re.match(
         r"The time limit passed, and the launch ended what still ran:\n"
         r"  worker 0, silent for \d+\.\d s, last printed: waiting for worker 1\n"
@@ -685,7 +685,7 @@ def test_devices_says_what_would_be_chosen_and_waits_for_nobody(capsys, monkeypa
 
 def test_importing_launch_and_the_command_line_imports_no_tensorflow():
     code = (
-        "import sys, keras_dist_ext.launch, keras_dist_ext.cli, keras_dist_ext.__main__\n"
+        "import sys, keras_dist_ext.cluster.launch, keras_dist_ext.cli, keras_dist_ext.__main__\n"
         "print([name for name in ('tensorflow', 'keras', 'numpy', 'psutil') if name in sys.modules])"
     )
     environ = environ_with(PYTHONPATH=str(ROOT))

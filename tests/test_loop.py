@@ -19,9 +19,9 @@ from conftest import mostly_slow
 
 import keras_dist_ext as kde
 from keras_dist_ext import _keras
+from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.examples import gan, linear_no_keras, sequences
-from keras_dist_ext.launch import launch
-from keras_dist_ext.scope import raw_variables
+from keras_dist_ext.strategy.scope import raw_variables
 
 LoopError, TrainLoop = kde.LoopError, kde.TrainLoop
 DEFAULT = tf.distribute.get_strategy()

@@ -18,9 +18,9 @@ from conftest import mostly_slow
 from tensorflow.python.framework.func_graph import FuncGraph
 
 import keras_dist_ext as kde
-from keras_dist_ext import feed
 from keras_dist_ext._keras import components, strategy_of_variable
-from keras_dist_ext.model import Functional
+from keras_dist_ext.training import feed
+from keras_dist_ext.training.model import Functional
 
 X = np.random.default_rng(0).normal(size=(21, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)

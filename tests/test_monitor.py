@@ -22,9 +22,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import keras_dist_ext as kde
 from keras_dist_ext import _keras
-from keras_dist_ext.dashboard import metadata as names
+from keras_dist_ext.monitoring.dashboard import metadata as names
 from keras_dist_ext.monitoring.intervals import Intervals
-from keras_dist_ext.stats import ReplicaStats
+from keras_dist_ext.step.stats import ReplicaStats
 
 X = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
 Y = (X.sum(axis=1, keepdims=True) + 1).astype("float32")

@@ -11,8 +11,8 @@ from monitor_runs import run_all
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import keras_dist_ext as kde
-from keras_dist_ext.dashboard import metadata as names
-from keras_dist_ext.launch import launch
+from keras_dist_ext.cluster.launch import launch
+from keras_dist_ext.monitoring.dashboard import metadata as names
 
 pytestmark = [pytest.mark.multiworker, pytest.mark.timeout(400)]
 

@@ -21,7 +21,7 @@ def run_python(code):
     return ended.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["keras_dist_ext", "keras_dist_ext.errors", "keras_dist_ext.launch"])
+@pytest.mark.parametrize("module", ["keras_dist_ext", "keras_dist_ext.errors", "keras_dist_ext.cluster.launch"])
 def test_importing_loads_neither_tensorflow_nor_keras(module):
     heavy = "{'tensorflow', 'keras', 'numpy', 'sklearn'}"
     assert run_python(f"import sys, {module}; print({heavy} & set(sys.modules))") == "set()"
@@ -62,14 +62,14 @@ def test_an_unknown_name_is_refused_with_those_there_are():
     "imports",
     [
         "import keras_dist_ext as kde",
-        "import keras_dist_ext.launch; import keras_dist_ext as kde",
-        "from keras_dist_ext.launch import launch; import keras_dist_ext as kde",
-        "import keras_dist_ext as kde; kde.launch; import keras_dist_ext.launch",
+        "import keras_dist_ext.cluster.launch; import keras_dist_ext as kde",
+        "from keras_dist_ext.cluster.launch import launch; import keras_dist_ext as kde",
+        "import keras_dist_ext as kde; kde.launch; import keras_dist_ext.cluster.launch",
     ],
 )
 def test_launch_is_the_function_whatever_was_imported_before(imports):
     assert run_python(f"{imports}; print(type(kde.launch).__name__, kde.launch.__module__)") == (
-        "function keras_dist_ext.launch"
+        "function keras_dist_ext.cluster.launch"
     )
 
 

@@ -22,12 +22,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist_ext.coordinator import Coordinator, check_asynchronous
+from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.errors import DataError, LoopError, StrategyError
-from keras_dist_ext.launch import launch
-from keras_dist_ext.loop import TrainLoop
-from keras_dist_ext.model import Sequential
-from keras_dist_ext.strategy import pick_strategy
+from keras_dist_ext.strategy.pick import pick_strategy
+from keras_dist_ext.training.loop.train_loop import TrainLoop
+from keras_dist_ext.training.model import Sequential
+from keras_dist_ext.training.parameter_server.coordinator import Coordinator, check_asynchronous
 
 pytestmark = [pytest.mark.multiworker, pytest.mark.slow]
 
@@ -677,7 +677,7 @@ def survive() -> dict[str, Any]:
 
     def serve(kind: str, index: int) -> None:
         config = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
-        code = "from keras_dist_ext.processes import worker; worker._serve()"
+        code = "from keras_dist_ext.cluster import worker; worker._serve()"
         servers[kind, index] = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TF_CONFIG": config})
 
     def kill(kind: str, index: int) -> None:

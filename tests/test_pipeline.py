@@ -13,8 +13,8 @@ import tensorflow as tf
 from measured import undisturbed
 
 import keras_dist_ext as kde
-from keras_dist_ext.datasets import stage_times
-from keras_dist_ext.datasets.dataset_graph import read_graph
+from keras_dist_ext.data import stage_times
+from keras_dist_ext.data.dataset_graph import read_graph
 from keras_dist_ext.errors import DataError
 
 AUTO = tf.data.AUTOTUNE

@@ -13,13 +13,14 @@ from keras import layers
 from placement_runs import FIT, WEIGHTS, X, Y, devices_of, make, place, train_in_worker
 
 import keras_dist_ext as kde
-from keras_dist_ext import _keras, xla
-from keras_dist_ext.launch import launch
-from keras_dist_ext.placing import verdict
-from keras_dist_ext.placing.groups import home_devices
-from keras_dist_ext.placing.parts import Part
-from keras_dist_ext.placing.timeline import PartTimes, Timeline, Transfer
-from keras_dist_ext.placing.trace import Trace
+from keras_dist_ext import _keras
+from keras_dist_ext.cluster.launch import launch
+from keras_dist_ext.step import xla
+from keras_dist_ext.training.placement import verdict
+from keras_dist_ext.training.placement.groups import home_devices
+from keras_dist_ext.training.placement.parts import Part
+from keras_dist_ext.training.placement.timeline import PartTimes, Timeline, Transfer
+from keras_dist_ext.training.placement.trace import Trace
 
 RANDOM = np.random.default_rng(1)
 ONE = {"encoder": "CPU:0", "decoder": "CPU:1"}

@@ -16,11 +16,11 @@ import tensorflow as tf
 from conftest import mostly_slow
 
 import keras_dist_ext as kde
-from keras_dist_ext import program as program_module
-from keras_dist_ext import tapes as tapes_module
-from keras_dist_ext.recorder import ON_TAPE, Recorder
-from keras_dist_ext.stats import Kind, ReplicaStats, StepRecords, join_records, summarize
-from keras_dist_ext.tapes import Cut, Tapes
+from keras_dist_ext.step import step_buffer as tapes_module
+from keras_dist_ext.step.recorder import ON_TAPE, Recorder
+from keras_dist_ext.step.stats import Kind, ReplicaStats, StepRecords, join_records, summarize
+from keras_dist_ext.step.step_buffer import Cut, Tapes
+from keras_dist_ext.training import program as program_module
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(50, 6)).astype("float32")

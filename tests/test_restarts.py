@@ -18,8 +18,8 @@ import worker_runs
 from launching import ROOT, Shown, environ_with, linux, processes_with, run, script, wait_until
 
 import keras_dist_ext as kde
-from keras_dist_ext.launch import WorkerFailed, launch
-from keras_dist_ext.processes.cores import fair_shares, usable_cpus
+from keras_dist_ext.cluster.cores import fair_shares, usable_cpus
+from keras_dist_ext.cluster.launch import WorkerFailed, launch
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("signals_as_in_a_terminal")]
 
@@ -173,7 +173,7 @@ def test_the_time_limit_is_for_all_attempts_together(monkeypatch):
     def react(shown):
         shown.ahead = 300.0 * (("ValueError" in shown.getvalue()) + ("hangs" in shown.getvalue()))
 
-    shown = Shown(monkeypatch, ("launch", "processes.generation"), react)
+    shown = Shown(monkeypatch, ("cluster.launch", "cluster.process_group"), react)
     with pytest.raises(kde.LaunchError, match="The time limit passed"):
         run(2, act, args=[("fail",), ("wait_in_vain",)], max_restarts=9, time_limit=500, grace_seconds=0.1,
             pause_seconds=0.01, stream=shown)  # fmt: skip
@@ -227,7 +227,7 @@ def in_haste_while_hanging(monkeypatch, num_workers):
         text = shown.getvalue().rpartition("launch: restart")[2]
         shown.haste = 100.0 if text.count("] hangs\n") == num_workers else 0.0
 
-    return Shown(monkeypatch, ("processes.process",), react)
+    return Shown(monkeypatch, ("cluster.process",), react)
 
 
 def test_a_worker_that_finishes_no_step_hangs_and_shows_where(monkeypatch, temporary):
@@ -254,7 +254,7 @@ def test_a_worker_that_finishes_a_step_now_and_then_does_not_hang(monkeypatch, t
             shown.ahead += 400.0
             (tmp_path / str(step)).touch()
 
-    shown = Shown(monkeypatch, ("processes.process",), react)
+    shown = Shown(monkeypatch, ("cluster.process",), react)
     assert run(2, step_when_told, args=(6, str(tmp_path)), timeout=1000, stream=shown)[0].values == (6, 6)
     assert shown.ahead == 2400.0
 
@@ -275,7 +275,7 @@ def test_a_worker_that_is_stopped_is_said_to_be(monkeypatch):
             wait_until(lambda: psutil.Process(int(found[1])).status() == psutil.STATUS_STOPPED)
             shown.haste = 100.0
 
-    shown = Shown(monkeypatch, ("processes.process",), react)
+    shown = Shown(monkeypatch, ("cluster.process",), react)
     with pytest.raises(kde.LaunchError) as caught:
         run(2, act, args=[("stop_self",)], timeout=1000, grace_seconds=0.1, stream=shown)
     assert "worker 0 has not made a step yet, worker 1 is stopped, as by SIGSTOP, before its first step.\n" in str(

@@ -27,9 +27,9 @@ from launching import wait_for_saves
 from resume_runs import BATCH, DATA, Crash, X, Y, assert_same, run
 
 import keras_dist_ext as kde
-from keras_dist_ext.launch import WorkerFailed, launch
-from keras_dist_ext.saving import saves as saves_module
-from keras_dist_ext.saving.saves import BadSave, Saves, check, unpack
+from keras_dist_ext.cluster.launch import WorkerFailed, launch
+from keras_dist_ext.training.resume import saves as saves_module
+from keras_dist_ext.training.resume.saves import BadSave, Saves, check, unpack
 
 pytestmark = [
     # Keras says so of everything but arrays; and one kind of data here ends with an epoch
@@ -689,7 +689,7 @@ def test_saves_come_when_they_are_asked_for(
     save_every: Any, num_saves: int | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = keras.callbacks.LambdaCallback(on_train_batch_end=wait_for_saves)
-    monkeypatch.setattr("keras_dist_ext.resume._TIMES_COST", 0.0)  # every epoch is worth a save
+    monkeypatch.setattr("keras_dist_ext.training.resume.callback._TIMES_COST", 0.0)  # every epoch is worth a save
     fit_small(tmp_path, waits, resume=kde.Resume(tmp_path, save_every, keep=99), epochs=3)
     found = len(list(tmp_path.iterdir()))
     assert found == num_saves if num_saves else found > 3
@@ -821,7 +821,7 @@ def test_where_no_save_is_whole_the_run_begins_anew_and_says_so(tmp_path: pathli
 DYING = """
 import os, signal, sys
 import numpy as np
-from keras_dist_ext.saving.saves import Saves
+from keras_dist_ext.training.resume.saves import Saves
 saves = Saves(sys.argv[1], 3)
 saves.prepare()
 saves.write({"number": 1}, {"a": np.arange(1000)})
@@ -858,7 +858,7 @@ def test_a_process_killed_while_it_saves_leaves_the_save_before_or_a_whole_one(
 FULL = """
 import resource, signal, sys
 import numpy as np
-from keras_dist_ext.saving.saves import Saves
+from keras_dist_ext.training.resume.saves import Saves
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
 saves = Saves(sys.argv[1], 3)

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import keras_dist_ext as kde
-from keras_dist_ext.scope import ScopeEntry, ScopeReport, describe_strategy, optimizers
+from keras_dist_ext.strategy.scope import ScopeEntry, ScopeReport, describe_strategy, optimizers
 
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(8, 3)
 Y = X.sum(axis=1, keepdims=True)
@@ -466,8 +466,8 @@ OTHER_STRATEGIES = """
 import socket, sys
 import keras, numpy as np, tensorflow as tf
 import keras_dist_ext as kde
-from keras_dist_ext.adoption import adopt
-from keras_dist_ext.scope import describe_strategy
+from keras_dist_ext.training.adoption.adopt import adopt
+from keras_dist_ext.strategy.scope import describe_strategy
 
 def addresses(count):
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]

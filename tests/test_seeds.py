@@ -22,9 +22,9 @@ from seed_runs import draws, noting_model, order_of_data
 
 import keras_dist_ext as kde
 from keras_dist_ext import _keras
-from keras_dist_ext.launch import launch
-from keras_dist_ext.seeds import MODULUS, fold_in, replica_offset, stream
-from keras_dist_ext.xla import draw_as_uncompiled
+from keras_dist_ext.cluster.launch import launch
+from keras_dist_ext.step.seeds import MODULUS, fold_in, replica_offset, stream
+from keras_dist_ext.step.xla import draw_as_uncompiled
 
 # Streams
 
@@ -667,7 +667,7 @@ def test_scope_guard_warns_that_stock_models_repeat_their_draws(mirrored: Any) -
 
 
 def test_generators_that_would_draw_alike_are_named(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from keras_dist_ext import seeds
+    from keras_dist_ext.step import seeds
 
     model = small_model(mirrored)
     monkeypatch.setattr(seeds, "fold_in", lambda root, *ids: 1)

@@ -12,8 +12,8 @@ import tensorflow as tf
 from data_runs import NUM_EXAMPLES, SHARDING_CASES, arrays, generator, plain, py_dataset, run_sharding, write_files
 
 import keras_dist_ext as kde
+from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.errors import DataError, SeedError
-from keras_dist_ext.launch import launch
 
 EVERYTHING = list(range(NUM_EXAMPLES))
 
@@ -299,7 +299,7 @@ def test_buckets_can_be_dealt_too(mirrored: Any) -> None:
 
 
 def test_files_are_counted_where_their_names_are_known(tmp_path: Any) -> None:
-    from keras_dist_ext.datasets.dataset_graph import read_graph
+    from keras_dist_ext.data.dataset_graph import read_graph
 
     paths = write_files(str(tmp_path))
     for dataset in (

@@ -9,10 +9,12 @@ import tensorflow as tf
 from conftest import mostly_slow
 
 import keras_dist_ext as kde
-from keras_dist_ext import logs, program, reduce, step, xla
 from keras_dist_ext._keras import components
 from keras_dist_ext.errors import DataError
-from keras_dist_ext.step import ReplicaStep
+from keras_dist_ext.step import logs, reduce, xla
+from keras_dist_ext.step import replica_step as step
+from keras_dist_ext.step.replica_step import ReplicaStep
+from keras_dist_ext.training import program
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(21, 3)).astype("float32")

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
-from keras_dist_ext.choice.cluster import Cluster
-from keras_dist_ext.choice.decision import NAMES, Decision, decide
-from keras_dist_ext.choice.facts import Facts, gather_facts, list_devices
+from keras_dist_ext.cluster.spec import Cluster
 from keras_dist_ext.errors import ClusterError, StrategyError
-from keras_dist_ext.strategy import StrategyChoice, pick_strategy
+from keras_dist_ext.strategy.decision import NAMES, Decision, decide
+from keras_dist_ext.strategy.facts import Facts, gather_facts, list_devices
+from keras_dist_ext.strategy.pick import StrategyChoice, pick_strategy
 
 ONE_CPU = ("CPU:0",)
 TWO_GPUS = ("CPU:0", "GPU:0", "GPU:1")
@@ -495,7 +495,7 @@ def kept_port():
 def run_python(code, **environ):
     """Run code in a process that has only pick_strategy imported; return what it prints."""
     ended = subprocess.run(
-        [sys.executable, "-c", "from keras_dist_ext.strategy import pick_strategy\n" + textwrap.dedent(code)],
+        [sys.executable, "-c", "from keras_dist_ext.strategy.pick import pick_strategy\n" + textwrap.dedent(code)],
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "NONE", **environ},
         capture_output=True,
         text=True,

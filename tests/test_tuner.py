@@ -49,7 +49,7 @@ from tuner_runs import (
 )
 
 import keras_dist_ext as kde
-from keras_dist_ext.tuner._keras_tuner import content_with_executions
+from keras_dist_ext._keras.keras_tuner import content_with_executions
 from keras_dist_ext.tuner.avoidance import _Known
 from keras_dist_ext.tuner.coupled import CoupledValues, ScaledLearningRate, batched, couple
 from keras_dist_ext.tuner.failures import Failure, Infeasible, failure_of

@@ -12,15 +12,16 @@ import psutil
 import pytest
 from keras_tuner.engine.trial import Trial, TrialStatus
 
+from keras_dist_ext._keras import keras_tuner as _keras_tuner
+from keras_dist_ext._keras import keras_tuner_oracle as _oracle
+from keras_dist_ext.cluster.tasks import cluster
 from keras_dist_ext.errors import LaunchError
-from keras_dist_ext.processes.tasks import cluster
-from keras_dist_ext.tuner import _keras_tuner, _oracle
-from keras_dist_ext.tuner.channel import Channel, Unreachable
-from keras_dist_ext.tuner.chief import OracleServer, SearchEnded
 from keras_dist_ext.tuner.first_pass import Outcome
-from keras_dist_ext.tuner.measuring import Turnstile, measured_by_one
-from keras_dist_ext.tuner.place import Place
-from keras_dist_ext.tuner.remote_oracle import RemoteOracle
+from keras_dist_ext.tuner.processes.channel import Channel, Unreachable
+from keras_dist_ext.tuner.processes.chief import OracleServer, SearchEnded
+from keras_dist_ext.tuner.processes.measuring import Turnstile, measured_by_one
+from keras_dist_ext.tuner.processes.place import Place
+from keras_dist_ext.tuner.processes.remote_oracle import RemoteOracle
 
 pytestmark = pytest.mark.timeout(60)
 

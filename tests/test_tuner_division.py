@@ -5,8 +5,8 @@ import json
 import pytest
 
 from keras_dist_ext.errors import ClusterError, LaunchError
-from keras_dist_ext.tuner.parallel import Machine, divide, this_machine
-from keras_dist_ext.tuner.place import Place, place_of
+from keras_dist_ext.tuner.processes.parallel import Machine, divide, this_machine
+from keras_dist_ext.tuner.processes.place import Place, place_of
 
 # Who is who.
 

@@ -13,7 +13,7 @@ from tuner_runs import HELD_OUT, TRAIN, X, Y, our_model
 import keras_dist_ext as kde
 from keras_dist_ext.tuner.coupled import CoupledValues
 from keras_dist_ext.tuner.first_pass import FirstPass, ModelRacer, Outcome, RaceDiary, race
-from keras_dist_ext.tuner.measuring import Turnstile
+from keras_dist_ext.tuner.processes.measuring import Turnstile
 
 RULES = FirstPass(seconds=0.05, samples=3, rungs=1)
 OUTCOME = {"survivors": ["a"], "dropped": {"b": "slow"}, "examples_per_second": {"a": 2.0, "b": 1.0}}
@@ -146,7 +146,7 @@ def test_another_worker_measures_when_the_first_is_given_up_or_falls_silent(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("keras_dist_ext.tuner.measuring.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("keras_dist_ext.tuner.processes.measuring.time.monotonic", lambda: now[0])
     turnstile = Turnstile(tmp_path, lambda _: None, workers_live=False)
     turnstile.ask("tuner0", measures=False)
     now[0] = 29.0
@@ -168,7 +168,7 @@ def test_a_chief_that_is_started_again_waits_for_a_word_of_who_measures(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("keras_dist_ext.tuner.measuring.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("keras_dist_ext.tuner.processes.measuring.time.monotonic", lambda: now[0])
     turnstile = Turnstile(tmp_path, lambda _: None, workers_live=True)
     assert turnstile.ask("tuner1", measures=False) == {"may_measure": False}
     assert turnstile.ask("tuner0", measures=True) == {"may_measure": True}

@@ -19,16 +19,16 @@ import search_runs
 from launching import environ_with, processes_with, script, wait_until
 
 from keras_dist_ext.cli import main
+from keras_dist_ext.cluster.tasks import cluster
 from keras_dist_ext.errors import LaunchError
-from keras_dist_ext.processes.tasks import cluster
-from keras_dist_ext.tuner.channel import Channel
-from keras_dist_ext.tuner.chief import OracleServer, SearchEnded
-from keras_dist_ext.tuner.crew import Crew, Output
 from keras_dist_ext.tuner.first_pass import Outcome
-from keras_dist_ext.tuner.measuring import Turnstile
-from keras_dist_ext.tuner.place import Place
-from keras_dist_ext.tuner.processes import launch_search
-from keras_dist_ext.tuner.supervisor import Limits, Supervisor
+from keras_dist_ext.tuner.processes.channel import Channel
+from keras_dist_ext.tuner.processes.chief import OracleServer, SearchEnded
+from keras_dist_ext.tuner.processes.crew import Crew, Output
+from keras_dist_ext.tuner.processes.launch_search import launch_search
+from keras_dist_ext.tuner.processes.measuring import Turnstile
+from keras_dist_ext.tuner.processes.place import Place
+from keras_dist_ext.tuner.processes.supervisor import Limits, Supervisor
 
 pytestmark = [
     pytest.mark.multiworker,

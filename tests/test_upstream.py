@@ -22,8 +22,8 @@ from keras.optimizers import SGD
 
 import keras_dist_ext as kde
 from keras_dist_ext import _keras
-from keras_dist_ext.comparison.sides import RowsAlike
-from keras_dist_ext.pass_through import PassThrough
+from keras_dist_ext.diagnosis.certificate.sides import RowsAlike
+from keras_dist_ext.step.pass_through import PassThrough
 
 X = np.linspace(-1, 1, 12, dtype="float32").reshape(4, 3)
 Y = X.sum(axis=1, keepdims=True)

@@ -15,8 +15,9 @@ from conftest import mostly_slow, strategies
 from virtual_runs import CASES, FIT, OF_WORKERS, QUICK, Case, X, Y, randomized, rows_of_worker, run_in_worker, values
 
 import keras_dist_ext as kde
-from keras_dist_ext import logs, reduce, turns, xla
-from keras_dist_ext.launch import launch
+from keras_dist_ext.cluster.launch import launch
+from keras_dist_ext.step import logs, reduce, xla
+from keras_dist_ext.step import virtual_replicas as turns
 
 ORDERED, FAST = kde.VirtualReplicas(4), kde.VirtualReplicas(4, reduction="fast")
 KINDS = {1: "default", 2: "mirrored2", 3: "mirrored3", 4: "mirrored4"}

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist_ext.coordination.worker_steps import WorkerSteps
 from keras_dist_ext.errors import StrategyError
+from keras_dist_ext.training.parameter_server.worker_steps import WorkerSteps
 
 
 class Difference(keras.Model):

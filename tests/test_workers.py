@@ -15,9 +15,9 @@ import tensorflow as tf
 from worker_runs import DATA_CASES, NUM_EXAMPLES, ids, run_all
 
 import keras_dist_ext as kde
-from keras_dist_ext import workers
-from keras_dist_ext.launch import launch
-from keras_dist_ext.workers import Workers, callbacks_of_worker, checksum_of, own_callback
+from keras_dist_ext.cluster.launch import launch
+from keras_dist_ext.strategy import workers
+from keras_dist_ext.strategy.workers import Workers, callbacks_of_worker, checksum_of, own_callback
 
 pytestmark = [pytest.mark.multiworker, pytest.mark.timeout(600)]
 

@@ -21,8 +21,8 @@ from intervals_made_up import interval, run
 
 import keras_dist_ext as kde
 from keras_dist_ext.monitoring.append_file import AppendFile, RecordsLost
-from keras_dist_ext.stats import ReplicaStats
-from keras_dist_ext.writers import SeveralWriters, Writer
+from keras_dist_ext.monitoring.writers import SeveralWriters, Writer
+from keras_dist_ext.step.stats import ReplicaStats
 
 FINDINGS: Any = [
     {"step": 20, "kind": "straggler", "code": "slow-replica", "what": "Replica 1 is slow.", "seconds": 2.5}

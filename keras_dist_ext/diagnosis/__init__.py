@@ -1,5 +1,3 @@
-"""Helpers of `diagnose` and `doctor`: what is measured, what is tried, and the rules that judge.
+"""Say why training is not faster, and whether it trains the same."""
 
-In reading order: `setting`, `host_clock`, `step_blocks`, `examination`, `visit`, `setting_rules`, `time_rules`,
-`kept_state`, `bounded_run`, `interventions`, `report`, `doctor_command`.
-"""
+__all__: list[str] = []

@@ -28,11 +28,11 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import keras_dist_ext as kde
-from keras_dist_ext.choice.decision import decide
-from keras_dist_ext.choice.facts import gather_facts
 from keras_dist_ext.monitoring.terminal import TerminalWriter
-from keras_dist_ext.stats import ReplicaStats
-from keras_dist_ext.workers import workers_of
+from keras_dist_ext.step.stats import ReplicaStats
+from keras_dist_ext.strategy.decision import decide
+from keras_dist_ext.strategy.facts import gather_facts
+from keras_dist_ext.strategy.workers import workers_of
 
 __all__ = ["main"]
 

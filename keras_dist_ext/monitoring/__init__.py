@@ -1,5 +1,3 @@
-"""Helpers of `monitor`: from records of steps to intervals, and from intervals to files and screens.
+"""Records of steps, to files and screens."""
 
-In reading order: `intervals`, `watch`, `exchange`, `stragglers`, `divergence`, `manifest`, `append_file`, `json_lines`,
-`event_files`, `terminal`.
-"""
+__all__: list[str] = []

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from keras_dist_ext.stats import ReplicaStats
-from keras_dist_ext.workers import Workers
+from keras_dist_ext.step.stats import ReplicaStats
+from keras_dist_ext.strategy.workers import Workers
 
 __all__ = ["exchange"]
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from keras_dist_ext import _keras
 from keras_dist_ext.errors import MonitorError
-from keras_dist_ext.scope import optimizers
+from keras_dist_ext.strategy.scope import optimizers
 
 __all__ = ["Intervals", "StepCounter", "UpdateFreq"]
 

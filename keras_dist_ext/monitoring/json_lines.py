@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist_ext.choice.wording import counted
-from keras_dist_ext.dashboard.metadata import FindingRecord
 from keras_dist_ext.errors import DataError, MonitorError
+from keras_dist_ext.messages import counted
 from keras_dist_ext.monitoring.append_file import AppendFile, check_folder, is_remote
-from keras_dist_ext.stats import ReplicaStats
-from keras_dist_ext.writers import Floats, Run, Writer
+from keras_dist_ext.monitoring.dashboard.metadata import FindingRecord
+from keras_dist_ext.monitoring.writers import Floats, Run, Writer
+from keras_dist_ext.step.stats import ReplicaStats
 
 __all__ = ["JsonLinesWriter", "replay"]
 

@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from keras_dist_ext import __version__
 from keras_dist_ext._keras import is_default_strategy, keras, num_tasks
-from keras_dist_ext.dashboard.metadata import MANIFEST_VERSION, Manifest, Strategy
-from keras_dist_ext.strategy import reason_for
-from keras_dist_ext.workers import workers_of
+from keras_dist_ext.monitoring.dashboard.metadata import MANIFEST_VERSION, Manifest, Strategy
+from keras_dist_ext.strategy.pick import reason_for
+from keras_dist_ext.strategy.workers import workers_of
 
 __all__ = ["describe_model", "devices_of", "manifest_of", "num_cores"]
 

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_dist_ext.dashboard.metadata import FindingRecord
 from keras_dist_ext.errors import MonitorError
-from keras_dist_ext.stats import ReplicaStats
+from keras_dist_ext.monitoring.dashboard.metadata import FindingRecord
+from keras_dist_ext.step.stats import ReplicaStats
 
 __all__ = ["Scores", "Stragglers", "own_seconds"]
 

@@ -13,10 +13,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from keras_dist_ext.dashboard.metadata import FindingRecord
+from keras_dist_ext.monitoring.dashboard.metadata import FindingRecord
 from keras_dist_ext.monitoring.stragglers import own_seconds
-from keras_dist_ext.stats import ReplicaStats
-from keras_dist_ext.writers import Floats, Run, Writer
+from keras_dist_ext.monitoring.writers import Floats, Run, Writer
+from keras_dist_ext.step.stats import ReplicaStats
 
 __all__ = ["TerminalWriter", "table_of"]
 

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_dist_ext import _keras
-from keras_dist_ext.dashboard.metadata import FindingRecord
-from keras_dist_ext.monitoring.divergence import Divergence
+from keras_dist_ext.monitoring.dashboard.metadata import FindingRecord
 from keras_dist_ext.monitoring.exchange import exchange
 from keras_dist_ext.monitoring.intervals import Intervals, StepCounter, UpdateFreq
 from keras_dist_ext.monitoring.manifest import describe_model, devices_of, manifest_of, num_cores
 from keras_dist_ext.monitoring.stragglers import Stragglers
-from keras_dist_ext.recorder import Recorder
-from keras_dist_ext.stats import Kind, ReplicaStats, StepRecords, join_records, summarize
-from keras_dist_ext.workers import workers_of
-from keras_dist_ext.writers import Run, Writer
+from keras_dist_ext.monitoring.writers import Run, Writer
+from keras_dist_ext.step.recorder import Recorder
+from keras_dist_ext.step.stats import Kind, ReplicaStats, StepRecords, join_records, summarize
+from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.divergence import Divergence
 
 __all__ = ["Watch"]
 

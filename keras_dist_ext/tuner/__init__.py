@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from keras_dist_ext.tuner.coupled import Coupled
     from keras_dist_ext.tuner.first_pass import FirstPass
     from keras_dist_ext.tuner.objectives import cost, examples_per_second, seconds_to
-    from keras_dist_ext.tuner.processes import SearchRun, launch_search
+    from keras_dist_ext.tuner.processes.launch_search import SearchRun, launch_search
     from keras_dist_ext.tuner.search import (
         BayesianOptimization,
         GridSearch,
@@ -62,8 +62,8 @@ _MODULE_OF = {
     "cost": "objectives",
     "FirstPass": "first_pass",
     "StrategyReport": "strategy_report",
-    "launch_search": "processes",
-    "SearchRun": "processes",
+    "launch_search": "processes.launch_search",
+    "SearchRun": "processes.launch_search",
 }
 
 

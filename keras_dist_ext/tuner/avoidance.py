@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from keras_dist_ext.tuner._keras_tuner import count_failures, learn_from_failures, objectives_of, redraw
+from keras_dist_ext._keras.keras_tuner import count_failures, learn_from_failures, objectives_of, redraw
 from keras_dist_ext.tuner.objectives import UNREACHED, SecondsTo
 from keras_dist_ext.tuner.records import ProjectRecords, TrialRecord
 from keras_dist_ext.tuner.strategies import HYPERPARAMETER

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.keras_tuner import keras_tuner
 from keras_dist_ext.errors import TunerError
-from keras_dist_ext.tuner._keras_tuner import keras_tuner
 from keras_dist_ext.tuner.coupled import CoupledValues
 from keras_dist_ext.tuner.failures import Failure, failure_of
 from keras_dist_ext.tuner.meter import Meter

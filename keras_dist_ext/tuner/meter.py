@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras, num_local_replicas
-from keras_dist_ext.recorder import Recorder
-from keras_dist_ext.stats import StepRecords
+from keras_dist_ext.step.recorder import Recorder
+from keras_dist_ext.step.stats import StepRecords
 
 __all__ = ["Meter", "quartiles"]
 

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from keras_dist_ext._keras.keras_tuner import keras_tuner
 from keras_dist_ext.errors import TunerError
-from keras_dist_ext.tuner._keras_tuner import keras_tuner
 
 __all__ = ["UNREACHED", "Measured", "SecondsTo", "cost", "examples_per_second", "seconds_to"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras import is_default_strategy, keras
-from keras_dist_ext.adoption import adopt, clone_model
-from keras_dist_ext.model import Model
-from keras_dist_ext.scope import check_scope
-from keras_dist_ext.tuner._keras_tuner import keras_tuner
+from keras_dist_ext._keras.keras_tuner import keras_tuner
+from keras_dist_ext.strategy.scope import check_scope
+from keras_dist_ext.training.adoption.adopt import adopt, clone_model
+from keras_dist_ext.training.model import Model
 
 __all__ = ["ScopedHyperModel", "build_in_scope"]
 

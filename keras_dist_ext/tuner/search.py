@@ -9,19 +9,19 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from keras_dist_ext._keras import compile_arguments, keras
-from keras_dist_ext.choice.wording import counted
+from keras_dist_ext._keras.keras_tuner import callbacks_of_member, keras_tuner, objectives_of, replace_space
 from keras_dist_ext.errors import StrategyError, TunerError
-from keras_dist_ext.resume import Resume
-from keras_dist_ext.scope import describe_strategy
-from keras_dist_ext.strategy import StrategyChoice
-from keras_dist_ext.tuner._keras_tuner import callbacks_of_member, keras_tuner, objectives_of, replace_space
+from keras_dist_ext.messages import counted
+from keras_dist_ext.strategy.pick import StrategyChoice
+from keras_dist_ext.strategy.scope import describe_strategy
+from keras_dist_ext.training.resume.callback import Resume
 from keras_dist_ext.tuner.avoidance import avoid_infeasible
 from keras_dist_ext.tuner.coupled import Coupled, CoupledValues, couple
 from keras_dist_ext.tuner.first_pass import FirstPass, ModelRacer, Outcome, RaceDiary, race
 from keras_dist_ext.tuner.leftovers import cleared, keras_settings
-from keras_dist_ext.tuner.measuring import measured_by_one
-from keras_dist_ext.tuner.part import connect, go_on_alone, search_in_part
-from keras_dist_ext.tuner.place import place_of
+from keras_dist_ext.tuner.processes.measuring import measured_by_one
+from keras_dist_ext.tuner.processes.part import connect, go_on_alone, search_in_part
+from keras_dist_ext.tuner.processes.place import place_of
 from keras_dist_ext.tuner.records import ProjectRecords
 from keras_dist_ext.tuner.scoped import ScopedHyperModel, build_in_scope
 from keras_dist_ext.tuner.strategies import HYPERPARAMETER, Strategies, StrategyEntry

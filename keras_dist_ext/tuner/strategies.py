@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from keras_dist_ext._keras import is_default_strategy, uses_collectives
-from keras_dist_ext.choice.decision import NAMES
-from keras_dist_ext.choice.wording import close_name
 from keras_dist_ext.errors import KerasDistError, StrategyError, TunerError
-from keras_dist_ext.scope import describe_strategy
-from keras_dist_ext.strategy import StrategyChoice, pick_strategy
+from keras_dist_ext.messages import close_name
+from keras_dist_ext.strategy.decision import NAMES
+from keras_dist_ext.strategy.pick import StrategyChoice, pick_strategy
+from keras_dist_ext.strategy.scope import describe_strategy
 
 __all__ = ["HYPERPARAMETER", "Strategies", "StrategyEntry"]
 

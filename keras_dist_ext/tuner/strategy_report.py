@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keras_dist_ext.tuner._keras_tuner import keras_tuner
+from keras_dist_ext._keras.keras_tuner import keras_tuner
 from keras_dist_ext.tuner.failures import Failure
 from keras_dist_ext.tuner.first_pass import Outcome
 from keras_dist_ext.tuner.meter import quartiles

@@ -14,7 +14,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import api_pb2, summary, summary_v2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from keras_dist_ext.monitor import ReplicaMonitor
+from keras_dist_ext.monitoring.monitor import ReplicaMonitor
 
 __all__ = ["TrialLogs"]
 

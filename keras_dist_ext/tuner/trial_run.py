@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext.choice.wording import counted
+from keras_dist_ext._keras.keras_tuner import FatalTunerError, content_with_executions, keras_tuner, score_of
 from keras_dist_ext.errors import TunerError
-from keras_dist_ext.monitor import ReplicaMonitor
-from keras_dist_ext.scope import describe_strategy
-from keras_dist_ext.strategy import StrategyChoice
-from keras_dist_ext.tuner._keras_tuner import FatalTunerError, content_with_executions, keras_tuner, score_of
+from keras_dist_ext.messages import counted
+from keras_dist_ext.monitoring.monitor import ReplicaMonitor
+from keras_dist_ext.strategy.pick import StrategyChoice
+from keras_dist_ext.strategy.scope import describe_strategy
 from keras_dist_ext.tuner.coupled import CoupledValues, batched, check_fixed_batch
 from keras_dist_ext.tuner.failures import Failure, Infeasible, failure_of
 from keras_dist_ext.tuner.meter import Meter

@@ -14,11 +14,14 @@ from unittest.mock import patch
 import tensorflow as tf
 
 from conformance.run import Row
-from keras_dist_ext import _keras, data, feed, pass_through, prediction, program, reduce, xla
+from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
-from keras_dist_ext.model import Model
-from keras_dist_ext.pass_through import LocalUpdate, PassThrough
-from keras_dist_ext.step import ReplicaStep
+from keras_dist_ext.data import split as data
+from keras_dist_ext.step import pass_through, reduce, xla
+from keras_dist_ext.step.pass_through import LocalUpdate, PassThrough
+from keras_dist_ext.step.replica_step import ReplicaStep
+from keras_dist_ext.training import feed, prediction, program
+from keras_dist_ext.training.model import Model
 
 __all__ = ["CAUSES", "Cause", "cause_of"]
 

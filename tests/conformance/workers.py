@@ -1,4 +1,4 @@
-"""What the worker processes of the multi-process tests run, started by `keras_dist_ext.launch.launch`."""
+"""What the worker processes of the multi-process tests run, started by `keras_dist_ext.cluster.launch.launch`."""
 
 import os
 import pickle

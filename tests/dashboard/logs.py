@@ -1,4 +1,4 @@
-"""Write logs with known numbers, with TensorBoard's own writer and no TensorFlow, as `keras_dist_ext.writers` does."""
+"""Write logs with known numbers as `keras_dist_ext.monitoring.writers` does: TensorBoard's writer, no TensorFlow."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util import tensor_util
 
-from keras_dist_ext.dashboard import metadata as names
+from keras_dist_ext.monitoring.dashboard import metadata as names
 
 START = 1_763_700_000.0  # when the logs say that they begin
 SECONDS = 0.5  # from one step to the next

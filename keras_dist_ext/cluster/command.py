@@ -1,0 +1,142 @@
+"""Look whether what a launch is given can run, and turn it into what a process runs, before any starts."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
+from typing import Any
+
+from keras_dist_ext.cluster import worker
+from keras_dist_ext.errors import LaunchError
+
+__all__ = ["check_counts", "check_seconds", "check_surroundings", "check_waits", "program_of"]
+
+
+def program_of(
+    work: Sequence[str] | Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    environ: Mapping[str, str],
+) -> list[str] | bytes:
+    """Return a command line, or a packed call of a function.
+
+    Args:
+        work: a command or a function.
+        args: for the function.
+        kwargs: for the function.
+        environ: of the processes.
+
+    Raises:
+        LaunchError: it could not run in another process; the message says why.
+    """
+    return _packed_call(work, args, kwargs) if callable(work) else _command(work, args, kwargs, environ)
+
+
+def _command(
+    work: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any] | None, environ: Mapping[str, str]
+) -> list[str]:
+    """Return the command line of a process, after a look whether it can run."""
+    is_list = isinstance(work, Sequence) and not isinstance(work, str | bytes)
+    if not is_list or not work or not all(isinstance(word, str | os.PathLike) for word in work):
+        raise LaunchError(f"{work!r} is no command: give a list of strings such as ['train.py', '--epochs', '3'].")
+    if args or kwargs:
+        raise LaunchError("args and kwargs are for a function: put a command's arguments into its list.")
+    program, *rest = (os.fspath(word) for word in work)
+    if program == "-m":
+        _check_module(rest, environ)
+        return [sys.executable, program, *rest]
+    if program.endswith(".py"):
+        if not os.path.isfile(program):
+            raise LaunchError(f"There is no script {program!r} (looked in {os.getcwd()}), so no worker could start.")
+        return [sys.executable, program, *rest]
+    if shutil.which(program, path=environ.get("PATH")) is None:
+        if os.path.isfile(program):
+            raise LaunchError(
+                f"The file {program!r} may not be executed, or not under that name, so no worker could start. Make "
+                f"it executable and give its path, as './{os.path.basename(program)}'; or give what runs it, as "
+                f"['bash', {program!r}]."
+            )
+        raise LaunchError(
+            f"{program!r} is no program that PATH knows, so no worker could start. A Python script ends in .py, "
+            "a module runs as ['-m', NAME]."
+        )
+    return [program, *rest]
+
+
+def _check_module(words: Sequence[str], environ: Mapping[str, str]) -> None:
+    if not words:
+        raise LaunchError("['-m'] names no module: give ['-m', NAME].")
+    package = words[0].partition(".")[0]  # looking further would import it
+    places = [os.getcwd(), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
+    if not package or (PathFinder.find_spec(package, places) is None and importlib.util.find_spec(package) is None):
+        raise LaunchError(
+            f"There is no module {words[0]!r} (looked in {os.getcwd()}, PYTHONPATH and what is installed), so no "
+            "worker could start."
+        )
+
+
+def _packed_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    try:
+        return worker.pack_call(function, args, kwargs)
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+
+
+def check_counts(**given: tuple[Any, int]) -> None:
+    """Check numbers, each given with the least it may be.
+
+    Raises:
+        LaunchError: one is no whole number, or too small.
+    """
+    for name, (value, least) in given.items():
+        if not isinstance(value, int) or value < least:
+            raise LaunchError(f"{name}={value!r} makes no launch: give a whole number, {least} or more.")
+
+
+def check_seconds(**given: float | None) -> None:
+    """Check times, None for no limit.
+
+    Raises:
+        LaunchError: one leaves no time.
+    """
+    for name, value in given.items():
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise LaunchError(f"{name}={value!r} leaves no time to run: give seconds above 0, or None for no limit.")
+
+
+def check_waits(**given: float) -> None:
+    """Check how long to wait for something.
+
+    Raises:
+        LaunchError: one is no time.
+    """
+    for name, value in given.items():
+        if not (isinstance(value, int | float) and value >= 0):
+            raise LaunchError(f"{name}={value!r} is no time to wait: give seconds, 0 or more.")
+
+
+def check_surroundings(environ: Mapping[str, str]) -> None:
+    """Check that processes can have this environment, and that nothing else has made this one part of a cluster.
+
+    Raises:
+        LaunchError: they cannot, or it has, or this system cannot launch.
+    """
+    for name, value in environ.items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise LaunchError(f"environ has {name!r}: {value!r}, and holds strings alone: give str({value!r}).")
+    is_in_cluster = environ.get("TF_CONFIG", "").strip() not in ("", "{}")
+    if is_in_cluster and worker.LAUNCH_IDS in environ:
+        raise LaunchError(
+            "This process is a worker of a launch itself, so that launch would start another cluster in it. Workers "
+            "that run a function import the script that has launched them: put its own call of launch under "
+            "`if __name__ == '__main__':`. For a cluster within a cluster, give environ without TF_CONFIG."
+        )
+    if is_in_cluster:
+        raise LaunchError(
+            f"TF_CONFIG is already set ({environ['TF_CONFIG']}): something else starts the workers here, and each "
+            "would start a cluster of its own. Run the script itself, without launch, or unset TF_CONFIG."
+        )
+    if os.name != "posix":
+        raise LaunchError("launch needs sessions and signals as Linux and macOS have them; on Windows, use it in WSL.")

@@ -1,0 +1,290 @@
+"""Start, watch, restart and end one process per worker of this machine, each with its TF_CONFIG.
+
+    result = launch(2, ["train.py", "--epochs", "3"])    # a command: result.exit_code, as a shell would give it
+    values = launch(2, train, args=(3,)).values          # a function: what it returned on worker 0, on worker 1
+    launch(2, ["train.py"], num_ps=1)                    # a chief that trains on two workers and a parameter server
+    launch(2, ["train.py"], max_restarts=3, timeout=300) # all start again when one dies, or hangs for five minutes
+
+Without `num_ps` every process runs the command or function, for tf.distribute.MultiWorkerMirroredStrategy; worker 0 is
+the chief. With it, only the chief does, for tf.distribute.ParameterServerStrategy: workers and parameter servers run
+`tf.distribute.Server(...).join()`, as TensorFlow's guide has them do, and end with the chief.
+
+The first process that fails ends all others, since none of TensorFlow's workers can join the others again. With
+`max_restarts` all start again, on new ports; `Resume` in the script has them go on from the last save. Nothing outlives
+a launch: not grandchildren, not after Ctrl-C, and not when the launcher itself is killed with SIGKILL (on Linux each
+process dies with it, and a guard process ends what those have started). What should live on, such as a TensorBoard,
+must be started elsewhere.
+
+Security: TensorFlow's server in each process listens on all network interfaces, whatever address TF_CONFIG says, and
+runs what anyone who connects sends, without a password. Launch where nobody else reaches the machine's ports.
+"""
+
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from keras_dist_ext.cluster import worker
+from keras_dist_ext.cluster.command import check_counts, check_seconds, check_surroundings, check_waits, program_of
+from keras_dist_ext.cluster.cores import fair_shares, usable_cpus
+from keras_dist_ext.cluster.process import Process, code_text, show
+from keras_dist_ext.cluster.process_group import Failure, Generation
+from keras_dist_ext.cluster.signals import caught_signals
+from keras_dist_ext.cluster.tasks import cluster, tf_config
+from keras_dist_ext.errors import LaunchError
+
+__all__ = ["launch", "LaunchResult", "WorkerRun", "WorkerFailed"]
+
+RESTART = "KERAS_DIST_EXT_RESTART"  # environment variable: how often all have started again, from 0
+_FAILURE_GRACE_SECONDS = 2.0  # for who may wait in a collective for one that is gone
+_LONGEST_PAUSE_SECONDS = 60.0
+
+
+def launch(
+    num_workers: int,
+    work: Sequence[str] | Callable[..., Any],
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_ps: int = 0,
+    max_restarts: int = 0,
+    timeout: float | None = None,
+    time_limit: float | None = None,
+    grace_seconds: float = 20.0,
+    pause_seconds: float = 1.0,
+    threads_per_worker: int | None = None,
+    affinity: bool = False,
+    environ: Mapping[str, str] | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    stream: IO[str] | None = None,
+) -> "LaunchResult":
+    """Run a command or a function as the workers of one cluster on this machine, and wait for the end.
+
+    SIGINT and SIGTERM are passed on to the workers, which have `grace_seconds` to save and to end, as by
+    ``Resume(on_preemption=True)``; a second one ends them at once. Then the signal takes its usual course here:
+    KeyboardInterrupt, the end of this process, or a handler of your own. Python hands signals to the main thread alone:
+    when `launch` is called in another, they act on this process as they would without it, and the workers end with
+    this process.
+
+    Args:
+        num_workers: how many workers; with `num_ps` the chief comes on top of them.
+        work: a command, as a list of strings (a script that ends in `.py`, and ``["-m", NAME]``, run under this
+            Python), or a function that other processes can import: defined at the top level of a module or script,
+            whose own call of `launch` stands under ``if __name__ == "__main__":``. It runs in the current folder, and
+            has no standard input.
+        args: for the function; they and its value are pickled.
+        kwargs: for the function.
+        num_ps: how many parameter servers. With any, only the chief runs `work`.
+        max_restarts: how many times all start again after one has died or hung. The environment variable
+            KERAS_DIST_EXT_RESTART counts them, from 0.
+        timeout: seconds after which a worker that has finished no step is taken to hang. What it does beside its steps
+            counts too: starting, loading data, compiling, saving. Known are the steps of ``kde.Model`` and
+            ``kde.TrainLoop``, and those that ``kde.heartbeat`` tells of.
+        time_limit: seconds that the whole may take, with all restarts.
+        grace_seconds: from the signal that came here to SIGKILL. When a worker has failed, the others have 2 seconds
+            at most: they wait for it, and TensorFlow's workers swallow SIGTERM.
+        pause_seconds: before the first restart; twice as long before each next one up to a minute, unless steps were
+            made.
+        threads_per_worker: threads of each of TensorFlow's pools, and of OpenMP, in each process. None leaves
+            TensorFlow's default, where every process makes as many as there are cores it may use.
+        affinity: whether to divide the CPUs among the processes: each is tied to a share of its own, and so are its
+            threads. Linux only.
+        environ: the environment of the processes, instead of `os.environ`. All of them see the same accelerators.
+        log_dir: where to keep the output of each, as `worker-0.log` and so on; of all restarts.
+        quiet: do not show the output as it comes.
+        stream: where to show it, each line with the name of its worker; `sys.stdout` if not given.
+
+    Raises:
+        LaunchError: the arguments make no launch, or a function ran out of time.
+        WorkerFailed: a worker, the first one that did, failed to run the function. A command that fails or runs out of
+            time raises nothing: see `exit_code` and `failure` of the result.
+    """
+    started = time.monotonic()
+    base = dict(os.environ if environ is None else environ)
+    check_counts(num_workers=(num_workers, 1), num_ps=(num_ps, 0), max_restarts=(max_restarts, 0))
+    check_counts(threads_per_worker=(1 if threads_per_worker is None else threads_per_worker, 1))
+    check_seconds(timeout=timeout, time_limit=time_limit)
+    check_waits(grace_seconds=grace_seconds, pause_seconds=pause_seconds)
+    check_surroundings(base)
+    program = program_of(work, args, kwargs or {}, base)
+    base |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **_thread_settings(threads_per_worker)}
+    stream = sys.stdout if stream is None else stream
+    attempt = _Attempt(
+        program,
+        num_workers,
+        num_ps,
+        base,
+        shares=fair_shares(usable_cpus(), num_workers + num_ps + bool(num_ps)) if affinity else None,
+        deadline=None if time_limit is None else started + time_limit,
+        stall_seconds=timeout,
+        grace_seconds=grace_seconds,
+        log_dir=log_dir,
+        stream=None if quiet else stream,
+    )
+    with caught_signals() as signals:
+        for restart in itertools.count():
+            outcome = attempt.run(restart, signals)
+            if outcome.failure is None or outcome.failure.is_final or restart == max_restarts:
+                break
+            longer = 1.0 if outcome.has_made_steps else 2.0**restart
+            pause = min(longer * pause_seconds, _LONGEST_PAUSE_SECONDS)
+            if attempt.deadline is not None:
+                pause = min(pause, max(attempt.deadline - time.monotonic(), 0.0))
+            notice = f"launch: restart {restart + 1} of {max_restarts} in {pause:.3g} s.\n"
+            show(f"launch: {outcome.failure.message}\n{notice}", stream)
+            if _signal_came(signals, pause):
+                outcome = replace(outcome, failure=Failure.by_signal(signals[0]))
+                break
+    if signals:
+        signal.raise_signal(signals[0])  # every process is gone: now the signal takes its usual course
+    failure, seconds = outcome.failure, time.monotonic() - started
+    if failure is None:
+        return LaunchResult(0, outcome.runs, seconds, None, restart)
+    if callable(work):
+        raise _error(failure)
+    show(f"launch: {failure.message}\n", stream)
+    return LaunchResult(failure.exit_code, outcome.runs, seconds, failure.message, restart)
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """What became of a launch."""
+
+    exit_code: int  # 0, or the first failure's, fit for sys.exit: 128 + n for signal n, 124 for a time-out or the limit
+    workers: tuple["WorkerRun", ...]  # chief, workers, parameter servers
+    seconds: float
+    failure: str | None  # what failed last, with its last lines
+    num_restarts: int = 0
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What the function returned: one value a worker, or the chief's alone."""
+        return tuple(run.value for run in self.workers if not run.served)
+
+
+@dataclass(frozen=True)
+class WorkerRun:
+    """What became of one process."""
+
+    name: str  # "worker 0", "chief 0", "ps 1"
+    served: bool  # it ran TensorFlow's server, not the command or function
+    exit_code: int  # as subprocess has it: -9 = SIGKILL
+    ended_by_launch: bool  # it had not ended, or failed, by itself
+    seconds: float
+    value: Any  # what the function returned; None for a command
+    last_lines: tuple[str, ...]  # the last traceback and what followed, or the last 20 lines
+    log: Path | None  # all its output; None without log_dir
+
+
+class WorkerFailed(LaunchError):
+    """A worker could not run the function to its end; all others were ended.
+
+    Attributes:
+        worker: its name, such as "worker 1".
+        exit_code: as subprocess has it: -9 = SIGKILL.
+        signal_name: the signal that ended it, such as "SIGKILL"; None for an exit code.
+        last_lines: its traceback, or its last lines.
+    """
+
+    def __init__(self, message: str, worker: str, exit_code: int, last_lines: tuple[str, ...]):
+        super().__init__(message, worker, exit_code, last_lines)
+        self.worker, self.exit_code, self.last_lines = worker, exit_code, last_lines
+        self.signal_name = code_text(exit_code) if exit_code < 0 else None
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of one attempt."""
+
+    failure: Failure | None
+    runs: tuple[WorkerRun, ...]
+    has_made_steps: bool
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """All that it takes to start the processes, as often as need be."""
+
+    program: list[str] | bytes
+    num_workers: int
+    num_ps: int
+    environ: Mapping[str, str]
+    shares: Sequence[Sequence[int]] | None  # CPUs of each process
+    deadline: float | None
+    stall_seconds: float | None
+    grace_seconds: float
+    log_dir: str | os.PathLike[str] | None
+    stream: IO[str] | None
+
+    def run(self, restart: int, signals: Sequence[int]) -> _Outcome:
+        """Start all processes, and see them to their end."""
+        with ExitStack() as stack:
+            tasks = stack.enter_context(cluster(self.num_workers, self.num_ps))
+            generation = stack.enter_context(Generation(self.stream, self.log_dir, appends=restart > 0))
+            for number, task in enumerate(tasks):
+                own = {"TF_CONFIG": tf_config(task, tasks), RESTART: str(restart)}
+                generation.start(
+                    str(task),
+                    None if task.serves else self.program,
+                    {**self.environ, **own},
+                    () if self.shares is None else self.shares[number],
+                )
+            failure = generation.watch(signals, self.deadline, self.stall_seconds)
+            grace = self.grace_seconds if signals else min(self.grace_seconds, _FAILURE_GRACE_SECONDS)
+            ended = generation.end(signals, grace)
+            if signals and all(process.exit_code == 0 for process in generation.working):
+                failure = Failure.by_signal(signals[0], ended_well=True)
+            runs = tuple(_run(process, generation, process in ended) for process in generation.processes)
+            return _Outcome(failure, runs, generation.has_made_steps)
+
+
+def _signal_came(signals: Sequence[int], seconds: float) -> bool:
+    """Wait for some seconds, or for a signal."""
+    deadline = time.monotonic() + seconds
+    while not signals and time.monotonic() < deadline:
+        time.sleep(Generation.POLL_SECONDS)
+    return bool(signals)
+
+
+def _run(process: Process, generation: Generation, ended_by_launch: bool) -> WorkerRun:
+    value = None
+    if process.outcome and process.exit_code == 0 and process.failure_code is None:
+        try:
+            value = worker.read_value(process.outcome)
+        except Exception as error:
+            raise LaunchError(
+                f"What the function returned on {process.name} cannot be read here ({error!r}). Return numbers, "
+                "strings, arrays, lists or dicts of them."
+            ) from error
+    return WorkerRun(
+        name=process.name,
+        served=process in generation.serving,
+        exit_code=process.failure_code or 0,
+        ended_by_launch=ended_by_launch,
+        seconds=process.seconds,
+        value=value,
+        last_lines=process.last_lines,
+        log=process.log,
+    )
+
+
+def _error(failure: Failure) -> LaunchError:
+    process = failure.process
+    if process is None:
+        return LaunchError(failure.message)
+    return WorkerFailed(failure.message, process.name, process.failure_code or 0, process.last_lines)
+
+
+def _thread_settings(threads: int | None) -> dict[str, str]:
+    names = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
+    return {} if threads is None else dict.fromkeys(names, str(threads))

@@ -1,0 +1,233 @@
+"""Run the processes of one launch as one: started together, watched, ended together."""
+
+import os
+import selectors
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from keras_dist_ext.cluster import worker
+from keras_dist_ext.cluster.failure import Failure
+from keras_dist_ext.cluster.hang_report import is_stopped
+from keras_dist_ext.cluster.process import Process
+from keras_dist_ext.errors import LaunchError
+
+__all__ = ["Generation", "Failure"]
+
+
+class Generation:
+    """All processes of a launch. Leaving the context ends what still runs, and whatever that has started.
+
+    Args:
+        stream: shows their output; None: nothing does.
+        log_dir: keeps their output.
+        appends: whether logs keep what they have, from processes that ran before.
+    """
+
+    POLL_SECONDS = 0.05
+    SETTLE_SECONDS = 0.3  # one that was killed is the cause, though others that fail with it may be seen before it
+    DRAIN_SECONDS = 1.0  # for output, after the last process has ended: what it started may hold the pipe open
+    STOPPED_SECONDS = 5.0  # by SIGSTOP, while others work: TensorFlow gives up a silent worker after ten
+    LOOK_SECONDS = 0.5  # between looks at who is stopped
+    KILL_SECONDS = 5.0  # SIGKILL acts at once, but on a process that is stuck in the kernel
+
+    def __init__(self, stream: IO[str] | None, log_dir: str | os.PathLike[str] | None, *, appends: bool = False):
+        self.working: list[Process] = []  # those that run the user's command or function
+        self.serving: list[Process] = []  # those that run TensorFlow's server
+        self._stream = stream
+        self._log_dir = None if log_dir is None else Path(log_dir)
+        self._appends = appends
+        self._selector = selectors.DefaultSelector()
+        self._stopped: dict[Process, float] = {}  # and since when
+        self._looked = 0.0
+
+    @property
+    def processes(self) -> list[Process]:
+        """All processes, in the order in which they were started."""
+        return self.working + self.serving
+
+    def __enter__(self) -> "Generation":
+        try:
+            if self._log_dir:
+                self._log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"log_dir={str(self._log_dir)!r} cannot be made: {error}") from error
+        self._guard = _Guard()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.close()
+        self._selector.close()
+        self._guard.close()
+
+    def start(
+        self, name: str, work: Sequence[str] | bytes | None, environ: Mapping[str, str], cpus: Sequence[int] = ()
+    ) -> None:
+        """Start a process that runs a command, a packed call, or (None) TensorFlow's server.
+
+        Args:
+            name: such as "worker 0".
+            work: see above.
+            environ: its whole environment.
+            cpus: that it may use; none for all.
+
+        Raises:
+            LaunchError: its log cannot be written.
+        """
+        file_name, outcome, pulse = name.replace(" ", "-"), None, None
+        if work is None:
+            program = worker.command_line("serve", cpus=cpus)
+        else:
+            pulse = self._guard.folder / f"{file_name}.pulse"
+            if isinstance(work, bytes):
+                outcome = self._guard.folder / f"{file_name}.value"
+                mode, words = "call", [self._guard.file(work), str(outcome)]
+            else:
+                mode, words = "exec", [*work]
+            program = worker.command_line(mode, *words, pulse_file=str(pulse), cpus=cpus)
+        in_colour = self._stream is not None and self._stream.isatty() and "NO_COLOR" not in environ
+        process = Process(
+            name,
+            program,
+            self._guard.marked(environ),
+            outcome=outcome,
+            log=self._log_dir and self._log_dir / f"{file_name}.log",
+            appends=self._appends,
+            stream=self._stream,
+            colour=31 + len(self.processes) % 6 if in_colour else 0,
+            pulse=pulse,
+        )
+        (self.serving if work is None else self.working).append(process)
+        self._guard.watch(process.pid)
+        self._selector.register(process, selectors.EVENT_READ)
+
+    def watch(
+        self, signals: Sequence[int], deadline: float | None, stall_seconds: float | None = None
+    ) -> Failure | None:
+        """Pass output on until all work is done, or something is amiss.
+
+        Args:
+            signals: that have come in; a first one ends the watch, and so do
+            deadline: a time of the monotonic clock that passes,
+            stall_seconds: for which a process that works has finished no step,
+                and a process that fails.
+        """
+        failed: dict[Process, float] = {}  # and when it was seen, in this order
+        while True:
+            self.pump()
+            if signals:
+                return Failure.by_signal(signals[0])
+            running = [process for process in self.working if process.exit_code is None]
+            for process in self.processes:
+                if process.failure_code is not None or (process in self.serving and process.exit_code is not None):
+                    failed.setdefault(process, time.monotonic())
+            if failed:
+                first = min(failed, key=lambda process: (process.exit_code or 0) >= 0)
+                is_settled = time.monotonic() - failed[first] > self.SETTLE_SECONDS
+                if is_settled or (first.exit_code or 0) < 0 or not running:
+                    return Failure.of_process(first, [other for other in self.processes if other is not first])
+                continue
+            if not running:
+                return None
+            if deadline is not None and time.monotonic() > deadline:
+                return Failure.by_time(running)
+            held = self._held(running)
+            if held is not None:
+                return Failure.by_stop(held, self.STOPPED_SECONDS)
+            if stall_seconds is not None and any(process.stalled_seconds > stall_seconds for process in running):
+                return Failure.by_stall(self.working, stall_seconds)
+
+    def _held(self, running: Sequence[Process]) -> Process | None:
+        """One that has been stopped for too long, if others work meanwhile."""
+        now = time.monotonic()
+        if len(running) > 1 and now - self._looked > self.LOOK_SECONDS:
+            self._looked = now
+            self._stopped = {p: self._stopped.get(p, now) for p in running if is_stopped(p)}
+        some = 0 < len(self._stopped) < len(running)
+        return next((p for p, since in self._stopped.items() if some and now - since > self.STOPPED_SECONDS), None)
+
+    @property
+    def has_made_steps(self) -> bool:
+        """Whether one of its processes has spoken of steps that it has finished."""
+        return any(process.beat.number for process in self.working)
+
+    def end(self, signals: Sequence[int], grace_seconds: float) -> list[Process]:
+        """End what still runs, first the work and then the servers that it may need, and return what it was.
+
+        A process gets the signal that came in, else SIGTERM, and SIGKILL after the grace or at a further signal.
+        """
+        running = [process for process in self.processes if process.exit_code is None and process.failure_code is None]
+        self._end(self.working, signals[0] if signals else signal.SIGTERM, grace_seconds, signals)
+        self._end(self.serving, signal.SIGKILL, 0, signals)
+        deadline = time.monotonic() + self.DRAIN_SECONDS
+        while self._selector.get_map() and time.monotonic() < deadline:
+            self.pump()
+        for process in self.processes:
+            process.finish_output()
+        return running
+
+    def _end(self, processes: Sequence[Process], signum: int, grace_seconds: float, signals: Sequence[int]) -> None:
+        for process in processes:
+            if process.failure_code is None:  # one that failed is ending by itself
+                process.ask(signum)
+        deadline, num_signals = time.monotonic() + grace_seconds, len(signals)
+        while any(process.exit_code is None for process in processes):
+            self.pump()
+            if time.monotonic() > deadline or len(signals) > num_signals:
+                for process in processes:
+                    process.send(signal.SIGKILL)
+            if time.monotonic() > deadline + self.KILL_SECONDS:
+                return
+
+    def pump(self, seconds: float = POLL_SECONDS) -> None:
+        """Pass on what the processes print, waiting so long for some of it, and see which have ended."""
+        for key, _ in self._selector.select(seconds):
+            if isinstance(key.fileobj, Process) and not key.fileobj.read():
+                self._selector.unregister(key.fileobj)
+        for process in self.processes:
+            process.poll()
+
+
+class _Guard:
+    """A process that ends what is left of a launch, and its temporary folder, when the launcher is done or dead."""
+
+    def __init__(self) -> None:
+        self._launch_id = uuid.uuid4().hex
+        self.folder = Path(tempfile.mkdtemp(prefix="keras_dist_ext-"))  # what passes between launcher and workers
+        self._process = subprocess.Popen(
+            worker.command_line("guard", self._launch_id, str(self.folder)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
+
+    def file(self, call: bytes) -> str:
+        """Put a packed call where the workers find it."""
+        path = self.folder / "call"
+        if not path.exists():
+            path.write_bytes(call)
+        return str(path)
+
+    def marked(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return an environment by which a process is found that leaves its session."""
+        outer = environ.get(worker.LAUNCH_IDS, "")
+        return {**environ, worker.LAUNCH_IDS: f"{outer} {self._launch_id}".strip()}
+
+    def watch(self, session: int) -> None:
+        """Have all processes of a session ended."""
+        self._pipe.write(f"{session}\n".encode())
+
+    def close(self) -> None:
+        """Have all ended now, and wait for it."""
+        self._pipe.close()
+        self._process.wait()

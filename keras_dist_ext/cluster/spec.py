@@ -1,0 +1,275 @@
+"""Read the cluster that TF_CONFIG or a scheduler describes, and refuse what could not train.
+
+What is wrong is found here as plain values, before TensorFlow opens any connection.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+import tensorflow as tf
+
+from keras_dist_ext.errors import ClusterError
+from keras_dist_ext.messages import close_name, counted
+
+__all__ = [
+    "JOBS",
+    "TF_CONFIG_EXAMPLE",
+    "Cluster",
+    "Resolver",
+    "cluster_of",
+    "slurm_cluster",
+    "task_count",
+    "tf_config_cluster",
+]
+
+JOBS = ("chief", "worker", "ps", "evaluator")
+TF_CONFIG_EXAMPLE = (
+    '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 0}}'
+)
+
+Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Which processes train together, and which one this is; checked, so that TensorFlow will not wait in vain.
+
+    Raises:
+        ClusterError: what TensorFlow would meet as a hang, or as an error that does not name the culprit.
+    """
+
+    source: str  # who says so
+    chief: tuple[str, ...] = ()  # addresses, host:port
+    worker: tuple[str, ...] = ()
+    ps: tuple[str, ...] = ()
+    evaluator: tuple[str, ...] = ()
+    task_type: str | None = None  # None: a coordinator of parameter servers, outside the cluster
+    task_index: int = 0
+    rpc_layer: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the addresses, then the task."""
+        self._check_addresses()
+        if len(self.chief) > 1:
+            raise ClusterError(f"{self.source} lists {len(self.chief)} chiefs; there can be one. Make them workers.")
+        if not self.num_workers:
+            raise ClusterError(f"{self.source} lists no worker. List the addresses of the workers: {TF_CONFIG_EXAMPLE}")
+        if self.task_type is None:
+            if not self.ps:
+                raise ClusterError(
+                    f"{self.source} does not say which task this process is. Set its task type and index."
+                )
+        else:
+            self._check_task(self.task_type)
+
+    def _check_addresses(self) -> None:
+        seen: dict[str, str] = {}
+        for job in JOBS:
+            for index, address in enumerate(self.addresses(job)):
+                _check_address(self.source, f"{job} {index}", address)
+                host, _, port = address.lower().rpartition(":")  # names of hosts are the same in capitals
+                own = f"{host}:{int(port)}"
+                if own in seen:
+                    raise ClusterError(
+                        f"{self.source} gives {address} to both {seen[own]} and {job} {index}. They would wait for "
+                        "each other for up to an hour. Give each task an address of its own."
+                    )
+                seen[own] = f"{job} {index}"
+
+    def _check_task(self, task_type: str) -> None:
+        if task_type not in JOBS:
+            raise ClusterError(
+                f"{self.source} calls this process a {task_type!r}{close_name(task_type, JOBS) or '.'} There are "
+                f"{', '.join(JOBS)}."
+            )
+        addresses = self.addresses(task_type)
+        if not addresses and task_type != "evaluator":  # TensorFlow does not want an evaluator listed
+            listed = ", ".join(job for job in JOBS if self.addresses(job))
+            raise ClusterError(
+                f"{self.source} calls this process {self.task}, but its cluster lists only {listed}. List the "
+                f"{task_type} too, or correct the task."
+            )
+        if not 0 <= self.task_index < max(len(addresses), 1):
+            listed = f", counted from 0: {', '.join(addresses)}" if addresses else ""
+            raise ClusterError(
+                f"{self.source} calls this process {self.task}, but lists {counted(len(addresses), task_type)}"
+                f"{listed}. Correct the index, or list the address."
+            )
+
+    def addresses(self, job: str) -> tuple[str, ...]:
+        """Return the addresses of a job, one of JOBS."""
+        return {"chief": self.chief, "worker": self.worker, "ps": self.ps, "evaluator": self.evaluator}[job]
+
+    @property
+    def num_workers(self) -> int:
+        """How many processes compute gradients: the chief, if any, and the workers."""
+        return len(self.chief) + len(self.worker)
+
+    @property
+    def works_alone(self) -> bool:
+        """Whether this process trains, or evaluates, by itself."""
+        return self.task_type == "evaluator" or (self.num_workers == 1 and not self.ps)
+
+    @property
+    def task(self) -> str:
+        """This process' part, such as `worker 1`."""
+        return "the coordinator" if self.task_type is None else f"{self.task_type} {self.task_index}"
+
+
+def _check_address(source: str, task: str, address: object) -> None:
+    match = re.fullmatch(r"([\w.-]+|\[[\da-fA-F:.]+\]):([^:\s]*)", address) if isinstance(address, str) else None
+    if match is None:
+        raise ClusterError(f"{source} gives {task} the address {address!r}; write host:port, such as '10.0.0.1:2222'.")
+    if not re.fullmatch("[0-9]{1,5}", match[2]) or not 1 <= int(match[2]) <= 65535:
+        raise ClusterError(
+            f"{source} gives {task} the address {address!r}, whose port is not a number from 1 to 65535. Correct it."
+        )
+    try:
+        match[1].encode("idna")
+    except UnicodeError as error:
+        raise ClusterError(
+            f"{source} gives {task} the address {address!r}, whose host is no name of one ({error}). Correct it."
+        ) from error
+
+
+def cluster_of(make_resolver: Callable[[], Resolver], source: str) -> Cluster:
+    """Ask one of TensorFlow's resolvers for the cluster.
+
+    Args:
+        make_resolver: makes it; what goes wrong there is told as the source's fault too.
+        source: what messages call it.
+
+    Raises:
+        ClusterError: it describes no cluster, or one that could not train.
+    """
+    try:
+        resolver = make_resolver()
+        jobs: dict[str, Any] = resolver.cluster_spec().as_dict()  # Slurm's knows its task only after this
+    except Exception as error:  # those of Kubernetes' client derive from nothing else
+        raise ClusterError(f"{source} describes no cluster: {error}. Correct that, or set TF_CONFIG.") from error
+    for job in jobs:
+        if job not in JOBS:
+            raise ClusterError(
+                f"{source} lists a job {job!r}{close_name(job, JOBS) or '.'} There are {', '.join(JOBS)}."
+            )
+    if resolver.task_type is not None and resolver.task_id is None:
+        raise ClusterError(f"{source} calls this process a {resolver.task_type}, but not which one. Set its task id.")
+    return Cluster(
+        source,
+        **{job: tuple(addresses) for job, addresses in jobs.items()},
+        task_type=resolver.task_type,
+        task_index=resolver.task_id or 0,
+        rpc_layer=resolver.rpc_layer,
+    )
+
+
+def tf_config_cluster(environ: Mapping[str, str]) -> Cluster:
+    """Read TF_CONFIG.
+
+    Raises:
+        ClusterError: it has another shape than TensorFlow takes for granted, or describes what could not train.
+    """
+    _check_tf_config(environ["TF_CONFIG"])
+    with _environment(environ, "TF_CONFIG"):
+        return cluster_of(tf.distribute.cluster_resolver.TFConfigClusterResolver, "TF_CONFIG")
+
+
+def _check_tf_config(text: str) -> None:
+    """Raise unless the text has the shape that TFConfigClusterResolver takes for granted."""
+
+    def refuse(found: str) -> NoReturn:
+        shown = text if len(text) <= 200 else f"{text[:200]}..."
+        raise ClusterError(f"TF_CONFIG {found}: {shown!r}. Unset it to train alone, or write, say, {TF_CONFIG_EXAMPLE}")
+
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        refuse(f"is not JSON ({error})" if text.strip() else "is set but empty")
+    if not isinstance(config, dict):
+        refuse(f"is a JSON {_json_type(config)}, not an object")
+    for key in ("cluster", "task"):
+        if key not in config:
+            refuse(f"lacks {key!r}")
+        if not isinstance(config[key], dict):
+            refuse(f"has a JSON {_json_type(config[key])}, not an object, as its {key!r}")
+    if not any(config["cluster"].values()):
+        refuse("has an empty 'cluster'")
+    for job, addresses in config["cluster"].items():
+        if not isinstance(addresses, list):
+            refuse(f"has a JSON {_json_type(addresses)}, not a list, as the addresses of {job!r}")
+        for index, address in enumerate(addresses):
+            _check_address("TF_CONFIG", f"{job} {index}", address)
+    for key in ("type", "index"):
+        if key not in config["task"]:
+            refuse(f"lacks {key!r} in its 'task'")
+    if not re.fullmatch("-?[0-9]+", str(config["task"]["index"])):
+        refuse(f"has the task index {config['task']['index']!r}, which is no whole number")
+
+
+def _json_type(value: object) -> str:
+    return {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")
+
+
+@contextlib.contextmanager
+def _environment(environ: Mapping[str, str], prefix: str) -> Iterator[None]:
+    """Let TensorFlow's resolvers, which know only os.environ, read the variables of `environ`."""
+    if environ is os.environ:
+        yield
+        return
+    saved = {key: value for key, value in os.environ.items() if key.startswith(prefix)}
+    given = {key: value for key, value in environ.items() if key.startswith(prefix)}
+    try:
+        _replace(saved, given)
+        yield
+    finally:
+        _replace(given, saved)
+
+
+def _replace(old: Mapping[str, str], new: Mapping[str, str]) -> None:
+    for key in old:
+        os.environ.pop(key, None)
+    os.environ.update(new)
+
+
+def slurm_cluster(environ: Mapping[str, str]) -> Cluster:
+    """Read what `srun` tells each of its tasks.
+
+    Raises:
+        ClusterError: it describes no cluster, or TensorFlow's resolver puts this task on another host.
+    """
+    # "A GPU a task", because the resolver divides by zero where there is none, and calls nvidia-smi where it is not
+    # told (slurm_cluster_resolver.py, TensorFlow 2.21). We take the addresses; TensorFlow finds the GPUs.
+    make_resolver = functools.partial(
+        tf.distribute.cluster_resolver.SlurmClusterResolver,
+        gpus_per_node=task_count(environ, "SLURM_STEP_NUM_TASKS"),
+        gpus_per_task=1,
+        auto_set_gpu=False,
+    )
+    with _environment(environ, "SLURM_"):
+        cluster = cluster_of(make_resolver, "SLURM")
+    host = cluster.addresses("worker")[cluster.task_index].rpartition(":")[0]
+    # The resolver sorts hosts by name, n10 before n2, but SLURM numbers tasks in its own order.
+    if host != (own := environ.get("SLURMD_NODENAME", host)):
+        raise ClusterError(
+            f"TensorFlow's SlurmClusterResolver puts task {cluster.task_index} on {host}, but it runs on {own}: the "
+            f"resolver orders hosts by name ({', '.join(cluster.worker)}), and SLURM does not here. Set TF_CONFIG."
+        )
+    return cluster
+
+
+def task_count(environ: Mapping[str, str], variable: str) -> int:
+    """Read a number of tasks; 0 where there is none.
+
+    Raises:
+        ClusterError: the variable is no number.
+    """
+    text = environ.get(variable, "0")
+    if not re.fullmatch("[0-9]+", text):
+        raise ClusterError(f"{variable} is {text!r}, which is no number of tasks. Unset it, or start with srun.")
+    return int(text)

@@ -1,0 +1,244 @@
+"""Run inside each process that `launch` starts: a command, a function, a TensorFlow server, or the guard over all.
+
+A process starts as `python -c BOOT ROOT MODE LAUNCHER ...`; on Linux it dies with its launcher. Nothing heavy is
+imported before the user's own code runs.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import pickle
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from keras_dist_ext.cluster import heartbeat as pulse
+
+__all__ = ["command_line", "main", "LAUNCH_IDS", "pack_call", "read_value", "failed_code"]
+
+LAUNCH_IDS = "KERAS_DIST_EXT_LAUNCH"  # environment variable: ids of the launches, outermost first, that a process is in
+
+_MAIN = "__mp_main__"  # what multiprocessing calls the launcher's __main__ inside a child
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def command_line(mode: str, *args: str, pulse_file: str = "", cpus: Sequence[int] = ()) -> list[str]:
+    """Return what starts this module in a new interpreter.
+
+    Args:
+        mode: exec, call, serve or guard.
+        args: what the mode takes.
+        pulse_file: where the worker says what it is at; "" for nowhere.
+        cpus: that the process may use; none for all.
+    """
+    boot = "import sys; sys.path[0] = sys.argv.pop(1); from keras_dist_ext.cluster.worker import main; main()"
+    root = str(Path(__file__).resolve().parents[2])
+    settings = json.dumps({"launcher": os.getpid(), "pulse": pulse_file, "cpus": list(cpus)})
+    return [sys.executable, "-c", boot, root, mode, settings, *args]
+
+
+def main() -> None:
+    """Do what the command line of this process says."""
+    mode, text, *args = sys.argv[1:]
+    if mode == "guard":
+        return _guard(*args)
+    settings = json.loads(text)
+    _die_with(settings["launcher"])
+    if settings["cpus"]:
+        os.sched_setaffinity(0, settings["cpus"])
+    os.environ.pop(pulse.PULSE, None)  # of a launch that this one runs in
+    if settings["pulse"]:
+        os.environ[pulse.PULSE] = settings["pulse"]
+    if mode == "exec":
+        _exec(args)
+    pulse.begin()
+    return _serve() if mode == "serve" else _call(*args)
+
+
+def _die_with(launcher: int) -> None:
+    """Have the kernel kill this process when the launcher's thread that started it ends, however it ends."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:  # it ended before the line above
+        os._exit(1)
+
+
+def _exec(command: list[str]) -> NoReturn:
+    signal.signal(pulse.STACKS_SIGNAL, signal.SIG_IGN)  # it would end a program that does not speak for the worker
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"cannot start {command[0]!r}: {error}")
+
+
+def _serve() -> None:
+    """Serve as this worker or parameter server until killed, as tf.distribute.ParameterServerStrategy asks for."""
+    os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")  # the coordinator then sees a dead peer as an error
+    import tensorflow as tf
+
+    task = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    tf.distribute.Server(task.cluster_spec(), task.task_type, task.task_id, protocol="grpc").join()
+
+
+def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """Pickle a call, with what another process needs to find the modules in which its parts are defined.
+
+    Raises:
+        ValueError: a part cannot be found from another process; the message says which and what to do.
+    """
+    label = getattr(function, "__qualname__", repr(function))
+    try:
+        call = pickle.dumps((function, tuple(args), dict(kwargs)))
+    except Exception as error:
+        raise ValueError(
+            f"{label!r} or its arguments cannot be pickled ({error}), so no other process can run it. Define the "
+            "function at the top level of a module or script, and pass it plain values."
+        ) from error
+    names = {getattr(function, "__module__", None) or type(function).__module__}
+    names |= {"__main__"} if b"__main__" in call else set()
+    modules = [(name, *_origin(name, label)) for name in sorted(names)]
+    return pickle.dumps({"sys_path": sys.path, "argv": sys.argv, "modules": modules, "call": call})
+
+
+def _origin(name: str, label: str) -> tuple[str, str | None]:
+    """Return the name and the file by which another process imports what this one knows as module `name`."""
+    module = sys.modules.get(name)
+    spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
+    if name == "__main__" and not file:
+        raise ValueError(
+            f"{label!r} or its arguments come from an interactive session, which no other process can import. Put "
+            "them in a file and import it."
+        )
+    if name == "__main__":
+        name = spec.name if spec else _MAIN
+    return name, file and os.path.abspath(file)
+
+
+def _call(job_path: str, outcome_path: str) -> None:
+    """Run a packed call and leave what it returned, or that it failed, in the folder of the launch."""
+    job = pickle.loads(Path(job_path).read_bytes())
+    sys.path[:], sys.argv[:] = job["sys_path"], job["argv"]
+    try:
+        for known_as, name, file in job["modules"]:
+            module = _import(name, file)
+            if known_as == "__main__":
+                sys.modules["__main__"] = sys.modules[_MAIN] = module
+        function, args, kwargs = pickle.loads(job["call"])
+        value = function(*args, **kwargs)
+        Path(outcome_path).write_bytes(_pickle_value(value, function))
+    except BaseException as error:
+        code = _report(error)
+        # The launcher must not wait for exit handlers and threads, which may wait for the other workers: the others
+        # would complain first, and hide the cause.
+        if code:
+            _failed_path(Path(outcome_path)).write_text(str(code))
+        else:
+            Path(outcome_path).write_bytes(pickle.dumps(None))
+        sys.exit(code)
+
+
+def _import(name: str, file: str | None) -> ModuleType:
+    """Import a module by name, or from its file when the name finds nothing or something else."""
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if file is None or error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+    else:
+        found = getattr(module, "__file__", None)
+        if file is None or (found and os.path.samefile(found, file)):
+            return module
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _pickle_value(value: Any, function: Callable[..., Any]) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise TypeError(
+            f"{getattr(function, '__qualname__', function)!r} returned a {type(value).__name__} that cannot be pickled "
+            f"({error}), so it cannot reach the launcher. Return numbers, strings, arrays, lists or dicts of them."
+        ) from error
+
+
+def _report(error: BaseException) -> int:
+    """Print what the interpreter would print for an exception that nobody caught, and return its exit code."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr, flush=True)  # noqa: T201 - as sys.exit(message) does
+        return 1
+    frames = error.__traceback__ and error.__traceback__.tb_next  # without the frame of `_call`
+    traceback.print_exception(type(error), error, frames)
+    sys.stderr.flush()
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _failed_path(outcome: Path) -> Path:
+    return outcome.with_suffix(".failed")
+
+
+def failed_code(outcome: Path) -> int | None:
+    """Return the exit code of a function that has failed, though its process may take a while to end."""
+    try:
+        return int(_failed_path(outcome).read_text() or 1)
+    except FileNotFoundError:
+        return None
+
+
+def read_value(outcome: Path) -> Any:
+    """Return what the function returned.
+
+    Raises:
+        FileNotFoundError: the process ended before the function returned.
+    """
+    sys.modules.setdefault(_MAIN, sys.modules["__main__"])  # where a class of the user's script now comes from
+    return pickle.loads(outcome.read_bytes())
+
+
+def _guard(launch_id: str, folder: str) -> None:
+    """Wait until the launcher is done or dead, then end what is left of its processes, and its temporary folder."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    import psutil
+
+    sessions = {int(line) for line in sys.stdin}  # ends when the launcher closes the pipe, or the kernel does
+    for _ in range(20):  # a process may fork while we look
+        left = list(_members(launch_id, sessions))
+        for process in left:
+            try:
+                process.kill()
+            except psutil.Error:
+                continue
+        if not left:
+            break
+        psutil.wait_procs(left, timeout=0.5)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _members(launch_id: str, sessions: set[int]) -> Iterator[Any]:
+    """Yield the living processes of a launch: by session, and by environment for those that left theirs."""
+    import psutil
+
+    for process in psutil.process_iter():
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
+                continue
+            if os.getsid(process.pid) in sessions or launch_id in process.environ().get(LAUNCH_IDS, ""):
+                yield process
+        except (psutil.Error, OSError):
+            continue

@@ -1,0 +1,3 @@
+"""Deal examples to replicas, group them, and look at pipelines."""
+
+__all__: list[str] = []

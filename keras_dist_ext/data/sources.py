@@ -1,0 +1,141 @@
+"""Read what `fit` takes, whatever it is, as a `tf.data.Dataset` of batches."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.data.dataset_graph import DatasetGraph, read_graph
+from keras_dist_ext.errors import DataError
+from keras_dist_ext.step.seeds import fold_in
+
+__all__ = ["as_dataset", "is_batched", "kind_of"]
+
+DEFAULT_BATCH_SIZE = 32  # as in fit
+
+
+def kind_of(data: Any) -> str:
+    """Say what data is: "tf.data", "generator", "PyDataset" or "arrays".
+
+    Raises:
+        DataError: it is none of these.
+    """
+    if isinstance(data, tf.data.Dataset):
+        return "tf.data"
+    if isinstance(data, types.GeneratorType):
+        return "generator"
+    if isinstance(data, keras.utils.PyDataset):
+        return "PyDataset"
+    if isinstance(data, (tf.distribute.DistributedDataset, tf.distribute.DistributedIterator)):
+        raise DataError(
+            "The data has been distributed already, by experimental_distribute_dataset or "
+            "distribute_datasets_from_function, so its batches cannot be dealt again. Give the dataset that it was "
+            "made of."
+        )
+    if callable(data):
+        raise DataError(
+            f"The data is {data!r}, a function. Call it, or make it a dataset: "
+            "tf.data.Dataset.from_generator(function, output_signature=...)."
+        )
+    leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
+    if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
+        held = "something without a shape" if leaves else "nothing"
+        raise DataError(
+            f"The data is a {type(data).__name__}, and holds {held}. Give a tf.data.Dataset, "
+            "arrays as x, (x, y) or (x, y, sample_weight), a generator or a PyDataset."
+        )
+    return "arrays"
+
+
+def as_dataset(
+    data: Any, *, batch_size: int | None = None, shuffle: bool | None = None, seed: int | None = None
+) -> tf.data.Dataset:
+    """Return a dataset that yields what `fit` would read, a batch at a time.
+
+    A tf.data.Dataset comes back as it is.
+
+    Args:
+        data: a tf.data.Dataset; arrays, as x, (x, y) or (x, y, sample_weight), each a structure of arrays [N, ...];
+            a generator or a PyDataset of batches.
+        batch_size: of arrays; 32 by default, as in `fit`.
+        shuffle: whether arrays, and the batches of a PyDataset, are shuffled anew for each pass; by default they are,
+            as in `fit`.
+        seed: of that order, which then depends on the seed and on how many passes were begun before.
+
+    Raises:
+        DataError: the data is something else, or cannot be shuffled.
+    """
+    kind = kind_of(data)
+    if kind in ("tf.data", "generator") and shuffle:
+        raise DataError(
+            f"shuffle=True: a {kind} comes in its own order. "
+            + ("Call its method shuffle(...) before batch(...)." if kind == "tf.data" else "Shuffle where it is made.")
+        )
+    if kind == "tf.data":
+        return data
+    x, y, weights = (data, None, None)
+    if kind == "arrays" and isinstance(data, tuple):
+        if len(data) > 3:
+            raise DataError(
+                f"The data is a tuple of {len(data)}. Give (x, y) or (x, y, sample_weight); several inputs go into x, "
+                "as a list or dict."
+            )
+        x, y, weights = (*data, None, None)[:3]
+    passes = itertools.count()
+    shuffles = shuffle is not False and kind != "generator"
+    adapter = _keras.data_adapter(x, y, weights, batch_size=batch_size, shuffle=shuffles)
+    if kind == "PyDataset":
+        return _of_py_dataset(adapter, seed, passes)
+    with contextlib.ExitStack() as stack:
+        if seed is not None and shuffles and kind == "arrays":
+            stack.enter_context(_keras.arrays_ordered_by(lambda: fold_in(seed, "order", next(passes))))
+        return _of_length(adapter.get_tf_dataset(), adapter.num_batches)
+
+
+def _of_length(dataset: tf.data.Dataset, length: int | None) -> tf.data.Dataset:
+    return dataset if length is None else dataset.apply(tf.data.experimental.assert_cardinality(length))
+
+
+def _of_py_dataset(adapter: Any, seed: int | None, passes: itertools.count[int]) -> tf.data.Dataset:
+    spec = adapter.get_tf_dataset().element_spec
+
+    def one_pass() -> Any:
+        if seed is not None:
+            _keras.order_py_datasets_by(fold_in(seed, "order", next(passes)))
+        yield from _keras.py_dataset_batches(adapter)
+
+    return _of_length(tf.data.Dataset.from_generator(one_pass, output_signature=spec), adapter.num_batches)
+
+
+def is_batched(dataset: tf.data.Dataset, graph: DatasetGraph | None = None) -> bool | None:
+    """Whether the elements are batches; None where that cannot be told from the pipeline and the shapes.
+
+    They are where a batch can be seen in the pipeline, or the first dimension of all is open; not where one has no
+    dimension.
+
+    Args:
+        dataset: to look at.
+        graph: its graph, where it has been read already.
+    """
+    if isinstance(dataset, _keras.WrappedDataset):  # ours give batches
+        return True
+    graph = read_graph(dataset) if graph is None else graph
+    for stage in graph or ():
+        if stage.kind == "Unbatch":
+            return False
+        if stage.batch_size is not None or stage.kind in ("Rebatch", "LegacyRebatch"):
+            return True
+    leaves = [leaf for leaf in tree.flatten(dataset.element_spec) if hasattr(leaf, "shape")]
+    if any(isinstance(leaf, tf.RaggedTensorSpec) for leaf in leaves):  # a row of one has no ragged dimension left
+        return any(isinstance(leaf, tf.RaggedTensorSpec) and leaf.ragged_rank > 0 for leaf in leaves)
+    if any(leaf.shape.rank == 0 for leaf in leaves):
+        return False
+    if leaves and all(leaf.shape.rank is None or leaf.shape[0] is None for leaf in leaves):
+        return True
+    return None

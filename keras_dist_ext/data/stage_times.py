@@ -1,0 +1,148 @@
+"""Measure what each stage of a tf.data pipeline costs, by pulling batches from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext.training.source import take_leave
+
+__all__ = ["StageTime", "Times", "measure"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageTime:
+    """One stage as tf.data has run it, after its own optimisations.
+
+    Args:
+        name: as tf.data calls it, such as "ParallelMapV2"; stages of the same name below an interleave are one.
+        num_elements: that it gave.
+        seconds: of work, for each batch that came out of the pipeline. Work in threads may overlap.
+        is_parallel: whether it works in threads of its own, beside the rest.
+        most_threads: how many of them there may be; None where nothing limits them.
+        depth: its distance from the end of the pipeline.
+    """
+
+    name: str
+    num_elements: int
+    seconds: float
+    is_parallel: bool
+    most_threads: int | None
+    depth: int
+
+    @property
+    def kind(self) -> str:
+        """Its name without the version."""
+        return re.sub(r"V\d+$", "", self.name)
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether it does one thing at a time."""
+        return not self.is_parallel or self.most_threads == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """What pulling batches took.
+
+    Args:
+        num_batches: that were pulled after the first.
+        first_seconds: until the first was there: opening files, filling shuffle buffers.
+        batch_seconds: for each of the others, as a training loop would wait that does nothing else; None if there was
+            no second one.
+        stages: from the end to the sources; empty before TensorFlow 2.18, which does not tell.
+    """
+
+    num_batches: int
+    first_seconds: float
+    batch_seconds: float | None
+    stages: tuple[StageTime, ...]
+
+
+def measure(dataset: tf.data.Dataset, num_batches: int, seconds: float) -> Times | None:
+    """Pull up to ``num_batches`` batches after the first, for at most about so many seconds; None if there is no first.
+
+    Stage times are those of tf.data's own model of the pipeline, from which it tunes itself
+    (tensorflow/core/framework/model.proto): the time spent in each stage without those that feed it.
+    """
+    begin = time.perf_counter()
+    iterator = iter(dataset)
+    if next(iterator, None) is None:
+        return None
+    first_seconds = time.perf_counter() - begin
+    pulled, spent, look_at = 0, 0.0, 1
+    model = _model(iterator)
+    while pulled < num_batches and spent < seconds:
+        begin = time.perf_counter()
+        if next(iterator, None) is None:
+            break
+        spent += time.perf_counter() - begin
+        pulled += 1
+        if pulled >= look_at:
+            look_at = max(look_at + 1, look_at * 5 // 4)
+            now = _model(iterator)
+            if now is not None and model is not None and len(now.nodes) >= len(model.nodes):
+                model = now  # stages that have come to their end are not in it any more
+    held = [iterator]
+    del iterator
+    take_leave(held)
+    stages = () if model is None else tuple(_stages(model))
+    return Times(pulled, first_seconds, spent / pulled if pulled else None, stages)
+
+
+def _model(iterator: Any) -> Any:
+    """What tf.data notes about the stages, None where it does not."""
+    read = getattr(tf.data.experimental, "get_model_proto", None)
+    try:
+        return None if read is None else read(iterator)
+    except tf.errors.NotFoundError:  # autotune is off
+        return None
+
+
+_INTERLEAVE = (1, 2)  # INTERLEAVE_MANY, ASYNC_INTERLEAVE_MANY of model.proto
+_ASYNC = (2, 4, 6)  # ASYNC_INTERLEAVE_MANY, ASYNC_KNOWN_RATIO, ASYNC_UNKNOWN_RATIO
+
+
+def _stages(model: Any) -> Iterator[StageTime]:
+    nodes = dict(model.nodes)
+    found: dict[tuple[int, str], StageTime] = {}
+    pending = [(place, 0, 1.0) for place in nodes[model.output].inputs]
+    while pending:
+        place, depth, per_batch = pending.pop(0)  # per_batch: elements of this stage that make a batch
+        if place not in nodes:
+            continue
+        node = nodes[place]
+        cost = node.processing_time / 1e9 / node.num_elements * per_batch if node.num_elements else 0.0
+        before = found.get((depth, node.name))
+        found[depth, node.name] = StageTime(
+            node.name,
+            node.num_elements + (before.num_elements if before else 0),
+            cost + (before.seconds if before else 0.0),
+            node.node_class in _ASYNC,
+            next((int(p.max if p.tunable else p.value) for p in node.parameters if p.name == "parallelism"), None),
+            depth,
+        )
+        pending += [(given, depth + 1, per_batch * ratio) for given, ratio in _inputs(node, nodes)]
+    yield from sorted(found.values(), key=lambda stage: stage.depth)
+
+
+def _inputs(node: Any, nodes: dict[int, Any]) -> Iterator[tuple[int, float]]:
+    """The stages that feed one, and how many elements of each make one of its own."""
+    given = [place for place in node.inputs if place in nodes]
+    if not node.num_elements:
+        return
+    counts = [nodes[place].num_elements for place in given]
+    if node.node_class in _INTERLEAVE and len(given) > 1:
+        # The first is the dataset whose elements become datasets; of these, the ones that have ended are forgotten.
+        yield given[0], counts[0] / node.num_elements
+        yield from (
+            (place, count / max(1, sum(counts[1:]))) for place, count in zip(given[1:], counts[1:], strict=True)
+        )
+        return
+    for place, count in zip(given, counts, strict=True):
+        yield place, node.ratio or count / node.num_elements

@@ -1,0 +1,449 @@
+"""Certify that a strategy trains a model as one device would, or name what makes it train otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import keras
+from keras_dist_ext.data.split import num_rows
+from keras_dist_ext.diagnosis.certificate.draws import Draws, watch_draws
+from keras_dist_ext.diagnosis.certificate.gaps import Gap, as_float
+from keras_dist_ext.diagnosis.certificate.global_batches import global_batches
+from keras_dist_ext.diagnosis.certificate.lockstep import Comparison, Lockstep
+from keras_dist_ext.diagnosis.certificate.sides import RowsAlike, on_one_device
+from keras_dist_ext.diagnosis.certificate.suspects import FIX_OF_STOCK, explain, of_draws, of_gaps
+from keras_dist_ext.errors import CertificateError
+from keras_dist_ext.findings import Finding
+from keras_dist_ext.messages import counted
+from keras_dist_ext.strategy.scope import describe_strategy
+
+__all__ = ["Certificate", "certify", "check_strategy"]
+
+
+def certify(
+    build_model: Callable[[], Any],
+    strategy: tf.distribute.Strategy,
+    data: Any,
+    steps: int = 10,
+    *,
+    batch_size: int = 32,
+    allow: Collection[str] = (),
+) -> Certificate:
+    """Train on one device and under a strategy, step by step from equal state, and say whether both do the same.
+
+    Both models are new, and thrown away. Every step takes the same global batch on both sides. What is compared after
+    each: the gradient of each variable as the optimizer uses it, weights, non-trainable state and the optimizer's own
+    variables (on every replica), and the results of loss and metrics. A deviation counts where rounding does not
+    explain it: ``gaps`` states the bounds, which are 1e-5 of a tensor's largest value in float32, and more where
+    rounding moves one device further. Then the steps that are off are made again without parts of them, to find the
+    cause.
+
+    Random numbers cannot be equal. While steps are compared, each random op draws one row for all rows, the same on
+    both sides. How each replica draws is looked at in two more steps: replicas must differ, and dropout must keep its
+    share. Traces of a `tf.function` of your own, made meanwhile, stay with it: certify in a process that does
+    nothing else.
+
+    Of arrays, a ``PyDataset``, and a dataset of known length (up to 1000 batches) the last batch, which may be partial,
+    is among those trained on. Not compared: what ``fit`` does around steps (callbacks, epochs, validation), but for
+    what stock Keras does before the first.
+
+    Args:
+        build_model: builds and compiles a model, stock Keras' or ours. It is called once inside the strategy's scope,
+            and once outside of all; it must not enter a scope by itself.
+        strategy: MirroredStrategy, or any other whose replicas are all in this process.
+        data: global batches: a `tf.data.Dataset`, a `keras.utils.PyDataset`, an iterable of batches, or arrays
+            ``(x, y)`` or ``(x, y, sample_weight)``.
+        steps: how many steps to make; data is begun again when it has fewer batches.
+        batch_size: the rows of a global batch of arrays.
+        allow: codes of findings that do not count, such as "local-batch-statistics".
+
+    Returns:
+        The certificate: print it, ask for ``is_equivalent``, ``findings`` and ``deviations``.
+
+    Raises:
+        CertificateError: the model fails on one device, differs between the two calls, or enters a scope by itself;
+            the data holds no batch; the strategy's replicas are not all in this process; or a strategy's scope is
+            entered.
+    """
+    _check(build_model, strategy, steps)
+    trial = _Trial(build_model, strategy, global_batches(data, steps, batch_size))
+    with _no_word_about_retracing():
+        trial.run()
+    return trial.certificate(frozenset([allow] if isinstance(allow, str) else allow))
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What came of training a model on one device and under a strategy.
+
+    Attributes:
+        model: the model's name.
+        strategy: a description, such as "MirroredStrategy (2 replicas)".
+        num_steps: steps that were made on both sides.
+        rows: of each replica in each step.
+        deviations: the worst step of each variable's gradient, weights, state and optimizer state, and of each metric.
+        draws: what random layers drew.
+        findings: causes of deviations beyond rounding.
+        allowed: findings that were said not to count.
+        drift: how far the weights are from one device's after all steps without taking over its state in between,
+            relative to the largest weight; None where that was not tried.
+        drift_of_reordered: the same of one device whose batches have their rows in another order.
+    """
+
+    model: str
+    strategy: str
+    num_steps: int
+    rows: tuple[tuple[int, ...], ...]
+    deviations: tuple[Gap, ...]
+    draws: tuple[Draws, ...]
+    findings: tuple[Finding, ...]
+    allowed: tuple[Finding, ...] = ()
+    drift: float | None = None
+    drift_of_reordered: float | None = None
+
+    @property
+    def is_equivalent(self) -> bool:
+        """Whether the run is that of one device but for rounding."""
+        return not self.findings
+
+    @property
+    def largest(self) -> Gap | None:
+        """The deviation that is largest relative to what rounding explains."""
+        return max(self.deviations, key=lambda gap: gap.excess, default=None)
+
+    def __str__(self) -> str:
+        lines = [self._verdict(), *(str(finding) for finding in self.findings)]
+        lines += [f"allowed: {finding.code}: {finding.what}" for finding in self.allowed]
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        run = f"'{self.model}' under {self.strategy}, {counted(self.num_steps, 'step')}"
+        if self.findings:
+            return f"{run}: not what one device trains, {counted(len(self.findings), 'finding')}."
+        allowed = f", but for {', '.join(f.code for f in self.allowed)}" if self.allowed else ""
+        if self.largest is None:
+            return f"{run}: equivalent to one device{allowed}."
+        within = (
+            f"the largest deviation is {self.largest.relative:.1e} (the {self.largest.part} of {self.largest.name})"
+        )
+        return f"{run}: equivalent to one device{allowed}; {within}."
+
+    def to_json(self) -> str:
+        """Return all of it as one JSON object; numbers that are not finite are strings there."""
+        fields = {**dataclasses.asdict(self), "is_equivalent": self.is_equivalent}
+        fields["deviations"] = [{**dataclasses.asdict(gap), "is_beyond": gap.is_beyond} for gap in self.deviations]
+        return json.dumps(_finite(fields), allow_nan=False)
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """Show the verdict, the findings, and tables of deviations and draws, with rich."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        yield Text(self._verdict(), style="bold green" if self.is_equivalent else "bold red")
+        for finding in (*self.findings, *self.allowed):
+            yield Text(str(finding), style="dim" if finding in self.allowed else "")
+        table = Table(title="deviation from one device (worst step)", title_justify="left", box=box.SIMPLE_HEAD)
+        for name in ("", "of", "largest", "relative", "of rounding", "between replicas", "step"):
+            table.add_column(name, justify="left" if name in ("", "of") else "right", overflow="fold")
+        for gap in sorted(self.deviations, key=lambda gap: -gap.excess):
+            cells = (
+                f"{gap.absolute:.2g}",
+                f"{gap.relative:.1e}",
+                f"{gap.excess:.2g}",
+                f"{gap.spread:.2g}",
+                str(gap.step),
+            )
+            table.add_row(gap.part, gap.name, *cells, style="red" if gap.is_beyond or gap.is_apart else "")
+        yield table
+        if self.draws:
+            table = Table(title="random numbers", title_justify="left", box=box.SIMPLE_HEAD)
+            for name in ("layer", "ops", "numbers", "equal on two replicas", "kept", "to keep"):
+                table.add_column(name, justify="left" if name == "layer" else "right", overflow="fold")
+            for d in self.draws:
+                kept = ("", "") if d.kept is None or d.rate is None else (f"{d.kept:.3f}", f"{1 - d.rate:.3f}")
+                table.add_row(
+                    d.layer,
+                    str(d.num_ops),
+                    str(d.num_numbers),
+                    f"{d.equal:.1%}",
+                    *kept,
+                    style="red" if d.is_equal else "",
+                )
+            yield table
+        if self.drift is not None and self.drift_of_reordered is not None:
+            yield Text(
+                f"Weights after {counted(self.num_steps, 'step')} in a row: {self.drift:.1e} from one device; one "
+                f"device with its rows in another order: {self.drift_of_reordered:.1e}."
+            )
+
+
+@contextlib.contextmanager
+def _no_word_about_retracing() -> Iterator[None]:
+    """Keep TensorFlow from warning that functions are traced often, which experiments do on purpose."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "triggered tf.function retracing" not in record.getMessage()
+
+    logger = tf.get_logger()
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+class _Trial:
+    """The run of one certificate."""
+
+    def __init__(self, build_model: Callable[[], Any], strategy: tf.distribute.Strategy, batches: list[Any]) -> None:
+        self._build_model = build_model
+        self._strategy = strategy
+        self._batches = batches
+        self._findings: list[Finding] = []
+        self._worst: dict[tuple[str, str], Gap] = {}
+        self._rows: list[tuple[int, ...]] = []
+        self._draws: tuple[Draws, ...] = ()
+        self._drift: tuple[float | None, float | None] = (None, None)
+        self._name = ""
+        self._is_ours = False
+
+    def run(self) -> None:
+        """Make all steps, experiments and looks at random numbers."""
+        draws = RowsAlike()
+        with _keras.draws_sent_to(draws):
+            try:
+                lockstep = Lockstep(self._build_model, self._strategy, self._batches[0], draws)
+            except CertificateError:
+                raise
+            except Exception as error:
+                on_one_device(self._build_model, self._batches[0])  # or it is no matter of the strategy
+                self._findings.append(_crash(error, self._strategy, "Building the model", is_ours=False))
+                return
+            self._name, self._is_ours = lockstep.many.model.name, lockstep.many.is_ours
+            if lockstep.many.trouble_of_fit is not None:
+                trouble = lockstep.many.trouble_of_fit
+                self._findings.append(_crash(trouble, self._strategy, "`fit`, before its first step,", is_ours=False))
+            try:
+                self._run(lockstep)
+            except CertificateError:
+                raise
+            except Exception as error:
+                self._findings.append(_crash(error, self._strategy, "A step", is_ours=self._is_ours))
+                return
+        if draws.has_drawn and self._rows:
+            batch = max(self._batches, key=lambda batch: int(num_rows(batch)))
+            bounds = lockstep.bounds(int(num_rows(batch)))
+            self._draws = watch_draws(lockstep.many, batch, bounds)
+            self._findings += of_draws(self._draws, self._strategy, is_ours=self._is_ours)
+
+    def _run(self, lockstep: Lockstep) -> None:
+        lockstep.build_optimizers(self._batches[0])
+        start = lockstep.one.state()
+        off: list[Comparison] = []
+        for step, batch in enumerate(self._batches, 1):
+            try:
+                comparison = lockstep.compare(batch, step)
+            except CertificateError:
+                raise
+            except Exception as error:
+                self._findings.append(self._broken(error, step, lockstep.bounds(int(num_rows(batch)))))
+                break
+            if not _is_finite_on_one_device(comparison):
+                if step == 1:
+                    raise CertificateError(
+                        "One device itself comes to numbers that are not finite in the first step, so nothing says "
+                        "what is right. Look at the data, the loss and the learning rate."
+                    )
+                break
+            self._rows.append(comparison.sizes)
+            for gap in comparison.gaps:
+                self._note(gap)
+            is_first_of_kind = all(c.is_even != comparison.is_even for c in off)
+            is_first_nan = not comparison.is_finite and all(c.is_finite for c in off)
+            if (not comparison.excess <= 1.0 and is_first_of_kind) or is_first_nan:
+                off.append(comparison)
+        if not self._rows:
+            return
+        if off:
+            self._findings += explain(lockstep, off)
+        elif not self._findings:
+            self._measure_drift(lockstep, start)
+        self._findings += of_gaps(lockstep, tuple(self._worst.values()), bool(off))
+        self._try_several_steps(lockstep)
+
+    def _broken(self, error: Exception, step: int, bounds: list[int]) -> Finding:
+        """Name a step that ends with an error, for want of rows where others, in which all had some, do not."""
+        crash = _crash(error, self._strategy, "A step", is_ours=self._is_ours)
+        sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+        if crash.code != "does-not-run" or 0 not in sizes or any(0 in rows for rows in self._rows) or not self._rows:
+            return crash
+        return dataclasses.replace(
+            crash,
+            code="empty-replica",
+            what=f"A replica without rows ends the step with {type(error).__name__}: TensorFlow has operations that "
+            "fail without rows, such as convolutions of oneDNN.",
+            evidence=f"step {step}, {counted(bounds[-1], 'row')} split into {sizes}; steps in which all replicas had "
+            f"rows did not fail; {crash.evidence}",
+            fix=f"{crash.fix} Or drop the last batch (`drop_remainder=True`).",
+        )
+
+    def _note(self, gap: Gap) -> None:
+        worst = self._worst.setdefault((gap.part, gap.name), gap)
+        if gap is not worst:
+            spread, apart = max(worst.spread, gap.spread), worst.is_apart or gap.is_apart
+            worse = worst if worst.excess >= gap.excess else gap
+            self._worst[gap.part, gap.name] = dataclasses.replace(worse, spread=spread, is_apart=apart)
+
+    def _measure_drift(self, lockstep: Lockstep, start: Any) -> None:
+        """Train without taking over state in between, on replicas, on one device, and there with rows reordered."""
+        self._drift = lockstep.train_freely(self._batches[: len(self._rows)], start)
+
+    def _try_several_steps(self, lockstep: Lockstep) -> None:
+        """Stock Keras loops over several steps in its own way, in which it may fail."""
+        model = lockstep.many.model
+        if self._is_ours or lockstep.many.num_replicas == 1 or model.steps_per_execution == 1:
+            return
+        repeated = tf.data.Dataset.from_tensors(self._batches[0]).repeat(model.steps_per_execution)
+        try:
+            model.train_function(iter(self._strategy.experimental_distribute_dataset(repeated)))
+        except Exception as error:
+            what = f"`fit` with steps_per_execution={model.steps_per_execution}"
+            self._findings.append(_crash(error, self._strategy, what, is_ours=False))
+
+    def certificate(self, allow: Collection[str]) -> Certificate:
+        """Return what came of it."""
+        unique = {finding.code: finding for finding in reversed(self._findings)}
+        ordered = [finding for finding in self._findings if unique.get(finding.code) is finding]
+        return Certificate(
+            model=self._name,
+            strategy=describe_strategy(self._strategy),
+            num_steps=len(self._rows),
+            rows=tuple(self._rows),
+            deviations=tuple(self._worst.values()),
+            draws=self._draws,
+            findings=tuple(finding for finding in ordered if finding.code not in allow),
+            allowed=tuple(finding for finding in ordered if finding.code in allow),
+            drift=self._drift[0],
+            drift_of_reordered=self._drift[1],
+        )
+
+
+def _is_finite_on_one_device(comparison: Comparison) -> bool:
+    """Whether training is; a metric of too few rows may be NaN, and state infinite until something comes."""
+    trained = [values[0] for key, values in comparison.expected.items() if key[0] == "weights" or key[1] == "loss"]
+    return all(np.isfinite(as_float(value)).all() for value in trained)
+
+
+def _crash(error: Exception, strategy: tf.distribute.Strategy, what: str, *, is_ours: bool) -> Finding:
+    """Name a step that does not run under the strategy, and why, where that is known."""
+    # TensorFlow puts the stack of the node before what went wrong, and the node behind it.
+    text = " ".join(re.sub(r"(?s)Detected at node.*?\n\n(?=\S)", "", str(error)).partition("[[{{node")[0].split())
+    known = None
+    if not is_ours:
+        known = next(((code, why) for pattern, code, why in _KNOWN_CRASHES if re.search(pattern, text)), None)
+    code, why = known or ("does-not-run", "It runs on one device.")
+    return Finding(
+        code=code,
+        what=f"{what} ends with {type(error).__name__} under {describe_strategy(strategy)}. {why}",
+        evidence=text[-300:] or "the error has no message",
+        fix=_FIXES.get(code) or ("Please report this model: it should not be." if is_ours else FIX_OF_STOCK),
+    )
+
+
+_FIXES = {"strategies-collide": "Certify in a process of its own, with one strategy."}
+_KNOWN_CRASHES = (
+    (
+        r"Collective ops is aborted|in the collective instance",
+        "strategies-collide",
+        "TensorFlow's collectives take this strategy for another one of the same devices, with which this process has "
+        "trained before (tensorflow#62790).",
+    ),
+    (
+        r"AddN|same size and shape|Attempt to convert a value \(PerReplica|Unsupported.*(string|bool)",
+        "fit-averages-a-batch",
+        "Stock Keras builds a model from the mean of the first batch over the replicas, which there is only of numbers "
+        "in parts of equal size.",
+    ),
+    (
+        r"You must feed a value for placeholder",
+        "steps-per-execution",
+        "Stock Keras loops over several steps in a way that TensorFlow cannot run on several devices.",
+    ),
+    (
+        r"called while defining a new graph",
+        "reduction-in-a-condition",
+        "Stock optimizers that accumulate gradients, or overwrite weights by their mean, reduce over replicas inside a "
+        "condition, which TensorFlow cannot do.",
+    ),
+    (
+        r"located in device .* from device|Trying to access resource",
+        "jit-compile",
+        "XLA cannot compile a step that spans devices: jit_compile=True is for one.",
+    ),
+    (
+        r"Mixing different tf.distribute|colocate_vars_with",
+        "outside-of-the-scope",
+        "Something was built outside of the strategy's scope: `kde.check_scope(model, strategy)` names it.",
+    ),
+)
+
+
+def check_strategy(strategy: Any) -> None:
+    """See whether a strategy's replicas can be compared.
+
+    Raises:
+        CertificateError: they are not all in this process, or it is no strategy.
+    """
+    if not isinstance(strategy, tf.distribute.Strategy):
+        hint = " Give its attribute `strategy`." if hasattr(strategy, "strategy") else ""
+        raise CertificateError(f"certify takes a tf.distribute.Strategy, and got {type(strategy).__name__}.{hint}")
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        raise CertificateError(
+            "Under ParameterServerStrategy each worker makes steps of its own, at its own pace, so that no two runs "
+            "are equal, and none is that of one device. What a step computes can be certified with a MirroredStrategy."
+        )
+    is_mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
+    is_far = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    if strategy.num_replicas_in_sync > 1 and (not is_mirrored or is_far):
+        raise CertificateError(
+            f"A certificate compares what all replicas hold, in one process, and {describe_strategy(strategy)} has "
+            "replicas elsewhere. Certify with a MirroredStrategy of as many replicas, which on a CPU are "
+            f'`kde.pick_strategy("mirrored", num_replicas={strategy.num_replicas_in_sync})`: steps are the same.'
+        )
+
+
+def _check(build_model: Any, strategy: Any, steps: Any) -> None:
+    if isinstance(build_model, keras.Model) or not callable(build_model):
+        raise CertificateError(
+            f"certify takes a function that builds and compiles a model, and got {type(build_model).__name__}: it "
+            "builds one for one device, and another in the strategy's scope."
+        )
+    check_strategy(strategy)
+    if tf.distribute.has_strategy():
+        raise CertificateError(
+            "certify was called inside a strategy's scope, where no model can be built for one device. Leave the scope."
+        )
+    if not hasattr(steps, "__index__") or steps < 1:
+        raise CertificateError(f"steps={steps}: a certificate needs a whole number of steps, one at least.")

@@ -1,0 +1,257 @@
+"""Make the same training steps on one device and on a strategy's replicas, each from equal state, and measure the gap.
+
+Both sides are models that the same function builds. Before every step the replicas take over the state of one device,
+so that a gap is made by that step alone, and rounding does not grow from step to step.
+
+Letters: N = rows of the global batch; R = replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext._keras import flat_layers
+from keras_dist_ext.data.split import num_rows
+from keras_dist_ext.diagnosis.certificate.gaps import (
+    LEAST,
+    ROUNDING,
+    Array,
+    Gap,
+    SlotKind,
+    Values,
+    as_float,
+    difference,
+    largest,
+    measure,
+)
+from keras_dist_ext.diagnosis.certificate.sides import (
+    RowsAlike,
+    Side,
+    State,
+    bounds_of_tensorflow,
+    even_bounds,
+    on_one_device,
+    rows_at,
+)
+from keras_dist_ext.errors import CertificateError
+from keras_dist_ext.messages import counted
+from keras_dist_ext.strategy.scope import describe_strategy
+
+__all__ = ["Comparison", "Lockstep"]
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """One step, made on both sides from the same state."""
+
+    step: int
+    sizes: tuple[int, ...]  # rows of each replica
+    batch: Any
+    before: State
+    expected: Values
+    found: Values  # one array a replica
+    gaps: tuple[Gap, ...]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all replicas had equally many rows."""
+        return len(set(self.sizes)) == 1
+
+    @property
+    def excess(self) -> float:
+        """How far training is off, relative to rounding: by the gradients, or the weights where none are known."""
+        by_part = {
+            part: max((g.excess for g in self.gaps if g.part == part), default=0.0) for part in ("gradient", "weights")
+        }
+        return max(by_part.values())
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all that the replicas computed is, as far as it is on one device."""
+        return all(
+            (np.isfinite(as_float(copy)) | ~np.isfinite(as_float(self.expected[key][0]))).all()
+            for key, copies in self.found.items()
+            for copy in copies
+            if key in self.expected and np.shape(copy) == np.shape(self.expected[key][0])
+        )
+
+
+class Lockstep:
+    """One device and replicas, which begin every step with equal state.
+
+    Args:
+        build_model: returns a compiled model.
+        strategy: of the replicas.
+        batch: a global batch, to build the models for.
+        draws: where random ops are sent, see ``_keras.draws_sent_to``.
+
+    Raises:
+        CertificateError: the two models are not alike, or cannot be trained.
+    """
+
+    def __init__(
+        self,
+        build_model: Callable[[], Any],
+        strategy: tf.distribute.Strategy,
+        batch: Any,
+        draws: RowsAlike,
+    ) -> None:
+        self.strategy = strategy
+        self.draws = draws
+        self.many = Side(build_model, strategy, batch)
+        self.one = on_one_device(build_model, batch)
+        if not self.many.model.jit_compile:
+            self.one.model.jit_compile = False  # "auto" means XLA for one device with a GPU, which rounds otherwise
+        shapes = [[(part, tuple(v.shape)) for part, _, v in side.compared] for side in (self.one, self.many)]
+        if shapes[0] != shapes[1]:
+            raise CertificateError(
+                f"build_model() built another model on one device than under {describe_strategy(strategy)}: "
+                f"{counted(len(shapes[0]), 'variable')} of {shapes[0]} against {shapes[1]}. Have it build the same."
+            )
+        paths = [path for _, path, _ in self.many.compared]
+        self.one.compared = [(part, path, v) for (part, _, v), path in zip(self.one.compared, paths, strict=True)]
+        self._slots: dict[str, SlotKind] = {}
+        self.rounding = max([ROUNDING, *(4 * unit for unit in map(_unit, flat_layers(self.many.model)))])
+
+    def build_optimizers(self, batch: Any) -> None:
+        """Have optimizers make their variables that only do so in a step."""
+        for side in (self.one, self.many):
+            side.build_optimizers(batch, self.bounds(int(num_rows(batch))))
+        self._slots = dict(self.many.slot_kinds())
+        for side in (self.one, self.many):
+            side.slots = list(zip(self._slots, side.optimizer_variables(), strict=True))
+
+    def train_freely(self, batches: Sequence[Any], start: State) -> tuple[float, float]:
+        """Train from a state without taking over any in between.
+
+        Returns:
+            How far the weights end from one device's, relative to its largest weight: those of the replicas, and of
+            one device with the rows of each batch in another order.
+        """
+        ends: list[Values] = []
+        for side, is_reordered in ((self.one, False), (self.many, False), (self.one, True)):
+            side.load(start)
+            for step, batch in enumerate(batches, 1):
+                self.draws.step.assign(step)
+                rows = int(num_rows(batch))
+                order = np.random.default_rng(step).permutation(rows)
+                seen = side.step(rows_at(batch, order) if is_reordered else batch, self.bounds(rows))
+            ends.append(seen)
+        one, *others = ({k: as_float(v[0]) for k, v in end.items() if k[0] == "weights"} for end in ends)
+        scale = max([LEAST, *(largest(value) for value in one.values())])
+        many, reordered = (
+            max([largest(difference(other[key], one[key])) for key in one], default=0.0) / scale for other in others
+        )
+        return many, reordered
+
+    def bounds(self, rows: int) -> list[int]:
+        """Where a batch of that many rows is cut: by ours as evenly as it goes, else as TensorFlow does."""
+        cut = even_bounds if self.many.is_ours else bounds_of_tensorflow
+        return cut(rows, self.many.num_replicas)
+
+    def compare(
+        self,
+        batch: Any,
+        step: int,
+        *,
+        before: State | None = None,
+        bounds: Sequence[int] | None = None,
+        without: Collection[str] = (),
+    ) -> Comparison:
+        """Make a step on both sides from the state of one device, which is left where the step leads it.
+
+        Raises:
+            CertificateError: one device itself fails.
+            Exception: whatever the replicas' step ends with.
+        """
+        rows = int(num_rows(batch))
+        bounds = self.bounds(rows) if bounds is None else bounds
+        before = self.one.state() if before is None else before
+        self.draws.step.assign(step)
+        self.many.load(before)
+        expected = self._on_one_device(batch, before, without)
+        after = self.one.state()
+        reordered = self._reordered(batch, before, without)
+        self.one.load(after)
+        found = self.many.step(batch, bounds, without=without)
+        expected, reordered = (_named_as_in(found, values) for values in (expected, reordered))
+        sizes = tuple(stop - start for start, stop in itertools.pairwise(bounds))
+        was = {(part, path): value for (part, path, _), value in zip(self.one.compared, before, strict=False)}
+        gaps = tuple(measure(expected, found, reordered, was, step, self.rounding, self._slots))
+        if _is_off_in_updates_alone(gaps):
+            given = self._on_one_device(batch, before, without, gradients=found)
+            self.one.load(after)
+            by_part = {(g.part, g.name): g for g in measure(given, found, given, was, step, self.rounding, self._slots)}
+            gaps = tuple(_judged_by(by_part[gap.part, gap.name], gap) if _is_of_update(gap) else gap for gap in gaps)
+        return Comparison(step, sizes, batch, before, expected, found, gaps)
+
+    def _on_one_device(
+        self, batch: Any, before: State, without: Collection[str], *, gradients: Values | None = None
+    ) -> Values:
+        self.one.load(before)
+        try:
+            return self.one.step(batch, (), without=without, gradients=gradients)
+        except Exception as error:
+            raise CertificateError(
+                f"The model fails on one device, so nothing says what is right: {type(error).__name__}: {error}"
+            ) from error
+
+    def _reordered(self, batch: Any, before: State, without: Collection[str]) -> Values:
+        """Make the step on one device in another way that is as good: rows reordered, values moved by rounding."""
+        random = np.random.default_rng(0)
+        moved = [_moved(value, random) for value in before]
+        return self._on_one_device(rows_at(batch, random.permutation(int(num_rows(batch)))), moved, without)
+
+    def distance_to_itself(self, comparison: Comparison) -> Gap | None:
+        """Make a step of one device again, traced anew; return the largest gap beyond rounding, if any."""
+        self.one.retrace()
+        self.draws.step.assign(comparison.step)
+        again = self._on_one_device(comparison.batch, comparison.before, ())
+        again = _named_as_in(comparison.expected, again)
+        gaps = measure(comparison.expected, again, comparison.expected, {}, comparison.step, self.rounding, self._slots)
+        return max((g for g in gaps if g.is_beyond), key=lambda g: g.excess, default=None)
+
+
+def _is_of_update(gap: Gap) -> bool:
+    """Whether an optimizer's update is off in a variable."""
+    return gap.part in ("weights", "optimizer") and (gap.is_beyond or gap.is_apart)
+
+
+def _is_off_in_updates_alone(gaps: Sequence[Gap]) -> bool:
+    """Whether updates are off, and the gradients, which are known, are not."""
+    gradients = [gap for gap in gaps if gap.part == "gradient"]
+    return bool(gradients) and not any(g.is_beyond for g in gradients) and any(map(_is_of_update, gaps))
+
+
+def _judged_by(other: Gap, gap: Gap) -> Gap:
+    """Return a gap as large as it is, and as far beyond rounding as another one."""
+    return dataclasses.replace(gap, excess=other.excess, is_apart=other.is_apart)
+
+
+def _named_as_in(found: Values, values: Values) -> Values:
+    """Name metrics as the other side does: Keras numbers the names of those that were given none."""
+    own, others = ([key for key in of_side if key[0] == "metric"] for of_side in (values, found))
+    if len(own) != len(others):
+        return values
+    names = dict(zip(own, others, strict=True))
+    return {names.get(key, key): value for key, value in values.items()}
+
+
+def _moved(value: Array, random: np.random.Generator) -> Array:
+    """Move each number up or down by a unit of rounding."""
+    if value.dtype.kind != "f":
+        return value
+    signs = random.choice([-1.0, 1.0], size=value.shape)
+    return np.asarray(value * (1.0 + signs * np.finfo(value.dtype).eps)).astype(value.dtype)
+
+
+def _unit(layer: Any) -> float:
+    """The unit of rounding of a layer's dtype, 0 where float32 or finer."""
+    return {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(str(layer.compute_dtype), 0.0)

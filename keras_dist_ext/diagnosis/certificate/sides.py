@@ -1,0 +1,343 @@
+"""Make training steps one at a time, on one device or on replicas, and read all that they change.
+
+All rows may draw the same random numbers meanwhile (``RowsAlike``), whatever replica they are on.
+
+Letters: N = rows of the global batch; R = replicas.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import flat_layers, keras, tree
+from keras_dist_ext.data.split import num_rows
+from keras_dist_ext.diagnosis.certificate.gaps import Array, Part, SlotKind, Values
+from keras_dist_ext.errors import CertificateError
+from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_variables
+from keras_dist_ext.training.model import Model
+
+__all__ = ["RowsAlike", "Side", "State", "bounds_of_tensorflow", "even_bounds", "on_one_device", "rows_at"]
+
+State = list[Array]
+
+
+class Side:
+    """A model, and how it makes one training step at a time on a global batch.
+
+    Args:
+        build_model: returns a compiled model.
+        strategy: under which to build it; None is one device.
+        batch: a global batch to build it for.
+
+    Raises:
+        CertificateError: what was built cannot be trained, or lives elsewhere.
+    """
+
+    def __init__(self, build_model: Callable[[], Any], strategy: tf.distribute.Strategy | None, batch: Any) -> None:
+        self.strategy = strategy
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            self.model = build_model()
+        self._check_model()
+        self.is_ours = isinstance(self.model, Model)
+        self._kept = [_keras.KeptGradients(optimizer) for _, optimizer in optimizers(self.model)]
+        self.trouble_of_fit: Exception | None = None
+        self._build(batch)
+        self._functions: dict[frozenset[str], Any] = {}  # that make a step, by what it is made without
+        compared = list(self._compared())
+        names = told_apart(path for _, path, _ in compared)
+        self.compared = [(part, name, v) for (part, _, v), name in zip(compared, names, strict=True)]
+        self.slots: list[tuple[str, Any]] = []  # (name, variable) of optimizers, once they are known to be built
+
+    def _check_model(self) -> None:
+        if not isinstance(self.model, keras.Model) or not self.model.compiled:
+            raise CertificateError(
+                f"build_model() returned {type(self.model).__name__}, and a certificate needs a compiled Keras model. "
+                "Have the function build a model, call `compile` on it, and return it."
+            )
+        own = self.model.distribute_strategy
+        if self.strategy is None and not _keras.is_default_strategy(own):
+            raise CertificateError(
+                f"build_model() enters the scope of {describe_strategy(own)} by itself, so it cannot build the model "
+                "for one device. Take `with strategy.scope():` (or `strategy=`) out of it: it is called in the scope."
+            )
+
+    def _build(self, batch: Any) -> None:
+        if self.is_ours:
+            self.model._maybe_symbolic_build(data_batch=batch)
+            return
+        with contextlib.nullcontext() if self.strategy is None else self.strategy.scope():
+            if self.num_replicas > 1:
+                try:
+                    _keras.begin_fit(
+                        self.model, self.split(batch, bounds_of_tensorflow(num_rows(batch), self.num_replicas))
+                    )
+                except Exception as trouble:  # whatever it is, it is what `fit` would end with
+                    self.trouble_of_fit = trouble
+            _keras.build_from_batch(self.model, batch)
+
+    @property
+    def num_replicas(self) -> int:
+        """R, 1 without a strategy."""
+        return 1 if self.strategy is None else int(self.strategy.num_replicas_in_sync)
+
+    def _compared(self) -> Iterator[tuple[str, str, Any]]:
+        """(part, path, variable) of what is compared after a step: weights, and what layers assign."""
+        seeds = {id(g.state) for layer in flat_layers(self.model) for g in _keras.seed_generators(layer)}
+        for variable in self.model.variables:
+            if id(variable) not in seeds:
+                yield "weights" if variable.trainable else "state", variable.path, variable
+        for layer in flat_layers(self.model):
+            for name, variable in raw_variables(layer):
+                if variable.dtype.is_floating:
+                    yield "state", f"{layer.path or layer.name}/{name}", variable
+
+    def optimizer_variables(self) -> Iterator[Any]:
+        """What optimizers keep: momenta, counts; not what was added to see the gradients."""
+        kept = {id(gradient) for _, gradient in self._gradients()}
+        for _, optimizer in optimizers(self.model):
+            yield from (v for v in optimizer.variables if id(v) not in kept)
+
+    def slot_kinds(self) -> list[tuple[str, SlotKind]]:
+        """A name for each variable of an optimizer, such as "adam/momentums of dense/kernel", and what it is.
+
+        Keras' optimizers keep them in lists with one for each variable that they train.
+        """
+        paths = {id(variable): path for _, path, variable in self.compared}
+        known: dict[int, tuple[str, SlotKind]] = {}
+        for _, optimizer in optimizers(self.model):
+            inner = getattr(optimizer, "inner_optimizer", optimizer)
+            trained = [paths.get(id(v), v.path) for v in _keras.optimized_variables(optimizer)]
+            for attribute, values in vars(inner).items():
+                if attribute in ("_variables", "_trainable_variables") or not isinstance(values, list):
+                    continue
+                kind = attribute.strip("_")
+                for slot, path in zip(values, trained, strict=False) if len(values) == len(trained) else ():
+                    known[id(slot)] = f"{inner.name}/{kind} of {path}", SlotKind(kind, path)
+        variables = list(self.optimizer_variables())
+        found = [known.get(id(v), (v.path, SlotKind(v.path, ""))) for v in variables]
+        return list(zip(told_apart(name for name, _ in found), (kind for _, kind in found), strict=True))
+
+    def _gradients(self) -> list[tuple[Any, Any]]:
+        return [pair for kept in self._kept for pair in kept.pairs]
+
+    # State
+
+    def state(self) -> State:
+        """Read all that a step changes, but random generators and metrics: a value for all replicas."""
+        return [_copies(v)[0] for v in self._variables()]
+
+    def load(self, state: State) -> None:
+        """Set it on all replicas."""
+        for variable, value in zip(self._variables(), state, strict=True):
+            if _keras.is_sync_on_read(variable):
+                variable.assign(value)
+                continue
+            for copy in _keras.components(variable):
+                copy.assign(value)
+
+    def _variables(self) -> list[Any]:
+        return [*(v for _, _, v in self.compared), *self.optimizer_variables()]
+
+    def build_optimizers(self, batch: Any, bounds: Sequence[int]) -> None:
+        """Make a step for nothing but the variables of optimizers that only a step builds."""
+        if not all(optimizer.built for _, optimizer in optimizers(self.model)):
+            before = [_copies(v)[0] for _, _, v in self.compared]
+            self.step(batch, bounds)
+            self.load([*before, *self.state()[len(before) :]])
+
+    # Steps
+
+    def step(
+        self, batch: Any, bounds: Sequence[int], *, without: Collection[str] = (), gradients: Values | None = None
+    ) -> dict[Part, tuple[Array, ...]]:
+        """Make one step.
+
+        Args:
+            batch: the global batch.
+            bounds: of the rows of each replica of stock Keras, R + 1 numbers; ours split a batch themselves.
+            without: parts to leave out, see ``_keras.without_parts``.
+            gradients: what another step gave; has its gradients used in place of this step's own.
+
+        Returns:
+            For each part and name, a value for each replica.
+        """
+        paths = {id(variable): path for _, path, variable in self.compared}
+        for variable, kept in self._gradients():
+            given = None if gradients is None else gradients["gradient", paths.get(id(variable), variable.path)][0]
+            for copy in _keras.components(kept):
+                copy.assign(tf.zeros_like(copy) if given is None else given)
+        self.model.reset_metrics()
+        for optimizer in self._kept:
+            optimizer.are_given = gradients is not None
+        wanted = frozenset(without) | ({"gradients"} if gradients is not None else set())
+        with _keras.without_parts(without):
+            is_new = wanted not in self._functions
+            if is_new:
+                self._functions[wanted] = self.model.make_train_function(force=True) or self.model.train_function
+            self.model.train_function = self._functions[wanted]
+            splits = self.num_replicas > 1 and not self.is_ours
+            if splits and is_new and 0 in np.diff(bounds):
+                self._trace_for_any_rows(batch)
+            logs = self.model.train_function(iter([self.split(batch, bounds) if splits else batch]))
+        if self.is_ours:
+            self.model._settle()
+        seen: dict[Part, tuple[Array, ...]] = {}
+        for variable, kept in self._gradients():
+            seen["gradient", paths.get(id(variable), variable.path)] = _copies(kept)
+        for part, path, variable in self.compared:
+            seen[part, path] = _copies(variable)
+        for name, variable in self.slots:
+            seen["optimizer", name] = _copies(variable)
+        for name, value in _keras.metric_results(self.model, logs).items():
+            seen["metric", name] = (value,)
+        return seen
+
+    def _trace_for_any_rows(self, batch: Any) -> None:
+        """Have a step traced for any number of rows, as in `fit`: Keras treats no rows otherwise where it knows it."""
+        before = self.state()
+        for rows in (1, 2):
+            many = rows_at(batch, np.zeros(rows * self.num_replicas, int))
+            self.model.train_function(
+                iter([self.split(many, even_bounds(rows * self.num_replicas, self.num_replicas))])
+            )
+        self.load(before)
+        self.model.reset_metrics()
+
+    def retrace(self) -> None:
+        """Have the next step traced anew."""
+        self._functions.clear()
+
+    def split(self, batch: Any, bounds: Sequence[int]) -> Any:
+        """Cut a batch as TensorFlow hands it to replicas."""
+        parts = [rows_between(batch, start, stop) for start, stop in itertools.pairwise(bounds)]
+        return tree.map_structure(lambda *leaves: None if leaves[0] is None else _keras.regroup(leaves), *parts)
+
+
+def told_apart(names: Iterable[str]) -> list[str]:
+    """Number names that come again: two layers of a model may have one name.
+
+    >>> told_apart(["a/kernel", "b/kernel", "a/kernel"])
+    ['a/kernel', 'b/kernel', 'a/kernel (2)']
+    """
+    counts: collections.Counter[str] = collections.Counter()
+    unique = []
+    for name in names:
+        counts[name] += 1
+        unique.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
+    return unique
+
+
+def on_one_device(build_model: Callable[[], Any], batch: Any) -> Side:
+    """Build the side that is right by definition.
+
+    Raises:
+        CertificateError: it cannot be built.
+    """
+    try:
+        return Side(build_model, None, batch)
+    except CertificateError:
+        raise
+    except Exception as error:
+        raise CertificateError(
+            f"The model cannot be built on one device, so nothing says what is right: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _copies(variable: Any) -> tuple[Array, ...]:
+    if _keras.is_sync_on_read(variable):
+        return (np.asarray(tf.convert_to_tensor(variable)),)
+    return tuple(np.asarray(copy) for copy in _keras.components(variable))
+
+
+def even_bounds(rows: int, replicas: int) -> list[int]:
+    """Cut rows as evenly as it goes: replica r gets rows [r N // R, (r + 1) N // R)."""
+    return [replica * rows // replicas for replica in range(replicas + 1)]
+
+
+def bounds_of_tensorflow(rows: int, replicas: int) -> list[int]:
+    """Cut rows as TensorFlow does: each replica gets N / R rows, rounded up, as long as there are any."""
+    return [min(rows, replica * -(-rows // replicas)) for replica in range(replicas + 1)]
+
+
+def rows_between(batch: Any, start: int, stop: int) -> Any:
+    """Cut rows out of a batch; what has no rows stays."""
+    return rows_at(batch, np.arange(start, stop))
+
+
+def rows_at(batch: Any, rows: Array) -> Any:
+    """Take rows of a batch by their numbers, in that order; what has no rows stays."""
+    index = tf.constant(rows, tf.int64)
+
+    def take(leaf: Any) -> Any:
+        if getattr(leaf, "shape", None) is None or not leaf.shape.rank:
+            return leaf
+        if isinstance(leaf, tf.SparseTensor):
+            return tf.sparse.concat(
+                0, [tf.sparse.slice(leaf, [i, *[0] * (leaf.shape.rank - 1)], [1, *leaf.shape[1:]]) for i in rows]
+            )
+        return tf.gather(leaf, index)
+
+    return tree.map_structure(take, batch)
+
+
+class RowsAlike:
+    """Random ops whose rows are all alike, another row at each step: equal on both sides however rows are split.
+
+    A draw of shape [N, ..., d] is one of [1, ..., 1, d], repeated; of shape [N] or [] it is one number. Generators of
+    Keras count on as always. Ops in ``unknown`` are left as they are.
+    """
+
+    def __init__(self) -> None:
+        self.step = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self.has_drawn = False
+        self.unknown: set[str] = set()
+
+    def __call__(self, name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Draw, as ``_keras.draws_sent_to`` asks."""
+        self.has_drawn = True
+        if name in ("stateless_multinomial", "multinomial"):
+            best = tf.argmax(args[0], axis=-1, output_type=kwargs.get("output_dtype") or tf.int64)
+            return tf.tile(best[:, tf.newaxis], [1, args[1]])
+        kind = _KINDS.get(name)
+        if kind is None:
+            self.unknown.add(name)
+            return original(*args, **kwargs)
+        given = dict(zip(kind.arguments, args, strict=False)) | kwargs
+        shape = tf.convert_to_tensor(given["shape"], tf.int32)
+        rank = int(shape.shape[0] or 0)
+        row = shape[:0] if rank <= 1 else tf.concat([tf.ones([rank - 1], tf.int32), shape[-1:]], 0)
+        limits = [given["minval"], given["maxval"]] if "minval" in given else []
+        dtype = [] if limits else [given["dtype"]]
+        key = tf.reshape(tf.cast(self.step.read_value(), tf.uint64), [1])
+        drawn = kind.draw(row, key, tf.zeros([2], tf.uint64), tf.constant(1), *limits, *dtype)
+        return tf.broadcast_to(drawn, shape)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    arguments: tuple[str, ...]
+    draw: Callable[..., Any]
+
+
+_KEY = ("key", "counter", "alg")
+_SEED = ("seed", "seed2")
+_uniform, _normal, _truncated, _integers = _keras.stateless_draws()
+_KINDS = {
+    "stateless_random_uniform_v2": _Kind(("shape", *_KEY, "dtype"), _uniform),
+    "stateless_random_normal_v2": _Kind(("shape", *_KEY, "dtype"), _normal),
+    "stateless_truncated_normal_v2": _Kind(("shape", *_KEY, "dtype"), _truncated),
+    "stateless_random_uniform_int_v2": _Kind(("shape", *_KEY, "minval", "maxval"), _integers),
+    "random_uniform": _Kind(("shape", "dtype", *_SEED), _uniform),
+    "random_standard_normal": _Kind(("shape", "dtype", *_SEED), _normal),
+    "truncated_normal": _Kind(("shape", "dtype", *_SEED), _truncated),
+    "random_uniform_int": _Kind(("shape", "minval", "maxval", *_SEED), _integers),
+}

@@ -1,0 +1,205 @@
+"""Find out in a run why it is not faster: a callback that measures, has it judged, and tells."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext._keras import keras
+from keras_dist_ext.diagnosis.doctor.report import Report
+from keras_dist_ext.diagnosis.doctor.rules import judge
+from keras_dist_ext.diagnosis.doctor.visit import Visit
+from keras_dist_ext.errors import MonitorError
+from keras_dist_ext.monitoring.event_files import EventWriter
+from keras_dist_ext.monitoring.intervals import StepCounter
+from keras_dist_ext.monitoring.manifest import describe_model, manifest_of
+from keras_dist_ext.monitoring.writers import Run, SeveralWriters, Writer
+from keras_dist_ext.step.recorder import Recorder
+from keras_dist_ext.strategy.workers import workers_of
+
+__all__ = ["ParallelismDoctor"]
+
+
+class ParallelismDoctor(keras.callbacks.Callback):  # type: ignore[misc]
+    """Say why a run is not faster, and what to change: findings, most seconds first, none on a healthy run.
+
+        model.fit(train, epochs=5, callbacks=[kde.ParallelismDoctor()])
+
+    It records where the time of steps goes on each replica: input, computing, synchronising, and the host with its
+    callbacks, tracing and Python; and it looks at strategy, devices, scope and the data's pipeline. When training ends
+    it says what it found, in the terminal, as ``report``, and where it is told to. Steps shorter than 3 ms are recorded
+    for the first two seconds alone, since recording would cost more than 1% of them. Of a pipeline that replicas wait
+    for it reads some batches once more when training ends, to tell why. With a ``ReplicaMonitor`` in the same run, its
+    dashboard shows the findings.
+
+    Of a model of stock Keras it judges the setting: nobody can see into its steps.
+
+    Args:
+        log_dir: where TensorBoard looks, for a run without a ``ReplicaMonitor``.
+        interventions: whether to make experiments when training ends, for some ten seconds: the model trains on with
+            its input replaced by one batch, without the sum over replicas, with twice the rows, with more steps an
+            execution, and as a copy on one device, and is put back bit for bit. For one process, and data that can be
+            read again.
+        json: a file for the report.
+        writers: others to hand findings to.
+        show: whether to print the report.
+        strategy: the one that the model is meant to live under; None is its own.
+        num_steps: after how many steps, about, to stop training; None does not.
+
+    Attributes:
+        report: of the last run that was watched; None before.
+
+    Raises:
+        MonitorError: when a run begins, if findings cannot be written where they should be.
+    """
+
+    is_content_with_executions = True  # steps_per_execution="auto" may make several steps at once
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] | None = None,
+        *,
+        interventions: bool = False,
+        json: str | os.PathLike[str] | None = None,
+        writers: Sequence[Writer] = (),
+        show: bool = True,
+        strategy: tf.distribute.Strategy | None = None,
+        num_steps: int | None = None,
+    ) -> None:
+        super().__init__()
+        if num_steps is not None and (type(num_steps) is not int or num_steps < 1):
+            raise MonitorError(f"num_steps is {num_steps!r}; it is a number of steps, at least 1, or None.")
+        self.report: Report | None = None
+        self._interventions = interventions
+        self._json = None if json is None else pathlib.Path(json)
+        self._writers = [*([] if log_dir is None else [EventWriter(log_dir)]), *writers]
+        self._show = show
+        self._strategy = strategy
+        self._num_steps = num_steps
+        self._recorder = Recorder()
+        self._visit: Visit | None = None
+        self._num_runs = 0  # under way
+        self._told: Callable[[], None] | None = None
+        self.is_asked = False  # for nothing but its report: what goes wrong is an error
+        self.tells_at_once = True  # when training ends; else when ``tell`` is called
+        self.num_observed = self.num_made = 0  # steps of the last run: in the report; and in all, at least
+        self.has_seen_enough = False  # and has therefore ended the last run
+
+    # What models of ours call
+
+    def prepare(self, model: Any) -> None:
+        """Have steps recorded; models of ours call it before a run begins."""
+        if not self._num_runs:
+            SeveralWriters(self._writers).check("")
+        self._num_runs += 1
+        if self._num_runs > 1:  # a callback evaluates or predicts in the middle of training
+            return
+        if not isinstance(model.distribute_strategy, tf.distribute.ParameterServerStrategy):
+            self._recorder.fetch("train")
+            model.add_recorder(self._recorder)
+        self._visit = Visit(model, self._recorder)
+
+    def meet(self, callbacks: Sequence[Any], feed: Any) -> None:
+        """Have the other callbacks timed, and look at the data; models of ours call it when a run begins."""
+        if self._visit is not None:
+            self._visit.meet(callbacks, feed, self)
+
+    def release(self) -> None:
+        """Leave everything as it was; models of ours call it after every run, however it ended."""
+        self._num_runs = max(0, self._num_runs - 1)
+        if self._visit is not None and not self._num_runs:
+            self._visit.stop()
+            self._visit = None
+
+    # What Keras calls
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin to watch."""
+        self._told, self.has_seen_enough = None, False
+        if self._visit is None or not self._visit.is_ours:  # a model of stock Keras, whose last run may have broken
+            if self._visit is not None:
+                self._visit.stop()
+            self._visit = Visit(self.model, None)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Take note of an execution."""
+        if self._visit is None:
+            return
+        self._visit.end_execution()
+        if self._num_steps is not None and (self._visit.num_steps >= self._num_steps or self._visit.is_over):
+            self.has_seen_enough = self.model.stop_training = True
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Forget what was recorded of an evaluation."""
+        self._recorder.fetch("test")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Judge, and tell."""
+        visit = self._visit
+        if visit is None:
+            return
+        visit.stop()
+        self.num_observed, self.num_made = visit.num_steps, max(visit.num_steps, visit.num_executions)
+        if not visit.is_ours:
+            self._visit = None
+        try:
+            self.report = judge(visit.examination(self._strategy, interventions=self._interventions))
+            self._prepare_telling(visit, self.report)
+            if self.tells_at_once:
+                self.tell()
+        except Exception as error:
+            if self.is_asked:
+                raise
+            warnings.warn(  # the run is over, and has gone well
+                f"ParallelismDoctor failed: {type(error).__name__}: {error}", stacklevel=2
+            )
+
+    def _prepare_telling(self, visit: Visit, report: Report) -> None:
+        """Hand findings to monitors, and note what else there is to be told, while the run is what it was."""
+        model = self.model
+        counter = StepCounter(model)
+        counter.begin()
+        step = counter.step(counter.count)
+        records = [finding.record(step) for finding in report.findings]
+        for monitor in visit.monitors:
+            monitor.find("diagnosis", records)
+        workers = workers_of(model.distribute_strategy)
+        is_chief = workers is None or workers.is_chief
+        run = None
+        if self._writers and visit.is_ours:
+            manifest = manifest_of(model, "")
+            run = Run("train", "", manifest, describe_model(model), step, wall_time=time.time(), is_chief=is_chief)
+
+        def tell() -> None:
+            if run is not None:
+                writer = SeveralWriters(self._writers)
+                writer.begin(run)
+                writer.find(records, step=step, wall_time=time.time())
+                writer.close()
+            if is_chief:
+                self._show_and_save(report)
+
+        self._told = tell
+
+    def tell(self) -> None:
+        """Show and write the report of the last run, on the chief alone."""
+        if self._told is not None:
+            self._told()
+        elif self.report is not None:  # of a run that could not begin
+            self._show_and_save(self.report)
+
+    def _show_and_save(self, report: Report) -> None:
+        if self._json is not None:
+            try:
+                self._json.parent.mkdir(parents=True, exist_ok=True)
+                self._json.write_text(report.to_json())
+            except OSError as error:
+                warnings.warn(f"The doctor's report could not be written to {self._json} ({error}).", stacklevel=2)
+        if self._show:
+            report.show()

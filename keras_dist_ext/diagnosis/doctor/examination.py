@@ -1,0 +1,300 @@
+"""Hold what is known of a run when it is judged: its setting, where its time went, and what experiments have shown.
+
+All are plain values, so that a judgement can be made, and tested, without TensorFlow.
+
+Letters: R = replicas in sync, over all workers; P = blocks of neighbouring steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_dist_ext.findings import Finding
+from keras_dist_ext.step.stats import ReplicaStats
+
+__all__ = [
+    "Calls",
+    "Estimate",
+    "Examination",
+    "Loop",
+    "Setting",
+    "Stray",
+    "Times",
+    "Traces",
+    "Trials",
+    "blocks_of_steps",
+]
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A layer that computes one time step after the other."""
+
+    layer: str
+    num_steps: int
+    parameters: int  # that each time step multiplies by
+
+
+@dataclasses.dataclass(frozen=True)
+class Stray:
+    """Heavy work of replicas that was placed on another device than theirs."""
+
+    layer: str  # or what the ops are called
+    replicas: tuple[int, ...]  # whose work it is
+    device: str  # where it is done, such as "CPU:0"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a run is like before any clock is read. Defaults are those of a run with nothing to be said."""
+
+    model: str = "model"
+    is_ours: bool = True  # else stock Keras, into whose steps nobody can see
+    strategy: str = "none"  # none, one_device, mirrored, multi_worker, tpu, parameter_server, or a class' name
+    num_replicas: int = 1  # R
+    num_workers: int = 1
+    devices: tuple[str, ...] = ("CPU:0",)  # of this worker's replicas
+    accelerators: tuple[str, ...] = ()  # GPUs and TPUs that this process has
+    num_cores: int = 1  # that this process may use
+    num_threads: int = 0  # within an op; 0: one a core
+    num_workers_here: int = 1  # on this machine
+    num_listed_workers: int = 0  # of the cluster that TF_CONFIG, or SLURM, describes; 0: there is none
+    cluster_source: str = "TF_CONFIG"
+    outside: str = ""  # what lives outside of the scope, in sentences
+    num_replicas_meant: int = 0  # of the strategy that the model was to live under, where it does not
+    runs_eagerly: bool = False
+    eager_because: str = "run_eagerly=True"
+    steps_per_execution: int | None = None  # None: as many as fit
+    step_watchers: tuple[str, ...] = ()  # callbacks that look at every batch, so that one step is made at a time
+    gradient_bytes: int = 0  # that replicas sum in a step
+    loops: tuple[Loop, ...] = ()
+    strays: tuple[Stray, ...] = ()
+    stray_share: float = 0.0  # of a replica's heavy work, 0 to 1; of the one of which most is astray
+
+    @property
+    def shares_cpu(self) -> bool:
+        """Whether replicas of this process are logical devices of one physical CPU."""
+        return sum(device.startswith("CPU") for device in self.devices) > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """What a callback did, batch by batch."""
+
+    name: str  # its class
+    hook: str  # the method that took longest
+    seconds: float  # in all its calls for batches
+    num_calls: int
+    fetched: tuple[str, ...] = ()  # the functions by which one call of it fetched values from a device
+    is_keras_own: bool = False  # the progress bar and the history, which every run has
+
+
+@dataclasses.dataclass(frozen=True)
+class Traces:
+    """How often a tf.function was traced after the first executions."""
+
+    function: str
+    num_traces: int
+    num_executions: int  # in which it was
+    seconds: float
+    argument: str = ""  # that was another one each time; "" where none could be named
+    values: tuple[str, ...] = ()  # some of those it had
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Where the time of some steps went."""
+
+    blocks: tuple[ReplicaStats, ...]  # P, neighbouring, about as many steps in each; arrays are [R]
+    num_executions: int = 1
+    calls: tuple[Calls, ...] = ()
+    traces: tuple[Traces, ...] = ()
+    tracing_seconds: float = 0.0  # of all functions, within the steps that are watched
+    others_cores: float | None = None  # that other processes took meanwhile; None: unknown
+    start_seconds: tuple[float, ...] = ()  # waiting for the first batch of each pass, which is in no block
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in all blocks."""
+        return sum(block.num_steps for block in self.blocks)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all steps, with the host's share."""
+        return sum(block.seconds for block in self.blocks)
+
+    @property
+    def host_seconds(self) -> float:
+        """Of these, between executions: callbacks, tracing, and all that Keras and TensorFlow do in Python."""
+        return sum(block.host_seconds for block in self.blocks)
+
+    @property
+    def callback_seconds(self) -> float:
+        """Of the host's, in callbacks."""
+        return min(self.host_seconds, sum(calls.seconds for calls in self.calls))
+
+    @property
+    def dispatch_seconds(self) -> float:
+        """Of the host's, what neither callbacks nor tracing account for."""
+        return max(0.0, self.host_seconds - self.callback_seconds - self.tracing_seconds)
+
+    @property
+    def input_seconds(self) -> float:
+        """Seconds that the replica that waited longest has waited for input."""
+        return sum(float(block.input_seconds.max()) * block.num_steps for block in self.blocks)
+
+    @property
+    def examples(self) -> npt.NDArray[np.int64]:
+        """Examples of each replica, [R]."""
+        total: npt.NDArray[np.int64] = np.sum([block.examples for block in self.blocks], axis=0)
+        return total
+
+    def compute(self) -> float:
+        """Return the seconds that a replica computes in a step: the median of blocks of the mean of replicas."""
+        return self.typical(lambda block: float(_of_busy(block, block.compute_seconds).mean()))
+
+    def sync(self) -> float:
+        """Return the seconds that the last replica to have computed needs to end the step; median of blocks.
+
+        No waiting for others is in it: only the sum over replicas, the update and the metrics.
+        """
+        return self.typical(lambda block: float(_of_busy(block, block.sync_seconds).min()))
+
+    def step(self) -> float:
+        """Return the seconds of a step, with the host's share; median of blocks."""
+        return self.typical(lambda block: block.seconds / max(1, block.num_steps))
+
+    def typical(self, of_block: Callable[[ReplicaStats], float]) -> float:
+        """Return the median over blocks of what a function says of each."""
+        return float(np.median([of_block(block) for block in self.blocks]))
+
+    def shares(self) -> dict[str, float]:
+        """Return which share of the time went where, 0 to 1; together 1."""
+        total = max(self.seconds, 1e-9)
+        steps = total - self.host_seconds
+        computing = sum(float(_of_busy(b, b.compute_seconds).max()) * b.num_steps for b in self.blocks)
+        computing = min(computing, max(0.0, steps - self.input_seconds))
+        host = max(self.host_seconds, 1e-12)
+        callbacks = self.callback_seconds
+        tracing = min(self.tracing_seconds, host - callbacks)
+        return {
+            "computing": computing / total,
+            "input": min(self.input_seconds, steps) / total,
+            "synchronising": max(0.0, steps - self.input_seconds - computing) / total,
+            "callbacks": callbacks / total,
+            "tracing": tracing / total,
+            "host": max(0.0, self.host_seconds - callbacks - tracing) / total,
+        }
+
+
+def _of_busy(block: ReplicaStats, values: Floats) -> Floats:
+    """Return the values of the replicas that had examples; of all where none had."""
+    busy = block.examples > 0
+    return values[busy] if busy.any() else values
+
+
+def blocks_of_steps(parts: Sequence[ReplicaStats], most: int) -> list[ReplicaStats]:
+    """Merge neighbours, two and two, until there are at most so many."""
+    blocks = list(parts)
+    while len(blocks) > most:
+        pairs = [blocks[i : i + 2] for i in range(0, len(blocks), 2)]
+        blocks = [pair[0] if len(pair) == 1 else _merged(*pair) for pair in pairs]
+    return blocks
+
+
+def _merged(one: ReplicaStats, other: ReplicaStats) -> ReplicaStats:
+    total = one.num_steps + other.num_steps
+
+    def mean(name: str) -> Floats:
+        first, second = getattr(one, name), getattr(other, name)
+        value: Floats = (first * one.num_steps + second * other.num_steps) / total
+        return value
+
+    return dataclasses.replace(
+        other,
+        num_steps=total,
+        seconds=one.seconds + other.seconds,
+        host_seconds=one.host_seconds + other.host_seconds,
+        examples=one.examples + other.examples,
+        input_seconds=mean("input_seconds"),
+        compute_seconds=mean("compute_seconds"),
+        sync_seconds=mean("sync_seconds"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A figure with its 95% confidence interval."""
+
+    low: float
+    value: float
+    high: float
+
+    @staticmethod
+    def of(samples: Sequence[float], *, num_resamples: int = 1000) -> Estimate:
+        """Return the median of at least one sample, and how it scatters when samples are drawn again (bootstrap).
+
+        Raises:
+            ValueError: there is no sample.
+
+        >>> Estimate.of([1.0, 1.0, 1.0, 9.0, 1.0]).value
+        1.0
+        """
+        if not len(samples):
+            raise ValueError("There are no samples, so they have no median. Measure at least one round.")
+        held = np.asarray(samples, np.float64)
+        drawn = np.random.default_rng(0).integers(len(held), size=(num_resamples, len(held)))
+        low, high = np.quantile(np.median(held[drawn], axis=1), [0.025, 0.975])
+        return Estimate(float(low), float(np.median(held)), float(high))
+
+    def times(self, factor: float) -> Estimate:
+        """Return it multiplied by a number from 0 up."""
+        return Estimate(self.low * factor, self.value * factor, self.high * factor)
+
+    def show(self, unit: str = "", scale: float = 1.0) -> str:
+        """Return, say, `2.1 ms (1.9 to 2.4)`."""
+        return f"{self.value * scale:.3g}{unit} ({self.low * scale:.3g} to {self.high * scale:.3g})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trials:
+    """Seconds a step of the same model under changed conditions, measured in turn: [rounds] of each.
+
+    "as it was" is on a cached batch, as many steps an execution as the run had; "data" reads the run's own data; "no
+    sum" leaves gradients unsummed; "double" has the rows twice; "one step" makes a step an execution, and "many steps"
+    many; "one device" is one replica that does the work of all; "compiled" is not eager.
+    """
+
+    seconds: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    num_steps: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of an execution
+    skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)  # experiment -> why it was not made
+
+    def has(self, *names: str) -> bool:
+        """Whether all of these were measured."""
+        return all(self.seconds.get(name) for name in names)
+
+    def saved(self, by: str, than: str = "as it was") -> Estimate:
+        """Return the seconds a step that one condition takes less than another, round by round."""
+        pairs = zip(self.seconds[than], self.seconds[by], strict=True)
+        return Estimate.of([base - changed for base, changed in pairs])
+
+    def ratio(self, of: str, to: str = "as it was") -> Estimate:
+        """Return how many times as long one takes as another, round by round."""
+        pairs = zip(self.seconds[of], self.seconds[to], strict=True)
+        return Estimate.of([own / base for own, base in pairs])
+
+
+@dataclasses.dataclass(frozen=True)
+class Examination:
+    """All that is known of a run."""
+
+    setting: Setting
+    times: Times | None = None  # None: nothing could be measured
+    trials: Trials | None = None  # None: no experiments were made
+    pipeline: tuple[Finding, ...] = ()  # what is to be said of the data's own graph, whatever it cost

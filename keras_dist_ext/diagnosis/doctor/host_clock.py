@@ -1,0 +1,203 @@
+"""Time what happens on the host between executions: other callbacks' hooks for batches, and tracing.
+
+Callbacks are timed by wrapping their methods while a run is under way; nothing is left of it afterwards.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import keras
+from keras_dist_ext.diagnosis.doctor.examination import Calls, Traces
+
+__all__ = ["CallbackClock", "TraceWatch"]
+
+_HOOKS = ("on_train_batch_begin", "on_train_batch_end")
+_LOOKED_INTO = 4  # the call that is looked into: the first ones may set things up
+
+
+class CallbackClock:
+    """Times the hooks for batches of some callbacks.
+
+    Args:
+        callbacks: those of the run.
+        but: the one that asks.
+    """
+
+    def __init__(self, callbacks: Sequence[Any], but: Any) -> None:
+        self._timed: list[_Timed] = []
+        for callback in callbacks:
+            for hook in _HOOKS:
+                if callback is not but and _is_own(callback, hook):
+                    self._timed.append(_Timed(callback, hook))
+
+    def reset(self) -> None:
+        """Forget what was timed so far."""
+        for timed in self._timed:
+            timed.seconds, timed.num_calls = 0.0, 0
+
+    def stop(self) -> None:
+        """Leave the callbacks as they were."""
+        for timed in self._timed:
+            timed.unwrap()
+
+    def calls(self) -> tuple[Calls, ...]:
+        """Return what each callback did; at once for both of its hooks."""
+        of_callback: dict[int, list[_Timed]] = {}
+        for timed in self._timed:
+            of_callback.setdefault(id(timed.callback), []).append(timed)
+        found = []
+        for parts in of_callback.values():
+            longest = max(parts, key=lambda timed: timed.seconds)
+            if longest.num_calls:
+                cls = type(longest.callback)
+                found.append(
+                    Calls(
+                        name=cls.__name__,
+                        hook=longest.hook,
+                        seconds=sum(timed.seconds for timed in parts),
+                        num_calls=longest.num_calls,
+                        fetched=tuple(dict.fromkeys(name for timed in parts for name in timed.fetched)),
+                        is_keras_own=cls in (keras.callbacks.ProgbarLogger, keras.callbacks.History),
+                    )
+                )
+        return tuple(found)
+
+
+def _is_own(callback: Any, hook: str) -> bool:
+    """Whether a callback has such a hook of its own, or the one that it calls by default."""
+    for name in (hook, hook.replace("train_", "")):
+        method = getattr(callback, name, None)
+        if getattr(method, "__func__", method) is not getattr(keras.callbacks.Callback, name):
+            return True
+    return False
+
+
+class _Timed:
+    """A method of an object that is timed until it is unwrapped."""
+
+    def __init__(self, callback: Any, hook: str) -> None:
+        self.callback = callback
+        self.hook = hook
+        self.seconds = 0.0
+        self.num_calls = 0
+        self.fetched: tuple[str, ...] = ()
+        self._num_ever = 0
+        self._before = vars(callback).get(hook)
+        self._method: Callable[..., Any] = getattr(callback, hook)
+        setattr(callback, hook, self._call)
+
+    def unwrap(self) -> None:
+        """Give the object its method back, unless somebody has given it another one meanwhile."""
+        if vars(self.callback).get(self.hook) == self._call:
+            if self._before is None:
+                delattr(self.callback, self.hook)
+            else:
+                setattr(self.callback, self.hook, self._before)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        self._num_ever += 1
+        if self._num_ever == _LOOKED_INTO:
+            value, self.fetched = _looked_into(lambda: self._method(*args, **kwargs))
+            return value
+        begin = time.perf_counter()
+        try:
+            return self._method(*args, **kwargs)
+        finally:
+            self.seconds += time.perf_counter() - begin
+            self.num_calls += 1
+
+
+_FETCHES = ("numpy", "__array__", "__float__", "__int__", "__bool__", "convert_to_numpy", "get_weights", "item")
+
+
+def _looked_into(call: Callable[[], Any]) -> tuple[Any, tuple[str, ...]]:
+    """Make a call; return its value, and the functions of TensorFlow and Keras by which it fetched values."""
+    if sys.getprofile() is not None:
+        return call(), ()  # somebody else looks
+    fetched: list[str] = []
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_name in _FETCHES and _is_upstream(code.co_filename):
+            fetched.append(code.co_name)
+
+    sys.setprofile(look)
+    try:
+        value = call()
+    finally:
+        sys.setprofile(None)
+    counts = collections.Counter(fetched)
+    return value, tuple(f"{name} ({count} times)" if count > 1 else name for name, count in counts.most_common(3))
+
+
+def _is_upstream(path: str) -> bool:
+    return any(f"/{name}/" in path.replace("\\", "/") for name in ("tensorflow", "keras", "keras_dist_ext"))
+
+
+@dataclasses.dataclass
+class _Trace:
+    execution: int
+    seconds: float
+    arguments: dict[str, str]
+
+
+class TraceWatch:
+    """Notes each tf.function that is traced while it watches, and when.
+
+    Attributes:
+        execution: the number of the execution that is under way.
+    """
+
+    def __init__(self) -> None:
+        self.execution = 0
+        self._begin = 0
+        self._found: dict[str, list[_Trace]] = {}
+        self._stop = _keras.note_traces(self._note)
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stop()
+
+    def reset(self) -> None:
+        """Forget what was traced so far: the first executions trace what they need."""
+        self._found = {}
+        self._begin = self.execution
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of tracing."""
+        return sum(trace.seconds for traces in self._found.values() for trace in traces)
+
+    def traces(self) -> tuple[Traces, ...]:
+        """Return what was traced, function by function."""
+        return tuple(_summary(function, traces) for function, traces in self._found.items())
+
+    def _note(self, function: str, arguments: dict[str, str], seconds: float) -> None:
+        self._found.setdefault(function, []).append(_Trace(self.execution, seconds, arguments))
+
+
+def _summary(function: str, traces: Sequence[_Trace]) -> Traces:
+    changes = collections.Counter(
+        name
+        for one, other in itertools.pairwise(traces)
+        for name in other.arguments
+        if one.arguments.get(name) != other.arguments[name]
+    )
+    argument = changes.most_common(1)[0][0] if changes else ""
+    values = dict.fromkeys(trace.arguments[argument] for trace in traces if argument in trace.arguments)
+    return Traces(
+        function=function,
+        num_traces=len(traces),
+        num_executions=len({trace.execution for trace in traces}),
+        seconds=sum(trace.seconds for trace in traces),
+        argument=argument,
+        values=tuple(values)[:8],
+    )

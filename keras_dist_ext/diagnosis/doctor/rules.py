@@ -1,0 +1,181 @@
+"""Say why a run is not faster and what to change: from timings and plain facts to findings.
+
+    examination -> judge -> Report(findings, notes, ...)
+
+Rules look at an ``Examination`` one by one, and know nothing of each other; what one finding explains is not said
+twice. No findings means that nothing here is worth a change. Notes are no faults: they say what limits the run, or
+what could not be looked at. That replicas share one physical CPU is such a note, since it is what logical devices are
+for; complaints about missing speed-up are not made then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from keras_dist_ext.diagnosis.doctor.examination import Estimate, Examination
+from keras_dist_ext.diagnosis.doctor.report import Report
+from keras_dist_ext.diagnosis.doctor.setting_rules import SETTING_RULES, shared_cpu
+from keras_dist_ext.diagnosis.doctor.time_rules import TIME_RULES
+from keras_dist_ext.findings import Finding, worst_first
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["diagnose", "judge"]
+
+
+def diagnose(
+    model: Any,
+    data: Any = None,
+    y: Any = None,
+    *,
+    num_steps: int = 60,
+    interventions: bool = True,
+    strategy: Any = None,
+    callbacks: Sequence[Any] = (),
+    **fit_arguments: Any,
+) -> Report:
+    """Train a model for some steps, find out why it is not faster, and leave it bit for bit as it was.
+
+        report = kde.diagnose(model, train)
+        print(report)
+        assert not report.findings
+
+    A model of stock Keras is not trained: nobody can see into its steps. Its setting is judged, and where
+    ``kde.adopt`` can rebuild it, the steps of the rebuilt model.
+
+    What is drawn from generators is gone from them, a shuffle that has no seed of the run's goes on to its next order,
+    and ``tf.random`` ops go on where the last step stopped.
+
+    Args:
+        model: a compiled model.
+        data: what `fit` takes: a dataset, arrays, a generator, a PyDataset; None judges the setting alone.
+        y: targets, where ``data`` are arrays.
+        num_steps: how many steps to watch, at least.
+        interventions: whether to make experiments too: see ``ParallelismDoctor``.
+        strategy: the strategy that the model is meant to live under; None is its own.
+        callbacks: those of the run, to be looked at too.
+        fit_arguments: others of `fit`, such as ``batch_size``.
+
+    Returns:
+        What was found.
+
+    Raises:
+        MonitorError: the model is not compiled, or there is nothing to measure.
+        DataError: the dataset has no batch.
+    """
+    from keras_dist_ext.diagnosis.doctor.bounded_run import examine
+
+    return examine(
+        model,
+        data,
+        y,
+        num_steps=num_steps,
+        interventions=interventions,
+        strategy=strategy,
+        callbacks=callbacks,
+        **fit_arguments,
+    )
+
+
+def judge(examination: Examination) -> Report:
+    """Return what is to be said of a run.
+
+    >>> from keras_dist_ext.diagnosis.doctor.examination import Setting
+    >>> judge(Examination(Setting(strategy="mirrored"))).findings[0].code
+    'mirrored-one-device'
+    """
+    found = [finding for rule in SETTING_RULES for finding in [rule(examination)] if finding is not None]
+    times = examination.times
+    if times is not None and times.blocks and times.num_steps and times.seconds > 0:
+        for rule in TIME_RULES:
+            found += rule(examination)
+    explained = {effect.code for cause in found for effect in found if _explains(cause, effect)}
+    notes = [note for note in (shared_cpu(examination.setting), *_notes(examination)) if note is not None]
+    return Report(
+        findings=tuple(worst_first([finding for finding in found if finding.code not in explained])),
+        notes=tuple(notes),
+        examination=examination,
+        speedup=_speedup(examination),
+    )
+
+
+# What is measured of a run is an effect of the first where that is found: it says nothing of its own.
+_EXPLAINS: dict[str, tuple[str, ...]] = {
+    "eager": ("host-bound", "batch-too-small", "sync-bound", "sequential-model", "straggler", "retracing"),
+    "pinned-device": ("sync-bound", "straggler", "batch-too-small", "sequential-model"),
+    "retracing": ("host-bound", "slow-callback", "fetching-callback"),
+    "slow-callback": ("host-bound",),
+    "fetching-callback": ("host-bound",),
+    "unequal-shards": ("straggler",),
+    "straggler": ("sync-bound",),
+    "sequential-model": ("batch-too-small",),
+    "outside-scope": ("mirrored-one-device", "idle-accelerators"),
+    "cluster-ignored": ("mirrored-one-device",),
+}
+
+
+def _explains(cause: Finding, effect: Finding) -> bool:
+    """Whether one finding makes another one nothing of its own."""
+    if effect.code not in _EXPLAINS.get(cause.code, ()):
+        return False
+    if cause.code in ("slow-callback", "fetching-callback"):  # seconds of callbacks are not among those of the host
+        return (effect.seconds or 0.0) <= (cause.seconds or 0.0)
+    return True
+
+
+def _notes(examination: Examination) -> list[Finding]:
+    """Say what limits the judgement."""
+    setting, times, trials = examination.setting, examination.times, examination.trials
+    notes = []
+    if not setting.is_ours:
+        notes.append(
+            Finding(
+                "stock-model",
+                f"'{setting.model}' is a model of stock Keras: what happens inside of its steps cannot be seen.",
+                "judged are its strategy, scope, eager execution, threads and callbacks",
+                "`model = kde.adopt(model, strategy)` rebuilds it with equal weights; then all of it can be seen.",
+            )
+        )
+    elif times is None:
+        notes.append(
+            Finding(
+                "too-few-steps",
+                "Too few steps were made to say where their time goes; only the setting was judged.",
+                "fewer than 8 steps after the first two executions, which trace; or no data",
+                "Train for longer: more epochs, or `num_steps`.",
+            )
+        )
+    others = None if times is None else times.others_cores
+    if others is not None and others > max(0.5, 0.25 * setting.num_cores):
+        notes.append(
+            Finding(
+                "busy-machine",
+                f"Other processes took {others:.2g} of {setting.num_cores} cores meanwhile.",
+                "processor time of the machine less that of this process, over the steps that were watched",
+                "Measure again when they are done: what is lost to them is in all these figures.",
+            )
+        )
+    if trials is not None and trials.skipped:
+        listed = "; ".join(f"{name}: {why}" for name, why in trials.skipped.items())
+        notes.append(
+            Finding(
+                "skipped-experiments",
+                "Some experiments could not be made; what they would have shown is judged by timings alone.",
+                listed,
+                "Nothing, unless a finding below is in doubt.",
+            )
+        )
+    return notes
+
+
+def _speedup(examination: Examination) -> Estimate | None:
+    """Return how many times as fast the run is as one replica doing all of its work; None where that is unknown."""
+    times, trials, setting = examination.times, examination.trials, examination.setting
+    if trials is not None and trials.has("as it was", "one device"):
+        return trials.ratio("one device")
+    if times is None or not times.blocks or setting.num_replicas < 2 or setting.shares_cpu:
+        return None
+    return Estimate.of([float(np.sum(b.compute_seconds)) * b.num_steps / max(b.seconds, 1e-9) for b in times.blocks])

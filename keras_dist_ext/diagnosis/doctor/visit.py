@@ -1,0 +1,182 @@
+"""Note what happens in one run, and put together what is known of it when it is over."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext.data.pipeline import inspect
+from keras_dist_ext.diagnosis.doctor.examination import Examination, Times, Trials
+from keras_dist_ext.diagnosis.doctor.host_clock import CallbackClock, TraceWatch
+from keras_dist_ext.diagnosis.doctor.interventions import experiment
+from keras_dist_ext.diagnosis.doctor.setting import read_setting
+from keras_dist_ext.diagnosis.doctor.step_blocks import StepBlocks
+from keras_dist_ext.errors import KerasDistError
+from keras_dist_ext.findings import Finding
+from keras_dist_ext.monitoring.exchange import exchange
+from keras_dist_ext.monitoring.monitor import ReplicaMonitor
+from keras_dist_ext.step.recorder import Recorder
+from keras_dist_ext.strategy.workers import own_callback, workers_of
+from keras_dist_ext.training.callbacks import looks_at_batches
+from keras_dist_ext.training.snapshot import kept_pass
+
+__all__ = ["Visit"]
+
+_LEAST_STEPS, _LEAST_BLOCKS = 8, 3  # fewer prove nothing
+
+
+class Visit:
+    """What is noted in one run.
+
+    Attributes:
+        num_executions: that were made.
+        is_over: whether nothing more is noted; so too before the end, where steps are short and enough were seen.
+
+    Args:
+        model: any Keras model.
+        recorder: of its steps; None for stock Keras.
+    """
+
+    def __init__(self, model: Any, recorder: Recorder | None) -> None:
+        self.model = model
+        self.is_ours = recorder is not None
+        self.monitors: list[ReplicaMonitor] = []
+        self._recorder = recorder
+        self._blocks = None if recorder is None else StepBlocks(recorder)
+        self._clock: CallbackClock | None = None
+        self._traces = TraceWatch()
+        self._feed: Any = None
+        self._step_watchers: tuple[str, ...] = ()
+        self._tracing_seconds = 0.0
+        self.is_over = False
+        self._graphs: list[Any] = []
+        self._others_cores: float | None = None
+        self.num_executions = 0
+        self._num_passes = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were watched so far, about."""
+        return self.num_executions if self._blocks is None else self._blocks.num_steps
+
+    def meet(self, callbacks: Sequence[Any], feed: Any, doctor: Any) -> None:
+        """Get to know the other callbacks, and the data."""
+        self._feed = feed
+        self.monitors = [other for other in callbacks if isinstance(other, ReplicaMonitor)]
+        self._step_watchers = tuple(type(own_callback(c)).__name__ for c in callbacks if looks_at_batches([c], "train"))
+        self._clock = CallbackClock(callbacks, but=doctor)
+
+    def end_execution(self) -> None:
+        """Take note of an execution."""
+        self.num_executions += 1
+        self._traces.execution += 1
+        if self._blocks is None or self.is_over:
+            return
+        num_passes = getattr(self._feed, "num_passes", 0)
+        begins_pass, self._num_passes = num_passes != self._num_passes, num_passes
+        if self._blocks.end_execution(begins_pass=begins_pass):
+            self._traces.reset()
+            if self._clock is not None:
+                self._clock.reset()
+        elif self._blocks.is_enough and workers_of(self.model.distribute_strategy) is None:
+            self.stop()
+            self.model.drop_recorder(self._recorder)
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self._traces.stop()
+        if self._clock is not None:
+            self._clock.stop()
+        if self._blocks is not None:
+            with contextlib.suppress(tf.errors.OpError):  # of a run that was broken off
+                self._blocks.end()
+            self._others_cores = self._blocks.others_cores
+        program: Any = getattr(self.model.train_function, "program", None) if self.is_ours else None
+        self._graphs = program.graphs() if hasattr(program, "graphs") else []
+
+    def examination(self, strategy: tf.distribute.Strategy | None, *, interventions: bool) -> Examination:
+        """Return all that is known of the run. Every worker must call it."""
+        setting = read_setting(self.model, strategy=strategy, step_watchers=self._step_watchers, graphs=self._graphs)
+        times = self._times()
+        if times is None:
+            return Examination(setting)
+        with kept_pass(None if self._feed is None else self._feed.given):
+            trials = self._trials(times) if interventions else None
+            return Examination(setting, times, trials, tuple(self._data_findings(times)))
+
+    def _times(self) -> Times | None:
+        blocks = [] if self._blocks is None else self._blocks.blocks
+        strategy = self.model.distribute_strategy
+        if len(blocks) < _LEAST_BLOCKS or sum(block.num_steps for block in blocks) < _LEAST_STEPS:
+            return None
+        assert self._blocks is not None
+        whole, _, _ = exchange(
+            blocks,
+            workers_of(strategy),
+            first=_keras.first_replica(strategy),
+            num_replicas=strategy.num_replicas_in_sync,
+        )
+        return Times(
+            blocks=tuple(whole),
+            num_executions=self._blocks.num_executions,
+            calls=() if self._clock is None else self._clock.calls(),
+            traces=self._traces.traces(),
+            tracing_seconds=self._traces.seconds,
+            others_cores=self._others_cores,
+            start_seconds=tuple(self._blocks.start_seconds),
+        )
+
+    def _trials(self, times: Times) -> Trials:
+        model, feed = self.model, self._feed
+        if workers_of(model.distribute_strategy) is not None:
+            return Trials(skipped={"all": "there are several workers"})
+        if feed is None or not feed.can_be_read_again:
+            return Trials(skipped={"all": "the data can be read once only"})
+        steps = round(times.num_steps / max(1, times.num_executions))
+        return experiment(model, feed.given, steps_per_execution=steps)
+
+    def _data_findings(self, times: Times) -> list[Finding]:
+        """Say why data is slow, if it is."""
+        if self._feed is None or times.input_seconds < 0.1 * times.seconds:
+            return []
+        if not self._feed.can_be_read_again:
+            kind = type(self._feed.data_adapter).__name__.removesuffix("DataAdapter").removesuffix("Adapter")
+            return [
+                Finding(
+                    "generator-bound",
+                    "Batches come from Python code, which makes one at a time while replicas wait.",
+                    f"the data is a {kind}",
+                    "Read it by tf.data, in threads: `tf.data.Dataset.from_tensor_slices(files).map(load, "
+                    "num_parallel_calls=tf.data.AUTOTUNE).batch(n).prefetch(tf.data.AUTOTUNE)`; or a "
+                    "`keras.utils.PyDataset` with `workers=4, use_multiprocessing=True`.",
+                )
+            ]
+        if not self._feed.is_pipeline:
+            return []
+        return _inspected(self._feed.given)
+
+
+_COSTS_TIME = (
+    "no-prefetch",
+    "sequential-map",
+    "sequential-filter",
+    "python-map",
+    "sequential-interleave",
+    "generator-bound",
+    "map-after-cache",
+)
+
+
+def _inspected(dataset: Any) -> list[Finding]:
+    """Return what `inspect` says of a pipeline that costs time; the rest is no matter of parallelism."""
+    try:
+        return [finding for finding in inspect(dataset, seconds=1.0).findings if finding.code in _COSTS_TIME]
+    except (KerasDistError, tf.errors.OpError):
+        return []  # that it is slow is known all the same

@@ -1,0 +1,119 @@
+"""Group TensorBoard's runs into experiments, and read what their manifest and findings say."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from keras_dist_ext.monitoring.dashboard.metadata import FINDINGS_TAG, MANIFEST_TAG, parse_run
+from keras_dist_ext.monitoring.dashboard.wire import finite
+
+__all__ = ["Newest", "Experiment", "group", "manifest_of", "findings_of"]
+
+
+class Newest(NamedTuple):
+    """How far a series has been read."""
+
+    step: int
+    wall: float  # seconds since 1970
+
+
+@dataclass
+class Experiment:
+    """The runs of one experiment, and what they hold."""
+
+    name: str  # "" for runs directly in the log directory
+    runs: dict[int, str] = field(default_factory=dict)  # by replica
+    all_run: str | None = None
+    tags: dict[str, dict[str, Newest]] = field(default_factory=dict)  # scalar tag -> run -> how far
+    texts: dict[str, dict[str, Newest]] = field(default_factory=dict)  # tag of our own plugin -> run -> how far
+
+    @property
+    def newest(self) -> Newest:
+        """The last step, and the time of the last point, of any series."""
+        ends = [end for by_run in (*self.tags.values(), *self.texts.values()) for end in by_run.values()]
+        return Newest(max(end.step for end in ends), max(end.wall for end in ends))
+
+    def replica_tags(self) -> list[str]:
+        """Return the scalar tags that at least one replica has."""
+        runs = set(self.runs.values())
+        return sorted(tag for tag, by_run in self.tags.items() if runs & by_run.keys())
+
+    def version(self) -> str:
+        """Return a word that changes when there is anything new to draw."""
+        held = sorted(
+            (tag, run, *end) for tags in (self.tags, self.texts) for tag, by in tags.items() for run, end in by.items()
+        )
+        return hashlib.sha256(repr(held).encode()).hexdigest()[:16]
+
+
+def group(
+    scalars: Mapping[str, Mapping[str, Newest]], texts: Mapping[str, Mapping[str, Newest]]
+) -> dict[str, Experiment]:
+    """Return experiments by name, from what TensorBoard lists: run -> tag -> how far.
+
+    A run called `all` makes no experiment on its own, unless it holds our own marker: other people have such runs too.
+    """
+    found: dict[str, Experiment] = {}
+    for run, tags in sorted(_merged(scalars, texts).items()):
+        name = parse_run(run)
+        if name is None or not tags:
+            continue
+        experiment = found.setdefault(name.experiment, Experiment(name.experiment))
+        if name.replica is None:
+            experiment.all_run = run
+        elif scalars.get(run):
+            experiment.runs[name.replica] = run
+        for tag, end in scalars.get(run, {}).items():
+            experiment.tags.setdefault(tag, {})[run] = end
+        for tag, end in texts.get(run, {}).items():
+            experiment.texts.setdefault(tag, {})[run] = end
+    return {name: experiment for name, experiment in sorted(found.items()) if experiment.runs or experiment.texts}
+
+
+def _merged(*listings: Mapping[str, Mapping[str, Newest]]) -> dict[str, set[str]]:
+    merged: dict[str, set[str]] = {}
+    for listing in listings:
+        for run, tags in listing.items():
+            merged.setdefault(run, set()).update(tags)
+    return merged
+
+
+def manifest_of(text: str | None) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the manifest that a text holds, and what is wrong with it: one of the two is None, or both."""
+    value, wrong = _parsed(text, MANIFEST_TAG)
+    if wrong is None and value is not None and not isinstance(value, dict):
+        return None, f"{MANIFEST_TAG} holds {type(value).__name__}, not an object; it is not shown."
+    return value, wrong
+
+
+def findings_of(text: str | None) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the findings that a text holds, and what is wrong with it, if anything."""
+    value, wrong = _parsed(text, FINDINGS_TAG)
+    if wrong is not None or value is None:
+        return [], wrong
+    if not isinstance(value, list):
+        return [], f"{FINDINGS_TAG} holds {type(value).__name__}, not a list; it is not shown."
+    findings = [finding for finding in value if isinstance(finding, dict)]
+    dropped = len(value) - len(findings)
+    return findings, f"{dropped} of {len(value)} entries of {FINDINGS_TAG} are no objects." if dropped else None
+
+
+def _parsed(text: str | None, tag: str) -> tuple[Any, str | None]:
+    if text is None:
+        return None, None
+    try:
+        return finite(json.loads(text)), None
+    except (ValueError, RecursionError) as error:
+        return None, f"{tag} is not JSON ({error}); it is not shown. The rest comes from the scalars."
+
+
+def last_text(texts: Iterable[tuple[float, Any]]) -> str | None:
+    """Return the newest of (wall time, string tensor), decoded."""
+    newest = max(texts, key=lambda item: item[0], default=None)
+    if newest is None:
+        return None
+    value = newest[1]
+    value = value.item() if getattr(value, "size", None) == 1 else value
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value if isinstance(value, str) else ""

@@ -1,0 +1,155 @@
+"""Answer the page of the Replicas tab: experiments, series, summaries, CSV, and the page itself.
+
+All under `data/plugin/replicas/`, read only:
+
+    experiments                                          what there is, with manifest and findings; reads anew
+    series?experiment=&tag=&axis=&low=&high=&width=      the lines of a chart (chart.py)
+    summary?experiment=&axis=&low=&high=                 numbers of each replica (summary.py)
+    csv?experiment=&tag=&axis=&low=&high=&hidden=        every point (export.py)
+    static/...                                           the page
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from tensorboard import context as tb_context
+from tensorboard import plugin_util
+from tensorboard.backend import http_util
+from tensorboard.plugins import base_plugin
+from werkzeug import wrappers
+
+from keras_dist_ext.monitoring.dashboard import metadata, wire
+from keras_dist_ext.monitoring.dashboard.chart import chart
+from keras_dist_ext.monitoring.dashboard.experiments import Experiment, findings_of, manifest_of
+from keras_dist_ext.monitoring.dashboard.export import csv_of, file_name
+from keras_dist_ext.monitoring.dashboard.query import Query, QueryError, parse_hidden, parse_query, parse_tag
+from keras_dist_ext.monitoring.dashboard.source import DEFAULT_LIMIT, Source
+from keras_dist_ext.monitoring.dashboard.static_files import StaticFiles
+from keras_dist_ext.monitoring.dashboard.summary import summary
+from keras_dist_ext.monitoring.dashboard.view import View
+
+__all__ = ["ReplicasPlugin"]
+
+
+class ReplicasPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard ships no types
+    """The tab *Replicas*."""
+
+    plugin_name = metadata.PLUGIN_NAME
+
+    def __init__(self, context: Any) -> None:
+        limit = (context.sampling_hints or {}).get(metadata.SCALARS_PLUGIN_NAME, DEFAULT_LIMIT)
+        self._provider = context.data_provider
+        self._source = Source(context.data_provider, limit)
+        self._static = StaticFiles()
+        self._logdir = context.logdir or getattr(context.flags, "logdir_spec", "") or ""
+
+    def is_active(self) -> bool:
+        """Tell whether there is something to show where no marker says so: a log of replicas without the chief's."""
+        return self._source.has_runs(tb_context.RequestContext(), "")
+
+    def frontend_metadata(self) -> Any:
+        """Name the tab and the module that draws it."""
+        return base_plugin.FrontendMetadata(es_module_path="/static/index.js", tab_name="Replicas")
+
+    def get_plugin_apps(self) -> dict[str, Any]:
+        """Return the routes."""
+        return {
+            "/experiments": _app(self._experiments),
+            "/series": _app(self._series),
+            "/summary": _app(self._summary),
+            "/csv": _app(self._csv),
+            "/static/*": _app(self._serve_static),
+        }
+
+    def _experiments(self, request: wrappers.Request) -> Any:
+        ctx, experiment_id = _asked_by(request)
+        found = self._source.experiments(ctx, experiment_id, refresh=True)
+        if found:
+            self._source.warm(ctx, experiment_id, max(found.values(), key=lambda experiment: experiment.newest.wall))
+        texts = self._source.texts(ctx, experiment_id, found.values())
+        return _json(
+            request,
+            {
+                "experiments": [_described(experiment, texts) for experiment in found.values()],
+                "logdir": str(self._logdir),
+                "limit": self._source.limit,
+            },
+        )
+
+    def _series(self, request: wrappers.Request) -> Any:
+        query, tag = parse_query(request.args), parse_tag(request.args)
+        return _json(request, chart(self._view(request, query), tag, query))
+
+    def _summary(self, request: wrappers.Request) -> Any:
+        query = parse_query(request.args)
+        return _json(request, summary(self._view(request, query), query))
+
+    def _csv(self, request: wrappers.Request) -> Any:
+        query, tag = parse_query(request.args), parse_tag(request.args)
+        text = csv_of(self._view(request, query), tag, query, parse_hidden(request.args))
+        disposition = f'attachment; filename="{file_name(query.experiment, tag)}"'
+        return http_util.Respond(request, text, "text/csv", headers=[("Content-Disposition", disposition)])
+
+    def _serve_static(self, request: wrappers.Request) -> Any:
+        path = request.path.partition(f"/{self.plugin_name}/static/")[2]
+        found = self._static.read(path)
+        if found is None:
+            return http_util.Respond(request, f"There is no {path!r}.", "text/plain", code=404)
+        return http_util.Respond(request, *found)
+
+    def _view(self, request: wrappers.Request, query: Query) -> View:
+        ctx, experiment_id = _asked_by(request)
+        experiments = self._source.experiments(ctx, experiment_id)
+        if query.experiment not in experiments:
+            raise _NotHere(
+                f"There is no experiment {query.experiment!r} in {str(self._logdir)!r} (any more); there are "
+                f"{', '.join(map(repr, experiments)) or 'none'}. Reload the page."
+            )
+        return View(self._source, ctx, experiment_id, experiments[query.experiment])
+
+
+def _described(experiment: Experiment, texts: Mapping[tuple[str, str], str | None]) -> dict[str, Any]:
+    manifest, wrong_manifest = manifest_of(texts[experiment.name, metadata.MANIFEST_TAG])
+    findings, wrong_findings = findings_of(texts[experiment.name, metadata.FINDINGS_TAG])
+    newest = experiment.newest
+    return {
+        "name": experiment.name,
+        "replicas": sorted(experiment.runs),
+        "tags": experiment.replica_tags(),
+        "manifest": manifest,
+        "findings": findings,
+        "notes": [note for note in (wrong_manifest, wrong_findings) if note],
+        "last_step": int(newest.step),
+        "last_wall": wire.number(newest.wall),
+        "version": experiment.version(),
+    }
+
+
+class _NotHere(QueryError):
+    """An experiment that has gone."""
+
+
+def _asked_by(request: wrappers.Request) -> tuple[Any, str]:
+    return plugin_util.context(request.environ), plugin_util.experiment_id(request.environ)
+
+
+def _json(request: wrappers.Request, value: Any) -> Any:
+    return http_util.Respond(request, wire.to_json(value), "application/json")
+
+
+def _app(answer: Callable[[wrappers.Request], Any]) -> Any:
+    """Return a WSGI application of a route: what a page cannot mean is told to it, with what would do."""
+
+    @wrappers.Request.application
+    def respond(request: wrappers.Request) -> Any:
+        if request.method not in ("GET", "HEAD"):
+            return http_util.Respond(request, "Read only: use GET.", "text/plain", code=405, headers=[("Allow", "GET")])
+        try:
+            with np.errstate(all="ignore"):
+                return answer(request)
+        except QueryError as error:
+            code = 404 if isinstance(error, _NotHere) else 400
+            return http_util.Respond(request, wire.to_json({"error": str(error)}), "application/json", code=code)
+
+    return respond

@@ -1,0 +1,114 @@
+"""Read scalars out of TensorBoard as columns, in a way that is fast enough for millions of points.
+
+TensorBoard's public way wraps each point in an object of its own: 1.9 s for 64 replicas x 20,000 steps of one tag with
+its fast loader, and 10 us a point with its other one. Both loaders hold the points in a form that is quick to take
+over, in private attributes. Where these are not as expected, the public way is taken; tests fail when that happens.
+"""
+
+import logging
+from typing import Any, TypeAlias
+
+import numpy as np
+from tensorboard.data import provider as tb
+from tensorboard.data.proto import data_provider_pb2
+from tensorboard.util import tensor_util
+
+from keras_dist_ext.monitoring.dashboard.metadata import SCALARS_PLUGIN_NAME
+from keras_dist_ext.monitoring.dashboard.points import Points, newest
+
+__all__ = ["ALL", "read_scalars", "read_columns", "read_publicly"]
+
+ALL = 2**30  # more points than TensorBoard can send in a message
+_FLOAT = 1  # DT_FLOAT
+
+Columns: TypeAlias = tuple[Any, Any, Any]  # steps, wall times, values: arrays or lists
+
+_log = logging.getLogger("tensorboard")
+
+
+def read_scalars(provider: Any, ctx: Any, experiment_id: str, runs: list[str], tag: str) -> dict[str, Points]:
+    """Return the series of a tag in some runs, without abandoned steps; no run without points."""
+    columns = read_columns(provider, experiment_id, runs, tag)
+    if columns is None:
+        columns = read_publicly(provider, ctx, experiment_id, runs, tag)
+    return _with_shared_steps({run: newest(*held) for run, held in columns.items() if len(held[0])})
+
+
+def read_columns(provider: Any, experiment_id: str, runs: list[str], tag: str) -> dict[str, Columns] | None:
+    """Return the columns of a tag by run, the fast way; None where TensorBoard is not as expected."""
+    for attribute, read in (("_stub", _from_data_server), ("_multiplexer", _from_multiplexer)):
+        held = getattr(provider, attribute, None)
+        if held is None:
+            continue
+        try:
+            return read(held, experiment_id, runs, tag)
+        except Exception as error:  # the public way reports what is wrong in TensorBoard's own terms
+            _log.info("Replicas: reading %s point by point (%s: %s)", tag, type(error).__name__, error)
+    return None
+
+
+def _from_data_server(stub: Any, experiment_id: str, runs: list[str], tag: str) -> dict[str, Columns]:
+    """Take the columns of the message (`tensorboard/data/grpc_provider.py`, 2.16 to 2.21)."""
+    request = data_provider_pb2.ReadScalarsRequest()
+    request.experiment_id = experiment_id
+    request.plugin_filter.plugin_name = SCALARS_PLUGIN_NAME
+    request.run_tag_filter.runs.names[:] = runs
+    request.run_tag_filter.tags.names[:] = [tag]
+    request.downsample.num_points = ALL
+    return {
+        run.run_name: (
+            np.array(series.data.step, np.int64),
+            np.array(series.data.wall_time, np.float64),
+            np.array(series.data.value, np.float32),
+        )
+        for run in stub.ReadScalars(request).runs
+        for series in run.tags
+    }
+
+
+def _from_multiplexer(multiplexer: Any, experiment_id: str, runs: list[str], tag: str) -> dict[str, Columns]:
+    """Take the events (`tensorboard/backend/event_processing/data_provider.py`, 2.16 to 2.21)."""
+    columns: dict[str, Columns] = {}
+    for run in runs:
+        try:
+            events = multiplexer.Tensors(run, tag)
+        except KeyError:  # the run has gone, or has no such tag yet
+            continue
+        values = [_scalar(event.tensor_proto) for event in events]
+        columns[run] = [event.step for event in events], [event.wall_time for event in events], values
+    return columns
+
+
+def _scalar(tensor: Any) -> float:
+    """Return the number of a scalar tensor: TensorBoard turns simple values into such, tf.summary writes them."""
+    if tensor.dtype == _FLOAT and len(tensor.float_val) == 1:
+        return float(tensor.float_val[0])
+    return float(tensor_util.make_ndarray(tensor).item())
+
+
+def read_publicly(provider: Any, ctx: Any, experiment_id: str, runs: list[str], tag: str) -> dict[str, Columns]:
+    """Return the columns of a tag by run, the way that TensorBoard offers."""
+    read = provider.read_scalars(
+        ctx,
+        experiment_id=experiment_id,
+        plugin_name=SCALARS_PLUGIN_NAME,
+        downsample=ALL,
+        run_tag_filter=tb.RunTagFilter(runs=runs, tags=[tag]),
+    )
+    return {
+        run: ([datum.step for datum in data], [datum.wall_time for datum in data], [datum.value for datum in data])
+        for run, by_tag in read.items()
+        for data in [by_tag.get(tag, ())]
+    }
+
+
+def _with_shared_steps(series: dict[str, Points]) -> dict[str, Points]:
+    """Return the same series, with one array where replicas have the same steps: 8 bytes a point less."""
+    first: dict[tuple[int, int, int], Any] = {}
+    shared = {}
+    for run, points in series.items():
+        steps = points.steps
+        known = first.setdefault((steps.size, int(steps[0]), int(steps[-1])), steps)
+        same = known is not steps and np.array_equal(known, steps)
+        shared[run] = Points(known, points.walls, points.values, points.num_read) if same else points
+    return shared

@@ -1,0 +1,91 @@
+"""The random numbers of one replica's step: a stream of its own for each, and the same in every run with a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext.step.seeds import fold_in, replica_offset
+from keras_dist_ext.step.xla import draw_as_uncompiled, warn_once
+
+__all__ = ["Draws"]
+
+
+class Draws:
+    """What one replica draws in a step.
+
+    Args:
+        model: the Keras model, with its ``replica_seeds``.
+        num_replicas: in sync, over all workers.
+        without_seed: the generator behind ``seed=None``.
+    """
+
+    def __init__(self, model: Any, num_replicas: int, without_seed: Any) -> None:
+        self.model = model
+        self.num_replicas = num_replicas
+        self._seeds: Any = getattr(model, "replica_seeds", None)
+        self._generator_without_seed = without_seed
+        self._draws_seed = False
+        self._num_ops = 0  # of `tf.random` so far
+
+    @property
+    def replica_id(self) -> Any:
+        """The replica's number over all workers: an int but on TPUs."""
+        return _keras.replica_id()
+
+    def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
+        """Give each replica a stream of its own; the first replica's is that of one device (see ``seeds``)."""
+        seeds = self._seeds
+        if seeds is not None and generator is self._generator_without_seed:
+            seeds.uses_global = True
+            ordered = ordered or seeds.root is not None
+        elif seeds is not None and seeds.root is not None and not seeds.has(generator):
+            warn_once(
+                f"A step of '{self.model.name}' draws from {generator.name!r}, a SeedGenerator that neither the model "
+                "nor a layer of it holds: it keeps a seed of its own, and what it has drawn is not saved. Make it an "
+                "attribute of the layer or the model."
+            )
+        self._draws_seed = True
+        try:
+            state = original(ordered)
+        finally:
+            self._draws_seed = False
+        replica = self.replica_id
+        if self.num_replicas == 1 or (isinstance(replica, int) and replica == 0):
+            return state
+        return state + tf.cast(replica_offset(replica), state.dtype)
+
+    def op_seeds(self, op_seed: Any, original: Callable[[Any], Any]) -> Any:
+        """Seed a ``tf.random`` op: by its place in the step from the global seed, else apart from other replicas'."""
+        replica = self.replica_id
+        if not isinstance(replica, int):
+            return original(op_seed)  # one trace for all replicas of a TPU
+        if op_seed is None and self._seeds is not None and self._seeds.root is not None:
+            self._num_ops += 1
+            number = fold_in(self._seeds.root + replica, "tf.random", replica, self._num_ops)
+            return number % 2**31, number >> 31
+        first, second = original(op_seed)
+        if replica == 0 or first is None:
+            return first, second
+        offset = replica_offset(replica)
+        return (first + int(offset[0])) % 2**31, (second + int(offset[1])) % 2**31
+
+    def constant_seed(self, seed: int) -> None:
+        """Warn that an integer as a seed gives every replica the same numbers."""
+        is_seeded = self._seeds is not None and self._seeds.root is not None
+        is_initializer = tf.executing_eagerly()  # it runs outside of the graph, and all replicas want its numbers
+        if self.num_replicas > 1 and not is_seeded and not is_initializer:
+            warn_once(
+                f"keras.random was called with seed={seed} in a step: an integer is a constant, so every replica draws "
+                "the same numbers, at every step. Pass a keras.random.SeedGenerator instead; or, if that is what you "
+                "want, say so by the callback ReplicaSeeds(seed)."
+            )
+
+    def compiled_draw(self, kind: str, shape: Any, dtype: tf.DType, **key: Any) -> Any:
+        """Under XLA and a global seed, draw the numbers that are drawn without XLA."""
+        if self._seeds is None or self._seeds.root is None or not _keras.in_xla():
+            return None
+        return draw_as_uncompiled(kind, shape, dtype, **key)

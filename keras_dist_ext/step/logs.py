@@ -1,0 +1,103 @@
+"""The logs of a step: which of its leaves are metrics' results, and their values over all replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import tree
+from keras_dist_ext.step.reduce import shares_memory, sum_over_replicas
+
+__all__ = ["VALUE", "ComputesWithResults", "Result", "computes_with", "noted_results", "pooled_state"]
+
+VALUE = object()  # in the plan of a step's logs, among `Result`s: a leaf that no metric holds
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Result:
+    """A tensor that is the result of a metric, or one of several in its result."""
+
+    metric: Any
+    place: int
+    tensor: Any
+
+    def now(self) -> Any:
+        """Compute it from what the metric's state is read as now."""
+        return tree.flatten(self.metric.result())[self.place]
+
+
+class ComputesWithResults(Exception):
+    """The logs of a step hold something computed from the results of metrics, not only these results."""
+
+
+def computes_with(results: Mapping[int, Result], logs: Any) -> bool:
+    """Whether a leaf of the logs depends on a metric's result without being one."""
+    if not results:
+        return False
+    pending = [leaf for leaf in tree.flatten(logs) if isinstance(leaf, tf.Tensor) and id(leaf) not in results]
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if id(value) in results:
+            return True
+        if id(value) not in seen and not hasattr(value, "numpy"):  # a constant that was made eagerly has no op
+            seen.add(id(value))
+            pending.extend(value.op.inputs)
+    return False
+
+
+@contextlib.contextmanager
+def noted_results(metrics: Sequence[Any]) -> Iterator[None]:
+    """Have metrics tell the running step, by its ``note_result``, which tensors are their results."""
+    leaves = list(_leaf_metrics(metrics))
+    for metric in leaves:
+        metric.__dict__["result"] = _noting(metric)
+    try:
+        yield
+    finally:
+        for metric in leaves:
+            metric.__dict__.pop("result", None)
+
+
+def _leaf_metrics(metrics: Sequence[Any]) -> Iterator[Any]:
+    for metric in metrics:
+        inner = getattr(metric, "metrics", None)
+        if isinstance(inner, (list, tuple)):
+            yield from _leaf_metrics(inner)
+        else:
+            yield metric
+
+
+def _noting(metric: Any) -> Callable[[], Any]:
+    def result() -> Any:
+        value = type(metric).result(metric)
+        note = getattr(_keras.current_step(), "note_result", None)
+        return value if note is None else note(metric, value)
+
+    return result
+
+
+@contextlib.contextmanager
+def pooled_state(model: Any, strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Let reads of the model's metric variables give their sum over all replicas, in one reduction."""
+    if strategy.num_replicas_in_sync == 1:
+        yield
+        return
+    variables = [v for v in model.metrics_variables if _keras.is_sync_on_read(v)]
+    parts = [[tf.convert_to_tensor(c) for c in _keras.components(v)] for v in variables]
+    if shares_memory(strategy):
+        sums = [tf.add_n(part) for part in parts]
+    else:
+        floats = [[p if p.dtype.is_floating else tf.cast(p, tf.float64) for p in part] for part in parts]
+        summed = sum_over_replicas(strategy, [_keras.regroup(part) for part in floats]) if parts else []
+        sums = [
+            tf.cast(strategy.experimental_local_results(total)[0], part[0].dtype)
+            for total, part in zip(summed, parts, strict=True)
+        ]
+    with _keras.StatelessScope(state_mapping=list(zip(variables, sums, strict=True))):
+        yield

@@ -1,0 +1,330 @@
+"""Record on the device what each replica does in each step, and fetch it when it is asked for.
+
+A step hands its loss, examples and gradients to a ``StepNote`` while it is traced, and leaves what the notes say on
+``Tapes`` (``tapes.py``), one beside each replica. There it stays until a ``Recorder`` fetches it. So no step waits for
+the host or for another replica's numbers, and steps inside an execution have records of their own.
+
+Letters: n = steps; L = replicas of this worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext.step.stats import Kind, StepRecords, join_records
+from keras_dist_ext.step.step_buffer import MOST_ROWS, Cut, Row, Tapes, cpu_beside
+
+__all__ = ["ON_TAPE", "Recorder", "StepNote", "now", "row_of", "when_updated"]
+
+
+def now(after: Any = (), *, in_any_order: bool = False) -> tf.Tensor:
+    """Read the host's clock once ``after`` is there, in seconds since 1970, float64.
+
+    Args:
+        after: what has to be there.
+        in_any_order: whether that is all. Else TensorFlow keeps the order in which this and other ops with effects were
+            traced, for which steps with loops inside, such as an LSTM's, may pay some 20 µs.
+    """
+    values = [value for value in tf.nest.flatten(after) if tf.is_tensor(value)]
+    with tf.control_dependencies(values), tf.device(_host_of(values)):
+        clock = tf.timestamp()
+    if in_any_order:
+        _keras.run_in_any_order(clock)
+    return clock
+
+
+def _host_of(values: Sequence[Any]) -> str:
+    """The values' own device, if it is a CPU: what is on another one has to be sent to it."""
+    device = getattr(values[0], "device", "") if values else ""
+    return device if "CPU" in device.upper() else "/device:CPU:0"
+
+
+class StepNote:
+    """What a replica says of its step; of several virtual replicas that it carries, each says its part.
+
+    Args:
+        gradient_norm: whether to compute the norm of the replica's own gradients.
+        on_tpu: whether all is compiled, so that the inside of a step cannot be timed.
+    """
+
+    def __init__(self, *, gradient_norm: bool = False, on_tpu: bool = False) -> None:
+        self._wants_norm = gradient_norm
+        self._on_tpu = on_tpu
+        self._parts: dict[int, dict[str, Any]] = {}
+        self._compiled: dict[str, Any] = {}
+
+    def loss(self, replica: int, value: Any, *, is_logged: bool = False) -> None:
+        """Note the loss of a replica.
+
+        Args:
+            replica: its number.
+            value: a scalar, whose mean over replicas weighted by rows is the loss of the global batch.
+            is_logged: whether it is what the log will say; else it is what counts until that comes.
+        """
+        part = self._here(replica)
+        if is_logged or "loss" not in part:
+            part["loss"] = tf.cast(value, tf.float32)
+
+    def gradients(self, replica: int, values: Sequence[Any], factor: Any) -> None:
+        """Note a replica's own gradients; they are those of its mean loss once multiplied by ``factor``."""
+        part = self._here(replica)
+        dense = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
+        if self._wants_norm and dense:
+            squares = tf.add_n([tf.reduce_sum(tf.square(tf.cast(value, tf.float32))) for value in dense])
+            part["norm"] = tf.sqrt(squares) * tf.cast(factor, tf.float32)
+        if not (self._on_tpu or _keras.in_xla()):
+            part["computed"] = _as_soon_as(_on_host(dense))
+
+    def _here(self, replica: int) -> dict[str, Any]:
+        """What was noted in this graph: tensors inside of what XLA compiles are no good outside."""
+        return self._compiled if _keras.in_xla() and not self._on_tpu else self._parts.setdefault(replica, {})
+
+    def from_compiled(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return what was noted inside of a compiled function, to be returned from it: loss and norm."""
+        noted, self._compiled = self._compiled, {}
+        unknown = tf.constant(float("nan"))
+        return noted.get("loss", unknown), noted.get("norm", unknown)
+
+    def put_back(self, replica: int, noted: tuple[tf.Tensor, tf.Tensor]) -> None:
+        """Note what a compiled function has returned."""
+        self._parts.setdefault(replica, {}).update(zip(("loss", "norm"), noted, strict=True))
+
+    def end(self, replica: int, rows: Any, made: Any) -> None:
+        """Note the end of a replica's step.
+
+        Args:
+            replica: its number.
+            rows: how many it had.
+            made: the logs of the user's step. A tensor "loss" in them counts where there was no other loss.
+        """
+        part = self._parts.setdefault(replica, {})
+        part["rows"] = rows
+        loss = made.get("loss") if isinstance(made, dict) else None
+        if "loss" not in part and loss is not None and len(loss.shape) == 0:
+            part["loss"] = tf.cast(loss, tf.float32)
+        if "computed" not in part and not self._on_tpu:
+            part["computed"] = _as_soon_as(_on_host([part["loss"]] if "loss" in part else tf.nest.flatten(made)))
+
+    def column(self) -> tuple[Any, ...]:
+        """Return what a row says of the real replica between when it was over and when it began; see above.
+
+        Numbers of a replica without rows mean nothing.
+        """
+        parts = list(self._parts.values())
+        names = ["loss", "norm"] if self._wants_norm else ["loss"]
+        if len(parts) == 1:
+            (part,) = parts
+            rows: Any = part["rows"]
+            values = [part.get(name, _UNKNOWN) for name in names]
+        else:
+            counts = [tf.cast(part["rows"], tf.float32) for part in parts]
+            rows = tf.add_n(counts)
+            values = [_mean([part.get(name, _UNKNOWN) for part in parts], counts, rows) for name in names]
+        numbers = [tf.convert_to_tensor(number) for number in (rows, *values)]
+        if self._on_tpu:
+            return tf.constant(float("inf")), *numbers
+        computed = [part["computed"] for part in parts if "computed" in part]
+        if not computed:
+            computed_at: Any = tf.constant(float("inf"), tf.float64)
+        else:
+            computed_at = computed[0] if len(computed) == 1 else tf.reduce_max(tf.stack(computed))
+        return computed_at, *numbers
+
+
+def _as_soon_as(values: Sequence[Any]) -> tf.Tensor:
+    """Read the clock once values are there, whether or not other replicas have theirs."""
+    return now(values, in_any_order=bool(values))
+
+
+_UNKNOWN = np.float32("nan")
+
+
+def _mean(values: Sequence[Any], counts: Sequence[Any], total: Any) -> Any:
+    weighted = [
+        tf.where(count > 0, value * count, tf.zeros_like(count)) for value, count in zip(values, counts, strict=True)
+    ]
+    return tf.math.divide_no_nan(tf.add_n(weighted), total)
+
+
+def _on_host(values: Sequence[Any]) -> list[Any]:
+    """Return tensors that are there only when ``values`` are computed, not just enqueued."""
+    if not values or all("CPU" in getattr(value, "device", "CPU").upper() or not value.device for value in values):
+        return list(values)
+    with tf.device("/device:CPU:0"):  # work of a GPU is done in order: the last value waits for all before it
+        return [tf.identity(tf.reshape(value, [-1])[:1]) for value in (values[0], values[-1])]
+
+
+def row_of(times: tuple[Any, Any], over: Sequence[Any], columns: Sequence[tuple[Any, ...]]) -> Row:
+    """Return the record of a step.
+
+    Args:
+        times: when it began, and when its batch was there.
+        over: when each of the L replicas was over with it.
+        columns: what each has noted, see ``StepNote.column``.
+    """
+    made = [(when, *column) for when, column in zip(over, columns, strict=True)]
+    return [(*made[0], *times), *made[1:]]
+
+
+def when_updated(graph: Any, since: int, devices: Sequence[str], columns: Sequence[tuple[Any, ...]]) -> list[tf.Tensor]:
+    """Read the clock of each replica's host once what a step assigns on the replica's device is assigned.
+
+    Args:
+        graph: where the step was traced.
+        since: how many ops it had before.
+        devices: of the L replicas. What is assigned elsewhere counts as the first one's.
+        columns: what each has noted, which counts where nothing is assigned.
+    """
+    updates: list[list[Any]] = [[] for _ in devices]
+    index_of = {_place(device): index for index, device in enumerate(devices)}
+    for op in graph.get_operations()[since:]:
+        if op.type.startswith(_ASSIGNING):
+            updates[index_of.get(_place(op.device), 0)].append(op)
+    clocks = []
+    for ops, device, column in zip(updates, devices, columns, strict=True):
+        with tf.control_dependencies(ops or column), tf.device(cpu_beside(device)):
+            clocks.append(tf.timestamp())
+        _keras.run_in_any_order(clocks[-1])
+    return clocks
+
+
+_ASSIGNING = ("Assign", "Resource", "If", "While", "StatefulPartitionedCall", "CollectiveReduce")
+
+
+def _place(device: str) -> tuple[str | None, int | None]:
+    """Type and number of a device; names in a graph may be shorter than those of a strategy."""
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.device_type, spec.device_index
+
+
+ON_TAPE = object()  # see ``Recorder.add``
+
+
+class _Pending:
+    """Executions whose rows nobody has fetched.
+
+    There are thousands where each has one step. So nothing is kept of each that Python's collector of garbage would
+    have to look at: the more of that outlives it, the more often it looks at all there is.
+
+    Attributes:
+        cuts: their rows; those that lie behind each other are one.
+        num_rows: of each execution.
+        follows: whether each came right after the one before.
+        ends: see ``Recorder.add``.
+        waits: see there.
+    """
+
+    def __init__(self) -> None:
+        self.cuts: list[Cut] = []
+        self.num_rows: list[int] = []
+        self.follows: list[bool] = []
+        self.ends: list[Any] = []
+        self.waits: list[float] = []
+
+
+class Recorder:
+    """Keeps records until they are fetched.
+
+    Attributes:
+        gradient_norm: whether steps compute the norm of each replica's gradients.
+
+    Args:
+        gradient_norm: see above.
+    """
+
+    def __init__(self, *, gradient_norm: bool = False) -> None:
+        self.gradient_norm = gradient_norm
+        self._pending: dict[Kind, _Pending] = {"train": _Pending(), "test": _Pending()}
+        self._fetched: dict[Kind, list[StepRecords]] = {"train": [], "test": []}
+        self._num_pending: dict[Kind, int] = {"train": 0, "test": 0}
+        self._last_end: dict[Kind, float] = {"train": float("nan"), "test": float("nan")}
+        self._waited_ahead: dict[Kind, float] = {"train": 0.0, "test": 0.0}  # for the batch of the next execution
+        self._follows: dict[Kind, bool] = {"train": False, "test": False}
+
+    def begin(self) -> None:
+        """Note that what comes does not follow what was before: a run begins, or an epoch is over."""
+        self._follows = dict.fromkeys(self._follows, False)
+
+    def add(self, kind: Kind, tapes: Tapes, num_rows: int, end: Any = None, waited_seconds: float = 0.0) -> None:
+        """Keep the records of the last execution.
+
+        Args:
+            kind: "train" or "test".
+            tapes: where it has left them.
+            num_rows: how many there are.
+            end: when it was over, a scalar of the same clock; None if that was when its last step was; ``ON_TAPE`` if
+                its one row says so in place of when its batch was there, which was at once.
+            waited_seconds: for the batch of the first step, before it began.
+        """
+        if not num_rows:
+            return
+        pending = self._pending[kind]
+        if not pending.cuts or not pending.cuts[-1].takes_in(tapes, num_rows):
+            pending.cuts.append(tapes.last(num_rows))
+        pending.num_rows.append(num_rows)
+        pending.follows.append(self._follows[kind])
+        pending.ends.append(end)
+        pending.waits.append(waited_seconds)
+        self._follows[kind] = True
+        self._num_pending[kind] += num_rows
+        if len(pending.waits) >= MOST_ROWS:
+            self._fetch_pending(kind)
+
+    def num_pending(self, kind: Kind) -> int:
+        """How many steps have not been fetched."""
+        return self._num_pending[kind]
+
+    def fetch(self, kind: Kind) -> StepRecords | None:
+        """Return the records of all steps since the last call, or None if there were none."""
+        self._fetch_pending(kind)
+        records, self._fetched[kind] = self._fetched[kind], []
+        self._num_pending[kind] = 0
+        return join_records(records) if records else None
+
+    def _fetch_pending(self, kind: Kind) -> None:
+        pending, self._pending[kind] = self._pending[kind], _Pending()
+        if not pending.cuts:
+            return
+        num_columns = 5 if self.gradient_norm else 4
+        parts = [cut.tables for cut in pending.cuts]  # in some, tables may have columns that others want
+        columns = np.concatenate([np.stack([table[:, :num_columns] for table in tables], axis=2) for tables in parts])
+        begin, batch_there = np.concatenate([tables[0][:, -2:] for tables in parts]).T
+        over = columns[:, 0].max(axis=1)
+        over_before = np.append(np.nan, over[:-1])
+        last = np.cumsum(pending.num_rows) - 1  # of each execution
+        first = np.append(0, last[:-1] + 1)
+        is_first = np.zeros(len(over), bool)
+        is_first[first] = True
+        # Replica 0 may begin the next step while others update.
+        begin = np.where(is_first, begin, np.maximum(begin, over_before))
+        told = np.array([end is ON_TAPE for end in pending.ends])
+        end = np.array([np.nan if end is None or end is ON_TAPE else float(end) for end in pending.ends])
+        end[told], batch_there[last[told]] = batch_there[last[told]], begin[last[told]]
+        batch_there = np.maximum(batch_there, begin)
+        end = np.fmax(end, over[last])
+        waited_ahead = np.append(self._waited_ahead[kind], end - over[last])
+        end_before = np.append(self._last_end[kind], end[:-1])
+        self._waited_ahead[kind], self._last_end[kind] = waited_ahead[-1], end[-1]
+        waited_between = begin - over_before
+        waited_between[first] = pending.waits + np.where(pending.follows, waited_ahead[:-1], 0.0)
+        host = np.where(pending.follows, begin[first] - pending.waits - end_before, 0.0)
+        computed = np.clip(columns[:, 1], batch_there[:, None], over[:, None])
+        has = columns[:, 2] > 0
+        norm = np.where(has, columns[:, 4], np.nan) if self.gradient_norm and kind == "train" else None
+        self._fetched[kind].append(
+            StepRecords(
+                kind=kind,
+                loss=np.where(has, columns[:, 3], np.nan),
+                examples=columns[:, 2].astype(np.int64),
+                gradient_norm=norm,
+                input_seconds=batch_there - begin + waited_between,
+                compute_seconds=computed - batch_there[:, None],
+                sync_seconds=over[:, None] - computed,
+                host_seconds=float(np.fmax(host, 0.0).sum()),
+            )
+        )

@@ -1,0 +1,164 @@
+"""Compile by XLA what a replica computes by itself, where that can be done."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext.data import split as data
+
+__all__ = ["can_compile", "compiled", "compiled_step", "draw_as_uncompiled", "warn_once"]
+
+
+def can_compile(strategy: tf.distribute.Strategy) -> bool:
+    """Whether XLA can compile what a replica computes. If not, warn once.
+
+    XLA runs the programs of all logical CPUs of a process on the first one.
+    """
+    if strategy.num_replicas_in_sync == 1:
+        return True
+    if isinstance(strategy, tf.distribute.TPUStrategy):
+        return False  # compiled already
+    devices = strategy.extended.worker_devices
+    if len(devices) == 1 or all("GPU" in device for device in devices):
+        return True
+    warn_once(
+        f"jit_compile=True: XLA cannot compile for {len(devices)} replicas that are CPUs of one process; the step runs "
+        "without XLA."
+    )
+    return False
+
+
+def warn_once(message: str) -> None:
+    """Warn of something once in a process."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=2)
+
+
+_warned: set[str] = set()
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function by XLA."""
+    return tf.function(function, jit_compile=True, autograph=False, reduce_retracing=True)  # type: ignore[no-any-return]
+
+
+def compiled_step(model: Any, kind: str) -> Callable[[Any], Any]:
+    """Return ``train_step`` or ``test_step``, compiled: all of it on one device, else what each replica computes."""
+    name, num_replicas = f"{kind}_step", model.distribute_strategy.num_replicas_in_sync
+    if num_replicas == 1:
+        return _noting(getattr(model, name))
+    if _keras.overrides(model, name):
+        warn_once(
+            f"jit_compile=True: '{model.name}' has a {name} of its own, and XLA cannot compile the reductions over "
+            f"{num_replicas} replicas in it; the step runs without XLA."
+        )
+        return getattr(model, name)  # type: ignore[no-any-return]
+    return functools.partial(_STEPS[kind], model, compiled(functools.partial(_forward, model, kind == "train")))
+
+
+def _noting(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Compile a step as a whole; what is recorded of it comes out beside its logs."""
+
+    def inside(batch: Any) -> Any:
+        logs, note = step(batch), _note()
+        return logs, () if note is None else note.from_compiled()
+
+    function = compiled(inside)
+
+    def run(batch: Any) -> Any:
+        (logs, noted), note = function(batch), _note()
+        if note is not None:
+            note.put_back(0, noted)
+        return logs
+
+    return run
+
+
+def _note() -> Any:
+    return getattr(_step(), "note", None)
+
+
+def _forward(model: Any, training: bool, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
+    """What a replica computes by itself: prediction, loss and, to train, gradients of its own rows.
+
+    With ``_train`` and ``_test`` this is ``train_step`` and ``test_step`` of keras/src/backend/tensorflow/trainer.py,
+    which cannot be compiled in one piece when the optimizer in it waits for other replicas.
+    """
+    with tf.GradientTape() if training else contextlib.nullcontext() as tape:
+        y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
+        loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+        loss = _step().as_mean(loss)
+        scaled = model.optimizer.scale_loss(loss) if training else loss
+    return y_pred, loss, [] if tape is None else tape.gradient(scaled, model.trainable_weights)
+
+
+def _step() -> Any:
+    return _keras.current_step()
+
+
+def _train(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
+    x, y, sample_weight = _keras.Unpack(batch)
+    y_pred, loss, gradients = forward(x, y, sample_weight)
+    _step().take_for_mean(loss)
+    model._loss_tracker.update_state(loss, sample_weight=data.num_rows(x))
+    model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+    return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+def _test(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
+    x, y, sample_weight = _keras.Unpack(batch)
+    y_pred, loss, _ = forward(x, y, sample_weight)
+    _step().take_for_mean(loss)
+    model._loss_tracker.update_state(loss, sample_weight=data.num_rows(x))
+    return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+_STEPS = {"train": _train, "test": _test}
+
+
+def draw_as_uncompiled(kind: str, shape: Any, dtype: tf.DType, **key: Any) -> Any:
+    """Draw under XLA what TensorFlow draws without it, or None where that is not known how.
+
+    Both take the same random bits. TensorFlow makes a float of the lowest bits (lib/random/random_distributions.h),
+    XLA of the highest, and by another formula for normal numbers.
+
+    Args:
+        kind: "uniform", in [0, 1), or "normal", equal to rounding.
+        shape: of the result.
+        dtype: of the result; float64 and truncated normals are not covered.
+        key: ``key``, ``counter`` and ``alg`` of the op.
+    """
+    if dtype not in _MANTISSA or (kind == "normal" and not isinstance(tf.get_static_value(shape), np.ndarray)):
+        return None
+    if kind == "uniform":
+        bits = tf.raw_ops.StatelessRandomUniformFullIntV2(shape=shape, dtype=tf.uint32, **key)
+        return _as_float(bits, dtype)
+    static = [int(n) for n in tf.get_static_value(shape)]
+    num_pairs = (int(np.prod(static)) + 1) // 2
+    bits = tf.raw_ops.StatelessRandomUniformFullIntV2(shape=[num_pairs, 2], dtype=tf.uint32, **key)
+    uniform = _as_float(bits, tf.float32)
+    radius = tf.sqrt(-2.0 * tf.math.log(tf.maximum(uniform[:, 0], 1e-7)))
+    angle = 2.0 * np.float32(np.pi) * uniform[:, 1]
+    pairs = tf.stack([tf.sin(angle) * radius, tf.cos(angle) * radius], axis=1)
+    return tf.cast(tf.reshape(tf.reshape(pairs, [-1])[: int(np.prod(static))], static), dtype)
+
+
+# Bits of the mantissa, and the integer type that holds the whole.
+_MANTISSA = {tf.float32: (23, tf.uint32), tf.float16: (10, tf.uint16), tf.bfloat16: (7, tf.uint16)}
+
+
+def _as_float(bits: Any, dtype: tf.DType) -> Any:
+    """Make of the lowest bits a float from 1 to 2, less 1."""
+    num_bits, holder = _MANTISSA[dtype]
+    mantissa = tf.cast(tf.bitwise.bitwise_and(bits, tf.constant(2**num_bits - 1, tf.uint32)), holder)
+    one = tf.bitcast(tf.constant(1.0, dtype), holder)
+    return tf.bitcast(tf.bitwise.bitwise_or(mantissa, one), dtype) - tf.constant(1.0, dtype)

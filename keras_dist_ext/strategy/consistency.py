@@ -1,0 +1,316 @@
+"""See that all workers are about to do the same, and say what differs; else they would wait for each other for ever.
+
+What a worker is about to do is told in plain facts, a text or a list of texts each. They are exchanged without a
+collective, so that a worker that does something else, or does not come at all, is an error of all that wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.errors import WorkersError
+from keras_dist_ext.messages import counted
+from keras_dist_ext.strategy.key_value import Bulletin
+from keras_dist_ext.strategy.scope import optimizers
+from keras_dist_ext.strategy.virtual import num_replicas_of
+
+__all__ = ["Facts", "differences", "exchange_facts", "facts_of_data", "facts_of_model", "facts_of_run"]
+
+Facts = Mapping[str, str | list[str]]
+_NOTICE_SECONDS = 30.0
+_AT_ONCE_SECONDS = 1.0  # that TensorFlow waits: Python hears of Ctrl-C after that
+_LISTED = 5  # differences that a message names before it counts the rest
+
+
+# What a run depends on
+
+
+def facts_of_run(model: Any, arguments: Mapping[str, Any]) -> Facts:
+    """Tell a run of training, as far as it must be alike on all workers.
+
+    Names that Keras has made up are left out: they count on from models that were made before.
+
+    Args:
+        model: of ours.
+        arguments: of ``fit``.
+    """
+    facts: dict[str, str | list[str]] = {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "TensorFlow": tf.__version__,
+        "Keras": keras.__version__,
+        "keras_dist_ext": _own_version(),
+        "strategy": f"{type(model.distribute_strategy).__name__} of "
+        f"{counted(model.distribute_strategy.num_replicas_in_sync, 'replica')}",
+        "replicas": str(num_replicas_of(model)),
+        "class of the model": type(model).__name__,
+        "layer": [_layer(layer) for layer in _keras.flat_layers(model)],
+        "weight": [_told(weight) for weight in model.weights],
+        "loss": _loss_of(model),
+        "jit_compile": str(model.jit_compile),
+        "run_eagerly": str(model.run_eagerly),
+        "steps_per_execution": "auto" if model._steps_per_execution_is_auto else str(model.steps_per_execution),
+        "global seed": str(model.replica_seeds.wanted),
+    }
+    for name, optimizer in optimizers(model):
+        facts[name] = type(optimizer).__name__
+        facts.update({f"{key} of {name}": value for key, value in _config(optimizer).items()})
+    facts.update({name: _plain(arguments.get(name)) for name in _ARGUMENTS})
+    facts["validation_data"] = "none" if arguments.get("validation_data") is None else "given"
+    callbacks = arguments.get("callbacks")
+    given = tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []
+    facts["callback of all workers"] = [_callback(callback) for callback in given if hasattr(callback, "prepare")]
+    return facts
+
+
+def facts_of_model(model: Any) -> dict[str, str]:
+    """Tell what a model computes, as far as it must be alike in a run that goes on.
+
+    Not a learning rate that may have changed since: that of an optimizer which was used.
+    """
+    layers = [_layer(layer) for layer in _keras.flat_layers(model)]
+    facts = {"loss": _loss_of(model), "layers": str(len(layers))}
+    facts.update({f"layer {number}": text for number, text in enumerate(layers, 1)})
+    for name, optimizer in optimizers(model):
+        changing = _RATES if optimizer.built and _keras.batches_used(optimizer) else ()
+        kept = {key: value for key, value in _config(optimizer).items() if key not in changing}
+        facts.update({f"{key} of {name}": value for key, value in kept.items()})
+    return facts
+
+
+_RATES = ("learning_rate", "inner_optimizer")  # the config of a LossScaleOptimizer holds that of another one
+
+
+def _loss_of(model: Any) -> str:
+    return _name_of(model._compile_config.config.get("loss") if model.compiled else None)
+
+
+_ARGUMENTS = (
+    "epochs",
+    "initial_epoch",
+    "steps_per_epoch",
+    "batch_size",
+    "shuffle",
+    "class_weight",
+    "validation_split",
+    "validation_freq",
+    "validation_steps",
+    "validation_batch_size",
+)
+
+
+def _callback(callback: Any) -> str:
+    """Name a callback that prepares runs, on all workers, with what must be alike."""
+    told = ("seed", "action", "most_in_a_row", "save_every", "on_preemption")
+    alike = [str(getattr(callback, name)) for name in told if hasattr(callback, name)]
+    return f"{type(callback).__name__}({', '.join(alike)})"
+
+
+def facts_of_data(spec: Any, num_batches: int | None, *, own_rows: bool) -> Facts:
+    """Tell the data of a run, as far as it must be alike on all workers.
+
+    Args:
+        spec: of a batch, with any number of rows.
+        num_batches: of a pass, or None.
+        own_rows: whether each worker reads rows of its own, of which it may have any number.
+    """
+    leaves = tree.flatten_with_path(spec)
+    return {
+        "part of a batch": [f"{'/'.join(map(str, path)) or 'x'}: {_shape_of(leaf)}" for path, leaf in leaves],
+        "number of batches": "any" if own_rows else "unknown" if num_batches is None else str(num_batches),
+    }
+
+
+def _own_version() -> str:
+    try:
+        return version("keras_dist_ext")
+    except PackageNotFoundError:
+        from keras_dist_ext import __version__
+
+        return __version__
+
+
+def _layer(layer: Any) -> str:
+    """Name a layer or a loss with the numbers in its config: before it is built, these tell a layer's weights."""
+    kind = type(layer).__name__
+    if isinstance(layer, keras.Model):
+        return kind
+    numbers = {
+        name: value
+        for name, value in _config(layer).items()
+        if re.fullmatch(r"\w+" if name == "activation" else _NUMBER, value)
+    }
+    return f"{kind}({', '.join(f'{name}={value}' for name, value in numbers.items() if 'seed' not in name)})"
+
+
+_NUMBER = r"-?\d+(\.\d+)?(e-?\d+)?|True|False"
+
+
+def _told(variable: Any) -> str:
+    kind = "" if variable.trainable else ", not trained"
+    return f"{variable.dtype} {tuple(variable.shape)}{kind}{_NAMED}{variable.path}"
+
+
+_NAMED = ", named "
+
+
+def _shape_of(spec: Any) -> str:
+    if spec is None:
+        return "none"
+    shape = getattr(spec, "shape", None)
+    return f"{getattr(getattr(spec, 'dtype', None), 'name', type(spec).__name__)} {shape}"
+
+
+def _name_of(thing: Any) -> str:
+    """Name a loss, or several, without what differs between processes."""
+    if isinstance(thing, str) or thing is None:
+        return str(thing)
+    if isinstance(thing, dict):
+        return ", ".join(f"{key}: {_name_of(value)}" for key, value in thing.items())
+    if isinstance(thing, list | tuple):
+        return ", ".join(map(_name_of, thing))
+    if isinstance(thing, keras.losses.Loss):
+        return _layer(thing)
+    return str(getattr(thing, "__name__", type(thing).__name__))
+
+
+def _config(thing: Any) -> dict[str, str]:
+    try:
+        config = thing.get_config()
+    except Exception:  # the user's own class
+        return {}
+    return {name: _plain(value) for name, value in config.items() if name != "name"}
+
+
+def _plain(value: Any) -> str:
+    """Write a value of a config as text that is alike in all processes."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, dict):
+        kept = {str(key): _plain(item) for key, item in value.items() if key not in ("name", "build_config")}
+        return json.dumps(kept, sort_keys=True)
+    if isinstance(value, list | tuple):
+        return json.dumps([_plain(item) for item in value])
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value) if isinstance(value, str | int | bool | None) else type(value).__name__
+
+
+# Comparing them
+
+
+def exchange_facts(
+    bulletin: Bulletin, topic: str, facts: Facts, *, what: str, wait_seconds: float, clock: Callable[[], float]
+) -> list[Facts]:
+    """Tell the others what this worker is about to do, and return what each has told, in their order.
+
+    Args:
+        bulletin: of the workers.
+        topic: under which each says it.
+        facts: of this worker.
+        what: they are about to do, such as "call fit".
+        wait_seconds: for all of them.
+        clock: seconds that only go forward.
+
+    Raises:
+        WorkersError: one has not come in time.
+    """
+    bulletin.say(topic, json.dumps(facts))
+    begin = clock()
+    told: dict[int, Facts] = {bulletin.index: facts}
+    is_noticed = False
+    while len(told) < bulletin.num_workers:
+        for worker in bulletin.others:
+            if worker in told:
+                continue
+            left = wait_seconds - (clock() - begin)
+            text = bulletin.hear(topic, worker, max(0.01, min(_AT_ONCE_SECONDS, left)))
+            if text is not None:
+                told[worker] = json.loads(text)
+        missing = [worker for worker in bulletin.others if worker not in told]
+        waited = clock() - begin
+        if missing and waited >= wait_seconds:
+            raise WorkersError(
+                f"Worker {bulletin.index} is about to {what}, and {_named(missing)} did not come for {wait_seconds:g} "
+                "s: a worker runs another program, has not loaded its data yet, or waits for the others somewhere "
+                "else. Start the same program on all workers. Where one needs longer, give "
+                "pick_strategy(wait_seconds=...)."
+            )
+        if missing and waited >= _NOTICE_SECONDS and not is_noticed:
+            is_noticed = True
+            warnings.warn(
+                f"Worker {bulletin.index} is about to {what} and waits for {_named(missing)}, for {waited:.0f} s so "
+                f"far. It gives up after {wait_seconds:g} s.",
+                stacklevel=2,
+            )
+    return [told[worker] for worker in range(bulletin.num_workers)]
+
+
+def check_same(
+    bulletin: Bulletin,
+    topic: str,
+    facts: Facts,
+    *,
+    what: str,
+    wait_seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """See that all workers are about to do the same; see ``exchange_facts``.
+
+    Raises:
+        WorkersError: they are not, or one has not come; the same on all workers.
+    """
+    told = exchange_facts(bulletin, topic, facts, what=what, wait_seconds=wait_seconds, clock=clock)
+    found = differences(told)
+    if found:
+        more = f"; and {counted(len(found) - _LISTED, 'other difference')}" if len(found) > _LISTED else ""
+        raise WorkersError(
+            f"The workers are about to {what}, but not alike, so that they would wait for each other without end, or "
+            f"train different models: {'; '.join(found[:_LISTED])}{more}. Start the same program with the same "
+            "arguments, packages and data on all workers."
+        )
+
+
+def differences(told: Sequence[Facts]) -> list[str]:
+    """Say in what workers differ from the first one, a text for each fact that does.
+
+    Facts that not all of them have, such as an option of another optimizer, count where nothing else differs.
+    """
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for name in {name: None for facts in told for name in facts}:
+        values = [facts.get(name, "none") for facts in told]
+        others = [worker for worker, value in enumerate(values) if _bare(value) != _bare(values[0])]
+        if others:
+            is_known = all(name in facts for facts in told)
+            found[is_known].append(_difference(name, values[0], values[others[0]], others))
+    return found[True] or found[False]
+
+
+def _bare(value: str | list[str]) -> Any:
+    """Without the paths of variables: Keras' names count on from models that were made before."""
+    return value if isinstance(value, str) else [item.partition(_NAMED)[0] for item in value]
+
+
+def _difference(name: str, first: str | list[str], other: str | list[str], workers: Sequence[int]) -> str:
+    who = f"worker {workers[0]}" + (f" ({counted(len(workers) - 1, 'other')} too)" if len(workers) > 1 else "")
+    if isinstance(first, str) or isinstance(other, str):
+        return f"{name} is {other} on {who}, and {first} on worker 0"
+    pairs = zip([*first, *["none"] * len(other)], [*other, *["none"] * len(first)], strict=False)
+    place, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs) if _bare([pair[0]]) != _bare([pair[1]]))
+    counts = f" (of {len(other)} and {len(first)})" if len(first) != len(other) else ""
+    return f"{name} {place + 1}{counts} is {theirs} on {who}, and {mine} on worker 0"
+
+
+def _named(workers: Sequence[int]) -> str:
+    return f"worker{'' if len(workers) == 1 else 's'} {', '.join(map(str, workers))}"

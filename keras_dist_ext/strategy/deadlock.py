@@ -1,0 +1,186 @@
+"""Notice that workers wait for each other at different places of their programs, say where, and end the wait.
+
+A collective waits for ever for a worker that has gone another way: its data ended earlier, or it alone evaluates. Each
+worker's thread looks every few seconds whether this one still waits in the same place. If so it says where, with the
+line of the user's program; and if all workers have waited in places that cannot meet, each ends its own wait by an
+error that names all places. A worker that computes, or is busy in Python, is never held for stuck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from keras_dist_ext import _keras
+from keras_dist_ext.errors import WorkersError
+from keras_dist_ext.strategy.key_value import Bulletin
+
+__all__ = ["StallWatch"]
+
+_LOOK_SECONDS = 2.0
+_STUCK_SECONDS = 20.0
+_TOPIC = "waits"
+
+
+class _Place(NamedTuple):
+    """Where a worker waits."""
+
+    number: int  # of waits, in its program
+    what: str
+    line: str = ""  # of the user's program
+
+
+class StallWatch:
+    """Watches the waits of this worker, and listens to what others say of theirs.
+
+    Waits are counted, in the same order on all workers. One that has passed its k-th wait has had what it waited for
+    from all the others, so a worker still in its k-th does not wait for that one. If nobody moves, and the numbers
+    differ, or the kinds of wait, nobody ever will.
+
+    Args:
+        bulletin: of the workers.
+        stuck_seconds: how long a wait takes before it is looked at.
+        look_seconds: between two looks.
+    """
+
+    def __init__(
+        self, bulletin: Bulletin, *, stuck_seconds: float = _STUCK_SECONDS, look_seconds: float = _LOOK_SECONDS
+    ) -> None:
+        self._bulletin = bulletin
+        self._num_looks = max(1, round(stuck_seconds / look_seconds))
+        self._look_seconds = look_seconds
+        self._number = 0
+        self._here: _Place | None = None
+        self._data_ended = ""
+        self._waiting_thread = 0
+        self._verdict: str | None = None
+        self._said: list[str] = []  # what this worker has said so far, JSON of a place or empty
+        self._heard: dict[int, tuple[int, str]] = dict.fromkeys(bulletin.others, (0, ""))  # how much, and the last
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Note that this worker waits for the others now.
+
+        Args:
+            what: such as "step 5 of training"; workers at the same place say the same.
+
+        Raises:
+            WorkersError: in place of TensorFlow's error, when the wait was found to be in vain.
+        """
+        if self._here is not None:  # a wait within a wait is that one's
+            yield
+            return
+        self._number += 1
+        self._data_ended = ""
+        self._waiting_thread = threading.get_ident()
+        with self._lock:
+            self._here = _Place(self._number, what)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, daemon=True, name="keras_dist_ext.stall")
+                self._thread.start()
+        try:
+            yield
+        except Exception as error:
+            if self._verdict is not None:
+                raise WorkersError(self._verdict) from error
+            if _keras.is_of_unlike_collectives(error):
+                raise WorkersError(self.parted(what)) from error
+            raise
+        finally:
+            self._here = None
+
+    def note_steps(self, num_made: Any) -> Any:
+        """Note, while this worker waits, that its data had so many of the steps that it waits in."""
+        self._data_ended = f", without data after {int(num_made)} of them"
+        return num_made
+
+    def parted(self, what: str) -> str:
+        """Say that another worker was met that is somewhere else.
+
+        Args:
+            what: this worker is in.
+        """
+        return (
+            f"Worker {self._bulletin.index} is in {what}{_line_of(threading.get_ident())}, and met another worker that "
+            f"is somewhere else. {_ADVICE}"
+        )
+
+    def _watch(self) -> None:
+        """Look every few seconds, until there was no wait for some time."""
+        pause = threading.Event()
+        before, num_looks, suspicion = None, 0, None
+        with contextlib.suppress(Exception):  # the cluster is gone: who waits for it says so
+            while self._verdict is None:
+                pause.wait(self._look_seconds)
+                here = self._here
+                num_looks = num_looks + 1 if here is before else 0
+                before = here
+                if num_looks < self._num_looks:
+                    suspicion = None
+                    self._say("")
+                elif here is None:
+                    with self._lock:
+                        if self._here is None:
+                            self._thread = None
+                            return
+                else:
+                    what = here.what + self._data_ended
+                    self._say(json.dumps(here._replace(what=what, line=_line_of(self._waiting_thread))))
+                    self._listen()
+                    found = self._in_vain()
+                    if found and found == suspicion:  # and nobody has moved since the last look
+                        self._verdict = found
+                        pause.wait(self._look_seconds)  # until the others have found it, too
+                        _keras.abort_collectives(found)
+                    suspicion = found
+
+    def _say(self, text: str) -> None:
+        last = self._said[-1] if self._said else ""
+        if text != last:
+            self._bulletin.say(f"{_TOPIC}/{len(self._said)}", text or "-")
+            self._said.append(text)
+
+    def _listen(self) -> None:
+        for worker, (number, last) in self._heard.items():
+            while (text := self._bulletin.hear(f"{_TOPIC}/{number}", worker, 0.01)) is not None:
+                number, last = number + 1, "" if text == "-" else text
+            self._heard[worker] = number, last
+
+    def _in_vain(self) -> str | None:
+        """Say where all workers wait, if they do and cannot meet."""
+        texts = {worker: last for worker, (_, last) in self._heard.items()}
+        texts[self._bulletin.index] = self._said[-1]
+        if not all(texts.values()):
+            return None
+        places = {worker: _Place(*json.loads(texts[worker])) for worker in sorted(texts)}
+        if len({(place.number, place.what) for place in places.values()}) == 1:
+            return None
+        where = "; ".join(f"worker {worker} in {place.what}{place.line}" for worker, place in places.items())
+        return f"The workers wait for each other at different places, and would for ever: {where}. {_ADVICE}"
+
+
+_ADVICE = (
+    "Every worker must make the same calls of fit, evaluate and predict, in the same order, on as many batches, also "
+    "in callbacks."
+)
+
+
+def _line_of(thread: int) -> str:
+    """Name the line of the user's program that a thread is in; empty where there is none."""
+    frame = sys._current_frames().get(thread)
+    for summary in reversed(traceback.extract_stack(frame)):
+        if not summary.filename.startswith(_NOT_USERS) and f"{os.sep}site-packages{os.sep}" not in summary.filename:
+            return f" ({os.path.basename(summary.filename)}:{summary.lineno}, {summary.name})"
+    return ""
+
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_NOT_USERS = (_OURS, os.path.dirname(os.path.abspath(os.__file__)) + os.sep, "<")

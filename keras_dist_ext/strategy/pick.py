@@ -1,0 +1,120 @@
+"""Choose a tf.distribute strategy for the devices at hand, and say why.
+
+    gather_facts(environ) -> Facts -> decide(name, facts) -> Decision -> build(decision, facts) -> StrategyChoice
+
+Facts and decisions are plain values: what can be checked is checked on them, before TensorFlow starts or connects.
+"""
+
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext.cluster.rendezvous import WAIT_SECONDS, checked_wait
+from keras_dist_ext.cluster.spec import Resolver
+from keras_dist_ext.errors import StrategyError
+from keras_dist_ext.strategy.builders import Communication, build
+from keras_dist_ext.strategy.decision import decide
+from keras_dist_ext.strategy.facts import gather_facts, list_devices
+
+__all__ = ["pick_strategy", "reason_for", "StrategyChoice"]
+
+
+@dataclass(frozen=True)
+class StrategyChoice:
+    """A strategy that is ready to use, what it is called here, and why it was chosen."""
+
+    strategy: tf.distribute.Strategy = field(repr=False)
+    name: str  # as `pick_strategy` takes it, never "auto"
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+def pick_strategy(
+    name: str = "auto",
+    *,
+    devices: Sequence[str] | None = None,
+    num_replicas: int | None = None,
+    cluster_resolver: Resolver | None = None,
+    tpu: str | None = None,
+    implementation: str = "auto",
+    bytes_per_pack: int = 0,
+    timeout_seconds: float | None = None,
+    wait_seconds: float = WAIT_SECONDS,
+    environ: Mapping[str, str] = os.environ,
+    device_lister: Callable[[], Sequence[str]] = list_devices,
+) -> StrategyChoice:
+    """Pick the strategy that is asked for, or the one that fits this process, and say why.
+
+    `"auto"` takes, in this order: the cluster that `cluster_resolver`, TF_CONFIG, MPI's `mpirun` or a SLURM step of
+    several tasks describes; `devices` or `num_replicas`; a TPU; all GPUs; all logical CPU devices. One object is made
+    for a set of devices in a process, and handed out again (tensorflow#62790: a second MirroredStrategy reuses
+    collective keys).
+
+        >>> choice = pick_strategy("mirrored", num_replicas=2, environ={})
+        >>> choice.strategy.num_replicas_in_sync
+        2
+        >>> pick_strategy("mirrored", num_replicas=2, environ={}).strategy is choice.strategy
+        True
+        >>> pick_strategy("miror", environ={})
+        Traceback (most recent call last):
+        keras_dist_ext.errors.StrategyError: There is no strategy 'miror'; did you mean 'mirrored'? There are ...
+
+    `one_device` is a OneDeviceStrategy. On a CPU, hundreds of models in one process have crashed TensorFlow when their
+    datasets went through `experimental_distribute_dataset` of that strategy; ours do not.
+
+    Args:
+        name: one of `auto`, `one_device`, `mirrored`, `multi_worker`, `tpu`, `parameter_server`.
+        devices: logical devices of this process, such as `["GPU:0", "GPU:1"]`, for `one_device` and `mirrored`.
+        num_replicas: the first so many GPUs; without GPUs, so many logical CPU devices, which are made if TensorFlow is
+            not initialised yet.
+        cluster_resolver: a resolver of TensorFlow's, say KubernetesClusterResolver, to be asked instead of TF_CONFIG,
+            MPI and SLURM. (SLURM: give each task GPUs of its own, --gpus-per-task.)
+        tpu: name or `grpc://` address of a TPU, or `local`; otherwise TPU_NAME and its like are read. An error where
+            another strategy is asked for, or comes first.
+        implementation: of the collectives of `multi_worker`: `auto`, `ring` or `nccl`. With `auto` as the name, this
+            and the next two count when several workers train, and the reason says when they do not.
+        bytes_per_pack: how much `multi_worker` reduces at a time; 0 leaves it to TensorFlow.
+        timeout_seconds: after which a collective of `multi_worker` fails. TensorFlow spends a thread on each collective
+            for it, so use it for debugging.
+        wait_seconds: how long the tasks of a cluster wait for each other, here and where they begin a run together.
+        environ: where TF_CONFIG, and the variables of MPI, SLURM and the TPU are read.
+        device_lister: lists the logical devices of this process.
+
+    Raises:
+        StrategyError: the strategy cannot be had here; the message names what there is.
+        ClusterError: TF_CONFIG, SLURM or the resolver describes no cluster that could train.
+    """
+    communication = Communication(implementation, bytes_per_pack, timeout_seconds)
+    wait_seconds = checked_wait(wait_seconds)
+    facts = gather_facts(environ, cluster_resolver=cluster_resolver, tpu=tpu, device_lister=device_lister)
+    decision = decide(name, facts, devices=devices, num_replicas=num_replicas)
+    reason = decision.reason
+    if tpu is not None and decision.name != "tpu":
+        raise StrategyError(
+            f"tpu={tpu!r} was given, but {decision.name!r} ({reason}) uses none. Leave it out, or take 'tpu'."
+        )
+    if communication != Communication() and decision.name != "multi_worker":
+        if name != "auto":
+            raise StrategyError(
+                f"implementation, bytes_per_pack and timeout_seconds tune the collectives of 'multi_worker'; {name!r} "
+                "takes none of them. Leave them out."
+            )
+        reason += "; communication options unused"
+    strategy = build(decision, facts, communication, wait_seconds)
+    if isinstance(strategy, tf.distribute.Strategy):
+        _REASONS[strategy] = reason
+    return StrategyChoice(strategy, decision.name, reason)
+
+
+def reason_for(strategy: tf.distribute.Strategy) -> str | None:
+    """Return why `pick_strategy` chose a strategy, the last time it did; None for one that was made otherwise."""
+    return _REASONS.get(strategy)
+
+
+_REASONS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()

@@ -1,0 +1,366 @@
+"""Let the workers of a run agree: on when to stop, how many steps to make, and what data they read.
+
+Every worker runs the same program, and a collective that one of them leaves out hangs the others. So whatever could
+differ between them (a clock, a callback's wish to stop, the length of the data) is summed over all before it is acted
+upon. Letters: W = workers.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import random
+import sys
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.cluster import heartbeat as pulse
+from keras_dist_ext.cluster.rendezvous import wait_seconds_of
+from keras_dist_ext.errors import WorkersError
+from keras_dist_ext.step.pass_through import PassThrough
+from keras_dist_ext.strategy.consistency import check_same
+from keras_dist_ext.strategy.deadlock import StallWatch
+from keras_dist_ext.strategy.key_value import Bulletin
+from keras_dist_ext.strategy.scope import optimizers, raw_variables
+
+__all__ = ["InStep", "Stop", "Workers", "alone", "callbacks_of_worker", "checksum_of", "own_callback", "workers_of"]
+
+
+def workers_of(strategy: tf.distribute.Strategy) -> Workers | None:
+    """Return the workers that train in step under ``strategy``; None for a strategy of one process."""
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return None
+    if not strategy.extended._in_multi_worker_mode():
+        return None
+    if strategy not in _WORKERS:
+        _WORKERS[strategy] = Workers(strategy)
+    return _WORKERS[strategy]
+
+
+_WORKERS: weakref.WeakKeyDictionary[Any, Workers] = weakref.WeakKeyDictionary()
+
+
+class Workers:
+    """All workers of a ``MultiWorkerMirroredStrategy``, seen from one of them."""
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        resolver = strategy.cluster_resolver
+        tasks = resolver.cluster_spec().as_dict()
+        self.strategy = strategy
+        self.num_workers: int = len(tasks.get("chief", [])) + len(tasks.get("worker", []))
+        first = "chief" if tasks.get("chief") else "worker"
+        self.is_chief: bool = (resolver.task_type, resolver.task_id) == (first, 0)
+        self.index: int = _keras.first_replica(strategy) // len(strategy.extended.worker_devices)
+        self._sum = tf.function(
+            self._sum_in_graph, autograph=False, input_signature=[tf.TensorSpec([None], tf.float64)]
+        )
+        self._bulletin = Bulletin(self.num_workers, self.index)
+        self._num_checks = 0
+        self.watch = StallWatch(self._bulletin)
+
+    def check_same(self, what: str, facts: Mapping[str, str | list[str]]) -> None:
+        """See that all workers are about to do the same. Every worker must call it, at the same point of its program.
+
+        Args:
+            what: they are about to do, such as "call fit".
+            facts: that tell it.
+
+        Raises:
+            WorkersError: they are not, or one does not come; says what differs.
+        """
+        self._num_checks += 1
+        check_same(
+            self._bulletin, f"run/{self._num_checks}", facts, what=what, wait_seconds=wait_seconds_of(self.strategy)
+        )
+        self._bulletin.forget(f"run/{self._num_checks - 1}")  # which all have read, since all have come here
+
+    def sum(self, values: Sequence[float] | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Add up numbers over all workers. Every worker must call it, at the same point of its program.
+
+        Raises:
+            WorkersError: another worker is at another point.
+        """
+        here = _caller(self)
+        tag = float(zlib.crc32(here.encode()) & 0xFFFF)
+        with pulse.waiting(), self.watch.waiting(f"an agreement ({here})"):
+            told = [tag, tag * tag, *values]
+            told += [0.0] * (_SMALL - len(told))  # where shapes differ, TensorFlow tells one of the workers alone
+            total, squares, *sums = np.asarray(self._sum(tf.constant(told, tf.float64)))
+        if self.num_workers * squares != total * total:
+            raise WorkersError(self.watch.parted(f"an agreement ({here})"))
+        return np.asarray(sums[: len(values)])
+
+    def chief_says(self, values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return the chief's numbers to all workers."""
+        return self.sum(list(values) if self.is_chief else [0.0] * len(values))
+
+    def chief_gives(self, data: bytes) -> bytes:
+        """Return the chief's bytes to all workers."""
+        (size,) = self.chief_says([float(len(data))])
+        words = np.zeros(-(-int(size) // 6))  # of 48 bits, where a float64 holds 53
+        if self.is_chief:
+            spread = np.zeros([len(words), 8], np.uint8)
+            spread[:, :6] = np.frombuffer(data.ljust(6 * len(words), b"\0"), np.uint8).reshape(-1, 6)
+            words = spread.view("<u8")[:, 0].astype(np.float64)
+        for begin in range(0, len(words), _WORDS_AT_ONCE):
+            part = slice(begin, begin + _WORDS_AT_ONCE)
+            words[part] = self.sum(words[part])
+        return words.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :6].tobytes()[: int(size)]
+
+    def all_equal(self, checksum: int) -> bool:
+        """Whether all workers hold the same checksum (its low 32 bits)."""
+        halves = [float(checksum & 0xFFFF), float(checksum >> 16 & 0xFFFF)]  # sums of their squares are exact
+        *totals, low, high = self.sum([*halves, *(half * half for half in halves)])
+        return all(
+            self.num_workers * squares == total * total for total, squares in zip(totals, (low, high), strict=True)
+        )
+
+    def share_state(self, variables: Sequence[Any]) -> None:
+        """Give the chief's values of ``variables`` to all workers."""
+        with self.watch.waiting("an agreement (state of the chief)"):
+            self._share_state(variables)
+
+    def _share_state(self, variables: Sequence[Any]) -> None:
+        for variable in variables:
+            value = tf.convert_to_tensor(_keras.components(variable)[0])
+            flat = tf.reshape(tf.cast(value, tf.float64), [-1])  # exact for all of Keras' dtypes but huge integers
+            shared = tf.reshape(self._sum(flat if self.is_chief else tf.zeros_like(flat)), value.shape)
+            for copy in _keras.components(variable):
+                copy.assign(tf.cast(shared, value.dtype))
+
+    def _sum_in_graph(self, value: tf.Tensor) -> tf.Tensor:
+        def reduce() -> tf.Tensor:
+            is_first = _keras.replica_id() % len(self.strategy.extended.worker_devices) == 0
+            mine = tf.identity(value) if is_first else tf.zeros_like(value)
+            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, mine)
+
+        return self.strategy.experimental_local_results(self.strategy.run(reduce))[0]
+
+    # Data
+
+    def agree_on_data(self, dataset: Any, sample: int | None = None) -> tuple[Any, bool, int]:
+        """Return the dataset to read, whether each worker reads rows of its own, and a common seed.
+
+        By default all workers read the same batches and take their rows of each, so shuffles that were given no seed
+        get a common one. Data is a worker's own where the user has split it: under ``AutoShardPolicy.OFF`` with
+        batches that differ, or by ``Dataset.shard`` with an index that differs.
+
+        Args:
+            dataset: of this worker.
+            sample: a checksum of some of its rows, where they are at hand, and no pipeline of the user's gives them.
+        """
+        seed = int(self.chief_says([random.randrange(2**31)])[0])
+        _keras.order_py_datasets_by(seed)
+        if not isinstance(dataset, tf.data.Dataset):
+            return dataset, False, seed
+        if sample is not None:
+            self.compare_data(sample)
+            return dataset, False, seed
+        graph = _keras.dataset_graph(dataset)
+        shards = [] if graph is None else _keras.shard_indices(graph)
+        if not self.all_equal(zlib.crc32(repr(shards).encode())):
+            return dataset, True, seed
+        made_of = 0 if graph is None else _keras.checksum_of_constants(graph)
+        if dataset.options().experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF:
+            return dataset, not self.all_equal(made_of ^ checksum_of(next(iter(dataset), None))), seed
+        self.compare_data(made_of)
+        return (dataset if graph is None else _keras.with_seeds(dataset, graph, seed)), False, seed
+
+    def compare_batch(self, batch: Any) -> None:
+        """Warn where workers make a step on batches that differ."""
+        self.compare_data(checksum_of(batch))
+
+    def compare_data(self, checksum: int) -> None:
+        """Warn where a checksum of what all read differs between workers: much of it would not be used."""
+        if not self.all_equal(checksum) and self.is_chief:
+            warnings.warn(
+                "The workers were given data that differs. Each takes its rows of every batch, as if all had the same "
+                f"batches, so that of each worker's data 1/{self.num_workers} is used. Give all workers the same data, "
+                "made alike (with a seed, if it is random); or, for rows of their own, a Dataset.shard each, or "
+                "AutoShardPolicy.OFF.",
+                stacklevel=2,
+            )
+
+
+def _caller(workers: Workers) -> str:
+    """Name the function that has called for an agreement, the same on all workers."""
+    frame = sys._getframe(2)
+    while frame.f_locals.get("self") is workers and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{frame.f_globals.get('__name__', '').rpartition('.')[2]}.{frame.f_code.co_name}"
+
+
+_WORDS_AT_ONCE = 1 << 20
+_SMALL = 8  # numbers of an agreement that has fewer
+
+
+def checksum_of(batch: Any) -> int:
+    """Return a checksum of a batch that is equal on all workers where the batch is."""
+    checksum = 0
+    for leaf in tf.nest.flatten(batch, expand_composites=True):
+        if leaf is not None and not isinstance(leaf, tf.TypeSpec) and getattr(leaf, "dtype", None) != tf.variant:
+            checksum = zlib.crc32(tf.io.serialize_tensor(leaf).numpy(), checksum)  # also of strings
+    return checksum
+
+
+_WRITERS = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+
+
+def _is_for_chief(callback: Any) -> bool:
+    """Whether a callback writes files that only the chief may write."""
+    return isinstance(callback, _WRITERS)
+
+
+class InStep(keras.callbacks.Callback):  # type: ignore[misc]
+    """The last callback of each worker: begins with the chief's state, and ends all workers after the same epoch.
+
+    Args:
+        workers: of the run.
+        differing: says what differs between replicas, over all workers, or that nothing does (None).
+    """
+
+    def __init__(self, workers: Workers, differing: Callable[[], str | None]) -> None:
+        super().__init__()
+        self._workers = workers
+        self._differing = differing
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Take over what a callback, or the program, of the chief has restored."""
+        model = self.model
+        initial_epoch, restored = self._workers.chief_says(
+            [float(model._initial_epoch or 0), float(model._initial_epoch is not None)]
+        )
+        if restored:  # by a callback of the chief, such as BackupAndRestore
+            model._initial_epoch = int(initial_epoch)
+            self._share_state()
+            return
+        differing = self._differing()
+        if differing is not None:
+            self._share_state()
+            if self._workers.is_chief:
+                warnings.warn(
+                    f"{differing} Workers train one model, so all go on from the values of the first worker now. Load "
+                    "or set values on all workers alike.",
+                    stacklevel=2,
+                )
+
+    def _share_state(self) -> None:
+        model = self.model
+        generators = [generator.state for generator in model.replica_seeds.generators(with_global=True)]
+        made = [variable for _, optimizer in optimizers(model) for variable in optimizer.variables]
+        plain = [v for layer in _keras.flat_layers(model) for _, v in raw_variables(layer) if v.dtype.is_floating]
+        self._workers.share_state([*model.weights, *made, *plain, *generators])
+        model.replica_seeds.load({"run": self._workers.chief_says(model.replica_seeds.run)})
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """End training on all workers where one has asked for it; see that their learning rates are equal."""
+        workers = self._workers
+        if workers.sum([float(self.model._stop.is_requested)])[0]:
+            self.model._stop.agree()
+        rates = {name: _learning_rate(optimizer) for name, optimizer in optimizers(self.model)}
+        if workers.all_equal(zlib.crc32(str([f"{rate:.5g}" for rate in rates.values()]).encode())):
+            return
+        everywhere = np.zeros([workers.num_workers, len(rates)])
+        everywhere[workers.index] = list(rates.values())
+        everywhere = np.reshape(workers.sum(everywhere.ravel()), everywhere.shape)
+        differs = ~np.isclose(everywhere, everywhere[:1], rtol=1e-5, atol=0, equal_nan=True)
+        for worker, place in np.argwhere(differs):
+            raise WorkersError(
+                f"The learning rate of {list(rates)[place]} is {everywhere[worker, place]:g} on worker {worker} and "
+                f"{everywhere[0, place]:g} on worker 0 after epoch {epoch + 1}, so that they train different models. "
+                "Callbacks must set it on all workers, to the same values."
+            )
+
+
+def _learning_rate(optimizer: Any) -> float:
+    return float(np.asarray(keras.ops.convert_to_numpy(optimizer.learning_rate)))
+
+
+_ORBAX = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # older versions of Keras have none
+
+
+def callbacks_of_worker(callbacks: Any, workers: Workers) -> list[Any]:
+    """The callbacks that this worker runs: those that write files are for the chief.
+
+    Raises:
+        WorkersError: one of them can run neither on the chief alone nor on all workers.
+    """
+    callbacks = tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []
+    if any(isinstance(callback, _ORBAX) for callback in callbacks):
+        raise WorkersError(
+            "OrbaxCheckpoint is among the callbacks of several workers. All of them would write into one folder and "
+            "break each other's checkpoints, and the chief cannot write alone: Keras reads the metrics' values for it, "
+            "which all workers have to add up together. Save with ModelCheckpoint, or with kde.Resume to go on after a "
+            "crash."
+        )
+    return [_Alone(c) if _is_for_chief(c) else c for c in callbacks if workers.is_chief or not _is_for_chief(c)]
+
+
+def own_callback(callback: Any) -> Any:
+    """Return the user's callback, which may be wrapped to be run by this worker alone."""
+    return callback.callback if isinstance(callback, _Alone) else callback
+
+
+class _Alone(keras.callbacks.Callback):  # type: ignore[misc]
+    """A callback that one worker alone runs: what it assigns must not wait for the others.
+
+    TensorFlow broadcasts an assignment to variables like ``optimizer.iterations``, which BackupAndRestore loads; and
+    the first value of any variable made in scope, as Keras makes some to look at them while it saves.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        super().__init__()
+        self.callback = callback
+        for name in dir(keras.callbacks.Callback):
+            if name.startswith(("on_", "set_")):
+                setattr(self, name, alone(getattr(callback, name)))
+
+
+def alone(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method as one worker alone may call it: in no scope, and with assignments to its own copies only."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _keras.intercept(PassThrough()):
+            return method(*args, **kwargs)
+
+    def outside_of_scopes(*args: Any, **kwargs: Any) -> Any:
+        if not tf.distribute.has_strategy():
+            return call(*args, **kwargs)
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a scope is the thread's
+            return thread.submit(call, *args, **kwargs).result()
+
+    return outside_of_scopes
+
+
+class Stop:
+    """A wish to end training, and whether all workers know of it."""
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self.is_agreed = False
+        self.needs_agreement = False
+
+    def request(self, value: bool) -> None:
+        """Wish to end training, or to begin anew."""
+        self.is_requested = value
+        if not value:
+            self.is_agreed = False
+
+    def agree(self) -> None:
+        """Note that all workers know."""
+        self.is_requested = self.is_agreed = True

@@ -1,0 +1,3 @@
+"""Models and loops over steps."""
+
+__all__: list[str] = []

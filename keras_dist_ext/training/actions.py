@@ -1,0 +1,140 @@
+"""Do something while a run is under way: every so many steps, when a value has improved, when the process must end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
+
+from keras_dist_ext._keras import keras
+from keras_dist_ext.errors import LoopError
+from keras_dist_ext.strategy.workers import own_callback
+from keras_dist_ext.training.resume.callback import Resume
+
+__all__ = ["every", "on_improvement", "on_preemption"]
+
+Action = Callable[[Any], None]
+
+
+def every(num_steps: int, action: Action) -> keras.callbacks.Callback:
+    """Return a callback that calls ``action(model)`` after every so many steps of training.
+
+    Steps are counted over all epochs of a ``fit``. Of several that were made in one call of the graph, the action sees
+    the state after the last, and is called once.
+
+    Raises:
+        LoopError: ``num_steps`` is not a number of steps.
+    """
+    if type(num_steps) is not int or num_steps < 1:
+        raise LoopError(f"every({num_steps!r}, ...): it is a number of steps, at least 1.")
+    return _Every(num_steps, action)
+
+
+class _Every(keras.callbacks.Callback):  # type: ignore[misc]
+    is_content_with_executions = True
+
+    def __init__(self, num_steps: int, action: Action) -> None:
+        super().__init__()
+        self._num_steps = num_steps
+        self._action = action
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._made_before = self._made = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._made_before = self._made
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        made = self._made_before + batch + 1
+        is_due = made // self._num_steps > self._made // self._num_steps
+        self._made = made
+        if is_due:
+            self._action(self.model)
+
+
+def on_improvement(name: str, action: Action, mode: Literal["min", "max"] = "min") -> keras.callbacks.Callback:
+    """Return a callback that calls ``action(model)`` after each epoch whose value ``name`` is the best so far.
+
+    Args:
+        name: of a value in the logs, such as "loss" or "val_loss".
+        action: what to do.
+        mode: whether smaller or larger values are better.
+
+    Raises:
+        LoopError: ``mode`` is another one; when an epoch ends, the logs have no such value.
+    """
+    if mode not in ("min", "max"):
+        raise LoopError(f"on_improvement({name!r}, mode={mode!r}): a value is better where it is 'min' or 'max'.")
+    return _OnImprovement(name, action, mode)
+
+
+class _OnImprovement(keras.callbacks.Callback):  # type: ignore[misc]
+    def __init__(self, name: str, action: Action, mode: str) -> None:
+        super().__init__()
+        self._name = name
+        self._action = action
+        self._sign = 1.0 if mode == "max" else -1.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._best = -float("inf")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._name not in (logs or {}):
+            raise LoopError(f"on_improvement({self._name!r}): an epoch has the values {sorted(logs or {})}. Name one.")
+        assert logs is not None
+        value = self._sign * float(logs[self._name])
+        if value > self._best:
+            self._best = value
+            self._action(self.model)
+
+
+def on_preemption(action: Action) -> keras.callbacks.Callback:
+    """Return a callback that calls ``action(model)`` once SIGTERM has come, between two steps, and ends training.
+
+    Of several workers each needs the signal. A second one does what it always did. A run that is to go on from there is
+    what ``Resume`` is for.
+
+    Raises:
+        LoopError: when training begins, in a thread, or beside a ``Resume``.
+    """
+    return _OnPreemption(action)
+
+
+class _OnPreemption(keras.callbacks.Callback):  # type: ignore[misc]
+    is_content_with_executions = True
+
+    def __init__(self, action: Action) -> None:
+        super().__init__()
+        self._action = action
+        self._is_near = False
+
+    def prepare(self, model: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise LoopError(
+                "on_preemption in a thread: Python tells of signals in the main thread alone, so it would not be "
+                "noticed. Call fit there."
+            )
+        self._is_near = False
+        self._before = signal.signal(signal.SIGTERM, self._note)
+
+    def meet(self, callbacks: Any, feed: Any) -> None:
+        if any(isinstance(own_callback(callback), Resume) for callback in callbacks):
+            raise LoopError(
+                "on_preemption ends training, and Resume beside it would save the run as one that is over, so that it "
+                "would never go on. Give fit one of them: Resume(..., on_preemption=True) saves when SIGTERM comes, "
+                "and the run goes on from there."
+            )
+
+    def release(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._is_near = True
+        self.release()  # a second one does what it did before
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._is_near:
+            self._is_near = False
+            self._action(self.model)
+            self.model.stop_training = True

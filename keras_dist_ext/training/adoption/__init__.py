@@ -1,0 +1,3 @@
+"""Models made elsewhere become ours."""
+
+__all__: list[str] = []

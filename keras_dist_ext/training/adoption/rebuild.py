@@ -1,0 +1,177 @@
+"""Make a model again, layer by layer, each layer once however often the model uses it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import flat_layers, keras, new_input
+from keras_dist_ext.training.adoption.recipe import CannotRebuildError, first_init, make_again
+from keras_dist_ext.training.adoption.stand_in import class_of_ours
+from keras_dist_ext.training.adoption.twins import side_by_side, take_over_trainable, variable_pairs
+from keras_dist_ext.training.model import Functional, Model, Sequential
+
+__all__ = ["Rebuilt", "rebuild"]
+
+
+def rebuild(model: Any) -> Rebuilt:
+    """Make a model again, with new weights; what is ours stays of its class, and what is not becomes ours.
+
+    Raises:
+        CannotRebuildError: The model, or a layer in it, cannot be made from its config.
+    """
+    rebuilt = Rebuilt()
+    user_class: Any = type(model)
+    cls = class_of_ours(user_class)
+    if isinstance(model, _keras.Functional) and (cls is Functional or _is_functional_by_base(model)):
+        rebuilt.twin = rebuilt.functional(model, cls)
+    elif isinstance(model, keras.Sequential) and first_init(user_class) in (keras.Sequential, Sequential, Model):
+        rebuilt.twin = rebuilt.sequential(model, cls)
+    else:
+        rebuilt.twin = rebuilt.subclassed(model, cls)
+    rebuilt.twin.dtype_policy = model.dtype_policy
+    take_over_trainable(rebuilt.pairs())
+    return rebuilt
+
+
+class Rebuilt:
+    """A model that is made again: its layers, old and new, each once.
+
+    Attributes:
+        twin: The new model, once it is there.
+    """
+
+    def __init__(self) -> None:
+        self.twin: Any = None
+        self._twins: dict[int, tuple[Any, Any]] = {}  # id of the old layer -> (old, new); keeps the old one alive
+        self._graphs: set[int] = set()  # ids of the old models whose layers were made one by one
+
+    def twin_of(self, layer: Any) -> Any:
+        """Make a layer or an operation of a graph again, or return the one that was made.
+
+        Raises:
+            CannotRebuildError: It cannot be made from its config.
+        """
+        if id(layer) not in self._twins:
+            self._twins[id(layer)] = (layer, self._make(layer))
+        return self._twins[id(layer)][1]
+
+    def _make(self, layer: Any) -> Any:
+        cls = type(layer)
+        if cls in (_keras.Functional, Functional) or _is_functional_by_base(layer):
+            return self.functional(layer, cls)
+        if cls in (keras.Sequential, Sequential):
+            return self.sequential(layer, cls)
+        if not isinstance(layer, keras.Layer):
+            return _stateless(layer)
+        return make_again(layer, cls)
+
+    def functional(self, model: Any, cls: Any) -> Any:
+        """Call new layers in the order in which the graph of `model` calls the old ones.
+
+        Raises:
+            CannotRebuildError: A layer cannot be made again, or the graph uses a variable of no layer in it.
+        """
+        inputs = keras.tree.map_structure(new_input, model.input)
+        bare = keras.Model(model.input, model.output, name=model.name)  # the same layers, uncompiled, of Keras' class
+        copy = keras.models.clone_model(
+            bare, input_tensors=inputs, clone_function=self.twin_of, call_function=self._call_with_new_variables
+        )
+        return self._keep(model, cls(inputs, copy.output, name=model.name), is_graph=True)
+
+    def sequential(self, model: Any, cls: Any) -> Any:
+        """Stack new layers as `model` stacks the old ones.
+
+        Raises:
+            CannotRebuildError: A layer cannot be made again.
+        """
+        layers = [self.twin_of(layer) for layer in model.layers]
+        inputs = _sequential_input(model)
+        twin = cls(layers if inputs is None else [inputs, *layers], name=model.name)
+        if not twin.built and model.built:
+            _build_alike(twin, model)
+        return self._keep(model, twin, is_graph=True)
+
+    def subclassed(self, model: Any, cls: Any) -> Any:
+        """Have the user's class make itself again from its config, and build what `model` has built.
+
+        Raises:
+            CannotRebuildError: It cannot.
+        """
+        twin = make_again(model, cls)
+        if model.built:
+            _build_alike(twin, model)
+        return self._keep(model, twin, is_graph=False)
+
+    def _keep(self, model: Any, twin: Any, is_graph: bool) -> Any:
+        self._twins[id(model)] = (model, twin)
+        if is_graph:
+            self._graphs.add(id(model))
+        return twin
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """(old, new) for every layer of the model and all that is in them, each old one once.
+
+        Raises:
+            CannotRebuildError: A layer and its twin hold other layers, or were made with other arguments.
+        """
+        found: dict[int, tuple[Any, Any]] = {}
+        for old, new in list(self._twins.values()):
+            if not isinstance(old, keras.Layer):
+                continue
+            for one, other in [(old, new)] if id(old) in self._graphs else side_by_side(old, new):
+                found.setdefault(id(one), (one, other))
+        return list(found.values())
+
+    def _call_with_new_variables(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """A graph may hold a variable itself, such as tied embeddings in a `matmul`: give it the new one."""
+        args, kwargs = keras.tree.map_structure(self._new_variable, (args, kwargs))
+        return layer(*args, **kwargs)
+
+    def _new_variable(self, value: Any) -> Any:
+        if not isinstance(value, keras.Variable | tf.Variable):
+            return value
+        for old, new in self.pairs():
+            for one, other in variable_pairs(old, new):
+                if one is value:
+                    return other
+        raise CannotRebuildError(
+            f"an operation uses the variable '{getattr(value, 'path', value.name)}', which belongs to no layer that "
+            "comes before it. Wrap the operation in a layer of its own that gets the variable's layer."
+        )
+
+
+def _is_functional_by_base(layer: Any) -> bool:
+    """Whether a user's class leaves construction to the functional model: `class Net(keras.Model)`, `Net(x, y)`."""
+    constructors = (_keras.Functional, Functional, keras.Model, Model)
+    return isinstance(layer, _keras.Functional) and first_init(type(layer)) in constructors
+
+
+def _sequential_input(model: Any) -> Any:
+    try:
+        return new_input(model.inputs[0])
+    except AttributeError:  # Keras' way to say that it has none
+        return None
+
+
+def _stateless(operation: Any) -> Any:
+    """An operation such as `x + y` has no state: where it has no config either, the graphs can share it."""
+    try:
+        return type(operation).from_config(operation.get_config())
+    except Exception:
+        return operation
+
+
+def _build_alike(twin: Any, model: Any) -> None:
+    """Build what a model and the layers in it have built, from the shapes that they were built with."""
+    if not twin.built:
+        with warnings.catch_warnings(), keras.name_scope(twin.name, caller=twin):
+            warnings.simplefilter("ignore")  # Keras warns where it cannot; the comparison of all variables is an error
+            twin.build_from_config(model.get_build_config())
+    for old, new in zip(flat_layers(model), flat_layers(twin), strict=False):
+        if old.built and not new.built:
+            new.build_from_config(old.get_build_config())
+    twin.built = True

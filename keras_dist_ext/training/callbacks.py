@@ -1,0 +1,224 @@
+"""Keras callbacks that carry values from a run to checks, and back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext._keras import flat_layers, is_default_strategy, keras, seed_generators, tree
+from keras_dist_ext.errors import ScopeError
+from keras_dist_ext.step.seeds import checked_seed, seeds_of
+from keras_dist_ext.step.xla import warn_once
+from keras_dist_ext.strategy.scope import check_scope, checked_strategy
+from keras_dist_ext.strategy.workers import own_callback
+
+__all__ = ["ReplicaSeeds", "ScopeGuard", "StepCallbacks", "looks_at_batches", "prepares"]
+
+
+class ScopeGuard(keras.callbacks.Callback):  # type: ignore[misc]
+    """Stop training, evaluation and prediction before the first step if anything lives outside the strategy.
+
+    Works with stock Keras models too. A stock model whose optimizer keeps slots, such as Adam, and was made elsewhere
+    fails inside Keras before any callback is asked: `check_scope(model, strategy)` before `fit` names it.
+
+    Args:
+        strategy: The strategy that everything must live under. None is the one that the model was made under, or the
+            one whose scope is entered; `tf.distribute.get_strategy()`, called outside of all scopes, is none at all.
+
+    Raises:
+        ScopeError: When training, evaluation or prediction begins, if something lives elsewhere, or if no strategy is
+            given and the model was made under none.
+        StrategyError: When it is made, if `strategy` is none.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy | None = None) -> None:
+        super().__init__()
+        self._strategy = checked_strategy(strategy)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Check before the first step of `fit`."""
+        self._check("fit")
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Check before the first step of `evaluate`, or of a validation."""
+        self._check("evaluate")
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        """Check before the first step of `predict`."""
+        self._check("predict")
+
+    def _check(self, method: str) -> None:
+        model = self.model
+        strategy = self._strategy or model.distribute_strategy
+        if self._strategy is None and is_default_strategy(strategy):
+            raise ScopeError(
+                f"'{model.name}' was made under no strategy, so `{method}` would run it on one device. "
+                "Build the model inside `with strategy.scope():`. `kde.adopt(model, strategy)` rebuilds one that "
+                "exists there, with equal weights. If one device is what you want, say so: "
+                "`ScopeGuard(tf.distribute.get_strategy())`."
+            )
+        check_scope(model, strategy).raise_if_bad()
+        num_replicas = strategy.num_replicas_in_sync
+        random_layers = [layer.name for layer in flat_layers(model) if seed_generators(layer)]
+        if num_replicas > 1 and random_layers and not hasattr(model, "replica_seeds"):
+            warn_once(
+                f"'{model.name}' is a model of stock Keras, whose random layers draw the same numbers on all "
+                f"{num_replicas} replicas: {', '.join(random_layers)}. Derive it from kde.Model, or rebuild it by "
+                "kde.adopt(model, strategy)."
+            )
+
+
+class ReplicaSeeds(keras.callbacks.Callback):  # type: ignore[misc]
+    """Give every replica randomness of its own, the same at every run: replica i draws from the seed ``seed + i``.
+
+    Seeded are Keras' random layers, also those with a seed of their own, ``keras.random`` with ``seed=None`` and with
+    generators that the model tracks, ``tf.random`` ops and ``tf.random.Generator``s in a step; Python's and NumPy's
+    generators, differently on each worker; the order of data that is shuffled without a seed, and ``tf.random`` ops and
+    generators in its functions. See ``seeds`` for how. The initial values of weights, and integers given as ``seed=``
+    to ``keras.random``, stay as they are: alike on all replicas.
+
+    The first run of a model with a seed begins all streams; later ones, and those of a model that was loaded, go on
+    where the last one stopped. ``kde.seeds.seed_replicas(model, seed)`` begins anew.
+
+    Numbers do not depend on ``steps_per_execution``, ``run_eagerly`` and ``jit_compile``, but for ``tf.random`` ops:
+    TensorFlow keeps their place where nothing can save it. Nor do they depend on the number of replicas and workers:
+    replica i draws the same.
+
+    Args:
+        seed: the global seed, from 0 to 2**31 - 3.
+        enable_op_determinism: have TensorFlow choose ops that give the same bits at every run
+            (``tf.config.experimental.enable_op_determinism``), for the rest of the process. It costs speed.
+
+    Raises:
+        SeedError: when it is made, if the seed is none; when a run begins, if the model is not one of ours.
+    """
+
+    def __init__(self, seed: int, *, enable_op_determinism: bool = False) -> None:
+        super().__init__()
+        self.seed = checked_seed(seed)
+        self.enable_op_determinism = enable_op_determinism
+
+    def prepare(self, model: Any) -> None:
+        """Have the model begin its next run with the seed; ours call it before a run begins."""
+        seeds_of(model).wanted = self.seed
+        if self.enable_op_determinism:
+            tf.config.experimental.enable_op_determinism()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Refuse models of stock Keras."""
+        seeds_of(self.model)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Refuse models of stock Keras."""
+        seeds_of(self.model)
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        """Refuse models of stock Keras."""
+        seeds_of(self.model)
+
+
+class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
+    """The callbacks of a run, told which batch was really the last one of an execution.
+
+    Keras names the last batch before an execution is made, when the end of data of unknown length is not in sight.
+    They are set up when the run begins: the model is built then, and the number of its batches may be known.
+
+    One that has to come before or after all others, wherever it stands in the list, has methods named like
+    ``before_train_begin(callbacks)`` or ``after_epoch_end(epoch)``, see ``Resume``.
+    """
+
+    def __init__(self, callbacks: Any, model: Any, *, verbose: Any, epochs: int, add_history: bool) -> None:
+        self._arguments = {"callbacks": callbacks, "model": model, "verbose": verbose, "epochs": epochs}
+        self._arguments |= {"add_history": add_history, "add_progbar": verbose != 0}
+        self._is_set_up = False
+        self._prepared: list[Any] = []  # callbacks with methods of ours
+        self._after_execution: list[Callable[[], None]] = []  # those of them, as they are called often
+        self._executor: Any = None  # which Keras 3.11 looks at when a list is deleted (callbacks/callback_list.py)
+        self.feed: Any = None  # the one of training, or of evaluation where nothing is trained
+        self.test_feed: Any = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Set up, and begin training."""
+        self._set_up()
+        self._call("before_train_begin", self)
+        super().on_train_begin(logs)
+        self._call("after_train_begin")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin an epoch."""
+        super().on_epoch_begin(epoch, logs)
+        self._call("after_epoch_begin")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """End an execution of training at the batch that was its last."""
+        super().on_train_batch_end(min(batch, self.feed.last_step), logs)
+        for after_execution in self._after_execution:
+            after_execution()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """End an epoch."""
+        super().on_epoch_end(epoch, logs)
+        self._call("after_epoch_end", epoch)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """End training."""
+        super().on_train_end(logs)
+        self._call("after_train_end")
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Set up where nothing is trained, and begin evaluation."""
+        self._set_up()
+        super().on_test_begin(logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """End an execution of evaluation at the batch that was its last."""
+        super().on_test_batch_end(min(batch, (self.test_feed or self.feed).last_step), logs)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        for callback in self._prepared:
+            if hasattr(callback, name):
+                getattr(callback, name)(*arguments)
+
+    def _set_up(self) -> None:
+        if not self._is_set_up:
+            self._is_set_up = True
+            super().__init__(**self._arguments, steps=self.feed.num_batches)
+            self._prepared = [callback for callback in self.callbacks if prepares(callback)]
+            self._after_execution = [c.after_execution for c in self._prepared if hasattr(c, "after_execution")]
+            self._call("meet", self.callbacks, self.feed)  # one that looks at the others, and at the data
+
+
+def prepares(callback: Any) -> bool:
+    """Return whether a callback has methods of ours beside Keras': others may mean something else by such names."""
+    method = getattr(callback, "prepare", None)
+    return callable(method) and list(inspect.signature(method).parameters) == ["model"]
+
+
+def looks_at_batches(callbacks: Any, kind: str) -> bool:
+    """Return whether a callback of the user's own wants every batch of a run of this kind, train or test."""
+    callbacks = getattr(callbacks, "callbacks", callbacks)
+    names = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"] + (
+        ["on_batch_begin", "on_batch_end"] if kind == "train" else []
+    )
+    for callback in map(own_callback, tree.flatten(callbacks) if callbacks else []):
+        if _is_content_with_executions(callback):
+            continue
+        for name in names:
+            method = getattr(callback, name, None)
+            if getattr(method, "__func__", method) is not getattr(keras.callbacks.Callback, name):
+                return True
+    return False
+
+
+def _is_content_with_executions(callback: Any) -> bool:
+    """Whether a callback needs no single batch: it says so, or is one of Keras' own and set up like that."""
+    if getattr(callback, "is_content_with_executions", False):
+        return True
+    if type(callback) in (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore):
+        return getattr(callback, "save_freq", getattr(callback, "_save_freq", "epoch")) == "epoch"
+    if type(callback) is keras.callbacks.TensorBoard:
+        return callback.update_freq == "epoch" and not callback.write_steps_per_second and not callback._should_trace
+    return type(callback) is keras.callbacks.ProgbarLogger

@@ -1,0 +1,477 @@
+"""Hand the data of an epoch to the compiled loop, some steps at a time.
+
+Keras' ``fit``, ``evaluate`` and ``predict`` ask an epoch iterator for ``(first step, last step, iterator)`` and give
+the iterator to the step function. ``Feed`` gives them an ``Execution`` instead: a source of batches, and how many steps
+to make of it. Nothing is pulled ahead of time: data begins once an epoch, and each element is used once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import tree
+from keras_dist_ext.cluster import heartbeat as pulse
+from keras_dist_ext.errors import DataError
+from keras_dist_ext.step.seeds import fold_in
+from keras_dist_ext.step.xla import warn_once
+from keras_dist_ext.strategy.consistency import facts_of_data
+from keras_dist_ext.strategy.workers import Workers, checksum_of
+from keras_dist_ext.training.pace import Pace
+from keras_dist_ext.training.resume.position import (
+    Position,
+    batch_sizes,
+    batches_of,
+    check_positionable,
+    checksum_of_rows,
+    entered_at,
+    go_to,
+    has_plain_state,
+    make_up_for,
+    seekable,
+)
+from keras_dist_ext.training.source import Source
+
+__all__ = ["Execution", "Feed", "Pace"]
+
+
+class Execution:
+    """Some steps of a source, to be run once; the first of them has a number, counted from 1 in the run."""
+
+    def __init__(self, source: Source, num_steps: int, first: int = 1) -> None:
+        self.source = source
+        self.num_steps = num_steps
+        self.first = first
+        self.num_made = 0
+        self.seconds = 0.0
+        self._is_taken = False
+
+    def run(self, program: Any) -> Any:
+        """Run the steps and return their logs."""
+        begin = time.perf_counter()
+        self.num_made, logs = self.source.run(program, self.num_steps)
+        for leaf in tree.flatten(logs)[:1]:
+            if hasattr(leaf, "numpy"):
+                leaf.numpy()  # wait for the device
+        self.seconds = time.perf_counter() - begin
+        return logs
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the batches one by one."""
+        begin = time.perf_counter()
+        while self.num_made < self.num_steps and self.source.has_more:
+            self.num_made += 1
+            yield self.source.next_batch()
+        self.seconds = time.perf_counter() - begin
+
+    def __next__(self) -> Execution:
+        """Give itself once: Keras' ``predict`` collects what an iterator yields before it calls the step function."""
+        if self._is_taken:
+            raise StopIteration
+        self._is_taken = True
+        return self
+
+
+_ORDERED: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+class Feed(_keras.EpochIterator):  # type: ignore[misc]
+    """Keras' epoch iterator over a dataset that is read as it is: replicas cut their rows in the step.
+
+    Args:
+        strategy: decides whether the dataset must be handed to devices by TensorFlow (TPU).
+        pace: how many steps an execution makes.
+        workers: the workers that take each step together, if there are several.
+        wants_stop: asked before each execution of several workers.
+        on_stop: called when a worker has asked to stop; no further execution is made.
+        on_epoch_end: called when an epoch has no more steps.
+        order_seed: asked for the seed of the data's order when a pass begins; None leaves the order to chance.
+        is_seeded: asked whether that seed is the run's, and stands above TensorFlow's global one.
+        arguments: those of Keras' ``EpochIterator``.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        pace: Pace,
+        *,
+        workers: Workers | None = None,
+        wants_stop: Callable[[], bool] = lambda: False,
+        on_stop: Callable[[], None] = lambda: None,
+        on_epoch_end: Callable[[], None] = lambda: None,
+        order_seed: Callable[[], int | None] = lambda: None,
+        is_seeded: Callable[[], bool] = lambda: False,
+        **arguments: Any,
+    ) -> None:
+        self._seekable = seekable(arguments)
+        super().__init__(**arguments)
+        self._order = 0
+        self._arrays: Any = None
+        self._own_rows = False
+        dataset = self._given = self.data_adapter.get_tf_dataset()
+        if workers is not None:
+            dataset, self._own_rows, self._order = workers.agree_on_data(dataset, _sample_of(self.data_adapter))
+            self._dataset = dataset
+            self._check_same_data(workers)
+        self._strategy = strategy
+        self._is_on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
+        if self._is_on_tpu and isinstance(dataset, tf.data.Dataset):
+            dataset = strategy.experimental_distribute_dataset(dataset)
+        self._dataset = dataset
+        self._pace = pace
+        self._workers = workers
+        self._wants_stop = wants_stop
+        self._on_stop = on_stop
+        self._on_epoch_end = on_epoch_end
+        self._order_seed = order_seed
+        self._is_seeded = is_seeded
+        self._source: Source | None = None
+        self._start: Position | None = None
+        self._state: Sequence[bytes] | None = None
+        self._saves_iterator: bool | None = None
+        self._order_of: Callable[[int], int | None] = lambda number: None
+        self.num_passes = 0
+        self._num_missed = 0  # passes of an earlier process, to be made up for
+        self._first_order: int | None = None
+        self._num_batches_used = 0
+        self._num_epochs = 0
+        self._is_running = False
+
+    plan: Callable[[int], tuple[int, int]] = staticmethod(lambda num_steps: (num_steps, 0))
+    """Asked before each execution of so many steps: how many to make, and what is wished to happen after them."""
+
+    agreed_wish = 0
+    """What is wished to happen after the last execution; of several workers the sum."""
+
+    def _check_same_data(self, workers: Workers) -> None:
+        facts = facts_of_data(self.batch_spec, self._num_batches, own_rows=self._own_rows)
+        if not workers.all_equal(zlib.crc32(repr(facts).encode())):
+            workers.check_same("read its data", facts)
+
+    @property
+    def batch_spec(self) -> Any:
+        """Specs of a batch: shapes with an unknown number of rows."""
+
+        def spec_of(spec: Any) -> Any:
+            if hasattr(spec, "_value_specs"):  # PerReplicaSpec
+                spec = spec._value_specs[0]
+            is_none = isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape")
+            return None if is_none else spec
+
+        specs = tree.map_structure(spec_of, self._dataset.element_spec)
+        return tree.map_structure(any_number_of_rows, specs)
+
+    @property
+    def given(self) -> Any:
+        """The dataset that was given, or that Keras has made of what was."""
+        return self._given
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether a dataset was given, which Keras reads as it is."""
+        return isinstance(self.data_adapter, _keras.TFDatasetAdapter)
+
+    @property
+    def can_be_read_again(self) -> bool:
+        """Whether another iterator takes nothing from this one: not so for generators, and what is split already."""
+        plain = isinstance(self._given, tf.data.Dataset) and not self._own_rows
+        return plain and (self.is_pipeline or isinstance(self.data_adapter, _keras.ArrayDataAdapter))
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was made, counted from 0 in the epoch."""
+        return self._first_step + self._execution.num_made - 1
+
+    def reset(self) -> None:
+        """Forget the pass that is under way."""
+        super().reset()
+        self.close()
+
+    def close(self) -> None:
+        """Take leave of the pass that is under way.
+
+        Nothing else would, soon: what Keras' epoch iterators iterate over refers to them, so they are left to Python's
+        collector of garbage.
+        """
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+
+    # Where a run is, and how to get there
+
+    def position(self, epoch: int, *, order: int, num_tests: int) -> Position:
+        """Return where training is: after the last execution, or between two epochs.
+
+        Args:
+            epoch: that is under way, or comes next.
+            order: the number of the order that the last pass had.
+            num_tests: how many passes evaluation has made over its data.
+        """
+        made = self._execution.num_made if self._is_running else 0
+        in_pass = self._is_running or (self._source is not None and self.steps_per_epoch is not None)
+        return Position(
+            epoch=epoch,
+            step=self._first_step + made if self._is_running else 0,
+            num_epochs=self._num_epochs,
+            num_passes=self.num_passes,
+            num_used=self._steps_seen + made if in_pass else 0,
+            num_used_in_all=self._num_batches_used + made,
+            order=order,
+            num_tests=num_tests,
+        )
+
+    @property
+    def num_batches_used(self) -> int:
+        """Batches that were used in this run, up to the last execution."""
+        return self._num_batches_used + (self._execution.num_made if self._is_running else 0)
+
+    @property
+    def follows_clock(self) -> bool:
+        """Whether the number of steps of an execution is tuned."""
+        return self._pace.follows_clock
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the last execution was the last one of its epoch."""
+        source, made = self._source, self._execution.num_made
+        if source is None or not source.has_more or made < self._execution.num_steps:
+            return True
+        length = self._num_batches if source.length_is_known else None
+        is_used = length is not None and self._steps_seen + made >= length
+        return is_used or self._first_step + made == (self.steps_per_epoch or -1)
+
+    @functools.cached_property
+    def data_facts(self) -> dict[str, Any]:
+        """What a run's data must have in common with that of an earlier process, for positions to mean the same.
+
+        Raises:
+            DataError: nobody can say where in this data a run is.
+        """
+        kind = check_positionable(self.data_adapter, self._given, self._seekable, self.steps_per_epoch)
+        is_array = kind == "arrays"
+        return {
+            "data": kind,
+            "rows": self.data_adapter._num_samples if is_array else None,
+            "batch_size": self.data_adapter.batch_size if is_array else None,
+            "shuffle": self.data_adapter._shuffle if is_array else None,
+            "checksum": checksum_of_rows(self.data_adapter) if is_array else None,
+            "batches of the pipeline": batch_sizes(self._given) if kind == "tf.data" else [],
+            "batches of a pass": self._num_batches if kind != "iterator" else None,
+            "steps_per_epoch": self.steps_per_epoch,
+            "workers that read rows of their own": self._workers.num_workers if self._workers and self._own_rows else 0,
+        }
+
+    def iterator_state(self) -> list[bytes] | None:
+        """What the iterator of the pass that is under way holds.
+
+        None where TensorFlow cannot save it, or is slow to, or where it would not bring back all that comes after it.
+        """
+        if self._saves_iterator is None:
+            self._saves_iterator = has_plain_state(self.data_adapter, self._given)
+        if not self._saves_iterator or self._source is None or not self._is_running:
+            return None
+        begin = time.perf_counter()
+        state = self._source.iterator_state()
+        self._saves_iterator = state is not None and time.perf_counter() - begin < 0.05
+        return state
+
+    def seek(
+        self, position: Position, order_of: Callable[[int], int | None], state: Sequence[bytes] | None = None
+    ) -> None:
+        """Begin the first epoch at a position.
+
+        Args:
+            position: where.
+            order_of: gives the seed of the order with a number.
+            state: of the iterator that was there.
+        """
+        self._start, self._order_of, self._state = position, order_of, state
+        self.begin_after(
+            position.num_passes - bool(position.num_used), order_of(position.order - position.num_passes + 1)
+        )
+        self._num_batches_used = position.num_used_in_all - position.num_used
+        self._num_epochs = position.num_epochs
+        go_to(self.data_adapter, position)
+
+    def begin_after(self, num_passes: int, first_order: int | None) -> None:
+        """Have the data be as if it had been read so often, the first time in the order of a seed."""
+        self.num_passes = self._num_missed = num_passes
+        self._first_order = first_order
+
+    def _enumerate_iterator(self) -> Iterator[tuple[int, int, Execution]]:
+        length = self._num_batches
+        start, self._start = self._start, None
+        in_pass = start is not None and start.num_used > 0
+        begins_pass = not in_pass and (self._source is None or self.steps_per_epoch is None)
+        seed = self._order_seed() if begins_pass else None
+        if start is not None and in_pass:
+            seed = self._order_of(start.order)
+        if seed is not None:
+            _keras.order_py_datasets_by(seed)
+        self.data_adapter.on_epoch_begin()
+        if begins_pass or in_pass:
+            self._begin_pass(seed, start)
+        step = 0 if start is None else start.step
+        known = self._source is not None and self._source.length_is_known
+        target = self.steps_per_epoch or (length if known else None)
+        while not target or step < target:  # no batch at all is an error too
+            source = self._source
+            assert source is not None
+            num_steps = self._pace.num_steps if target is None else min(self._pace.num_steps, target - step)
+            if length is not None and source.length_is_known:
+                num_steps = min(num_steps, length - self._steps_seen)
+            num_steps, self.agreed_wish = self.plan(num_steps)
+            if self._workers is not None:
+                stop, num_steps = self._agree(num_steps)
+                if stop:
+                    self._on_stop()
+                    break
+            if num_steps == 0 or not source.has_more:
+                if step == 0 and self._steps_seen == 0:
+                    raise DataError("The dataset has no batch: there is nothing to compute.")
+                if self.steps_per_epoch:
+                    self._interrupted_warning()
+                    self.close()
+                break
+            execution = self._execution = Execution(source, num_steps, self._num_batches_used + 1)
+            self._first_step = step
+            self._is_running = True
+            yield step, step + num_steps - 1, execution
+            self._is_running = False
+            self._pace.record(execution.num_made, execution.seconds)
+            step += execution.num_made
+            self._steps_seen += execution.num_made
+            self._num_batches_used += execution.num_made
+        if self.steps_per_epoch is None or (length is not None and known and self._steps_seen >= length):
+            self.close()
+        self._num_epochs += 1
+        pulse.data_ends()
+        self._on_epoch_end()
+        self.data_adapter.on_epoch_end()
+
+    def _begin_pass(self, seed: int | None, start: Position | None = None) -> None:
+        self.close()
+        dataset = None
+        if self._num_missed and self.is_pipeline:
+            ordered = None if self._first_order is None else self._ordered(self._first_order)
+            make_up_for(self._num_missed, self._given, ordered)
+        self._num_missed = 0
+        if isinstance(self.data_adapter, _keras.ArrayDataAdapter):
+            if seed is None and self._workers is not None:
+                seed = self._order + 1  # of the seed that the workers have agreed on
+            if seed is not None and self.data_adapter._shuffle:
+                dataset = self._arrays_in_order(seed)
+        elif seed is not None:
+            dataset = self._ordered(seed)
+        workers = self._workers if self._own_rows else None
+        dataset = self._dataset if dataset is None else dataset
+        self.num_passes += 1
+        skip = self._steps_seen = 0 if start is None else start.num_used
+        self._num_batches_used += skip
+        if self._seekable is not None:
+            self._seekable.seek(self._num_batches_used)
+            self.data_adapter.generator = functools.partial(
+                batches_of, self._seekable
+            )  # without the batches that Keras has looked at
+            skip = 0
+        state, self._state = self._state, None
+        entered = entered_at(skip, self.data_adapter, seed)
+        if entered is not None:
+            dataset, skip = entered, 0
+        self._source = Source(
+            dataset,
+            self._num_batches,
+            workers,
+            on_tpu=self._is_on_tpu,
+            skip=skip,
+            state=state,
+            alone=self._pace.num_steps == 1 and not self._pace.follows_clock,
+        )
+
+    def _arrays_in_order(self, seed: int) -> Any:
+        self._order = seed
+        if self._arrays is None:
+            with _keras.arrays_ordered_by(lambda: self._order):
+                self._arrays = self.data_adapter.get_tf_dataset()
+        return self._arrays
+
+    def _ordered(self, seed: int) -> Any:
+        """The dataset with what is random in it drawn by a seed; None where nothing is, or TensorFlow hides it."""
+        if self._is_on_tpu or not isinstance(self._given, tf.data.Dataset):
+            return None
+        graph = _keras.dataset_graph(self._given)
+        if graph is None:
+            return None
+        if _keras.caches_in_memory(graph):  # made once, it keeps what it has cached, and reshuffles by itself
+            if self._given not in _ORDERED:
+                if _keras.unseeded_ops(graph, over_global=self._is_seeded()) or _keras.generator_states(graph):
+                    warn_once(
+                        "The pipeline keeps elements in memory (cache()) and draws random numbers in its functions, "
+                        "which therefore cannot follow the seed of the run: they differ from run to run. Draw in the "
+                        "model, by Keras' layers or keras.random, or by tf.random.stateless_* ops."
+                    )
+                _ORDERED[self._given] = _keras.with_seeds(self._given, graph, seed, over_global=self._is_seeded())
+            return _ORDERED[self._given]
+        worker = _keras.first_replica(self._strategy) if self._own_rows else 0
+        map_seed = fold_in(seed, "map", worker)
+        holds_variables = _keras.holds_variables(graph)
+        ordered = _keras.with_seeds(self._given, graph, seed, map_seed, over_global=self._is_seeded())
+        if holds_variables and ordered is not self._given:
+            warn_once(
+                "The pipeline's functions read a tf.Variable. To have its order follow a seed, it is made anew for "
+                "each pass, with a copy of the variable: what is assigned in the middle of a pass is seen in the next "
+                "one. Give its shuffles seeds of their own if that matters."
+            )
+        return ordered
+
+    def _agree(self, num_steps: int) -> tuple[bool, int]:
+        assert self._workers is not None
+        stop, wish = float(self._wants_stop()), float(self.agreed_wish)
+        stops, wishes, steps = self._workers.sum([stop, wish, float(num_steps) if self._workers.is_chief else 0.0])
+        self.agreed_wish = int(wishes)
+        return stops > 0, int(steps)
+
+    def __next__(self) -> tuple[int, int, Execution]:
+        return next(self._epoch_iterator)  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def catch_stop_iteration(self) -> Iterator[None]:
+        """Let everything through: a pass ends where ``Feed`` says so."""
+        yield
+
+
+def _sample_of(adapter: Any) -> int | None:
+    """Return a checksum of what is at hand of data that no pipeline of the user's gives."""
+    if isinstance(adapter, _keras.ArrayDataAdapter):
+        return checksum_of_rows(adapter) or 0
+    if isinstance(adapter, _keras.GeneratorDataAdapter):
+        return checksum_of(_keras.first_batch_of_generator(adapter))
+    return None
+
+
+def any_number_of_rows(spec: Any) -> Any:
+    """Return a dense ``TensorSpec`` like ``spec`` with an unknown first dimension.
+
+    Raises:
+        DataError: it does not say how many dimensions there are.
+    """
+    if spec is None:
+        return None
+    shape = tf.TensorShape(spec.shape)
+    if shape.rank is None:
+        raise DataError(
+            f"The dataset gives a tensor of {tf.as_dtype(spec.dtype).name} whose number of dimensions is unknown, so "
+            "that no model can be built for it, nor rows be cut. Say its shape where it is made, as after "
+            "tf.py_function: `tf.ensure_shape(tensor, [None, ...])`."
+        )
+    if shape.rank > 0:
+        shape = tf.TensorShape([None]).concatenate(shape[1:])
+    return tf.TensorSpec(shape, tf.as_dtype(spec.dtype))

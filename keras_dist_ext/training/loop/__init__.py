@@ -1,0 +1,3 @@
+"""Custom training loops."""
+
+__all__: list[str] = []

@@ -1,0 +1,399 @@
+"""Trace a step of the user's aside before it is run, and refuse what would not do what it seems to.
+
+Nothing of the trace is ever run: replicas do not add anything up in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import keras
+from keras_dist_ext.data import split as data
+from keras_dist_ext.errors import KerasDistError, LoopError
+from keras_dist_ext.step.replica_step import UnbuiltOptimizer
+from keras_dist_ext.step.seeds import generator_without_seed
+from keras_dist_ext.step.xla import warn_once
+from keras_dist_ext.training.loop.ancestry import assignments, operations
+from keras_dist_ext.training.loop.losses import check_mean, check_not_scaled, multiples, warn_of_own_divisor
+from keras_dist_ext.training.loop.origins import Origins, draws
+from keras_dist_ext.training.loop.python_effects import calls_done_once, effects_of, names_used
+from keras_dist_ext.training.loop.replica import LoopStep, Replica
+from keras_dist_ext.training.loop.step_variables import check_assigned, check_known, check_results, updated_metrics
+
+__all__ = ["Output", "examine"]
+
+_LISTED = 5  # variables that a message names before it counts the rest
+
+
+class Output(NamedTuple):
+    """What a step returns under a name."""
+
+    spec: tf.TensorSpec  # on one replica
+    has_rows: bool  # whether it has one entry for each row
+
+
+def examine(
+    loop: Any, kind: str, function: Callable[..., Any], reduce: Mapping[str, str], batch_spec: Any
+) -> tuple[dict[str, Output], list[Any]]:
+    """Return what a step returns, by name, and the metrics among the loop's parts that it updates.
+
+    Args:
+        loop: the ``TrainLoop``.
+        kind: "train" or "test".
+        function: the step.
+        reduce: the declared reductions.
+        batch_spec: specs of one replica's rows, as many as there may be.
+
+    Raises:
+        LoopError: the step would not do what it seems to.
+        ScopeError: it uses variables that were not made under the loop's strategy.
+    """
+    _check_built(loop)
+    name = getattr(function, "__name__", type(function).__name__)
+    _check_names(name, function)
+    (graph, values, seen), effects = _trace_for_effects(loop, name, function, batch_spec)
+    if effects and not loop.run_eagerly:
+        raise LoopError(
+            f"The step {name!r} has changed {', '.join(effects)} while it was traced. Python runs once when a step is "
+            "compiled, and not at every step, so this would happen once and never again. Return what you want to "
+            "follow, with its reduction in reduce={...}, do the rest in a callback, and draw random numbers by "
+            "tf.random or keras.random. With run_eagerly=True Python does run at every step."
+        )
+    _check_uses_batch(name, graph, values)
+    assigned = list(assignments(graph))
+    check_known(loop, name, graph, {id(_keras.whole_variable(one.variable)) for one in assigned})
+    check_assigned(loop, name, kind, assigned, seen.origins, seen.averaged)
+    check_results(loop, name, graph, values)
+    outputs = _outputs(name, values, reduce, seen, loop.distribute_strategy.num_replicas_in_sync)
+    return outputs, updated_metrics(loop, name, assigned, outputs)
+
+
+def _trace_for_effects(loop: Any, name: str, function: Callable[..., Any], spec: Any) -> tuple[Any, list[str]]:
+    """Trace a step, and again if Python has changed something meanwhile, which others may have done, or once for all.
+
+    Returns:
+        What `_trace` does, and what is changed whenever the step is traced.
+    """
+    scales = not {"num_replicas", "num_replicas_in_sync"}.isdisjoint(names_used(function))
+    with effects_of(function) as effects:
+        traced = _trace(loop, name, function, spec, scales=scales)
+    if not effects:
+        return traced, []
+    with effects_of(function) as again:
+        try:
+            traced = _trace(loop, name, function, spec, scales=scales)
+        except Exception:  # it uses what it has kept of the first graph
+            return traced, effects
+    return traced, [effect for effect in effects if effect in again]
+
+
+def _check_built(loop: Any) -> None:
+    unbuilt = [layer for layer in _keras.flat_layers(loop) if layer is not loop and _keras.has_to_be_built(layer)]
+    if unbuilt:
+        raise LoopError(
+            f"{', '.join(repr(layer.name) for layer in unbuilt[:_LISTED])}: not built, so the first step would have to "
+            "make variables, on every replica. Give the model an Input, or call it once inside `with "
+            "strategy.scope():`."
+        )
+
+
+_SCALING = {
+    "compute_average_loss": "it divides by the rows of all replicas",
+    "scale_regularization_loss": "it divides by the number of replicas",
+}
+
+
+def _check_names(name: str, function: Callable[..., Any]) -> None:
+    used = names_used(function)
+    for scaling, what in _SCALING.items():
+        if scaling in used:
+            raise LoopError(
+                f"The step {name!r} uses {scaling}: {what}, and the loop weights each replica by its rows already, so "
+                "gradients would be scaled a second time. Write the loss as for one device: "
+                "replica.mean_loss(per_example), a loss of Keras, or a mean over the rows at hand."
+            )
+    for called in calls_done_once(function):
+        instead = "Use tf.print, or return the value." if called == "print" else "Do it in a callback."
+        warn_once(
+            f"The step {name!r} calls {called}, which Python does once, when the step is compiled, and not at every "
+            f"step. {instead}"
+        )
+
+
+class _Seen:
+    """What was noted of a step while it was traced, on all replicas."""
+
+    def __init__(self, name: str, *, scales: bool) -> None:
+        self.name = name
+        self.scales = scales  # whether the number of replicas is asked for
+        self.origins = Origins()
+        self.added_up: dict[int, Any] = {}  # what the user's code has added up by itself
+        self.averaged: dict[int, Any] = {}  # state of layers, whose mean over replicas is taken after the step
+
+
+class _ExaminedStep(LoopStep):
+    """A step that adds nothing up, and notes what the user's code does with values of one replica."""
+
+    seen: _Seen
+    graph: Any
+    functions: dict[int, tuple[Any, Any]]  # by id: a tf.function of the user's, and its copy
+
+    def sum_over_replicas(self, values: Any) -> list[Any]:
+        """Return what may be the sums."""
+        if self.num_replicas > 1 and tf.compat.v1.get_default_graph() is not self.graph:
+            raise LoopError(
+                f"The step {self.seen.name!r} adds up over replicas (an optimizer's update, reduce_gradients, a sum or "
+                "a weighted mean) inside of a tf.function, or of a branch or loop in the graph, where replicas cannot "
+                "wait for each other. Add up before: gradients by replica.reduce_gradients, which optimizers take as "
+                "they are, there too. A loop of a fixed number of updates can be one of Python's."
+            )
+        return [self.seen.origins.common(value) for value in values]
+
+    def reduce(
+        self, optimizer: Any, variables: Any, grads: list[Any], values: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return what may be the sums, also where gradients are accumulated."""
+        return self.sum_over_replicas(grads), self.sum_over_replicas(values)
+
+    def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
+        """Note what is reduced."""
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def reduced(given: tf.Tensor) -> Any:
+            return self.seen.origins.common(given), self.seen.origins.common
+
+        total = tf.nest.map_structure(lambda given: reduced(tf.convert_to_tensor(given)), value)
+        self.seen.added_up.update({id(leaf): leaf for leaf in tf.nest.flatten(total)})
+        return total
+
+    def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
+        """Note what is drawn."""
+        state = super().next_seed(generator, ordered, original)
+        return self.seen.origins.own(state, self.replica_id) if self.num_replicas > 1 else state
+
+    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
+        """Note of which state the mean will be taken."""
+        super().assign(variable, value, original)
+        if id(variable) in self._assigned:
+            self.seen.averaged[id(_keras.local_component(variable))] = variable
+
+    def differentiate(self, gradient: Callable[[Any, Any], Any], target: Any, sources: Any) -> Any:
+        """Look at what is differentiated for variables: a loss."""
+        if all(isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources)):
+            for value in tf.nest.flatten(target):
+                if tf.is_tensor(value) and not isinstance(value, tf.IndexedSlices):
+                    total = value if value.shape.rank == 0 else tf.reduce_sum(value)  # as the tape takes it
+                    what = f"The loss that the step {self.seen.name!r} differentiates"
+                    self.check_mean(what, total)
+                    if self.num_replicas > 1:
+                        warn_of_own_divisor(what, total, self.seen.origins.common_ids)
+        return gradient(target, None)
+
+    def check_mean(self, what: str, value: Any) -> None:
+        """Refuse what is no mean over the rows at hand, or that divided by the number of replicas."""
+        scaled_by = self.num_replicas if self.seen.scales and self.num_replicas > 1 else None
+        check_mean(what, value, self.seen.origins.common_ids, scaled_by)
+
+    def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
+        """Look at the gradients, and go on."""
+        grads = list(grads)
+        self._check_gradients(f"gradients given to {optimizer.name}", grads)
+        super().apply(optimizer, grads, variables, original)
+
+    def reduce_by_hand(self, gradients: list[Any]) -> list[Any]:
+        """Look at the gradients, and go on."""
+        self._check_gradients("gradients given to reduce_gradients", gradients)
+        return super().reduce_by_hand(gradients)
+
+    def _check_gradients(self, what: str, gradients: list[Any]) -> None:
+        self.check_single(what, gradients)
+        if self.seen.scales and self.num_replicas > 1:
+            for gradient in gradients:
+                if tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices):
+                    check_not_scaled(f"One of the {what}", [gradient], 1 / self.num_replicas)
+
+    def check_single(self, what: str, values: list[Any]) -> None:
+        """Refuse values that the user's code has reduced over replicas already."""
+        for value in values:
+            for inner in multiples(value):
+                if id(inner) in self.seen.added_up:
+                    raise LoopError(
+                        f"The {what} were reduced over replicas before, by all_reduce in the step, and would be "
+                        "reduced twice. Leave all_reduce out: Keras' optimizers, replica.reduce_gradients and declared "
+                        "reductions add up over replicas, exactly."
+                    )
+
+
+def _trace(
+    loop: Any, name: str, function: Callable[..., Any], spec: Any, *, scales: bool
+) -> tuple[Any, dict[str, Any], _Seen]:
+    """Return the graph of a step, what the first replica returns, and what was seen."""
+    strategy = loop.distribute_strategy
+    without_seed = generator_without_seed(strategy, is_seeded=loop.replica_seeds.root is not None)
+    returned: list[Any] = []
+    seen = _Seen(name, scales=scales)
+
+    def refuse(next_creator: Any, **given: Any) -> Any:
+        raise LoopError(
+            f"The step {name!r} makes a variable ({given.get('name') or 'without a name'}), which it would do once, "
+            "when it is compiled, and on replicas. Make variables, layers and metrics beforehand, inside `with "
+            "strategy.scope():`, build layers by an Input or a call there, and name them in parts={...}."
+        )
+
+    def replica(batch: Any) -> None:
+        if strategy.num_replicas_in_sync > 1:
+            batch = seen.origins.own(batch, _keras.replica_id())
+        rows = data.num_rows(batch)
+        global_rows = seen.origins.common(rows) if strategy.num_replicas_in_sync > 1 else rows
+        step = _ExaminedStep(loop, rows, global_rows, without_seed=without_seed)
+        step.seen, step.graph, step.functions = seen, tf.compat.v1.get_default_graph(), {}
+        with (
+            _keras.draws_without_seed(without_seed),
+            _keras.intercept(step),
+            tf.variable_creator_scope(refuse),
+        ):
+            values = function(Replica(step, batch), batch)
+        if not isinstance(values, Mapping):
+            raise LoopError(
+                f"The step {name!r} returns {type(values).__name__}; it returns a dict of values by name, whose "
+                'reductions over replicas are declared in reduce={"loss": "mean"}; or {} for none.'
+            )
+        values = {key: _tensor(name, key, value) for key, value in values.items()}
+        for key, value in values.items():
+            step.check_single(f"values returned as {key!r}", [value])
+        returned.append(values)
+
+    def traced(batch: Any) -> None:
+        if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+            replica(batch)  # its run is for what is handed to workers
+        else:
+            strategy.run(replica, args=(batch,))
+
+    for _ in range(100):  # optimizers, at most
+        returned.clear()
+        try:
+            graph = tf.function(traced, autograph=False).get_concrete_function(spec).graph
+            break
+        except UnbuiltOptimizer as unbuilt:
+            with loop._in_scope():
+                unbuilt.build()
+        except Exception as error:
+            explained = _explained(name, error, is_eager=loop.run_eagerly)
+            if explained is None:
+                raise
+            raise explained from error
+    loop._clear_losses()
+    return graph, returned[0], seen
+
+
+def _explained(name: str, error: Exception, *, is_eager: bool) -> LoopError | None:
+    """Say why a step cannot be traced; None where the error itself does."""
+    first_line = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    if isinstance(error, KerasDistError):
+        return None
+    if isinstance(error, RuntimeError) and "cross-replica context" in str(error):
+        return LoopError(
+            f"The step {name!r} calls a method of the strategy (run, reduce, gather) that is for code outside of "
+            "replicas. The loop runs the step on every replica already: call what you gave to strategy.run as it is, "
+            "and declare reductions in reduce={...}."
+        )
+    if is_eager:
+        return LoopError(
+            f"The step {name!r} cannot be traced ({first_line}), which is done once before it runs, also with "
+            "run_eagerly=True, to see what it returns. Ask tf.executing_eagerly() before what needs the value of a "
+            "tensor, such as .numpy()."
+        )
+    if isinstance(error, tf.errors.OperatorNotAllowedInGraphError):
+        return LoopError(
+            f"The step {name!r} asks Python for the value of a tensor, by an if, a while, a for or a bool "
+            f"({first_line}), which is not known when the step is compiled. Use tf.where, tf.cond or tf.while_loop; or "
+            "a function of its own decorated with tf.function, whose ifs and loops TensorFlow translates."
+        )
+    return None
+
+
+def _tensor(name: str, key: Any, value: Any) -> Any:
+    """Return a value that a step returns as a tensor.
+
+    Raises:
+        LoopError: it is none.
+    """
+    try:
+        return tf.convert_to_tensor(value)
+    except (TypeError, ValueError) as error:
+        raise LoopError(
+            f"The step {name!r} returns {type(value).__name__} as {key!r}, which is no tensor, so replicas cannot "
+            "combine it. Return dense tensors and numbers by name, in a dict without others in it."
+        ) from error
+
+
+def _check_uses_batch(name: str, graph: Any, values: Mapping[str, Any]) -> None:
+    inputs = graph.inputs[: len(graph.inputs) - len(graph.captures)]
+    returned = {value.name for value in values.values()}
+    if not inputs or any(draws(op) or op.type.startswith(_OUTSIDE) for op in operations(graph)):
+        return  # each replica has numbers of its own, say of a simulation
+    if not any(_is_used(given, returned) for given in inputs):
+        raise LoopError(
+            f"The step {name!r} computes nothing from its batch, so every replica would compute the same from whatever "
+            "else it reads. Only the batch is split over replicas: give the data to fit, and take it from there."
+        )
+
+
+_OUTSIDE = ("EagerPyFunc", "PyFunc", "StatelessRandom")
+
+
+def _is_used(value: Any, returned: set[str]) -> bool:
+    """Whether a tensor, or a copy of it, is returned, or used for more than its shape."""
+    return value.name in returned or any(
+        _is_used(op.outputs[0], returned) if op.type == "Identity" else op.type != "Shape" for op in value.consumers()
+    )
+
+
+def _outputs(
+    name: str, values: Mapping[str, tf.Tensor], reduce: Mapping[str, str], seen: _Seen, num_replicas: int
+) -> dict[str, Output]:
+    for key, value in values.items():
+        if value.shape.rank is None:
+            raise LoopError(
+                f"The shape of {key!r} is not known, not even how many dimensions it has, as of what tf.py_function "
+                "returns. Say it by tf.ensure_shape(value, []) for a number, or [None] for one of each row."
+            )
+    undeclared = [f"{key} {tuple(value.shape)}" for key, value in values.items() if key not in reduce]
+    if undeclared:
+        raise LoopError(
+            f"The step {name!r} returns {', '.join(undeclared)}, without a declared reduction: every replica has a "
+            'value of its own. Declare how to combine them, such as reduce={"loss": "mean", "correct": "sum"}, or '
+            "leave them out."
+        )
+    outputs = {}
+    for key, value in values.items():
+        has_rows = bool(value.shape.rank) and value.shape[0] is None
+        if reduce[key] == "sum" and not (value.shape[1:] if has_rows else value.shape).is_fully_defined():
+            raise LoopError(
+                f'{key!r} has the shape {value.shape}, and a "sum" is over rows, so its own shape would not be known. '
+                "Return sums over the other dimensions, tf.reduce_sum(value, axis=1) and so on."
+            )
+        if reduce[key] == "concat" and not has_rows:
+            raise LoopError(
+                f'{key!r} has the shape {tuple(value.shape)}, and is declared "concat", which keeps '
+                "a value for each row."
+            )
+        if reduce[key] != "sum" and value.shape.rank and not has_rows:
+            raise LoopError(
+                f"{key!r} has the shape {tuple(value.shape)}; a {reduce[key]!r} is over rows, so it takes a scalar or "
+                'a value for each row. Values of other shapes can be declared "sum".'
+            )
+        if reduce[key] != "concat" and not (value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool):
+            raise LoopError(
+                f"{key!r} is {value.dtype.name}, of which there is no {reduce[key]!r}. Return numbers, such as "
+                'tf.abs(value), or declare values of rows "concat".'
+            )
+        if reduce[key] == "mean" and not has_rows:
+            what = f"{key!r} is declared a mean, but"
+            check_mean(what, value, seen.origins.common_ids, num_replicas if seen.scales else None)
+        outputs[key] = Output(tf.TensorSpec(value.shape, value.dtype), has_rows)
+    return outputs

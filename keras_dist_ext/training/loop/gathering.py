@@ -1,0 +1,97 @@
+"""Call a function on each replica's rows of a batch, and put the results of all rows in order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext._keras import is_default_strategy, tree
+from keras_dist_ext.errors import DataError, StrategyError
+from keras_dist_ext.step.graphs import in_graph
+from keras_dist_ext.training.prediction import gather_rows
+from keras_dist_ext.training.program import is_per_replica, rows_of_replica
+
+__all__ = ["gather", "per_replica"]
+
+
+def per_replica(function: Callable[[Any], Any], strategy: tf.distribute.Strategy | None = None) -> Callable[[Any], Any]:
+    """Return a compiled function that gives each replica its rows of a batch.
+
+        predict = kde.per_replica(net, strategy)
+        predictions = [kde.gather(predict(batch), strategy) for batch in dataset]     # all rows, in order
+
+    Rows are dealt as in training, also where they do not divide evenly: some replicas then have more than others, or
+    none. Under several workers, each calls it with the same global batches.
+
+    Args:
+        function: takes a batch: one replica's rows of it.
+        strategy: whose replicas call it; by default the one whose scope is entered now.
+
+    Returns:
+        A function of the global batch, or of one that TensorFlow has distributed, that returns what ``strategy.run``
+        does: a value for each replica.
+    """
+    under = strategy or tf.distribute.get_strategy()
+
+    def of_replica(batch: Any, is_cut: bool) -> Any:
+        return function(batch if is_cut else rows_of_replica(batch, under))
+
+    def on_all(batch: Any) -> Any:
+        if under.num_replicas_in_sync == 1:
+            return under.run(function, args=(batch,))
+        return under.run(of_replica, args=(batch, is_per_replica(batch)))
+
+    compiled = in_graph(on_all, reduce_retracing=True)
+
+    @functools.wraps(function if hasattr(function, "__name__") else of_replica)
+    def call(batch: Any) -> Any:
+        return compiled(tree.map_structure(_as_tensor, batch))
+
+    return call
+
+
+def _as_tensor(leaf: Any) -> Any:
+    is_value = leaf is None or isinstance(leaf, tf.distribute.DistributedValues | tf.RaggedTensor | tf.SparseTensor)
+    return leaf if is_value else tf.convert_to_tensor(leaf)
+
+
+def gather(values: Any, strategy: tf.distribute.Strategy | None = None) -> Any:
+    """Put what the replicas have for their rows together, in the order of the global batch, over all workers.
+
+    Args:
+        values: a structure of what ``per_replica`` returns, each with a first dimension of rows.
+        strategy: whose replicas they are; by default the one whose scope is entered.
+
+    Raises:
+        StrategyError: they are of several replicas, and no strategy says of which.
+        DataError: rows of different replicas have different shapes; of several workers, they are strings.
+    """
+    under = strategy or tf.distribute.get_strategy()
+
+    def gathered(value: Any) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, tf.distribute.DistributedValues) and is_default_strategy(under):
+            raise StrategyError(
+                "gather was given values of several replicas, and no strategy, so that nobody knows of how many "
+                "workers. Give the strategy that per_replica was given: gather(values, strategy)."
+            )
+        _check_shapes(under.experimental_local_results(value))
+        return gather_rows(under, value)
+
+    return tf.nest.map_structure(gathered, values)
+
+
+def _check_shapes(parts: Sequence[Any]) -> None:
+    """Refuse what can be no tensor: rows of different shapes."""
+    if not tf.executing_eagerly():
+        return
+    shapes = {tuple(part.shape[1:]) for part in parts if isinstance(part, tf.Tensor) and part.shape.rank}
+    if len(shapes) > 1:
+        raise DataError(
+            f"gather was given rows of the shapes {', '.join(map(str, sorted(shapes)))} by different replicas, which "
+            "are no tensor together. Pad them to one shape, as tf.pad does, or return tf.RaggedTensors."
+        )

@@ -1,0 +1,89 @@
+"""The compiled loop over a step that is a function, and how many of its steps are made at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext.data.split import num_rows
+from keras_dist_ext.errors import LoopError
+from keras_dist_ext.step.logs import pooled_state
+from keras_dist_ext.step.replica_step import ReplicaStep
+from keras_dist_ext.training.loop.replica import LoopStep
+from keras_dist_ext.training.pace import Pace
+from keras_dist_ext.training.prediction import gather_rows
+from keras_dist_ext.training.program import StepProgram
+
+__all__ = ["LoopProgram", "OneStepWhereKept"]
+
+
+class OneStepWhereKept(Pace):
+    """Makes one step at a time where its values are kept for all rows."""
+
+    def __init__(self, pace: Pace, keeps: Callable[[], bool]) -> None:
+        super().__init__()
+        self._pace = pace
+        self._keeps = keeps
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the next execution."""
+        return 1 if self._keeps() else self._pace.num_steps
+
+    @property
+    def follows_clock(self) -> bool:
+        """Whether the number of steps is tuned."""
+        return self._pace.follows_clock
+
+    def record(self, num_steps: int, seconds: float) -> None:
+        """Take note of how long an execution took."""
+        self._pace.record(num_steps, seconds)
+
+
+class LoopProgram(StepProgram):
+    """The compiled loop over a step that is a function; its logs are what was declared."""
+
+    step_class = LoopStep
+
+    def __init__(self, model: Any, kind: str) -> None:
+        super().__init__(model, kind)
+        self._plain_logs = True
+        self._degrees = None  # a step was examined: what it differentiates is a mean
+        self._kept = model.kept(kind)
+        if self._kept:
+            self.go_alone()
+
+    def _step_of_replica(self, step: ReplicaStep, batch: Any) -> tuple[Any, list[tf.Tensor]]:
+        values = self._user_step(batch)
+        if step.note is not None:
+            step.note.end(step.replica_id, num_rows(batch), values)
+        step.finish({})
+        return None, [values[name] for name in self._kept]
+
+    def _logs(self, extra: Any) -> Any:
+        with pooled_state(self.model, self.strategy):
+            logs = self.model.get_metrics_result()
+        num_local = len(self._devices)
+        for place, name in enumerate(self._kept):
+            parts = _of_one_width(name, extra[place * num_local : (place + 1) * num_local])
+            logs[name] = gather_rows(self.strategy, _keras.regroup(parts) if self.num_replicas > 1 else parts[0])
+        return logs
+
+
+def _of_one_width(name: str, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """See that the rows of all replicas have the same shape."""
+    first, *others = parts
+    message = (
+        f"{name!r} is kept for all rows, and rows of different replicas have different shapes, so they are no array. "
+        "Pad them to one shape in the step, as tf.pad does."
+    )
+    if all(part.shape[1:].is_fully_defined() for part in parts):
+        if any(part.shape[1:] != first.shape[1:] for part in others):
+            raise LoopError(message)
+        return list(parts)
+    checks = [tf.debugging.assert_equal(tf.shape(part)[1:], tf.shape(first)[1:], message) for part in others]
+    with tf.control_dependencies(checks):
+        return [first, *map(tf.identity, others)]

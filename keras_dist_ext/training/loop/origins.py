@@ -1,0 +1,100 @@
+"""Find out which values in the graph of a step are one replica's own.
+
+A value is a replica's own if it is computed from this replica's rows or random numbers, and from no other's. Whatever
+was added up over replicas is not.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext.training.loop.ancestry import Value, copies_by_handle, outermost, variable_of, walk_back
+
+__all__ = ["Origins", "draws", "read_parts"]
+
+_DRAWS = re.compile("Random|Stateful(Uniform|Standard|Truncated)|TruncatedNormal|Multinomial|RngReadAndSkip")
+
+
+class Origins:
+    """Where values of a graph come from, noted while it is traced."""
+
+    def __init__(self) -> None:
+        self._own: dict[Any, int] = {}  # by op
+        self._common: dict[Any, Any] = {}  # by op
+
+    def own(self, value: Any, replica: int) -> Any:
+        """Return a value as one that a replica has for itself."""
+        return tf.nest.map_structure(lambda leaf: self._note_own(leaf, replica), value, expand_composites=True)
+
+    def _note_own(self, leaf: Any, replica: int) -> Any:
+        if not tf.is_tensor(leaf):
+            return leaf
+        leaf = tf.identity(leaf)
+        self._own[leaf.op] = replica
+        return leaf
+
+    def common(self, value: Any) -> Any:
+        """Return a value as one that is the same on all replicas, of which nothing else is known."""
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(self.common(value.values), self.common(value.indices), value.dense_shape)
+        value = tf.raw_ops.Snapshot(input=tf.convert_to_tensor(value))
+        self._common[value.op] = value
+        return value
+
+    @property
+    def common_ids(self) -> set[int]:
+        """Ids of the tensors that are the same on all replicas."""
+        return {id(value) for value in self._common.values()}
+
+    def owners(self, values: Iterable[Value]) -> set[int]:
+        """Return the replicas whose own rows or numbers values are computed from."""
+        found: set[int] = set()
+
+        def ends(value: Value) -> bool:
+            op = value.tensor.op
+            if op in self._common or op.type == "ReadVariableOp" or op.type.startswith("Collective"):
+                return True
+            if op in self._own:
+                found.add(self._own[op])
+            elif draws(op):
+                found.add(_replica_of(outermost(value)))
+            else:
+                return False
+            return True
+
+        collections.deque(walk_back(values, ends), maxlen=0)
+        return found
+
+
+def draws(op: Any) -> bool:
+    """Whether an op draws random numbers that no seed of its inputs determines."""
+    return bool(_DRAWS.match(op.type)) and not op.type.startswith("Stateless")
+
+
+def read_parts(graph: Any, value: Any, is_part: Callable[[Any], bool]) -> list[Any]:
+    """Return the variables that a value is computed from, of those of which each replica holds a part.
+
+    Args:
+        graph: of the value.
+        value: a tensor.
+        is_part: told a variable's copy.
+    """
+    copies = copies_by_handle(graph)
+    found = []
+    for seen in walk_back([Value(value)], lambda _: False):
+        if seen.tensor.dtype == tf.resource:
+            copy = variable_of(seen, copies)
+            if copy is not None and is_part(copy):
+                found.append(copy)
+    return found
+
+
+def _replica_of(op: Any) -> int:
+    """The replica that an op was traced for: MirroredStrategy's name scopes say so (mirrored_run.py)."""
+    named = re.search(r"(?:^|/)replica_(\d+)/", op.name)
+    return int(named.group(1)) if named else 0

@@ -1,0 +1,158 @@
+"""Check which variables a step uses, changes, and computes what it returns from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import keras
+from keras_dist_ext.errors import LoopError, ScopeError
+from keras_dist_ext.step.seeds import generator_without_seed
+from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_variables
+from keras_dist_ext.training.loop.ancestry import Assignment
+from keras_dist_ext.training.loop.origins import Origins, read_parts
+
+__all__ = ["check_assigned", "check_known", "check_results", "updated_metrics"]
+
+_LISTED = 5  # variables that a message names before it counts the rest
+
+
+def check_known(loop: Any, name: str, graph: Any, assigned: set[int]) -> None:
+    """Refuse variables that were made elsewhere, or that no part holds though the step changes or trains them."""
+    strategy = loop.distribute_strategy
+    without_seed = generator_without_seed(strategy, is_seeded=loop.replica_seeds.root is not None).state
+    known = {id(_keras.whole_variable(copy)) for copy in _keras.components(without_seed)}
+    known |= {id(same) for variable in _of_parts(loop) for same in (variable, _keras.served_variable(variable))}
+    elsewhere: list[str] = []
+    unknown: list[str] = []
+    for variable in {id(v): v for v in map(_keras.whole_variable, graph.variables)}.values():
+        if id(variable) in known:
+            continue
+        if id(variable) not in assigned and not (variable.trainable and variable.dtype.is_floating):
+            continue  # it is a constant to the step
+        own = _keras.strategy_of_variable(variable)
+        (label,) = _labels([variable])
+        if strategy.num_replicas_in_sync > 1 and (own is None or own.extended is not strategy.extended):
+            elsewhere.append(label)
+        else:
+            unknown.append(label)
+    if elsewhere:
+        raise ScopeError(
+            f"The step {name!r} uses what was created outside {describe_strategy(strategy)}: {_shortened(elsewhere)}. "
+            "All replicas would write to one copy, in no order. Make it inside `with strategy.scope():`, and name it "
+            "in parts={...}."
+        )
+    if unknown:
+        raise LoopError(
+            f"The step {name!r} trains with, or changes, variables that no part holds: {_shortened(unknown)}. They "
+            "would not be saved, restored, seeded or compared between replicas. Name what holds them in parts={...}: "
+            "models, optimizers, metrics, random generators, variables."
+        )
+
+
+def check_assigned(
+    loop: Any, name: str, kind: str, assigned: Sequence[Assignment], origins: Origins, averaged: Mapping[int, Any]
+) -> None:
+    """Refuse to assign what only one replica has computed, and to train where a step evaluates."""
+    strategy = loop.distribute_strategy
+    if kind == "test":
+        trained = {id(v): v for v in (_keras.whole_variable(one.variable) for one in assigned) if v.trainable}
+        if trained:
+            raise LoopError(
+                f"The step {name!r} is for evaluation, and changes {_shortened(_labels(trained.values()))}. Leave the "
+                "update to the step of training."
+            )
+    if strategy.num_replicas_in_sync == 1 or not isinstance(strategy, _MIRRORED):
+        return
+    shared = {id(one.variable): _keras.whole_variable(one.variable) for one in assigned}
+    shared = {
+        copy: variable
+        for copy, variable in shared.items()
+        if copy not in averaged and variable.synchronization != tf.VariableSynchronization.ON_READ
+    }
+    partly = {
+        id(variable): variable
+        for variable in shared.values()
+        if any(id(copy) not in shared for copy in _keras.components(variable))
+    }
+    if partly:
+        raise LoopError(
+            f"The step {name!r} assigns to {_shortened(_labels(partly.values()))} on some replicas only, so that they "
+            "would go on with different values, and the first one's would be saved. Assign on all of them alike, "
+            "whatever replica.index is."
+        )
+    differing = {
+        id(shared[id(one.variable)]): shared[id(one.variable)]
+        for one in assigned
+        if id(one.variable) in shared and len(origins.owners(one.values)) == 1
+    }
+    if differing:
+        raise LoopError(
+            f"The step {name!r} assigns to {_shortened(_labels(differing.values()))} what each replica computes from "
+            "its own rows or random numbers, so that replicas would go on with different values, and the first one's "
+            "would be saved. Add up over replicas before: gradients by replica.reduce_gradients or an optimizer of "
+            "Keras, other values by replica.sum. What is meant to be a part of a sum on each replica is a variable "
+            "with synchronization=tf.VariableSynchronization.ON_READ and an aggregation."
+        )
+
+
+def check_results(loop: Any, name: str, graph: Any, values: Mapping[str, tf.Tensor]) -> None:
+    """Refuse to return what is computed from a part of a sum that one replica holds, such as the result of a metric."""
+    of_metrics = {id(copy) for variable in loop.metrics_variables for copy in _keras.components(variable)}
+
+    def is_part(copy: Any) -> bool:
+        return id(copy) in of_metrics or _keras.is_sync_on_read(_keras.whole_variable(copy))
+
+    for key, value in values.items():
+        read = {id(v): v for v in map(_keras.whole_variable, read_parts(graph, value, is_part))}
+        if read:
+            raise LoopError(
+                f"The step {name!r} returns {key!r}, computed from {_shortened(_labels(read.values()))}, of which each "
+                "replica holds a part: it is the result for its own rows, since it was last reset. Name the metric in "
+                "parts={...}, update it in the step, and return nothing of it: its result over all replicas is logged "
+                "under its own name."
+            )
+
+
+def updated_metrics(loop: Any, name: str, assigned: Sequence[Assignment], outputs: Iterable[str]) -> list[Any]:
+    """Return the metrics among the loop's parts that a step updates.
+
+    Raises:
+        LoopError: one has the name of something else.
+    """
+    changed = {id(_keras.whole_variable(one.variable)) for one in assigned}
+    updated = [m for m in loop._own_metrics if any(id(v._value) in changed for v in m.variables)]
+    taken = set(outputs)
+    for metric in updated:
+        if metric.name in taken:
+            raise LoopError(
+                f"The step {name!r} updates the metric {metric.name!r}, and something else is logged by this name. "
+                "Give the metric another name=."
+            )
+        taken.add(metric.name)
+    return updated
+
+
+_MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
+
+
+def _labels(variables: Iterable[Any]) -> list[str]:
+    return [f"{re.sub(':.*', '', variable.name)} {tuple(variable.shape)}" for variable in variables]
+
+
+def _of_parts(loop: Any) -> list[Any]:
+    variables = [variable for layer in _keras.flat_layers(loop) for _, variable in raw_variables(layer)]
+    made = [optimizer for _, optimizer in optimizers(loop)]
+    made += [inner for optimizer in made for _, inner in optimizers(optimizer)]
+    kerases = [*loop.variables, *loop.metrics_variables]
+    kerases += [variable for optimizer in made for variable in optimizer.variables]
+    return variables + [v._value if isinstance(v, keras.Variable) else v for v in kerases]
+
+
+def _shortened(labels: list[str]) -> str:
+    rest = f" and {len(labels) - _LISTED} more" if len(labels) > _LISTED else ""
+    return ", ".join(labels[:_LISTED]) + rest

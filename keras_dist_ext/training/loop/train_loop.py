@@ -1,0 +1,445 @@
+"""Train by a step of your own, outside of Keras' ``train_step``, with everything that ``fit`` has."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.data.split import num_rows
+from keras_dist_ext.errors import LoopError, StrategyError
+from keras_dist_ext.strategy.scope import move_into_scope, raw_variables
+from keras_dist_ext.training.loop.arguments import check_named, check_reductions, checked_functions, parts_by_name
+from keras_dist_ext.training.loop.examined_step import Output, examine
+from keras_dist_ext.training.loop.loop_program import LoopProgram, OneStepWhereKept
+from keras_dist_ext.training.loop.replica import LoopStep, Replica
+from keras_dist_ext.training.loop.tallies import Reduction, Tally, tally_of
+from keras_dist_ext.training.model import Model
+
+__all__ = ["TrainLoop"]
+
+Kind = Literal["train", "test"]
+StepFunction = Callable[[Replica, Any], Mapping[str, Any]]
+
+
+class TrainLoop(Model):
+    """A training loop around a step of your own: GANs, plain ``tf.Module``s, optimizers written by hand.
+
+        with strategy.scope():
+            weights, bias = tf.Variable(tf.zeros([30, 1])), tf.Variable(0.0)
+
+        def step(replica, batch):
+            x, y = batch
+            with tf.GradientTape() as tape:
+                logits = x @ weights + bias
+                loss = replica.mean_loss(tf.nn.sigmoid_cross_entropy_with_logits(y, logits))
+            gradients = replica.reduce_gradients(tape.gradient(loss, [weights, bias]))
+            for variable, gradient in zip([weights, bias], gradients):
+                variable.assign_sub(0.1 * gradient)
+            return {"loss": loss, "correct": tf.equal(logits > 0, y > 0)}
+
+        loop = kde.TrainLoop(
+            step, parts={"w": weights, "b": bias}, reduce={"loss": "mean", "correct": "sum"}, strategy=strategy
+        )
+        loop.fit(dataset, epochs=5, callbacks=[kde.ReplicaMonitor("logs")])
+
+    The step says what one replica does with its rows, as if they were all: it is given a ``Replica`` and the batch as
+    the dataset gives it, and returns a dict. Keras' losses, layers and optimizers in it are exact over replicas, as in
+    a ``Model`` of ours. The loop is such a model: ``fit``, ``evaluate`` and ``predict`` with their callbacks, several
+    steps in one call of the graph, partial and empty batches, several workers, and saving work as they do there.
+
+    Before the first step, the step is traced aside and examined, so that mistakes are found early: see ``LoopError``.
+
+    Args:
+        step: makes one step of training.
+        parts: whatever the steps change, by name: Keras models, optimizers, metrics, random generators,
+            ``tf.Module``s, ``tf.Variable``s, and lists and dicts of these. They are saved and compared under these
+            names, and are attributes of the loop. The first optimizer is the one that Keras' callbacks see. A metric
+            that a step updates is logged under its own name, over all replicas, and begins anew with each epoch.
+        reduce: for each value that a step returns, how to combine those of all rows, replicas and steps of an epoch:
+            "mean" (a scalar counts as often as the replica has rows), "sum", "max" or "min". Values with an entry for
+            each row are reduced over rows, too; or kept for all of them, by "concat", see ``rows``.
+        test: makes one step of evaluation, which changes nothing.
+        predict: gives outputs for the rows of a batch; takes the batch alone.
+        steps_per_execution: see ``Model.compile``.
+        run_eagerly: run the step as Python, for debugging.
+        name: of the loop.
+        strategy: the strategy to train under (keyword only); by default the one whose scope is entered.
+        seed: see ``Model``.
+
+    Raises:
+        LoopError: a part has no usable name, or a reduction is unknown; by ``fit``, ``evaluate`` and ``predict``, a
+            step would not do what it seems to.
+        ScopeError: by ``fit`` and ``evaluate``, when a variable lives elsewhere.
+        StrategyError: the strategy is a ParameterServerStrategy, and a reduction is not "mean" or "sum".
+    """
+
+    _cuts_batches = False
+    _tallies: MutableMapping[str, dict[str, Tally]] = {}  # noqa: RUF012 (by kind, then by name; of each loop its own)
+    _kind: Kind = "train"
+
+    def __init__(
+        self,
+        step: StepFunction,
+        *,
+        parts: Mapping[str, Any],
+        reduce: Mapping[str, Reduction],
+        test: StepFunction | None = None,
+        predict: Callable[[Any], Any] | None = None,
+        steps_per_execution: int | str = "auto",
+        run_eagerly: bool = False,
+        name: str = "loop",
+        strategy: tf.distribute.Strategy | None = None,  # for type checkers: `Scoped` takes it, and enters its scope
+    ) -> None:
+        super().__init__(name=name)
+        step, test, predict = checked_functions(step, test, predict)
+        check_named("parts", parts)
+        check_named("reduce", reduce)
+        check_reductions(reduce)
+        self._check_asynchronous(reduce)
+        for attribute, value in {
+            "_steps": {"train": step, "test": test, "predict": predict},
+            "_reduce": dict(reduce),
+            "_tallies": {"train": {}, "test": {}},
+            "_outputs": {},
+            "_signatures": {},
+            "_updated": {},
+            "_collected": {},
+        }.items():
+            object.__setattr__(self, attribute, value)  # past Keras, which would track what is in them
+        named = parts_by_name(parts)
+        made = [part for part in named.values() if isinstance(part, keras.optimizers.Optimizer)]
+        own_metrics = [part for part in named.values() if isinstance(part, keras.metrics.Metric)]
+        object.__setattr__(self, "_own_metrics", own_metrics)
+        with self._in_scope():
+            for part in (*made, *own_metrics):
+                move_into_scope(part)
+        for part_name, part in named.items():
+            self._check_name(part_name)
+            setattr(self, part_name, part)
+        self.compile(
+            made[0] if made else None,
+            steps_per_execution=steps_per_execution,
+            run_eagerly=run_eagerly,
+            jit_compile=False,
+            auto_scale_loss=False,
+        )
+        self.built = True
+
+    _steps: Mapping[str, Any]
+    _reduce: Mapping[str, Reduction]
+    _own_metrics: list[Any] = []  # noqa: RUF012 (of the parts; each loop has a list of its own)
+    _outputs: dict[Kind, dict[str, Output]]
+    _signatures: dict[Kind, list[Any]]  # ranks of the data that the step was examined with
+    _updated: dict[Kind, list[Any]]
+    _collected: dict[Kind, dict[str, list[Any]]]
+
+    @property
+    def _is_asynchronous(self) -> bool:
+        return isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy)
+
+    def _check_asynchronous(self, reduce: Mapping[str, Reduction]) -> None:
+        others = [f"{name!r} by {how!r}" for name, how in reduce.items() if how not in ("mean", "sum")]
+        if self._is_asynchronous and others:
+            raise StrategyError(
+                f"reduce combines {', '.join(others)}, but workers of ParameterServerStrategy make steps of their own, "
+                'each at its pace, and what they return is added up. Declare "mean" or "sum", or use '
+                "MultiWorkerMirroredStrategy, whose workers take steps together."
+            )
+
+    def _check_name(self, name: str) -> None:
+        if not name.isidentifier() or name.startswith("_") or hasattr(type(self), name):
+            raise LoopError(
+                f"A part is called {name!r}, which is no name that an attribute of the loop can have, or one that "
+                f"models have already. Call it something else, such as 'my_{name.strip('_')}'."
+            )
+
+    # What runs inside a step
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Make one step of training on a replica's rows."""
+        return self._tallied("train", data)
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        """Make one step of evaluation on a replica's rows."""
+        return self._tallied("test", data)
+
+    def predict_step(self, data: Any) -> Any:
+        """Return outputs for a replica's rows."""
+        return self._steps["predict"](data)
+
+    def _tallied(self, kind: Kind, data: Any) -> dict[str, Any]:
+        step = _keras.current_step()
+        if step is None and self._is_asynchronous:
+            step = LoopStep(self, num_rows(data), num_rows(data))  # a worker's own
+        assert isinstance(step, LoopStep)
+        replica = Replica(step, data)
+        values = {name: tf.convert_to_tensor(value) for name, value in self._steps[kind](replica, data).items()}
+        for name, tally in self._tallies[kind].items():
+            if name in values:
+                tally.update_state(values[name], replica)
+        return values
+
+    # What Keras' loops ask for
+
+    @property
+    def metrics(self) -> list[Any]:
+        """What the declared values of the present kind of steps add up to, and the metrics among the parts."""
+        return [*self._tallies.get(self._kind, {}).values(), *self._own_metrics]
+
+    def get_metrics_result(self) -> dict[str, Any]:
+        """Return what has been added up, of the values that the steps of the present kind return."""
+        declared = {name: tally.result() for name, tally in self._tallies[self._kind].items()}
+        return {**declared, **{metric.name: metric.result() for metric in self._updated[self._kind]}}
+
+    def _program(self, kind: str) -> Any:
+        return super()._program(kind) if kind == "predict" or self._is_asynchronous else LoopProgram(self, kind)
+
+    def _find_loss_degrees(self, batch_spec: Any, kind: str) -> None:
+        self._loss_degrees[kind] = {}  # the step adds up its own losses
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        spec = iterator.given.element_spec if iterator is not None else tree.map_structure(_spec_of, data_batch)
+        kind, spec = self._kind, tree.map_structure(_any_rows, spec)
+        signature = [leaf.shape.rank for leaf in tree.flatten(spec) if leaf is not None]
+        if self._signatures.get(kind) != signature:
+            outputs, updated = examine(self, kind, self._steps[kind], self._reduce, spec)
+            with self._in_scope():
+                self._tallies[kind] = {
+                    name: tally_of(name, self._reduce[name], output.spec, has_rows=output.has_rows)
+                    for name, output in outputs.items()
+                    if self._reduce[name] != "concat"
+                }
+            if kind in self._signatures:
+                self._functions[kind].clear()  # what was traced adds up to the tallies before
+                setattr(self, f"{kind}_function", None)
+            self._outputs[kind], self._updated[kind], self._signatures[kind] = outputs, updated, signature
+        self.replica_seeds.begin()
+
+    # What is kept for all rows
+
+    def rows(self, kind: Kind = "train") -> dict[str, np.ndarray[Any, Any]]:
+        """Return what steps have returned under reductions "concat": for all rows, in the order of the data.
+
+        Steps that return some are made one at a time.
+
+        Args:
+            kind: "train" for those of the last epoch, "test" for those of the last evaluation.
+        """
+        return {name: _joined(name, parts) for name, parts in self._collected.get(kind, {}).items()}
+
+    def kept(self, kind: str) -> list[str]:
+        """Return which values of a step are kept for all rows, as far as it is known."""
+        outputs = self._outputs.get(kind, {})  # type: ignore[call-overload]
+        return [name for name in outputs if self._reduce[name] == "concat"]
+
+    def reset_metrics(self) -> None:
+        """Begin to add up and to keep anew."""
+        super().reset_metrics()
+        self._collected[self._kind] = {}
+
+    def _recording_function(self, kind: str, is_new: bool) -> Any:
+        run = super()._recording_function(kind, is_new)
+        kept = self.kept(kind)
+        if not kept:
+            return run
+
+        def keeping(iterator: Any) -> Any:
+            logs = dict(run(iterator))
+            for name in kept:
+                self._collected[self._kind].setdefault(name, []).append(np.asarray(logs.pop(name)))
+            return logs
+
+        keeping.program = run.program  # type: ignore[attr-defined]
+        return keeping
+
+    def _paces(self, callbacks: Any, workers: Any, *kinds: str) -> Any:
+        made = super()._paces(callbacks, workers, *kinds)
+        return [OneStepWhereKept(p, functools.partial(self._keeps, k)) for p, k in zip(made, kinds, strict=True)]
+
+    def _keeps(self, kind: str) -> bool:
+        return bool(self.kept(kind))
+
+    # Keras' loops
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; see ``keras.Model.fit``.
+
+        Raises:
+            LoopError: a callback saves whole models, or sets the learning rate where no optimizer of Keras has one.
+        """
+        for callback in tree.flatten(kwargs.get("callbacks") or []):
+            if isinstance(callback, keras.callbacks.ModelCheckpoint) and not callback.save_weights_only:
+                self.save()
+            if isinstance(callback, _SETS_RATE) and self.optimizer is None:
+                raise LoopError(
+                    f"{type(callback).__name__} sets the learning rate of the first optimizer among the parts, and "
+                    f"'{self.name}' has none of Keras'. Keep your rate in a tf.Variable, and assign it in a callback "
+                    "of your own, such as keras.callbacks.LambdaCallback(on_epoch_begin=...)."
+                )
+        with self._running("train"):
+            return super().fit(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate by the step ``test``; see ``keras.Model.evaluate``.
+
+        Raises:
+            LoopError: there is none.
+        """
+        self._check_has("test", "evaluate and validation_data need")
+        with self._running("test"):
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of ``predict`` for all rows, in order; see ``keras.Model.predict``.
+
+        Raises:
+            LoopError: there is no function ``predict``.
+        """
+        self._check_has("predict", "predict needs")
+        return super().predict(*args, **kwargs)
+
+    def compile(self, *args: Any, virtual_replicas: Any = None, **kwargs: Any) -> None:
+        """See ``Model.compile``; a loop is compiled when it is made.
+
+        Raises:
+            StrategyError: by ``virtual_replicas``, which a step that is a function cannot have.
+        """
+        if virtual_replicas is not None:
+            raise StrategyError(
+                f"virtual_replicas={virtual_replicas!r} for '{self.name}', a TrainLoop, whose step is a function that "
+                "changes what it likes, so that several cannot take turns on a replica. Leave virtual_replicas out, or "
+                "make a kde.Model with a train_step of its own."
+            )
+        super().compile(*args, **kwargs)
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Make one step; see ``keras.Model.train_on_batch``."""
+        with self._running("train"):
+            return super().train_on_batch(*args, **kwargs)
+
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Make one step of evaluation; see ``keras.Model.test_on_batch``."""
+        self._check_has("test", "test_on_batch needs")
+        with self._running("test"):
+            return super().test_on_batch(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _running(self, kind: Kind) -> Iterator[None]:
+        before, self._kind = self._kind, kind
+        try:
+            yield
+        finally:
+            self._kind = before
+
+    def _check_has(self, kind: str, who: str) -> None:
+        if self._steps[kind] is None:
+            given = "predict(batch)" if kind == "predict" else "test(replica, batch)"
+            raise LoopError(f"{who} to know what to do with a batch. Give TrainLoop a function {kind}={given}.")
+
+    # What is saved
+
+    def count_params(self) -> int:
+        """Count the numbers in all weights of Keras' models, and in all ``tf.Variable``s of other parts."""
+        return int(super().count_params()) + sum(int(np.prod(v.shape)) for _, v in raw_variables(self))
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a step is Python, which no file of Keras holds.
+
+        Raises:
+            LoopError: always.
+        """
+        raise LoopError(
+            f"'{self.name}' is a TrainLoop, whose step is a function that no file of Keras' can hold. Save the weights "
+            "of all parts, loop.save_weights('loop.weights.h5') or ModelCheckpoint(..., save_weights_only=True), or a "
+            "part that is a model, loop.net.save('net.keras')."
+        )
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save ``tf.Variable``s into a Keras file, where Keras saves its own."""
+        super().save_own_variables(store)
+        for name, variable in raw_variables(self):
+            store[f"tf.{name.replace('/', '.')}"] = _value_of(variable)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load what ``save_own_variables`` has saved."""
+        super().load_own_variables({key: store[key] for key in store.keys() if not key.startswith("tf.")})  # noqa: SIM118
+        for name, variable in raw_variables(self):
+            _set_value(variable, np.asarray(store[f"tf.{name.replace('/', '.')}"]))
+
+    def get_weights(self) -> list[np.ndarray[Any, Any]]:
+        """Return the values of all weights of Keras' models, and then of all ``tf.Variable``s of other parts."""
+        return [*super().get_weights(), *(_value_of(variable) for _, variable in raw_variables(self))]
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Set what ``get_weights`` has returned; EarlyStopping does so.
+
+        Raises:
+            ValueError: they are not as many, or of other shapes.
+        """
+        raw = [variable for _, variable in raw_variables(self)]
+        num_of_keras = len(self.weights)
+        if len(weights) != num_of_keras + len(raw):
+            raise ValueError(
+                f"set_weights was given {len(weights)} arrays, and '{self.name}' has {num_of_keras} weights of Keras "
+                f"and {len(raw)} tf.Variables. Give what get_weights returns."
+            )
+        super().set_weights(weights[:num_of_keras])
+        for variable, value in zip(raw, weights[num_of_keras:], strict=True):
+            _set_value(variable, np.asarray(value))
+
+
+def _value_of(variable: Any) -> np.ndarray[Any, Any]:
+    """The value of a ``tf.Variable``: that of the first replica, or the sum where each has a part."""
+    whole = variable if _keras.is_sync_on_read(variable) else _keras.components(variable)[0]
+    return np.asarray(whole.numpy())
+
+
+def _set_value(variable: Any, value: np.ndarray[Any, Any]) -> None:
+    first, *others = _keras.components(variable)
+    is_sum = _keras.is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.SUM
+    first.assign(value)
+    for copy in others:
+        copy.assign(np.zeros_like(value) if is_sum else value)
+
+
+_SETS_RATE = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
+
+
+def _joined(name: str, parts: list[Any]) -> np.ndarray[Any, Any]:
+    shapes = {part.shape[1:] for part in parts}
+    if len(shapes) > 1:
+        raise LoopError(
+            f"{name!r} is kept for all rows, and rows of different batches have the shapes "
+            f"{', '.join(map(str, sorted(shapes)))}, so they are no array. Pad them to one shape in the step, as "
+            "tf.pad does."
+        )
+    return np.concatenate(parts)
+
+
+def _spec_of(leaf: Any) -> Any:
+    return None if leaf is None else tf.type_spec_from_value(tf.convert_to_tensor(leaf))
+
+
+def _any_rows(spec: Any) -> Any:
+    """A spec of one replica's rows, however many there are."""
+    if hasattr(spec, "_value_specs"):  # of what TensorFlow has distributed
+        spec = spec._value_specs[0]
+    if isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape"):
+        return None
+    shape = spec.shape
+    if shape.rank:
+        shape = tf.TensorShape([None, *shape[1:]])
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return (
+        tf.SparseTensorSpec(shape, spec.dtype)
+        if isinstance(spec, tf.SparseTensorSpec)
+        else tf.TensorSpec(shape, spec.dtype)
+    )

@@ -1,0 +1,592 @@
+"""Keras models that live under a strategy: built in its scope, trained exactly on all of its replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.cluster import heartbeat as pulse
+from keras_dist_ext.step.added_losses import find_degrees, losses_as_means
+from keras_dist_ext.step.means import Degrees
+from keras_dist_ext.step.nan_guard import Guard
+from keras_dist_ext.step.recorder import Recorder
+from keras_dist_ext.step.reduce import keep_first_part, sum_parts
+from keras_dist_ext.step.seeds import Seeds
+from keras_dist_ext.step.xla import warn_once
+from keras_dist_ext.strategy.consistency import facts_of_run
+from keras_dist_ext.strategy.scope import check_scope, move_into_scope, optimizers
+from keras_dist_ext.strategy.virtual import VirtualReplicas, num_replicas_of
+from keras_dist_ext.strategy.workers import InStep, Stop, Workers, alone, callbacks_of_worker, workers_of
+from keras_dist_ext.training import feed
+from keras_dist_ext.training.callbacks import StepCallbacks, looks_at_batches, prepares
+from keras_dist_ext.training.construction import Scoped
+from keras_dist_ext.training.divergence import Divergence
+from keras_dist_ext.training.prediction import PredictProgram
+from keras_dist_ext.training.program import StepProgram
+from keras_dist_ext.training.runners import CoordinatorProgram, predictor, runner
+
+__all__ = ["Functional", "Model", "Sequential"]
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _documented_as(method: Any) -> Callable[[_Method], _Method]:
+    """Show Keras' docstring and signature; to type checkers what `functools.wraps` returns would be no method."""
+
+    def wrap(ours: Any) -> Any:
+        ours = functools.wraps(method)(ours)
+        ours.__doc__ = inspect.getdoc(method)  # Keras' trainer inherits it
+        return ours
+
+    return cast("Callable[[_Method], _Method]", wrap)
+
+
+class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
+    """A ``keras.Model`` that gives under any ``tf.distribute`` strategy what it gives on one device.
+
+    Use it as ``keras.Model``: subclass it, or call it with inputs and outputs. It belongs to the strategy in whose
+    scope it is made, or to the one given as ``strategy=``; whatever makes variables later enters that scope by itself.
+
+    Code inside ``train_step``, ``test_step``, ``compute_loss``, losses, layers and metrics sees the rows of one
+    replica, and is written as for one device: losses are means over the rows at hand, or sums over them, and nothing
+    is divided by the number of replicas. Gradients, losses and metrics of all replicas then add up to those of the
+    global batch. What cannot be told from the graph (see ``degree``) counts as a mean.
+
+    Differences that mathematics imposes: ``BatchNormalization(synchronized=False)`` normalizes with the statistics of
+    each replica's rows; its moving statistics, like all non-trainable float state that a layer assigns while it is
+    called, become the mean over replicas weighted by rows, after every step.
+
+    Args:
+        strategy: the strategy to live under (keyword only); by default the one whose scope is entered.
+        seed: the global seed of all that is random in a step (keyword only), as ``ReplicaSeeds(seed)`` gives it. The
+            weights' initial values are the initializers' affair, and ``keras.utils.set_random_seed``'s.
+
+    Raises:
+        ScopeError: by ``fit``, ``evaluate`` and ``predict``, when a variable lives elsewhere.
+        SeedError: ``seed`` is not an integer from 0 to 2**31 - 3.
+        StrategyError: ``strategy`` is none.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a ``Functional`` where inputs and outputs are given, as Keras does."""
+        if cls is Model and _keras.functional_init_arguments(args, kwargs):
+            cls = Functional
+        is_graph = issubclass(cls, (_keras.Functional, keras.Sequential))
+        # keras.Model.__new__ forgets the arguments that the default get_config returns; Layer's keeps them.
+        instance = super().__new__(cls, *args, **kwargs) if is_graph else keras.Layer.__new__(cls, *args, **kwargs)
+        object.__setattr__(instance, "_stop", Stop())
+        object.__setattr__(instance, "_functions", {"train": {}, "test": {}})
+        object.__setattr__(instance, "replica_seeds", Seeds(instance))
+        object.__setattr__(instance, "_loss_degrees", {})
+        object.__setattr__(instance, "_degrees", {})
+        object.__setattr__(instance, "build", _in_scope_of(instance, instance.build))
+        return instance
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if _keras.functional_init_arguments(args, kwargs) and not isinstance(self, _keras.Functional):
+            _make_functional(type(self))
+            Functional.__init__(self, *args, **kwargs)
+        else:
+            super().__init__(*args, **kwargs)
+
+    virtual_replicas: VirtualReplicas | None = None
+    placement: Any = None  # of its parts, see ``place``
+    _cuts_batches = True  # whether steps can be made of parts of a replica's rows
+    _stop: Stop
+    replica_seeds: Seeds
+    replica_recorders: tuple[Recorder, ...] = ()
+    replica_guard: Guard | None = None
+    _guard: Guard | None = None  # made once, because traced steps hold it
+    _functions: Mapping[str, dict[tuple[bool, ...], Any]]  # train and test functions, by what their steps record
+    _steps_per_execution_is_auto = True
+    _coordinator: Any = None
+    _divergence: Any = None
+    _gradients_are_parts = False
+    train_function: Any
+    test_function: Any
+    predict_function: Any
+    _loss_degrees: MutableMapping[str, dict[int, list[Any]]]  # by what the step does and the layer's id
+    _degrees: MutableMapping[str, Degrees]  # by what the step does
+    _batch_spec: Any = None
+
+    # Variables are made in scope
+
+    @contextlib.contextmanager
+    def _in_scope(self) -> Iterator[None]:
+        strategy = self._distribute_strategy
+        if strategy is None or tf.distribute.has_strategy():
+            yield
+        else:
+            with strategy.scope():
+                yield
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; what it builds is made in scope."""
+        if all(layer.built for layer in self._flatten_layers()):  # Keras may call a model built whose layers are not
+            return super().__call__(*args, **kwargs)
+        with self._in_scope():
+            return super().__call__(*args, **kwargs)
+
+    def build_from_config(self, config: Any) -> None:
+        """See ``keras.Layer.build_from_config``; variables are made in scope."""
+        with self._in_scope():
+            super().build_from_config(config)
+        if self.variables:  # Keras itself says so only when it loads a whole model; keras-tuner loads weights
+            self.built = True
+
+    def load_weights(self, *args: Any, **kwargs: Any) -> None:
+        """See ``keras.Model.load_weights``."""
+        with contextlib.nullcontext() if self.built else self._in_scope():
+            super().load_weights(*args, **kwargs)
+
+    @_documented_as(keras.Model.quantize)
+    def quantize(self, *args: Any, **kwargs: Any) -> None:
+        """See ``keras.Model.quantize``."""
+        with self._in_scope():
+            super().quantize(*args, **kwargs)
+
+    def compile_from_config(self, config: Any) -> None:
+        """See ``keras.Model.compile_from_config``."""
+        if _keras.overrides(self, "compile"):
+            super().compile_from_config(config)  # says that such a class must override this too
+            return
+        arguments = keras.saving.deserialize_keras_object(config)
+        if arguments.get("steps_per_execution") == 1:  # how "auto" is saved, so that stock Keras can load it
+            arguments["steps_per_execution"] = "auto"
+        self.compile(**arguments, virtual_replicas=VirtualReplicas.read_from(config))
+        if self.optimizer is not None and self.built:
+            with self._in_scope():
+                self.optimizer.build(self.trainable_variables)
+
+    def get_compile_config(self) -> Any:
+        """See ``keras.Model.get_compile_config``."""
+        config = super().get_compile_config()
+        return config if self.virtual_replicas is None else self.virtual_replicas.noted_in(config)
+
+    def compile(
+        self,
+        optimizer: Any = "rmsprop",
+        loss: Any = None,
+        loss_weights: Any = None,
+        metrics: Any = None,
+        weighted_metrics: Any = None,
+        run_eagerly: bool = False,
+        steps_per_execution: int | str = "auto",
+        jit_compile: bool | str = "auto",
+        auto_scale_loss: bool = True,
+        virtual_replicas: VirtualReplicas | int | None = None,
+    ) -> None:
+        """Configure the model as ``keras.Model.compile`` does, in the scope of its strategy.
+
+        Args:
+            optimizer: see ``keras.Model.compile``, as for all that is not named here. Called outside of all scopes,
+                optimizers and metrics that were made there too, and never used, are moved into the model's.
+            loss: ...
+            loss_weights: ...
+            metrics: ...
+            weighted_metrics: ...
+            run_eagerly: ...
+            steps_per_execution: "auto" runs as many steps at once as fit into about 0.1 seconds, and every step by
+                itself when a callback of yours looks at batches. An int is Keras' own.
+            jit_compile: True compiles by XLA what one replica computes, where TensorFlow can; else a warning says why
+                not.
+            auto_scale_loss: ...
+            virtual_replicas: for how many replicas the run is defined, on as many devices or fewer: a number, or
+                ``VirtualReplicas``. By default as many as the strategy has.
+
+        Raises:
+            StrategyError: the replicas of the strategy cannot carry so many virtual ones evenly.
+            ValueError: ``steps_per_execution`` is no number of steps.
+        """
+        is_number = isinstance(steps_per_execution, (int, np.integer)) and steps_per_execution > 0
+        if steps_per_execution != "auto" and not is_number:
+            raise ValueError(
+                f"steps_per_execution is {steps_per_execution!r}; give 'auto' or a whole number from 1 up."
+            )
+        virtual = VirtualReplicas.of(virtual_replicas, self.distribute_strategy)
+        if virtual is not None:
+            if jit_compile is True:
+                warn_once(
+                    f"jit_compile=True: with virtual_replicas={virtual.count} the step runs without XLA, which cannot "
+                    "compile for every number of devices, and computes other numbers."
+                )
+            jit_compile = False
+        if self._distribute_strategy is not None and not tf.distribute.has_strategy():
+            with self._in_scope():  # what was made for this call, just outside of the scope, belongs inside
+                for thing in tree.flatten([optimizer, metrics, weighted_metrics]):
+                    if isinstance(thing, (keras.optimizers.Optimizer, keras.metrics.Metric)):
+                        move_into_scope(thing)
+        with self._in_scope():
+            super().compile(
+                optimizer=optimizer,
+                loss=loss,
+                loss_weights=loss_weights,
+                metrics=metrics,
+                weighted_metrics=weighted_metrics,
+                run_eagerly=run_eagerly,
+                steps_per_execution=1 if steps_per_execution == "auto" else steps_per_execution,
+                jit_compile=jit_compile,
+                auto_scale_loss=auto_scale_loss,
+            )
+        self._steps_per_execution_is_auto = steps_per_execution == "auto"
+        self._loss_degrees.clear()
+        self._degrees.clear()
+        self.virtual_replicas = virtual
+        if self._coordinator is not None:
+            self._coordinator.close()
+            object.__setattr__(self, "_coordinator", None)
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        spec = tree.map_structure(_spec_of, data_batch) if iterator is None else iterator.batch_spec
+        self._batch_spec = spec
+        with self._in_scope():
+            self._symbolic_build(data_batch=spec)
+        if self.placement is not None:
+            self.placement.settle()
+        self.replica_seeds.begin()
+
+    # What runs inside a step
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """Return what ``fit`` calls for each execution: it takes an ``Execution``, or an iterator of batches."""
+        self.train_function = self._recording_function("train", force or self.train_function is None)
+        return self.train_function
+
+    def make_test_function(self, force: bool = False) -> Any:
+        """Return what ``evaluate`` calls for each execution."""
+        self.test_function = self._recording_function("test", force or self.test_function is None)
+        return self.test_function
+
+    def make_predict_function(self, force: bool = False) -> Any:
+        """Return what ``predict`` calls for each execution."""
+        if self.predict_function is None or force:
+            self.predict_function = predictor(self._program("predict"))
+        return self.predict_function
+
+    def _recording_function(self, kind: str, is_new: bool) -> Any:
+        """Return a function whose steps record what is wanted now; one for each that was wanted before is kept."""
+        with_norm = any(recorder.gradient_norm for recorder in self.replica_recorders)
+        guards = kind == "train" and self.replica_guard is not None
+        wanted = bool(self.replica_recorders), with_norm, guards, tf.config.functions_run_eagerly()
+        made = self._functions[kind]
+        if is_new:
+            made.clear()
+        if wanted not in made:
+            made[wanted] = runner(self._program(kind))
+        return made[wanted]
+
+    def _program(self, kind: str) -> Any:
+        if isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy):
+            if self._coordinator is None:
+                from keras_dist_ext.training.parameter_server.coordinator import Coordinator
+
+                object.__setattr__(self, "_coordinator", Coordinator(self))
+            return CoordinatorProgram(self, kind)
+        return PredictProgram(self) if kind == "predict" else StepProgram(self, kind)
+
+    @property
+    def losses(self) -> list[Any]:
+        """See ``keras.Layer.losses``; in a step, sums and means that layers have added count as on one device."""
+        return losses_as_means(self, super().losses)
+
+    def _find_loss_degrees(self, batch_spec: Any, kind: str) -> None:
+        """Learn which losses given to ``add_loss`` are sums over the rows."""
+        self._loss_degrees[kind] = find_degrees(self, batch_spec, training=kind == "train")
+
+    # Keras' loops over our data
+
+    @property
+    def stop_training(self) -> bool:
+        """Whether training ends; with several workers only once all of them know that one has asked for it."""
+        return self._stop.is_agreed if self._stop.needs_agreement else self._stop.is_requested
+
+    @stop_training.setter
+    def stop_training(self, value: bool) -> None:
+        self._stop.request(value)
+
+    @contextlib.contextmanager
+    def _feeds(
+        self, paces: list[feed.Pace], callbacks: Any, *, stop: Callable[[], bool], trains: bool = False
+    ) -> Iterator[None]:
+        made = iter([*paces, *[paces[-1]] * 8])
+        workers = workers_of(self.distribute_strategy)
+        on_stop = self._stop.agree if workers else lambda: None
+        orders = iter([self.replica_seeds.order_of_next_pass] if trains else [])
+        feeds: list[feed.Feed] = []
+
+        def make(distribute_strategy: Any = None, steps_per_execution: int = 1, **arguments: Any) -> feed.Feed:
+            new = feed.Feed(
+                self.distribute_strategy,
+                next(made),
+                workers=workers,
+                wants_stop=stop,
+                on_stop=on_stop,
+                on_epoch_end=self._end_epoch,
+                order_seed=next(orders, self.replica_seeds.order_of_evaluation),
+                is_seeded=lambda: self.replica_seeds.root is not None,
+                **arguments,
+            )
+            if isinstance(callbacks, StepCallbacks):
+                callbacks.feed, callbacks.test_feed = callbacks.feed or new, new
+            feeds.append(new)
+            return new
+
+        try:
+            with _keras.epoch_iterators(make), _keras.kept_order_of_py_datasets():
+                yield
+        finally:
+            for each in feeds:
+                each.close()
+
+    def _end_epoch(self) -> None:
+        self._settle()
+        for recorder in self.replica_recorders:
+            recorder.begin()
+
+    def _settle(self) -> None:
+        """At the end of an epoch, and before saving: hold what one device would hold.
+
+        During an accumulation of gradients each replica has a part of the sum. Metrics of a parameter server's workers
+        are on their way.
+        """
+        if self._coordinator is not None:
+            self._coordinator.join()
+        if self._gradients_are_parts:
+            self._gradients_are_parts = False
+            for optimizer in _accumulating(self):
+                sum_parts(self.distribute_strategy, optimizer._accumulated_gradients)
+
+    def _part(self) -> None:
+        """Before training goes on in the middle of an accumulation: the first replica holds the sum, the others 0."""
+        if not self._gradients_are_parts:
+            sums_each_batch = self.virtual_replicas is not None and self.virtual_replicas.is_ordered
+            self._gradients_are_parts = self.distribute_strategy.num_replicas_in_sync > 1 and not sums_each_batch
+            if self._gradients_are_parts:
+                workers = workers_of(self.distribute_strategy)
+                for optimizer in _accumulating(self):
+                    for accumulator in optimizer._accumulated_gradients:
+                        keep_first_part(accumulator, is_chief=workers is None or workers.is_chief)
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as Keras does; see ``keras.Model.save``. With several workers, any of them may, alone."""
+        if workers_of(self.distribute_strategy) is not None:  # whose epochs end settled
+            return alone(super().save)(*args, **kwargs)
+        self._settle()
+        return super().save(*args, **kwargs)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        children = super()._trackable_children(save_type, **kwargs)
+        return (
+            {**children, "replica_seeds": self.replica_seeds.in_checkpoint} if save_type == "checkpoint" else children
+        )
+
+    @classmethod
+    def _unpickle_model(cls, file: Any) -> Any:
+        """Load what Keras pickles, a `.keras` file (keras/src/saving/keras_saveable.py), in the scope that is entered.
+
+        Files hold the names of Keras' classes, so what comes from them is taken over.
+        """
+        from keras_dist_ext.training.adoption.adopt import adopt
+
+        with keras.saving.custom_object_scope({keras.saving.get_registered_name(cls): cls}):
+            model = super()._unpickle_model(file)
+        if isinstance(model, Model):
+            return model
+        adopted = adopt(model, tf.distribute.get_strategy())
+        adopted.replica_seeds.load(_keras.saved_variables(file, "replica_seeds"))
+        adopted.virtual_replicas = VirtualReplicas.read_from_file(file)
+        return adopted
+
+    def _paces(self, callbacks: Any, workers: Workers | None, *kinds: str) -> list[feed.Pace]:
+        """Return how many steps an execution makes: each by itself where a callback of any worker looks at it."""
+        if not self._steps_per_execution_is_auto:
+            return [feed.Pace(self.steps_per_execution) for _ in kinds]
+        looks = [float(looks_at_batches(callbacks, kind)) for kind in kinds]
+        return [feed.Pace(1 if look else None) for look in (looks if workers is None else workers.sum(looks))]
+
+    def _differing(self) -> str | None:
+        if self._divergence is None:
+            object.__setattr__(self, "_divergence", Divergence(self))  # made once, because it traces a function
+        finding = self._divergence.check(0)
+        return None if finding is None else str(finding["what"])
+
+    def add_recorder(self, recorder: Recorder) -> None:
+        """Have the steps of the run that is about to begin recorded.
+
+        For callbacks, by their method ``prepare(model)``, which is called before a run of ours begins.
+        """
+        recorder.begin()
+        self.replica_recorders = (*self.replica_recorders, recorder)
+
+    def guard_steps(self, most_in_a_row: int) -> Guard:
+        """Have steps of the run that is about to begin left out if something in them is not finite.
+
+        For callbacks, by their method ``prepare(model)``, like ``add_recorder``; see ``Guard.begin``.
+        """
+        num_replicas = num_replicas_of(self)
+        if self._guard is None or self._guard.num_replicas != num_replicas:
+            with self._in_scope():
+                object.__setattr__(self, "_guard", Guard(num_replicas))
+        guard = self._guard
+        assert guard is not None
+        guard.begin(most_in_a_row)
+        object.__setattr__(self, "replica_guard", guard)
+        return guard
+
+    def drop_recorder(self, recorder: Recorder) -> None:
+        """Have the steps of the run that is under way recorded no longer, from the next execution on."""
+        self.replica_recorders = tuple(other for other in self.replica_recorders if other is not recorder)
+        self.make_train_function()
+
+    @contextlib.contextmanager
+    def _prepared(self, callbacks: Any) -> Iterator[None]:
+        """Let callbacks say what a run needs before it begins, and clean up after it, however it ended.
+
+        A callback may begin another run, say predict, in the middle of one.
+        """
+        recorders, self.replica_recorders = self.replica_recorders, ()
+        guard = self.replica_guard
+        object.__setattr__(self, "replica_guard", None)
+        try:
+            with pulse.running(), contextlib.ExitStack() as stack:
+                for callback in tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []:
+                    if prepares(callback):
+                        callback.prepare(self)
+                        if hasattr(callback, "release"):
+                            stack.callback(callback.release)
+                self.replica_seeds.will_begin()
+                yield
+        finally:
+            self.replica_recorders = recorders
+            object.__setattr__(self, "replica_guard", guard)
+
+    @_documented_as(keras.Model.fit)
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``keras.Model.fit``."""
+        check_scope(self, self.distribute_strategy).raise_if_bad()
+        call = _FIT.bind(self, *args, **kwargs)
+        callbacks = call.arguments.get("callbacks")
+        workers = workers_of(self.distribute_strategy)
+        verbose = call.arguments.get("verbose", "auto")
+        if workers is not None:
+            workers.check_same("call fit", facts_of_run(self, _with_defaults(call).arguments))
+        with self._prepared(callbacks):
+            paces = self._paces(callbacks, workers, "train", "test")
+            if workers is not None:
+                callbacks = [*callbacks_of_worker(callbacks, workers), InStep(workers, self._differing)]
+                verbose = verbose if workers.is_chief else 0
+            if not isinstance(callbacks, keras.callbacks.CallbackList):
+                epochs = call.arguments.get("epochs", 1)
+                callbacks = StepCallbacks(callbacks, self, verbose=verbose, epochs=epochs, add_history=True)
+            call.arguments["callbacks"] = callbacks
+            self._stop.needs_agreement = workers is not None
+            try:
+                with self._feeds(paces, callbacks, stop=lambda: self._stop.is_requested, trains=True):
+                    return super().fit(*call.args[1:], **call.kwargs)
+            finally:
+                self._stop.needs_agreement = False
+                self.replica_seeds.end()
+
+    @_documented_as(keras.Model.evaluate)
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``keras.Model.evaluate``."""
+        call = _EVALUATE.bind(self, *args, **kwargs)
+        given = callbacks = call.arguments.get("callbacks")
+        workers = None
+        with contextlib.ExitStack() as stack:
+            if not isinstance(callbacks, keras.callbacks.CallbackList):  # inside fit it is one, and fit has checked
+                check_scope(self, self.distribute_strategy).raise_if_bad()
+                stack.enter_context(self._prepared(callbacks))
+                workers = workers_of(self.distribute_strategy)
+                verbose = call.arguments.get("verbose", "auto") if workers is None or workers.is_chief else 0
+                callbacks = StepCallbacks(callbacks, self, verbose=verbose, epochs=1, add_history=False)
+                call.arguments["callbacks"] = callbacks
+            paces = self._paces(given, workers, "test")
+            stack.enter_context(self._feeds(paces, callbacks, stop=lambda: getattr(self, "stop_evaluating", False)))
+            return super().evaluate(*call.args[1:], **call.kwargs)
+
+    @_documented_as(keras.Model.predict)
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``keras.Model.predict``."""
+        check_scope(self, self.distribute_strategy).raise_if_bad()
+        call = _PREDICT.bind(self, *args, **kwargs)
+        workers = workers_of(self.distribute_strategy)
+        with self._prepared(call.arguments.get("callbacks")):
+            self.replica_seeds.begin()
+            if workers is not None and not workers.is_chief:
+                call.arguments["verbose"] = 0
+            ahead = 64 if isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy) else 1
+            pace = feed.Pace(max(ahead, self.steps_per_execution))
+            with self._feeds([pace], None, stop=lambda: getattr(self, "stop_predicting", False)):
+                return super().predict(*call.args[1:], **call.kwargs)
+
+
+class Functional(Model, _keras.Functional):  # type: ignore[misc]
+    """What ``Model(inputs, outputs)`` makes."""
+
+
+class Sequential(Model, keras.Sequential):  # type: ignore[misc]
+    """A ``keras.Sequential`` with all that ``Model`` adds."""
+
+
+# Saved under Keras' own names, they load without this package.
+_keras.save_as(Functional, _keras.Functional)
+_keras.save_as(Sequential, keras.Sequential)
+
+
+def _with_defaults(call: inspect.BoundArguments) -> inspect.BoundArguments:
+    whole = inspect.BoundArguments(call.signature, call.arguments.copy())
+    whole.apply_defaults()
+    return whole
+
+
+def _spec_of(value: Any) -> Any:
+    """The spec of an array of any number of rows, or of a number that all of them share."""
+    return None if value is None else feed.any_number_of_rows(value if hasattr(value, "shape") else np.asarray(value))
+
+
+_FIT = inspect.signature(keras.Model.fit)
+_PREDICT = inspect.signature(keras.Model.predict)
+_EVALUATE = inspect.signature(keras.Model.evaluate)
+
+
+def _in_scope_of(model: Any, build: Callable[..., None]) -> Callable[..., None]:
+    """Keras has put a model's ``build``, perhaps one of a user's class, into its attributes (layers/layer.py)."""
+
+    @functools.wraps(build)
+    def build_in_scope(*args: Any, **kwargs: Any) -> None:
+        with model._in_scope():
+            build(*args, **kwargs)
+
+    return build_in_scope
+
+
+def _make_functional(cls: type) -> None:
+    """Put ``Functional`` below a user's subclass of ``Model`` (Keras does the same to its own)."""
+    if cls is Model or not issubclass(cls, Model):
+        return
+    cls.__bases__ = tuple(Functional if base is Model else base for base in cls.__bases__)
+    for base in cls.__bases__:
+        if base is not Functional:
+            _make_functional(base)
+
+
+def _accumulating(model: Any) -> list[Any]:
+    """The optimizers of a model that are in the middle of an accumulation of gradients."""
+    found = [getattr(optimizer, "inner_optimizer", optimizer) for _, optimizer in optimizers(model)]
+    return [
+        optimizer
+        for optimizer in found
+        if optimizer.built
+        and optimizer.gradient_accumulation_steps
+        and int(keras.ops.convert_to_numpy(optimizer._iterations)) % optimizer.gradient_accumulation_steps
+    ]

@@ -1,0 +1,3 @@
+"""Training on parameter servers."""
+
+__all__: list[str] = []

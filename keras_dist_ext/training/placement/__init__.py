@@ -1,0 +1,3 @@
+"""Parts of a model on devices of their own."""
+
+__all__: list[str] = []

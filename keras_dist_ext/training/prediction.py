@@ -1,0 +1,91 @@
+"""What ``predict`` runs: the compiled ``predict_step`` over all replicas, its rows in the order of the batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import tree
+from keras_dist_ext.data import split as data
+from keras_dist_ext.errors import DataError
+from keras_dist_ext.step.graphs import in_graph
+from keras_dist_ext.step.reduce import parts_of
+from keras_dist_ext.step.replica_step import ReplicaStep
+from keras_dist_ext.step.seeds import generator_without_seed
+from keras_dist_ext.step.xla import can_compile, compiled
+from keras_dist_ext.training.program import is_per_replica, rows_of_replica
+
+__all__ = ["PredictProgram", "concat_outputs", "gather_rows"]
+
+
+class PredictProgram:
+    """The compiled ``predict_step`` over all replicas, its rows in the order of the batch."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.strategy: tf.distribute.Strategy = model.distribute_strategy
+        step = model.predict_step
+        if model.jit_compile and model.placement is None and not model.run_eagerly and can_compile(self.strategy):
+            step = compiled(step)
+        self._step = step
+        self._without_seed = generator_without_seed(self.strategy, is_seeded=model.replica_seeds.root is not None)
+        self._on_batch = self._one if model.run_eagerly else in_graph(self._one, reduce_retracing=True)
+
+    def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:
+        """Predict each batch and concatenate the outputs along the rows."""
+        return concat_outputs([self._on_batch(batch, of_worker) for batch in batches])
+
+    def _one(self, batch: Any, of_worker: bool) -> Any:
+        batch = data.without_optionals(batch)
+        is_whole = self.strategy.num_replicas_in_sync == 1
+        cut = "not" if is_whole or is_per_replica(batch) else "worker" if of_worker else "global"
+        outputs = self.strategy.run(self._replica, args=(batch, cut))
+        if is_whole:
+            return outputs
+        return tree.map_structure(functools.partial(gather_rows, self.strategy), outputs)
+
+    def _replica(self, batch: Any, cut: str) -> Any:
+        if cut != "not":
+            batch = rows_of_replica(batch, self.strategy, of_worker=cut == "worker")
+        rows = data.num_rows(batch)
+        step = ReplicaStep(self.model, rows, rows, kind="predict", without_seed=self._without_seed)
+        with _keras.intercept(step), _keras.draws_without_seed(self._without_seed):
+            outputs = self._step(batch)
+            if step.has_assigned:
+                (global_rows,) = step.sum_over_replicas([tf.cast(rows, tf.float32)])
+                step.global_rows = tf.cast(global_rows, tf.int32)
+                step.finish({})
+        return outputs
+
+
+def gather_rows(strategy: tf.distribute.Strategy, value: Any) -> Any:
+    """Concatenate what each replica of all workers has for its rows, in the order of the replicas."""
+    parts = (value,) if _keras.is_default_strategy(strategy) else parts_of(strategy, value)
+    if len(parts) == strategy.num_replicas_in_sync:
+        return _concat(parts)
+    dtype = parts[0].dtype
+    if dtype == tf.string:
+        raise DataError(
+            "Strings of several workers cannot be put together: TensorFlow's collectives carry numbers alone. Return "
+            "their numbers in a list of all of them, and look them up afterwards."
+        )
+    wide = {tf.bfloat16: tf.float32, tf.float16: tf.float32, tf.bool: tf.int32}.get(dtype, dtype)
+    gathered = strategy.gather(_keras.regroup([tf.cast(part, wide) for part in parts]), axis=0)
+    return tf.cast(gathered, dtype)
+
+
+def concat_outputs(outputs: Sequence[Any]) -> Any:
+    """Concatenate the outputs of several batches along the rows."""
+    return outputs[0] if len(outputs) == 1 else tree.map_structure(lambda *parts: _concat(parts), *outputs)
+
+
+def _concat(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(axis=0, sp_inputs=list(parts))
+    if parts[0].shape.rank == 0:
+        return tf.stack(parts)
+    return tf.concat(parts, axis=0)

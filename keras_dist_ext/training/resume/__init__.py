@@ -1,0 +1,3 @@
+"""Runs that go on after a crash."""
+
+__all__: list[str] = []

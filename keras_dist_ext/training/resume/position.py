@@ -1,0 +1,216 @@
+"""Say where in its data a run is, and bring other data of the same kind there without computing anything.
+
+A position counts batches of global size, so it means the same for any number of replicas and workers. What comes after
+it follows from the data and the seeds of its order: arrays and PyDatasets are entered at the batch, tf.data is read up
+to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import zlib
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext.data.dataset_graph import read_graph
+from keras_dist_ext.errors import DataError
+
+__all__ = [
+    "Position",
+    "Seekable",
+    "batch_sizes",
+    "batches_of",
+    "check_positionable",
+    "checksum_of_rows",
+    "entered_at",
+    "go_to",
+    "has_plain_state",
+    "keeps_order",
+    "make_up_for",
+    "seekable",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where training is: after a step, or between two epochs."""
+
+    epoch: int  # that is under way or comes next, counted from 0
+    step: int  # batches of that epoch that were used; 0 = it has not begun
+    num_epochs: int  # that have ended in this run
+    num_passes: int  # times that the data was begun in this run
+    num_used: int  # batches of the last pass that were used; 0 = the next epoch begins another one
+    num_used_in_all: int  # batches used in this run
+    order: int  # number of the order that the last pass had
+    num_tests: int  # passes that evaluation has made over its data
+
+
+@runtime_checkable
+class Seekable(Protocol):
+    """An iterator over batches that can go anywhere: ``fit`` of ours takes it where Keras takes a generator."""
+
+    def __next__(self) -> Any:
+        """Return the next batch, a tuple."""
+
+    def seek(self, batch: int) -> None:
+        """Have the next batch be that with this number, counted from 0 in the first epoch, on through all epochs."""
+
+
+def seekable(arguments: dict[str, Any]) -> Seekable | None:
+    """Return the data if it is seekable, and put a generator over it in its place, which Keras takes."""
+    x = arguments.get("x")
+    if not isinstance(x, Seekable) or isinstance(x, types.GeneratorType):
+        return None
+
+    arguments["x"] = batches_of(x)
+    return x
+
+
+def batches_of(data: Seekable) -> Iterator[Any]:
+    """Yield the batches of seekable data."""
+    while True:
+        try:
+            batch = next(data)
+        except StopIteration:
+            return
+        yield batch
+
+
+def check_positionable(adapter: Any, dataset: Any, given: Seekable | None, steps_per_epoch: int | None) -> str:
+    """Return the kind of the data.
+
+    Args:
+        adapter: Keras' own.
+        dataset: that it has made of the data.
+        given: what the user has given, if that can go anywhere.
+        steps_per_epoch: of `fit`.
+
+    Raises:
+        DataError: nobody can say where in it a run is, or go there.
+    """
+    if isinstance(adapter, _keras.ArrayDataAdapter):
+        return "arrays"
+    if given is not None:
+        return "iterator"
+    if hasattr(adapter, "py_dataset"):
+        num_batches = adapter.num_batches
+        if adapter.enqueuer is not None and steps_per_epoch not in (None, num_batches):
+            whole = "batches without end" if num_batches is None else f"{num_batches} batches"
+            raise DataError(
+                f"The data is a PyDataset with {adapter.py_dataset.workers} workers, which Keras ends and starts again "
+                f"at each epoch, here after {steps_per_epoch} of its {whole}: what they have made ahead by then is "
+                "lost, and how much that is differs from run to run. Leave steps_per_epoch out, or take workers=1."
+            )
+        return "PyDataset"
+    if hasattr(adapter, "generator"):
+        raise DataError(
+            "The data is a generator, which cannot be entered in the middle, so a resumed run would begin it anew and "
+            "see other batches. Give fit tf.data.Dataset.from_generator(a function that makes the generator), a "
+            "keras.utils.PyDataset, or an iterator with a method seek(batch)."
+        )
+    if not isinstance(dataset, tf.data.Dataset):
+        raise DataError(
+            f"The data is a {type(dataset).__name__}, whose batches TensorFlow has dealt to replicas already; it "
+            "cannot be entered in the middle. Give fit the dataset itself: its batches are cut for the replicas."
+        )
+    if not isinstance(adapter, _keras.TFDatasetAdapter):
+        raise DataError(
+            f"The data is read through Keras' {type(adapter).__name__}, which cannot be entered in the middle. Give "
+            "fit arrays, a tf.data.Dataset or a keras.utils.PyDataset."
+        )
+    if _keras.shuffles_without_seed(dataset) and _keras.dataset_graph(dataset) is None:
+        raise DataError(
+            "The data is shuffled without a seed, in a pipeline whose graph TensorFlow cannot write down (it holds "
+            "more than 2 GB, or depends on what lives in this process), so its order could not be found again. Give "
+            "its shuffle a seed."
+        )
+    return "tf.data"
+
+
+def batch_sizes(dataset: Any) -> list[int]:
+    """Return how many elements each stage of a pipeline that batches takes, as far as TensorFlow tells."""
+    graph = read_graph(dataset) if isinstance(dataset, tf.data.Dataset) else None
+    stages = [] if graph is None else graph.stages.values()
+    return [int(stage.batch_size) for stage in stages if stage.batch_size is not None]
+
+
+def checksum_of_rows(adapter: Any) -> int | None:
+    """Return a checksum of some rows of arrays, to tell others of the same number; None where they cannot be taken."""
+    if not adapter._num_samples:
+        return None
+    rows = np.unique(np.linspace(0, adapter._num_samples - 1, 64).astype(np.int64))
+    checksum = 0
+    try:
+        taken = _keras.some_rows(adapter, rows)
+    except TypeError:
+        return None
+    for part in taken:
+        checksum = zlib.crc32(repr(part.tolist()).encode() if part.dtype == object else part.tobytes(), checksum)
+    return checksum
+
+
+def keeps_order(dataset: Any) -> bool:
+    """Whether a pipeline gives its elements in an order that does not depend on how long each takes."""
+    graph = _keras.dataset_graph(dataset) if isinstance(dataset, tf.data.Dataset) else None
+    if graph is None:
+        return True
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    said = {node.attr["deterministic"].s for node in nodes if "deterministic" in node.attr}
+    return b"false" not in said and (dataset.options().deterministic is not False or b"default" not in said)
+
+
+def go_to(adapter: Any, position: Position) -> None:
+    """Tell a PyDataset of the epochs that were: some choose their batches then."""
+    py_dataset = getattr(adapter, "py_dataset", None)
+    if py_dataset is not None:
+        for _ in range(position.num_epochs):
+            py_dataset.on_epoch_begin()
+            py_dataset.on_epoch_end()
+
+
+def entered_at(batch: int, adapter: Any, seed: int | None) -> Any:
+    """Return a dataset that begins with a batch of the pass; None where it has to be read up to there."""
+    if batch and getattr(adapter, "py_dataset", None) is not None and adapter.enqueuer is None:
+        return _keras.py_dataset_from(adapter, batch, seed)
+    return None
+
+
+def has_plain_state(adapter: Any, dataset: Any) -> bool:
+    """Whether what an iterator over the data holds brings back all that comes after it.
+
+    Where there is a shuffle it does not, and where there is a cache it may be large.
+    """
+    if not isinstance(adapter, _keras.TFDatasetAdapter) or not isinstance(dataset, tf.data.Dataset):
+        return False
+    graph = _keras.dataset_graph(dataset)
+    return not (graph is None or _keras.caches_in_memory(graph) or _keras.draws_order(graph))
+
+
+def make_up_for(num_passes: int, dataset: Any, ordered: Any) -> None:
+    """Have a dataset give the pass that comes after so many others.
+
+    A shuffle with a seed of the user's has another order each time that the dataset is iterated over, read or not
+    (tensorflow/core/kernels/data/shuffle_dataset_op.cc); a cache in memory is filled by the first pass.
+
+    Args:
+        num_passes: that were made in an earlier process.
+        dataset: as it was given.
+        ordered: what the first pass was made over, if that follows a seed.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        return
+    graph = _keras.dataset_graph(dataset)
+    read = dataset if ordered is None else ordered
+    if graph is not None and _keras.caches_in_memory(graph):
+        for _ in read:
+            pass
+        num_passes -= 1
+    elif read is not dataset:
+        return  # it is made anew for each pass
+    for _ in range(num_passes):
+        iter(read)

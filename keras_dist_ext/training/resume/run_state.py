@@ -1,0 +1,280 @@
+"""Take down what a model's training depends on, and put it back: variables, seeds, and the host's random numbers.
+
+A variable is known by what it is for and by its number there, since Keras' names count on from models that were made
+before. Most are alike on all replicas. Metrics, and gradients in the middle of an accumulation, are a part on each,
+and kept as such: adding them up would round otherwise than a run that goes on. On another number of replicas the first
+one gets the sum.
+
+Letters: R = replicas in sync, over all workers; L = replicas of this worker; W = workers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import keras
+from keras_dist_ext.errors import ResumeError
+from keras_dist_ext.messages import counted
+from keras_dist_ext.strategy.scope import optimizers, raw_variables
+from keras_dist_ext.strategy.workers import Workers
+
+__all__ = ["Taken", "put_back", "take_down"]
+
+Array = npt.NDArray[Any]
+_LISTED = 5  # differences that a message names before it counts the rest
+
+
+class Taken(NamedTuple):
+    """What a run depends on, at one moment."""
+
+    facts: dict[str, Any]  # what JSON can hold
+    values: dict[str, Any]  # arrays, and tensors that nothing will change: copying them can wait
+    stops: bool  # whether a worker has asked to end training
+
+
+class _Variable(NamedTuple):
+    role: str
+    path: str
+    variable: Any
+
+
+def take_down(model: Any, workers: Workers | None) -> Taken:
+    """Take down all that training depends on. All workers take part; the chief gets what all have.
+
+    It takes about as long as a look at each variable: their values are copied when somebody reads them, or when a step
+    assigns new ones.
+    """
+    facts: dict[str, Any] = {"optimizers": _optimizers(model), "variables": [], "parts": []}
+    values: dict[str, Any] = {}
+    parts: dict[str, list[Any]] = {}
+    for name, (_, path, variable) in _variables(model).items():
+        copies = _keras.components(variable)
+        facts["variables"].append([name, path, copies[0].dtype.name, copies[0].shape.as_list()])
+        if _is_in_parts(model, name, variable):
+            parts[name] = [copy.read_value().numpy() for copy in copies]
+        else:
+            values[name] = copies[0].read_value()
+    local = {name: np.stack(copies) for name, copies in parts.items()}
+    local.update({f"host/{name}": value[None] for name, value in _host_state().items()})
+    local["stops"] = np.array([[float(model._stop.is_requested)]])
+    for name, array in (local if workers is None else _gather(workers, local)).items():
+        values[name] = array
+    stops = bool(values.pop("stops").any())
+    facts["parts"] = list(parts)
+    facts["gradients_are_parts"] = bool(model._gradients_are_parts)
+    facts["seeds"] = model.replica_seeds.state()
+    return Taken(facts, values, stops)
+
+
+def _variables(model: Any) -> dict[str, _Variable]:
+    """All variables of a model, its optimizers and metrics, by role and number; seeds speak for themselves."""
+    found: dict[str, _Variable] = {}
+    counts: dict[str, int] = {}
+    seen = {id(generator.state) for generator in model.replica_seeds.generators(with_global=True)}
+    for role, path, variable in _listed(model):
+        if id(variable) not in seen and _keras.components(variable)[0].dtype != tf.string:
+            seen.add(id(variable))
+            number = counts.get(role, 0)
+            counts[role] = number + 1
+            found[f"{role}/{number}"] = _Variable(role, path, variable)
+    return found
+
+
+def _listed(model: Any) -> Iterator[_Variable]:
+    for variable in model.weights:
+        yield _Variable("weight", variable.path, variable)
+    for layer in _keras.flat_layers(model):
+        for name, variable in raw_variables(layer):
+            yield _Variable("tf.Variable", f"{layer.path or layer.name}/{name}", variable)
+    for name, optimizer in _held_optimizers(model):
+        for variable in optimizer.variables:
+            yield _Variable(f"of {name}", getattr(variable, "path", variable.name), variable)
+    for variable in model.metrics_variables:
+        yield _Variable("metric", variable.path, variable)
+
+
+def _is_in_parts(model: Any, name: str, variable: Any) -> bool:
+    """Whether each replica holds a part: a variable to be summed when read, or gradients that are being accumulated."""
+    if _keras.is_sync_on_read(variable):
+        return len(_keras.components(variable)) > 1 or model.distribute_strategy.num_replicas_in_sync > 1
+    if not model._gradients_are_parts or not name.startswith("of "):
+        return False
+    accumulated = (
+        gradient
+        for _, optimizer in optimizers(model)
+        for gradient in getattr(_inner(optimizer), "_accumulated_gradients", ())
+    )
+    return any(gradient is variable for gradient in accumulated)
+
+
+def _held_optimizers(model: Any) -> Iterator[tuple[str, Any]]:
+    """The optimizers of a model, and those of the models in it."""
+    seen: set[int] = set()
+    for number, layer in enumerate(_keras.flat_layers(model)):
+        for name, optimizer in optimizers(layer):
+            if id(optimizer) not in seen:
+                seen.add(id(optimizer))
+                yield name if layer is model else f"{name} of layer {number}", optimizer
+
+
+def _inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _optimizers(model: Any) -> dict[str, dict[str, Any]]:
+    """Class, and the weights it was built for, of each optimizer that is built."""
+    places = {id(weight): number for number, weight in enumerate(model.weights)}
+    found: dict[str, dict[str, Any]] = {}
+    for name, optimizer in _held_optimizers(model):
+        if optimizer.built:
+            of = [places.get(id(variable), -1) for variable in _keras.optimized_variables(optimizer)]
+            found[name] = {"class": type(optimizer).__name__, "of": of}
+    return found
+
+
+def _host_state() -> dict[str, Array]:
+    """The states of Python's and NumPy's generators, which differ between workers."""
+    version, words, gauss = random.getstate()
+    kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": np.array([version, gauss is not None, gauss or 0.0, *words], np.float64),
+        "numpy": np.array([kind == "MT19937", place, has_gauss, cached, *keys], np.float64),
+    }
+
+
+def _set_host_state(python: Array, numpy: Array) -> None:
+    version, has_gauss, gauss, *words = python.tolist()
+    random.setstate((int(version), tuple(int(word) for word in words), gauss if has_gauss else None))
+    is_known, place, has_gauss, cached, *keys = numpy.tolist()
+    if is_known:
+        np.random.set_state(("MT19937", np.array(keys, np.uint32), int(place), int(has_gauss), cached))
+
+
+def _gather(workers: Workers, local: Mapping[str, Array]) -> dict[str, Array]:
+    """Join what all workers have, along the first axis, in one collective; numbers of 53 bits at most."""
+    sizes = [array.size for array in local.values()]
+    mine = np.concatenate([np.asarray(array, np.float64).ravel() for array in local.values()])
+    everyones = np.zeros([workers.num_workers, sum(sizes)])
+    everyones[workers.index] = mine
+    everyones = workers.sum(everyones.ravel()).reshape(everyones.shape)
+    gathered: dict[str, Array] = {}
+    for (name, array), flat in zip(local.items(), np.split(everyones, np.cumsum(sizes)[:-1], axis=1), strict=True):
+        gathered[name] = flat.reshape(-1, *array.shape[1:]).astype(array.dtype)
+    return gathered
+
+
+# Back
+
+
+def put_back(
+    model: Any,
+    facts: Mapping[str, Any],
+    arrays: Mapping[str, Array],
+    workers: Workers | None,
+    computes: Mapping[str, str],
+) -> None:
+    """Put back what was taken down, on this worker's replicas.
+
+    Args:
+        model: it is put into.
+        facts: what was taken down, with what the model that it was taken of computes.
+        arrays: likewise.
+        workers: if there are several.
+        computes: what this model computes, see ``facts_of_model``.
+
+    Raises:
+        ResumeError: it is that of another model, optimizer or seed; says what differs. Nothing was changed then.
+    """
+    _build_optimizers(model, facts["optimizers"])
+    variables = _variables(model)
+    _check_same(model, facts, variables, computes)
+    for name, (_, _, variable) in variables.items():
+        _assign(model, variable, arrays[name], in_parts=name in facts["parts"])
+    num_replicas = model.distribute_strategy.num_replicas_in_sync
+    has_all_parts = all(len(arrays[name]) == num_replicas for name in facts["parts"])
+    model._gradients_are_parts = bool(facts["gradients_are_parts"]) and has_all_parts
+    model.replica_seeds.load(facts["seeds"])
+    num_workers, index = (1, 0) if workers is None else (workers.num_workers, workers.index)
+    if len(arrays["host/python"]) == num_workers:
+        _set_host_state(arrays["host/python"][index], arrays["host/numpy"][index])
+
+
+def _build_optimizers(model: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Build optimizers that are built in their first step: one of the user's own beside that of `compile`."""
+    weights = model.weights
+    for name, optimizer in _held_optimizers(model):
+        of = saved.get(name, {}).get("of", ())
+        is_here = all(0 <= number < len(weights) for number in of)
+        if of and not optimizer.built and type(optimizer).__name__ == saved[name]["class"] and is_here:
+            with model._in_scope():
+                optimizer.build([weights[number] for number in of])
+
+
+def _check_same(
+    model: Any, facts: Mapping[str, Any], variables: Mapping[str, _Variable], computes: Mapping[str, str]
+) -> None:
+    saved = {name: (path, f"{dtype} {tuple(shape)}") for name, path, dtype, shape in facts["variables"]}
+    now: dict[str, tuple[str, str]] = {}
+    for name, (_, path, variable) in variables.items():
+        copy = _keras.components(variable)[0]
+        now[name] = (path, f"{copy.dtype.name} {tuple(copy.shape.as_list())}")
+    differences: list[str] = []
+    for name, given in facts["optimizers"].items():
+        found = _optimizers(model).get(name, {}).get("class", "none")
+        if found != given["class"]:
+            differences.append(f"{name} is {found}, and was {given['class']}")
+    for name in {**now, **saved}:
+        here, there = now.get(name), saved.get(name)
+        if here is None and there is not None:
+            differences.append(f"{name} ({there[0]}, {there[1]}) is missing")
+        elif there is None and here is not None:
+            differences.append(f"{name} ({here[0]}, {here[1]}) is new")
+        elif here is not None and there is not None and here[1] != there[1]:
+            differences.append(f"{name} ({here[0]}) is {here[1]}, and was {there[1]}")
+    seeds = (
+        facts["seeds"].get("run", [-1])[0],
+        (model.replica_seeds.root if model.replica_seeds.root is not None else -1),
+    )
+    if seeds[0] != seeds[1]:
+        differences.append("the seed is {1}, and was {0}".format(*("none" if seed < 0 else seed for seed in seeds)))
+    computed = facts.get("computes", {})
+    differences += [
+        f"{name} is {computes[name]}, and was {was}"
+        for name, was in computed.items()
+        if name in computes and computes[name] != was
+    ]
+    if differences:
+        more = f"; and {counted(len(differences) - _LISTED, 'other')}" if len(differences) > _LISTED else ""
+        raise ResumeError(
+            f"The save is of another run than that of '{model.name}': {'; '.join(differences[:_LISTED])}{more}. "
+            "Build and compile the model as it was, or give Resume another directory."
+        )
+
+
+def _assign(model: Any, variable: Any, value: Array, *, in_parts: bool) -> None:
+    copies = _keras.components(variable)
+    first = _keras.first_replica(model.distribute_strategy)
+    if in_parts and len(value) == model.distribute_strategy.num_replicas_in_sync:
+        values = list(value[first : first + len(copies)])
+    else:
+        adds_up = _adds_up(variable)
+        if in_parts:
+            value = value.sum(axis=0, dtype=value.dtype) if adds_up else value[0]
+        is_for_first = _keras.is_sync_on_read(variable) and adds_up
+        values = [np.zeros_like(value) if is_for_first and first + i else value for i in range(len(copies))]
+    for copy, part in zip(copies, values, strict=True):
+        copy.assign(tf.constant(part, copy.dtype))
+
+
+def _adds_up(variable: Any) -> bool:
+    """Whether the parts of a variable are summed when it is read: what Keras' metrics ask for."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    aggregation = getattr(value, "aggregation", tf.VariableAggregation.SUM)
+    return not _keras.is_sync_on_read(variable) or aggregation == tf.VariableAggregation.SUM

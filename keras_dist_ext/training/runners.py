@@ -1,0 +1,153 @@
+"""What Keras calls for each execution: programs as its train, test and predict functions."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext._keras import tree
+from keras_dist_ext.cluster import heartbeat as pulse
+from keras_dist_ext.step.added_losses import UnknownLossDegrees
+from keras_dist_ext.step.means import UnknownDegrees
+from keras_dist_ext.step.replica_step import CannotCompile, CannotLoop, UnbuiltOptimizer
+from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training import feed
+from keras_dist_ext.training.prediction import PredictProgram, concat_outputs
+
+__all__ = ["CoordinatorProgram", "predictor", "runner"]
+
+
+def runner(program: Any) -> Callable[[Any], Any]:
+    """Return Keras' ``train_function`` or ``test_function``: it takes an ``Execution``, or an iterator of batches."""
+
+    def run(iterator: Any) -> Any:
+        model = program.model
+        if program.kind == "train":
+            model._part()
+        is_split = (
+            program.strategy.num_replicas_in_sync > 1
+            or model.virtual_replicas is not None
+            or model.placement is not None
+        )
+        if getattr(program, "is_eager", False) and program.kind not in model._loss_degrees and is_split:
+            try:  # now, because an eager step has its batch when it meets the loss
+                model._find_loss_degrees(model._batch_spec, program.kind)
+            except Exception:  # code that only runs eagerly, and may have no such loss
+                model._loss_degrees[program.kind] = {}
+            _prepare(program, UnknownDegrees())
+        if isinstance(iterator, feed.Execution):
+            run_steps = functools.partial(_run, program, iterator)
+        else:
+            batch = tree.map_structure(_as_tensor, next(iterator))
+            _compare_first_batch(program, batch)
+            run_steps = functools.partial(program.on_batch, batch)
+        while True:
+            try:
+                return run_steps()
+            except (UnbuiltOptimizer, UnknownLossDegrees, UnknownDegrees, CannotCompile, CannotLoop) as unprepared:
+                _prepare(program, unprepared)  # they are raised while tracing, before any step is made
+
+    run.program = program  # type: ignore[attr-defined]  # for who looks into what it has traced
+    return run
+
+
+def _run(program: Any, execution: feed.Execution) -> Any:
+    """Run steps, and say so to who has launched this process."""
+    pulse.steps_begin(program.kind, execution.first, execution.num_steps)
+    with _watched(program, execution):
+        logs = execution.run(program)
+    pulse.steps_end(execution.num_made)
+    return logs
+
+
+def _compare_first_batch(program: Any, batch: Any) -> None:
+    """See once that all workers call ``train_on_batch`` and ``test_on_batch`` with the same rows."""
+    workers = workers_of(program.strategy)
+    if workers is not None and not getattr(program, "has_compared", False):
+        program.has_compared = True
+        workers.compare_batch(batch)
+
+
+def _watched(program: Any, execution: feed.Execution) -> contextlib.AbstractContextManager[None]:
+    """Have steps in which workers wait for each other watched: those of training, where each step does."""
+    workers = workers_of(program.strategy) if program.kind == "train" else None
+    if workers is None:
+        return contextlib.nullcontext()
+    last = execution.first + execution.num_steps - 1
+    return workers.watch.waiting(f"steps {execution.first} to {last} of training")
+
+
+def _prepare(program: Any, unprepared: Exception) -> None:
+    """Make good what tracing a step has found missing."""
+    model = program.model
+    if isinstance(unprepared, UnbuiltOptimizer):
+        with model._in_scope():
+            unprepared.build()
+    elif isinstance(unprepared, UnknownLossDegrees):
+        try:
+            model._find_loss_degrees(model._batch_spec, program.kind)
+        except NotImplementedError:  # by Keras: the model has no `call`, its step calls others
+            model._loss_degrees[program.kind] = {}
+    elif isinstance(unprepared, UnknownDegrees):
+        try:
+            program.learn_degrees()
+        except (UnbuiltOptimizer, UnknownLossDegrees) as more:
+            _prepare(program, more)
+            _prepare(program, unprepared)
+    elif isinstance(unprepared, CannotLoop):
+        program.go_alone()
+    else:
+        warnings.warn(
+            f"jit_compile=True: '{model.name}' has a loss with a mask or sample weights, or a layer, that sums over "
+            "replicas while it is computed, which XLA cannot compile; the step runs without XLA.",
+            stacklevel=2,
+        )
+        program.without_xla()
+
+
+def predictor(program: PredictProgram) -> Callable[[Any], Any]:
+    """Return Keras' ``predict_function``: it takes a list, of an ``Execution`` or of batches."""
+
+    def run(batches: Any) -> Any:
+        if isinstance(batches[0], feed.Execution):
+            (execution,) = batches
+            pulse.steps_begin("predict", execution.first, execution.num_steps)
+            outputs = program.on_batches(list(execution.batches()), of_worker=execution.source.is_of_worker)
+            pulse.steps_end(execution.num_made)
+            return outputs
+        return program.on_batches([tree.map_structure(_as_tensor, batch) for batch in batches])
+
+    return run
+
+
+def _as_tensor(value: Any) -> Any:
+    return None if value is None else tf.convert_to_tensor(value) if not tf.is_tensor(value) else value
+
+
+class CoordinatorProgram:
+    """Steps that the workers of a ParameterServerStrategy make, each on a batch of its own."""
+
+    def __init__(self, model: Any, kind: str) -> None:
+        self.model = model
+        self.kind = kind
+        self.strategy = model.distribute_strategy
+
+    def run_source(self, batches: Iterator[Any], num_steps: int) -> tuple[int, Any]:
+        """Hand out up to ``num_steps`` steps; return how many there were, and the logs of those that are done."""
+        coordinator = self.model._coordinator
+        made = getattr(coordinator, self.kind)(batches, num_steps)
+        return made, coordinator.logs()
+
+    def on_batch(self, batch: Any) -> Any:
+        """Run one step and wait for it."""
+        self.run_source(iter([batch]), 1)
+        return self.model._coordinator.join()
+
+    def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:
+        """Predict each batch and concatenate the outputs along the rows."""
+        return concat_outputs(list(self.model._coordinator.predict(batches)))

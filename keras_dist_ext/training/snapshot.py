@@ -1,0 +1,99 @@
+"""Put a model back bit for bit where it was: weights, optimizer, metrics, seeds, and the host's generators."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from keras_dist_ext import _keras
+from keras_dist_ext.data.buckets import BucketedDataset
+from keras_dist_ext.strategy.scope import optimizers, raw_variables
+
+__all__ = ["kept_pass", "kept_state"]
+
+_MISSING = object()
+
+
+@contextlib.contextmanager
+def kept_state(model: Any) -> Iterator[None]:
+    """Undo in the end what is done to a built model in between.
+
+    Each replica's own copy of each variable is kept; an optimizer's variables that are made meanwhile get the values
+    that new ones begin with, where its config can make another one. Out of reach are the places of ``tf.random`` ops in
+    graphs, which TensorFlow keeps to itself.
+    """
+    seeds = getattr(model, "replica_seeds", None)
+    kept = [(copy, copy.numpy()) for copy in _copies(model)]
+    unbuilt = [optimizer for optimizer in _optimizers(model) if not optimizer.built]
+    attributes = [
+        (owner, name, vars(owner).get(name, _MISSING))
+        for owner, names in (
+            (model, ("history", "_gradients_are_parts", "replica_recorders", "_initial_epoch")),
+            (seeds, ("num_passes", "_is_to_begin", "wanted")),
+            (getattr(model, "_stop", None), ("is_requested", "is_agreed")),
+        )
+        if owner is not None
+        for name in names
+    ]
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        for optimizer in unbuilt:
+            if optimizer.built:
+                with contextlib.suppress(TypeError, ValueError, NotImplementedError):  # of a config of the user's own
+                    _begin_anew(optimizer)
+        for copy, value in kept:
+            copy.assign(value)
+        for owner, name, value in attributes:
+            if value is not _MISSING:
+                object.__setattr__(owner, name, value)
+            elif name in vars(owner):
+                object.__delattr__(owner, name)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+@contextlib.contextmanager
+def kept_pass(data: Any) -> Iterator[None]:
+    """Have data that numbers its passes go on with the number that it had."""
+    number = data.epoch if isinstance(data, BucketedDataset) else None
+    try:
+        yield
+    finally:
+        if number is not None:
+            data.epoch = number
+
+
+def _copies(model: Any) -> list[Any]:
+    """Return all copies of all variables that a step may change, each once."""
+    variables = [*model.variables, *getattr(model, "metrics_variables", ())]
+    for optimizer in _optimizers(model):
+        variables += [*optimizer.variables, *getattr(getattr(optimizer, "inner_optimizer", None), "variables", ())]
+    variables += [variable for layer in _keras.flat_layers(model) for _, variable in raw_variables(layer)]
+    seeds = getattr(model, "replica_seeds", None)
+    if seeds is not None:
+        variables += [generator.state for generator in seeds.generators(with_global=True)]
+    return list({id(copy): copy for variable in variables for copy in _keras.components(variable)}.values())
+
+
+def _optimizers(model: Any) -> list[Any]:
+    """Return the optimizers that a model and its parts hold, each once."""
+    held = (optimizer for layer in _keras.flat_layers(model) for _, optimizer in optimizers(layer))
+    return list({id(optimizer): optimizer for optimizer in held}.values())
+
+
+def _begin_anew(optimizer: Any) -> None:
+    """Give an optimizer's variables the values of one that was built just now."""
+    strategy = _keras.strategy_of_optimizer(getattr(optimizer, "inner_optimizer", optimizer))
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        new = type(optimizer).from_config(optimizer.get_config())
+        new.build(_keras.optimized_variables(optimizer))
+    for variable, first in zip(optimizer.variables, new.variables, strict=True):
+        value = np.asarray(_keras.components(first)[0])
+        for copy in _keras.components(variable):
+            copy.assign(value)

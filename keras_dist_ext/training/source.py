@@ -1,0 +1,198 @@
+"""Give out the batches of one pass over a dataset."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext import _keras
+from keras_dist_ext._keras import tree
+from keras_dist_ext.strategy.workers import Workers
+
+__all__ = ["Source", "take_leave"]
+
+
+class Source:
+    """Batches of one pass over a dataset, one ahead where the end cannot be foreseen.
+
+    Args:
+        dataset: a ``tf.data.Dataset``, or one that TensorFlow has distributed.
+        length: its number of batches, or None.
+        workers: given where each worker reads rows of its own; they take part in a step until all have none left.
+        skip: how many of the first batches were used before.
+        state: what an iterator held after these, to be put back instead of reading up to there.
+        alone: whether all executions have one step.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        length: int | None,
+        workers: Workers | None = None,
+        *,
+        on_tpu: bool = False,
+        skip: int = 0,
+        state: Sequence[bytes] | None = None,
+        alone: bool = False,
+    ) -> None:
+        self._alone = alone
+        if state is not None:
+            self.iterator = iter(dataset)
+            if not _keras.set_iterator_state(self.iterator, state):
+                warnings.warn(
+                    "This TensorFlow cannot put back what the data's iterator held when the run was saved (is it "
+                    "another version, or the data another pipeline?). The data is read up to there instead.",
+                    stacklevel=2,
+                )
+                state = None
+        if state is None:
+            self.iterator = iter(dataset.skip(skip) if skip and isinstance(dataset, tf.data.Dataset) else dataset)
+            if not isinstance(dataset, tf.data.Dataset):
+                for _ in range(skip):
+                    next(self.iterator)
+        self._is_plain = isinstance(dataset, tf.data.Dataset)
+        self._is_on_tpu = on_tpu
+        # What TensorFlow has distributed does not know its length for sure; on a TPU it must, to loop there.
+        self._looks_ahead = length is None or workers is not None or not (self._is_plain or on_tpu)
+        self._workers = workers
+        self._spec = dataset.element_spec
+        if workers is not None:
+            self._spec = tree.map_structure(_any_rows, self._spec)
+        self._ahead: Any = None
+        self._has_more = True
+        self._waited_seconds = 0.0  # for a batch of this worker's, since that was asked for
+        if self._looks_ahead:
+            self._look_ahead()
+
+    @property
+    def length_is_known(self) -> bool:
+        """Whether the caller counts the batches."""
+        return not self._looks_ahead
+
+    def iterator_state(self) -> list[bytes] | None:
+        """What the iterator holds; None where TensorFlow cannot save it, or a batch was taken ahead."""
+        return None if self._looks_ahead or not self._is_plain else _keras.iterator_state(self.iterator)
+
+    @property
+    def is_of_worker(self) -> bool:
+        """Whether the rows are this worker's own."""
+        return self._workers is not None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether another batch is there; True where the length is known and the caller counts."""
+        return self._has_more
+
+    def run(self, program: Any, num_steps: int) -> tuple[int, Any]:
+        """Run up to ``num_steps`` steps; return how many were made, and the logs."""
+        if hasattr(program, "run_source"):
+            return program.run_source(self._batches(), num_steps)  # type: ignore[no-any-return]
+        if self._workers is not None or not (self._is_plain or self._is_on_tpu):
+            made, logs = 0, None
+            run = program.on_batches_like(self._spec, of_worker=self.is_of_worker)
+            while made < num_steps and self.has_more:
+                batch = self.next_batch()
+                program.waited_seconds = self._take_waited()
+                logs = run(batch)
+                made += 1
+            return made, logs
+        if not self._looks_ahead:
+            return num_steps, program.on_iterator(self.iterator, num_steps, alone=self._alone)
+        program.waited_seconds = self._take_waited()
+        made, self._ahead, self._has_more, logs = program.on_optional(
+            self._ahead, self.iterator, num_steps, alone=self._alone
+        )
+        return made, logs
+
+    def _take_waited(self) -> float:
+        """Return once how long batches have taken that were pulled ahead."""
+        waited, self._waited_seconds = self._waited_seconds, 0.0
+        return waited
+
+    def _batches(self) -> Iterator[Any]:
+        while self.has_more:
+            try:
+                yield self.next_batch()
+            except StopIteration:
+                return
+
+    def next_batch(self) -> Any:
+        """Return the next batch; without rows, where only other workers have some left."""
+        if not self._looks_ahead:
+            return next(self.iterator)
+        if not self._is_plain:
+            batch = self._ahead
+        elif self._ahead.has_value():
+            batch = self._ahead.get_value()
+        else:
+            batch = tree.map_structure(_no_rows, self._spec)
+        self._look_ahead()
+        return batch
+
+    def close(self) -> None:
+        """Take leave of the iterator: no more batches are asked for."""
+        held = [self.iterator]
+        del self.iterator
+        self._ahead, self._has_more = None, False
+        take_leave(held)
+
+    def _look_ahead(self) -> None:
+        begin = time.perf_counter()
+        if self._is_plain:
+            self._ahead = self.iterator.get_next_as_optional()
+            self._has_more = bool(self._ahead.has_value())
+        else:
+            self._ahead = next(self.iterator, None)
+            self._has_more = self._ahead is not None
+        self._waited_seconds += time.perf_counter() - begin  # without what follows: waiting for other workers
+        if self._workers is not None:
+            self._has_more = self._workers.sum([float(self._has_more)])[0] > 0
+
+
+def take_leave(held: list[Any]) -> None:
+    """Drop an iterator without waiting for the thread that tunes its dataset.
+
+    That sleeps for 10 ms, then for twice as long each time, up to a minute. What is to end its sleep comes too early
+    now and then: it looks whether it has to stop, is not told so yet, and sleeps on (``OptimizeLoop`` in
+    tensorflow/core/framework/model.cc; cancellation.cc calls back before it says that it is cancelled). An iterator's
+    destructor waits for it, and so would an epoch, for up to as long as it took.
+
+    Args:
+        held: the only reference to the iterator.
+    """
+    thread = threading.Thread(target=held.clear, name="dropped iterator")
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+        thread.start()
+        thread.join(_LEAVE_SECONDS)
+
+
+_LEAVE_SECONDS = 0.01  # enough for nearly all else that an iterator does in the end
+
+
+def _any_rows(spec: Any) -> Any:
+    if not hasattr(spec, "shape") and not isinstance(spec, tf.OptionalSpec):
+        return None
+    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
+        return spec
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+
+
+def _no_rows(spec: Any) -> Any:
+    if spec is None:
+        return None
+    if not hasattr(spec, "shape") or isinstance(spec, tf.OptionalSpec):
+        return tf.experimental.Optional.empty(None)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        values = tf.zeros([0, *spec.shape[spec.ragged_rank + 1 :]], spec.dtype)
+        splits = tf.zeros([1], spec.row_splits_dtype)
+        return tf.RaggedTensor.from_nested_row_splits(values, [splits] * spec.ragged_rank)
+    if isinstance(spec, tf.SparseTensorSpec):
+        shape = [0, *[d or 0 for d in spec.shape[1:]]]
+        return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)
+    return tf.zeros([0, *[d or 0 for d in spec.shape[1:]]], spec.dtype)

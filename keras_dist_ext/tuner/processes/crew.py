@@ -1,0 +1,130 @@
+"""Start the processes of a search that share a tuner id, see what becomes of them, and start them again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import IO, Any
+
+from keras_dist_ext.cluster import worker
+from keras_dist_ext.cluster.failure import Failure
+from keras_dist_ext.cluster.process import Process
+from keras_dist_ext.cluster.process_group import Generation
+from keras_dist_ext.cluster.tasks import cluster, tf_config
+from keras_dist_ext.errors import LaunchError
+from keras_dist_ext.tuner.processes.place import Place
+
+__all__ = ["Crew", "Output"]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where the processes' output goes."""
+
+    stream: IO[str] | None  # None: it is not shown
+    log_dir: str | os.PathLike[str] | None  # None: it is not kept
+
+
+class Crew:
+    """The chief of a search, a worker, or the workers that run each trial together: they start and end as one.
+
+    Args:
+        name: "chief" or "tuner 0".
+        place: of them in the search.
+        program: a command, or a packed call.
+        environs: the environment of each process, without its place.
+        output: where theirs goes.
+    """
+
+    FAILURE_GRACE_SECONDS = 3.0  # for those that may wait in a collective for one that is gone
+
+    def __init__(
+        self,
+        name: str,
+        place: Place,
+        program: Sequence[str] | bytes,
+        environs: Sequence[Mapping[str, str]],
+        output: Output,
+    ):
+        self.name, self.place = name, place
+        self._program, self._environs, self._output = program, environs, output
+        self._stack = ExitStack()
+        self._generation: Generation | None = None
+
+    @property
+    def num_starts(self) -> int:
+        """How often they were started."""
+        return self.place.start
+
+    @property
+    def processes(self) -> Sequence[Process]:
+        """Those that were started last; none before, and after `end`."""
+        return self._generation.working if self._generation else ()
+
+    @property
+    def failed(self) -> Process | None:
+        """The one that failed, if any did."""
+        return next((process for process in self.processes if process.failure_code is not None), None)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether all have ended well."""
+        return bool(self.processes) and all(process.exit_code == 0 for process in self.processes)
+
+    def begin(self) -> None:
+        """Start them, for the first time or again.
+
+        Raises:
+            LaunchError: a log cannot be written.
+        """
+        self.place = replace(self.place, start=self.place.start + 1)
+        log_dir, appends = self._output.log_dir, self.num_starts > 1
+        num_processes = len(self._environs)
+        with ExitStack() as stack:
+            tasks = stack.enter_context(cluster(num_processes, 0)) if num_processes > 1 else []
+            generation = stack.enter_context(Generation(self._output.stream, log_dir, appends=appends))
+            for number, environ in enumerate(self._environs):
+                own = {"TF_CONFIG": tf_config(tasks[number], tasks)} if tasks else {}
+                name = f"{self.name} worker {number}" if tasks else self.name
+                generation.start(name, self._program, {**environ, **self.place.environ(), **own})
+            self._stack, self._generation = stack.pop_all(), generation
+
+    def pump(self) -> None:
+        """Pass on what they print, and see which have ended."""
+        if self._generation:
+            self._generation.pump(0)
+
+    def kill(self) -> None:
+        """End them without asking."""
+        for process in self.processes:
+            process.send(signal.SIGKILL)
+
+    def end(self, signals: Sequence[int] = (), grace_seconds: float = FAILURE_GRACE_SECONDS) -> Failure | None:
+        """End what still runs and whatever they have started, and say how they failed, if one did."""
+        if self._generation is None:
+            return None
+        failed = self.failed
+        others = [process for process in self.processes if process is not failed]
+        failure = None if failed is None else Failure.of_process(failed, others)
+        self._generation.end(signals, grace_seconds)
+        self._stack.close()
+        self._generation = None
+        return failure
+
+    def value(self) -> Any:
+        """Return what the function returned in the first of them; None for a command.
+
+        Raises:
+            LaunchError: the value cannot be read here.
+        """
+        outcome = self.processes[0].outcome
+        try:
+            return None if outcome is None else worker.read_value(outcome)
+        except Exception as error:
+            raise LaunchError(
+                f"What the function returned in the {self.name} cannot be read here ({error!r}). Return numbers, "
+                "strings, arrays, lists or dicts of them."
+            ) from error
