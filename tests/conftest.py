@@ -1,66 +1,90 @@
-"""Give every test four logical CPU devices, one strategy object per kind, and the same seeds."""
+"""What all tests need: strategies and equal seeds; which tests run, and which of them in one process."""
 
 import gc
 import itertools
-import os
 import signal
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-
-import keras
 import pytest
-import tensorflow as tf
+import xdist
+from cases import head, is_its_turn
+from strategies import Strategies, make_devices, strategies
+from two_workers import TwoWorkers
 
-from keras_dist_ext.strategy.pick import pick_strategy
-
-KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
-NUM_DEVICES = 4
 SEED = 1337
 
-# Before anything initialises TensorFlow: afterwards the number of devices cannot change.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration() for _ in range(NUM_DEVICES)]
-)
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("cases that rotate from commit to commit")
+    group.addoption("--every-case", action="store_true", help='run all of them, not this commit\'s share; with -m ""')
+    group.addoption("--commit", metavar="HASH", help="choose those of this commit instead of HEAD")
 
 
-def mostly_slow(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Make parameters of a test, of which the default run has those in ``quick``, and `-m slow` the others.
-
-    Raises:
-        ValueError: one of the quick ones is none of the cases: the default run would go without it.
-    """
-    cases = list(cases)
-    unknown = [case for case in quick if case not in cases]
-    if unknown:
-        raise ValueError(f"no such cases: {unknown}; there are {cases}")
-    return [
-        case if case in quick else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
-        for case in cases
-    ]
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.option.every_case:
+        return "cases that rotate: all"
+    return f"cases that rotate: those of commit {_commit(config)} (--commit, --every-case)"
 
 
-class Strategies:
-    """Hand out one strategy object per kind, the same for the whole process (tensorflow#62790)."""
-
-    KINDS = ("one_device", "default", "mirrored2", "mirrored3", "mirrored4")
-
-    def get(self, kind: str) -> tf.distribute.Strategy:
-        """Return the strategy of a kind: one of `KINDS`."""
-        if kind == "default":
-            return tf.distribute.get_strategy()
-        if kind == "one_device":
-            return pick_strategy("one_device", devices=["CPU:0"], environ={}).strategy
-        if kind in self.KINDS:
-            devices = [f"CPU:{i}" for i in range(int(kind.removeprefix("mirrored")))]
-            return pick_strategy("mirrored", devices=devices, environ={}).strategy
-        raise ValueError(f"no strategy {kind!r}; there are {', '.join(self.KINDS)}")
+def _commit(config: pytest.Config) -> str:
+    return config.option.commit or head(config.rootpath)
 
 
-strategies = Strategies()
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Load TensorFlow and make devices in the processes that run tests, not in the one that hands them out."""
+    if not xdist.is_xdist_controller(session):
+        make_devices()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases whose turn it is not; keep in one process what shares a fixture; begin with launches."""
+    left_out = [] if config.option.every_case else [item for item in items if not _is_its_turn(item, _commit(config))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        without = set(left_out)
+        items[:] = [item for item in items if item not in without]
+    for item in items:
+        if item.get_closest_marker("on_two_workers"):
+            item.add_marker(pytest.mark.multiworker)
+            item.add_marker(pytest.mark.timeout(3600))  # the first waits for the work of all; the launch has a limit
+            item.add_marker(pytest.mark.xdist_group("two_workers"))
+        elif item.get_closest_marker("xdist_group") is None and _shares_a_fixture(item):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: item.get_closest_marker("multiworker") is None)
+
+
+def _is_its_turn(item: pytest.Item, commit: str) -> bool:
+    marker = item.get_closest_marker("rotating")
+    return marker is None or is_its_turn(*(marker.args or [item.nodeid]), commit=commit, **marker.kwargs)
+
+
+def _shares_a_fixture(item: pytest.Item) -> bool:
+    """Say whether a test uses a fixture that is made once a module."""
+    definitions: dict[str, Sequence[Any]] = item._fixtureinfo.name2fixturedefs
+    return any(definition.scope == "module" for found in definitions.values() for definition in found)
+
+
+@pytest.fixture(scope="session")
+def _two_workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TwoWorkers:
+    works = [_work_of(item) for item in request.session.items if item.get_closest_marker("on_two_workers")]
+    return TwoWorkers(works, tmp_path_factory.mktemp("two_workers"))
+
+
+@pytest.fixture
+def values(request: pytest.FixtureRequest, _two_workers: TwoWorkers) -> tuple[Any, Any]:
+    """What the function that `on_two_workers` names returned on worker 0, and on worker 1."""
+    return _two_workers.values(_work_of(request.node))
+
+
+def _work_of(item: pytest.Item) -> tuple[Any, tuple[Any, ...]]:
+    marker = item.get_closest_marker("on_two_workers")
+    if marker is None:
+        raise ValueError(f"{item.nodeid} asks for `values`, and has no @on_two_workers(work) that says of what")
+    work, *args = marker.args
+    return work, tuple(args)
 
 
 @pytest.fixture(name="strategies", scope="session")
@@ -70,13 +94,13 @@ def _strategies() -> Strategies:
 
 
 @pytest.fixture(params=Strategies.KINDS)
-def strategy(request: pytest.FixtureRequest) -> tf.distribute.Strategy:
+def strategy(request: pytest.FixtureRequest) -> Any:
     """Run the test under each kind of strategy."""
     return strategies.get(request.param)
 
 
 @pytest.fixture
-def mirrored() -> tf.distribute.Strategy:
+def mirrored() -> Any:
     """Two replicas in this process."""
     return strategies.get("mirrored2")
 
@@ -114,4 +138,6 @@ _NUM_TESTS = itertools.count()
 
 @pytest.fixture(autouse=True)
 def _same_seed_for_every_test() -> None:
+    import keras
+
     keras.utils.set_random_seed(SEED)

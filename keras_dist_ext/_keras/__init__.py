@@ -1,6 +1,6 @@
 """The one door to Keras, and the one place that touches what Keras and TensorFlow do not document.
 
-Everything private is one function here, with the upstream file it stands on; ``tests/test_upstream.py`` fails when
+Everything private is one function here, with the upstream file it stands on; ``tests/upstream`` fails when
 one of them changes. Written against Keras 3.15.1 and TensorFlow 2.21.0.
 
 While a replica's step is traced, Keras' own code must do what is right for *all* replicas: a loss divides by the

@@ -1,6 +1,6 @@
 """The import of keras-tuner, and what a search has to touch of what keras-tuner 1.4.8 keeps to itself.
 
-`tests/test_tuner.py` fails when one of these changes.
+`tests/tuner/test_tuner.py` fails when one of these changes.
 """
 
 from __future__ import annotations

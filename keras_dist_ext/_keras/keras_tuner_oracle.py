@@ -1,6 +1,6 @@
 """The one place that touches what keras-tuner's oracles keep to themselves (keras-tuner 1.4.8).
 
-`tests/test_tuner_chief.py` fails when one of these changes.
+`tests/tuner/test_tuner_chief.py` fails when one of these changes.
 """
 
 from __future__ import annotations

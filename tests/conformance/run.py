@@ -17,7 +17,7 @@ Outcome = dict[str, Any]
 """What can be seen from outside: weights, optimizer.iterations, History, results and predictions; plain values only."""
 
 SEED = 20
-# Every kind of strategy of tests/conftest.py, and two worker processes.
+# Every kind of strategy of tests/strategies.py, and two worker processes.
 IN_PROCESS = ("mirrored3", "mirrored2", "mirrored4", "one_device", "default")
 WORKERS = "workers2"
 ROUNDING = 1e-5

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import keras
-from conftest import strategies
+from strategies import strategies
 
 import keras_dist_ext as kde
 from conformance.causes import cause_of

@@ -1,0 +1,60 @@
+"""Choose which cases of a test run: the quick ones always, the others in turn from commit to commit."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import subprocess
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["TURNS", "head", "is_its_turn", "rotating"]
+
+TURNS = 4
+"""A case that rotates runs at one of so many commits."""
+
+
+def rotating(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Make parameters of a test: the default run has the cases in ``quick``, CI also a share of the others.
+
+    The share changes with the commit, so that every case comes up over time; ``--every-case`` runs all of them.
+
+    Raises:
+        ValueError: one of the quick ones is none of the cases: the default run would go without it.
+    """
+    cases = list(cases)
+    unknown = [case for case in quick if case not in cases]
+    if unknown:
+        raise ValueError(f"no such cases: {unknown}; there are {cases}")
+    return [
+        case
+        if case in quick
+        else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.rotating)
+        for case in cases
+    ]
+
+
+def is_its_turn(name: str, turn: int = 0, turns: int = TURNS, *, commit: str) -> bool:
+    """Say whether a case runs at a commit: exactly one of the `turns` of a name does.
+
+    Args:
+        name: of the case, or of several that take turns.
+        turn: which of those this is, from 0.
+        turns: how many they are.
+        commit: the hash of the commit.
+    """
+    digest = hashlib.sha256(f"{commit} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % turns == turn
+
+
+@functools.cache
+def head(root: Path) -> str:
+    """Return the hash of the commit that is checked out, or "no commit" outside of a repository."""
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "no commit"

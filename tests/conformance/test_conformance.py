@@ -1,0 +1,156 @@
+"""Show that N replicas give one device's numbers: the table of `conformance.rows`, a test a row and strategy.
+
+The definition of right is stock Keras without a strategy, on the same global batches from equal initial weights. Each
+row runs under every strategy of this process, and all of them in one launch of two workers. A quick run
+(`-m "not slow"`) has the rows that the table calls `Quick`, but for those of `LATER`: each under three replicas, which
+few batches split into evenly, some under another strategy or two workers too.
+"""
+
+import importlib
+import pickle
+from functools import cache
+from typing import Any
+
+import pytest
+
+import keras_dist_ext as kde
+from conformance.causes import CAUSES, cause_of
+from conformance.feeds import regression
+from conformance.models import dense
+from conformance.rows import ROWS
+from conformance.run import IN_PROCESS, WORKERS, Outcome, Row, differences, run, run_on_one_device
+from conformance.seen import PASSES, RECORD, seen
+from conformance.workers import run_rows
+
+# Stock Keras says so too, from a module whose warnings the suite ignores.
+pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
+
+LATER = {
+    "a first batch of 1 row", "a last batch of 1 row", "sample weights of time steps",
+    "masked time steps with weights", "a mask of the loss's own", "loss reduction None",
+    "loss reduction sum, weighted", "loss reduction sum, masked",
+    "loss reduction mean_with_sample_weight, masked and weighted",
+    "several losses with sample weights of their own", "an activity regularizer", "add_loss of a mean",
+    "add_loss of a sum, in a train_step of the user's own", "CTC loss of 1 to 9 rows", "AdamW", "clipping by norm",
+    "a schedule over data of unknown length", "sparse gradients, clipped by global norm", "mixed_bfloat16",
+    "3 steps an execution over data of unknown length", "a function as metric", "logs of every batch",
+    "train on batch of dicts", "predict several outputs", "synchronized BatchNormalization of masked steps",
+    "state assigned in call", "tensors", "validation_split", "tf.data", "endless tf.data started once a fit",
+    "an endless generator", "a dataset made on each worker", "Sequential", "Sequential, lazily built",
+    "nested models", "shared layers", "a CNN", "an LSTM", "a GRU", "an Embedding with a mask", "attention",
+    "convolutions in time of 1 to 9 rows", "a GAN", "several losses with weights, and metrics", "masked tokens",
+    "loss reduction mean, masked and weighted", "add_loss of a sum", "a custom metric", "sample weights",
+    "sparse gradients", "a subclass, lazily built", "EMA that overwrites every 5 steps", "two optimizers from one tape",
+    "logs of every batch, of a metric with several results", "loss reduction sum", "class weights",
+    "5 steps an execution over 6 of endless data", "synchronized BatchNormalization", "LossScaleOptimizer",
+}  # fmt: skip
+TURNS = ("mirrored2", WORKERS, "", "mirrored4", "", "one_device", WORKERS, "", "default", "")
+QUICK = {
+    row: ("mirrored3", TURNS[turn % len(TURNS)])
+    for turn, row in enumerate(row for row in ROWS if row.quick and row.name not in LATER)
+}
+
+
+def cell(row: Row, kind: str) -> Any:
+    """Name one test of the table; mark it as slow if a quick run is better off without it."""
+    return pytest.param(
+        row, kind, id=f"{row.name}-{kind}", marks=() if kind in QUICK.get(row, ()) else pytest.mark.slow
+    )
+
+
+@cache
+def one_device(row: Row) -> Outcome:
+    return run_on_one_device(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    # Rows outside: one device trains a row just before the replicas do.
+    [cell(row, kind) for row in ROWS for kind in IN_PROCESS if kind in row.under],
+)
+def test_replicas_give_what_one_device_gives(row: Row, kind: str, strategies: Any) -> None:
+    expected = one_device(row)
+    found = run(row, kde, None if kind == "default" else strategies.get(kind))
+    assert differences(expected, found, row.tolerance) == []
+
+
+def test_jit_compile_goes_on_uncompiled_where_replicas_are_cpus_and_says_so_once(
+    mirrored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("keras_dist_ext.step.xla"), "_warned", set())
+    with mirrored.scope():
+        model = dense(kde)
+        model.compile("sgd", "mse", jit_compile=True)
+    x, y = regression(16, 1)
+    with pytest.warns(UserWarning, match="XLA cannot compile for 2 replicas that are CPUs of one process") as caught:
+        model.fit(x, y, epochs=2, batch_size=5, validation_data=(x, y), verbose=0)
+    assert len([warning for warning in caught if "XLA" in str(warning.message)]) == 1
+
+
+def test_names_of_rows_are_sentences_of_their_own() -> None:
+    names = [row.name for row in ROWS]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_rows_for_later_are_rows_of_the_table() -> None:
+    assert {row.name for row in ROWS if row.quick} >= LATER
+
+
+def test_each_row_was_seen_to_fail_with_its_cause_put_back() -> None:
+    """As `python -m conformance --write` has noted, which runs each row with a patch of ours, and by stock Keras."""
+    record = [line.split(" | ") for line in RECORD.read_text().splitlines()]
+    assert [(name, cause) for name, cause, *_ in record] == [(row.name, cause_of(row).__name__) for row in ROWS]
+    assert [name for name, _, found, _ in record if found == PASSES] == []
+
+
+@pytest.mark.parametrize("cause", dict.fromkeys(cause for cause, _ in CAUSES))
+def test_what_a_cause_replaces_is_there(cause: Any) -> None:
+    with cause():
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["even batches", "a partial last batch", "masked time steps", "clipping by norm", "AUC, precision and recall",
+     "a custom train_step of 1 to 9 rows", "state assigned in call", "predict 1 to 9 rows", "endless tf.data"],
+)  # fmt: skip
+def test_a_row_fails_with_its_cause_put_back(name: str) -> None:
+    (row,) = [row for row in ROWS if row.name == name]
+    found = seen(row, "ours")
+    assert found != PASSES
+    assert not found.startswith("dies")
+
+
+@pytest.fixture(scope="session")
+def two_workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
+    """Run all selected rows in one launch of two worker processes; an outcome, or a traceback, by row and worker."""
+    rows = [item.callspec.params["row"] for item in request.session.items if "two_workers" in item.fixturenames]
+    folder = tmp_path_factory.mktemp("two_workers")
+    found: dict[tuple[str, int], Any] = {}
+    try:
+        kde.launch(
+            2,
+            run_rows,
+            args=([row.name for row in rows], str(folder)),
+            time_limit=60 + 12 * len(rows),
+            threads_per_worker=1,
+            quiet=True,
+        )
+    except kde.LaunchError as error:
+        found = {(row.name, task): f"the workers did not get here:\n{error}" for row in rows for task in (0, 1)}
+    for path in folder.glob("*.pkl"):
+        name, task, outcome = pickle.loads(path.read_bytes())
+        found[name, task] = outcome
+    return found
+
+
+@pytest.mark.multiworker
+@pytest.mark.timeout(3600)  # the first row waits for the launch, that is for all rows
+@pytest.mark.parametrize(("row", "kind"), [cell(row, WORKERS) for row in ROWS if WORKERS in row.under])
+def test_two_workers_give_what_one_device_gives(row: Row, kind: str, two_workers: dict[tuple[str, int], Any]) -> None:
+    expected = one_device(row)
+    for task in (0, 1):
+        found = two_workers[row.name, task]
+        assert not isinstance(found, str), f"worker {task}: {found}"
+        assert differences(expected, found, row.tolerance, f"worker {task}") == []

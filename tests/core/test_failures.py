@@ -1,0 +1,739 @@
+"""Bad input and bad luck: a clear error, in bounded time, and nothing lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import re
+import socket
+import subprocess
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import failure_runs as runs
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import rotating
+from failure_runs import BATCH, NUM_BATCHES, X, Y, fit, make, state, with_nan, without
+from launching import wait_for_saves, wait_until
+from tensorflow.python.eager import context as tf_context
+
+import keras_dist_ext as kde
+from keras_dist_ext.cluster import rendezvous
+from keras_dist_ext.cluster.launch import launch
+from keras_dist_ext.cluster.spec import Cluster
+from keras_dist_ext.cluster.tasks import cluster
+from keras_dist_ext.strategy import deadlock as stall
+from keras_dist_ext.strategy.consistency import check_same, differences, facts_of_data, facts_of_run
+from keras_dist_ext.training.resume.saves import Saves, unpack
+
+NAN = (5,)  # the batch that has one
+
+
+def assert_same(expected: dict[str, Any], found: dict[str, Any]) -> None:
+    """Equal in all that a step may change, to the bit."""
+    assert expected.keys() - found.keys() <= {"history", "epochs"}
+    for name, value in expected.items():
+        if name.isdigit():
+            np.testing.assert_array_equal(value, found[name], err_msg=name)
+
+
+def said_while(run: Callable[[], Any]) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run()
+    said = [str(warning.message) for warning in caught]
+    return result, [text for text in said if "NonFinite" in text or "not finite" in text]
+
+
+# A replica that is not finite
+
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one device": ("default", {"steps_per_execution": 3}),
+    "one device, compiled by XLA": ("default", {"steps_per_execution": 3, "jit_compile": True}),
+    "2 replicas, one step at a time": ("mirrored2", {"steps_per_execution": 1}),
+    "2 replicas, 3 steps at a time": ("mirrored2", {"steps_per_execution": 3}),
+    "2 replicas, all steps at once": ("mirrored2", {"steps_per_execution": NUM_BATCHES}),
+    "2 replicas, eager": ("mirrored2", {"run_eagerly": True}),
+    "4 replicas, auto": ("mirrored4", {}),
+    "2 replicas for 4": ("mirrored2", {"steps_per_execution": 3, "virtual_replicas": 4}),
+    "2 replicas for 4, fast": (
+        "mirrored2",
+        {"steps_per_execution": 3, "virtual_replicas": kde.VirtualReplicas(4, "fast")},
+    ),
+    "momentum, clipped, averaged": (
+        "mirrored2",
+        {
+            "optimizer": lambda: keras.optimizers.SGD(
+                0.1, momentum=0.9, global_clipnorm=1.0, use_ema=True, ema_overwrite_frequency=3
+            )
+        },
+    ),
+    "accumulated gradients": (
+        "mirrored2",
+        {
+            "steps_per_execution": 3,
+            "optimizer": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+        },
+    ),
+}
+
+
+QUICK = ("2 replicas, 3 steps at a time", "2 replicas for 4", "accumulated gradients")
+
+
+@pytest.mark.parametrize("name", rotating(CONFIGURATIONS, QUICK))
+def test_a_step_that_is_skipped_has_never_been_on_any_replica(name: str, strategies: Any) -> None:
+    kind, options = CONFIGURATIONS[name]
+    strategy = strategies.get(kind)
+    expected = fit(make(strategy, **options), without(NAN))
+    callback = kde.NonFinite("skip")
+    found, said = said_while(lambda: fit(make(strategy, **options), with_nan(NAN), callback))
+    assert_same(expected, found)
+    for metric, values in expected["history"].items():  # the rows of the step are not counted, either
+        np.testing.assert_allclose(found["history"][metric], values, rtol=1e-6)
+    num_replicas = options.get("virtual_replicas", 1 if kind == "default" else int(kind[-1]))
+    last = getattr(num_replicas, "count", num_replicas) - 1
+    assert callback.left_out == [(1, 6, (last,), (last,), (last,))]
+    which = f"{'virtual ' if 'virtual_replicas' in options else ''}replica {last}"
+    assert said == [
+        f"Step 6 of epoch 1: loss and gradients of {which} are not finite, and neither is its data. No replica has "
+        "made this update: weights are as they were before. Training goes on."
+    ]
+
+
+@pytest.mark.parametrize("steps_per_execution", rotating([1, 3], [3]))
+def test_an_error_names_replica_and_step_and_leaves_the_weights_of_the_step_before(
+    steps_per_execution: int, mirrored: Any
+) -> None:
+    options = {"steps_per_execution": steps_per_execution}
+    expected = fit(make(mirrored, **options), (X[: 5 * BATCH], Y[: 5 * BATCH]))
+    model = make(mirrored, **options)
+    message = (
+        r"Step 6 of epoch 1: loss and gradients of replica 1 are not finite, and neither is its data\. No replica has "
+        r"made this update: weights are as they were before\. Look for NaN and infinity in the data\."
+    )
+    with pytest.raises(kde.NonFiniteError, match=message):
+        fit(model, with_nan(NAN), kde.NonFinite())
+    assert_same(expected, state(model))
+
+
+def test_training_may_stop_there_instead(mirrored: Any) -> None:
+    expected = fit(make(mirrored, steps_per_execution=3), (X[: 5 * BATCH], Y[: 5 * BATCH]))
+    model = make(mirrored, steps_per_execution=3)
+    found, said = said_while(lambda: fit(model, with_nan(NAN), kde.NonFinite("stop"), epochs=3))
+    assert_same(expected, found)
+    assert found["epochs"] == [0]
+    assert len(said) == 1
+    assert "replica 1" in said[0]
+    assert "Training stops here." in said[0]
+    again = fit(model, (X, Y), kde.NonFinite("stop"))  # and may be taken up again
+    assert np.isfinite(again["history"]["loss"]).all()
+
+
+def test_without_it_one_row_ruins_all_replicas(mirrored: Any) -> None:
+    found = fit(make(mirrored), with_nan(NAN))
+    assert np.isnan(found["0"]).all()
+
+
+def test_it_costs_nothing_when_it_is_not_asked_for(mirrored: Any) -> None:
+    def ops(*callbacks: Any) -> set[str]:
+        model = make(mirrored)
+        fit(model, (X, Y), *callbacks)
+        graphs = [graph.as_graph_def() for graph in model.train_function.program.graphs()]
+        functions = [node for graph in graphs for function in graph.library.function for node in function.node_def]
+        return {node.op for node in (*functions, *(node for graph in graphs for node in graph.node))}
+
+    assert "IsFinite" in ops(kde.NonFinite())
+    assert "IsFinite" not in ops()
+
+
+def test_many_bad_steps_in_a_row_are_no_bad_luck(mirrored: Any) -> None:
+    data = with_nan((2, 3, 4, 5))
+    skipped, said = said_while(lambda: fit(make(mirrored), data, kde.NonFinite("skip", most_in_a_row=4)))
+    assert_same(fit(make(mirrored), without((2, 3, 4, 5))), skipped)
+    assert len(said) == 4
+    assert "has left out 4 steps of this run in all; the last was step 6 of epoch 1" in said[3]
+    model = make(mirrored)
+    with pytest.raises(kde.NonFiniteError, match=r"Step 6 of epoch 1.*It is step 4 in a row"):
+        said_while(lambda: fit(model, data, kde.NonFinite("skip", most_in_a_row=3)))
+    assert_same(fit(make(mirrored), (X[: 2 * BATCH], Y[: 2 * BATCH])), state(model))
+
+
+def test_weights_that_are_not_finite_are_named(mirrored: Any) -> None:
+    model = make(mirrored)
+    first = model.weights[0]
+    first.assign(np.full(first.shape, np.inf, "float32"))
+    message = (
+        "loss and gradients of all 2 replicas are not finite; their data is finite.*Weights are not finite.*kernel"
+    )
+    with pytest.raises(kde.NonFiniteError, match=message):
+        fit(model, (X, Y), kde.NonFinite())
+
+
+def test_gradients_alone_may_be_the_fault(mirrored: Any) -> None:
+    def loss(y: Any, prediction: Any) -> Any:  # finite, with a slope that is not
+        return keras.ops.mean(keras.ops.sqrt(keras.ops.abs(prediction - keras.ops.stop_gradient(prediction))) + 1.0)
+
+    model = make(mirrored)
+    model.compile("sgd", loss)
+    with pytest.raises(
+        kde.NonFiniteError, match=r"gradients of all 2 replicas are not finite; their data is finite.*roots"
+    ):
+        fit(model, (X, Y), kde.NonFinite())
+
+
+def test_a_loss_scale_deals_with_overflows_by_itself(mirrored: Any) -> None:
+    def scaled() -> Any:
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0**120)
+
+    model = make(mirrored, scaled)
+    fit(model, (X * 1e4, Y * 1e10), kde.NonFinite())
+    assert keras.ops.convert_to_numpy(model.optimizer.dynamic_scale) < 2.0**120
+    callback = kde.NonFinite("skip")
+    found, _ = said_while(lambda: fit(make(mirrored, scaled), with_nan(NAN), callback))
+    assert callback.left_out == [(1, 6, (1,), (), (1,))]
+    assert_same(fit(make(mirrored, scaled), without(NAN)), found)
+
+
+def test_all_optimizers_of_a_step_of_ones_own_are_guarded(mirrored: Any) -> None:
+    with mirrored.scope():
+        weight = tf.Variable(1.0)
+        by_keras = tf.Variable(1.0)
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build([by_keras])
+
+    def step(replica: Any, batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape(persistent=True) as tape:
+            by_hand = replica.mean_loss((weight * x[:, 0] - y[:, 0]) ** 2)
+            other = replica.mean_loss((by_keras * x[:, 0] - y[:, 0]) ** 2)
+        (gradient,) = replica.reduce_gradients([tape.gradient(by_hand, weight)])
+        weight.assign_sub(0.1 * gradient)
+        optimizer.apply([tape.gradient(other, by_keras)], [by_keras])
+        return {"loss": by_hand}
+
+    def run(data: Any) -> list[float]:
+        weight.assign(1.0)
+        by_keras.assign(1.0)
+        loop = kde.TrainLoop(
+            step,
+            parts={"weight": weight, "by_keras": by_keras, "optimizer": optimizer},
+            reduce={"loss": "mean"},
+            strategy=mirrored,
+            steps_per_execution=3,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loop.fit(*data, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[kde.NonFinite("skip")])
+        return [float(tf.convert_to_tensor(variable)) for variable in (weight, by_keras)]
+
+    found = run(with_nan(NAN))
+    assert np.isfinite(found).all()
+    assert found == run(without(NAN))
+
+
+@pytest.mark.parametrize(
+    ("make_it", "message"),
+    [
+        (lambda: kde.NonFinite("ignore"), "action is 'ignore'; there are 'raise', 'stop', 'skip'"),
+        (lambda: kde.NonFinite("skip", most_in_a_row=0), "most_in_a_row is 0; it is a number of steps, at least 1"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(make_it: Callable[[], Any], message: str) -> None:
+    with pytest.raises(kde.MonitorError, match=message):
+        make_it()
+
+
+def test_a_model_of_stock_keras_is_refused_with_the_way_out() -> None:
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(kde.MonitorError, match="stock Keras, whose steps NonFinite cannot see into. Derive it from"):
+        model.fit(X, Y, verbose=0, callbacks=[kde.NonFinite()])
+
+
+@pytest.mark.slow
+@pytest.mark.multiworker
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_all_workers_decide_alike(steps_per_execution: int) -> None:
+    workers = launch(2, runs.guarded, args=(steps_per_execution,), timeout=200).values
+    for index, worker in enumerate(workers):
+        assert_same(worker["twin"], worker["skip"])
+        assert_same(worker["before"], worker["stop"])
+        assert_same(worker["before"], worker["raise"])
+        assert worker["stop"]["epochs"] == [0]
+        what = "Step 6 of epoch 1: loss and gradients of replica 1 (worker 1) are not finite, and neither is its data."
+        assert worker["raise"]["error"].startswith(what)
+        assert [len(worker[action]["said"]) for action in ("skip", "stop")] == ([1, 1] if index == 0 else [0, 0])
+        for action in ("skip", "stop", "raise"):
+            assert worker[action]["left_out"] == [(1, 6, (1,), (1,), (1,))]
+
+
+# Workers that do not do the same
+
+
+class Board:
+    """Stands for what workers store for each other, of all workers in this process."""
+
+    def __init__(self) -> None:
+        self.texts: dict[tuple[str, int], str] = {}
+
+    def of(self, index: int, num_workers: int = 2) -> BulletinOf:
+        return BulletinOf(self, index, num_workers)
+
+
+class BulletinOf:
+    """One worker's end of it."""
+
+    def __init__(self, board: Board, index: int, num_workers: int) -> None:
+        self._texts, self.index, self.num_workers = board.texts, index, num_workers
+        self.others = [worker for worker in range(num_workers) if worker != index]
+
+    def say(self, topic: str, text: str) -> None:
+        assert (topic, self.index) not in self._texts  # as TensorFlow has it
+        self._texts[topic, self.index] = text
+
+    def hear(self, topic: str, worker: int, wait_seconds: float) -> str | None:
+        return self._texts.get((topic, worker))
+
+    def forget(self, topic: str) -> None:
+        self._texts.pop((topic, self.index), None)
+
+
+def told(strategy: Any, optimizer: Any = None, *callbacks: Any, **arguments: Any) -> Any:
+    return facts_of_run(make(strategy, optimizer), {"epochs": 1, "callbacks": list(callbacks), **arguments})
+
+
+def test_runs_that_are_alike_have_no_differences_whatever_keras_calls_their_layers(mirrored: Any) -> None:
+    first = told(mirrored, None, kde.ReplicaSeeds(3), kde.NonFinite())
+    make(mirrored)  # from here on Keras counts on
+    second = told(mirrored, None, kde.ReplicaSeeds(3), kde.NonFinite())
+    assert first != second
+    assert differences([first, second]) == []
+    assert differences([json.loads(json.dumps(first)), second]) == []
+
+
+def test_what_differs_between_workers_is_named_with_both_values(mirrored: Any) -> None:
+    found = differences(
+        [
+            told(mirrored, None, kde.ReplicaSeeds(3)),
+            told(mirrored, lambda: keras.optimizers.SGD(0.5), kde.ReplicaSeeds(4), epochs=2),
+        ]
+    )
+    assert "optimizer is SGD on worker 1, and Adam on worker 0" in found
+    assert "learning_rate of optimizer is 0.5 on worker 1, and 0.01 on worker 0" in found
+    assert "epochs is 2 on worker 1, and 1 on worker 0" in found
+    assert "callback of all workers 1 is ReplicaSeeds(4) on worker 1, and ReplicaSeeds(3) on worker 0" in found
+
+
+def test_arguments_may_be_of_numpy(mirrored: Any) -> None:
+    weights = {np.int64(0): 1.0, np.int64(1): np.float32(2.0)}  # as zip(np.unique(y), ...) gives them
+    first = told(mirrored, class_weight=weights, batch_size=np.int64(8))
+    assert differences([first, told(mirrored, class_weight={0: 1.0, 1: 2.0}, batch_size=8)]) == []
+    assert differences([first, told(mirrored, class_weight=weights, batch_size=np.int64(9))]) == [
+        "batch_size is 9 on worker 1, and 8 on worker 0"
+    ]
+
+
+def test_layers_differ_by_the_numbers_in_them_before_there_are_weights() -> None:
+    def facts(units: int, rate: float) -> Any:
+        model = kde.Sequential([keras.layers.Dense(units), keras.layers.Dropout(rate)])
+        model.compile("sgd", "mse")
+        return facts_of_run(model, {})
+
+    assert differences([facts(3, 0.5), facts(3, 0.5)]) == []
+    (found,) = differences([facts(3, 0.5), facts(4, 0.5)])
+    assert re.fullmatch(r"layer 2 is Dense\(.*units=4, .*\) on worker 1, and Dense\(.*units=3, .*\) on worker 0", found)
+
+
+def test_of_lists_the_first_part_that_differs_is_named() -> None:
+    def facts(*weights: str) -> Any:
+        return {"weight": list(weights)}
+
+    bias, kernel = "float32 (5,), named d/bias", "float32 (4, 5), named d/kernel"
+    assert differences([facts(kernel, bias), facts(kernel, "float32 (6,), named d/bias"), facts(kernel)]) == [
+        "weight 2 is float32 (6,), named d/bias on worker 1 (1 other too), and float32 (5,), named d/bias on worker 0"
+    ]
+    assert differences([facts(kernel, bias), facts(kernel)]) == [
+        "weight 2 (of 1 and 2) is none on worker 1, and float32 (5,), named d/bias on worker 0"
+    ]
+
+
+def test_data_of_another_length_or_shape_differs_but_for_rows_of_ones_own() -> None:
+    spec = (tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))
+    other = (tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1]))
+    assert differences([facts_of_data(s, n, own_rows=False) for s, n in ((spec, 8), (other, 7))]) == [
+        "part of a batch 1 is 0: float32 (None, 3) on worker 1, and 0: float32 (None, 4) on worker 0",
+        "number of batches is 7 on worker 1, and 8 on worker 0",
+    ]
+    assert differences([facts_of_data(spec, n, own_rows=True) for n in (8, 7)]) == []
+
+
+def test_workers_that_are_not_alike_all_get_the_same_error() -> None:
+    board = Board()
+    errors: dict[int, str] = {}
+
+    def work(index: int) -> None:
+        try:
+            check_same(board.of(index), "run/1", {"epochs": str(index)}, what="call fit", wait_seconds=60)
+        except kde.WorkersError as error:
+            errors[index] = str(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors[0] == errors[1]
+    assert "The workers are about to call fit, but not alike" in errors[0]
+    assert "epochs is 1 on worker 1, and 0 on worker 0" in errors[0]
+
+
+def test_a_worker_that_does_not_come_is_named_once_it_is_late_and_in_the_end() -> None:
+    now = iter(float(n) for n in range(0, 10_000, 7))
+    with (
+        pytest.warns(UserWarning, match=r"Worker 0 is about to call fit and waits for workers 1, 2, for \d+ s so far"),
+        pytest.raises(kde.WorkersError, match="workers 1, 2 did not come for 100 s: .*pick_strategy.wait_seconds"),
+    ):
+        check_same(Board().of(0, 3), "run/1", {}, what="call fit", wait_seconds=100, clock=lambda: next(now))
+
+
+@pytest.fixture
+def watches(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[str], threading.Event]:
+    """Two workers in this process, whose waits are watched twenty times a second; why they end, and that both do."""
+    aborted: list[str] = []
+    both = threading.Event()
+
+    def abort(text: str) -> None:
+        aborted.append(text)
+        if len(aborted) == 2:
+            both.set()
+
+    monkeypatch.setattr(stall._keras, "abort_collectives", abort)
+    board = Board()
+    first, second = (stall.StallWatch(board.of(i), stuck_seconds=0.1, look_seconds=0.05) for i in (0, 1))
+    return first, second, aborted, both
+
+
+def test_workers_that_wait_at_different_places_are_told_where(watches: Any) -> None:
+    first, second, aborted, both = watches
+    over = threading.Event()
+
+    def evaluate() -> None:
+        with second.waiting("an agreement (feed.evaluate)"):
+            over.wait(60)
+
+    other = threading.Thread(target=evaluate)
+    other.start()
+
+    def wait_in_vain() -> None:
+        with first.waiting("steps 1 to 8 of training"):
+            both.wait(60)  # in one line of this program, which the verdicts name
+            raise tf.errors.InternalError(None, None, aborted[0])
+
+    with pytest.raises(
+        kde.WorkersError, match="wait for each other at different places, and would for ever: "
+    ) as raised:
+        wait_in_vain()
+    over.set()
+    other.join()
+    text = str(raised.value)
+    assert "worker 0 in steps 1 to 8 of training (test_failures.py:" in text
+    assert "worker 1 in an agreement (feed.evaluate) (test_failures.py:" in text
+    assert aborted == [text, text]
+
+
+def test_a_worker_that_is_slow_or_busy_is_not_held_for_stuck(watches: Any) -> None:
+    first, second, aborted, _ = watches
+    with first.waiting("step 1"), second.waiting("step 1"):  # both compute
+        time.sleep(0.6)
+    with first.waiting("step 2"):  # the other writes a checkpoint, say
+        time.sleep(0.6)
+        with second.waiting("step 2"):
+            pass
+    assert aborted == []
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "keras_dist_ext.stall"])
+
+
+# Tasks that do not answer
+
+
+def cluster_on(*ports: int, index: int = 0) -> Cluster:
+    addresses = tuple(f"127.0.0.1:{port}" for port in ports)
+    return Cluster("TF_CONFIG", worker=addresses, task_type="worker", task_index=index)
+
+
+@pytest.fixture
+def two_ports() -> Iterator[tuple[int, int]]:
+    """Two ports that nobody listens on, and that no other process is handed meanwhile."""
+    with cluster(2, 0) as tasks:
+        first, second = (int(task.address.rpartition(":")[2]) for task in tasks)
+        yield first, second
+
+
+def test_tasks_whose_ports_stay_closed_are_named_in_time(two_ports: tuple[int, int]) -> None:
+    message = (
+        f"worker 0 has waited 0.3 s for worker 1 .127.0.0.1:{two_ports[1]}: Connection refused.. Start the program"
+    )
+    with pytest.raises(kde.ClusterError, match=message):
+        rendezvous.await_ports(cluster_on(*two_ports), ["worker 1"], 0.3)
+
+
+def test_a_task_that_comes_late_is_waited_for_and_said(two_ports: tuple[int, int]) -> None:
+    now = iter(range(0, 10_000, 20))
+    servers: list[socket.socket] = []
+
+    def clock() -> float:
+        seconds = float(next(now))
+        if seconds == 60:
+            servers.append(socket.create_server(("127.0.0.1", two_ports[1])))
+        return seconds
+
+    with pytest.warns(UserWarning, match=r"worker 0 waits for worker 1 .*, for 40 s so far. It gives up after 100 s"):
+        rendezvous.await_ports(cluster_on(*two_ports), ["worker 1"], 100.0, clock=clock)
+    servers[0].close()
+
+
+@pytest.mark.parametrize("wait_seconds", [0, -1.0, "10", True, None, float("nan"), float("inf"), 1e12])
+def test_a_time_to_wait_is_a_positive_number(wait_seconds: Any) -> None:
+    with pytest.raises(kde.StrategyError, match=r"wait_seconds is .*; give a positive number of seconds"):
+        kde.pick_strategy(wait_seconds=wait_seconds, environ={})
+
+
+@pytest.fixture
+def late_once_knocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
+    """A clock of the first worker by which it is late as soon as it has knocked at another one that has come."""
+    seconds, knock = 0.0, rendezvous._knock
+
+    def knock_and_be_late(address: str) -> str:
+        nonlocal seconds
+        why = knock(address)
+        seconds = 2000.0
+        return why
+
+    monkeypatch.setattr(rendezvous, "_knock", knock_and_be_late)
+    return lambda: seconds
+
+
+def test_all_workers_get_the_first_ones_verdict_when_one_does_not_come(
+    two_ports: tuple[int, int], late_once_knocked: Callable[[], float]
+) -> None:
+    with cluster(1, 0) as (third,):
+        ports = (*two_ports, int(third.address.rpartition(":")[2]))
+        errors = meeting(ports, [0, 1], 1000.0, clock=late_once_knocked)
+    assert errors[0] == errors[1]
+    assert f"worker 0 has waited 1000 s for worker 2 (127.0.0.1:{ports[2]}). Start the program there" in errors[0]
+
+
+def test_a_worker_that_comes_and_cannot_be_reached_at_its_address_is_named(
+    two_ports: tuple[int, int], late_once_knocked: Callable[[], float]
+) -> None:
+    addresses = f"127.0.0.1:{two_ports[0]}", f"192.0.2.1:{two_ports[1]}"  # the second is nobody's (RFC 5737)
+    clusters = [Cluster("TF_CONFIG", worker=addresses, task_type="worker", task_index=index) for index in (0, 1)]
+    errors = meeting((), [], 1000.0, *clusters, clock=late_once_knocked)
+    assert errors[0] == errors[1]
+    assert f"for worker 1 (192.0.2.1:{two_ports[1]}: it has come, but cannot be reached there: " in errors[0]
+
+
+def test_a_port_that_another_process_has_opened_meanwhile_is_an_error(two_ports: tuple[int, int]) -> None:
+    with socket.create_server(("", two_ports[0])):
+        errors = meeting(two_ports, [0], 1.0)
+    assert f"gives worker 0 the address 127.0.0.1:{two_ports[0]}, but its port cannot be opened here" in errors[0]
+
+
+def meeting(
+    ports: tuple[int, ...],
+    indices: list[int],
+    wait_seconds: float,
+    *others: Cluster,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[int, str]:
+    """Have some workers of a cluster meet, the first one by a clock of its own; return their errors."""
+    errors: dict[int, str] = {}
+
+    def come(worker: Cluster) -> None:
+        try:
+            rendezvous.meet(worker, wait_seconds, clock=time.monotonic if worker.task_index else clock)
+        except kde.ClusterError as error:
+            errors[worker.task_index] = str(error)
+
+    workers = [*(cluster_on(*ports, index=index) for index in indices), *others]
+    threads = [threading.Thread(target=come, args=(worker,), daemon=True) for worker in workers]
+    for thread in reversed(threads):  # the others find the first one's port closed at first
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not [thread for thread in threads if thread.is_alive()]
+    return errors
+
+
+def test_workers_meet_and_the_port_is_free_again(two_ports: tuple[int, int]) -> None:
+    assert meeting(two_ports, [0, 1], 50.0) == {}
+    socket.create_server(("", two_ports[0])).close()
+
+
+def test_workers_of_different_clusters_are_refused(two_ports: tuple[int, int]) -> None:
+    other = Cluster(
+        "TF_CONFIG",
+        worker=(f"127.0.0.1:{two_ports[0]}", f"localhost:{two_ports[1]}"),
+        task_type="worker",
+        task_index=1,
+    )
+    errors = meeting(two_ports, [0], 50.0, other)
+    assert errors[0] == errors[1]
+    assert "worker 1 has come to worker 0, but its cluster is another one. TF_CONFIG must be the same" in errors[0]
+
+
+def test_programs_that_do_not_meet_are_not_in_the_way(two_ports: tuple[int, int]) -> None:
+    with socket.create_server(("127.0.0.1", two_ports[0])) as server:  # TensorFlow's, on worker 0
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"\x00\x00\x18\x04\x00\x00\x00\x00\x00")  # SETTINGS of HTTP/2
+                time.sleep(0.2)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert meeting(two_ports, [1], 50.0) == {}
+        thread.join()
+
+    def connect() -> None:  # TensorFlow's client, on worker 1
+        found: list[socket.socket] = []
+
+        def is_there() -> bool:
+            with contextlib.suppress(ConnectionRefusedError):
+                found.append(socket.create_connection(("127.0.0.1", two_ports[0])))
+            return bool(found)
+
+        wait_until(is_there)
+        with found[0] as connection:
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(100):
+                pass
+
+    client = threading.Thread(target=connect)
+    client.start()
+    assert meeting(two_ports, [0], 50.0) == {}
+    client.join()
+
+
+# A disk that fills up
+
+
+@pytest.fixture
+def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A file system of its own with 80 kB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=80k", "tmpfs", str(disk)], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"this user may not mount a small disk: {made.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True, timeout=60)
+
+
+def test_a_disk_that_fills_up_costs_saves_and_records_and_nothing_else(mirrored: Any, small_disk: pathlib.Path) -> None:
+    twin = fit(make(mirrored), (X, Y), epochs=6)
+    callbacks = [
+        kde.Resume(small_disk / "saves", save_every=4, keep=20),
+        kde.ReplicaMonitor(small_disk / "logs", update_freq=1, flush_seconds=0),
+        keras.callbacks.LambdaCallback(on_train_batch_begin=wait_for_saves),  # one that is due then is left out
+    ]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = fit(make(mirrored), (X, Y), *callbacks, epochs=6)
+    said = [str(warning.message) for warning in caught]
+    assert_same(twin, found)
+    assert found["epochs"] == list(range(6))
+    assert any("saves could not be written to: OSError: [Errno 28] No space left on device" in text for text in said)
+    assert any("EventWriter failed: OSError: [Errno 28] No space left on device" in text for text in said)
+    assert any("EventWriter dropped" in text for text in said)
+    newest = Saves(small_disk / "saves", 20).newest()  # whole, without a warning
+    assert newest is not None
+    assert unpack(newest)[0]["position"]["num_used_in_all"] >= 4
+    assert not list((small_disk / "saves").glob("*.aside"))
+
+
+# Real workers
+
+
+@pytest.mark.slow
+@pytest.mark.multiworker
+def test_workers_that_begin_other_runs_are_refused_alike_and_may_go_on() -> None:
+    first, second = launch(2, runs.refused, timeout=200).values
+    expected = {
+        "optimizer": "optimizer is SGD on worker 1, and Adam on worker 0",
+        "momentum": "momentum of optimizer is 0.9 on worker 1, and 0.5 on worker 0",
+        "epochs": "epochs is 2 on worker 1, and 1 on worker 0",
+        "callbacks": "callback of all workers 1 (of 0 and 1) is none on worker 1, and NonFinite(raise, 10) on worker 0",
+        "length": "number of batches is 7 on worker 1, and 8 on worker 0",
+        "parts of a batch": "part of a batch 3 (of 3 and 2) is 2: float32 (None,) on worker 1, and none on worker 0",
+        "nothing": "",
+    }
+    for name, text in expected.items():
+        assert text in first[name][0]
+        assert bool(text) == bool(first[name][0])
+        assert first[name][0] == second[name][0]
+        assert first[name][1] < 120  # that they might have waited for each other
+
+
+@pytest.mark.slow
+@pytest.mark.multiworker
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (
+            "another length, not known before",
+            "wait for each other at different places, and would for ever: worker 0 in",
+        ),
+        (
+            "one evaluates alone",
+            "is somewhere else. Every worker must make the same calls of fit, evaluate and predict",
+        ),
+        ("one does not train", "Worker 0 is about to call fit, and worker 1 did not come for 20 s"),
+    ],
+)
+def test_workers_that_go_different_ways_are_told_so(case: str, message: str, tmp_path: pathlib.Path) -> None:
+    values = launch(2, runs.parted, args=(case, str(tmp_path)), time_limit=150).values
+    assert message in values[0]
+    if case != "one does not train":
+        assert values[1]
+
+
+@pytest.mark.slow
+@pytest.mark.multiworker
+def test_a_worker_that_never_starts_is_named_in_time_and_one_that_is_late_is_waited_for(
+    tmp_path: pathlib.Path,
+) -> None:
+    assert launch(2, runs.late, args=(4.0, 60.0), timeout=100).values == ("", "")
+    first, second = launch(2, runs.late, args=(str(tmp_path / "gone"), 1.0), timeout=100).values
+    assert "worker 0 has waited 1 s for worker 1 (127.0.0.1:" in first
+    assert "worker 1 has waited 1 s for worker 0 (127.0.0.1:" in second
+
+
+@pytest.mark.slow
+@pytest.mark.multiworker
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_worker_that_is_lost_after_all_have_met_is_not_waited_for_without_end(lost: int) -> None:
+    fields = tf_context.coordination_config_pb2.CoordinationServiceConfig.DESCRIPTOR.fields_by_name
+    if lost == 1 and "cluster_register_with_barrier" not in fields:
+        pytest.skip("in this TensorFlow the first worker waits an hour for what the others tell of their devices")
+    values = launch(2, runs.lost_before_it_joins, args=(lost, 15.0), time_limit=150).values
+    assert "it has met the others, and leaves" in values[lost]
+    assert (
+        f"worker {1 - lost} and the others had come together, and then not all have joined within 15 s"
+        in values[1 - lost]
+    )

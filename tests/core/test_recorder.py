@@ -1,0 +1,660 @@
+"""Every step of every replica is recorded, inside of executions too, and adds up to what Keras logs."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import rotating
+
+import keras_dist_ext as kde
+from keras_dist_ext.step import step_buffer as tapes_module
+from keras_dist_ext.step.recorder import ON_TAPE, Recorder
+from keras_dist_ext.step.stats import Kind, ReplicaStats, StepRecords, join_records, summarize
+from keras_dist_ext.step.step_buffer import Cut, Tapes
+from keras_dist_ext.training import program as program_module
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(50, 6)).astype("float32")
+Y = (X.sum(axis=1, keepdims=True) + RNG.normal(size=(50, 1))).astype("float32")
+
+
+class Recording(keras.callbacks.Callback):
+    """Has a run recorded."""
+
+    def __init__(self, *, gradient_norm: bool = False) -> None:
+        super().__init__()
+        self.recorder = Recorder(gradient_norm=gradient_norm)
+
+    def prepare(self, model: Any) -> None:
+        model.add_recorder(self.recorder)
+
+    def of(self, kind: Kind = "train") -> StepRecords:
+        records = self.recorder.fetch(kind)
+        assert records is not None
+        return records
+
+
+class OwnMetric(kde.Model):
+    """A train_step of its own, that feeds a metric called loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = keras.layers.Dense(1)
+        self.mean = keras.metrics.Mean("loss")
+
+    def call(self, x: Any) -> Any:
+        return self.head(x)
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.mean]
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+        )
+        self.mean.update_state(loss)
+        return {"loss": self.mean.result()}
+
+
+class ComputesLoss(OwnMetric):
+    """A train_step that calls compute_loss and feeds a metric of another name."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+        )
+        self.mean.update_state(loss)
+        return {"total": self.mean.result()}
+
+
+class Logs(OwnMetric):
+    """A train_step that returns its loss as it is."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def dense(strategy: Any, model: Any = None, **arguments: Any) -> Any:
+    with strategy.scope():
+        keras.utils.set_random_seed(3)
+        net = (model or (lambda: kde.Sequential([keras.Input((6,)), keras.layers.Dense(1)])))()
+        make_optimizer = arguments.pop("optimizer", lambda: keras.optimizers.SGD(0.01))
+        net.compile(make_optimizer(), "mse", **arguments)
+    return net
+
+
+def batches(num_rows: int = 50, seconds: float = 0.0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for i in range(0, num_rows, 8):
+        time.sleep(seconds)
+        yield X[i : min(i + 8, num_rows)], Y[i : min(i + 8, num_rows)]
+
+
+def dataset(num_rows: int = 50, seconds: float = 0.0) -> tf.data.Dataset:
+    signature = tf.TensorSpec([None, 6]), tf.TensorSpec([None, 1])
+    return tf.data.Dataset.from_generator(lambda: batches(num_rows, seconds), output_signature=signature)
+
+
+COMPILED: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "1 step an execution": {"steps_per_execution": 1},
+    "3 steps an execution": {"steps_per_execution": 3},
+    "50 steps an execution": {"steps_per_execution": 50},
+    "eager": {"run_eagerly": True},
+    "Adam, clipped": {"optimizer": lambda: keras.optimizers.Adam(clipnorm=1.0)},
+    "accumulated": {"optimizer": lambda: keras.optimizers.SGD(0.01, gradient_accumulation_steps=3)},
+    "loss scale": {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01))},
+    "custom step, metric": {"model": OwnMetric},
+    "custom step, compute_loss": {"model": ComputesLoss},
+    "virtual replicas": {"virtual_replicas": 4},
+}
+
+
+@pytest.mark.parametrize("kind", rotating(["default", "mirrored2", "mirrored4"], ["default", "mirrored2"]))
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("data", rotating(["arrays", "of unknown length"], ["arrays"]))
+def test_losses_weighted_by_examples_add_up_to_the_loss_in_history(
+    name: str, kind: str, data: str, strategies: Any
+) -> None:
+    net, recording = dense(strategies.get(kind), **COMPILED[name]), Recording()
+    given = {"x": X, "y": Y, "batch_size": 8} if data == "arrays" else {"x": dataset()}
+    history = net.fit(**given, verbose=0, shuffle=False, callbacks=[recording]).history
+    records = recording.of()
+    num_replicas = strategies.get(kind).num_replicas_in_sync
+    assert records.loss.shape == (7, num_replicas)  # 50 rows: 7 batches, the last of 2
+    assert records.examples.sum(axis=1).tolist() == [8] * 6 + [2]
+    logged = history.get("loss", history.get("total"))[0]
+    if "custom" in name:  # these metrics count every batch alike, also the one of two rows
+        steps = [summarize(records.steps(i, i + 1), step=i, wall_time=0.0).mean_loss for i in range(7)]
+        assert np.mean(steps) == pytest.approx(logged, rel=1e-5)
+    else:
+        assert summarize(records, step=7, wall_time=0.0).mean_loss == pytest.approx(logged, rel=1e-5)
+    if num_replicas > 1 and name != "virtual replicas":
+        assert len(np.unique(records.loss[0])) == num_replicas  # each its own
+
+
+def test_a_loss_that_is_only_returned_is_recorded(mirrored: Any) -> None:
+    net, recording = dense(mirrored, model=Logs), Recording()
+    net.fit(X[:16], Y[:16], batch_size=16, verbose=0, shuffle=False, callbacks=[recording])
+    fresh = dense(mirrored, model=Logs)
+    errors = np.square(fresh.predict(X[:16], verbose=0) - Y[:16]).reshape(2, 8).mean(axis=1)
+    np.testing.assert_allclose(recording.of().loss[0], errors, rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision_is_recorded(policy: str, mirrored: Any) -> None:
+    def net() -> Any:
+        return kde.Sequential([keras.Input((6,)), keras.layers.Dense(1, dtype=policy)])
+
+    recording = Recording(gradient_norm=True)
+    model = dense(mirrored, model=net)
+    history = model.fit(X, Y, batch_size=8, verbose=0, callbacks=[recording]).history
+    records = recording.of()
+    assert summarize(records, step=7, wall_time=0.0).mean_loss == pytest.approx(history["loss"][0], rel=1e-3)
+    assert records.gradient_norm is not None
+    assert np.isfinite(records.gradient_norm).all()
+
+
+def test_a_compiled_step_is_recorded() -> None:
+    recording = Recording(gradient_norm=True)
+    net = dense(tf.distribute.get_strategy(), jit_compile=True)
+    history = net.fit(X, Y, batch_size=8, verbose=0, callbacks=[recording]).history
+    records = recording.of()
+    assert summarize(records, step=7, wall_time=0.0).mean_loss == pytest.approx(history["loss"][0], rel=1e-5)
+    assert records.gradient_norm is not None
+    assert (records.gradient_norm > 0).all()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"run_eagerly": True}, {"steps_per_execution": 3}], ids=str)
+def test_evaluation_is_recorded_as_such(arguments: Any, mirrored: Any) -> None:
+    net, recording = dense(mirrored, **arguments), Recording()
+    loss = net.evaluate(X, Y, batch_size=8, verbose=0, callbacks=[recording])
+    assert recording.recorder.fetch("train") is None
+    assert summarize(recording.of("test"), step=0, wall_time=0.0).mean_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_validation_inside_of_fit_is_recorded_apart(mirrored: Any) -> None:
+    net, recording = dense(mirrored), Recording()
+    history = net.fit(
+        X, Y, batch_size=8, validation_data=(X[:20], Y[:20]), validation_batch_size=5, verbose=0, callbacks=[recording]
+    ).history
+    assert len(recording.of("train")) == 7
+    validation = recording.of("test")
+    assert len(validation) == 4
+    assert summarize(validation, step=7, wall_time=0.0).mean_loss == pytest.approx(history["val_loss"][0], rel=1e-5)
+
+
+def test_a_replica_without_examples_has_no_loss(strategies: Any) -> None:
+    net, recording = dense(strategies.get("mirrored4")), Recording(gradient_norm=True)
+    history = net.fit(X[:9], Y[:9], batch_size=8, verbose=0, shuffle=False, callbacks=[recording]).history
+    records = recording.of()
+    assert records.examples.tolist() == [[2, 2, 2, 2], [0, 0, 0, 1]]
+    assert np.isnan(records.loss[1]).tolist() == [True, True, True, False]
+    assert records.gradient_norm is not None
+    assert np.isnan(records.gradient_norm[1]).tolist() == [True, True, True, False]
+    assert summarize(records, step=2, wall_time=0.0).mean_loss == pytest.approx(history["loss"][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["default", "mirrored2"])
+@pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, lambda rate: scaled(rate)])
+def test_the_norm_is_that_of_the_replicas_own_gradients(kind: str, optimizer: Any, strategies: Any) -> None:
+    strategy = strategies.get(kind)
+    net, recording = dense(strategy, optimizer=lambda: optimizer(0.01)), Recording(gradient_norm=True)
+    kernel, bias = dense(strategy).get_weights()
+    net.fit(X[:12], Y[:12], batch_size=12, verbose=0, shuffle=False, callbacks=[recording])
+    expected = []
+    for rows in np.split(np.arange(12), strategy.num_replicas_in_sync):
+        error = 2 * (X[rows] @ kernel + bias - Y[rows]) / len(rows)
+        expected.append(np.sqrt(np.sum((X[rows].T @ error) ** 2) + np.sum(error) ** 2))
+    records = recording.of()
+    assert records.gradient_norm is not None
+    np.testing.assert_allclose(records.gradient_norm[0], expected, rtol=1e-4)
+
+
+def scaled(rate: float) -> Any:
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate))
+
+
+@pytest.mark.parametrize("steps", [1, 3, "auto"])
+@pytest.mark.parametrize("kind", ["default", "mirrored2"])
+def test_waiting_for_input_is_told_from_computing(kind: str, steps: Any, strategies: Any) -> None:
+    net, recording = dense(strategies.get(kind), steps_per_execution=steps), Recording()
+    net.fit(dataset(), verbose=0)  # trace
+    net.fit(dataset(seconds=0.03), verbose=0, callbacks=[recording])
+    recording.recorder.fetch("train")
+    begin = time.perf_counter()
+    net.fit(dataset(seconds=0.03), verbose=0, callbacks=[recording])
+    took = time.perf_counter() - begin
+    records = recording.of()
+    assert 7 * 0.03 <= records.input_seconds.sum() <= took
+    assert (records.compute_seconds >= 0).all()
+    assert (records.sync_seconds >= 0).all()
+    others = records.compute_seconds.max(axis=1) + records.sync_seconds.max(axis=1)
+    assert np.median(records.input_seconds) > np.median(others)  # a hiccup of the machine is in one step
+    assert records.step_seconds.sum() + records.host_seconds <= took
+
+
+@pytest.mark.parametrize("is_dealt", [False, True], ids=["a dataset", "rows dealt before"])
+@pytest.mark.parametrize("slowest", [0, 1])
+def test_a_slow_replica_computes_and_the_others_wait_for_it(slowest: int, is_dealt: bool, mirrored: Any) -> None:
+    class Slow(kde.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            context = tf.distribute.get_replica_context()
+            replica = 0 if context is None else context.replica_id_in_sync_group
+
+            def wait(x: Any, replica: Any) -> Any:
+                time.sleep(0.05 * int(replica == slowest))
+                return x
+
+            # Without state, or TensorFlow would call it for one replica after the other.
+            waited = tf.grad_pass_through(lambda x: tf.numpy_function(wait, [x, replica], tf.float32, stateful=False))(
+                x
+            )
+            return self.head(tf.ensure_shape(waited, x.shape))
+
+    def rows_of_replica(context: Any) -> tf.data.Dataset:
+        sizes = tf.data.Dataset.from_tensor_slices([5, 3]).repeat()  # another number on each: steps are made alone
+        rows = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).repeat()
+        return tf.data.Dataset.zip(sizes, rows.batch(5)).map(lambda n, batch: (batch[0][:n], batch[1][:n]))
+
+    net, recording = dense(mirrored, model=Slow), Recording()
+    data = (
+        {"x": mirrored.distribute_datasets_from_function(rows_of_replica), "steps_per_epoch": 5}
+        if is_dealt
+        else {"x": X[:40], "y": Y[:40], "batch_size": 8}
+    )
+    net.fit(**data, verbose=0, callbacks=[recording])
+    recording.recorder.fetch("train")
+    for _ in range(3):  # the machine may have a hiccup between two steps
+        net.fit(**data, verbose=0, callbacks=[recording])
+        records = recording.of()
+        if records.host_seconds < 5 * 0.05:
+            break
+    assert np.median(records.step_seconds) >= 0.05
+    assert records.host_seconds < 5 * 0.05  # which is what the slow one takes in all steps
+    seconds = records.compute_seconds.T
+    fast, slow = seconds[1 - slowest], seconds[slowest]
+    assert np.median(slow) >= 0.05 > np.median(fast)
+
+
+@pytest.mark.parametrize("kind", ["default", "mirrored2"])
+def test_steps_of_an_execution_that_failed_are_not_taken_for_those_of_the_next(kind: str, strategies: Any) -> None:
+    def fails() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        yield from itertools.islice(batches(), 4)
+        raise ValueError("torn")
+
+    signature = tf.TensorSpec([None, 6]), tf.TensorSpec([None, 1])
+    torn = tf.data.Dataset.from_generator(fails, output_signature=signature)
+    net, recording = dense(strategies.get(kind), steps_per_execution=3), Recording()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="torn"):
+        net.fit(torn, verbose=0, callbacks=[recording])
+    recording.recorder.fetch("train")
+    net.fit(dataset(), verbose=0, callbacks=[recording])
+    assert recording.of().examples.sum(axis=1).tolist() == [8, 8, 8, 8, 8, 8, 2]
+
+
+def test_a_step_that_one_replica_begins_while_another_updates_begins_when_all_are_over(mirrored: Any) -> None:
+    recorder, tapes = Recorder(), Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
+    tapes.begin(2)  # of each step: over, computed, rows, loss; of the first replica also: begun, batch there
+    tapes.write([(4.0, 2.0, 8, 0.1, 0.0, 1.0), (6.0, 3.0, 7, 0.3)], loops=False)
+    tapes.write([(9.0, 8.0, 8, 0.2, 5.0, 5.5), (9.0, 8.0, 7, 0.4)], loops=False)
+    tapes.end(2)
+    recorder.add("train", tapes, 2)
+    records = recorder.fetch("train")
+    assert records is not None
+    assert records.step_seconds.tolist() == [6, 3]
+    assert records.input_seconds.tolist() == [1, 0]
+    assert records.compute_seconds.tolist() == [[1, 2], [2, 2]]
+    assert records.sync_seconds.tolist() == [[4, 3], [1, 1]]
+    assert records.examples.tolist() == [[8, 7], [8, 7]]
+    np.testing.assert_allclose(records.loss, [[0.1, 0.3], [0.2, 0.4]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_fetches", [1, 3])
+def test_time_between_executions_is_the_hosts_or_that_of_who_waited_for_a_batch(
+    num_fetches: int, mirrored: Any
+) -> None:
+    recorder, tapes = Recorder(), Tapes(["CPU:0"], gradient_norm=False)
+    records = []
+    for begun, end, waited in ((10.0, 13.0, 0.0), (15.0, 17.0, 1.0), (17.5, None, 0.0)):
+        tapes.begin(1)
+        tapes.write([(begun + 1.5, begun + 1.0, 8, 0.1, begun, begun + 0.25)], loops=False)
+        tapes.end(1)
+        recorder.add("train", tapes, 1, end, waited)
+        if num_fetches == 3:
+            records.append(recorder.fetch("train"))
+    whole = join_records([part for part in records or [recorder.fetch("train")] if part is not None])
+    assert whole.input_seconds.tolist() == [0.25, 0.25 + 1.0 + 1.5, 0.25 + 0.5]  # ahead: from 11.5 to 13, 16.5 to 17
+    assert whole.host_seconds == (15.0 - 1.0 - 13.0) + (17.5 - 17.0)
+    assert whole.compute_seconds.tolist() == [[0.75]] * 3
+    assert whole.sync_seconds.tolist() == [[0.5]] * 3
+
+
+@pytest.mark.parametrize("num_fetches", [1, 3])
+def test_an_execution_of_one_step_tells_on_its_tape_when_the_next_batch_was_there(num_fetches: int) -> None:
+    recorder, tapes = Recorder(), Tapes(["CPU:0"], gradient_norm=False)
+    records = []
+    for begun, end, on_tape in ((10.0, 13.0, True), (14.0, None, False), (18.0, 19.0, True)):
+        tapes.begin(1)
+        tapes.write([(begun + 1.5, begun + 1.0, 8, 0.1, begun, end if on_tape else begun + 0.25)], loops=False)
+        tapes.end(1)
+        recorder.add("train", tapes, 1, ON_TAPE if on_tape else end)
+        if num_fetches == 3:
+            records.append(recorder.fetch("train"))
+    whole = join_records([part for part in records or [recorder.fetch("train")] if part is not None])
+    assert whole.input_seconds.tolist() == [0, 0.25 + 1.5, 0]  # the second waited from 11.5 to 13, while it was read
+    assert whole.compute_seconds.tolist() == [[1.0], [0.75], [1.0]]
+    assert whole.sync_seconds.tolist() == [[0.5]] * 3
+    assert whole.host_seconds == (14.0 - 13.0) + (18.0 - 15.5)
+
+
+@pytest.mark.parametrize("num_fetches", [1, 2])
+def test_what_is_between_epochs_is_no_time_of_either(num_fetches: int) -> None:
+    recorder, tapes = Recorder(), Tapes(["CPU:0"], gradient_norm=False)
+    records = []
+    for begun, end, waited in ((10.0, 13.0, 0.0), (55.0, None, 1.0)):
+        recorder.begin()
+        tapes.begin(1)
+        tapes.write([(begun + 1.5, begun + 1.0, 8, 0.1, begun, begun + 0.25)], loops=False)
+        tapes.end(1)
+        recorder.add("train", tapes, 1, end, waited)
+        if num_fetches == 2:
+            records.append(recorder.fetch("train"))
+    whole = join_records([part for part in records or [recorder.fetch("train")] if part is not None])
+    assert whole.input_seconds.tolist() == [0.25, 0.25 + 1.0]
+    assert whole.host_seconds == 0.0
+
+
+def test_nothing_is_read_before_it_is_fetched_epochs_may_end_as_they_like(
+    mirrored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_reads = []
+    original = Tapes.read
+    monkeypatch.setattr(Tapes, "read", lambda tapes: (num_reads.append(1), original(tapes))[1])
+    net, recording = dense(mirrored), Recording()
+    net.fit(X, Y, batch_size=8, epochs=5, verbose=0, callbacks=[recording])
+    assert not num_reads
+    assert len(recording.of()) == 35
+    assert len(num_reads) == 1
+
+
+def test_runs_are_fetched_together_though_only_one_of_them_has_norms_that_another_wants(mirrored: Any) -> None:
+    net, recording = dense(mirrored), Recording()
+    net.fit(X, Y, batch_size=8, verbose=0, callbacks=[recording])
+    net.fit(X, Y, batch_size=8, verbose=0, callbacks=[recording, Recording(gradient_norm=True)])
+    records = recording.of()
+    assert records.gradient_norm is None
+    assert records.examples.sum(axis=1).tolist() == [8, 8, 8, 8, 8, 8, 2] * 2
+    assert (records.step_seconds < 60).all()
+    assert (records.input_seconds >= 0).all()
+
+
+def test_what_is_recorded_of_a_replica_stays_beside_it_until_the_execution_is_over(mirrored: Any) -> None:
+    net, recording = dense(mirrored, steps_per_execution=3), Recording()
+    recorded = {}
+
+    class Look(keras.callbacks.Callback):
+        def on_train_end(self, logs: Any = None) -> None:
+            (graph,) = net.train_function.program.graphs()
+            (loop,) = [op for op in graph.get_operations() if op.type == "While"]
+            body = graph.as_graph_def().library.function
+            nodes = next(f for f in body if f.signature.name == loop.get_attr("body").name).node_def
+            for op in ("Timestamp", "ResourceScatterUpdate"):
+                recorded[op] = collections.Counter(node.device[-5:] for node in nodes if node.op == op)
+
+    net.fit(X, Y, batch_size=8, verbose=0, callbacks=[recording, Look()])
+    assert recorded["ResourceScatterUpdate"] == {"CPU:0": 1, "CPU:1": 1}
+    assert recorded["Timestamp"] == {"CPU:0": 4, "CPU:1": 2}  # the first: also when it began, when its batch was there
+
+
+def execute(tapes: Tapes, first: int, num_rows: int, *, gradient_norm: bool, fails: bool = False) -> Any:
+    """Leave rows that count from ``first`` on, in a loop in a graph."""
+
+    @tf.function
+    def loop() -> None:
+        for i in tf.range(num_rows):
+            number = tf.cast(first + i, tf.float64)
+            row = [tuple(number + 1000.0 * replica + 10.0 * k for k in range(4 + gradient_norm)) for replica in (0, 1)]
+            tapes.write([(*row[0], -number, number / 4), row[1]], loops=True)
+        tf.debugging.Assert(not fails, ["torn"])
+
+    tapes.begin(num_rows)
+    loop()
+    tapes.end(num_rows)
+    return tapes.last(num_rows)
+
+
+def expected_tables(first: int, num_rows: int, *, gradient_norm: bool) -> list[np.ndarray]:
+    number = first + np.arange(num_rows)[:, None]
+    columns = number + 10.0 * np.arange(4 + gradient_norm)
+    return [np.concatenate([columns, -number, number / 4], axis=1), columns + 1000]
+
+
+@pytest.mark.parametrize(
+    "counts", rotating([[1], [64], [65, 3], [3, 0, 200], [50, 14, 1]], [[3, 0, 200], [50, 14, 1]]), ids=str
+)
+@pytest.mark.parametrize("gradient_norm", [False, True])
+def test_tapes_give_each_execution_its_rows_in_order_and_none_of_those_that_failed(
+    gradient_norm: bool, counts: list[int], mirrored: Any
+) -> None:
+    tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=gradient_norm)
+    cuts, first = [], 0
+    for round_ in range(2):
+        for count in counts:
+            with pytest.raises(tf.errors.InvalidArgumentError, match="torn"):
+                execute(tapes, 7, 5, gradient_norm=gradient_norm, fails=True)
+            cuts.append((first, execute(tapes, first, count, gradient_norm=gradient_norm)))
+            first += count
+        if round_ == 0:
+            assert [table.shape[0] for table in cuts[-1][1].tables] == [counts[-1]] * 2
+    check_tables(cuts, gradient_norm=gradient_norm)
+
+
+def check_tables(cuts: Sequence[tuple[int, Cut]], *, gradient_norm: bool) -> None:
+    """See whether executions have rows that count from the numbers with them on."""
+    for first, cut in cuts:
+        expected = expected_tables(first, cut.num_rows, gradient_norm=gradient_norm)
+        for table, of_replica in zip(cut.tables, expected, strict=True):
+            np.testing.assert_array_equal(table, of_replica)
+
+
+def counts_of(tapes: Tapes) -> list[int]:
+    """How many rows there are on each tape."""
+    return [int(tape.length.value()) for tape in tapes._tapes]
+
+
+def test_rows_are_read_before_there_is_no_room_for_more(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tapes_module, "MOST_ROWS", 10)
+    tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
+    cuts, left = [], []
+    for first, num_rows in ((0, 4), (4, 4), (8, 4), (12, 6), (18, 10)):
+        cuts.append((first, execute(tapes, first, num_rows, gradient_norm=False)))
+        left.append(counts_of(tapes)[1])
+    assert left == [4, 8, 4, 10, 10]
+    cuts.append((28, execute(tapes, 28, 1, gradient_norm=False)))
+    check_tables(cuts, gradient_norm=False)
+
+
+def test_a_cut_takes_in_rows_only_where_they_lie_right_behind_it(mirrored: Any) -> None:
+    tapes, others = (Tapes(["CPU:0", "CPU:1"], gradient_norm=False) for _ in range(2))
+    whole, ends = execute(tapes, 0, 2, gradient_norm=False), execute(others, 0, 2, gradient_norm=False)
+    execute(tapes, 2, 3, gradient_norm=False)
+    assert not ends.takes_in(tapes, 3)
+    assert not whole.takes_in(tapes, 2)  # one row between
+    assert whole.takes_in(tapes, 3)
+    later = execute(tapes, 5, 2, gradient_norm=False)
+    assert whole.takes_in(tapes, 2)
+    check_tables([(0, whole), (5, later), (0, ends)], gradient_norm=False)
+    execute(tapes, 7, 2, gradient_norm=False)
+    assert not whole.takes_in(tapes, 2)  # what was before has been read
+    assert not later.takes_in(tapes, 2)
+    check_tables([(0, whole), (5, later), (7, tapes.last(2))], gradient_norm=False)
+
+
+def test_what_is_kept_of_executions_is_nothing_for_the_collector_of_garbage(mirrored: Any) -> None:
+    recorder, tapes = Recorder(), Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(1000):
+        tapes.begin(1)
+        tapes.end(1)
+        recorder.add("train", tapes, 1, None, 0.1)
+    assert len(gc.get_objects()) < before + 100
+
+
+def test_records_that_are_missing_are_told_and_not_waited_for(mirrored: Any) -> None:
+    tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
+    execute(tapes, 0, 3, gradient_norm=False)
+    tapes.begin(2)
+    tapes.end(2)
+    cut = tapes.last(2)
+    with pytest.raises(RuntimeError, match=r"Of 5 steps, replicas have left the records of \[3, 3\].*report it"):
+        _ = cut.tables
+    check_tables([(5, execute(tapes, 5, 3, gradient_norm=False))], gradient_norm=False)
+
+
+def test_what_was_read_stays_on_the_tapes_until_they_are_full(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tapes_module, "MOST_ROWS", 10)
+    tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
+    left, first = [], 0
+    for num_rows in (4, 4, 2, 3, 8, 10):
+        check_tables([(first, execute(tapes, first, num_rows, gradient_norm=False))], gradient_norm=False)
+        first += num_rows
+        left.append(counts_of(tapes)[1])
+    assert left == [4, 8, 10, 3, 8, 10]
+
+
+def test_an_execution_has_at_most_as_many_steps_as_rows_may_stay(
+    mirrored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program_module, "MOST_ROWS", 3)
+    for given in ({"x": X, "y": Y, "batch_size": 8}, {"x": dataset()}):
+        net, recording = dense(mirrored, steps_per_execution=50), Recording()
+        history = net.fit(**given, verbose=0, shuffle=False, callbacks=[recording]).history
+        records = recording.of()
+        assert records.examples.sum(axis=1).tolist() == [8] * 6 + [2]
+        assert summarize(records, step=7, wall_time=0.0).mean_loss == pytest.approx(history["loss"][0], rel=1e-5)
+
+
+def test_two_recorders_of_one_run_fetch_when_each_likes(mirrored: Any) -> None:
+    often, seldom = Recording(gradient_norm=True), Recording()
+    fetched = []
+
+    class Fetch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            fetched.append(often.of())
+
+    net = dense(mirrored, steps_per_execution=2)
+    net.fit(X, Y, batch_size=8, verbose=0, callbacks=[often, seldom, Fetch()])
+    assert [len(part) for part in fetched] == [2, 2, 2, 1]
+    parts, whole = join_records(fetched), seldom.of()
+    for name in ("loss", "examples", "compute_seconds", "sync_seconds"):
+        np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name))
+    assert parts.gradient_norm is not None
+    assert whole.gradient_norm is None
+    assert parts.host_seconds == pytest.approx(whole.host_seconds)
+
+
+def test_without_a_recorder_no_clock_is_read(mirrored: Any) -> None:
+    net = dense(mirrored)
+    net.train_on_batch(X[:8], Y[:8])
+    net.fit(X, Y, batch_size=8, verbose=0)
+    graphs = net.train_function.program.graphs()
+    assert len(graphs) == 2
+    for graph in graphs:
+        assert 'op: "Timestamp"' not in str(graph.as_graph_def())
+
+
+def test_records_follow_from_fit_to_fit_and_nothing_is_recorded_without_a_recorder(mirrored: Any) -> None:
+    net, recording = dense(mirrored), Recording()
+    net.fit(X, Y, batch_size=8, verbose=0, callbacks=[recording])
+    net.fit(X, Y, batch_size=8, verbose=0)
+    assert len(recording.of()) == 7
+    net.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[recording])
+    assert recording.recorder.num_pending("train") == 14
+    assert len(recording.of()) == 14
+    assert recording.recorder.fetch("train") is None
+
+
+def test_recording_does_not_change_what_is_trained(strategies: Any) -> None:
+    for kind in ("default", "mirrored2"):
+        weights = []
+        for callbacks in ([], [Recording(gradient_norm=True)]):
+            net = dense(strategies.get(kind))
+            net.fit(X, Y, batch_size=8, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
+            weights.append(net.get_weights())
+        for plain, recorded in zip(*weights, strict=True):
+            np.testing.assert_array_equal(plain, recorded)
+
+
+# What records come to
+
+
+def records_of(loss: Any, examples: Any, *, compute: Any = None) -> StepRecords:
+    examples = np.array(examples, np.int64)
+    compute = np.ones(examples.shape) if compute is None else np.array(compute, float)
+    return StepRecords(
+        kind="train",
+        loss=np.array(loss, float),
+        examples=examples,
+        gradient_norm=None,
+        input_seconds=np.full(len(examples), 0.5),
+        compute_seconds=compute,
+        sync_seconds=compute.max(axis=1, keepdims=True) - compute + 0.25,
+        host_seconds=1.0,
+    )
+
+
+def test_stats_weight_by_examples_and_leave_out_who_had_none() -> None:
+    nan = float("nan")
+    records = records_of([[1.0, 2.0], [3.0, nan]], [[1, 3], [1, 0]], compute=[[1, 2], [1, 2]])
+    stats = summarize(records, step=9, wall_time=5.0)
+    assert stats.loss.tolist() == [2.0, 2.0]
+    assert stats.examples.tolist() == [2, 3]
+    assert stats.mean_loss == pytest.approx((1 + 6 + 3) / 5)
+    assert stats.seconds == pytest.approx(2 * (0.5 + 2 + 0.25) + 1.0)
+    assert stats.examples_per_second.sum() == pytest.approx(5 / stats.seconds)
+    assert stats.step_seconds.tolist() == [2.75, 2.75]
+    assert stats.input_share == pytest.approx(1 / stats.seconds)
+    assert stats.scaling_efficiency == pytest.approx(5 / stats.seconds / (2 * 1.0))
+
+
+def test_stats_of_no_examples_at_all_are_not_a_number() -> None:
+    stats = summarize(records_of([[float("nan")]], [[0]]), step=1, wall_time=0.0)
+    assert isinstance(stats, ReplicaStats)
+    assert np.isnan(stats.loss[0])
+    assert np.isnan(stats.mean_loss)
+    assert np.isnan(stats.scaling_efficiency)
+
+
+def test_records_can_be_cut_and_joined_again() -> None:
+    whole = records_of(np.arange(8.0).reshape(4, 2), np.arange(8).reshape(4, 2))
+    again = join_records([whole.steps(0, 1), whole.steps(1, 4)])
+    assert len(whole.steps(1, 4)) == 3
+    assert again.host_seconds == whole.host_seconds
+    for name in ("loss", "examples", "input_seconds", "compute_seconds", "sync_seconds"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(whole, name))

@@ -1,0 +1,441 @@
+"""Search over several processes: who dies, what becomes of the trial, and that the search ends as it was asked to."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+import keras_tuner
+import light_search
+import pytest
+import search_runs
+from launching import environ_with, processes_with, script, wait_until
+
+from keras_dist_ext.cli import main
+from keras_dist_ext.cluster.tasks import cluster
+from keras_dist_ext.errors import LaunchError
+from keras_dist_ext.tuner.first_pass import Outcome
+from keras_dist_ext.tuner.processes.channel import Channel
+from keras_dist_ext.tuner.processes.chief import OracleServer, SearchEnded
+from keras_dist_ext.tuner.processes.crew import Crew, Output
+from keras_dist_ext.tuner.processes.launch_search import launch_search
+from keras_dist_ext.tuner.processes.measuring import Turnstile
+from keras_dist_ext.tuner.processes.place import Place
+from keras_dist_ext.tuner.processes.supervisor import Limits, Supervisor
+
+pytestmark = [
+    pytest.mark.multiworker,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("signals_as_in_a_terminal"),
+]
+
+
+# Searches without TensorFlow in the workers: seconds instead of minutes.
+
+STALL_SECONDS = 5.0  # far more than a worker that works takes for a trial, even if the machine stands still meanwhile
+
+
+class LightSearch:
+    """A real supervisor over light processes, and a real oracle that this process serves.
+
+    The file "given-up" of the folder is there once a worker was given up: others may wait for it in their trials.
+    """
+
+    def __init__(self, folder, *workers, max_trials=6, max_restarts=1, stall_seconds=None, turnstile=None):
+        hyperparameters = keras_tuner.HyperParameters()
+        hyperparameters.Int("units", 1, 10**6)
+        self.oracle = keras_tuner.oracles.RandomSearchOracle(
+            objective=keras_tuner.Objective("score", "max"),
+            max_trials=max_trials,
+            hyperparameters=hyperparameters,
+            max_consecutive_failed_trials=6,  # more than one worker may have in a row
+        )
+        self.oracle.verbose = 0
+        self.oracle._set_project_dir(str(folder), "project")
+        self.closed, self.error, self.shown = [], None, io.StringIO()
+        self._folder = folder
+        with cluster(1, 0) as (task,):
+            server = OracleServer(
+                self.oracle, task.address, lambda trial, _: self.closed.append(trial.trial_id), turnstile
+            )
+            serving = threading.Thread(target=self._serve, args=(server,))
+            serving.start()
+            crews = [self._crew("chief", task.address, "chief")]
+            crews += [self._crew(f"tuner {number}", task.address, *words) for number, words in enumerate(workers)]
+            channel = Channel(task.address)
+            limits = Limits(max_restarts, time.monotonic() + 120, stall_seconds)
+            supervisor = Supervisor(crews[0], crews[1:], channel, limits, [], self._say)
+            try:
+                self.failure = supervisor.run()
+            finally:
+                for crew in crews:
+                    crew.end(grace_seconds=0)
+                server.abort("the test is over")
+                server._look_whether_over()
+                serving.join(30)
+                channel.close()
+        self.deaths = supervisor.deaths
+
+    def _say(self, text):
+        self.shown.write(text)
+        if "was given up" in text:
+            (self._folder / "given-up").touch()
+
+    def _serve(self, server):
+        try:
+            server.run()
+        except Exception as error:
+            self.error = error
+
+    def _crew(self, name, address, *words):
+        program = [sys.executable, light_search.__file__, *words]
+        return Crew(name, Place(name.replace(" ", ""), address), program, [dict(os.environ)], Output(self.shown, None))
+
+    @property
+    def statuses(self):
+        return [trial.status for _, trial in sorted(self.oracle.trials.items())]
+
+
+def test_two_workers_run_the_trials_that_were_asked_for(tmp_path):
+    search = LightSearch(tmp_path, ["worker"], ["worker"], max_trials=12)
+    assert (search.failure, search.error, search.deaths) == (None, None, [])
+    assert search.statuses == ["COMPLETED"] * 12
+
+
+def test_a_worker_that_is_killed_in_a_trial_gets_it_again_and_nothing_else_is_lost(tmp_path):
+    search = LightSearch(tmp_path, ["worker", "die", "2", "1"], ["worker", "die", "2", "1"])
+    assert (search.failure, search.error) == (None, None)
+    assert search.statuses == ["COMPLETED"] * 6
+    (death,) = search.deaths
+    assert death.trial_id == "2"
+    assert "failed with SIGKILL" in death.cause
+    assert "about to die" in death.cause
+    assert death.consequence == "It was started again, with the same trial."
+
+
+def test_a_trial_that_kills_its_worker_again_is_closed_as_failed_with_the_reason(tmp_path):
+    search = LightSearch(tmp_path, ["worker", "die", "3"], ["worker", "die", "3"])
+    assert (search.failure, search.error) == (None, None)
+    assert search.statuses == [*["COMPLETED"] * 3, "FAILED", *["COMPLETED"] * 2]
+    assert search.closed == ["3"]
+    assert search.oracle.trials["3"].message.startswith(
+        "The worker died 2 times in this trial, the last time so: tuner "
+    )
+    assert [death.consequence for death in search.deaths] == [
+        "It was started again, with the same trial.",
+        "Trial 3 was closed as failed, and the worker was started again.",
+    ]
+
+
+def test_a_worker_that_always_dies_is_given_up_and_the_others_end_the_search(tmp_path):
+    waits = ["worker", "wait", str(tmp_path / "given-up")]
+    search = LightSearch(tmp_path, ["worker", "die"], waits, max_restarts=0)
+    assert (search.failure, search.error) == (None, None)
+    assert sorted(search.statuses) == ["COMPLETED"] * 3 + ["FAILED"] * 3
+    assert {death.name for death in search.deaths} == {"tuner 0"}
+    assert search.deaths[-1].consequence.endswith("was closed as failed, as the 2 before it. The worker was given up.")
+
+
+def test_a_worker_that_never_gets_to_a_trial_is_given_up_with_its_reason(tmp_path):
+    search = LightSearch(tmp_path, ["crash"], ["worker", "wait", str(tmp_path / "given-up")])
+    assert (search.failure, search.error) == (None, None)
+    assert search.statuses == ["COMPLETED"] * 6
+    assert [death.consequence for death in search.deaths] == ["It was started again.", "The worker was given up."]
+    assert "this machine lacks a library" in search.deaths[-1].cause
+
+
+def test_a_search_without_workers_ends_with_their_reasons(tmp_path):
+    search = LightSearch(tmp_path, ["crash"], ["crash"], max_restarts=0)
+    assert isinstance(search.error, SearchEnded)
+    assert "No worker is left, though trials are." in str(search.error)
+    assert str(search.error).count("this machine lacks a library") == 2
+
+
+def test_a_trial_that_hangs_is_ended_and_tried_again(tmp_path):
+    hangs = ["worker", "hang", "1", "1"]
+    search = LightSearch(tmp_path, hangs, hangs, stall_seconds=STALL_SECONDS)
+    assert (search.failure, search.error) == (None, None)
+    assert search.statuses == ["COMPLETED"] * 6
+    (death,) = search.deaths
+    assert f"No step was finished for {STALL_SECONDS:g} s" in death.cause
+
+
+@pytest.mark.parametrize(
+    ("how", "max_restarts", "cause", "consequence"),
+    [
+        ("hang", 1, f"No step was finished for {STALL_SECONDS:g} s", "It was started again."),
+        ("die", 1, "failed with SIGKILL", "It was started again."),
+        ("die", 0, "failed with SIGKILL", "The worker was given up."),
+    ],
+)
+def test_a_first_pass_comes_to_its_end_whatever_becomes_of_who_makes_it(
+    how, max_restarts, cause, consequence, tmp_path
+):
+    turnstile = Turnstile(tmp_path, lambda _: None, workers_live=False)
+    search = LightSearch(
+        tmp_path,
+        *[["worker", "measure", how, str(tmp_path)]] * 2,
+        max_restarts=max_restarts,
+        stall_seconds=STALL_SECONDS if how == "hang" else None,
+        turnstile=turnstile,
+    )
+    assert (search.failure, search.error) == (None, None)
+    assert search.statuses == ["COMPLETED"] * 6
+    (death,) = search.deaths
+    assert (death.trial_id, death.consequence) == (None, consequence)
+    assert cause in death.cause
+
+
+def test_a_worker_that_leaves_in_a_trial_has_died(tmp_path):
+    search = LightSearch(tmp_path, ["worker", "leave", "1", "1"], ["worker", "leave", "1", "1"])
+    assert search.statuses == ["COMPLETED"] * 6
+    assert [death.cause for death in search.deaths] == [
+        f"{search.deaths[0].name} ended, with exit code 0, in the middle of a trial."
+    ]
+
+
+# Programs that are no search.
+
+
+def supervise(address, *program):
+    """Watch over a chief alone."""
+    output = io.StringIO()
+    chief = Crew("chief", Place("chief", address), [sys.executable, *program], [dict(os.environ)], Output(output, None))
+    channel = Channel(address)
+    try:
+        return Supervisor(chief, [], channel, Limits(1, time.monotonic() + 60, None), [], output.write).run()
+    finally:
+        chief.end(grace_seconds=0)
+        channel.close()
+
+
+def test_a_tuner_of_keras_tuners_own_is_refused_with_what_to_take_instead():
+    server = grpc.server(futures.ThreadPoolExecutor(1))  # which does not know our calls either
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        failure = supervise(f"127.0.0.1:{port}", "-c", "import time; time.sleep(60)")
+    finally:
+        server.stop(0).wait()
+    assert failure is not None
+    assert "The chief serves keras-tuner's own oracle, which waits for ever for a worker that dies." in failure.message
+    assert "Search with a tuner of `keras_dist_ext.tuner`" in failure.message
+
+
+def test_a_program_that_does_not_search_says_so(tmp_path, capfd):
+    assert main(["launch", "--tuner", "--workers", "2", script(tmp_path, "print('trains')")]) == 1
+    shown = capfd.readouterr().out
+    assert "[chief] trains" in shown
+    assert "The chief ended before it searched: its program must call the tuner's `search`." in shown
+
+
+def test_a_program_that_fails_before_it_searches_gives_its_traceback_and_exit_code(tmp_path, capfd):
+    assert main(["launch", "--tuner", "--workers", "1", script(tmp_path, "raise ValueError('no data')")]) == 1
+    assert capfd.readouterr().out.rstrip().endswith("ValueError: no data")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--workers", "auto"],
+            "--workers auto, --workers-per-trial and --gpus-per-trial are for a search: add --tuner.",
+        ),
+        (["--workers", "2", "--tuner", "--ps", "1"], "--ps, --threads and --affinity are not for a search"),
+        (["--workers", "2", "--tuner", "--gpus-per-trial", "1"], "there is no GPU here"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(words, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["launch", *words, script(tmp_path, "")]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_process_of_a_search_cannot_launch_another(monkeypatch):
+    monkeypatch.setenv("KERASTUNER_TUNER_ID", "tuner0")
+    with pytest.raises(LaunchError, match="KERASTUNER_TUNER_ID is already set .tuner0.: this process is part of a"):
+        launch_search(["python", "-c", ""], 1)
+
+
+@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)])
+def test_no_process_is_left_when_the_launcher_ends(signum, exit_code, tmp_path):
+    token = f"search-{tmp_path}"
+    path = script(tmp_path, "import time; print('in search', flush=True); time.sleep(60)")
+    command = [sys.executable, "-m", "keras_dist_ext", "launch", "--tuner", "--workers", "2", path]
+    launcher = subprocess.Popen(command, env=environ_with(TEST_TOKEN=token), stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    with launcher.stdout:
+        while "in search" not in launcher.stdout.readline():
+            pass
+        launcher.send_signal(signum)
+        launcher.stdout.read()
+    assert launcher.wait(60) == exit_code
+    wait_until(lambda: not processes_with(token))
+
+
+# Searches as users make them.
+
+
+def run(folder, num_workers=2, **options):
+    """Search over several processes, see that nothing of them is left, and return what came of it."""
+    shown, token = io.StringIO(), f"search-{folder}"
+    settings = {name: options.pop(name) for name in ("workers_per_trial", "max_restarts") if name in options}
+    try:
+        result = launch_search(
+            search_runs.search,
+            num_workers,
+            args=(str(folder),),
+            kwargs=options,
+            time_limit=200,
+            environ=environ_with(TEST_TOKEN=token),
+            stream=shown,
+            **settings,
+        )
+    finally:
+        sys.stdout.write(shown.getvalue())  # pytest shows it where a test fails
+        wait_until(lambda: not processes_with(token))
+    return result
+
+
+@pytest.mark.slow
+def test_a_search_over_two_workers_survives_the_loss_of_one(tmp_path, temporary):
+    result = run(tmp_path, max_trials=5, doom={"who": "worker"})
+    found = result.value
+    assert {status for status, _, _ in found["trials"].values()} == {"COMPLETED"}
+    assert sorted(found["end_order"]) == sorted(found["trials"]) == ["0", "1", "2", "3", "4"]
+    assert found["evaluated"] == pytest.approx(found["best_score"], rel=1e-5)
+    assert found["weights"] == [f"trial_{name}" for name in sorted(found["trials"])]
+    lines = search_runs.diary(tmp_path)
+    assert {line["tuner"] for line in lines} == {"tuner0", "tuner1"}
+    assert {tuple(line["listening"]) for line in lines if line["what"] == "begin"} == {("127.0.0.1",)}
+    assert [death.consequence for death in result.deaths] == ["It was started again, with the same trial."]
+    assert len([line for line in lines if line["what"] == "begin"]) == 6
+
+
+@pytest.mark.slow
+def test_a_first_pass_survives_the_worker_that_measures(tmp_path, temporary):
+    first_pass = {"seconds": 0.1, "samples": 3, "rungs": 1}
+    result = run(
+        tmp_path,
+        max_trials=4,
+        strategies=["one_device", "mirrored(2)"],
+        first_pass=first_pass,
+        doom={"who": "worker"},
+        max_restarts=1,
+    )
+    assert [status for status, _, _ in result.value["trials"].values()] == ["COMPLETED"] * 4
+    (death,) = result.deaths
+    assert (death.trial_id, death.consequence) == (None, "It was started again.")
+    outcome = Outcome.load(tmp_path / "project")
+    assert {*outcome.survivors, *outcome.dropped} == {"one_device", "mirrored(2)"}
+    assert set(outcome.examples_per_second) == {"one_device", "mirrored(2)"}
+    begun = [line["tuner"] for line in search_runs.diary(tmp_path) if line["what"] == "begin"]
+    assert begun[0] == begun[1] == death.name.replace(" ", "")  # who died has measured
+
+
+@pytest.mark.slow
+def test_a_strategy_that_kills_who_measures_it_is_dropped(tmp_path, temporary):
+    first_pass = {"seconds": 0.1, "samples": 3, "rungs": 1}
+    result = run(
+        tmp_path,
+        max_trials=3,
+        strategies=["one_device", "mirrored(2)"],
+        first_pass=first_pass,
+        doom={"who": "worker", "replicas": 2, "times": 9},
+    )
+    assert [status for status, _, _ in result.value["trials"].values()] == ["COMPLETED"] * 3
+    assert [death.trial_id for death in result.deaths] == [None, None]
+    outcome = Outcome.load(tmp_path / "project")
+    assert outcome.survivors == ("one_device",)
+    assert outcome.dropped["mirrored(2)"].startswith("worker lost: the process died 2 times")
+
+
+@pytest.mark.slow
+def test_a_trial_that_always_kills_its_worker_fails_with_the_reason_in_the_report(tmp_path, temporary):
+    result = run(tmp_path, max_trials=6, max_restarts=1, doom={"who": "worker", "units": 5, "times": 9})
+    found = result.value
+    failed = {name: trial for name, trial in found["trials"].items() if trial[0] != "COMPLETED"}
+    assert len(found["trials"]) == 6
+    ((name, (status, message, units)),) = failed.items()
+    assert (status, units) == ("FAILED", 5)
+    assert "The worker died 2 times in this trial, the last time so: tuner " in message
+    assert found["failures"][name].startswith("worker lost: The worker died 2 times in this trial")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["RandomSearch", "GridSearch", "Hyperband", "BayesianOptimization"])
+def test_a_chief_that_is_killed_goes_on_where_its_project_stands(kind, tmp_path, temporary):
+    options = {"max_epochs": 3, "factor": 3} if kind == "Hyperband" else {"max_trials": 5}
+    result = run(tmp_path, kind=kind, doom={"who": "chief", "units": 5 if kind == "GridSearch" else None}, **options)
+    found = result.value
+    assert {status for status, _, _ in found["trials"].values()} == {"COMPLETED"}
+    assert sorted(found["end_order"]) == sorted(found["trials"])
+    assert kind == "Hyperband" or len(found["trials"]) == 5
+    assert kind != "GridSearch" or {units for _, _, units in found["trials"].values()} == set(search_runs.UNITS[:5])
+    assert [death.name for death in result.deaths] == ["chief"]
+    assert result.deaths[0].consequence == "It was started again, and goes on with what it has saved."
+    begun = [line for line in search_runs.diary(tmp_path) if line["what"] == "begin"]
+    assert len(begun) == len(found["trials"])  # the trials that were under way went on
+
+
+@pytest.mark.slow
+def test_workers_that_run_each_trial_together_agree_and_one_of_them_reports(tmp_path, temporary):
+    result = run(tmp_path, 1, workers_per_trial=2, strategies="multi_worker", max_trials=3)
+    found = result.value
+    assert {status for status, _, _ in found["trials"].values()} == {"COMPLETED"}
+    assert len(found["trials"]) == 3
+    assert result.deaths == ()
+    lines = search_runs.diary(tmp_path)
+    assert {line["replicas"] for line in lines} == {2}
+    begins, ends = (
+        [[line for line in lines if line["member"] == member and line["what"] == what] for member in (0, 1)]
+        for what in ("begin", "end")
+    )
+    assert [line["units"] for line in begins[0]] == [line["units"] for line in begins[1]]
+    for last, following in zip(zip(*ends, strict=True), list(zip(*begins, strict=True))[1:], strict=False):
+        assert max(line["time"] for line in last) < min(line["time"] for line in following)
+    assert found["evaluated"] == pytest.approx(found["best_score"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_has_all_who_run_its_trial_begin_anew(tmp_path, temporary):
+    result = run(
+        tmp_path, 1, workers_per_trial=2, strategies="multi_worker", max_trials=2, doom={"who": "worker", "times": 1}
+    )
+    assert {status for status, _, _ in result.value["trials"].values()} == {"COMPLETED"}
+    assert len(result.deaths) == 1
+
+
+@pytest.mark.slow
+def test_workers_that_nothing_of_ours_has_started_load_the_best_when_the_chief_has_ended(tmp_path):
+    code = f"import json, search_runs; print('found', json.dumps(search_runs.search({str(tmp_path)!r}, max_trials=2)))"
+    with cluster(1, 0) as (task,):
+        ip, port = task.address.split(":")
+        address = {"KERASTUNER_ORACLE_IP": ip, "KERASTUNER_ORACLE_PORT": port}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                cwd=Path(search_runs.__file__).parent,
+                env=environ_with(KERASTUNER_TUNER_ID=name, **address),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for name in ("chief", "tuner0")
+        ]
+        try:
+            shown = [process.communicate(timeout=200)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    found = [json.loads(text.rpartition("found ")[2]) for text in shown]
+    assert found[0] == found[1]
+    assert {status for status, _, _ in found[0]["trials"].values()} == {"COMPLETED"}
+    assert found[1]["evaluated"] == pytest.approx(found[1]["best_score"], rel=1e-5)

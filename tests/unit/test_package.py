@@ -1,0 +1,112 @@
+"""The package imports nothing heavy, shows its names, and raises errors of one tree."""
+
+import ast
+import configparser
+import inspect
+import pickle
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+import keras_dist_ext as kde
+from keras_dist_ext import errors
+
+
+def run_python(code):
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["keras_dist_ext", "keras_dist_ext.errors", "keras_dist_ext.cluster.launch"])
+def test_importing_loads_neither_tensorflow_nor_keras(module):
+    heavy = "{'tensorflow', 'keras', 'numpy', 'sklearn'}"
+    assert run_python(f"import sys, {module}; print({heavy} & set(sys.modules))") == "set()"
+
+
+def test_names_that_need_no_tensorflow_load_none():
+    assert (
+        run_python("import sys; from keras_dist_ext import ScopeError; print('tensorflow' in sys.modules)") == "False"
+    )
+
+
+@pytest.mark.parametrize("name", kde.__all__)
+def test_every_public_name_loads(name):
+    assert getattr(kde, name).__name__ == name
+    assert name in dir(kde)
+
+
+def test_type_checkers_see_the_names_that_load():
+    imports = [node for node in ast.walk(ast.parse(inspect.getsource(kde))) if isinstance(node, ast.ImportFrom)]
+    seen = {
+        alias.name: node.module.removeprefix("keras_dist_ext.")
+        for node in imports
+        for alias in node.names
+        if node.module.startswith("keras_dist_ext.")
+    }
+    assert seen == kde._MODULE_OF
+    assert set(kde.__all__) == set(kde._MODULE_OF)
+
+
+def test_an_unknown_name_is_refused_with_those_there_are():
+    with pytest.raises(
+        AttributeError, match="module 'keras_dist_ext' has no attribute 'modle'; it has pick_strategy, "
+    ):
+        _ = kde.modle
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import keras_dist_ext as kde",
+        "import keras_dist_ext.cluster.launch; import keras_dist_ext as kde",
+        "from keras_dist_ext.cluster.launch import launch; import keras_dist_ext as kde",
+        "import keras_dist_ext as kde; kde.launch; import keras_dist_ext.cluster.launch",
+    ],
+)
+def test_launch_is_the_function_whatever_was_imported_before(imports):
+    assert run_python(f"{imports}; print(type(kde.launch).__name__, kde.launch.__module__)") == (
+        "function keras_dist_ext.cluster.launch"
+    )
+
+
+def test_the_package_says_that_it_is_typed():
+    assert resources.files(kde).joinpath("py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_is_of_the_tree_is_drawn_in_it_and_crosses_processes(name):
+    error_class = getattr(errors, name)
+    assert issubclass(error_class, errors.KerasDistError)
+    assert name in errors.__doc__
+    copy = pickle.loads(pickle.dumps(error_class("what was found")))
+    assert type(copy) is error_class
+    assert str(copy) == "what was found"
+
+
+@pytest.mark.parametrize(
+    ("error_class", "builtin"),
+    [
+        (errors.ClusterError, errors.StrategyError),
+        (errors.StrategyError, ValueError),
+        (errors.ScopeError, ValueError),
+        (errors.DataError, ValueError),
+        (errors.LaunchError, RuntimeError),
+        (errors.BackendError, ImportError),
+    ],
+)
+def test_errors_are_also_what_python_code_expects(error_class, builtin):
+    assert issubclass(error_class, builtin)
+
+
+def test_the_lower_bounds_are_the_versions_that_tox_installs():
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).resolve().parents[2] / "setup.cfg")
+    extras = setup["options.extras_require"]
+    needed = [setup["options"]["install_requires"], extras["tuner"], extras["test"]]
+    bounds = [line for text in needed for line in text.split("\n") if line and not line.startswith("keras_dist_ext[")]
+    tried = setup["testenv:oldest"]["deps"].strip().split("\n")
+    assert sorted(line.replace("==", ">=") for line in tried) == sorted(bounds)
