@@ -1,8 +1,8 @@
 """Record on the device what each replica does in each step, and fetch it when it is asked for.
 
-A step hands its loss, examples and gradients to a ``StepNote`` while it is traced, and leaves what the notes say on
-``Tapes`` (``tapes.py``), one beside each replica. There it stays until a ``Recorder`` fetches it. So no step waits for
-the host or for another replica's numbers, and steps inside an execution have records of their own.
+A step hands its loss, examples and gradients to a ``StepNote`` while it is traced, and leaves what the notes say in a
+``StepBuffer``, which has a part beside each replica. There it stays until a ``Recorder`` fetches it. So no step waits
+for the host or for another replica's numbers, and steps inside an execution have records of their own.
 
 Letters: n = steps; L = replicas of this worker.
 """
@@ -17,9 +17,16 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras
 from keras_dist_ext.step.stats import Kind, StepRecords, join_records
-from keras_dist_ext.step.step_buffer import MOST_ROWS, Cut, Row, Tapes, cpu_beside
+from keras_dist_ext.step.step_buffer import (
+    MAX_STEPS,
+    BufferedSteps,
+    BufferSlice,
+    ReplicaRecord,
+    StepBuffer,
+    cpu_beside,
+)
 
-__all__ = ["ON_TAPE", "Recorder", "StepNote", "now", "row_of", "when_updated"]
+__all__ = ["Recorder", "StepNote", "now", "when_updated"]
 
 
 def now(after: Any = (), *, in_any_order: bool = False) -> tf.Tensor:
@@ -94,46 +101,46 @@ class StepNote:
         """Note what a compiled function has returned."""
         self._parts.setdefault(replica, {}).update(zip(("loss", "norm"), noted, strict=True))
 
-    def end(self, replica: int, rows: Any, made: Any) -> None:
+    def end(self, replica: int, examples: Any, logs: Any) -> None:
         """Note the end of a replica's step.
 
         Args:
             replica: its number.
-            rows: how many it had.
-            made: the logs of the user's step. A tensor "loss" in them counts where there was no other loss.
+            examples: how many it had.
+            logs: of the user's step. A tensor "loss" in them counts where there was no other loss.
         """
         part = self._parts.setdefault(replica, {})
-        part["rows"] = rows
-        loss = made.get("loss") if isinstance(made, dict) else None
+        part["examples"] = examples
+        loss = logs.get("loss") if isinstance(logs, dict) else None
         if "loss" not in part and loss is not None and len(loss.shape) == 0:
             part["loss"] = tf.cast(loss, tf.float32)
         if "computed" not in part and not self._on_tpu:
-            part["computed"] = _as_soon_as(_on_host([part["loss"]] if "loss" in part else tf.nest.flatten(made)))
+            part["computed"] = _as_soon_as(_on_host([part["loss"]] if "loss" in part else tf.nest.flatten(logs)))
 
-    def column(self) -> tuple[Any, ...]:
-        """Return what a row says of the real replica between when it was over and when it began; see above.
+    def record(self) -> ReplicaRecord:
+        """Return what the real replica records of its step.
 
-        Numbers of a replica without rows mean nothing.
+        Numbers of a replica without examples mean nothing.
         """
         parts = list(self._parts.values())
         names = ["loss", "norm"] if self._wants_norm else ["loss"]
         if len(parts) == 1:
             (part,) = parts
-            rows: Any = part["rows"]
+            examples: Any = part["examples"]
             values = [part.get(name, _UNKNOWN) for name in names]
         else:
-            counts = [tf.cast(part["rows"], tf.float32) for part in parts]
-            rows = tf.add_n(counts)
-            values = [_mean([part.get(name, _UNKNOWN) for part in parts], counts, rows) for name in names]
-        numbers = [tf.convert_to_tensor(number) for number in (rows, *values)]
+            counts = [tf.cast(part["examples"], tf.float32) for part in parts]
+            examples = tf.add_n(counts)
+            values = [_mean([part.get(name, _UNKNOWN) for part in parts], counts, examples) for name in names]
+        numbers = [tf.convert_to_tensor(number) for number in (examples, *values)]
         if self._on_tpu:
-            return tf.constant(float("inf")), *numbers
+            return ReplicaRecord(tf.constant(float("inf")), *numbers)
         computed = [part["computed"] for part in parts if "computed" in part]
         if not computed:
             computed_at: Any = tf.constant(float("inf"), tf.float64)
         else:
             computed_at = computed[0] if len(computed) == 1 else tf.reduce_max(tf.stack(computed))
-        return computed_at, *numbers
+        return ReplicaRecord(computed_at, *numbers)
 
 
 def _as_soon_as(values: Sequence[Any]) -> tf.Tensor:
@@ -159,26 +166,16 @@ def _on_host(values: Sequence[Any]) -> list[Any]:
         return [tf.identity(tf.reshape(value, [-1])[:1]) for value in (values[0], values[-1])]
 
 
-def row_of(times: tuple[Any, Any], over: Sequence[Any], columns: Sequence[tuple[Any, ...]]) -> Row:
-    """Return the record of a step.
-
-    Args:
-        times: when it began, and when its batch was there.
-        over: when each of the L replicas was over with it.
-        columns: what each has noted, see ``StepNote.column``.
-    """
-    made = [(when, *column) for when, column in zip(over, columns, strict=True)]
-    return [(*made[0], *times), *made[1:]]
-
-
-def when_updated(graph: Any, since: int, devices: Sequence[str], columns: Sequence[tuple[Any, ...]]) -> list[tf.Tensor]:
+def when_updated(
+    graph: tf.Graph, since: int, devices: Sequence[str], records: Sequence[ReplicaRecord]
+) -> list[tf.Tensor]:
     """Read the clock of each replica's host once what a step assigns on the replica's device is assigned.
 
     Args:
         graph: where the step was traced.
         since: how many ops it had before.
         devices: of the L replicas. What is assigned elsewhere counts as the first one's.
-        columns: what each has noted, which counts where nothing is assigned.
+        records: of each, which count where nothing is assigned.
     """
     updates: list[list[Any]] = [[] for _ in devices]
     index_of = {_place(device): index for index, device in enumerate(devices)}
@@ -186,8 +183,11 @@ def when_updated(graph: Any, since: int, devices: Sequence[str], columns: Sequen
         if op.type.startswith(_ASSIGNING):
             updates[index_of.get(_place(op.device), 0)].append(op)
     clocks = []
-    for ops, device, column in zip(updates, devices, columns, strict=True):
-        with tf.control_dependencies(ops or column), tf.device(cpu_beside(device)):
+    for ops, device, record in zip(updates, devices, records, strict=True):
+        with (
+            tf.control_dependencies(ops or record.present),
+            tf.device(cpu_beside(device)),
+        ):
             clocks.append(tf.timestamp())
         _keras.run_in_any_order(clocks[-1])
     return clocks
@@ -202,26 +202,23 @@ def _place(device: str) -> tuple[str | None, int | None]:
     return spec.device_type, spec.device_index
 
 
-ON_TAPE = object()  # see ``Recorder.add``
-
-
 class _Pending:
-    """Executions whose rows nobody has fetched.
+    """Executions whose records nobody has fetched.
 
     There are thousands where each has one step. So nothing is kept of each that Python's collector of garbage would
     have to look at: the more of that outlives it, the more often it looks at all there is.
 
     Attributes:
-        cuts: their rows; those that lie behind each other are one.
-        num_rows: of each execution.
+        slices: their records; those that follow each other are one.
+        num_steps: of each execution.
         follows: whether each came right after the one before.
         ends: see ``Recorder.add``.
         waits: see there.
     """
 
     def __init__(self) -> None:
-        self.cuts: list[Cut] = []
-        self.num_rows: list[int] = []
+        self.slices: list[BufferSlice] = []
+        self.num_steps: list[int] = []
         self.follows: list[bool] = []
         self.ends: list[Any] = []
         self.waits: list[float] = []
@@ -250,29 +247,29 @@ class Recorder:
         """Note that what comes does not follow what was before: a run begins, or an epoch is over."""
         self._follows = dict.fromkeys(self._follows, False)
 
-    def add(self, kind: Kind, tapes: Tapes, num_rows: int, end: Any = None, waited_seconds: float = 0.0) -> None:
+    def add(self, kind: Kind, buffer: StepBuffer, num_steps: int, end: Any = None, waited_seconds: float = 0.0) -> None:
         """Keep the records of the last execution.
 
         Args:
             kind: "train" or "test".
-            tapes: where it has left them.
-            num_rows: how many there are.
-            end: when it was over, a scalar of the same clock; None if that was when its last step was; ``ON_TAPE`` if
-                its one row says so in place of when its batch was there, which was at once.
+            buffer: where it has left them.
+            num_steps: how many there are.
+            end: when it was over, a scalar of the same clock; None if its last record says so, or if that was when its
+                last step was.
             waited_seconds: for the batch of the first step, before it began.
         """
-        if not num_rows:
+        if not num_steps:
             return
         pending = self._pending[kind]
-        if not pending.cuts or not pending.cuts[-1].takes_in(tapes, num_rows):
-            pending.cuts.append(tapes.last(num_rows))
-        pending.num_rows.append(num_rows)
+        if not pending.slices or not pending.slices[-1].extend(buffer, num_steps):
+            pending.slices.append(buffer.last(num_steps))
+        pending.num_steps.append(num_steps)
         pending.follows.append(self._follows[kind])
         pending.ends.append(end)
         pending.waits.append(waited_seconds)
         self._follows[kind] = True
-        self._num_pending[kind] += num_rows
-        if len(pending.waits) >= MOST_ROWS:
+        self._num_pending[kind] += num_steps
+        if len(pending.waits) >= MAX_STEPS:
             self._fetch_pending(kind)
 
     def num_pending(self, kind: Kind) -> int:
@@ -288,43 +285,45 @@ class Recorder:
 
     def _fetch_pending(self, kind: Kind) -> None:
         pending, self._pending[kind] = self._pending[kind], _Pending()
-        if not pending.cuts:
+        if not pending.slices:
             return
-        num_columns = 5 if self.gradient_norm else 4
-        parts = [cut.tables for cut in pending.cuts]  # in some, tables may have columns that others want
-        columns = np.concatenate([np.stack([table[:, :num_columns] for table in tables], axis=2) for tables in parts])
-        begin, batch_there = np.concatenate([tables[0][:, -2:] for tables in parts]).T
-        over = columns[:, 0].max(axis=1)
-        over_before = np.append(np.nan, over[:-1])
-        last = np.cumsum(pending.num_rows) - 1  # of each execution
+        steps = _joined([part.steps for part in pending.slices], gradient_norm=self.gradient_norm)
+        end_of_step = steps.end.max(axis=1)
+        end_of_step_before = np.append(np.nan, end_of_step[:-1])
+        last = np.cumsum(pending.num_steps) - 1  # of each execution
         first = np.append(0, last[:-1] + 1)
-        is_first = np.zeros(len(over), bool)
+        is_first = np.zeros(len(end_of_step), bool)
         is_first[first] = True
         # Replica 0 may begin the next step while others update.
-        begin = np.where(is_first, begin, np.maximum(begin, over_before))
-        told = np.array([end is ON_TAPE for end in pending.ends])
-        end = np.array([np.nan if end is None or end is ON_TAPE else float(end) for end in pending.ends])
-        end[told], batch_there[last[told]] = batch_there[last[told]], begin[last[told]]
-        batch_there = np.maximum(batch_there, begin)
-        end = np.fmax(end, over[last])
-        waited_ahead = np.append(self._waited_ahead[kind], end - over[last])
+        begin = np.where(is_first, steps.begin, np.maximum(steps.begin, end_of_step_before))
+        batch_ready = np.maximum(steps.batch_ready, begin)
+        end = np.array([np.nan if end is None else float(end) for end in pending.ends])
+        end = np.fmax(np.where(np.isnan(end), steps.execution_end[last], end), end_of_step[last])
+        waited_ahead = np.append(self._waited_ahead[kind], end - end_of_step[last])
         end_before = np.append(self._last_end[kind], end[:-1])
         self._waited_ahead[kind], self._last_end[kind] = waited_ahead[-1], end[-1]
-        waited_between = begin - over_before
+        waited_between = begin - end_of_step_before
         waited_between[first] = pending.waits + np.where(pending.follows, waited_ahead[:-1], 0.0)
         host = np.where(pending.follows, begin[first] - pending.waits - end_before, 0.0)
-        computed = np.clip(columns[:, 1], batch_there[:, None], over[:, None])
-        has = columns[:, 2] > 0
-        norm = np.where(has, columns[:, 4], np.nan) if self.gradient_norm and kind == "train" else None
+        computed = np.clip(steps.computed, batch_ready[:, None], end_of_step[:, None])
+        has = steps.examples > 0
+        norm = None if steps.gradient_norm is None or kind != "train" else np.where(has, steps.gradient_norm, np.nan)
         self._fetched[kind].append(
             StepRecords(
                 kind=kind,
-                loss=np.where(has, columns[:, 3], np.nan),
-                examples=columns[:, 2].astype(np.int64),
+                loss=np.where(has, steps.loss, np.nan),
+                examples=steps.examples.astype(np.int64),
                 gradient_norm=norm,
-                input_seconds=batch_there - begin + waited_between,
-                compute_seconds=computed - batch_there[:, None],
-                sync_seconds=over[:, None] - computed,
+                input_seconds=batch_ready - begin + waited_between,
+                compute_seconds=computed - batch_ready[:, None],
+                sync_seconds=end_of_step[:, None] - computed,
                 host_seconds=float(np.fmax(host, 0.0).sum()),
             )
         )
+
+
+def _joined(parts: Sequence[BufferedSteps], *, gradient_norm: bool) -> BufferedSteps:
+    """Return steps as one; some may have norms that only others want."""
+    wanted = [name for name in BufferedSteps._fields if gradient_norm or name != "gradient_norm"]
+    values: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in wanted}
+    return BufferedSteps(**{"gradient_norm": None, **values})

@@ -14,15 +14,52 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras
 
-__all__ = ["MOST_ROWS", "Cut", "Row", "Tapes", "cpu_beside"]
+__all__ = ["MAX_STEPS", "BufferSlice", "BufferedSteps", "ReplicaRecord", "StepBuffer", "StepRecord", "cpu_beside"]
 
-# A row is of one step. It has a tuple of scalars for each replica: when it was over, when it had computed, how many
-# rows it had, its loss, and the norm of its gradients if that is wanted; the first tuple ends with when the step began
-# and when its batch was there, or the next one (`ON_TAPE` in `recorder.py`). A table is what a replica has in several
-# rows.
-Row = list[tuple[Any, ...]]
-Table = npt.NDArray[np.float64]  # [n, 4 or more]
-MOST_ROWS = 4096  # that there is room for on tapes; if there are more, they are fetched before they are asked for
+Table = npt.NDArray[np.float64]  # [n, columns], what a replica has recorded of several steps
+MAX_STEPS = 4096  # that there is room for in a buffer; if there are more, they are fetched before they are asked for
+
+
+class ReplicaRecord(NamedTuple):
+    """What a replica notes of its step, scalars. Times are in seconds since 1970."""
+
+    computed: Any  # when its gradients, or its loss, were there; infinity where that cannot be told
+    examples: Any
+    loss: Any
+    gradient_norm: Any = None  # None where it is not wanted
+
+    @property
+    def present(self) -> tuple[Any, ...]:
+        """What it has, in order."""
+        return tuple(number for number in self if number is not None)
+
+
+class StepRecord(NamedTuple):
+    """What is recorded of a step."""
+
+    replicas: Sequence[ReplicaRecord]  # [L]
+    ends: Sequence[Any]  # [L], when each was over with the step
+    begin: Any
+    batch_ready: Any
+    execution_end: Any = float("nan")  # when the execution was over, where its only step says so
+
+
+class BufferedSteps(NamedTuple):
+    """What was recorded of some steps; see ``ReplicaRecord`` and ``StepRecord``."""
+
+    end: Table  # [n, L]
+    computed: Table  # [n, L]
+    examples: Table  # [n, L]
+    loss: Table  # [n, L]
+    gradient_norm: Table | None  # [n, L]
+    begin: Table  # [n]
+    batch_ready: Table  # [n]
+    execution_end: Table  # [n]
+
+
+# Columns of a table. The norm is there only where it is wanted; the step's are in the first replica's table alone.
+_OF_REPLICA = ("end", *ReplicaRecord._fields)
+_OF_STEP = ("begin", "batch_ready", "execution_end")
 
 
 def cpu_beside(device: str) -> str:
@@ -31,98 +68,109 @@ def cpu_beside(device: str) -> str:
     return device if spec.device_type == "CPU" else spec.replace(device_type="CPU", device_index=0).to_string()
 
 
-class Tapes:
-    """Hold the rows of a program's steps, each replica's on its own host, until somebody wants them.
+class StepBuffer:
+    """Holds the records of a program's steps, each replica's on its own host, until somebody wants them.
 
     So nothing is sent to another device in a step, and nothing is read by an execution. They are variables: what a loop
     carries goes through the first device (python/ops/while_v2.py makes an Identity of it there), a queue's ops hand
-    over to another thread, and to read a staging area takes some 7 µs a row.
+    over to another thread, and to read a staging area takes some 7 µs a step.
 
     Args:
         devices: of the L replicas of this worker.
-        gradient_norm: whether rows have the norm of gradients.
+        gradient_norm: whether the norm of gradients is recorded.
     """
 
     def __init__(self, devices: Sequence[str], *, gradient_norm: bool) -> None:
-        self._tapes: list[_Tape] = []
+        self._columns = _OF_REPLICA if gradient_norm else _OF_REPLICA[:-1]
+        self._replicas: list[_ReplicaTable] = []
         for index, device in enumerate(devices):
-            host, num_columns = cpu_beside(device), 4 + gradient_norm + 2 * (index == 0)
+            host, num_columns = cpu_beside(device), len(self._columns) + (len(_OF_STEP) if index == 0 else 0)
             with tf.init_scope(), tf.device(host):
-                table = _keras.NamedVariable(tf.zeros([MOST_ROWS, num_columns], tf.float64))
-                self._tapes.append(_Tape(host, table, _keras.NamedVariable(tf.constant(0))))
+                table = _keras.NamedVariable(tf.zeros([MAX_STEPS, num_columns], tf.float64))
+                self._replicas.append(_ReplicaTable(host, table, _keras.NamedVariable(tf.constant(0))))
         self._reading = _Reading()  # the next one
-        self._num_rows = 0  # of executions that went well
+        self._num_steps = 0  # of executions that went well
         self._first_unread = 0
-        self._is_torn = False  # whether there may be rows of an execution that failed
+        self._is_torn = False  # whether there may be records of an execution that failed
 
-    def begin(self, num_rows: int) -> None:
-        """Make room for the rows of an execution that is about to begin: so many at most, and not over MOST_ROWS."""
-        if self._is_torn or self._num_rows + num_rows > MOST_ROWS:
+    def begin(self, max_steps: int) -> None:
+        """Make room for the records of an execution that is about to begin, of so many steps at most."""
+        if self._is_torn or self._num_steps + max_steps > MAX_STEPS:
             self._rewind()
         self._is_torn = True
 
-    def end(self, num_rows: int) -> None:
-        """Say that it has gone well, and left so many rows."""
+    def end(self, num_steps: int) -> None:
+        """Say that it has gone well, and made so many steps."""
         self._is_torn = False
-        self._num_rows += num_rows
+        self._num_steps += num_steps
 
-    def last(self, num_rows: int) -> Cut:
-        """Return what the last rows can be had from, those of the last execution."""
-        return Cut(self, self._reading, self._num_rows - num_rows - self._first_unread, num_rows)
+    def last(self, num_steps: int) -> BufferSlice:
+        """Return the slice of the last steps, those of the last execution."""
+        return BufferSlice(self, self._reading, self._num_steps - num_steps - self._first_unread, num_steps)
 
-    def write(self, row: Row, *, loops: bool) -> None:
-        """Add the row of a step.
+    def write(self, record: StepRecord, *, loops: bool) -> None:
+        """Add the record of a step.
 
         Nothing of it is done before the replica is over with the step: where something short can be done beside
         something long, TensorFlow's executor hands one of them to another thread, and that one contends for the cores
         for a while.
 
         Args:
-            row: see above.
+            record: see above.
             loops: whether this is traced inside of a loop.
         """
-        for tape, numbers in zip(self._tapes, row, strict=True):
-            with tf.device(tape.host), tf.control_dependencies([numbers[0]]):
-                of_step = tf.stack([tf.cast(number, tf.float64) for number in numbers])
+        of_step = [record.begin, record.batch_ready, record.execution_end]
+        for replica, noted, end in zip(self._replicas, record.replicas, record.ends, strict=True):
+            numbers = [end, *noted.present, *of_step]
+            of_step = []
+            with tf.device(replica.host), tf.control_dependencies([end]):
+                row = tf.stack([tf.cast(number, tf.float64) for number in numbers])
                 table, length = (
                     variable.handle if loops or tf.executing_eagerly() else variable.handle_in_graph()
-                    for variable in (tape.table, tape.length)
+                    for variable in (replica.table, replica.length)
                 )
-                index = tf.raw_ops.ResourceCountUpTo(resource=length, limit=MOST_ROWS, T=tf.int32)
-                tf.raw_ops.ResourceScatterUpdate(resource=table, indices=index, updates=of_step)
+                place = tf.raw_ops.ResourceCountUpTo(resource=length, limit=MAX_STEPS, T=tf.int32)
+                tf.raw_ops.ResourceScatterUpdate(resource=table, indices=place, updates=row)
 
     def read(self) -> None:
-        """Take off the rows of the executions that went well, but for those that were taken off before.
+        """Read the records of the executions that went well, but for those that were read before.
 
         Raises:
             RuntimeError: there are not as many as there were steps.
         """
         reading, self._reading = self._reading, _Reading()
-        unread, self._first_unread = slice(self._first_unread, self._num_rows), self._num_rows
+        unread, self._first_unread = slice(self._first_unread, self._num_steps), self._num_steps
         with tf.init_scope():
-            counts = [int(tape.length.value()) for tape in self._tapes]
-            if min(counts) < self._num_rows:
+            counts = [int(replica.length.value()) for replica in self._replicas]
+            if min(counts) < self._num_steps:
                 self._is_torn = True
                 raise RuntimeError(
-                    f"Of {self._num_rows} steps, replicas have left the records of {counts}: what ReplicaMonitor and "
+                    f"Of {self._num_steps} steps, replicas have left the records of {counts}: what ReplicaMonitor and "
                     "others would say is wrong. This is a fault of keras_dist_ext, please report it. Without these "
-                    "callbacks nothing is recorded, and training goes on."
+                    "callbacks nothing is recorded, and training continues."
                 )
-            reading.tables = [tape.table.value().numpy()[unread] for tape in self._tapes]
+            reading.tables = [replica.table.value().numpy()[unread] for replica in self._replicas]
+
+    def named(self, tables: Sequence[Table]) -> BufferedSteps:
+        """Return what tables of this buffer's replicas hold, [L][n, columns], by name."""
+        of_replicas = np.stack([table[:, : len(self._columns)] for table in tables], axis=1)
+        values = dict(zip(self._columns, np.moveaxis(of_replicas, 2, 0), strict=True))
+        of_step = dict(zip(_OF_STEP, tables[0][:, len(self._columns) :].T, strict=True))
+        return BufferedSteps(**{"gradient_norm": None, **values, **of_step})
 
     def _rewind(self) -> None:
-        """Begin anew, with no rows."""
-        if self._first_unread < self._num_rows:
+        """Begin anew, with no records."""
+        if self._first_unread < self._num_steps:
             self.read()
-        self._num_rows = self._first_unread = 0
+        self._num_steps = self._first_unread = 0
         with tf.init_scope():
-            for tape in self._tapes:
-                with tf.device(tape.host):
-                    tape.length.assign(np.int32(0))
+            for replica in self._replicas:
+                with tf.device(replica.host):
+                    replica.length.assign(np.int32(0))
 
 
-class _Tape(NamedTuple):
-    """What there is of a replica's rows, on a device."""
+class _ReplicaTable(NamedTuple):
+    """Where a replica's records are, on a device."""
 
     host: str
     table: _keras.NamedVariable
@@ -130,7 +178,7 @@ class _Tape(NamedTuple):
 
 
 class _Reading:
-    """What is read off tapes at once, if it is read already: what each of the L replicas has."""
+    """What is read of a buffer at once, if it is read already: the tables of the L replicas."""
 
     __slots__ = ("tables",)
 
@@ -138,41 +186,41 @@ class _Reading:
         self.tables: list[Table] | None = None
 
 
-class Cut:
-    """Rows of executions, on tapes or taken off.
+class BufferSlice:
+    """The records of executions, in the buffer or read.
 
     Attributes:
-        num_rows: n.
+        num_steps: n.
 
     Args:
-        tapes: where they are.
+        buffer: where they are.
         reading: what they are read with.
-        first: their first row in that.
-        num_rows: see above.
+        first: the place of their first step in that.
+        num_steps: see above.
     """
 
-    __slots__ = ("_first", "_reading", "_tapes", "num_rows")
+    __slots__ = ("_buffer", "_first", "_reading", "num_steps")
 
-    def __init__(self, tapes: Tapes, reading: _Reading, first: int, num_rows: int) -> None:
-        self.num_rows = num_rows
-        self._tapes = tapes
+    def __init__(self, buffer: StepBuffer, reading: _Reading, first: int, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self._buffer = buffer
         self._reading = reading
         self._first = first
 
-    def takes_in(self, tapes: Tapes, num_rows: int) -> bool:
-        """Have the last rows of tapes as well, those of the last execution, if they lie right behind; say whether."""
-        is_next = (
-            self._reading is tapes._reading
-            and self._first + self.num_rows + num_rows == tapes._num_rows - tapes._first_unread
+    def extend(self, buffer: StepBuffer, num_steps: int) -> bool:
+        """Take in the last steps of a buffer, those of the last execution, if they follow directly; say whether."""
+        follows = (
+            self._reading is buffer._reading
+            and self._first + self.num_steps + num_steps == buffer._num_steps - buffer._first_unread
         )
-        if is_next:
-            self.num_rows += num_rows
-        return is_next
+        if follows:
+            self.num_steps += num_steps
+        return follows
 
     @property
-    def tables(self) -> list[Table]:
-        """What each of the L replicas has in them."""
+    def steps(self) -> BufferedSteps:
+        """What is recorded of them."""
         if self._reading.tables is None:
-            self._tapes.read()
+            self._buffer.read()
         assert self._reading.tables is not None
-        return [table[self._first : self._first + self.num_rows] for table in self._reading.tables]
+        return self._buffer.named([table[self._first : self._first + self.num_steps] for table in self._reading.tables])

@@ -20,11 +20,11 @@ from keras_dist_ext.step.added_losses import UnknownLossDegrees, placeholders
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.step.logs import VALUE, ComputesWithResults, computes_with, noted_results, pooled_state
 from keras_dist_ext.step.means import Degrees
-from keras_dist_ext.step.recorder import ON_TAPE, StepNote, now, row_of, when_updated
+from keras_dist_ext.step.recorder import StepNote, now, when_updated
 from keras_dist_ext.step.reduce import sum_over_replicas
 from keras_dist_ext.step.replica_step import ReplicaStep, UnbuiltOptimizer
 from keras_dist_ext.step.seeds import generator_without_seed
-from keras_dist_ext.step.step_buffer import MOST_ROWS, Row, Tapes
+from keras_dist_ext.step.step_buffer import MAX_STEPS, ReplicaRecord, StepBuffer, StepRecord
 from keras_dist_ext.step.virtual_replicas import in_turns
 from keras_dist_ext.step.xla import can_compile, compiled_step
 from keras_dist_ext.strategy.workers import workers_of
@@ -71,7 +71,7 @@ class StepProgram:
             if _keras.is_default_strategy(self.strategy)
             else list(self.strategy.extended.worker_devices)
         )
-        self._tapes = Tapes(self._devices, gradient_norm=self._records_norm) if model.replica_recorders else None
+        self._buffer = StepBuffer(self._devices, gradient_norm=self._records_norm) if model.replica_recorders else None
         self._guard = model.replica_guard if kind == "train" else None
         self._goes_alone = False
         self._loops = False  # whether what is traced makes several steps
@@ -154,8 +154,8 @@ class StepProgram:
             for _ in range(num_steps):
                 logs = self._run(1, self._of_iterator_alone, iterator)
             return logs
-        for made in range(0, num_steps, MOST_ROWS):
-            count = min(MOST_ROWS, num_steps - made)
+        for made in range(0, num_steps, MAX_STEPS):
+            count = min(MAX_STEPS, num_steps - made)
             logs = self._run(count, self._of_iterator, iterator, tf.constant(count))
         return logs
 
@@ -175,9 +175,9 @@ class StepProgram:
             if self._goes_alone or alone:
                 self._begin(1)
                 optional, more, logs = self._of_optional_alone(iterator, optional)
-                made, end = 1, ON_TAPE
+                made, end = 1, None  # its record says when it ended
             else:
-                count = min(MOST_ROWS, num_steps - total)
+                count = min(MAX_STEPS, num_steps - total)
                 self._begin(count)
                 num_made, optional, more, end, logs = self._of_optional(iterator, optional, tf.constant(count))
                 made = int(num_made)
@@ -195,17 +195,17 @@ class StepProgram:
 
     def _begin(self, num_steps: int) -> None:
         """Make room for the records of an execution of so many steps at most."""
-        if self._tapes is not None:
-            self._tapes.begin(num_steps)
+        if self._buffer is not None:
+            self._buffer.begin(num_steps)
 
     def _end(self, num_steps: int, end: Any = None) -> None:
         """Hand the records of an execution to who wants them; for its end see ``Recorder.add``."""
-        tapes = self._tapes
-        if tapes is not None:
+        buffer = self._buffer
+        if buffer is not None:
             waited, self.waited_seconds = self.waited_seconds, 0.0
-            tapes.end(num_steps)
+            buffer.end(num_steps)
             for recorder in self.model.replica_recorders:
-                recorder.add(self.kind, tapes, num_steps, end, waited)
+                recorder.add(self.kind, buffer, num_steps, end, waited)
 
     # Loops
 
@@ -219,27 +219,26 @@ class StepProgram:
         return self._on_one(batch, of_worker=True)
 
     def _on_one(self, batch: Any, *, of_worker: bool) -> Any:
-        extra, row = self._alone(lambda: batch, of_worker=of_worker)
-        self._write(row)
+        extra, record = self._alone(lambda: batch, of_worker=of_worker)
+        self._write(record)
         return self._logs(extra)
 
     def _on_iterator_alone(self, iterator: Any) -> Any:
-        extra, row = self._alone(iterator.get_next)
-        self._write(row)
+        extra, record = self._alone(iterator.get_next)
+        self._write(record)
         return self._logs(extra)
 
     def _on_optional_alone(self, iterator: Any, optional: Any) -> Any:
-        extra, row = self._alone(optional.get_value, is_ahead=True)
+        extra, record = self._alone(optional.get_value, is_ahead=True)
         following = iterator.get_next_as_optional()
         has_more = following.has_value()
-        if row is not None:
-            (*first, _), *others = row
-            self._write([(*first, now(has_more, in_any_order=True)), *others])  # see ON_TAPE
+        if record is not None:
+            self._write(record._replace(execution_end=now(has_more, in_any_order=True)))
         return following, has_more, self._logs(extra)
 
     def _alone(
         self, pull: Callable[[], Any], *, of_worker: bool = False, is_ahead: bool = False
-    ) -> tuple[list[tf.Tensor], Row | None]:
+    ) -> tuple[list[tf.Tensor], StepRecord | None]:
         """Run the one step of an execution; return what ``_one`` does."""
         self._loops = False
         self._initial_extra(pull, of_worker=of_worker)
@@ -306,23 +305,23 @@ class StepProgram:
         return num_made, optional, optional.has_value(), self._when(extra), self._logs(extra)
 
     def _recorded(self, pull: Callable[[], Any], *, is_ahead: bool = False) -> list[tf.Tensor]:
-        """Run a step, leave its record on the tapes, and return its part of the logs, see ``_one``."""
-        extra, row = self._one(*self._timed(pull, is_ahead=is_ahead))
-        self._write(row)
+        """Run a step, leave its record in the buffer, and return its part of the logs, see ``_one``."""
+        extra, record = self._one(*self._timed(pull, is_ahead=is_ahead))
+        self._write(record)
         return extra
 
-    def _write(self, row: Row | None) -> None:
-        """Leave the record of a step on the tapes, if there is one."""
-        if self._tapes is not None and row is not None:
-            self._tapes.write(row, loops=self._loops)
+    def _write(self, record: StepRecord | None) -> None:
+        """Leave the record of a step in the buffer, if there is one."""
+        if self._buffer is not None and record is not None:
+            self._buffer.write(record, loops=self._loops)
 
     def _when(self, there: Any) -> tf.Tensor | None:
         """When something was there, if steps are recorded."""
-        return None if self._tapes is None else now(there)
+        return None if self._buffer is None else now(there)
 
     def _timed(self, pull: Callable[[], Any], *, is_ahead: bool = False) -> tuple[Any, Any]:
         """Pull a batch; return it with when that began, and when it was there: at once, if it was read ahead."""
-        if self._tapes is None:
+        if self._buffer is None:
             return pull(), None
         begin = now(in_any_order=True)
         with tf.control_dependencies([begin]):
@@ -334,7 +333,9 @@ class StepProgram:
 
     # One step
 
-    def _one(self, batch: Any, times: Any = None, *, of_worker: bool = False) -> tuple[list[tf.Tensor], Row | None]:
+    def _one(
+        self, batch: Any, times: Any = None, *, of_worker: bool = False
+    ) -> tuple[list[tf.Tensor], StepRecord | None]:
         """Run one step over all replicas.
 
         Args:
@@ -352,13 +353,13 @@ class StepProgram:
             there = None if times is None else times[1]
             extra, noted = self.strategy.run(self._replica, args=(batch, cut, there))
         local = self.strategy.experimental_local_results
-        row = None
+        record = None
         if times is not None:
-            columns = [*zip(*map(local, noted), strict=True)]
+            replicas = [ReplicaRecord(*numbers) for numbers in zip(*map(local, noted), strict=True)]
             eagerly = tf.executing_eagerly()
-            over = [now()] * len(columns) if eagerly else when_updated(_graph(), num_ops, self._devices, columns)
-            row = row_of(times, over, columns)
-        return [part for value in extra for part in local(value)], row
+            ends = [now()] * len(replicas) if eagerly else when_updated(_graph(), num_ops, self._devices, replicas)
+            record = StepRecord(replicas, ends, *times)
+        return [part for value in extra for part in local(value)], record
 
     def _replica(self, batch: Any, cut: str, there: Any = None) -> tuple[list[tf.Tensor], Any]:
         """Run the user's step on this replica's rows.
@@ -372,7 +373,7 @@ class StepProgram:
             batch = _once(there, batch)
         note = (
             None
-            if self._tapes is None
+            if self._buffer is None
             else StepNote(gradient_norm=self._records_norm, on_tpu=isinstance(self.strategy, tf.distribute.TPUStrategy))
         )
         guard = None if self._guard is None else self._guard.step()
@@ -388,7 +389,7 @@ class StepProgram:
         extra = self._extra_of_replica(batch, cut, options)
         if guard is not None:
             guard.end()
-        return extra, () if note is None else note.column()
+        return extra, () if note is None else note.record().present
 
     def _extra_of_replica(self, batch: Any, cut: str, options: dict[str, Any]) -> list[tf.Tensor]:
         placement = self.model.placement

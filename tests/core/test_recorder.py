@@ -16,10 +16,10 @@ import tensorflow as tf
 from cases import rotating
 
 import keras_dist_ext as kde
-from keras_dist_ext.step import step_buffer as tapes_module
-from keras_dist_ext.step.recorder import ON_TAPE, Recorder
+from keras_dist_ext.step import step_buffer as buffer_module
+from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.step.stats import Kind, ReplicaStats, StepRecords, join_records, summarize
-from keras_dist_ext.step.step_buffer import Cut, Tapes
+from keras_dist_ext.step.step_buffer import BufferedSteps, BufferSlice, ReplicaRecord, StepBuffer, StepRecord
 from keras_dist_ext.training import program as program_module
 
 RNG = np.random.default_rng(0)
@@ -318,12 +318,16 @@ def test_steps_of_an_execution_that_failed_are_not_taken_for_those_of_the_next(k
 
 
 def test_a_step_that_one_replica_begins_while_another_updates_begins_when_all_are_over(mirrored: Any) -> None:
-    recorder, tapes = Recorder(), Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
-    tapes.begin(2)  # of each step: over, computed, rows, loss; of the first replica also: begun, batch there
-    tapes.write([(4.0, 2.0, 8, 0.1, 0.0, 1.0), (6.0, 3.0, 7, 0.3)], loops=False)
-    tapes.write([(9.0, 8.0, 8, 0.2, 5.0, 5.5), (9.0, 8.0, 7, 0.4)], loops=False)
-    tapes.end(2)
-    recorder.add("train", tapes, 2)
+    recorder, buffer = Recorder(), StepBuffer(["CPU:0", "CPU:1"], gradient_norm=False)
+    first, second = (
+        [ReplicaRecord(2.0, 8, 0.1), ReplicaRecord(3.0, 7, 0.3)],
+        [ReplicaRecord(8.0, 8, 0.2), ReplicaRecord(8.0, 7, 0.4)],
+    )
+    buffer.begin(2)
+    buffer.write(StepRecord(first, [4.0, 6.0], begin=0.0, batch_ready=1.0), loops=False)
+    buffer.write(StepRecord(second, [9.0, 9.0], begin=5.0, batch_ready=5.5), loops=False)
+    buffer.end(2)
+    recorder.add("train", buffer, 2)
     records = recorder.fetch("train")
     assert records is not None
     assert records.step_seconds.tolist() == [6, 3]
@@ -334,17 +338,21 @@ def test_a_step_that_one_replica_begins_while_another_updates_begins_when_all_ar
     np.testing.assert_allclose(records.loss, [[0.1, 0.3], [0.2, 0.4]], rtol=1e-6)
 
 
+def step_of_one_replica(begun: float) -> StepRecord:
+    return StepRecord([ReplicaRecord(begun + 1.0, 8, 0.1)], [begun + 1.5], begin=begun, batch_ready=begun + 0.25)
+
+
 @pytest.mark.parametrize("num_fetches", [1, 3])
 def test_time_between_executions_is_the_hosts_or_that_of_who_waited_for_a_batch(
     num_fetches: int, mirrored: Any
 ) -> None:
-    recorder, tapes = Recorder(), Tapes(["CPU:0"], gradient_norm=False)
+    recorder, buffer = Recorder(), StepBuffer(["CPU:0"], gradient_norm=False)
     records = []
     for begun, end, waited in ((10.0, 13.0, 0.0), (15.0, 17.0, 1.0), (17.5, None, 0.0)):
-        tapes.begin(1)
-        tapes.write([(begun + 1.5, begun + 1.0, 8, 0.1, begun, begun + 0.25)], loops=False)
-        tapes.end(1)
-        recorder.add("train", tapes, 1, end, waited)
+        buffer.begin(1)
+        buffer.write(step_of_one_replica(begun), loops=False)
+        buffer.end(1)
+        recorder.add("train", buffer, 1, end, waited)
         if num_fetches == 3:
             records.append(recorder.fetch("train"))
     whole = join_records([part for part in records or [recorder.fetch("train")] if part is not None])
@@ -355,14 +363,15 @@ def test_time_between_executions_is_the_hosts_or_that_of_who_waited_for_a_batch(
 
 
 @pytest.mark.parametrize("num_fetches", [1, 3])
-def test_an_execution_of_one_step_tells_on_its_tape_when_the_next_batch_was_there(num_fetches: int) -> None:
-    recorder, tapes = Recorder(), Tapes(["CPU:0"], gradient_norm=False)
+def test_an_execution_of_one_step_records_when_the_next_batch_was_there(num_fetches: int) -> None:
+    recorder, buffer = Recorder(), StepBuffer(["CPU:0"], gradient_norm=False)
     records = []
-    for begun, end, on_tape in ((10.0, 13.0, True), (14.0, None, False), (18.0, 19.0, True)):
-        tapes.begin(1)
-        tapes.write([(begun + 1.5, begun + 1.0, 8, 0.1, begun, end if on_tape else begun + 0.25)], loops=False)
-        tapes.end(1)
-        recorder.add("train", tapes, 1, ON_TAPE if on_tape else end)
+    for begun, end in ((10.0, 13.0), (14.0, None), (18.0, 19.0)):
+        record = step_of_one_replica(begun)
+        buffer.begin(1)
+        buffer.write(record if end is None else record._replace(batch_ready=begun, execution_end=end), loops=False)
+        buffer.end(1)
+        recorder.add("train", buffer, 1)
         if num_fetches == 3:
             records.append(recorder.fetch("train"))
     whole = join_records([part for part in records or [recorder.fetch("train")] if part is not None])
@@ -374,14 +383,14 @@ def test_an_execution_of_one_step_tells_on_its_tape_when_the_next_batch_was_ther
 
 @pytest.mark.parametrize("num_fetches", [1, 2])
 def test_what_is_between_epochs_is_no_time_of_either(num_fetches: int) -> None:
-    recorder, tapes = Recorder(), Tapes(["CPU:0"], gradient_norm=False)
+    recorder, buffer = Recorder(), StepBuffer(["CPU:0"], gradient_norm=False)
     records = []
     for begun, end, waited in ((10.0, 13.0, 0.0), (55.0, None, 1.0)):
         recorder.begin()
-        tapes.begin(1)
-        tapes.write([(begun + 1.5, begun + 1.0, 8, 0.1, begun, begun + 0.25)], loops=False)
-        tapes.end(1)
-        recorder.add("train", tapes, 1, end, waited)
+        buffer.begin(1)
+        buffer.write(step_of_one_replica(begun), loops=False)
+        buffer.end(1)
+        recorder.add("train", buffer, 1, end, waited)
         if num_fetches == 2:
             records.append(recorder.fetch("train"))
     whole = join_records([part for part in records or [recorder.fetch("train")] if part is not None])
@@ -393,8 +402,8 @@ def test_nothing_is_read_before_it_is_fetched_epochs_may_end_as_they_like(
     mirrored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_reads = []
-    original = Tapes.read
-    monkeypatch.setattr(Tapes, "read", lambda tapes: (num_reads.append(1), original(tapes))[1])
+    original = StepBuffer.read
+    monkeypatch.setattr(StepBuffer, "read", lambda buffer: (num_reads.append(1), original(buffer))[1])
     net, recording = dense(mirrored), Recording()
     net.fit(X, Y, batch_size=8, epochs=5, verbose=0, callbacks=[recording])
     assert not num_reads
@@ -431,127 +440,129 @@ def test_what_is_recorded_of_a_replica_stays_beside_it_until_the_execution_is_ov
     assert recorded["Timestamp"] == {"CPU:0": 4, "CPU:1": 2}  # the first: also when it began, when its batch was there
 
 
-def execute(tapes: Tapes, first: int, num_rows: int, *, gradient_norm: bool, fails: bool = False) -> Any:
-    """Leave rows that count from ``first`` on, in a loop in a graph."""
+def execute(buffer: StepBuffer, first: int, num_steps: int, *, gradient_norm: bool, fails: bool = False) -> Any:
+    """Leave records that count from ``first`` on, in a loop in a graph."""
 
     @tf.function
     def loop() -> None:
-        for i in tf.range(num_rows):
+        for i in tf.range(num_steps):
             number = tf.cast(first + i, tf.float64)
-            row = [tuple(number + 1000.0 * replica + 10.0 * k for k in range(4 + gradient_norm)) for replica in (0, 1)]
-            tapes.write([(*row[0], -number, number / 4), row[1]], loops=True)
+            of = [number, number + 1000.0]
+            replicas = [ReplicaRecord(*(n + 10.0 * k for k in range(1, 4 + gradient_norm))) for n in of]
+            buffer.write(StepRecord(replicas, of, -number, number / 4, number / 8), loops=True)
         tf.debugging.Assert(not fails, ["torn"])
 
-    tapes.begin(num_rows)
+    buffer.begin(num_steps)
     loop()
-    tapes.end(num_rows)
-    return tapes.last(num_rows)
+    buffer.end(num_steps)
+    return buffer.last(num_steps)
 
 
-def expected_tables(first: int, num_rows: int, *, gradient_norm: bool) -> list[np.ndarray]:
-    number = first + np.arange(num_rows)[:, None]
-    columns = number + 10.0 * np.arange(4 + gradient_norm)
-    return [np.concatenate([columns, -number, number / 4], axis=1), columns + 1000]
+def expected_steps(first: int, num_steps: int, *, gradient_norm: bool) -> BufferedSteps:
+    number = (first + np.arange(num_steps)).astype("float64")
+    of = number[:, None] + [0.0, 1000.0]
+    norm = of + 40.0 if gradient_norm else None
+    return BufferedSteps(of, of + 10.0, of + 20.0, of + 30.0, norm, -number, number / 4, number / 8)
 
 
 @pytest.mark.parametrize(
     "counts", rotating([[1], [64], [65, 3], [3, 0, 200], [50, 14, 1]], [[3, 0, 200], [50, 14, 1]]), ids=str
 )
 @pytest.mark.parametrize("gradient_norm", [False, True])
-def test_tapes_give_each_execution_its_rows_in_order_and_none_of_those_that_failed(
+def test_each_execution_has_its_steps_in_order_and_none_of_those_that_failed(
     gradient_norm: bool, counts: list[int], mirrored: Any
 ) -> None:
-    tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=gradient_norm)
-    cuts, first = [], 0
+    buffer = StepBuffer(["CPU:0", "CPU:1"], gradient_norm=gradient_norm)
+    slices, first = [], 0
     for round_ in range(2):
         for count in counts:
             with pytest.raises(tf.errors.InvalidArgumentError, match="torn"):
-                execute(tapes, 7, 5, gradient_norm=gradient_norm, fails=True)
-            cuts.append((first, execute(tapes, first, count, gradient_norm=gradient_norm)))
+                execute(buffer, 7, 5, gradient_norm=gradient_norm, fails=True)
+            slices.append((first, execute(buffer, first, count, gradient_norm=gradient_norm)))
             first += count
         if round_ == 0:
-            assert [table.shape[0] for table in cuts[-1][1].tables] == [counts[-1]] * 2
-    check_tables(cuts, gradient_norm=gradient_norm)
+            assert slices[-1][1].steps.end.shape == (counts[-1], 2)
+    check_steps(slices, gradient_norm=gradient_norm)
 
 
-def check_tables(cuts: Sequence[tuple[int, Cut]], *, gradient_norm: bool) -> None:
-    """See whether executions have rows that count from the numbers with them on."""
-    for first, cut in cuts:
-        expected = expected_tables(first, cut.num_rows, gradient_norm=gradient_norm)
-        for table, of_replica in zip(cut.tables, expected, strict=True):
-            np.testing.assert_array_equal(table, of_replica)
+def check_steps(slices: Sequence[tuple[int, BufferSlice]], *, gradient_norm: bool) -> None:
+    """See whether executions have records that count from the numbers with them on."""
+    for first, part in slices:
+        expected = expected_steps(first, part.num_steps, gradient_norm=gradient_norm)
+        for found, wanted in zip(part.steps, expected, strict=True):
+            np.testing.assert_array_equal(found, wanted)
 
 
-def counts_of(tapes: Tapes) -> list[int]:
-    """How many rows there are on each tape."""
-    return [int(tape.length.value()) for tape in tapes._tapes]
+def counts_of(buffer: StepBuffer) -> list[int]:
+    """How many records each replica has in a buffer."""
+    return [int(tape.length.value()) for tape in buffer._replicas]
 
 
-def test_rows_are_read_before_there_is_no_room_for_more(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tapes_module, "MOST_ROWS", 10)
-    tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
-    cuts, left = [], []
-    for first, num_rows in ((0, 4), (4, 4), (8, 4), (12, 6), (18, 10)):
-        cuts.append((first, execute(tapes, first, num_rows, gradient_norm=False)))
-        left.append(counts_of(tapes)[1])
+def test_records_are_read_before_there_is_no_room_for_more(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_module, "MAX_STEPS", 10)
+    buffer = StepBuffer(["CPU:0", "CPU:1"], gradient_norm=False)
+    slices, left = [], []
+    for first, num_steps in ((0, 4), (4, 4), (8, 4), (12, 6), (18, 10)):
+        slices.append((first, execute(buffer, first, num_steps, gradient_norm=False)))
+        left.append(counts_of(buffer)[1])
     assert left == [4, 8, 4, 10, 10]
-    cuts.append((28, execute(tapes, 28, 1, gradient_norm=False)))
-    check_tables(cuts, gradient_norm=False)
+    slices.append((28, execute(buffer, 28, 1, gradient_norm=False)))
+    check_steps(slices, gradient_norm=False)
 
 
-def test_a_cut_takes_in_rows_only_where_they_lie_right_behind_it(mirrored: Any) -> None:
-    tapes, others = (Tapes(["CPU:0", "CPU:1"], gradient_norm=False) for _ in range(2))
-    whole, ends = execute(tapes, 0, 2, gradient_norm=False), execute(others, 0, 2, gradient_norm=False)
-    execute(tapes, 2, 3, gradient_norm=False)
-    assert not ends.takes_in(tapes, 3)
-    assert not whole.takes_in(tapes, 2)  # one row between
-    assert whole.takes_in(tapes, 3)
-    later = execute(tapes, 5, 2, gradient_norm=False)
-    assert whole.takes_in(tapes, 2)
-    check_tables([(0, whole), (5, later), (0, ends)], gradient_norm=False)
-    execute(tapes, 7, 2, gradient_norm=False)
-    assert not whole.takes_in(tapes, 2)  # what was before has been read
-    assert not later.takes_in(tapes, 2)
-    check_tables([(0, whole), (5, later), (7, tapes.last(2))], gradient_norm=False)
+def test_a_slice_is_extended_only_by_steps_that_follow_directly(mirrored: Any) -> None:
+    buffer, others = (StepBuffer(["CPU:0", "CPU:1"], gradient_norm=False) for _ in range(2))
+    whole, ends = execute(buffer, 0, 2, gradient_norm=False), execute(others, 0, 2, gradient_norm=False)
+    execute(buffer, 2, 3, gradient_norm=False)
+    assert not ends.extend(buffer, 3)
+    assert not whole.extend(buffer, 2)  # one step between
+    assert whole.extend(buffer, 3)
+    later = execute(buffer, 5, 2, gradient_norm=False)
+    assert whole.extend(buffer, 2)
+    check_steps([(0, whole), (5, later), (0, ends)], gradient_norm=False)
+    execute(buffer, 7, 2, gradient_norm=False)
+    assert not whole.extend(buffer, 2)  # what was before has been read
+    assert not later.extend(buffer, 2)
+    check_steps([(0, whole), (5, later), (7, buffer.last(2))], gradient_norm=False)
 
 
 def test_what_is_kept_of_executions_is_nothing_for_the_collector_of_garbage(mirrored: Any) -> None:
-    recorder, tapes = Recorder(), Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
+    recorder, buffer = Recorder(), StepBuffer(["CPU:0", "CPU:1"], gradient_norm=False)
     gc.collect()
     before = len(gc.get_objects())
     for _ in range(1000):
-        tapes.begin(1)
-        tapes.end(1)
-        recorder.add("train", tapes, 1, None, 0.1)
+        buffer.begin(1)
+        buffer.end(1)
+        recorder.add("train", buffer, 1, None, 0.1)
     assert len(gc.get_objects()) < before + 100
 
 
 def test_records_that_are_missing_are_told_and_not_waited_for(mirrored: Any) -> None:
-    tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
-    execute(tapes, 0, 3, gradient_norm=False)
-    tapes.begin(2)
-    tapes.end(2)
-    cut = tapes.last(2)
+    buffer = StepBuffer(["CPU:0", "CPU:1"], gradient_norm=False)
+    execute(buffer, 0, 3, gradient_norm=False)
+    buffer.begin(2)
+    buffer.end(2)
+    part = buffer.last(2)
     with pytest.raises(RuntimeError, match=r"Of 5 steps, replicas have left the records of \[3, 3\].*report it"):
-        _ = cut.tables
-    check_tables([(5, execute(tapes, 5, 3, gradient_norm=False))], gradient_norm=False)
+        _ = part.steps
+    check_steps([(5, execute(buffer, 5, 3, gradient_norm=False))], gradient_norm=False)
 
 
-def test_what_was_read_stays_on_the_tapes_until_they_are_full(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tapes_module, "MOST_ROWS", 10)
-    tapes = Tapes(["CPU:0", "CPU:1"], gradient_norm=False)
+def test_what_was_read_stays_in_the_buffer_until_it_is_full(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_module, "MAX_STEPS", 10)
+    buffer = StepBuffer(["CPU:0", "CPU:1"], gradient_norm=False)
     left, first = [], 0
-    for num_rows in (4, 4, 2, 3, 8, 10):
-        check_tables([(first, execute(tapes, first, num_rows, gradient_norm=False))], gradient_norm=False)
-        first += num_rows
-        left.append(counts_of(tapes)[1])
+    for num_steps in (4, 4, 2, 3, 8, 10):
+        check_steps([(first, execute(buffer, first, num_steps, gradient_norm=False))], gradient_norm=False)
+        first += num_steps
+        left.append(counts_of(buffer)[1])
     assert left == [4, 8, 10, 3, 8, 10]
 
 
-def test_an_execution_has_at_most_as_many_steps_as_rows_may_stay(
+def test_an_execution_has_at_most_as_many_steps_as_the_buffer_holds(
     mirrored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(program_module, "MOST_ROWS", 3)
+    monkeypatch.setattr(program_module, "MAX_STEPS", 3)
     for given in ({"x": X, "y": Y, "batch_size": 8}, {"x": dataset()}):
         net, recording = dense(mirrored, steps_per_execution=50), Recording()
         history = net.fit(**given, verbose=0, shuffle=False, callbacks=[recording]).history
