@@ -20,7 +20,7 @@ os.environ["TF_DETERMINISTIC_OPS"] = "1"
 
 import numpy as np
 import tensorflow as tf
-from conftest import strategies
+from strategies import strategies
 
 import keras_dist_ext as kde
 from conformance.rows import ROWS
