@@ -224,7 +224,7 @@ def batches_of(case: Case) -> Any:
     """Return a dataset that gives one global batch of made-up numbers, again and again.
 
     There is nothing to tune in it, and the thread that would do so may be waited for by whoever drops an iterator, for
-    up to a minute (`keras_dist_ext.training.source.take_leave`).
+    up to a minute (`keras_dist_ext.data.iterators.release_iterator`).
     """
     import numpy as np
     import tensorflow as tf

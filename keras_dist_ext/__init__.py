@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from keras_dist_ext.data.distribute import distribute
     from keras_dist_ext.data.pipeline import inspect
     from keras_dist_ext.diagnosis.certificate.certificate import Certificate, certify
+    from keras_dist_ext.diagnosis.doctor.bounded_run import diagnose
     from keras_dist_ext.diagnosis.doctor.doctor import ParallelismDoctor
-    from keras_dist_ext.diagnosis.doctor.rules import diagnose
     from keras_dist_ext.errors import (
         BackendError,
         CertificateError,
@@ -148,7 +148,7 @@ _MODULE_OF = {
     "ReplicaMonitor": "monitoring.monitor",
     "NonFinite": "training.nonfinite",
     "ParallelismDoctor": "diagnosis.doctor.doctor",
-    "diagnose": "diagnosis.doctor.rules",
+    "diagnose": "diagnosis.doctor.bounded_run",
     "certify": "diagnosis.certificate.certificate",
     "Certificate": "diagnosis.certificate.certificate",
     "EventWriter": "monitoring.event_files",

@@ -5,10 +5,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from keras_dist_ext import __version__
+from keras_dist_ext.argument_types import count, count_or_auto, count_or_zero, seconds
 from keras_dist_ext.errors import KerasDistError, LaunchError
+from keras_dist_ext.examples.demo_options import add_options, given_options
 
 __all__ = ["main"]
 
@@ -61,49 +62,38 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--replicas", type=_count, metavar="N", help="replicas in each process")
-    parser.add_argument("--workers", type=_count, metavar="N", help="processes")
-    parser.add_argument("--epochs", type=_count, metavar="N")
-    parser.add_argument("--log-dir", metavar="DIR", help="for TensorBoard")
+    add_options(parser)
     parser.set_defaults(run=_demo)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
     from keras_dist_ext.examples import digits
 
-    given: dict[str, Any] = {
-        "num_replicas": arguments.replicas,
-        "num_workers": arguments.workers,
-        "epochs": arguments.epochs,
-        "log_dir": arguments.log_dir,
-    }
-    return int(digits.main(**{name: value for name, value in given.items() if value is not None}) or 0)
+    return digits.main(**given_options(arguments))
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--workers", type=_count_or_auto, required=True, metavar="N", help="worker processes; with --tuner also auto"
+        "--workers", type=count_or_auto, required=True, metavar="N", help="worker processes; with --tuner also auto"
     )
-    parser.add_argument("--ps", type=_count_or_zero, default=0, metavar="M", help="parameter server processes")
+    parser.add_argument("--ps", type=count_or_zero, default=0, metavar="M", help="parameter server processes")
     parser.add_argument("--tuner", action="store_true", help="search with keras-tuner: the workers run one trial each")
-    parser.add_argument("--workers-per-trial", type=_count, metavar="N", help="with --tuner: share a trial (1)")
-    parser.add_argument("--gpus-per-trial", type=_count, metavar="N", help="with --tuner: for each trial (1 a worker)")
+    parser.add_argument("--workers-per-trial", type=count, metavar="N", help="with --tuner: share a trial (1)")
+    parser.add_argument("--gpus-per-trial", type=count, metavar="N", help="with --tuner: for each trial (1 a worker)")
     parser.add_argument(
         "--max-restarts",
-        type=_count_or_zero,
+        type=count_or_zero,
         metavar="K",
         help="how often all start again after a failure (0); with --tuner, a worker in one trial (2)",
     )
     parser.add_argument(
-        "--timeout", type=_seconds, metavar="S", help="seconds without a finished step after which a worker hangs"
+        "--timeout", type=seconds, metavar="S", help="seconds without a finished step after which a worker hangs"
     )
-    parser.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds that the whole may take")
+    parser.add_argument("--time-limit", type=seconds, metavar="S", help="seconds that the whole may take")
     parser.add_argument("--log-dir", metavar="DIR", help="keep the output of each process here, as worker-0.log")
-    parser.add_argument("--threads", type=_count, metavar="N", help="threads of each pool in each process")
+    parser.add_argument("--threads", type=count, metavar="N", help="threads of each pool in each process")
     parser.add_argument("--affinity", action="store_true", help="divide the CPUs, and with them threads (Linux)")
-    parser.add_argument(
-        "--grace", type=_seconds, default=20.0, metavar="S", help="seconds from SIGTERM to SIGKILL (20)"
-    )
+    parser.add_argument("--grace", type=seconds, default=20.0, metavar="S", help="seconds from SIGTERM to SIGKILL (20)")
     parser.add_argument("--quiet", action="store_true", help="do not show the workers' output")
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT.py is the name of a module")
     parser.add_argument("script", metavar="SCRIPT.py", help="what to run: a script, or a program such as python")
@@ -168,7 +158,7 @@ def _launch_search(arguments: argparse.Namespace) -> int:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=_count, metavar="N", help="steps to watch, about (200), or to certify (10)")
+    parser.add_argument("--steps", type=count, metavar="N", help="steps to watch, about (200), or to certify (10)")
     parser.add_argument(
         "--certify", action="store_true", help="say instead whether it trains what one device would; exit code 1 if not"
     )
@@ -229,31 +219,3 @@ def _devices(arguments: argparse.Namespace) -> int:
     choice = decide("auto", gather_facts())  # chosen, not built: a worker's strategy would wait for the other workers
     print(f"pick_strategy() would choose {choice.name}: {choice.reason}")
     return 0
-
-
-def _count(text: str) -> int:
-    return _number(text, least=1)
-
-
-def _count_or_auto(text: str) -> int | str:
-    return text if text == "auto" else _count(text)
-
-
-def _count_or_zero(text: str) -> int:
-    return _number(text, least=0)
-
-
-def _number(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} up")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
-    return seconds

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypedDict
 
-from keras_dist_ext.monitoring.dashboard.metadata import FindingRecord
+__all__ = ["Finding", "FindingRecord", "worst_first"]
 
-__all__ = ["Finding", "worst_first"]
+
+class FindingRecord(TypedDict, total=False):
+    """One thing that was found out about the run; as writers and the dashboard take it."""
+
+    step: int
+    kind: str  # straggler, divergence or diagnosis
+    code: str
+    what: str
+    evidence: str
+    fix: str
+    seconds: float  # lost
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,8 @@ from keras_dist_ext import _keras
 from keras_dist_ext.data.bucket_plan import BatchSize, choose_boundaries, imbalance, padding_share, plan_batches
 from keras_dist_ext.data.pools import Pools
 from keras_dist_ext.errors import DataError
+from keras_dist_ext.hashing import checked_seed, fold_in
 from keras_dist_ext.messages import counted
-from keras_dist_ext.step.seeds import checked_seed, fold_in
 from keras_dist_ext.strategy.workers import workers_of
 
 __all__ = ["BucketReport", "BucketedDataset", "bucket_by_length"]

@@ -15,8 +15,8 @@ from keras_dist_ext.data.sharding_findings import findings_of
 from keras_dist_ext.data.sources import DEFAULT_BATCH_SIZE, as_dataset, is_batched, kind_of
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.findings import Finding
+from keras_dist_ext.hashing import checked_seed, fold_in
 from keras_dist_ext.messages import close_name, counted
-from keras_dist_ext.step.seeds import checked_seed, fold_in
 from keras_dist_ext.strategy.workers import workers_of
 
 __all__ = ["SharedDataset", "distribute"]

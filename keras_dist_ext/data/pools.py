@@ -19,7 +19,7 @@ from keras_dist_ext.data.bucket_plan import BatchSize
 from keras_dist_ext.data.dataset_graph import read_graph
 from keras_dist_ext.data.sources import as_dataset, is_batched
 from keras_dist_ext.errors import DataError
-from keras_dist_ext.step.seeds import fold_in
+from keras_dist_ext.hashing import fold_in
 
 __all__ = ["Pools"]
 

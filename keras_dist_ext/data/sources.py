@@ -13,7 +13,7 @@ from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext.data.dataset_graph import DatasetGraph, read_graph
 from keras_dist_ext.errors import DataError
-from keras_dist_ext.step.seeds import fold_in
+from keras_dist_ext.hashing import fold_in
 
 __all__ = ["as_dataset", "is_batched", "kind_of"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext.training.source import take_leave
+from keras_dist_ext.data.iterators import release_iterator
 
 __all__ = ["StageTime", "Times", "measure"]
 
@@ -90,7 +90,7 @@ def measure(dataset: tf.data.Dataset, num_batches: int, seconds: float) -> Times
                 model = now  # stages that have come to their end are not in it any more
     held = [iterator]
     del iterator
-    take_leave(held)
+    release_iterator(held)
     stages = () if model is None else tuple(_stages(model))
     return Times(pulled, first_seconds, spent / pulled if pulled else None, stages)
 

@@ -7,6 +7,7 @@
 What makes it run on several replicas is the strategy, its scope, and `kde` in front of `Sequential`. The rest is Keras.
 """
 
+import argparse
 import os
 import shlex
 import shutil
@@ -28,6 +29,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import keras_dist_ext as kde
+from keras_dist_ext.examples.demo_options import add_options, given_options
 from keras_dist_ext.monitoring.terminal import TerminalWriter
 from keras_dist_ext.step.stats import ReplicaStats
 from keras_dist_ext.strategy.decision import decide
@@ -217,7 +219,16 @@ def start_workers(num_replicas: int | None, num_workers: int, epochs: int, log_d
     return kde.launch(num_workers, script, threads_per_worker=max(1, (os.cpu_count() or 1) // num_workers)).exit_code
 
 
-if __name__ == "__main__":
-    from keras_dist_ext.cli import main as command_line
+def command_line() -> int:
+    """Do what the command line says, as ``keras-dist-ext demo`` does, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="digits", description="Train a small CNN on handwritten digits.")
+    add_options(parser)
+    try:
+        return main(**given_options(parser.parse_args()))
+    except kde.KerasDistError as error:
+        print(f"digits: {error}", file=sys.stderr)
+        return 1
 
-    sys.exit(command_line(["demo", *sys.argv[1:]]))
+
+if __name__ == "__main__":
+    sys.exit(command_line())

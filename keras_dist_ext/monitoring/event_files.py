@@ -28,9 +28,9 @@ from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from keras_dist_ext.errors import MonitorError
+from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.monitoring.append_file import AppendFile, RecordsLost, check_folder, make_folder
 from keras_dist_ext.monitoring.dashboard import metadata as names
-from keras_dist_ext.monitoring.dashboard.metadata import FindingRecord
 from keras_dist_ext.monitoring.dashboard.wire import finite
 from keras_dist_ext.monitoring.writers import Floats, Run, Writer
 from keras_dist_ext.step.stats import Kind, ReplicaStats

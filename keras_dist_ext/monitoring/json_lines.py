@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from keras_dist_ext.errors import DataError, MonitorError
+from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.messages import counted
 from keras_dist_ext.monitoring.append_file import AppendFile, check_folder, is_remote
-from keras_dist_ext.monitoring.dashboard.metadata import FindingRecord
 from keras_dist_ext.monitoring.writers import Floats, Run, Writer
 from keras_dist_ext.step.stats import ReplicaStats
 

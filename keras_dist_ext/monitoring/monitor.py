@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import MonitorError
-from keras_dist_ext.monitoring.dashboard.metadata import FindingRecord
+from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.monitoring.event_files import EventWriter
 from keras_dist_ext.monitoring.intervals import Intervals, UpdateFreq
 from keras_dist_ext.monitoring.stragglers import Stragglers

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_dist_ext.errors import MonitorError
-from keras_dist_ext.monitoring.dashboard.metadata import FindingRecord
+from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.step.stats import ReplicaStats
 
 __all__ = ["Scores", "Stragglers", "own_seconds"]

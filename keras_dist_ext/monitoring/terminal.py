@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from keras_dist_ext.monitoring.dashboard.metadata import FindingRecord
+from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.monitoring.stragglers import own_seconds
 from keras_dist_ext.monitoring.writers import Floats, Run, Writer
 from keras_dist_ext.step.stats import ReplicaStats

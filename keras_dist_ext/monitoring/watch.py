@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_dist_ext import _keras
-from keras_dist_ext.monitoring.dashboard.metadata import FindingRecord
+from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.monitoring.exchange import exchange
 from keras_dist_ext.monitoring.intervals import Intervals, StepCounter, UpdateFreq
 from keras_dist_ext.monitoring.manifest import describe_model, devices_of, manifest_of, num_cores

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.messages import counted
 from keras_dist_ext.monitoring.append_file import RecordsLost
-from keras_dist_ext.monitoring.dashboard.metadata import FindingRecord, Manifest
+from keras_dist_ext.monitoring.dashboard.metadata import Manifest
 from keras_dist_ext.step.stats import Kind, ReplicaStats
 
 __all__ = ["MemoryWriter", "Run", "SeveralWriters", "Writer"]

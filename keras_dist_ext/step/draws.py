@@ -8,8 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext import _keras
-from keras_dist_ext.step.seeds import fold_in, replica_offset
-from keras_dist_ext.step.xla import draw_as_uncompiled, warn_once
+from keras_dist_ext.hashing import fold_in, replica_offset
+from keras_dist_ext.messages import warn_once
+from keras_dist_ext.step.xla import draw_as_uncompiled
 
 __all__ = ["Draws"]
 

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from keras_dist_ext.step.seeds import MODULUS, Generator, replica_offset, seeds_of
+from keras_dist_ext.hashing import MODULUS, replica_offset
+from keras_dist_ext.step.seeds import Generator, seeds_of
 from keras_dist_ext.strategy.virtual import num_replicas_of
 
 __all__ = ["SeedRow", "SeedTable", "describe_seeds"]

@@ -7,7 +7,7 @@ A generator of Keras holds ``[seed, counter]``, and each draw takes both as the 
     root of replica i        S + i                                          modulo M = 2**31 - 2
     key of its k-th draw     (root + h1(g), k + h2(g) + i * 0x9E3779B1)      each modulo M
 
-where h1 and h2 are the halves of ``fold_in(0, name of g)``. Keras takes both halves modulo M
+where h1 and h2 are the halves of ``hashing.fold_in(0, name of g)``. Keras takes both halves modulo M
 (keras/src/backend/tensorflow/random.py, ``_cast_seed``), so a hash of (S, i, g) into the first half alone would
 collide: 2.4 pairs are expected for 100 generators and 1024 replicas. Here two replicas of a generator differ in the
 first half, always; two runs whose seeds differ by d share a first half for replicas d apart only, and there a step of
@@ -21,9 +21,7 @@ another number of replicas. Letters: S = the global seed; i = a replica's number
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import operator
 import random
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,53 +33,10 @@ import tensorflow as tf
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import SeedError
+from keras_dist_ext.hashing import MODULUS, checked_seed, fold_in, replica_offset
 from keras_dist_ext.strategy.virtual import num_replicas_of
 
-__all__ = ["Generator", "Seeds", "fold_in", "generator_without_seed", "replica_offset", "seed_replicas", "stream"]
-
-MODULUS = 2**31 - 2
-_GOLDEN = 0x9E3779B1 % MODULUS  # no common divisor with the modulus: i * _GOLDEN meets no number twice
-
-
-def fold_in(root: int, *ids: int | str) -> int:
-    """Fold identities into a seed: the same 62-bit number on every platform, another one for any other arguments.
-
-    The BLAKE2b hash of the arguments, written out with their types and lengths. Among a million results, two are equal
-    with a chance of 1e-7.
-
-    Args:
-        root: a seed, any integer.
-        ids: what to tell apart: integers and names. ``1`` and ``"1"`` differ, so do ``("ab", "c")`` and
-            ``("a", "bc")``.
-
-    Returns:
-        A number from 0 to 2**62 - 1.
-
-    Raises:
-        TypeError: an argument is neither an integer nor a string.
-
-    >>> fold_in(42, 3, "dropout") == fold_in(42, 3, "dropout") != fold_in(42, 4, "dropout")
-    True
-    """
-    text = b"".join(_written(part) for part in (operator.index(root), *ids))
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
-
-
-def _written(part: int | str) -> bytes:
-    kind, text = ("s", part) if isinstance(part, str) else ("i", str(operator.index(part)))
-    data = text.encode()
-    return f"{kind}{len(data)}:".encode() + data
-
-
-def replica_offset(replica: Any) -> Any:
-    """What replica i adds to a generator's ``[seed, counter]``: ``[i, i * 0x9E3779B1 mod (2**31 - 2)]``.
-
-    Args:
-        replica: i, an int, or an int64 scalar in a graph that serves all replicas (TPU).
-    """
-    if isinstance(replica, int):
-        return np.array([replica, replica * _GOLDEN % MODULUS], np.int64)
-    return tf.stack([replica, replica * _GOLDEN % MODULUS])
+__all__ = ["Generator", "Seeds", "generator_without_seed", "seed_replicas", "stream"]
 
 
 def stream(seed: int, replica: int, generator: str) -> tuple[int, int]:
@@ -102,26 +57,6 @@ def stream(seed: int, replica: int, generator: str) -> tuple[int, int]:
 def _initial_state(seed: int, generator: str) -> Any:
     first, second = divmod(fold_in(0, generator), 2**31)
     return np.array([(seed + first) % MODULUS, second % MODULUS], np.int64)
-
-
-def checked_seed(seed: Any) -> int:
-    """Return the seed as an int.
-
-    Raises:
-        SeedError: it is not an integer from 0 to 2**31 - 3.
-    """
-    try:
-        number = operator.index(seed)
-    except TypeError:
-        number = None
-    if number is None or isinstance(seed, bool):
-        raise SeedError(f"A seed is an integer; this seed is {seed!r}, of type {type(seed).__name__}.")
-    if not 0 <= number < MODULUS:
-        raise SeedError(
-            f"The seed is {number}. Keras takes seeds modulo {MODULUS} (2**31 - 2), so seeds outside of 0 to "
-            f"{MODULUS - 1} would repeat others. Choose one in this range."
-        )
-    return number
 
 
 def seed_replicas(model: Any, seed: int) -> None:

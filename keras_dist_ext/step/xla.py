@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,9 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras
 from keras_dist_ext.data import split as data
+from keras_dist_ext.messages import warn_once
 
-__all__ = ["can_compile", "compiled", "compiled_step", "draw_as_uncompiled", "warn_once"]
+__all__ = ["can_compile", "compiled", "compiled_step", "draw_as_uncompiled"]
 
 
 def can_compile(strategy: tf.distribute.Strategy) -> bool:
@@ -34,16 +34,6 @@ def can_compile(strategy: tf.distribute.Strategy) -> bool:
         "without XLA."
     )
     return False
-
-
-def warn_once(message: str) -> None:
-    """Warn of something once in a process."""
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=2)
-
-
-_warned: set[str] = set()
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

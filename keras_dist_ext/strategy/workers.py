@@ -7,31 +7,26 @@ upon. Letters: W = workers.
 
 from __future__ import annotations
 
-import concurrent.futures
-import functools
 import random
 import sys
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext import _keras
-from keras_dist_ext._keras import keras, tree
 from keras_dist_ext.cluster import heartbeat as pulse
 from keras_dist_ext.cluster.rendezvous import wait_seconds_of
 from keras_dist_ext.errors import WorkersError
-from keras_dist_ext.step.pass_through import PassThrough
 from keras_dist_ext.strategy.consistency import check_same
 from keras_dist_ext.strategy.deadlock import StallWatch
 from keras_dist_ext.strategy.key_value import Bulletin
-from keras_dist_ext.strategy.scope import optimizers, raw_variables
 
-__all__ = ["InStep", "Stop", "Workers", "alone", "callbacks_of_worker", "checksum_of", "own_callback", "workers_of"]
+__all__ = ["Workers", "checksum_of", "workers_of"]
 
 
 def workers_of(strategy: tf.distribute.Strategy) -> Workers | None:
@@ -209,158 +204,3 @@ def checksum_of(batch: Any) -> int:
         if leaf is not None and not isinstance(leaf, tf.TypeSpec) and getattr(leaf, "dtype", None) != tf.variant:
             checksum = zlib.crc32(tf.io.serialize_tensor(leaf).numpy(), checksum)  # also of strings
     return checksum
-
-
-_WRITERS = (
-    keras.callbacks.BackupAndRestore,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.TensorBoard,
-)
-
-
-def _is_for_chief(callback: Any) -> bool:
-    """Whether a callback writes files that only the chief may write."""
-    return isinstance(callback, _WRITERS)
-
-
-class InStep(keras.callbacks.Callback):  # type: ignore[misc]
-    """The last callback of each worker: begins with the chief's state, and ends all workers after the same epoch.
-
-    Args:
-        workers: of the run.
-        differing: says what differs between replicas, over all workers, or that nothing does (None).
-    """
-
-    def __init__(self, workers: Workers, differing: Callable[[], str | None]) -> None:
-        super().__init__()
-        self._workers = workers
-        self._differing = differing
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Take over what a callback, or the program, of the chief has restored."""
-        model = self.model
-        initial_epoch, restored = self._workers.chief_says(
-            [float(model._initial_epoch or 0), float(model._initial_epoch is not None)]
-        )
-        if restored:  # by a callback of the chief, such as BackupAndRestore
-            model._initial_epoch = int(initial_epoch)
-            self._share_state()
-            return
-        differing = self._differing()
-        if differing is not None:
-            self._share_state()
-            if self._workers.is_chief:
-                warnings.warn(
-                    f"{differing} Workers train one model, so all go on from the values of the first worker now. Load "
-                    "or set values on all workers alike.",
-                    stacklevel=2,
-                )
-
-    def _share_state(self) -> None:
-        model = self.model
-        generators = [generator.state for generator in model.replica_seeds.generators(with_global=True)]
-        made = [variable for _, optimizer in optimizers(model) for variable in optimizer.variables]
-        plain = [v for layer in _keras.flat_layers(model) for _, v in raw_variables(layer) if v.dtype.is_floating]
-        self._workers.share_state([*model.weights, *made, *plain, *generators])
-        model.replica_seeds.load({"run": self._workers.chief_says(model.replica_seeds.run)})
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """End training on all workers where one has asked for it; see that their learning rates are equal."""
-        workers = self._workers
-        if workers.sum([float(self.model._stop.is_requested)])[0]:
-            self.model._stop.agree()
-        rates = {name: _learning_rate(optimizer) for name, optimizer in optimizers(self.model)}
-        if workers.all_equal(zlib.crc32(str([f"{rate:.5g}" for rate in rates.values()]).encode())):
-            return
-        everywhere = np.zeros([workers.num_workers, len(rates)])
-        everywhere[workers.index] = list(rates.values())
-        everywhere = np.reshape(workers.sum(everywhere.ravel()), everywhere.shape)
-        differs = ~np.isclose(everywhere, everywhere[:1], rtol=1e-5, atol=0, equal_nan=True)
-        for worker, place in np.argwhere(differs):
-            raise WorkersError(
-                f"The learning rate of {list(rates)[place]} is {everywhere[worker, place]:g} on worker {worker} and "
-                f"{everywhere[0, place]:g} on worker 0 after epoch {epoch + 1}, so that they train different models. "
-                "Callbacks must set it on all workers, to the same values."
-            )
-
-
-def _learning_rate(optimizer: Any) -> float:
-    return float(np.asarray(keras.ops.convert_to_numpy(optimizer.learning_rate)))
-
-
-_ORBAX = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # older versions of Keras have none
-
-
-def callbacks_of_worker(callbacks: Any, workers: Workers) -> list[Any]:
-    """The callbacks that this worker runs: those that write files are for the chief.
-
-    Raises:
-        WorkersError: one of them can run neither on the chief alone nor on all workers.
-    """
-    callbacks = tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []
-    if any(isinstance(callback, _ORBAX) for callback in callbacks):
-        raise WorkersError(
-            "OrbaxCheckpoint is among the callbacks of several workers. All of them would write into one folder and "
-            "break each other's checkpoints, and the chief cannot write alone: Keras reads the metrics' values for it, "
-            "which all workers have to add up together. Save with ModelCheckpoint, or with kde.Resume to go on after a "
-            "crash."
-        )
-    return [_Alone(c) if _is_for_chief(c) else c for c in callbacks if workers.is_chief or not _is_for_chief(c)]
-
-
-def own_callback(callback: Any) -> Any:
-    """Return the user's callback, which may be wrapped to be run by this worker alone."""
-    return callback.callback if isinstance(callback, _Alone) else callback
-
-
-class _Alone(keras.callbacks.Callback):  # type: ignore[misc]
-    """A callback that one worker alone runs: what it assigns must not wait for the others.
-
-    TensorFlow broadcasts an assignment to variables like ``optimizer.iterations``, which BackupAndRestore loads; and
-    the first value of any variable made in scope, as Keras makes some to look at them while it saves.
-    """
-
-    def __init__(self, callback: Any) -> None:
-        super().__init__()
-        self.callback = callback
-        for name in dir(keras.callbacks.Callback):
-            if name.startswith(("on_", "set_")):
-                setattr(self, name, alone(getattr(callback, name)))
-
-
-def alone(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method as one worker alone may call it: in no scope, and with assignments to its own copies only."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _keras.intercept(PassThrough()):
-            return method(*args, **kwargs)
-
-    def outside_of_scopes(*args: Any, **kwargs: Any) -> Any:
-        if not tf.distribute.has_strategy():
-            return call(*args, **kwargs)
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a scope is the thread's
-            return thread.submit(call, *args, **kwargs).result()
-
-    return outside_of_scopes
-
-
-class Stop:
-    """A wish to end training, and whether all workers know of it."""
-
-    def __init__(self) -> None:
-        self.is_requested = False
-        self.is_agreed = False
-        self.needs_agreement = False
-
-    def request(self, value: bool) -> None:
-        """Wish to end training, or to begin anew."""
-        self.is_requested = value
-        if not value:
-            self.is_agreed = False
-
-    def agree(self) -> None:
-        """Note that all workers know."""
-        self.is_requested = self.is_agreed = True

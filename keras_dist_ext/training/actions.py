@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import LoopError
-from keras_dist_ext.strategy.workers import own_callback
 from keras_dist_ext.training.resume.callback import Resume
+from keras_dist_ext.training.worker_sync import own_callback
 
 __all__ = ["every", "on_improvement", "on_preemption"]
 

@@ -10,10 +10,11 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import flat_layers, is_default_strategy, keras, seed_generators, tree
 from keras_dist_ext.errors import ScopeError
-from keras_dist_ext.step.seeds import checked_seed, seeds_of
-from keras_dist_ext.step.xla import warn_once
+from keras_dist_ext.hashing import checked_seed
+from keras_dist_ext.messages import warn_once
+from keras_dist_ext.step.seeds import seeds_of
 from keras_dist_ext.strategy.scope import check_scope, checked_strategy
-from keras_dist_ext.strategy.workers import own_callback
+from keras_dist_ext.training.worker_sync import own_callback
 
 __all__ = ["ReplicaSeeds", "ScopeGuard", "StepCallbacks", "looks_at_batches", "prepares"]
 

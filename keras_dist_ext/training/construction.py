@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext.step.seeds import checked_seed
+from keras_dist_ext.hashing import checked_seed
 from keras_dist_ext.strategy.scope import checked_strategy
 
 __all__ = ["Scoped"]

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
-from keras_dist_ext.monitoring.dashboard.metadata import FindingRecord
+from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.strategy.workers import Workers, workers_of

@@ -21,8 +21,8 @@ from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
 from keras_dist_ext.cluster import heartbeat as pulse
 from keras_dist_ext.errors import DataError
-from keras_dist_ext.step.seeds import fold_in
-from keras_dist_ext.step.xla import warn_once
+from keras_dist_ext.hashing import fold_in
+from keras_dist_ext.messages import warn_once
 from keras_dist_ext.strategy.consistency import facts_of_data
 from keras_dist_ext.strategy.workers import Workers, checksum_of
 from keras_dist_ext.training.pace import Pace

@@ -14,26 +14,29 @@ import tensorflow as tf
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext.cluster import heartbeat as pulse
+from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.added_losses import find_degrees, losses_as_means
 from keras_dist_ext.step.means import Degrees
 from keras_dist_ext.step.nan_guard import Guard
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.step.reduce import keep_first_part, sum_parts
 from keras_dist_ext.step.seeds import Seeds
-from keras_dist_ext.step.xla import warn_once
 from keras_dist_ext.strategy.consistency import facts_of_run
 from keras_dist_ext.strategy.scope import check_scope, move_into_scope, optimizers
 from keras_dist_ext.strategy.virtual import VirtualReplicas, num_replicas_of
-from keras_dist_ext.strategy.workers import InStep, Stop, Workers, alone, callbacks_of_worker, workers_of
+from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training import feed
+from keras_dist_ext.training.adoption.stand_in import OwnClasses
+from keras_dist_ext.training.adoption.take_over import take_over
 from keras_dist_ext.training.callbacks import StepCallbacks, looks_at_batches, prepares
 from keras_dist_ext.training.construction import Scoped
 from keras_dist_ext.training.divergence import Divergence
 from keras_dist_ext.training.prediction import PredictProgram
 from keras_dist_ext.training.program import StepProgram
 from keras_dist_ext.training.runners import CoordinatorProgram, predictor, runner
+from keras_dist_ext.training.worker_sync import InStep, Stop, alone, callbacks_of_worker
 
-__all__ = ["Functional", "Model", "Sequential"]
+__all__ = ["OWN_CLASSES", "Functional", "Model", "Sequential"]
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -395,13 +398,11 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
 
         Files hold the names of Keras' classes, so what comes from them is taken over.
         """
-        from keras_dist_ext.training.adoption.adopt import adopt
-
         with keras.saving.custom_object_scope({keras.saving.get_registered_name(cls): cls}):
             model = super()._unpickle_model(file)
         if isinstance(model, Model):
             return model
-        adopted = adopt(model, tf.distribute.get_strategy())
+        adopted = take_over(model, tf.distribute.get_strategy(), OWN_CLASSES, compile=True)
         adopted.replica_seeds.load(_keras.saved_variables(file, "replica_seeds"))
         adopted.virtual_replicas = VirtualReplicas.read_from_file(file)
         return adopted
@@ -541,6 +542,8 @@ class Sequential(Model, keras.Sequential):  # type: ignore[misc]
 # Saved under Keras' own names, they load without this package.
 _keras.save_as(Functional, _keras.Functional)
 _keras.save_as(Sequential, keras.Sequential)
+
+OWN_CLASSES = OwnClasses(Model, Functional, Sequential)
 
 
 def _with_defaults(call: inspect.BoundArguments) -> inspect.BoundArguments:

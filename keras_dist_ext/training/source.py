@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -13,9 +11,10 @@ import tensorflow as tf
 
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
+from keras_dist_ext.data.iterators import release_iterator
 from keras_dist_ext.strategy.workers import Workers
 
-__all__ = ["Source", "take_leave"]
+__all__ = ["Source"]
 
 
 class Source:
@@ -136,11 +135,11 @@ class Source:
         return batch
 
     def close(self) -> None:
-        """Take leave of the iterator: no more batches are asked for."""
+        """Release the iterator: no more batches are asked for."""
         held = [self.iterator]
         del self.iterator
         self._ahead, self._has_more = None, False
-        take_leave(held)
+        release_iterator(held)
 
     def _look_ahead(self) -> None:
         begin = time.perf_counter()
@@ -153,26 +152,6 @@ class Source:
         self._waited_seconds += time.perf_counter() - begin  # without what follows: waiting for other workers
         if self._workers is not None:
             self._has_more = self._workers.sum([float(self._has_more)])[0] > 0
-
-
-def take_leave(held: list[Any]) -> None:
-    """Drop an iterator without waiting for the thread that tunes its dataset.
-
-    That sleeps for 10 ms, then for twice as long each time, up to a minute. What is to end its sleep comes too early
-    now and then: it looks whether it has to stop, is not told so yet, and sleeps on (``OptimizeLoop`` in
-    tensorflow/core/framework/model.cc; cancellation.cc calls back before it says that it is cancelled). An iterator's
-    destructor waits for it, and so would an epoch, for up to as long as it took.
-
-    Args:
-        held: the only reference to the iterator.
-    """
-    thread = threading.Thread(target=held.clear, name="dropped iterator")
-    with contextlib.suppress(RuntimeError):  # no thread can be started
-        thread.start()
-        thread.join(_LEAVE_SECONDS)
-
-
-_LEAVE_SECONDS = 0.01  # enough for nearly all else that an iterator does in the end
 
 
 def _any_rows(spec: Any) -> Any:

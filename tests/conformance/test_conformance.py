@@ -77,7 +77,7 @@ def test_replicas_give_what_one_device_gives(row: Row, kind: str, strategies: An
 def test_jit_compile_goes_on_uncompiled_where_replicas_are_cpus_and_says_so_once(
     mirrored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("keras_dist_ext.step.xla"), "_warned", set())
+    monkeypatch.setattr(importlib.import_module("keras_dist_ext.messages"), "_warned", set())
     with mirrored.scope():
         model = dense(kde)
         model.compile("sgd", "mse", jit_compile=True)

@@ -13,9 +13,8 @@ from keras import layers
 from placement_runs import FIT, WEIGHTS, X, Y, devices_of, make, place, train_in_worker
 
 import keras_dist_ext as kde
-from keras_dist_ext import _keras
+from keras_dist_ext import _keras, messages
 from keras_dist_ext.cluster.launch import launch
-from keras_dist_ext.step import xla
 from keras_dist_ext.training.placement import verdict
 from keras_dist_ext.training.placement.groups import home_devices
 from keras_dist_ext.training.placement.parts import Part
@@ -568,7 +567,7 @@ def test_a_number_of_micro_batches_is_at_least_one(number):
 
 
 def test_a_placement_on_logical_devices_says_that_it_makes_nothing_faster(monkeypatch):
-    monkeypatch.setattr(xla, "_warned", set())
+    monkeypatch.setattr(messages, "_warned", set())
     with pytest.warns(UserWarning, match="CPU:0 and CPU:2 are logical devices of one processor"):
         placement = kde.place(make(), {"decoder": "CPU:2"}, micro_batches=5)
     assert [finding.code for finding in placement.findings] == ["one-processor"]
@@ -599,26 +598,26 @@ def timeline(first=(0.01, 0.02), second=(0.01, 0.02), transfers=(), num_busy=1.8
 
 
 def test_parts_of_a_size_that_overlap_have_no_finding():
-    assert not timeline(transfers=[Transfer("b", "GPU:0", "GPU:1", 2**20, 0.001)]).findings
+    assert not verdict.of_times(timeline(transfers=[Transfer("b", "GPU:0", "GPU:1", 2**20, 0.001)]))
 
 
 def test_a_part_that_dominates_is_found():
-    (finding,) = timeline(first=(0.001, 0.002)).findings
+    (finding,) = verdict.of_times(timeline(first=(0.001, 0.002)))
     assert finding.code == "unequal-parts"
     assert "GPU:1 has 91% of the computing: with perfect overlap a step would be 1.10 times as fast" in finding.what
     assert "Cut 'b' in two" in finding.fix
 
 
 def test_a_transfer_that_takes_longer_than_its_part_is_found():
-    (finding,) = timeline(transfers=[Transfer("b", "GPU:0", "GPU:1", 2**20, 0.05)]).findings
+    (finding,) = verdict.of_times(timeline(transfers=[Transfer("b", "GPU:0", "GPU:1", 2**20, 0.05)]))
     assert finding.code == "slow-transfer"
     assert finding.seconds == pytest.approx(0.02)
     assert "1 MiB from GPU:0 to GPU:1 and back: 50 ms a step; b computes 30 ms" in finding.evidence
 
 
 def test_micro_batches_that_do_not_overlap_are_found():
-    assert [finding.code for finding in timeline(num_busy=1.05).findings] == ["no-overlap"]
-    assert not timeline(num_busy=1.05, micro_batches=1).findings
+    assert [finding.code for finding in verdict.of_times(timeline(num_busy=1.05))] == ["no-overlap"]
+    assert not verdict.of_times(timeline(num_busy=1.05, micro_batches=1))
 
 
 def test_measuring_sees_each_part_work_and_leaves_the_model_as_it_was():

@@ -23,7 +23,8 @@ from seed_runs import draws, noting_model, order_of_data
 import keras_dist_ext as kde
 from keras_dist_ext import _keras
 from keras_dist_ext.cluster.launch import launch
-from keras_dist_ext.step.seeds import MODULUS, fold_in, replica_offset, stream
+from keras_dist_ext.hashing import MODULUS, fold_in, replica_offset
+from keras_dist_ext.step.seeds import stream
 from keras_dist_ext.step.xla import draw_as_uncompiled
 
 # Streams

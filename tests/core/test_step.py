@@ -9,9 +9,10 @@ import tensorflow as tf
 from cases import rotating
 
 import keras_dist_ext as kde
+from keras_dist_ext import messages
 from keras_dist_ext._keras import components
 from keras_dist_ext.errors import DataError
-from keras_dist_ext.step import logs, reduce, xla
+from keras_dist_ext.step import logs, reduce
 from keras_dist_ext.step import replica_step as step
 from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.training import program
@@ -126,7 +127,7 @@ def test_sums_by_collectives_give_what_one_device_gives(collective, case):
 
 @pytest.fixture
 def nothing_warned(monkeypatch):
-    monkeypatch.setattr(xla, "_warned", set())
+    monkeypatch.setattr(messages, "_warned", set())
 
 
 def warnings_of(run):

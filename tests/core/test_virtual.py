@@ -16,8 +16,9 @@ from strategies import strategies
 from virtual_runs import CASES, FIT, OF_WORKERS, QUICK, Case, X, Y, randomized, rows_of_worker, run_in_worker, values
 
 import keras_dist_ext as kde
+from keras_dist_ext import messages
 from keras_dist_ext.cluster.launch import launch
-from keras_dist_ext.step import logs, reduce, xla
+from keras_dist_ext.step import logs, reduce
 from keras_dist_ext.step import virtual_replicas as turns
 
 ORDERED, FAST = kde.VirtualReplicas(4), kde.VirtualReplicas(4, reduction="fast")
@@ -277,7 +278,7 @@ def test_strategies_whose_replicas_cannot_take_turns_are_refused(cls):
 
 
 def test_jit_compile_warns_once_and_runs_without_xla(monkeypatch):
-    monkeypatch.setattr(xla, "_warned", set())
+    monkeypatch.setattr(messages, "_warned", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         nets = [

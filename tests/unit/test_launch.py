@@ -635,9 +635,9 @@ def test_the_command_line_returns_the_code_of_the_first_failure(tmp_path, capfd)
         (["lunch"], "invalid choice: 'lunch'"),
         (["launch", "script.py"], "required: --workers"),
         (["launch", "--workers", "2"], "required: SCRIPT.py\n"),
-        (["launch", "--workers", "none", "x.py"], "argument --workers: 'none' is no whole number from 1 up"),
+        (["launch", "--workers", "none", "x.py"], "argument --workers: 'none' must be an integer >= 1"),
         (["launch", "--workers", "2", "--ps", "-1", "x.py"], "argument --ps"),
-        (["launch", "--workers", "2", "--timeout", "soon", "x.py"], "'soon' is no number of seconds above 0"),
+        (["launch", "--workers", "2", "--timeout", "soon", "x.py"], "'soon' must be a number of seconds > 0"),
         (["launch", "--work", "2", "x.py"], "required: --workers"),
     ],
 )

@@ -23,7 +23,7 @@ from keras.optimizers import SGD, Adam
 
 import keras_dist_ext as kde
 from keras_dist_ext.cluster.launch import WorkerFailed
-from keras_dist_ext.training.source import take_leave
+from keras_dist_ext.data.iterators import release_iterator
 
 Strategy = tf.distribute.Strategy
 InvalidArgument = tf.errors.InvalidArgumentError
@@ -394,4 +394,4 @@ def test_nobody_waits_for_what_tunes_the_data(mirrored: Strategy) -> None:
         return time.perf_counter() > began + 0.1
 
     assert any(is_late(list.clear) for _ in range(60))
-    assert sum(is_late(take_leave) for _ in range(10)) <= 1  # the machine may stall
+    assert sum(is_late(release_iterator) for _ in range(10)) <= 1  # the machine may stall

@@ -16,8 +16,9 @@ from worker_runs import DATA_CASES, NUM_EXAMPLES, ids, run_all
 
 import keras_dist_ext as kde
 from keras_dist_ext.cluster.launch import launch
-from keras_dist_ext.strategy import workers
-from keras_dist_ext.strategy.workers import Workers, callbacks_of_worker, checksum_of, own_callback
+from keras_dist_ext.strategy.workers import Workers, checksum_of
+from keras_dist_ext.training import worker_sync
+from keras_dist_ext.training.worker_sync import callbacks_of_worker, own_callback
 
 pytestmark = [pytest.mark.multiworker, pytest.mark.timeout(600)]
 
@@ -160,8 +161,8 @@ class Orbax(keras.callbacks.Callback):
 
 
 def test_a_callback_that_can_run_on_no_part_of_the_workers_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert getattr(keras.callbacks, "OrbaxCheckpoint", ()) == workers._ORBAX
-    monkeypatch.setattr(workers, "_ORBAX", Orbax)
+    assert getattr(keras.callbacks, "OrbaxCheckpoint", ()) == worker_sync._ORBAX
+    monkeypatch.setattr(worker_sync, "_ORBAX", Orbax)
     for is_chief in (True, False):
         with pytest.raises(kde.WorkersError, match="would write into one folder .* Save with ModelCheckpoint, or with"):
             callbacks_of_worker([Orbax()], types.SimpleNamespace(is_chief=is_chief))

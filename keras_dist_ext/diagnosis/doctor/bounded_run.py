@@ -19,21 +19,49 @@ from keras_dist_ext.errors import KerasDistError, MonitorError
 from keras_dist_ext.training.adoption.adopt import adopt
 from keras_dist_ext.training.snapshot import kept_pass, kept_state
 
-__all__ = ["examine"]
+__all__ = ["diagnose"]
 
 
-def examine(
+def diagnose(
     model: Any,
-    data: Any,
-    y: Any,
+    data: Any = None,
+    y: Any = None,
     *,
-    num_steps: int,
-    interventions: bool,
-    strategy: tf.distribute.Strategy | None,
-    callbacks: Sequence[Any],
+    num_steps: int = 60,
+    interventions: bool = True,
+    strategy: tf.distribute.Strategy | None = None,
+    callbacks: Sequence[Any] = (),
     **fit_arguments: Any,
 ) -> Report:
-    """Train for some steps, judge, and put the model back; see ``kde.diagnose``."""
+    """Train a model for some steps, find out why it is not faster, and leave it bit for bit as it was.
+
+        report = kde.diagnose(model, train)
+        print(report)
+        assert not report.findings
+
+    A model of stock Keras is not trained: nobody can see into its steps. Its setting is judged, and where
+    ``kde.adopt`` can rebuild it, the steps of the rebuilt model.
+
+    What is drawn from generators is gone from them, a shuffle that has no seed of the run's goes on to its next order,
+    and ``tf.random`` ops go on where the last step stopped.
+
+    Args:
+        model: a compiled model.
+        data: what `fit` takes: a dataset, arrays, a generator, a PyDataset; None judges the setting alone.
+        y: targets, where ``data`` are arrays.
+        num_steps: how many steps to watch, at least.
+        interventions: whether to make experiments too: see ``ParallelismDoctor``.
+        strategy: the strategy that the model is meant to live under; None is its own.
+        callbacks: those of the run, to be looked at too.
+        fit_arguments: others of `fit`, such as ``batch_size``.
+
+    Returns:
+        What was found.
+
+    Raises:
+        MonitorError: the model is not compiled, or there is nothing to measure.
+        DataError: the dataset has no batch.
+    """
     if not getattr(model, "compiled", False):
         raise MonitorError(f"'{getattr(model, 'name', model)}' is not compiled, so no step can be made. Compile it.")
     if data is None:
@@ -95,7 +123,7 @@ def _examined_copy(
         copy = adopt(model, strategy or model.distribute_strategy)
     except KerasDistError:
         return judge(Examination(setting))
-    report = examine(
+    report = diagnose(
         copy,
         data,
         y,

@@ -10,8 +10,6 @@ for; complaints about missing speed-up are not made then.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 
 from keras_dist_ext.diagnosis.doctor.examination import Estimate, Examination
@@ -20,64 +18,7 @@ from keras_dist_ext.diagnosis.doctor.setting_rules import SETTING_RULES, shared_
 from keras_dist_ext.diagnosis.doctor.time_rules import TIME_RULES
 from keras_dist_ext.findings import Finding, worst_first
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["diagnose", "judge"]
-
-
-def diagnose(
-    model: Any,
-    data: Any = None,
-    y: Any = None,
-    *,
-    num_steps: int = 60,
-    interventions: bool = True,
-    strategy: Any = None,
-    callbacks: Sequence[Any] = (),
-    **fit_arguments: Any,
-) -> Report:
-    """Train a model for some steps, find out why it is not faster, and leave it bit for bit as it was.
-
-        report = kde.diagnose(model, train)
-        print(report)
-        assert not report.findings
-
-    A model of stock Keras is not trained: nobody can see into its steps. Its setting is judged, and where
-    ``kde.adopt`` can rebuild it, the steps of the rebuilt model.
-
-    What is drawn from generators is gone from them, a shuffle that has no seed of the run's goes on to its next order,
-    and ``tf.random`` ops go on where the last step stopped.
-
-    Args:
-        model: a compiled model.
-        data: what `fit` takes: a dataset, arrays, a generator, a PyDataset; None judges the setting alone.
-        y: targets, where ``data`` are arrays.
-        num_steps: how many steps to watch, at least.
-        interventions: whether to make experiments too: see ``ParallelismDoctor``.
-        strategy: the strategy that the model is meant to live under; None is its own.
-        callbacks: those of the run, to be looked at too.
-        fit_arguments: others of `fit`, such as ``batch_size``.
-
-    Returns:
-        What was found.
-
-    Raises:
-        MonitorError: the model is not compiled, or there is nothing to measure.
-        DataError: the dataset has no batch.
-    """
-    from keras_dist_ext.diagnosis.doctor.bounded_run import examine
-
-    return examine(
-        model,
-        data,
-        y,
-        num_steps=num_steps,
-        interventions=interventions,
-        strategy=strategy,
-        callbacks=callbacks,
-        **fit_arguments,
-    )
+__all__ = ["judge"]
 
 
 def judge(examination: Examination) -> Report:

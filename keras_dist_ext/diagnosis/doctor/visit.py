@@ -20,9 +20,10 @@ from keras_dist_ext.findings import Finding
 from keras_dist_ext.monitoring.exchange import exchange
 from keras_dist_ext.monitoring.monitor import ReplicaMonitor
 from keras_dist_ext.step.recorder import Recorder
-from keras_dist_ext.strategy.workers import own_callback, workers_of
+from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.callbacks import looks_at_batches
 from keras_dist_ext.training.snapshot import kept_pass
+from keras_dist_ext.training.worker_sync import own_callback
 
 __all__ = ["Visit"]
 

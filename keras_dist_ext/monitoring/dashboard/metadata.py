@@ -36,7 +36,6 @@ __all__ = [
     "MANIFEST_VERSION",
     "Manifest",
     "Strategy",
-    "FindingRecord",
     "replica_run",
     "all_run",
     "RunName",
@@ -126,18 +125,6 @@ class Manifest(TypedDict, total=False):
     versions: dict[str, str]
     batch_size: int | None  # global
     host: str
-
-
-class FindingRecord(TypedDict, total=False):
-    """One thing that was found out about the run; FINDINGS_TAG holds the list of all, the newest list counts."""
-
-    step: int
-    kind: str  # straggler, divergence or diagnosis
-    code: str
-    what: str
-    evidence: str
-    fix: str
-    seconds: float  # lost
 
 
 def replica_run(experiment: str, replica: int) -> str:

@@ -6,21 +6,16 @@ once, however often the model uses it; then values are copied from layer to laye
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import is_default_strategy, keras, saved_variables, strategy_of_variable
-from keras_dist_ext.errors import ScopeError
-from keras_dist_ext.strategy.scope import check_scope, checked_strategy, describe_strategy, optimizers
+from keras_dist_ext._keras import keras, saved_variables
 from keras_dist_ext.strategy.virtual import VirtualReplicas
-from keras_dist_ext.training.adoption.compilation import read_compile_state, take_over_optimizers
+from keras_dist_ext.training.adoption.compilation import read_compile_state
 from keras_dist_ext.training.adoption.rebuild import rebuild
-from keras_dist_ext.training.adoption.recipe import CannotRebuildError, label
-from keras_dist_ext.training.adoption.twins import take_over_state
-from keras_dist_ext.training.model import Functional, Model, Sequential
+from keras_dist_ext.training.adoption.take_over import explained, refuse_nesting, scope_of, take_over
+from keras_dist_ext.training.model import OWN_CLASSES
 
 __all__ = ["adopt", "clone_model", "load_model"]
 
@@ -52,23 +47,7 @@ def adopt(model: Any, strategy: tf.distribute.Strategy, *, compile: bool = True)
             strategy's scope is entered.
         TypeError: `model` is not a Keras model.
     """
-    with _explained("kde.adopt", model, strategy, is_read=True):
-        if not model.built:
-            raise ScopeError(
-                f"'{model.name}' is not built, so it has no weights to take over. Call it on a batch first; or make it "
-                "inside `with strategy.scope():`; or, for new weights, use `kde.clone_model(model, strategy)`."
-            )
-        compile_alike = read_compile_state(model) if compile and model.compiled else None
-        with _scope(strategy):
-            rebuilt = rebuild(model)
-            variables = take_over_state(model, rebuilt.pairs())
-            if compile_alike:
-                compile_alike(rebuilt.twin)
-                take_over_optimizers(rebuilt.twin, model, variables)
-    check_scope(rebuilt.twin, strategy).raise_if_bad()
-    if isinstance(model, Model):
-        rebuilt.twin.replica_seeds.go_on_from(model.replica_seeds)
-    return rebuilt.twin
+    return take_over(model, strategy, OWN_CLASSES, compile=compile)
 
 
 def clone_model(model: Any, strategy: tf.distribute.Strategy | None = None) -> Any:
@@ -91,10 +70,10 @@ def clone_model(model: Any, strategy: tf.distribute.Strategy | None = None) -> A
     """
     if strategy is None and not tf.distribute.has_strategy() and isinstance(model, keras.Model):
         strategy = model.distribute_strategy
-    with _explained("kde.clone_model", model, strategy, is_read=False):
+    with explained("kde.clone_model", model, strategy, is_read=False):
         compile_alike = read_compile_state(model) if model.compiled else None
-        with _scope(strategy):
-            twin = rebuild(model).twin
+        with scope_of(strategy):
+            twin = rebuild(model, OWN_CLASSES).twin
             if compile_alike:
                 compile_alike(twin)
     return twin
@@ -128,61 +107,16 @@ def load_model(
     """
     # Keras saves classes that are not its own by their bare names. In legacy files, its own have bare names too.
     is_legacy = str(path).endswith((".h5", ".hdf5"))
-    ours = {} if is_legacy else {cls.__name__: cls for cls in (Model, Functional, Sequential)}
-    _refuse_nesting("kde.load_model", strategy)
-    with _scope(strategy), keras.saving.custom_object_scope(ours):
+    ours = {} if is_legacy else {cls.__name__: cls for cls in OWN_CLASSES}
+    refuse_nesting("kde.load_model", strategy)
+    with scope_of(strategy), keras.saving.custom_object_scope(ours):
         virtual = VirtualReplicas.read_from_file(path) if compile else None
         if virtual is not None:
             virtual.check(tf.distribute.get_strategy())
         model = keras.models.load_model(path, custom_objects=custom_objects, compile=compile, safe_mode=safe_mode)
-        if isinstance(model, Model):
+        if isinstance(model, OWN_CLASSES.model):
             return model
         adopted = adopt(model, tf.distribute.get_strategy(), compile=compile)
         adopted.replica_seeds.load(saved_variables(path, "replica_seeds"))  # where Keras' own class did not look
         adopted.virtual_replicas = virtual
         return adopted
-
-
-@contextlib.contextmanager
-def _explained(caller: str, model: Any, strategy: tf.distribute.Strategy | None, *, is_read: bool) -> Iterator[None]:
-    """Refuse what cannot work before anything is made, and say what went wrong where."""
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"{caller} takes a Keras model, and got {type(model).__name__}: {model!r}.")
-    _refuse_nesting(caller, strategy)
-    here = tf.distribute.get_strategy()
-    variables = [*(model.variables if is_read else ()), *(v for _, o in optimizers(model) for v in o.variables)]
-    elsewhere = {
-        describe_strategy(own)
-        for own in map(strategy_of_variable, variables)
-        if own is not None and own.extended is not here.extended
-    }
-    if tf.distribute.has_strategy() and elsewhere:
-        raise ScopeError(
-            f"{caller} was called inside the scope of {describe_strategy(here)}, where the variables of "
-            f"'{model.name}', which live under {' and '.join(sorted(elsewhere))}, cannot be read. Leave the scope."
-        )
-    try:
-        yield
-    except CannotRebuildError as error:
-        raise ScopeError(
-            f"{caller} cannot make {label(model)} again: {error} Or build the model inside `with strategy.scope():`, "
-            "and load its weights there."
-        ) from error.__cause__
-
-
-def _refuse_nesting(caller: str, strategy: tf.distribute.Strategy | None) -> None:
-    checked_strategy(strategy)
-    here = tf.distribute.get_strategy()
-    if tf.distribute.has_strategy() and strategy is not None and strategy.extended is not here.extended:
-        raise ScopeError(
-            f"{caller} was called inside the scope of {describe_strategy(here)} for {describe_strategy(strategy)}. "
-            "TensorFlow does not nest scopes of two strategies: leave the first, or give its strategy."
-        )
-
-
-def _scope(strategy: tf.distribute.Strategy | None) -> contextlib.AbstractContextManager[Any]:
-    """The strategy's scope, where it has one to enter."""
-    if strategy is None or is_default_strategy(strategy):
-        return contextlib.nullcontext()
-    scope: contextlib.AbstractContextManager[Any] = strategy.scope()
-    return scope

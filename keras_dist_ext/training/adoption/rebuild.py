@@ -10,25 +10,28 @@ import tensorflow as tf
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import flat_layers, keras, new_input
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, first_init, make_again
-from keras_dist_ext.training.adoption.stand_in import class_of_ours
+from keras_dist_ext.training.adoption.stand_in import OwnClasses, class_of_ours
 from keras_dist_ext.training.adoption.twins import side_by_side, take_over_trainable, variable_pairs
-from keras_dist_ext.training.model import Functional, Model, Sequential
 
 __all__ = ["Rebuilt", "rebuild"]
 
 
-def rebuild(model: Any) -> Rebuilt:
+def rebuild(model: Any, own: OwnClasses) -> Rebuilt:
     """Make a model again, with new weights; what is ours stays of its class, and what is not becomes ours.
 
     Raises:
         CannotRebuildError: The model, or a layer in it, cannot be made from its config.
     """
-    rebuilt = Rebuilt()
+    rebuilt = Rebuilt(own)
     user_class: Any = type(model)
-    cls = class_of_ours(user_class)
-    if isinstance(model, _keras.Functional) and (cls is Functional or _is_functional_by_base(model)):
+    cls = class_of_ours(user_class, own)
+    if isinstance(model, _keras.Functional) and (cls is own.functional or rebuilt.is_functional_by_base(model)):
         rebuilt.twin = rebuilt.functional(model, cls)
-    elif isinstance(model, keras.Sequential) and first_init(user_class) in (keras.Sequential, Sequential, Model):
+    elif isinstance(model, keras.Sequential) and first_init(user_class) in (
+        keras.Sequential,
+        own.sequential,
+        own.model,
+    ):
         rebuilt.twin = rebuilt.sequential(model, cls)
     else:
         rebuilt.twin = rebuilt.subclassed(model, cls)
@@ -44,7 +47,8 @@ class Rebuilt:
         twin: The new model, once it is there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: OwnClasses) -> None:
+        self._own = own
         self.twin: Any = None
         self._twins: dict[int, tuple[Any, Any]] = {}  # id of the old layer -> (old, new); keeps the old one alive
         self._graphs: set[int] = set()  # ids of the old models whose layers were made one by one
@@ -61,13 +65,18 @@ class Rebuilt:
 
     def _make(self, layer: Any) -> Any:
         cls = type(layer)
-        if cls in (_keras.Functional, Functional) or _is_functional_by_base(layer):
+        if cls in (_keras.Functional, self._own.functional) or self.is_functional_by_base(layer):
             return self.functional(layer, cls)
-        if cls in (keras.Sequential, Sequential):
+        if cls in (keras.Sequential, self._own.sequential):
             return self.sequential(layer, cls)
         if not isinstance(layer, keras.Layer):
             return _stateless(layer)
-        return make_again(layer, cls)
+        return make_again(layer, cls, records_arguments=isinstance(layer, self._own.model))
+
+    def is_functional_by_base(self, layer: Any) -> bool:
+        """Whether a user's class leaves construction to the functional model: `class Net(keras.Model)`, `Net(x, y)`."""
+        constructors = (_keras.Functional, self._own.functional, keras.Model, self._own.model)
+        return isinstance(layer, _keras.Functional) and first_init(type(layer)) in constructors
 
     def functional(self, model: Any, cls: Any) -> Any:
         """Call new layers in the order in which the graph of `model` calls the old ones.
@@ -101,7 +110,7 @@ class Rebuilt:
         Raises:
             CannotRebuildError: It cannot.
         """
-        twin = make_again(model, cls)
+        twin = make_again(model, cls, records_arguments=isinstance(model, self._own.model))
         if model.built:
             _build_alike(twin, model)
         return self._keep(model, twin, is_graph=False)
@@ -142,12 +151,6 @@ class Rebuilt:
             f"an operation uses the variable '{getattr(value, 'path', value.name)}', which belongs to no layer that "
             "comes before it. Wrap the operation in a layer of its own that gets the variable's layer."
         )
-
-
-def _is_functional_by_base(layer: Any) -> bool:
-    """Whether a user's class leaves construction to the functional model: `class Net(keras.Model)`, `Net(x, y)`."""
-    constructors = (_keras.Functional, Functional, keras.Model, Model)
-    return isinstance(layer, _keras.Functional) and first_init(type(layer)) in constructors
 
 
 def _sequential_input(model: Any) -> Any:

@@ -23,7 +23,6 @@ from keras_dist_ext._keras import (
     is_serializable_dict,
     keras,
 )
-from keras_dist_ext.training.model import Model
 
 __all__ = [
     "CannotRebuildError",
@@ -40,13 +39,18 @@ class CannotRebuildError(Exception):
     """Says what stands in the way, and how to mend it, in full sentences."""
 
 
-def make_again(thing: Any, cls: Any) -> Any:
+def make_again(thing: Any, cls: Any, *, records_arguments: bool = False) -> Any:
     """Make a layer, model or metric again, as a `cls`, here and now.
+
+    Args:
+        thing: The old one.
+        cls: The class of the new one.
+        records_arguments: Whether it is a model of ours: `get_config` knows what these were made with.
 
     Raises:
         CannotRebuildError: It has no config, or not one that makes it again.
     """
-    has_config = has_own_config(thing) or (isinstance(thing, Model) and has_recorded_arguments(thing))
+    has_config = has_own_config(thing) or (records_arguments and has_recorded_arguments(thing))
     is_made_from_config = has_config or not isinstance(thing, keras.Model)
     twin = read_recipe(thing)(cls) if is_made_from_config else _from_nothing(thing, cls)
     _rename(twin, thing)

@@ -5,50 +5,55 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, share_registered_name
-from keras_dist_ext.training.model import Functional, Model, Sequential
 
-__all__ = ["class_of_ours"]
+__all__ = ["OwnClasses", "class_of_ours"]
 
 
-def class_of_ours(cls: Any) -> Any:
+class OwnClasses(NamedTuple):
+    """Our classes of models. They are passed in, because the module that has them imports this one to unpickle."""
+
+    model: Any
+    functional: Any
+    sequential: Any
+
+
+def class_of_ours(cls: Any, own: OwnClasses) -> Any:
     """The class of ours that stands for a class of Keras' or of the user's."""
-    if issubclass(cls, Model):
+    if issubclass(cls, own.model):
         return cls
     if cls is keras.Sequential:
-        return Sequential
+        return own.sequential
     if cls in (_keras.Functional, keras.Model):
-        return Functional
-    ours = _derived(cls)
+        return own.functional
+    ours = _derived(cls, own)
     share_registered_name(cls, ours)
     return ours
 
 
 @functools.cache
-def _derived(cls: Any) -> Any:
+def _derived(cls: Any, own: OwnClasses) -> Any:
     """A class of the same name that derives from the user's class and from ours."""
-    base = Sequential if issubclass(cls, keras.Sequential) else Model
+    base = own.sequential if issubclass(cls, keras.Sequential) else own.model
     if issubclass(cls, _keras.Functional):
-        base = Functional
+        base = own.functional
+
+    def reduce(model: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Pickle the user's class by name, and the model as Keras does: as the bytes of a `.keras` file."""
+        return _unpickle, (cls, own, *keras.Model.__reduce__(model)[1])
 
     def body(namespace: dict[str, Any]) -> None:
         namespace.update(
-            __doc__=cls.__doc__, __module__=cls.__module__, __qualname__=cls.__qualname__, __reduce__=_reduce
+            __doc__=cls.__doc__, __module__=cls.__module__, __qualname__=cls.__qualname__, __reduce__=reduce
         )
 
     return types.new_class(cls.__name__, (cls, base), exec_body=body)
 
 
-def _reduce(model: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Pickle the user's class by name, and the model as Keras does: as the bytes of a `.keras` file."""
-    cls = next(base for base in type(model).__mro__ if not issubclass(base, Model))
-    return _unpickle, (cls, *keras.Model.__reduce__(model)[1])
-
-
-def _unpickle(cls: type, file: Any) -> Any:
-    ours = class_of_ours(cls)
+def _unpickle(cls: type, own: OwnClasses, file: Any) -> Any:
+    ours = class_of_ours(cls, own)
     with keras.saving.custom_object_scope({keras.saving.get_registered_name(cls): ours}):
         return ours._unpickle_model(file)

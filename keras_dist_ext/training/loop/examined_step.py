@@ -14,9 +14,9 @@ from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import KerasDistError, LoopError
+from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.replica_step import UnbuiltOptimizer
 from keras_dist_ext.step.seeds import generator_without_seed
-from keras_dist_ext.step.xla import warn_once
 from keras_dist_ext.training.loop.ancestry import assignments, operations
 from keras_dist_ext.training.loop.losses import check_mean, check_not_scaled, multiples, warn_of_own_divisor
 from keras_dist_ext.training.loop.origins import Origins, draws

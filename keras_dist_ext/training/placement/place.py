@@ -26,8 +26,7 @@ from typing import Any
 from keras_dist_ext import _keras
 from keras_dist_ext.errors import PlacementError
 from keras_dist_ext.findings import Finding
-from keras_dist_ext.messages import counted
-from keras_dist_ext.step.xla import warn_once
+from keras_dist_ext.messages import counted, warn_once
 from keras_dist_ext.strategy.virtual import VirtualReplicas
 from keras_dist_ext.training.model import Model
 from keras_dist_ext.training.placement import groups, verdict
@@ -197,7 +196,8 @@ class Placement:
             PlacementError: TensorFlow's profiler has not seen the parts.
         """
         parts = [*self.parts, self._rest] if self._rest.layers else self.parts
-        return measure(self._model, parts, self._trace, (x, y), num_steps, self.micro_batches)
+        timeline = measure(self._model, parts, self._trace, (x, y), num_steps, self.micro_batches)
+        return dataclasses.replace(timeline, findings=tuple(verdict.of_times(timeline)))
 
     def __str__(self) -> str:
         lines = [f"'{self._model.name}' on {counted(len(self.homes), 'replica')}, micro_batches={self.micro_batches}"]

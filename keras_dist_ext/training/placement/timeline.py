@@ -17,7 +17,6 @@ from keras_dist_ext.errors import PlacementError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.training.placement.parts import Part
 from keras_dist_ext.training.placement.trace import Handover, Trace, part_of_op
-from keras_dist_ext.training.placement.verdict import of_times
 from keras_dist_ext.training.snapshot import kept_state
 
 __all__ = ["PartTimes", "Timeline", "Transfer", "measure"]
@@ -63,6 +62,7 @@ class Timeline:
     num_busy: float  # devices at once, of a replica, on average while any of its parts works: 1 if they take turns
     parts: tuple[PartTimes, ...]
     transfers: tuple[Transfer, ...]
+    findings: tuple[Finding, ...] = ()  # what keeps the placement from helping
 
     @property
     def seconds_by_device(self) -> dict[str, float]:
@@ -72,11 +72,6 @@ class Timeline:
             if part.replica == 0:
                 total[part.device] = total.get(part.device, 0.0) + part.seconds
         return total
-
-    @property
-    def findings(self) -> list[Finding]:
-        """What keeps the placement from helping."""
-        return of_times(self)
 
     def __str__(self) -> str:
         lines = [

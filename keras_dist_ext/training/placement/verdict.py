@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
 from keras_dist_ext.training.placement.parts import Part
-
-if TYPE_CHECKING:
-    from keras_dist_ext.training.placement.timeline import Timeline
+from keras_dist_ext.training.placement.timeline import Timeline
 
 __all__ = ["of_devices", "of_times"]
 

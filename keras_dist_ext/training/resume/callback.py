@@ -19,13 +19,14 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.strategy.consistency import facts_of_model
-from keras_dist_ext.strategy.workers import Workers, own_callback, workers_of
+from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training.resume.callback_state import CallbackStates
 from keras_dist_ext.training.resume.position import Position, keeps_order
 from keras_dist_ext.training.resume.preemption import Preemption
 from keras_dist_ext.training.resume.run_state import Taken, put_back, take_down
 from keras_dist_ext.training.resume.saves import Saves, unpack
 from keras_dist_ext.training.resume.write_behind import WriteBehind
+from keras_dist_ext.training.worker_sync import own_callback
 
 __all__ = ["Resume"]
 

@@ -1,0 +1,108 @@
+"""Make a model again as one of ours in a strategy's scope, with its values, compile state and optimizer state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext._keras import is_default_strategy, keras, strategy_of_variable
+from keras_dist_ext.errors import ScopeError
+from keras_dist_ext.strategy.scope import check_scope, checked_strategy, describe_strategy, optimizers
+from keras_dist_ext.training.adoption.compilation import read_compile_state, take_over_optimizers
+from keras_dist_ext.training.adoption.rebuild import rebuild
+from keras_dist_ext.training.adoption.recipe import CannotRebuildError, label
+from keras_dist_ext.training.adoption.stand_in import OwnClasses
+from keras_dist_ext.training.adoption.twins import take_over_state
+
+__all__ = ["explained", "refuse_nesting", "scope_of", "take_over"]
+
+
+def take_over(model: Any, strategy: tf.distribute.Strategy, own: OwnClasses, *, compile: bool) -> Any:
+    """Do what ``kde.adopt`` does.
+
+    Args:
+        model: A built model, stock or ours.
+        strategy: The strategy to live under.
+        own: Our classes of models.
+        compile: Whether to take over the compile state and the optimizer.
+
+    Raises:
+        ScopeError: as ``kde.adopt``.
+        TypeError: ``model`` is not a Keras model.
+    """
+    with explained("kde.adopt", model, strategy, is_read=True):
+        if not model.built:
+            raise ScopeError(
+                f"'{model.name}' is not built, so it has no weights to take over. Call it on a batch first; or make it "
+                "inside `with strategy.scope():`; or, for new weights, use `kde.clone_model(model, strategy)`."
+            )
+        compile_alike = read_compile_state(model) if compile and model.compiled else None
+        with scope_of(strategy):
+            rebuilt = rebuild(model, own)
+            variables = take_over_state(model, rebuilt.pairs())
+            if compile_alike:
+                compile_alike(rebuilt.twin)
+                take_over_optimizers(rebuilt.twin, model, variables)
+    check_scope(rebuilt.twin, strategy).raise_if_bad()
+    if isinstance(model, own.model):
+        rebuilt.twin.replica_seeds.go_on_from(model.replica_seeds)
+    return rebuilt.twin
+
+
+@contextlib.contextmanager
+def explained(caller: str, model: Any, strategy: tf.distribute.Strategy | None, *, is_read: bool) -> Iterator[None]:
+    """Refuse what cannot work before anything is made, and say what went wrong where.
+
+    Raises:
+        ScopeError: another strategy's scope is entered, or the model cannot be made again.
+        TypeError: ``model`` is not a Keras model.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"{caller} takes a Keras model, and got {type(model).__name__}: {model!r}.")
+    refuse_nesting(caller, strategy)
+    here = tf.distribute.get_strategy()
+    variables = [*(model.variables if is_read else ()), *(v for _, o in optimizers(model) for v in o.variables)]
+    elsewhere = {
+        describe_strategy(own)
+        for own in map(strategy_of_variable, variables)
+        if own is not None and own.extended is not here.extended
+    }
+    if tf.distribute.has_strategy() and elsewhere:
+        raise ScopeError(
+            f"{caller} was called inside the scope of {describe_strategy(here)}, where the variables of "
+            f"'{model.name}', which live under {' and '.join(sorted(elsewhere))}, cannot be read. Leave the scope."
+        )
+    try:
+        yield
+    except CannotRebuildError as error:
+        raise ScopeError(
+            f"{caller} cannot make {label(model)} again: {error} Or build the model inside `with strategy.scope():`, "
+            "and load its weights there."
+        ) from error.__cause__
+
+
+def refuse_nesting(caller: str, strategy: tf.distribute.Strategy | None) -> None:
+    """See that no other strategy's scope is entered.
+
+    Raises:
+        ScopeError: one is.
+        StrategyError: ``strategy`` is none.
+    """
+    checked_strategy(strategy)
+    here = tf.distribute.get_strategy()
+    if tf.distribute.has_strategy() and strategy is not None and strategy.extended is not here.extended:
+        raise ScopeError(
+            f"{caller} was called inside the scope of {describe_strategy(here)} for {describe_strategy(strategy)}. "
+            "TensorFlow does not nest scopes of two strategies: leave the first, or give its strategy."
+        )
+
+
+def scope_of(strategy: tf.distribute.Strategy | None) -> contextlib.AbstractContextManager[Any]:
+    """The strategy's scope, where it has one to enter."""
+    if strategy is None or is_default_strategy(strategy):
+        return contextlib.nullcontext()
+    scope: contextlib.AbstractContextManager[Any] = strategy.scope()
+    return scope
