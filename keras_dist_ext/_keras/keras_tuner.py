@@ -1,11 +1,15 @@
-"""The import of keras-tuner, and what a search has to touch of what keras-tuner 1.4.8 keeps to itself.
+"""Import keras-tuner, and reach what keras-tuner 1.4.8 keeps to itself: results, callbacks, oracles.
 
-`tests/tuner/test_tuner.py` fails when one of these changes.
+`tests/tuner/test_tuner.py` and `tests/tuner/test_tuner_chief.py` fail when one of these changes.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import json
+import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,7 +18,9 @@ from keras_dist_ext.errors import BackendError, TunerError
 
 try:
     import keras_tuner
+    from keras_tuner.src.engine import oracle as oracle_module
     from keras_tuner.src.engine import tuner_utils
+    from keras_tuner.src.tuners import gridsearch
 except ImportError as error:
     raise BackendError(
         f"kde.tuner searches with keras-tuner, which cannot be imported here ({error}). "
@@ -23,15 +29,19 @@ except ImportError as error:
 
 __all__ = [
     "FatalTunerError",
-    "callbacks_of_member",
-    "content_with_executions",
-    "count_failures",
     "keras_tuner",
-    "learn_from_failures",
     "objectives_of",
-    "redraw",
-    "replace_space",
     "score_of",
+    "mark_multi_step_callbacks",
+    "callbacks_of_worker",
+    "count_failures",
+    "redraw",
+    "learn_from_failures",
+    "replace_space",
+    "local_oracle",
+    "release_lock",
+    "save_files_atomically",
+    "repair_reloaded",
 ]
 
 
@@ -52,7 +62,7 @@ def score_of(results: Any, objective: Any) -> float | None:
         return None
 
 
-def content_with_executions(callbacks: Iterable[Any], tuner: Any) -> None:
+def mark_multi_step_callbacks(callbacks: Iterable[Any], tuner: Any) -> None:
     """Let executions have many steps where the tuner's hooks for batches do nothing (engine/tuner_utils.py).
 
     `TunerCallback` has hooks for batches, which call the tuner's; they are empty unless a subclass has its own.
@@ -64,7 +74,7 @@ def content_with_executions(callbacks: Iterable[Any], tuner: Any) -> None:
                 callback.is_content_with_executions = True
 
 
-def callbacks_of_member(callbacks: Iterable[Any], model: Any) -> list[Any]:
+def callbacks_of_worker(callbacks: Iterable[Any], model: Any) -> list[Any]:
     """Return the callbacks for one of those who run a trial together, but for the first (engine/tuner_utils.py).
 
     `SaveBestEpoch` writes its checkpoint elsewhere on all workers but the first; where they train alike, but not
@@ -172,3 +182,79 @@ def replace_space(oracle: Any, change: Callable[[list[Any]], list[Any]]) -> None
     space = keras_tuner.HyperParameters()
     space.merge(change(list(oracle.hyperparameters.space)))
     oracle.hyperparameters = space
+
+
+def local_oracle(client: Any) -> Any:
+    """Return the oracle of this process that a worker's client stands before (distribute/oracle_client.py)."""
+    return client._oracle
+
+
+def release_lock(oracle: Any) -> None:
+    """Release the lock that an exception in an oracle's method leaves held by this thread (engine/oracle.py).
+
+    `synchronized` has no `finally`: the next thread that calls the oracle would wait for ever.
+    """
+    if oracle_module.THREADS[oracle] == threading.current_thread().name:
+        oracle_module.THREADS[oracle] = None
+        oracle_module.LOCKS[oracle].release()
+
+
+def save_files_atomically(oracle: Any) -> None:
+    """Have an oracle write its files aside and rename them (engine/oracle.py: `save`, `_save_trial`).
+
+    keras-tuner truncates them first, so that a chief which is killed meanwhile leaves a project that cannot be read.
+    """
+    if "://" in str(oracle._project_dir):  # no file system of this machine: keras-tuner's own way
+        return
+
+    def save_trial(trial: Any) -> None:
+        write(os.path.join(oracle._get_trial_dir(trial.trial_id), "trial.json"), trial.get_state())
+
+    def write(path: str, state: Any) -> None:
+        aside = f"{path}.aside"
+        with open(aside, "w", encoding="utf-8") as file:
+            json.dump(state, file)
+        os.replace(aside, path)
+
+    oracle.save = lambda: write(oracle._get_oracle_fname(), oracle.get_state())
+    oracle._save_trial = save_trial
+
+
+def repair_reloaded(oracle: Any, *, workers_live: bool) -> None:
+    """Put right what a reloaded oracle has lost or takes for lost (engine/oracle.py: `reload`; tuners/gridsearch.py).
+
+    keras-tuner runs every trial again that was under way when the oracle was last saved, though some have ended since;
+    forgets those that were begun since; and a reloaded GridSearch does not know what comes next.
+
+    Args:
+        oracle: as it was reloaded from its project.
+        workers_live: whether the workers go on with what they have under way; else it is run again.
+    """
+    path = oracle._get_oracle_fname()
+    if not os.path.exists(path):
+        return
+    with open(path, encoding="utf-8") as file:
+        ongoing = json.load(file)["ongoing_trials"]
+    ended, queue = set(oracle.end_order), []
+    for trial_id in oracle._retry_queue:
+        if trial_id not in ended and trial_id not in queue:
+            queue.append(trial_id)
+    if workers_live:
+        for tuner_id, trial_id in ongoing.items():
+            if trial_id in queue and oracle.trials[trial_id].status != "INVALID":
+                queue.remove(trial_id)
+                oracle.ongoing_trials[tuner_id] = oracle.trials[trial_id]
+                oracle.tuner_ids.add(tuner_id)
+    lost = sorted(set(oracle.trials) - {*oracle.start_order, *queue})
+    oracle.start_order += lost
+    oracle._retry_queue = queue + lost
+    if isinstance(oracle, keras_tuner.oracles.GridSearchOracle):
+        _find_place_in_grid(oracle)
+
+
+def _find_place_in_grid(oracle: Any) -> None:
+    values = {trial_id: trial.hyperparameters.values for trial_id, trial in oracle.trials.items()}
+    oracle._ordered_ids = gridsearch.LinkedList()
+    for trial_id in sorted(values, key=functools.cmp_to_key(lambda a, b: oracle._compare(values[a], values[b]))):
+        oracle._ordered_ids.insert(trial_id)
+    oracle._populate_next = list(oracle.start_order)

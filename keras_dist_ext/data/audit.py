@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
+from keras_dist_ext._keras.datasets import local_datasets, with_seeds
+from keras_dist_ext._keras.strategies import first_replica, num_local_replicas
 from keras_dist_ext.data import split as data
 from keras_dist_ext.data.audit_findings import findings_of
 from keras_dist_ext.data.dataset_graph import read_graph
@@ -143,7 +144,7 @@ def audit(
         raise DataError("The data is endless, so an epoch has no end. Give max_steps=.")
     workers = workers_of(strategy)
     name = ids or _content
-    num_local = _keras.num_local_replicas(strategy)
+    num_local = num_local_replicas(strategy)
     steps: list[list[Ids]] = []
     wholes: list[Ids] = []
     error = ""
@@ -199,8 +200,8 @@ def _as_ours(
     spec = dataset.element_spec
     if workers is not None:
         dataset, is_own, _ = workers.agree_on_data(dataset)
-    num_local = _keras.num_local_replicas(strategy)
-    first, num_shares = (0, num_local) if is_own else (_keras.first_replica(strategy), strategy.num_replicas_in_sync)
+    num_local = num_local_replicas(strategy)
+    first, num_shares = (0, num_local) if is_own else (first_replica(strategy), strategy.num_replicas_in_sync)
 
     def read() -> Iterator[list[Ids]]:
         for batch in dataset:
@@ -222,7 +223,7 @@ def _passes_alike(
         seed = random.randrange(2**31)
         graphs = [read_graph(dataset) for _ in range(2)]
         one, other = (
-            dataset if graph is None else _keras.with_seeds(dataset, graph.proto, seed, map_seed=seed, same_passes=True)
+            dataset if graph is None else with_seeds(dataset, graph.proto, seed, map_seed=seed, same_passes=True)
             for graph in graphs
         )
         return one, other
@@ -242,8 +243,8 @@ def _as_stock(
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = getattr(tf.data.experimental.AutoShardPolicy, policy)
     distributed = strategy.experimental_distribute_dataset(dataset.with_options(options))
-    num_local = _keras.num_local_replicas(strategy)
-    parts = [distributed] if isinstance(distributed, tf.data.Dataset) else _keras.datasets_of_worker(distributed)
+    num_local = num_local_replicas(strategy)
+    parts = [distributed] if isinstance(distributed, tf.data.Dataset) else local_datasets(distributed)
     spec = parts[0].element_spec
     elements = (_named(name, element, spec) for part in parts for element in part)
     while step := list(itertools.islice(elements, num_local)):
@@ -324,7 +325,7 @@ def _errors_of_all(error: str, workers: Workers | None) -> dict[int, str]:
 
 def _gathered(values: npt.NDArray[Any], workers: Workers) -> list[npt.NDArray[np.float64]]:
     """One vector of each worker, of any length. Sums of doubles are exact up to 2**53."""
-    worker = _keras.first_replica(workers.strategy) // _keras.num_local_replicas(workers.strategy)
+    worker = first_replica(workers.strategy) // num_local_replicas(workers.strategy)
     lengths = np.zeros(workers.num_workers)
     lengths[worker] = len(values)
     lengths = workers.sum(lengths.tolist())

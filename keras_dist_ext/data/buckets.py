@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.datasets import WrappedDataset
 from keras_dist_ext.data.bucket_plan import BatchSize, choose_boundaries, imbalance, padding_share, plan_batches
 from keras_dist_ext.data.pools import Pools
 from keras_dist_ext.errors import DataError
@@ -50,7 +50,7 @@ class BucketReport:
         )
 
 
-class BucketedDataset(_keras.WrappedDataset):
+class BucketedDataset(WrappedDataset):
     """A `tf.data.Dataset` of batches of sequences of similar length; `bucket_by_length` makes it.
 
     Attributes:

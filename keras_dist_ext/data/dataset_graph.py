@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.datasets import dataset_graph
 
 __all__ = ["DatasetGraph", "Stage", "read_graph"]
 
@@ -177,7 +177,7 @@ def read_graph(dataset: tf.data.Dataset) -> DatasetGraph | None:
 
     Data that the pipeline holds in memory is in it, so reading it takes as much again for a moment.
     """
-    proto = _keras.dataset_graph(dataset)
+    proto = dataset_graph(dataset)
     if proto is None:
         return None
     nodes = {node.name: node for node in proto.node}

@@ -7,8 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
+from keras_dist_ext._keras.datasets import WrappedDataset, auto_shard, with_seeds
+from keras_dist_ext._keras.strategies import first_replica, is_default_strategy, num_local_replicas
 from keras_dist_ext.data import split as data
 from keras_dist_ext.data.dataset_graph import DatasetGraph, read_graph
 from keras_dist_ext.data.sharding_findings import findings_of
@@ -24,7 +25,7 @@ __all__ = ["SharedDataset", "distribute"]
 POLICIES = ("auto", "rows", "file", "data", "off")
 
 
-class SharedDataset(_keras.WrappedDataset):
+class SharedDataset(WrappedDataset):
     """A `tf.data.Dataset` that is dealt to the replicas of a strategy; `distribute` makes it.
 
     Its elements are the batches that `fit`, `evaluate` and `predict` of our models take: global batches under the
@@ -81,13 +82,13 @@ class SharedDataset(_keras.WrappedDataset):
                 "dataset to fit, or to Coordinator."
             )
         if strategy.num_replicas_in_sync == 1 and (
-            _keras.is_default_strategy(strategy) or "CPU" in str(strategy.extended.worker_devices[0]).upper()
+            is_default_strategy(strategy) or "CPU" in str(strategy.extended.worker_devices[0]).upper()
         ):
             return self
-        num_local = _keras.num_local_replicas(strategy)
+        num_local = num_local_replicas(strategy)
         own = self.policy != "rows"
         plainly = tf.autograph.experimental.do_not_convert
-        first, num_shares = (0, num_local) if own else (_keras.first_replica(strategy), strategy.num_replicas_in_sync)
+        first, num_shares = (0, num_local) if own else (first_replica(strategy), strategy.num_replicas_in_sync)
 
         def shares(*batch: Any) -> tf.data.Dataset:
             whole = batch if isinstance(self.element_spec, tuple) else batch[0]
@@ -292,7 +293,7 @@ def _described(spec: Any) -> str:
 
 def _number_of(strategy: tf.distribute.Strategy) -> int:
     """The number of this worker."""
-    return _keras.first_replica(strategy) // _keras.num_local_replicas(strategy)
+    return first_replica(strategy) // num_local_replicas(strategy)
 
 
 def _in_order(
@@ -303,7 +304,7 @@ def _in_order(
         map_seed = fold_in(seed, "map", worker)
         copy = type(graph.proto)()
         copy.CopyFrom(graph.proto)  # it is changed
-        dataset = _keras.with_seeds(dataset, copy, fold_in(seed, "order"), map_seed, over_global=over_global)
+        dataset = with_seeds(dataset, copy, fold_in(seed, "order"), map_seed, over_global=over_global)
     options = tf.data.Options()
     options.deterministic = True
     return dataset.with_options(options)
@@ -333,7 +334,7 @@ def _worker_part(
         part = None if batched and rows == seen else rows
     else:
         if policy != "off":
-            dataset = _keras.sharded(_with_policy(dataset, policy.upper()), workers.num_workers, worker)
+            dataset = auto_shard(_with_policy(dataset, policy.upper()), workers.num_workers, worker)
         whole = rows if policy == "off" else rows or seen
         if whole is not None and whole < workers.num_workers:
             raise DataError(f"A batch of {whole} rows leaves some of {workers.num_workers} workers none. Give more.")

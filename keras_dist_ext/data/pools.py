@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.datasets import with_seeds
 from keras_dist_ext.data.bucket_plan import BatchSize
 from keras_dist_ext.data.dataset_graph import read_graph
 from keras_dist_ext.data.sources import as_dataset, is_batched
@@ -201,7 +201,7 @@ def _examples(data: Any, seed: int) -> tuple[tf.data.Dataset, bool]:
     dataset = as_dataset(data, seed=seed)
     graph = read_graph(dataset) if isinstance(data, tf.data.Dataset) else None
     if graph is not None:
-        dataset = _keras.with_seeds(dataset, graph.proto, fold_in(seed, "order"))
+        dataset = with_seeds(dataset, graph.proto, fold_in(seed, "order"))
     specs = [leaf for leaf in tree.flatten(dataset.element_spec) if hasattr(leaf, "shape")]
     is_single = all(leaf.shape.rank == 1 for leaf in specs) and not any(
         stage.batch_size is not None for stage in graph or ()

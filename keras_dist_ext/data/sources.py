@@ -9,8 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.adapters import make_data_adapter, py_dataset_batches, seed_array_shuffles, seed_py_datasets
+from keras_dist_ext._keras.datasets import WrappedDataset
 from keras_dist_ext.data.dataset_graph import DatasetGraph, read_graph
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.hashing import fold_in
@@ -89,12 +90,12 @@ def as_dataset(
         x, y, weights = (*data, None, None)[:3]
     passes = itertools.count()
     shuffles = shuffle is not False and kind != "generator"
-    adapter = _keras.data_adapter(x, y, weights, batch_size=batch_size, shuffle=shuffles)
+    adapter = make_data_adapter(x, y, weights, batch_size=batch_size, shuffle=shuffles)
     if kind == "PyDataset":
         return _of_py_dataset(adapter, seed, passes)
     with contextlib.ExitStack() as stack:
         if seed is not None and shuffles and kind == "arrays":
-            stack.enter_context(_keras.arrays_ordered_by(lambda: fold_in(seed, "order", next(passes))))
+            stack.enter_context(seed_array_shuffles(lambda: fold_in(seed, "order", next(passes))))
         return _of_length(adapter.get_tf_dataset(), adapter.num_batches)
 
 
@@ -107,8 +108,8 @@ def _of_py_dataset(adapter: Any, seed: int | None, passes: itertools.count[int])
 
     def one_pass() -> Any:
         if seed is not None:
-            _keras.order_py_datasets_by(fold_in(seed, "order", next(passes)))
-        yield from _keras.py_dataset_batches(adapter)
+            seed_py_datasets(fold_in(seed, "order", next(passes)))
+        yield from py_dataset_batches(adapter)
 
     return _of_length(tf.data.Dataset.from_generator(one_pass, output_signature=spec), adapter.num_batches)
 
@@ -123,7 +124,7 @@ def is_batched(dataset: tf.data.Dataset, graph: DatasetGraph | None = None) -> b
         dataset: to look at.
         graph: its graph, where it has been read already.
     """
-    if isinstance(dataset, _keras.WrappedDataset):  # ours give batches
+    if isinstance(dataset, WrappedDataset):  # ours give batches
         return True
     graph = read_graph(dataset) if graph is None else graph
     for stage in graph or ():

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.optimizers import num_batches_used
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.strategy.scope import optimizers
 
@@ -68,7 +68,7 @@ class StepCounter:
         return count // self._batches_per_step
 
     def _read(self) -> int:
-        counts = [(_keras.batches_used(optimizer), optimizer) for _, optimizer in optimizers(self._model)]
+        counts = [(num_batches_used(optimizer), optimizer) for _, optimizer in optimizers(self._model)]
         if not counts:
             return 0
         count, optimizer = max(counts, key=lambda pair: pair[0])

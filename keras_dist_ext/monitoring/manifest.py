@@ -11,7 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext import __version__
-from keras_dist_ext._keras import is_default_strategy, keras, num_tasks
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.strategies import is_default_strategy, num_tasks
 from keras_dist_ext.monitoring.dashboard.metadata import MANIFEST_VERSION, Manifest, Strategy
 from keras_dist_ext.strategy.pick import reason_for
 from keras_dist_ext.strategy.workers import workers_of

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.monitoring.exchange import exchange
 from keras_dist_ext.monitoring.intervals import Intervals, StepCounter, UpdateFreq
@@ -61,7 +61,7 @@ class Watch:
         self._workers = workers_of(model.distribute_strategy)
         self._is_chief = self._workers is None or self._workers.is_chief
         self._num_replicas: int = model.distribute_strategy.num_replicas_in_sync
-        self._first_replica = _keras.first_replica(model.distribute_strategy)
+        self._first_replica = first_replica(model.distribute_strategy)
         self._counter = StepCounter(model)
         self._intervals = Intervals(update_freq)
         self._num_workers = 1 if self._workers is None else self._workers.num_workers

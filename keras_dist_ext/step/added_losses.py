@@ -11,8 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
-from keras_dist_ext._keras import tree
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.hooks import current_step, intercept
 from keras_dist_ext.step.batch_scaling import degree_in_rows
 from keras_dist_ext.step.replica_step import ReplicaStep
 
@@ -29,7 +29,7 @@ def losses_as_means(model: Any, losses: list[Any]) -> list[Any]:
     Raises:
         UnknownLossDegrees: ``find_degrees`` is to be called before.
     """
-    step = _keras.current_step()
+    step = current_step()
     if not isinstance(step, ReplicaStep) or step.num_replicas == 1 or not step.adds_losses_of(model):
         return losses
     added = {id(loss): (layer, i) for layer in model._flatten_layers() for i, loss in enumerate(layer._losses)}
@@ -50,8 +50,8 @@ def losses_as_means(model: Any, losses: list[Any]) -> list[Any]:
 
 def find_degrees(model: Any, batch_spec: Any, *, training: bool) -> dict[int, list[Any]]:
     """Trace a model aside; return how the losses that each layer adds grow with the rows, by the layer's id."""
-    with tf.__internal__.FuncGraph("additional_losses").as_default(), _keras.intercept(None):
-        x, _, _ = _keras.Unpack(placeholders(batch_spec))
+    with tf.__internal__.FuncGraph("additional_losses").as_default(), intercept(None):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(placeholders(batch_spec))
         model(x, training=training) if model._call_has_training_arg else model(x)
         degrees = {
             id(layer): [degree_in_rows(tf.reduce_sum(tf.convert_to_tensor(loss))) for loss in layer._losses]

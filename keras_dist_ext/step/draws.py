@@ -7,7 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.strategies import replica_id
+from keras_dist_ext._keras.tracing import in_xla
 from keras_dist_ext.hashing import fold_in, replica_offset
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.xla import draw_as_uncompiled
@@ -35,7 +36,7 @@ class Draws:
     @property
     def replica_id(self) -> Any:
         """The replica's number over all workers: an int but on TPUs."""
-        return _keras.replica_id()
+        return replica_id()
 
     def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
         """Give each replica a stream of its own; the first replica's is that of one device (see ``seeds``)."""
@@ -87,6 +88,6 @@ class Draws:
 
     def compiled_draw(self, kind: str, shape: Any, dtype: tf.DType, **key: Any) -> Any:
         """Under XLA and a global seed, draw the numbers that are drawn without XLA."""
-        if self._seeds is None or self._seeds.root is None or not _keras.in_xla():
+        if self._seeds is None or self._seeds.root is None or not in_xla():
             return None
         return draw_as_uncompiled(kind, shape, dtype, **key)

@@ -9,8 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
-from keras_dist_ext._keras import tree
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.hooks import current_step
+from keras_dist_ext._keras.strategies import regroup
+from keras_dist_ext._keras.variables import components, is_sync_on_read
 from keras_dist_ext.step.reduce import shares_memory, sum_over_replicas
 
 __all__ = ["VALUE", "ComputesWithResults", "Result", "computes_with", "noted_results", "pooled_state"]
@@ -76,7 +78,7 @@ def _leaf_metrics(metrics: Sequence[Any]) -> Iterator[Any]:
 def _noting(metric: Any) -> Callable[[], Any]:
     def result() -> Any:
         value = type(metric).result(metric)
-        note = getattr(_keras.current_step(), "note_result", None)
+        note = getattr(current_step(), "note_result", None)
         return value if note is None else note(metric, value)
 
     return result
@@ -88,16 +90,16 @@ def pooled_state(model: Any, strategy: tf.distribute.Strategy) -> Iterator[None]
     if strategy.num_replicas_in_sync == 1:
         yield
         return
-    variables = [v for v in model.metrics_variables if _keras.is_sync_on_read(v)]
-    parts = [[tf.convert_to_tensor(c) for c in _keras.components(v)] for v in variables]
+    variables = [v for v in model.metrics_variables if is_sync_on_read(v)]
+    parts = [[tf.convert_to_tensor(c) for c in components(v)] for v in variables]
     if shares_memory(strategy):
         sums = [tf.add_n(part) for part in parts]
     else:
         floats = [[p if p.dtype.is_floating else tf.cast(p, tf.float64) for p in part] for part in parts]
-        summed = sum_over_replicas(strategy, [_keras.regroup(part) for part in floats]) if parts else []
+        summed = sum_over_replicas(strategy, [regroup(part) for part in floats]) if parts else []
         sums = [
             tf.cast(strategy.experimental_local_results(total)[0], part[0].dtype)
             for total, part in zip(summed, parts, strict=True)
         ]
-    with _keras.StatelessScope(state_mapping=list(zip(variables, sums, strict=True))):
+    with keras.StatelessScope(state_mapping=list(zip(variables, sums, strict=True))):
         yield

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
+from keras_dist_ext._keras.variables import components, is_sync_on_read, local_component
 
 __all__ = ["DATA", "GRADIENTS", "LOSS", "BadStep", "Guard", "StepGuard"]
 
@@ -66,7 +66,7 @@ class Guard:
         """
         state = np.zeros([_FOUND + self.num_replicas], np.int64)
         state[_MOST_IN_A_ROW] = most_in_a_row
-        for copy in _keras.components(self.state):
+        for copy in components(self.state):
             copy.assign(state)
         self._num_seen = 0
 
@@ -75,11 +75,11 @@ class Guard:
 
         All workers get the same answer.
         """
-        state = _keras.components(self.state)[0].numpy()
+        state = components(self.state)[0].numpy()
         before, self._num_seen = self._num_seen, int(state[_BAD])
         if self._num_seen == before:
             return [], 0, bool(state[_STOPPED])
-        table = _keras.components(self.bad)[0].numpy()
+        table = components(self.bad)[0].numpy()
         numbers = range(max(before, self._num_seen - _REMEMBERED), self._num_seen)
         rows = [table[number % _REMEMBERED] for number in numbers]
         steps = [BadStep(int(state[_STEPS] - 1 - row[0]), tuple(int(code) for code in row[1:])) for row in rows]
@@ -99,8 +99,8 @@ class StepGuard:
 
     def __init__(self, guard: Guard) -> None:
         self._num_replicas = guard.num_replicas
-        self._state = _keras.local_component(guard.state)
-        self._bad = _keras.local_component(guard.bad)
+        self._state = local_component(guard.state)
+        self._bad = local_component(guard.bad)
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._before: dict[int, tuple[Any, Any]] = {}
 
@@ -108,8 +108,8 @@ class StepGuard:
         """Take note, before a variable is assigned in the step, of what it holds."""
         if id(variable) in self._before or (self._graph is None and not tf.executing_eagerly()):
             return
-        local = _keras.local_component(variable)
-        if not (local.dtype.is_floating or _keras.is_sync_on_read(variable)):
+        local = local_component(variable)
+        if not (local.dtype.is_floating or is_sync_on_read(variable)):
             return
         if self._graph is None:
             self._before[id(variable)] = local, local.read_value()

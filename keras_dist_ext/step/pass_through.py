@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.variables import components, local_component
 
 __all__ = ["LocalUpdate", "PassThrough", "on_rows"]
 
@@ -81,7 +81,7 @@ class PassThrough:
         if not self._of_worker:
             original(value)
             return
-        for copy in _keras.components(variable):
+        for copy in components(variable):
             copy.assign(tf.cast(value, copy.dtype))
 
     def on_rows(self, inputs: Any, op: Callable[[Any], Any]) -> Any:
@@ -97,7 +97,7 @@ class LocalUpdate(PassThrough):
 
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
         """Assign to the replica's own copy."""
-        local = _keras.local_component(variable)
+        local = local_component(variable)
         local.assign(tf.cast(value, local.dtype))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.tracing import in_xla, run_independently
 from keras_dist_ext.step.stats import Kind, StepRecords, join_records
 from keras_dist_ext.step.step_buffer import (
     MAX_STEPS,
@@ -41,7 +41,7 @@ def now(after: Any = (), *, in_any_order: bool = False) -> tf.Tensor:
     with tf.control_dependencies(values), tf.device(_host_of(values)):
         clock = tf.timestamp()
     if in_any_order:
-        _keras.run_in_any_order(clock)
+        run_independently(clock)
     return clock
 
 
@@ -84,12 +84,12 @@ class StepNote:
         if self._wants_norm and dense:
             squares = tf.add_n([tf.reduce_sum(tf.square(tf.cast(value, tf.float32))) for value in dense])
             part["norm"] = tf.sqrt(squares) * tf.cast(factor, tf.float32)
-        if not (self._on_tpu or _keras.in_xla()):
+        if not (self._on_tpu or in_xla()):
             part["computed"] = _as_soon_as(_on_host(dense))
 
     def _here(self, replica: int) -> dict[str, Any]:
         """What was noted in this graph: tensors inside of what XLA compiles are no good outside."""
-        return self._compiled if _keras.in_xla() and not self._on_tpu else self._parts.setdefault(replica, {})
+        return self._compiled if in_xla() and not self._on_tpu else self._parts.setdefault(replica, {})
 
     def from_compiled(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Return what was noted inside of a compiled function, to be returned from it: loss and norm."""
@@ -189,7 +189,7 @@ def when_updated(
             tf.device(cpu_beside(device)),
         ):
             clocks.append(tf.timestamp())
-        _keras.run_in_any_order(clocks[-1])
+        run_independently(clocks[-1])
     return clocks
 
 

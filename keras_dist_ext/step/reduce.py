@@ -10,7 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.strategies import regroup
+from keras_dist_ext._keras.variables import components
 
 __all__ = [
     "OrderedSum",
@@ -31,7 +32,7 @@ def sum_over_replicas(strategy: tf.distribute.Strategy, values: list[Any]) -> li
     parts = [parts_of(strategy, value) for value in values]
     if shares_memory(strategy):
         return [_add(part) for part in parts]
-    values = [_keras.regroup(part) for part in parts]
+    values = [regroup(part) for part in parts]
     sums: list[Any] = [None] * len(values)
     by_dtype: dict[tf.DType, list[int]] = {}
     for i, part in enumerate(parts):
@@ -226,13 +227,13 @@ def of_dtype(factor: float | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 def sum_parts(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
     """Give every replica the sum of what all replicas hold, in cross-replica context."""
     for variable in variables:
-        copies = _keras.components(variable)
-        (total,) = sum_over_replicas(strategy, [_keras.regroup([copy.read_value() for copy in copies])])
+        copies = components(variable)
+        (total,) = sum_over_replicas(strategy, [regroup([copy.read_value() for copy in copies])])
         for copy, value in zip(copies, parts_of(strategy, total), strict=True):
             copy.assign(value)
 
 
 def keep_first_part(variable: Any, *, is_chief: bool) -> None:
     """Leave a mirrored variable's value to the first replica of the chief, and set all others to 0."""
-    for copy in _keras.components(variable)[1 if is_chief else 0 :]:
+    for copy in components(variable)[1 if is_chief else 0 :]:
         copy.assign(tf.zeros_like(copy))

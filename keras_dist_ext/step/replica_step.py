@@ -21,8 +21,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
-from keras_dist_ext._keras import tree
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.hooks import intercept, local_updates
+from keras_dist_ext._keras.layers import preserve_losses
+from keras_dist_ext._keras.optimizers import optimized_variables
+from keras_dist_ext._keras.strategies import regroup
+from keras_dist_ext._keras.tracing import clone_function, in_xla
+from keras_dist_ext._keras.variables import is_sync_on_read, local_component
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step import pass_through
 from keras_dist_ext.step.draws import Draws
@@ -125,9 +130,9 @@ class ReplicaStep(Weighting, Draws):
         context = tf.distribute.get_replica_context()
         if self._is_on_tpu:
             return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(values)))
-        if _keras.in_xla():
+        if in_xla():
             raise CannotCompile
-        with _keras.kept_losses(self.model):  # of the layers, which the other replicas call meanwhile
+        with preserve_losses(self.model):  # of the layers, which the other replicas call meanwhile
             return list(context.merge_call(sum_over_replicas, args=(list(values),)))
 
     def check_loop(self, values: Sequence[Any]) -> None:
@@ -140,7 +145,7 @@ class ReplicaStep(Weighting, Draws):
         """Whether sums inside of a layer are ours to make."""
         return self.num_replicas > 1 and shares_memory(self.strategy)
 
-    # What Keras asks (_keras.Step)
+    # What Keras asks (`_keras.interception.Step`)
 
     def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Make a scalar that a step gives to a ``Mean`` count once for the global batch, not once a replica."""
@@ -160,18 +165,18 @@ class ReplicaStep(Weighting, Draws):
     def _note_assigned(self, variable: Any) -> None:
         dtype = tf.as_dtype(variable.dtype)
         is_number = dtype.is_floating or dtype.is_integer or dtype.is_bool
-        if is_number and not self._draws_seed and not variable.trainable and not _keras.is_sync_on_read(variable):
+        if is_number and not self._draws_seed and not variable.trainable and not is_sync_on_read(variable):
             self._assigned[id(variable)] = variable
 
     def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
         """Sum the gradients over replicas, then let every replica run the optimizer on its own copies."""
         grads = list(grads)
-        variables = list(_keras.optimized_variables(optimizer) if variables is None else variables)
+        variables = list(optimized_variables(optimizer) if variables is None else variables)
         if self.num_replicas == 1:
             present = [g for g in grads if g is not None]
             self._note_gradients(optimizer, present)
             if self.guard is None:  # and nothing to reduce: TensorFlow's reduction would keep the graph for ever
-                with _keras.intercept(PassThrough(of_worker=False)):
+                with intercept(PassThrough(of_worker=False)):
                     return original(grads, variables)
             self.build(optimizer, variables)
             may_update = self.settle([self._found(optimizer, present)])[1]
@@ -191,7 +196,7 @@ class ReplicaStep(Weighting, Draws):
         if not optimizer.built:
             if not tf.executing_eagerly():
                 raise UnbuiltOptimizer(functools.partial(optimizer.build, variables))
-            with _keras.intercept(None):
+            with intercept(None):
                 optimizer.build(variables)
 
     def contribution(self, optimizer: Any, grads: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -262,11 +267,11 @@ class ReplicaStep(Weighting, Draws):
     ) -> None:
         """Let every replica run the optimizer on its own copies, if it may."""
         if self.num_replicas == 1:
-            update: Any = _keras.intercept(None)
+            update: Any = intercept(None)
         elif self._is_on_tpu:
-            update = _keras.intercept(PassThrough(of_worker=False))
+            update = intercept(PassThrough(of_worker=False))
         else:
-            update = _keras.local_updates(self.strategy, LocalUpdate())
+            update = local_updates(self.strategy, LocalUpdate())
         rest = iter(reduced)
         summed = [None if g is None else next(rest) for g in grads]
 
@@ -322,7 +327,7 @@ class ReplicaStep(Weighting, Draws):
                 lambda: [parts_of(strategy, total) for total in sum_over_replicas(strategy, totals)],
                 lambda: [parts_of(strategy, total) for total in totals],
             )
-            return [_keras.regroup(s) for s in summed]
+            return [regroup(s) for s in summed]
 
         summed = tf.distribute.get_replica_context().merge_call(merge, args=(is_update, totals))
         self._empty(accumulators, is_update)
@@ -331,7 +336,7 @@ class ReplicaStep(Weighting, Draws):
     @staticmethod
     def _empty(accumulators: list[Any], when: tf.Tensor) -> None:
         for accumulator in accumulators:
-            local = _keras.local_component(accumulator)
+            local = local_component(accumulator)
             local.assign(tf.cond(when, lambda a=local: tf.zeros_like(a), lambda a=local: a.read_value()))
 
     @property
@@ -343,14 +348,14 @@ class ReplicaStep(Weighting, Draws):
         """Return the variables assigned since this was asked last, and what this replica adds to their mean."""
         variables = list(self._assigned.values())
         self._assigned.clear()
-        held = [tf.convert_to_tensor(_keras.local_component(v)) for v in variables]
+        held = [tf.convert_to_tensor(local_component(v)) for v in variables]
         values = [times(v if v.dtype.is_floating else tf.cast(v, tf.float64), self.share) for v in held]
         return variables, self._zero_if_empty(values)
 
     def agree(self, variables: list[Any], values: list[Any]) -> None:
         """Assign what the replicas have agreed on."""
         for variable, value in zip(variables, values, strict=True):
-            assign_mean(_keras.local_component(variable), value)
+            assign_mean(local_component(variable), value)
 
     def all_reduce_gradients(self, grads_and_vars: Any) -> Any:
         """Leave gradients alone: ``apply`` sums them."""
@@ -363,7 +368,7 @@ class ReplicaStep(Weighting, Draws):
         """
         self._has_mixed = True
         if not self.sums_in_layers:
-            with _keras.intercept(None):
+            with intercept(None):
                 return original(reduce_op, value)
         factor = 1.0
         if tf.distribute.ReduceOp.MEAN in (reduce_op, getattr(reduce_op, "value", None)) or reduce_op == "MEAN":
@@ -385,7 +390,7 @@ class ReplicaStep(Weighting, Draws):
         if self.num_replicas == 1 or tf.executing_eagerly():
             return function
         if id(function) not in self._functions:
-            self._functions[id(function)] = (function, _keras.copy_of_function(function))
+            self._functions[id(function)] = (function, clone_function(function))
         return self._functions[id(function)][1]
 
     # Around the user's step
@@ -421,11 +426,11 @@ class ReplicaStep(Weighting, Draws):
         """Compute a metric's result from the state of all replicas."""
         if self.num_replicas == 1:
             return type(metric).result(metric)
-        variables = [v for v in metric.variables if _keras.is_sync_on_read(v)]
-        states = [as_float(_keras.local_component(v)) for v in variables]
+        variables = [v for v in metric.variables if is_sync_on_read(v)]
+        states = [as_float(local_component(v)) for v in variables]
         sums = self.sum_over_replicas(states)
         mapping = [(v, tf.cast(total, v.dtype)) for v, total in zip(variables, sums, strict=True)]
-        with _keras.StatelessScope(state_mapping=mapping):
+        with keras.StatelessScope(state_mapping=mapping):
             return type(metric).result(metric)
 
     def finish(self, logs: Any) -> list[tf.Tensor]:

@@ -13,8 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
-from keras_dist_ext._keras import Variable
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.losses import apply_mask
+from keras_dist_ext._keras.models import tracks_loss
 from keras_dist_ext.step.means import Degrees, Means, Term
 from keras_dist_ext.step.reduce import of_dtype, times
 
@@ -84,10 +86,7 @@ class Weighting:
             return times(local, self._inverse_share)
         if mask is None and not weighted:
             return local
-        if weighted:
-            elements = tf.convert_to_tensor(_keras.apply_mask(sample_weight, mask, local.dtype, reduction))
-        else:
-            elements = mask
+        elements = tf.convert_to_tensor(apply_mask(sample_weight, mask, local.dtype, reduction)) if weighted else mask
         count = tf.reduce_sum(tf.cast(elements, tf.float64 if local.dtype == tf.float64 else tf.float32))
         (global_count,) = self.sum_over_replicas([count])
         factor = tf.math.divide_no_nan(count, global_count) * of_dtype(self._inverse_share, count.dtype)
@@ -97,7 +96,7 @@ class Weighting:
         """Whether what layers of a model have added to the loss is part of this step, and is made means by it."""
         if model is self.model:
             return True
-        return self._means.are_read and any(layer is model for layer in _keras.flat_layers(self.model))
+        return self._means.are_read and any(layer is model for layer in flat_layers(self.model))
 
     def additional_loss(self, local: tf.Tensor, degree: Any) -> tf.Tensor:
         """Turn what a layer gave to ``add_loss`` into a mean: it grows with the rows to the power ``degree``."""
@@ -138,7 +137,7 @@ class Weighting:
             sources: what it is differentiated for; where these are no variables, nothing is done.
         """
         flat = tf.nest.flatten(target)
-        of_variables = all(isinstance(source, tf.Variable | Variable) for source in tf.nest.flatten(sources))
+        of_variables = all(isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources))
         if self.num_replicas == 1 or not of_variables or not all(isinstance(value, tf.Tensor) for value in flat):
             return gradient(target, None)
         terms = [term for value in flat for term in self._means.terms(value)]
@@ -176,7 +175,7 @@ class Weighting:
             return values, sample_weight
         if sample_weight is None:
             sample_weight = of_dtype(self.share, metric.dtype)
-        elif self._means.are_read and not _rank(sample_weight) and not _keras.tracks_loss(self.model, metric):
+        elif self._means.are_read and not _rank(sample_weight) and not tracks_loss(self.model, metric):
             sample_weight = self._weight(metric, sample_weight)  # what Keras tracks, it weighs by rows
         if self._can_be_empty:  # the mean of nothing is not a number, and weighs nothing
             values = tf.convert_to_tensor(values)

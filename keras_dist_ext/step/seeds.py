@@ -30,8 +30,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.layers import flat_layers, seed_generators
+from keras_dist_ext._keras.random import clone_seed_generator, global_seed_generator
+from keras_dist_ext._keras.saving import KerasSaveable
+from keras_dist_ext._keras.strategies import first_replica, is_default_strategy, strategy_of_variable
+from keras_dist_ext._keras.variables import components
 from keras_dist_ext.errors import SeedError
 from keras_dist_ext.hashing import MODULUS, checked_seed, fold_in, replica_offset
 from keras_dist_ext.strategy.virtual import num_replicas_of
@@ -107,11 +111,11 @@ class Generator:
 
     def read(self) -> Any:
         """Return the state, an int64 array: ``[seed, counter]``, or ``[counter, counter, key]`` of TensorFlow's."""
-        return _keras.components(self.state)[0].numpy().astype(np.int64)
+        return components(self.state)[0].numpy().astype(np.int64)
 
     def write(self, state: Any) -> None:
         """Set the state on all of this worker's replicas."""
-        for copy in _keras.components(self.state):
+        for copy in components(self.state):
             copy.assign(tf.cast(np.asarray(state, np.int64), copy.dtype))
 
     def initial_state(self, seed: int) -> Any:
@@ -139,7 +143,7 @@ def _held(value: Any) -> Iterator[tf.random.Generator]:
             yield from _held(part)
 
 
-class Seeds(_keras.KerasSaveable):  # type: ignore[misc]
+class Seeds(KerasSaveable):  # type: ignore[misc]
     """The random generators of a model, and the global seed that they stem from; saved with the model's weights.
 
     Keras saves the state of no generator (``model.weights`` leaves it out), so that a resumed run would begin with the
@@ -221,7 +225,7 @@ class Seeds(_keras.KerasSaveable):  # type: ignore[misc]
     def _seed_host(self) -> None:
         """Seed what draws outside of steps: Python's and NumPy's generators by worker, TensorFlow's alike on all."""
         assert self.root is not None
-        first = _keras.first_replica(self._strategy)
+        first = first_replica(self._strategy)
         random.seed(fold_in(self.root + first, "python", first))
         np.random.seed(fold_in(self.root + first, "numpy", first) % 2**32)
         tf.random.set_seed(fold_in(self.root, "tensorflow") % MODULUS)  # datasets shuffle by it, alike on all workers
@@ -243,8 +247,8 @@ class Seeds(_keras.KerasSaveable):  # type: ignore[misc]
     def has(self, generator: Any) -> bool:
         """Whether a ``SeedGenerator`` is one of the model's."""
         if id(generator) not in self._known:
-            layers = _keras.flat_layers(self._made_model())
-            self._known = {id(own) for layer in layers for own in _keras.seed_generators(layer)}
+            layers = flat_layers(self._made_model())
+            self._known = {id(own) for layer in layers for own in seed_generators(layer)}
         return id(generator) in self._known
 
     @property
@@ -271,9 +275,9 @@ class Seeds(_keras.KerasSaveable):  # type: ignore[misc]
                 found[id(owner)] = Generator(f"{kind}_{count[kind]}", label, owner.state)
                 count[kind] += 1
 
-        for layer in _keras.flat_layers(self._made_model()):
+        for layer in flat_layers(self._made_model()):
             path = layer.path or layer.name
-            own = _keras.seed_generators(layer)
+            own = seed_generators(layer)
             for generator in own:
                 add("keras", path if len(own) == 1 else f"{path}/{generator.name}", generator)
             for name, value in list(vars(layer).items()):
@@ -376,15 +380,15 @@ def generator_without_seed(strategy: tf.distribute.Strategy, *, is_seeded: bool 
         strategy: where steps draw.
         is_seeded: whether it has a stream of a global seed, in which draws outside of steps have no part.
     """
-    stock = _keras.global_seed_generator()
-    is_default = _keras.is_default_strategy(strategy)
-    if is_default and not is_seeded and _keras.is_default_strategy(_keras.strategy_of_variable(stock.state)):
+    stock = global_seed_generator()
+    is_default = is_default_strategy(strategy)
+    if is_default and not is_seeded and is_default_strategy(strategy_of_variable(stock.state)):
         return stock
     copies = _copies.setdefault(strategy, {})
     copied_from, copy = copies.get(is_seeded, (None, None))
     if copied_from is not stock:
         with contextlib.nullcontext() if is_default else strategy.scope():
-            copy = _keras.copy_of_seed_generator(stock)
+            copy = clone_seed_generator(stock)
         copies[is_seeded] = (stock, copy)
     return copy
 

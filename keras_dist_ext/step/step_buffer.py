@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.variables import NamedVariable
 
 __all__ = ["MAX_STEPS", "BufferSlice", "BufferedSteps", "ReplicaRecord", "StepBuffer", "StepRecord", "cpu_beside"]
 
@@ -86,8 +86,8 @@ class StepBuffer:
         for index, device in enumerate(devices):
             host, num_columns = cpu_beside(device), len(self._columns) + (len(_OF_STEP) if index == 0 else 0)
             with tf.init_scope(), tf.device(host):
-                table = _keras.NamedVariable(tf.zeros([MAX_STEPS, num_columns], tf.float64))
-                self._replicas.append(_ReplicaTable(host, table, _keras.NamedVariable(tf.constant(0))))
+                table = NamedVariable(tf.zeros([MAX_STEPS, num_columns], tf.float64))
+                self._replicas.append(_ReplicaTable(host, table, NamedVariable(tf.constant(0))))
         self._reading = _Reading()  # the next one
         self._num_steps = 0  # of executions that went well
         self._first_unread = 0
@@ -173,8 +173,8 @@ class _ReplicaTable(NamedTuple):
     """Where a replica's records are, on a device."""
 
     host: str
-    table: _keras.NamedVariable
-    length: _keras.NamedVariable  # how many there are
+    table: NamedVariable
+    length: NamedVariable  # how many there are
 
 
 class _Reading:

@@ -22,8 +22,12 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
+from keras_dist_ext._keras.hooks import intercept
+from keras_dist_ext._keras.layers import get_layer_losses, set_layer_losses
+from keras_dist_ext._keras.optimizers import optimized_variables
+from keras_dist_ext._keras.tracing import capture_thread_context, clone_function
+from keras_dist_ext._keras.variables import local_component
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.step.reduce import OrderedSum, PlainSum, apart
@@ -89,7 +93,7 @@ class _Turns:
         self._parts = parts
         self._first = self._real.replica_id * len(parts)
         self.state = _State(model)
-        self._place = _keras.this_place(_OneOfSeveral(context.strategy, self._real.replica_id))
+        self._place = capture_thread_context(_OneOfSeveral(context.strategy, self._real.replica_id))
         self._before: list[Any] = []
         self._replicas = [
             _VirtualReplica(
@@ -118,7 +122,7 @@ class _Turns:
 
     def _one(self, run: Callable[[ReplicaStep, Any], tuple[Any, list[Any]]], turn: int) -> _Meeting:
         replica, part = self._replicas[turn], self._parts[turn]
-        with self._place(f"virtual_replica_{replica.replica_id}"), _keras.intercept(replica):
+        with self._place(f"virtual_replica_{replica.replica_id}"), intercept(replica):
             with tf.control_dependencies(self._before):  # what the last one's gradients were made from is free by then
                 part = tree.map_structure(lambda leaf: leaf if leaf is None else apart(leaf), part)
             replica.batch = part
@@ -222,7 +226,7 @@ class _VirtualReplica(ReplicaStep):
     def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
         """Have the optimizer run once for all virtual replicas, with the sum of their gradients."""
         grads = list(grads)
-        variables = list(_keras.optimized_variables(optimizer) if variables is None else variables)
+        variables = list(optimized_variables(optimizer) if variables is None else variables)
         gradients, states, values = self.contribution(optimizer, grads)
         self._meet(_Meeting("update", gradients + values, (optimizer, grads, variables, original, states)))
 
@@ -234,14 +238,14 @@ class _VirtualReplica(ReplicaStep):
             original(value)
             return
         self._state.note(variable)
-        local = _keras.local_component(variable)
+        local = local_component(variable)
         local.assign(tf.cast(value, local.dtype))
         self._note_assigned(variable)
 
     def trace_of(self, function: Any) -> Any:
         """Have a tf.function traced for this virtual replica: a trace holds the replica's seeds and weights."""
         if id(function) not in self._functions:
-            self._functions[id(function)] = (function, _keras.copy_of_function(function))
+            self._functions[id(function)] = (function, clone_function(function))
         return self._functions[id(function)][1]
 
     def pooled_result(self, metric: Any) -> Any:
@@ -291,11 +295,11 @@ class _State:
             if self._held[key] is not wanted:
                 self._hold(key, variable, wanted)
         if turn in self._losses:
-            _keras.set_losses_of_layers(self._losses[turn])
+            set_layer_losses(self._losses[turn])
         yield
-        self._losses[turn] = _keras.losses_of_layers(self._model)
+        self._losses[turn] = get_layer_losses(self._model)
         for key in self._new:
-            value = _keras.local_component(self._variables[key]).read_value()
+            value = local_component(self._variables[key]).read_value()
             self._own[turn, key] = self._held[key] = value
         self._new.clear()
 
@@ -310,11 +314,11 @@ class _State:
         self._new[key] = None
         if key not in self._variables:
             with contextlib.nullcontext() if self._graph is None else self._graph.as_default():
-                self._start[key] = self._held[key] = _keras.local_component(variable).read_value()
+                self._start[key] = self._held[key] = local_component(variable).read_value()
             self._variables[key] = variable
 
     def _hold(self, key: int, variable: Any, value: Any) -> None:
-        local = _keras.local_component(variable)
+        local = local_component(variable)
         local.assign(tf.cast(value, local.dtype))
         self._held[key] = value
 
@@ -322,7 +326,7 @@ class _State:
         """Assign what all have agreed on."""
         self.forget(variables)
         for variable, value in zip(variables, values, strict=True):
-            assign_mean(_keras.local_component(variable), value)
+            assign_mean(local_component(variable), value)
 
     def forget(self, variables: Sequence[Any]) -> None:
         """Let all have the same again in variables that are about to be assigned for all."""

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.hooks import current_step
+from keras_dist_ext._keras.models import overrides
 from keras_dist_ext.data import split as data
 from keras_dist_ext.messages import warn_once
 
@@ -46,7 +48,7 @@ def compiled_step(model: Any, kind: str) -> Callable[[Any], Any]:
     name, num_replicas = f"{kind}_step", model.distribute_strategy.num_replicas_in_sync
     if num_replicas == 1:
         return _noting(getattr(model, name))
-    if _keras.overrides(model, name):
+    if overrides(model, name):
         warn_once(
             f"jit_compile=True: '{model.name}' has a {name} of its own, and XLA cannot compile the reductions over "
             f"{num_replicas} replicas in it; the step runs without XLA."
@@ -92,11 +94,11 @@ def _forward(model: Any, training: bool, x: Any, y: Any, sample_weight: Any) -> 
 
 
 def _step() -> Any:
-    return _keras.current_step()
+    return current_step()
 
 
 def _train(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
-    x, y, sample_weight = _keras.Unpack(batch)
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     y_pred, loss, gradients = forward(x, y, sample_weight)
     _step().take_for_mean(loss)
     model._loss_tracker.update_state(loss, sample_weight=data.num_rows(x))
@@ -105,7 +107,7 @@ def _train(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
 
 
 def _test(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
-    x, y, sample_weight = _keras.Unpack(batch)
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     y_pred, loss, _ = forward(x, y, sample_weight)
     _step().take_for_mean(loss)
     model._loss_tracker.update_state(loss, sample_weight=data.num_rows(x))

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.cluster import is_initialized, set_cluster_timeout
 from keras_dist_ext.cluster.rendezvous import WAIT_SECONDS, await_ports, keep_wait_seconds, meet, others_of
 from keras_dist_ext.cluster.spec import JOBS, Cluster, Resolver
 from keras_dist_ext.errors import ClusterError, StrategyError
@@ -150,7 +150,7 @@ def _join(cluster: Cluster, num_gpus: int, communication: Communication, wait_se
     _check_port_is_free(cluster)
     _check_not_started()
     meet(cluster, wait_seconds)
-    _keras.limit_wait_for_cluster({"chief": len(cluster.chief), "worker": len(cluster.worker)}, wait_seconds)
+    set_cluster_timeout({"chief": len(cluster.chief), "worker": len(cluster.worker)}, wait_seconds)
     try:
         return tf.distribute.MultiWorkerMirroredStrategy(
             _resolver_of(cluster, num_gpus),
@@ -169,7 +169,7 @@ def _join(cluster: Cluster, num_gpus: int, communication: Communication, wait_se
 
 def _check_not_started() -> None:
     """Raise, before others are waited for, where TensorFlow would refuse."""
-    if _keras.is_initialized():
+    if is_initialized():
         raise StrategyError(
             "TensorFlow is initialised already, and a worker can join its cluster only before that. Call pick_strategy "
             "before anything else makes a tensor, a variable or a strategy."

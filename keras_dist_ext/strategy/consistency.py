@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.optimizers import num_batches_used
 from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.key_value import Bulletin
@@ -55,7 +56,7 @@ def facts_of_run(model: Any, arguments: Mapping[str, Any]) -> Facts:
         f"{counted(model.distribute_strategy.num_replicas_in_sync, 'replica')}",
         "replicas": str(num_replicas_of(model)),
         "class of the model": type(model).__name__,
-        "layer": [_layer(layer) for layer in _keras.flat_layers(model)],
+        "layer": [_layer(layer) for layer in flat_layers(model)],
         "weight": [_told(weight) for weight in model.weights],
         "loss": _loss_of(model),
         "jit_compile": str(model.jit_compile),
@@ -79,11 +80,11 @@ def facts_of_model(model: Any) -> dict[str, str]:
 
     Not a learning rate that may have changed since: that of an optimizer which was used.
     """
-    layers = [_layer(layer) for layer in _keras.flat_layers(model)]
+    layers = [_layer(layer) for layer in flat_layers(model)]
     facts = {"loss": _loss_of(model), "layers": str(len(layers))}
     facts.update({f"layer {number}": text for number, text in enumerate(layers, 1)})
     for name, optimizer in optimizers(model):
-        changing = _RATES if optimizer.built and _keras.batches_used(optimizer) else ()
+        changing = _RATES if optimizer.built and num_batches_used(optimizer) else ()
         kept = {key: value for key, value in _config(optimizer).items() if key not in changing}
         facts.update({f"{key} of {name}": value for key, value in kept.items()})
     return facts

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.cluster import abort_collectives, is_collective_mismatch
 from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.strategy.key_value import Bulletin
 
@@ -91,7 +91,7 @@ class StallWatch:
         except Exception as error:
             if self._verdict is not None:
                 raise WorkersError(self._verdict) from error
-            if _keras.is_of_unlike_collectives(error):
+            if is_collective_mismatch(error):
                 raise WorkersError(self.parted(what)) from error
             raise
         finally:
@@ -139,7 +139,7 @@ class StallWatch:
                     if found and found == suspicion:  # and nobody has moved since the last look
                         self._verdict = found
                         pause.wait(self._look_seconds)  # until the others have found it, too
-                        _keras.abort_collectives(found)
+                        abort_collectives(found)
                     suspicion = found
 
     def _say(self, text: str) -> None:

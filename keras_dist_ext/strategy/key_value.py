@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.cluster import delete_key, get_key, set_key
 
 __all__ = ["Bulletin"]
 
@@ -28,15 +28,15 @@ class Bulletin:
 
     def say(self, topic: str, text: str) -> None:
         """Say something on a topic, for all workers to read."""
-        _keras.post(_name(topic, self.index), text)
+        set_key(_name(topic, self.index), text)
 
     def hear(self, topic: str, worker: int, wait_seconds: float) -> str | None:
         """Return what a worker has said on a topic; None where it has said nothing for so long."""
-        return _keras.posted(_name(topic, worker), wait_seconds)
+        return get_key(_name(topic, worker), wait_seconds)
 
     def forget(self, topic: str) -> None:
         """Take back what this worker has said."""
-        _keras.take_back(_name(topic, self.index))
+        delete_key(_name(topic, self.index))
 
 
 def _name(topic: str, worker: Any) -> str:

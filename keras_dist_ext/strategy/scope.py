@@ -12,18 +12,17 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import (
-    flat_layers,
-    given_metrics,
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.layers import flat_layers, own_metrics
+from keras_dist_ext._keras.models import user_metrics
+from keras_dist_ext._keras.strategies import (
     is_default_strategy,
-    keras,
     num_tasks,
-    own_metrics,
     strategy_of_model,
     strategy_of_optimizer,
     strategy_of_variable,
-    variables_of_module,
 )
+from keras_dist_ext._keras.variables import variables_of_module
 from keras_dist_ext.errors import ScopeError, StrategyError
 from keras_dist_ext.messages import counted
 
@@ -255,7 +254,7 @@ def _parts(model: Any) -> Iterator[tuple[str, Role, Any, tf.distribute.Strategy 
     for _, optimizer in optimizers(model):
         yield from _optimizer_parts(optimizer)
 
-    metrics = [*getattr(model, "metrics", ()), *given_metrics(model)]
+    metrics = [*getattr(model, "metrics", ()), *user_metrics(model)]
     for layer in layers:
         metrics.extend(own_metrics(layer))
     for metric in metrics:

@@ -18,7 +18,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.adapters import seed_py_datasets
+from keras_dist_ext._keras.datasets import checksum_of_constants, dataset_graph, shard_indices, with_seeds
+from keras_dist_ext._keras.strategies import first_replica, replica_id
+from keras_dist_ext._keras.variables import components
 from keras_dist_ext.cluster import heartbeat as pulse
 from keras_dist_ext.cluster.rendezvous import wait_seconds_of
 from keras_dist_ext.errors import WorkersError
@@ -53,7 +56,7 @@ class Workers:
         self.num_workers: int = len(tasks.get("chief", [])) + len(tasks.get("worker", []))
         first = "chief" if tasks.get("chief") else "worker"
         self.is_chief: bool = (resolver.task_type, resolver.task_id) == (first, 0)
-        self.index: int = _keras.first_replica(strategy) // len(strategy.extended.worker_devices)
+        self.index: int = first_replica(strategy) // len(strategy.extended.worker_devices)
         self._sum = tf.function(
             self._sum_in_graph, autograph=False, input_signature=[tf.TensorSpec([None], tf.float64)]
         )
@@ -125,15 +128,15 @@ class Workers:
 
     def _share_state(self, variables: Sequence[Any]) -> None:
         for variable in variables:
-            value = tf.convert_to_tensor(_keras.components(variable)[0])
+            value = tf.convert_to_tensor(components(variable)[0])
             flat = tf.reshape(tf.cast(value, tf.float64), [-1])  # exact for all of Keras' dtypes but huge integers
             shared = tf.reshape(self._sum(flat if self.is_chief else tf.zeros_like(flat)), value.shape)
-            for copy in _keras.components(variable):
+            for copy in components(variable):
                 copy.assign(tf.cast(shared, value.dtype))
 
     def _sum_in_graph(self, value: tf.Tensor) -> tf.Tensor:
         def reduce() -> tf.Tensor:
-            is_first = _keras.replica_id() % len(self.strategy.extended.worker_devices) == 0
+            is_first = replica_id() % len(self.strategy.extended.worker_devices) == 0
             mine = tf.identity(value) if is_first else tf.zeros_like(value)
             return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, mine)
 
@@ -153,21 +156,21 @@ class Workers:
             sample: a checksum of some of its rows, where they are at hand, and no pipeline of the user's gives them.
         """
         seed = int(self.chief_says([random.randrange(2**31)])[0])
-        _keras.order_py_datasets_by(seed)
+        seed_py_datasets(seed)
         if not isinstance(dataset, tf.data.Dataset):
             return dataset, False, seed
         if sample is not None:
             self.compare_data(sample)
             return dataset, False, seed
-        graph = _keras.dataset_graph(dataset)
-        shards = [] if graph is None else _keras.shard_indices(graph)
+        graph = dataset_graph(dataset)
+        shards = [] if graph is None else shard_indices(graph)
         if not self.all_equal(zlib.crc32(repr(shards).encode())):
             return dataset, True, seed
-        made_of = 0 if graph is None else _keras.checksum_of_constants(graph)
+        made_of = 0 if graph is None else checksum_of_constants(graph)
         if dataset.options().experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF:
             return dataset, not self.all_equal(made_of ^ checksum_of(next(iter(dataset), None))), seed
         self.compare_data(made_of)
-        return (dataset if graph is None else _keras.with_seeds(dataset, graph, seed)), False, seed
+        return (dataset if graph is None else with_seeds(dataset, graph, seed)), False, seed
 
     def compare_batch(self, batch: Any) -> None:
         """Warn where workers make a step on batches that differ."""

@@ -8,7 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import flat_layers, is_default_strategy, keras, seed_generators, tree
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.layers import flat_layers, seed_generators
+from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.errors import ScopeError
 from keras_dist_ext.hashing import checked_seed
 from keras_dist_ext.messages import warn_once

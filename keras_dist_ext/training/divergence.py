@@ -15,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.strategies import first_replica
+from keras_dist_ext._keras.variables import components, is_sync_on_read, local_component
 from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
@@ -61,7 +63,7 @@ class Divergence:
 
     def _hashes_of_replicas(self) -> tuple[tf.Tensor, ...]:
         def hashes() -> tf.Tensor:
-            return tf.stack([_hash(_keras.local_component(variable)) for _, variable in self._hashed])
+            return tf.stack([_hash(local_component(variable)) for _, variable in self._hashed])
 
         return self._strategy.experimental_local_results(self._strategy.run(hashes))  # type: ignore[no-any-return]
 
@@ -71,7 +73,7 @@ class Divergence:
             return local
         folded = local.view(np.uint64)
         folded = (folded ^ (folded >> np.uint64(32))) & np.uint64(2**52 - 1)  # which float64 holds exactly
-        first = _keras.first_replica(self._strategy)
+        first = first_replica(self._strategy)
         everywhere = np.zeros((self._strategy.num_replicas_in_sync, local.shape[1]))
         everywhere[first : first + len(local)] = folded
         summed = self._workers.sum(everywhere.ravel().tolist())
@@ -98,7 +100,7 @@ class Divergence:
         )
 
     def _distance(self, variable: Any, replica: int) -> str:
-        copies = _keras.components(variable)
+        copies = components(variable)
         if self._workers is not None or replica >= len(copies) or not copies[0].dtype.is_floating:
             return ""
         first, other = (np.asarray(tf.cast(copies[i], tf.float64)) for i in (0, replica))
@@ -109,7 +111,7 @@ def _variables(model: Any) -> list[tuple[str, Any]]:
     """Return the variables whose copies must be equal, with their paths, in the order in which a model computes."""
     skipped = {id(variable) for variable in model.metrics_variables}
     found = [(variable.path, variable) for variable in model.variables]
-    for layer in _keras.flat_layers(model):  # of numbers that are no floats, replicas may keep some apart: seeds
+    for layer in flat_layers(model):  # of numbers that are no floats, replicas may keep some apart: seeds
         own = [(f"{layer.path or layer.name}/{name}", variable) for name, variable in raw_variables(layer)]
         found += [(path, variable) for path, variable in own if variable.dtype.is_floating]
     for attribute, optimizer in optimizers(model):
@@ -120,7 +122,7 @@ def _variables(model: Any) -> list[tuple[str, Any]]:
     return [
         (path, variable)
         for path, variable in unique.values()
-        if isinstance(variable, keras.Variable | tf.Variable) and not _keras.is_sync_on_read(variable)
+        if isinstance(variable, keras.Variable | tf.Variable) and not is_sync_on_read(variable)
     ]
 
 

@@ -17,8 +17,25 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
+from keras_dist_ext._keras.adapters import (
+    ArrayDataAdapter,
+    EpochIterator,
+    GeneratorDataAdapter,
+    TFDatasetAdapter,
+    first_batch_of_generator,
+    seed_array_shuffles,
+    seed_py_datasets,
+)
+from keras_dist_ext._keras.datasets import (
+    caches_in_memory,
+    captures_variables,
+    dataset_graph,
+    generator_states,
+    unseeded_random_ops,
+    with_seeds,
+)
+from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext.cluster import heartbeat as pulse
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.hashing import fold_in
@@ -83,7 +100,7 @@ class Execution:
 _ORDERED: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-class Feed(_keras.EpochIterator):  # type: ignore[misc]
+class Feed(EpochIterator):  # type: ignore[misc]
     """Keras' epoch iterator over a dataset that is read as it is: replicas cut their rows in the step.
 
     Args:
@@ -177,13 +194,13 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
     @property
     def is_pipeline(self) -> bool:
         """Whether a dataset was given, which Keras reads as it is."""
-        return isinstance(self.data_adapter, _keras.TFDatasetAdapter)
+        return isinstance(self.data_adapter, TFDatasetAdapter)
 
     @property
     def can_be_read_again(self) -> bool:
         """Whether another iterator takes nothing from this one: not so for generators, and what is split already."""
         plain = isinstance(self._given, tf.data.Dataset) and not self._own_rows
-        return plain and (self.is_pipeline or isinstance(self.data_adapter, _keras.ArrayDataAdapter))
+        return plain and (self.is_pipeline or isinstance(self.data_adapter, ArrayDataAdapter))
 
     @property
     def last_step(self) -> int:
@@ -315,7 +332,7 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         if start is not None and in_pass:
             seed = self._order_of(start.order)
         if seed is not None:
-            _keras.order_py_datasets_by(seed)
+            seed_py_datasets(seed)
         self.data_adapter.on_epoch_begin()
         if begins_pass or in_pass:
             self._begin_pass(seed, start)
@@ -364,7 +381,7 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
             ordered = None if self._first_order is None else self._ordered(self._first_order)
             make_up_for(self._num_missed, self._given, ordered)
         self._num_missed = 0
-        if isinstance(self.data_adapter, _keras.ArrayDataAdapter):
+        if isinstance(self.data_adapter, ArrayDataAdapter):
             if seed is None and self._workers is not None:
                 seed = self._order + 1  # of the seed that the workers have agreed on
             if seed is not None and self.data_adapter._shuffle:
@@ -399,7 +416,7 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
     def _arrays_in_order(self, seed: int) -> Any:
         self._order = seed
         if self._arrays is None:
-            with _keras.arrays_ordered_by(lambda: self._order):
+            with seed_array_shuffles(lambda: self._order):
                 self._arrays = self.data_adapter.get_tf_dataset()
         return self._arrays
 
@@ -407,23 +424,23 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
         """The dataset with what is random in it drawn by a seed; None where nothing is, or TensorFlow hides it."""
         if self._is_on_tpu or not isinstance(self._given, tf.data.Dataset):
             return None
-        graph = _keras.dataset_graph(self._given)
+        graph = dataset_graph(self._given)
         if graph is None:
             return None
-        if _keras.caches_in_memory(graph):  # made once, it keeps what it has cached, and reshuffles by itself
+        if caches_in_memory(graph):  # made once, it keeps what it has cached, and reshuffles by itself
             if self._given not in _ORDERED:
-                if _keras.unseeded_ops(graph, over_global=self._is_seeded()) or _keras.generator_states(graph):
+                if unseeded_random_ops(graph, over_global=self._is_seeded()) or generator_states(graph):
                     warn_once(
                         "The pipeline keeps elements in memory (cache()) and draws random numbers in its functions, "
                         "which therefore cannot follow the seed of the run: they differ from run to run. Draw in the "
                         "model, by Keras' layers or keras.random, or by tf.random.stateless_* ops."
                     )
-                _ORDERED[self._given] = _keras.with_seeds(self._given, graph, seed, over_global=self._is_seeded())
+                _ORDERED[self._given] = with_seeds(self._given, graph, seed, over_global=self._is_seeded())
             return _ORDERED[self._given]
-        worker = _keras.first_replica(self._strategy) if self._own_rows else 0
+        worker = first_replica(self._strategy) if self._own_rows else 0
         map_seed = fold_in(seed, "map", worker)
-        holds_variables = _keras.holds_variables(graph)
-        ordered = _keras.with_seeds(self._given, graph, seed, map_seed, over_global=self._is_seeded())
+        holds_variables = captures_variables(graph)
+        ordered = with_seeds(self._given, graph, seed, map_seed, over_global=self._is_seeded())
         if holds_variables and ordered is not self._given:
             warn_once(
                 "The pipeline's functions read a tf.Variable. To have its order follow a seed, it is made anew for "
@@ -450,10 +467,10 @@ class Feed(_keras.EpochIterator):  # type: ignore[misc]
 
 def _sample_of(adapter: Any) -> int | None:
     """Return a checksum of what is at hand of data that no pipeline of the user's gives."""
-    if isinstance(adapter, _keras.ArrayDataAdapter):
+    if isinstance(adapter, ArrayDataAdapter):
         return checksum_of_rows(adapter) or 0
-    if isinstance(adapter, _keras.GeneratorDataAdapter):
-        return checksum_of(_keras.first_batch_of_generator(adapter))
+    if isinstance(adapter, GeneratorDataAdapter):
+        return checksum_of(first_batch_of_generator(adapter))
     return None
 
 

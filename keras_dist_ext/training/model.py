@@ -11,8 +11,10 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.adapters import preserve_py_dataset_order, use_epoch_iterator
+from keras_dist_ext._keras.models import KerasFunctional, functional_init_arguments, overrides
+from keras_dist_ext._keras.saving import save_as, saved_variables
 from keras_dist_ext.cluster import heartbeat as pulse
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.added_losses import find_degrees, losses_as_means
@@ -81,9 +83,9 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a ``Functional`` where inputs and outputs are given, as Keras does."""
-        if cls is Model and _keras.functional_init_arguments(args, kwargs):
+        if cls is Model and functional_init_arguments(args, kwargs):
             cls = Functional
-        is_graph = issubclass(cls, (_keras.Functional, keras.Sequential))
+        is_graph = issubclass(cls, (KerasFunctional, keras.Sequential))
         # keras.Model.__new__ forgets the arguments that the default get_config returns; Layer's keeps them.
         instance = super().__new__(cls, *args, **kwargs) if is_graph else keras.Layer.__new__(cls, *args, **kwargs)
         object.__setattr__(instance, "_stop", Stop())
@@ -95,7 +97,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
         return instance
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if _keras.functional_init_arguments(args, kwargs) and not isinstance(self, _keras.Functional):
+        if functional_init_arguments(args, kwargs) and not isinstance(self, KerasFunctional):
             _make_functional(type(self))
             Functional.__init__(self, *args, **kwargs)
         else:
@@ -159,7 +161,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
 
     def compile_from_config(self, config: Any) -> None:
         """See ``keras.Model.compile_from_config``."""
-        if _keras.overrides(self, "compile"):
+        if overrides(self, "compile"):
             super().compile_from_config(config)  # says that such a class must override this too
             return
         arguments = keras.saving.deserialize_keras_object(config)
@@ -344,7 +346,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
             return new
 
         try:
-            with _keras.epoch_iterators(make), _keras.kept_order_of_py_datasets():
+            with use_epoch_iterator(make), preserve_py_dataset_order():
                 yield
         finally:
             for each in feeds:
@@ -403,7 +405,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
         if isinstance(model, Model):
             return model
         adopted = take_over(model, tf.distribute.get_strategy(), OWN_CLASSES, compile=True)
-        adopted.replica_seeds.load(_keras.saved_variables(file, "replica_seeds"))
+        adopted.replica_seeds.load(saved_variables(file, "replica_seeds"))
         adopted.virtual_replicas = VirtualReplicas.read_from_file(file)
         return adopted
 
@@ -531,7 +533,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
                 return super().predict(*call.args[1:], **call.kwargs)
 
 
-class Functional(Model, _keras.Functional):  # type: ignore[misc]
+class Functional(Model, KerasFunctional):  # type: ignore[misc]
     """What ``Model(inputs, outputs)`` makes."""
 
 
@@ -540,8 +542,8 @@ class Sequential(Model, keras.Sequential):  # type: ignore[misc]
 
 
 # Saved under Keras' own names, they load without this package.
-_keras.save_as(Functional, _keras.Functional)
-_keras.save_as(Sequential, keras.Sequential)
+save_as(Functional, KerasFunctional)
+save_as(Sequential, keras.Sequential)
 
 OWN_CLASSES = OwnClasses(Model, Functional, Sequential)
 

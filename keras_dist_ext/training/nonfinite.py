@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.variables import components
 from keras_dist_ext.errors import MonitorError, NonFiniteError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.step.nan_guard import DATA, GRADIENTS, LOSS, BadStep, Guard
@@ -193,7 +193,7 @@ class NonFinite(keras.callbacks.Callback):  # type: ignore[misc]
             variable.path
             for variable in self.model.weights
             if tf.as_dtype(variable.dtype).is_floating
-            and not np.isfinite(np.asarray(_keras.components(variable)[0], np.float32)).all()
+            and not np.isfinite(np.asarray(components(variable)[0], np.float32)).all()
         ]
         if spoilt:
             more = f" and {counted(len(spoilt) - 3, 'other')}" if len(spoilt) > 3 else ""

@@ -8,8 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
+from keras_dist_ext._keras.hooks import intercept
+from keras_dist_ext._keras.random import use_global_seed_generator
+from keras_dist_ext._keras.strategies import is_default_strategy, regroup
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step.graphs import in_graph
@@ -53,7 +55,7 @@ class PredictProgram:
             batch = rows_of_replica(batch, self.strategy, of_worker=cut == "worker")
         rows = data.num_rows(batch)
         step = ReplicaStep(self.model, rows, rows, kind="predict", without_seed=self._without_seed)
-        with _keras.intercept(step), _keras.draws_without_seed(self._without_seed):
+        with intercept(step), use_global_seed_generator(self._without_seed):
             outputs = self._step(batch)
             if step.has_assigned:
                 (global_rows,) = step.sum_over_replicas([tf.cast(rows, tf.float32)])
@@ -64,7 +66,7 @@ class PredictProgram:
 
 def gather_rows(strategy: tf.distribute.Strategy, value: Any) -> Any:
     """Concatenate what each replica of all workers has for its rows, in the order of the replicas."""
-    parts = (value,) if _keras.is_default_strategy(strategy) else parts_of(strategy, value)
+    parts = (value,) if is_default_strategy(strategy) else parts_of(strategy, value)
     if len(parts) == strategy.num_replicas_in_sync:
         return _concat(parts)
     dtype = parts[0].dtype
@@ -74,7 +76,7 @@ def gather_rows(strategy: tf.distribute.Strategy, value: Any) -> Any:
             "their numbers in a list of all of them, and look them up afterwards."
         )
     wide = {tf.bfloat16: tf.float32, tf.float16: tf.float32, tf.bool: tf.int32}.get(dtype, dtype)
-    gathered = strategy.gather(_keras.regroup([tf.cast(part, wide) for part in parts]), axis=0)
+    gathered = strategy.gather(regroup([tf.cast(part, wide) for part in parts]), axis=0)
     return tf.cast(gathered, dtype)
 
 

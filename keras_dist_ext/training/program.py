@@ -13,8 +13,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
+from keras_dist_ext._keras.hooks import intercept
+from keras_dist_ext._keras.models import overrides
+from keras_dist_ext._keras.random import use_global_seed_generator
+from keras_dist_ext._keras.strategies import is_default_strategy, regroup, replica_id
+from keras_dist_ext._keras.tracing import IteratorFunction, traced_graphs
 from keras_dist_ext.data import split as data
 from keras_dist_ext.step.added_losses import UnknownLossDegrees, placeholders
 from keras_dist_ext.step.graphs import in_graph
@@ -60,16 +64,14 @@ class StepProgram:
         if model.jit_compile and model.placement is None and not self.is_eager and can_compile(self.strategy):
             self._user_step = compiled_step(model, kind)
         self._plain_logs = not any(
-            _keras.overrides(model, name) for name in (f"{kind}_step", "compute_metrics", "get_metrics_result")
+            overrides(model, name) for name in (f"{kind}_step", "compute_metrics", "get_metrics_result")
         )
         wrap: Callable[[Any], Any] = (
             (lambda f: f) if self.is_eager else functools.partial(in_graph, reduce_retracing=True)
         )
         self._records_norm = any(recorder.gradient_norm for recorder in model.replica_recorders)
         self._devices = (
-            ["/device:CPU:0"]
-            if _keras.is_default_strategy(self.strategy)
-            else list(self.strategy.extended.worker_devices)
+            ["/device:CPU:0"] if is_default_strategy(self.strategy) else list(self.strategy.extended.worker_devices)
         )
         self._buffer = StepBuffer(self._devices, gradient_norm=self._records_norm) if model.replica_recorders else None
         self._guard = model.replica_guard if kind == "train" else None
@@ -79,7 +81,7 @@ class StepProgram:
         self.waited_seconds = 0.0  # for the first batch of the next execution
         self._of_batch = wrap(self._on_batch)
         self._of_rows = wrap(self._on_rows_of_worker)
-        read: Callable[[Any], Any] = (lambda f: f) if self.is_eager else (lambda f: _keras.FunctionOfIterator(wrap(f)))
+        read: Callable[[Any], Any] = (lambda f: f) if self.is_eager else (lambda f: IteratorFunction(wrap(f)))
         self._of_iterator_alone = read(self._on_iterator_alone)
         self._of_optional_alone = read(self._on_optional_alone)
         self._of_iterator = read(self._on_iterator_eagerly if self.is_eager else self._on_iterator)
@@ -118,7 +120,7 @@ class StepProgram:
     def graphs(self) -> list[Any]:
         """Return the graphs that its loops were traced to so far."""
         alone = (self._of_batch, self._of_rows, self._of_iterator_alone, self._of_optional_alone)
-        return [graph for run in (*alone, self._of_iterator, self._of_optional) for graph in _keras.graphs_of(run)]
+        return [graph for run in (*alone, self._of_iterator, self._of_optional) for graph in traced_graphs(run)]
 
     # Entry points
 
@@ -394,7 +396,7 @@ class StepProgram:
     def _extra_of_replica(self, batch: Any, cut: str, options: dict[str, Any]) -> list[tf.Tensor]:
         placement = self.model.placement
         on_devices = contextlib.nullcontext() if placement is None else placement.step()
-        with _keras.draws_without_seed(self._without_seed), on_devices:
+        with use_global_seed_generator(self._without_seed), on_devices:
             if self._num_turns:
                 parts, global_rows = self._cut(batch, cut, self._num_turns)
                 self._log_plan, extra = in_turns(
@@ -415,7 +417,7 @@ class StepProgram:
                 rows = data.num_rows(batch)
             step = self.step_class(self.model, rows, global_rows, **options)
             step.batch = batch
-            with _keras.intercept(step):
+            with intercept(step):
                 self._log_plan, extra = self._step_of_replica(step, batch)
         return extra
 
@@ -471,7 +473,7 @@ class StepProgram:
         num_local = len(self._devices)
         values = [tuple(extra[i : i + num_local]) for i in range(0, len(extra), num_local)]
         if self.num_replicas > 1 and values:
-            sums = sum_over_replicas(self.strategy, [_keras.regroup(v) for v in values])
+            sums = sum_over_replicas(self.strategy, [regroup(v) for v in values])
             values = [self.strategy.experimental_local_results(s) for s in sums]
         local = iter([v[0] for v in values])
         with pooled_state(self.model, self.strategy):
@@ -484,7 +486,7 @@ def rows_of_replica(
     batch: Any, strategy: tf.distribute.Strategy, *, of_worker: bool = False, part: int = 0, num_parts: int = 1
 ) -> Any:
     """Cut this replica's rows, or one of several parts of them, out of the global batch, or out of its worker's."""
-    replica, num_replicas = _keras.replica_id(), strategy.num_replicas_in_sync
+    replica, num_replicas = replica_id(), strategy.num_replicas_in_sync
     if of_worker:
         num_replicas = len(strategy.extended.worker_devices)
         replica = replica % num_replicas

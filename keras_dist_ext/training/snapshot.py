@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.optimizers import optimized_variables
+from keras_dist_ext._keras.strategies import strategy_of_optimizer
+from keras_dist_ext._keras.variables import components
 from keras_dist_ext.data.buckets import BucketedDataset
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 
@@ -74,26 +77,26 @@ def _copies(model: Any) -> list[Any]:
     variables = [*model.variables, *getattr(model, "metrics_variables", ())]
     for optimizer in _optimizers(model):
         variables += [*optimizer.variables, *getattr(getattr(optimizer, "inner_optimizer", None), "variables", ())]
-    variables += [variable for layer in _keras.flat_layers(model) for _, variable in raw_variables(layer)]
+    variables += [variable for layer in flat_layers(model) for _, variable in raw_variables(layer)]
     seeds = getattr(model, "replica_seeds", None)
     if seeds is not None:
         variables += [generator.state for generator in seeds.generators(with_global=True)]
-    return list({id(copy): copy for variable in variables for copy in _keras.components(variable)}.values())
+    return list({id(copy): copy for variable in variables for copy in components(variable)}.values())
 
 
 def _optimizers(model: Any) -> list[Any]:
     """Return the optimizers that a model and its parts hold, each once."""
-    held = (optimizer for layer in _keras.flat_layers(model) for _, optimizer in optimizers(layer))
+    held = (optimizer for layer in flat_layers(model) for _, optimizer in optimizers(layer))
     return list({id(optimizer): optimizer for optimizer in held}.values())
 
 
 def _begin_anew(optimizer: Any) -> None:
     """Give an optimizer's variables the values of one that was built just now."""
-    strategy = _keras.strategy_of_optimizer(getattr(optimizer, "inner_optimizer", optimizer))
+    strategy = strategy_of_optimizer(getattr(optimizer, "inner_optimizer", optimizer))
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         new = type(optimizer).from_config(optimizer.get_config())
-        new.build(_keras.optimized_variables(optimizer))
+        new.build(optimized_variables(optimizer))
     for variable, first in zip(optimizer.variables, new.variables, strict=True):
-        value = np.asarray(_keras.components(first)[0])
-        for copy in _keras.components(variable):
+        value = np.asarray(components(first)[0])
+        for copy in components(variable):
             copy.assign(value)

@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import tree
+from keras_dist_ext._keras.datasets import iterator_state, set_iterator_state
 from keras_dist_ext.data.iterators import release_iterator
 from keras_dist_ext.strategy.workers import Workers
 
@@ -43,7 +43,7 @@ class Source:
         self._alone = alone
         if state is not None:
             self.iterator = iter(dataset)
-            if not _keras.set_iterator_state(self.iterator, state):
+            if not set_iterator_state(self.iterator, state):
                 warnings.warn(
                     "This TensorFlow cannot put back what the data's iterator held when the run was saved (is it "
                     "another version, or the data another pipeline?). The data is read up to there instead.",
@@ -76,7 +76,7 @@ class Source:
 
     def iterator_state(self) -> list[bytes] | None:
         """What the iterator holds; None where TensorFlow cannot save it, or a batch was taken ahead."""
-        return None if self._looks_ahead or not self._is_plain else _keras.iterator_state(self.iterator)
+        return None if self._looks_ahead or not self._is_plain else iterator_state(self.iterator)
 
     @property
     def is_of_worker(self) -> bool:

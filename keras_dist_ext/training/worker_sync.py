@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.hooks import intercept
+from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.step.pass_through import PassThrough
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
@@ -73,7 +74,7 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
         model = self.model
         generators = [generator.state for generator in model.replica_seeds.generators(with_global=True)]
         made = [variable for _, optimizer in optimizers(model) for variable in optimizer.variables]
-        plain = [v for layer in _keras.flat_layers(model) for _, v in raw_variables(layer) if v.dtype.is_floating]
+        plain = [v for layer in flat_layers(model) for _, v in raw_variables(layer) if v.dtype.is_floating]
         self._workers.share_state([*model.weights, *made, *plain, *generators])
         model.replica_seeds.load({"run": self._workers.chief_says(model.replica_seeds.run)})
 
@@ -146,7 +147,7 @@ def alone(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _keras.intercept(PassThrough()):
+        with intercept(PassThrough()):
             return method(*args, **kwargs)
 
     def outside_of_scopes(*args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras, num_local_replicas
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.strategies import num_local_replicas
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.step.stats import StepRecords
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import is_default_strategy, keras
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.keras_tuner import keras_tuner
+from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.strategy.scope import check_scope
 from keras_dist_ext.training.adoption.adopt import adopt, clone_model
 from keras_dist_ext.training.model import Model

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import compile_arguments, keras
-from keras_dist_ext._keras.keras_tuner import callbacks_of_member, keras_tuner, objectives_of, replace_space
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.keras_tuner import callbacks_of_worker, keras_tuner, objectives_of, replace_space
+from keras_dist_ext._keras.models import compile_arguments
 from keras_dist_ext.errors import StrategyError, TunerError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.pick import StrategyChoice
@@ -243,7 +244,7 @@ class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
 
     def _fit(self, fit: Any, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if self._place is not None and self._place.member > 0:
-            kwargs["callbacks"] = callbacks_of_member(kwargs.get("callbacks", ()), model)
+            kwargs["callbacks"] = callbacks_of_worker(kwargs.get("callbacks", ()), model)
         if self._run is not None:
             return self._run.fit(fit, hp, model, *args, **kwargs)
         values = self._coupled.values(hp, model.distribute_strategy.num_replicas_in_sync)

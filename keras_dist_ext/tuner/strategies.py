@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import is_default_strategy, uses_collectives
+from keras_dist_ext._keras.strategies import is_default_strategy, uses_collectives
 from keras_dist_ext.errors import KerasDistError, StrategyError, TunerError
 from keras_dist_ext.messages import close_name
 from keras_dist_ext.strategy.decision import NAMES

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.keras_tuner import FatalTunerError, content_with_executions, keras_tuner, score_of
+from keras_dist_ext._keras.keras_tuner import FatalTunerError, keras_tuner, mark_multi_step_callbacks, score_of
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.monitoring.monitor import ReplicaMonitor
@@ -72,7 +72,7 @@ class TrialRun:
         """
         meter = Meter(seconds_before=self._seconds_before)
         callbacks = list(kwargs.pop("callbacks", None) or [])
-        content_with_executions(callbacks, self._tuner)
+        mark_multi_step_callbacks(callbacks, self._tuner)
         self._part_monitors(callbacks)
         first: list[Any] = [Gauge(meter, self._measured)]
         if self._logs is not None:

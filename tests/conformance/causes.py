@@ -14,10 +14,12 @@ from unittest.mock import patch
 import tensorflow as tf
 
 from conformance.run import Row
-from keras_dist_ext import _keras
-from keras_dist_ext._keras import tree
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.hooks import current_step, intercept
+from keras_dist_ext._keras.strategies import replica_id
+from keras_dist_ext._keras.variables import components, is_sync_on_read
 from keras_dist_ext.data import split as data
-from keras_dist_ext.step import pass_through, reduce, xla
+from keras_dist_ext.step import draws, pass_through, recorder, reduce, replica_step, xla
 from keras_dist_ext.step.pass_through import LocalUpdate, PassThrough
 from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.training import feed, prediction, program
@@ -92,7 +94,7 @@ def penalties_once_a_replica() -> AbstractContextManager[Any]:
 
     def aggregate(original: Any) -> Any:
         def changed(self: Any, loss: Any) -> Any:
-            return original(self, loss) * (1 if _keras.current_step() is None else _keras.current_step().num_replicas)
+            return original(self, loss) * (1 if current_step() is None else current_step().num_replicas)
 
         return changed
 
@@ -142,7 +144,7 @@ def counts_of_the_first() -> AbstractContextManager[Any]:
 
     def assign(original: Any) -> Any:
         def changed(self: Any, variable: Any, value: Any, keras_own: Any) -> None:
-            if variable.trainable or _keras.replica_id() == 0:
+            if variable.trainable or replica_id() == 0:
                 original(self, variable, value, keras_own)
 
         return changed
@@ -165,7 +167,7 @@ def updates_once_a_replica() -> AbstractContextManager[Any]:
 
 def updates_of_all_replicas_at_once() -> AbstractContextManager[Any]:
     """Replicas meet inside of an optimizer's conditions (fault 6)."""
-    return patch.object(_keras, "local_updates", lambda strategy, step: _keras.intercept(PassThrough(of_worker=False)))
+    return patch.object(replica_step, "local_updates", lambda strategy, step: intercept(PassThrough(of_worker=False)))
 
 
 def accumulators_are_kept() -> AbstractContextManager[Any]:
@@ -191,7 +193,8 @@ def built_out_of_scope() -> AbstractContextManager[Any]:
 def compiled_in_one_piece() -> AbstractContextManager[Any]:
     """XLA is given a whole step, in which replicas wait for each other (fault 7)."""
     stack = contextlib.ExitStack()
-    stack.enter_context(patch.object(_keras, "in_xla", lambda: False))
+    for user in (replica_step, draws, recorder):
+        stack.enter_context(patch.object(user, "in_xla", lambda: False))
     stack.enter_context(patch.object(program, "can_compile", lambda strategy: True))
     stack.enter_context(
         patch.object(program, "compiled_step", lambda model, kind: xla.compiled(getattr(model, f"{kind}_step")))
@@ -208,7 +211,7 @@ def metrics_of_the_first() -> AbstractContextManager[Any]:
     def compute_metrics(original: Any) -> Any:
         @functools.wraps(original)
         def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
-            is_other = _keras.current_step() is not None and _keras.replica_id() > 0
+            is_other = current_step() is not None and replica_id() > 0
             return self.get_metrics_result() if is_other else original(self, *args, **kwargs)
 
         return changed
@@ -222,7 +225,7 @@ def means_of_the_first() -> AbstractContextManager[Any]:
     def mean_update(original: Any) -> Any:
         def changed(self: Any, metric: Any, values: Any, sample_weight: Any) -> Any:
             values, sample_weight = original(self, metric, values, sample_weight)
-            return values, 0.0 if _keras.replica_id() else sample_weight
+            return values, 0.0 if replica_id() else sample_weight
 
         return changed
 
@@ -234,9 +237,9 @@ def logs_of_the_first() -> AbstractContextManager[Any]:
 
     @contextlib.contextmanager
     def pooled_state(model: Any, strategy: tf.distribute.Strategy) -> Iterator[None]:
-        variables = [v for v in model.metrics_variables if _keras.is_sync_on_read(v)]
-        firsts = [(v, tf.convert_to_tensor(_keras.components(v)[0])) for v in variables]
-        with _keras.StatelessScope(state_mapping=firsts):
+        variables = [v for v in model.metrics_variables if is_sync_on_read(v)]
+        firsts = [(v, tf.convert_to_tensor(components(v)[0])) for v in variables]
+        with keras.StatelessScope(state_mapping=firsts):
             yield
 
     return patch.object(program, "pooled_state", pooled_state)

@@ -10,7 +10,7 @@ from cases import rotating
 from versions import KERAS_VERSION
 
 import keras_dist_ext as kde
-from keras_dist_ext._keras import flat_layers
+from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext.training.adoption.adopt import adopt, clone_model, load_model
 from keras_dist_ext.training.model import Functional
 

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import keras_dist_ext as kde
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.variables import components
 from keras_dist_ext.training.divergence import Divergence, _hash
 
 X = np.random.default_rng(0).normal(size=(36, 4)).astype("float32")
@@ -91,7 +91,7 @@ def trained(strategies: Any) -> Any:
 @contextlib.contextmanager
 def changed(variable: Any, replica: int, value: float) -> Iterator[None]:
     """Change the first element of a replica's copy for a while."""
-    copy = _keras.components(variable)[replica]
+    copy = components(variable)[replica]
     before = np.array(copy.numpy())
     after = before.copy()
     after.flat[0] += value

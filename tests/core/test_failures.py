@@ -415,7 +415,7 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[str], threa
         if len(aborted) == 2:
             both.set()
 
-    monkeypatch.setattr(stall._keras, "abort_collectives", abort)
+    monkeypatch.setattr(stall, "abort_collectives", abort)
     board = Board()
     first, second = (stall.StallWatch(board.of(i), stuck_seconds=0.1, look_seconds=0.05) for i in (0, 1))
     return first, second, aborted, both

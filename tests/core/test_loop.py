@@ -18,7 +18,7 @@ import tensorflow as tf
 from cases import rotating
 
 import keras_dist_ext as kde
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.variables import components
 from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.examples import gan, linear_no_keras, sequences
 from keras_dist_ext.strategy.scope import raw_variables
@@ -518,7 +518,7 @@ def test_a_variable_without_keras_that_differs_between_replicas_is_named(mirrore
     memory = kde.MemoryWriter()
     loop, line = line_loop(mirrored)
     change = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: _keras.components(line.slope)[1].assign_add([[1.0], [0.0], [0.0]])
+        on_epoch_end=lambda epoch, logs: components(line.slope)[1].assign_add([[1.0], [0.0], [0.0]])
     )
     monitor = kde.ReplicaMonitor(writers=[memory], check_divergence_every=4)
     with pytest.warns(UserWarning, match="loop/line/slope differs between replica 0 and replica 1 at step 8"):

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import keras_dist_ext as kde
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.variables import components
 
 LoopError, TrainLoop = kde.LoopError, kde.TrainLoop
 DEFAULT = tf.distribute.get_strategy()
@@ -189,7 +189,7 @@ def test_optimizers_update_at_different_rates(clips: bool, mirrored: Any) -> Non
         history = run(strategy, step, parts, loss="mean", other="mean")
         results.append({**history, "weights": np.concatenate([w.numpy().ravel() for w in seldom.weights])})
         assert (int(fast.iterations.numpy()), int(slow.iterations.numpy())) == (8, 2)
-        assert all(len({c.numpy().tobytes() for c in _keras.components(w)}) == 1 for w in seldom.weights)
+        assert all(len({c.numpy().tobytes() for c in components(w)}) == 1 for w in seldom.weights)
     assert results[1].keys() == results[0].keys()
     for name, values in results[0].items():
         np.testing.assert_allclose(results[1][name], values, rtol=1e-4, err_msg=name)
@@ -304,7 +304,7 @@ def test_early_stopping_puts_back_variables_without_keras(mirrored: Any) -> None
     loop.fit(batches(), epochs=9, verbose=0, callbacks=[stop])
     assert len(loop.history.epoch) == 2
     assert weight.numpy() == net.weights[1].numpy()[0] == 4.0  # after the first epoch
-    assert [copy.numpy() for copy in _keras.components(weight)] == [4.0, 4.0]
+    assert [copy.numpy() for copy in components(weight)] == [4.0, 4.0]
     with pytest.raises(ValueError, match="was given 1 arrays, and 'loop' has 2 weights of Keras and 1 tf.Variables"):
         loop.set_weights([1.0])
     with pytest.raises(LoopError, match="ReduceLROnPlateau sets the learning rate of the first optimizer"):

@@ -18,7 +18,8 @@ from cases import rotating
 from tensorflow.python.framework.func_graph import FuncGraph
 
 import keras_dist_ext as kde
-from keras_dist_ext._keras import components, strategy_of_variable
+from keras_dist_ext._keras.strategies import strategy_of_variable
+from keras_dist_ext._keras.variables import components
 from keras_dist_ext.training import feed
 from keras_dist_ext.training.model import Functional
 

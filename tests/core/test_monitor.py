@@ -21,7 +21,8 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import keras_dist_ext as kde
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.optimizers import num_batches_used
+from keras_dist_ext._keras.variables import components
 from keras_dist_ext.monitoring.dashboard import metadata as names
 from keras_dist_ext.monitoring.intervals import Intervals
 from keras_dist_ext.step.stats import ReplicaStats
@@ -238,7 +239,7 @@ def test_updates_that_are_left_out_are_not_counted(mirrored: Any) -> None:
     model = build(mirrored, optimizer)  # the scale falls by half until gradients are finite
     monitor, memory = remembered(update_freq="epoch")
     fit(model, monitor)
-    updates = _keras.batches_used(model.optimizer)
+    updates = num_batches_used(model.optimizer)
     assert 0 < updates < 14
     assert memory.train[-1].step == updates
 
@@ -440,7 +441,7 @@ def test_the_first_variable_that_differs_is_named_with_its_step(mirrored: Any) -
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == 5:
-                copies = _keras.components(self.model.layers[0].bias)
+                copies = components(self.model.layers[0].bias)
                 copies[1].assign(copies[1] + 1.0)
 
     model = build(mirrored, steps_per_execution=1)
@@ -509,7 +510,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_the_first_step(
     model = build(mirrored)
     with pytest.raises(kde.MonitorError, match="TensorBoard's events cannot be written to .*file/logs"):
         fit(model, kde.ReplicaMonitor(tmp_path / "file" / "logs"))
-    assert _keras.batches_used(model.optimizer) == 0
+    assert num_batches_used(model.optimizer) == 0
 
 
 @pytest.mark.parametrize(

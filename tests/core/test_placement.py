@@ -13,7 +13,8 @@ from keras import layers
 from placement_runs import FIT, WEIGHTS, X, Y, devices_of, make, place, train_in_worker
 
 import keras_dist_ext as kde
-from keras_dist_ext import _keras, messages
+from keras_dist_ext import messages
+from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.training.placement import verdict
 from keras_dist_ext.training.placement.groups import home_devices
@@ -400,7 +401,7 @@ def test_micro_batches_of_integers_have_an_order_too():
     with tf.Graph().as_default() as graph:
         words = tf.compat.v1.placeholder(tf.int32, [3])
         for turn in range(3):
-            with _keras.intercept(types.SimpleNamespace(turn=turn)):
+            with intercept(types.SimpleNamespace(turn=turn)):
                 made.append(trace.call("words", "CPU:1", 0, lambda words: tf.one_hot(words, 7), words))
         assert made[1].op.name in ancestors(graph, made[2].op)
         assert made[0].op.name in ancestors(graph, made[1].op)

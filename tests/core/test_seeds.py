@@ -18,10 +18,10 @@ import tensorflow as tf
 from cases import rotating
 from hypothesis import given
 from hypothesis import strategies as st
+from keras.src.trainers.data_adapters import py_dataset_adapter
 from seed_runs import draws, noting_model, order_of_data
 
 import keras_dist_ext as kde
-from keras_dist_ext import _keras
 from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.hashing import MODULUS, fold_in, replica_offset
 from keras_dist_ext.step.seeds import stream
@@ -798,7 +798,7 @@ def test_a_generator_that_the_model_does_not_hold_is_warned_of_once() -> None:
 def test_afterwards_py_datasets_are_shuffled_by_python_again() -> None:
     model = kde.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    order = _keras.py_dataset_adapter.random
+    order = py_dataset_adapter.random
     model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0, callbacks=[kde.ReplicaSeeds(1)])
     assert order.generator is random
 

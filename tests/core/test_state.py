@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import keras_dist_ext as kde
-from keras_dist_ext._keras import components
+from keras_dist_ext._keras.variables import components
 
 X = np.random.default_rng(0).normal(size=(26, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)

@@ -10,7 +10,7 @@ from cases import rotating
 
 import keras_dist_ext as kde
 from keras_dist_ext import messages
-from keras_dist_ext._keras import components
+from keras_dist_ext._keras.variables import components
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step import logs, reduce
 from keras_dist_ext.step import replica_step as step
@@ -375,7 +375,7 @@ def test_each_of_1024_replicas_draws_from_a_stream_of_its_own(monkeypatch, seed)
     replica_step.num_replicas = 1024
     given, drawn = tf.constant([seed, 5], tf.int64), []
     for replica in range(1024):
-        monkeypatch.setattr(step._keras, "replica_id", lambda replica=replica: replica)
+        monkeypatch.setattr("keras_dist_ext.step.draws.replica_id", lambda replica=replica: replica)
         state = replica_step.next_seed(None, True, lambda ordered: given)
         drawn.append(tuple((state % (2**31 - 2)).numpy().tolist()))
     assert drawn[0] == (seed, 5)  # the first draws what one device draws

@@ -60,11 +60,11 @@ def fit(model: Any, data: Any, *callbacks: Any, epochs: int = 1, **options: Any)
 
 def state(model: Any) -> dict[str, Any]:
     """All that a step may change, of each replica of this worker."""
-    from keras_dist_ext import _keras
+    from keras_dist_ext._keras.variables import components
     from keras_dist_ext.strategy.scope import optimizers
 
     variables = [*model.weights, *(v for _, optimizer in optimizers(model) for v in optimizer.variables)]
-    return {f"{i}": np.stack([np.asarray(c) for c in _keras.components(v)]) for i, v in enumerate(variables)}
+    return {f"{i}": np.stack([np.asarray(c) for c in components(v)]) for i, v in enumerate(variables)}
 
 
 # Two workers

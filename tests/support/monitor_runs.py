@@ -92,12 +92,12 @@ def diverges(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
     import keras
 
     import keras_dist_ext as kde
-    from keras_dist_ext import _keras
+    from keras_dist_ext._keras.variables import components
 
     class Change(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == 5 and worker == 1:
-                (copy,) = _keras.components(self.model.layers[0].bias)
+                (copy,) = components(self.model.layers[0].bias)
                 copy.assign(copy + 1.0)
 
     memory = kde.MemoryWriter()

@@ -49,7 +49,7 @@ from tuner_runs import (
 )
 
 import keras_dist_ext as kde
-from keras_dist_ext._keras.keras_tuner import content_with_executions
+from keras_dist_ext._keras.keras_tuner import mark_multi_step_callbacks
 from keras_dist_ext.tuner.avoidance import _Known
 from keras_dist_ext.tuner.coupled import CoupledValues, ScaledLearningRate, batched, couple
 from keras_dist_ext.tuner.failures import Failure, Infeasible, failure_of
@@ -549,7 +549,7 @@ def test_executions_have_many_steps_unless_a_tuner_looks_at_batches() -> None:
     for cls, is_content in ((keras_tuner.RandomSearch, True), (Looks, False)):
         tuner = cls.__new__(cls)
         callback = tuner_utils.TunerCallback(tuner, None)
-        content_with_executions([callback], tuner)
+        mark_multi_step_callbacks([callback], tuner)
         assert getattr(callback, "is_content_with_executions", False) == is_content
 
 
@@ -1398,7 +1398,7 @@ def test_a_meter_that_saw_nothing_does_not_know() -> None:
     assert Meter(seconds_before=3.0).seconds == 3.0
 
 
-# What keras-tuner 1.4.8 keeps to itself, and the search touches: see `tuner/_keras_tuner.py` and `tuner/search.py`
+# What keras-tuner 1.4.8 keeps to itself, and the search touches: see `_keras/keras_tuner.py` and `tuner/search.py`
 SIGNATURES = {
     "keras_tuner.src.engine.base_tuner": {"BaseTuner._populate_initial_space": "self"},
     "keras_tuner.src.engine.tuner": {

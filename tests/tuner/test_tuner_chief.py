@@ -12,8 +12,7 @@ import psutil
 import pytest
 from keras_tuner.engine.trial import Trial, TrialStatus
 
-from keras_dist_ext._keras import keras_tuner as _keras_tuner
-from keras_dist_ext._keras import keras_tuner_oracle as _oracle
+from keras_dist_ext._keras.keras_tuner import repair_reloaded, replace_space, save_files_atomically
 from keras_dist_ext.cluster.tasks import cluster
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner.first_pass import Outcome
@@ -239,9 +238,7 @@ def test_workers_have_one_of_them_measure_and_go_on_with_what_is_left(tmp_path):
                 refused.set()
             return reply
 
-    turnstile = Refusing(
-        tmp_path, lambda outcome: _keras_tuner.replace_space(oracle, outcome.narrowed), workers_live=False
-    )
+    turnstile = Refusing(tmp_path, lambda outcome: replace_space(oracle, outcome.narrowed), workers_live=False)
     measured, began = [], threading.Event()
 
     def measure():
@@ -366,7 +363,7 @@ def test_a_worker_waits_for_a_chief_that_is_started_again(tmp_path):
 def killed_chief(folder, kind, *ended, **options):
     """Return the oracle of a chief that is started again, after one that had ended some trials and had two begun."""
     oracle = oracle_in(folder, kind, **options)
-    _oracle.save_whole_files(oracle)
+    save_files_atomically(oracle)
     for trial_id in ended:
         trial = oracle.create_trial("tuner0")
         assert int(trial.trial_id) == int(trial_id)
@@ -381,7 +378,7 @@ def killed_chief(folder, kind, *ended, **options):
 
 def test_trials_under_way_go_on_when_the_workers_have_lived(tmp_path):
     oracle = killed_chief(tmp_path, "RandomSearchOracle", "0", max_trials=5)
-    _oracle.go_on(oracle, workers_live=True)
+    repair_reloaded(oracle, workers_live=True)
     assert {name: trial.trial_id for name, trial in oracle.ongoing_trials.items()} == {"tuner0": "1", "tuner1": "2"}
     assert oracle._retry_queue == []
     with Served(oracle) as served:
@@ -394,7 +391,7 @@ def test_trials_under_way_go_on_when_the_workers_have_lived(tmp_path):
 
 def test_trials_under_way_are_run_again_when_the_workers_have_not(tmp_path):
     oracle = killed_chief(tmp_path, "RandomSearchOracle", "0", max_trials=3)
-    _oracle.go_on(oracle, workers_live=False)
+    repair_reloaded(oracle, workers_live=False)
     assert sorted(oracle.create_trial(f"tuner{i}").trial_id for i in range(2)) == ["1", "2"]
     assert oracle.create_trial("tuner2").status == TrialStatus.STOPPED
 
@@ -407,7 +404,7 @@ def test_a_trial_that_had_ended_is_not_run_again(tmp_path):
     reloaded = oracle_in(tmp_path, max_trials=2)
     reloaded.reload()
     assert reloaded._retry_queue == ["0"]  # what keras-tuner would do
-    _oracle.go_on(reloaded, workers_live=False)
+    repair_reloaded(reloaded, workers_live=False)
     assert reloaded._retry_queue == []
 
 
@@ -419,14 +416,14 @@ def test_a_trial_that_was_begun_after_the_last_save_is_not_forgotten(tmp_path):
     (tmp_path / "project" / "oracle.json").write_text(before)  # killed between the two files
     reloaded = oracle_in(tmp_path, max_trials=3)
     reloaded.reload()
-    _oracle.go_on(reloaded, workers_live=True)
+    repair_reloaded(reloaded, workers_live=True)
     assert reloaded._retry_queue == ["1"]
     assert list(reloaded.ongoing_trials) == ["tuner0"]
 
 
 def test_a_grid_search_that_goes_on_visits_every_point_once(tmp_path):
     oracle = killed_chief(tmp_path, "GridSearchOracle", "0", "1")
-    _oracle.go_on(oracle, workers_live=False)
+    repair_reloaded(oracle, workers_live=False)
     for _ in range(100):
         trial = oracle.create_trial("tuner0")
         if trial.status == TrialStatus.STOPPED:
@@ -439,7 +436,7 @@ def test_a_grid_search_that_goes_on_visits_every_point_once(tmp_path):
 
 def test_files_are_whole_even_when_writing_fails_in_the_middle(tmp_path):
     oracle = oracle_in(tmp_path, max_trials=3)
-    _oracle.save_whole_files(oracle)
+    save_files_atomically(oracle)
     oracle.create_trial("tuner0")
     before = (tmp_path / "project" / "oracle.json").read_text()
     oracle.seed = object()  # JSON has got half way when it comes to this

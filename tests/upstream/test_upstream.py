@@ -1,6 +1,6 @@
-"""Show what `_keras.py` stands on in Keras and TensorFlow, so that we notice when a file that it names has changed.
+"""Show what `_keras/` stands on in Keras and TensorFlow, so that we notice when a file that it names has changed.
 
-None of this is documented upstream. A test that fails here says which function of `_keras.py` to look at, before the
+None of this is documented upstream. A test that fails here says which function of `_keras/` to look at, before the
 numbers of the conformance table go wrong for no visible reason.
 """
 
@@ -19,9 +19,114 @@ import pytest
 import tensorflow as tf
 from keras import layers
 from keras.optimizers import SGD
+from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.losses import loss as loss_module
+from keras.src.losses import losses as losses_module
+from keras.src.trainers.data_adapters import py_dataset_adapter
+from tensorflow.python.distribute.coordinator import values as coordinator_values
 
 import keras_dist_ext as kde
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.adapters import (
+    ArrayDataAdapter,
+    EpochIterator,
+    GeneratorDataAdapter,
+    first_batch_of_generator,
+    make_data_adapter,
+    py_dataset_batches,
+    resume_py_dataset,
+    seed_array_shuffles,
+    seed_py_datasets,
+    take_examples,
+    use_epoch_iterator,
+)
+from keras_dist_ext._keras.datasets import (
+    WrappedDataset,
+    auto_shard,
+    caches_in_memory,
+    checksum_of_constants,
+    dataset_graph,
+    has_random_order,
+    has_unseeded_shuffle,
+    iterator_state,
+    local_datasets,
+    set_iterator_state,
+    shard_indices,
+    unseeded_random_ops,
+    with_seeds,
+)
+from keras_dist_ext._keras.hooks import current_step, intercept, local_updates
+from keras_dist_ext._keras.interception import install
+from keras_dist_ext._keras.layers import (
+    copy_mask,
+    current_layer_path,
+    flat_layers,
+    get_layer_losses,
+    needs_build,
+    own_metrics,
+    own_variables,
+    preserve_losses,
+    seed_generators,
+    set_layer_losses,
+)
+from keras_dist_ext._keras.losses import apply_mask, without_parts
+from keras_dist_ext._keras.models import (
+    KerasFunctional,
+    compile_arguments,
+    functional_init_arguments,
+    input_like,
+    intercept_fit,
+    overrides,
+    user_metrics,
+)
+from keras_dist_ext._keras.optimizers import GradientSlots, num_batches_used, optimized_variables
+from keras_dist_ext._keras.random import (
+    clone_seed_generator,
+    global_seed_generator,
+    intercept_random_ops,
+    use_global_seed_generator,
+)
+from keras_dist_ext._keras.saving import (
+    has_automatic_config,
+    has_own_config,
+    has_recorded_arguments,
+    is_serializable_dict,
+    save_as,
+    saved_variables,
+    share_registered_name,
+)
+from keras_dist_ext._keras.strategies import (
+    is_default_strategy,
+    num_tasks,
+    regroup,
+    replica_id,
+    strategy_of_model,
+    strategy_of_optimizer,
+    strategy_of_variable,
+    uses_collectives,
+)
+from keras_dist_ext._keras.tracing import (
+    IteratorFunction,
+    capture_thread_context,
+    clone_function,
+    functions_of_op,
+    in_xla,
+    observe_traces,
+    op_spans,
+    run_independently,
+    set_op_device,
+    traced_graphs,
+)
+from keras_dist_ext._keras.variables import (
+    NamedVariable,
+    components,
+    distributed_variable,
+    is_sync_on_read,
+    local_component,
+    move_variable,
+    parameter_server_variable,
+    variables_of_module,
+)
 from keras_dist_ext.diagnosis.certificate.sides import RowsAlike
 from keras_dist_ext.step.pass_through import PassThrough
 
@@ -198,7 +303,7 @@ def test_what_we_call_or_replace_takes_the_same_arguments(file: str, name: str, 
 
 
 class Recorder:
-    """A `_keras.Step` that notes what Keras asks, and answers as Keras itself would."""
+    """A `Step` that notes what Keras asks, and answers as Keras itself would."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
@@ -277,7 +382,7 @@ def compiled(*middle: Any, optimizer: Any = None, **arguments: Any) -> Any:
 def asked_in_a_step(net: Any, data: Any = (X, Y)) -> Recorder:
     net._symbolic_build(data_batch=data)
     recorder = Recorder()
-    with _keras.intercept(recorder):
+    with intercept(recorder):
         net.train_step(tuple(tf.constant(part) for part in data))
     return recorder
 
@@ -308,7 +413,7 @@ def test_loss_is_reduced_with_the_weights_the_mask_and_the_name_of_the_reduction
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight", dtype="float32")
     prediction = tf.constant(Y)
     prediction._keras_mask = tf.constant([True, False, True, True])
-    with _keras.intercept(recorder):
+    with intercept(recorder):
         loss(tf.constant(Y), prediction, sample_weight=tf.constant([1.0, 2.0, 3.0, 4.0]))
     ((local, weight, mask, reduction, dtype),) = recorder.about("reduce_loss")
     assert local.shape == ()
@@ -319,7 +424,7 @@ def test_loss_is_reduced_with_the_weights_the_mask_and_the_name_of_the_reduction
 
 def test_loss_without_a_reduction_has_its_rows_left() -> None:
     recorder = Recorder()
-    with _keras.intercept(recorder):
+    with intercept(recorder):
         keras.losses.MeanSquaredError(reduction=None)(tf.constant(Y), tf.constant(Y))
     ((local, *_, reduction, _dtype),) = recorder.about("reduce_loss")
     assert local.shape == (4,)
@@ -349,7 +454,7 @@ def test_layers_draw_two_int_seeds_through_their_generators() -> None:
     assert seed.shape == (2,)
     first, counter = np.asarray(seed).tolist()
     assert first == 7
-    with _keras.intercept(recorder):
+    with intercept(recorder):
         keras.random.uniform([1], seed=drop.seed_generator)
         assert np.asarray(recorder.about("next_seed")[-1]).tolist() == [7, counter + 1]
         keras.random.uniform([1])
@@ -359,7 +464,7 @@ def test_layers_draw_two_int_seeds_through_their_generators() -> None:
 def test_constant_seeds_tf_random_ops_and_draws_are_asked_about() -> None:
     """keras/src/backend/tensorflow/random.py; random_seed.py and gen_stateless_random_ops_v2.py of TensorFlow."""
     recorder = Recorder()
-    with _keras.intercept(recorder):
+    with intercept(recorder):
         keras.random.normal([2], seed=5)
         keras.layers.Dropout(0.5, dtype="float16")(np.ones([2, 2]), training=True)
         tf.random.uniform([2], seed=6)
@@ -372,30 +477,29 @@ def test_constant_seeds_tf_random_ops_and_draws_are_asked_about() -> None:
 
 def test_seeds_of_layers_their_copies_and_what_they_saved_are_found(tmp_path: Any) -> None:
     drop = layers.Dropout(0.5, seed=7)
-    (generator,) = _keras.seed_generators(drop)
+    (generator,) = seed_generators(drop)
     generator.next()
-    copy = _keras.copy_of_seed_generator(generator)
+    copy = clone_seed_generator(generator)
     assert copy.state.numpy().tolist() == generator.state.numpy().tolist() == [7, 1]
     net = compiled(drop)
     net.save(tmp_path / "net.keras")
-    assert _keras.saved_variables(tmp_path / "net.keras", "layers/dense").keys() == {"0", "1"}
-    assert _keras.saved_variables(tmp_path / "net.keras", "none") == {}
-    assert _keras.saved_variables(tmp_path, "none") == {}
+    assert saved_variables(tmp_path / "net.keras", "layers/dense").keys() == {"0", "1"}
+    assert saved_variables(tmp_path / "net.keras", "none") == {}
+    assert saved_variables(tmp_path, "none") == {}
 
 
 def test_seeds_of_datasets_are_in_their_graphs() -> None:
     tf.random.set_seed(None)
     random_map = tf.data.Dataset.range(8).shuffle(8).map(lambda x: tf.cast(x, tf.float32) + tf.random.uniform([]))
-    graph = _keras.dataset_graph(random_map)
-    assert [node.op for node in _keras.unseeded_ops(graph)] == ["RandomUniform"]
-    assert not _keras.caches_in_memory(graph)
+    graph = dataset_graph(random_map)
+    assert [node.op for node in unseeded_random_ops(graph)] == ["RandomUniform"]
+    assert not caches_in_memory(graph)
     first, again, other = (
-        list(_keras.with_seeds(random_map, _keras.dataset_graph(random_map), seed, seed).as_numpy_iterator())
-        for seed in (1, 1, 2)
+        list(with_seeds(random_map, dataset_graph(random_map), seed, seed).as_numpy_iterator()) for seed in (1, 1, 2)
     )
     assert first == again != other
     assert sorted(map(int, first)) == sorted(map(int, other)) == list(range(8))
-    assert _keras.caches_in_memory(_keras.dataset_graph(random_map.cache()))
+    assert caches_in_memory(dataset_graph(random_map.cache()))
 
 
 def test_the_order_of_py_datasets_is_drawn_by_a_seed() -> None:
@@ -403,7 +507,7 @@ def test_the_order_of_py_datasets_is_drawn_by_a_seed() -> None:
     from keras.src.trainers.data_adapters import py_dataset_adapter
 
     def order(seed: int | None) -> list[int]:
-        _keras.order_py_datasets_by(seed)
+        seed_py_datasets(seed)
         indices = list(range(20))
         py_dataset_adapter.random.shuffle(indices)
         return indices
@@ -418,15 +522,15 @@ def test_the_order_of_py_datasets_is_drawn_by_a_seed() -> None:
 def test_the_generator_behind_no_seed_is_the_threads_and_can_be_shared() -> None:
     keras.utils.clear_session()
     state = random.getstate()
-    made = _keras.global_seed_generator()
+    made = global_seed_generator()
     assert random.getstate() == state
-    assert _keras.global_seed_generator() is made
+    assert global_seed_generator() is made
 
     def other() -> Any:
-        found.append(_keras.global_seed_generator())
-        with _keras.draws_without_seed(made):
-            found.append(_keras.global_seed_generator())
-        found.append(_keras.global_seed_generator())
+        found.append(global_seed_generator())
+        with use_global_seed_generator(made):
+            found.append(global_seed_generator())
+        found.append(global_seed_generator())
 
     found: list[Any] = []
     thread = threading.Thread(target=other)
@@ -439,22 +543,22 @@ def test_the_generator_behind_no_seed_is_the_threads_and_can_be_shared() -> None
 
 def test_without_a_step_and_in_other_threads_keras_answers_for_itself() -> None:
     recorder = Recorder()
-    with _keras.intercept(recorder):
-        assert _keras.current_step() is recorder
-        with _keras.intercept(None):
+    with intercept(recorder):
+        assert current_step() is recorder
+        with intercept(None):
             compiled().evaluate(X, Y, verbose=0)
         thread = threading.Thread(target=lambda: compiled().evaluate(X, Y, verbose=0))
         thread.start()
         thread.join()
     assert recorder.asked == []
-    assert _keras.current_step() is None
+    assert current_step() is None
 
 
 def test_keras_takes_what_has_no_rows_for_a_bias_and_a_step_adds_it() -> None:
     nothing = tf.zeros([0, 3])
     with pytest.raises(Exception, match="rank|bias|1-D|1D"):
         keras.ops.add(nothing, nothing)
-    with _keras.intercept(PassThrough()):
+    with intercept(PassThrough()):
         assert keras.ops.add(nothing, nothing).shape == (0, 3)
         assert keras.ops.add(tf.ones([2, 3], tf.int32), 0.5).dtype == tf.float32
 
@@ -463,9 +567,9 @@ def test_sums_and_scalar_losses_are_asked_about_and_averages_are_of_the_rows_at_
     mirrored: Any,
 ) -> None:
     recorder = Recorder()
-    with _keras.intercept(recorder):
+    with intercept(recorder):
         keras.metrics.Sum().update_state(2.0, sample_weight=3.0)
-        _keras.losses_module.LossFunctionWrapper(lambda y, y_pred: tf.reduce_sum(y_pred))(Y, Y)
+        losses_module.LossFunctionWrapper(lambda y, y_pred: tf.reduce_sum(y_pred))(Y, Y)
     assert [values[1:] for values in recorder.about("sum_update")] == [(2.0, 3.0)]
     assert len(recorder.about("as_mean")) == 1
 
@@ -474,7 +578,7 @@ def test_sums_and_scalar_losses_are_asked_about_and_averages_are_of_the_rows_at_
         return tf.nn.compute_average_loss(losses), tf.nn.scale_regularization_loss(losses)
 
     def of_step() -> Any:
-        with _keras.intercept(PassThrough()):
+        with intercept(PassThrough()):
             return averages()
 
     first, second = (mirrored.experimental_local_results(value)[0] for value in mirrored.run(of_step))
@@ -484,37 +588,37 @@ def test_sums_and_scalar_losses_are_asked_about_and_averages_are_of_the_rows_at_
 
 
 def test_a_hook_is_installed_once() -> None:
-    before = _keras.loss_module.scale_loss_for_distribution
-    _keras._install(_keras.loss_module, "scale_loss_for_distribution")(lambda *_: None)
-    assert _keras.loss_module.scale_loss_for_distribution is before
+    before = loss_module.scale_loss_for_distribution
+    install(loss_module, "scale_loss_for_distribution")(lambda *_: None)
+    assert loss_module.scale_loss_for_distribution is before
 
 
 def test_keras_divides_losses_by_the_replicas_and_a_step_gets_them_undivided(mirrored: Any) -> None:
     """Both ways must be found by name in keras/src/losses/loss.py, where the trainer looks them up too."""
-    assert _keras.tf_trainer.loss_module is _keras.loss_module
+    assert tf_trainer.loss_module is loss_module
     loss = keras.losses.MeanSquaredError()
     zeros, twos = tf.zeros([4, 1]), tf.fill([4, 1], 2.0)
 
     def values() -> Any:
-        return loss(zeros, twos), _keras.loss_module.unscale_loss_for_distribution(tf.constant(1.0))
+        return loss(zeros, twos), loss_module.unscale_loss_for_distribution(tf.constant(1.0))
 
     with mirrored.scope():
         assert [float(value) for value in values()] == [2, 2]
-        with _keras.intercept(Recorder()):
+        with intercept(Recorder()):
             assert [float(value) for value in values()] == [4, 1]
 
 
 @pytest.mark.parametrize("reduction", ["mean_with_sample_weight", "sum"])
 def test_mask_times_weight_is_what_a_weighted_mean_divides_by(reduction: str) -> None:
     mask, weight = tf.constant([True, False, True]), tf.constant([2.0, 3.0, 4.0])
-    assert np.asarray(_keras.apply_mask(weight, mask, "float32", reduction)).tolist() == [2, 0, 4]
-    assert np.asarray(_keras.apply_mask(None, mask, "float32", reduction)).tolist() == [1, 0, 1]
+    assert np.asarray(apply_mask(weight, mask, "float32", reduction)).tolist() == [2, 0, 4]
+    assert np.asarray(apply_mask(None, mask, "float32", reduction)).tolist() == [1, 0, 1]
 
 
 # Keras' loops over our epoch iterators
 
 
-class Scripted(_keras.EpochIterator):
+class Scripted(EpochIterator):
     """An epoch of two executions: steps 0 to 2, and 3 to 4."""
 
     def __init__(self, distribute_strategy: Any = None, **arguments: Any) -> None:
@@ -590,11 +694,11 @@ def test_fit_evaluate_and_predict_read_their_data_through_our_iterator() -> None
         return made[-1]
 
     told, net = Told(), watched(given)
-    with _keras.epoch_iterators(make):
+    with use_epoch_iterator(make):
         net.fit(X, Y, validation_data=(X, Y), verbose=0, callbacks=[told])
         net.evaluate(X, Y, verbose=0)
         outputs = net.predict(X, verbose=0, callbacks=[told])
-    known = set(inspect.signature(_keras.EpochIterator).parameters) | {"distribute_strategy"}
+    known = set(inspect.signature(EpochIterator).parameters) | {"distribute_strategy"}
     assert len(arguments) == 4
     assert all(names <= known for names in arguments), arguments
     assert given == ["first", "second"] * 3 + [["first"], ["second"]]
@@ -613,7 +717,7 @@ def test_fit_stops_between_executions_when_the_model_wants_to() -> None:
     given: list[Any] = []
     net = watched(given)
     stop = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: setattr(net, "stop_training", True))
-    with _keras.epoch_iterators(Scripted):
+    with use_epoch_iterator(Scripted):
         net.fit(X, Y, epochs=2, verbose=0, callbacks=[stop])
     assert given == ["first"]
 
@@ -623,14 +727,14 @@ def test_fit_begins_at_the_epoch_that_a_callback_has_restored() -> None:
     net = watched([])
     assert net._initial_epoch is None
     restore = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: setattr(net, "_initial_epoch", 3))
-    with _keras.epoch_iterators(Scripted):
+    with use_epoch_iterator(Scripted):
         history = net.fit(X, Y, epochs=5, verbose=0, callbacks=[restore])
     assert history.epoch == [3, 4]
 
 
 def test_epoch_iterator_keeps_its_adapter_and_counts_under_the_names_that_we_read() -> None:
-    iterator = _keras.EpochIterator(X, Y, batch_size=3, steps_per_execution=1)
-    assert isinstance(iterator.data_adapter, _keras.ArrayDataAdapter)
+    iterator = EpochIterator(X, Y, batch_size=3, steps_per_execution=1)
+    assert isinstance(iterator.data_adapter, ArrayDataAdapter)
     assert (iterator._num_batches, iterator._steps_seen, iterator.steps_per_epoch) == (2, 0, None)
     assert [tuple(spec.shape)[1:] for spec in iterator.data_adapter.get_tf_dataset().element_spec] == [(3,), (1,)]
     iter(iterator)
@@ -654,9 +758,9 @@ def test_models_build_from_specs_without_data(built: bool) -> None:
 @pytest.mark.parametrize("shuffle", [True, "batch"])
 def test_array_adapter_shuffles_in_the_order_of_a_seed_that_is_asked_for_in_each_pass(shuffle: bool | str) -> None:
     """keras/src/trainers/data_adapters/array_data_adapter.py, `get_tf_dataset`, by `tf.random.shuffle`."""
-    adapter = _keras.EpochIterator(np.arange(64.0), batch_size=8, shuffle=shuffle).data_adapter
+    adapter = EpochIterator(np.arange(64.0), batch_size=8, shuffle=shuffle).data_adapter
     seeds = iter([1, 2, 1])
-    with _keras.arrays_ordered_by(lambda: seeds.__next__() if shuffle is True else 3):
+    with seed_array_shuffles(lambda: seeds.__next__() if shuffle is True else 3):
         dataset = adapter.get_tf_dataset()
 
     def order() -> list[list[float]]:
@@ -675,7 +779,7 @@ def test_array_adapter_shuffles_in_the_order_of_a_seed_that_is_asked_for_in_each
 
 def test_initial_values_are_not_drawn_apart() -> None:
     recorder = Recorder()
-    with _keras.intercept(recorder):
+    with intercept(recorder):
         layers.Dense(2).build((None, 3))
     assert recorder.asked == []
 
@@ -725,15 +829,15 @@ def test_metric_variables_add_up_over_replicas_when_read(mirrored: Any) -> None:
         metric = keras.metrics.Mean()
         weight = keras.Variable(1.0)
         plain = tf.Variable(1.0)
-    assert all(_keras.is_sync_on_read(variable) for variable in metric.variables)
-    assert not _keras.is_sync_on_read(weight)
-    assert not _keras.is_sync_on_read(plain)
-    assert not _keras.is_sync_on_read(keras.metrics.Mean().variables[0])
+    assert all(is_sync_on_read(variable) for variable in metric.variables)
+    assert not is_sync_on_read(weight)
+    assert not is_sync_on_read(plain)
+    assert not is_sync_on_read(keras.metrics.Mean().variables[0])
 
 
 def test_stateless_scope_maps_variables_by_identity_and_collects_assignments() -> None:
     variable, other = keras.Variable(1.0), keras.Variable(2.0)
-    with _keras.StatelessScope(state_mapping=[(variable, tf.constant(5.0))]) as scope:
+    with keras.StatelessScope(state_mapping=[(variable, tf.constant(5.0))]) as scope:
         variable.assign(variable + 1)
         assert float(variable.value) == 6
         assert float(other.value) == 2
@@ -778,9 +882,9 @@ def test_under_local_updates_each_replica_writes_its_own_copy(mirrored: Any) -> 
     @tf.function
     def run() -> Any:
         def replica() -> None:
-            with _keras.local_updates(mirrored, recorder):
-                asked_here.append(_keras.current_step() is recorder)
-                variable.assign_add(1.0 + tf.cast(_keras.replica_id(), tf.float32))
+            with local_updates(mirrored, recorder):
+                asked_here.append(current_step() is recorder)
+                variable.assign_add(1.0 + tf.cast(replica_id(), tf.float32))
                 tf.__internal__.distribute.interim.maybe_merge_call(
                     lambda strategy, v: strategy.extended.update(v, lambda v: v.assign_add(10.0), group=False),
                     mirrored,
@@ -790,14 +894,14 @@ def test_under_local_updates_each_replica_writes_its_own_copy(mirrored: Any) -> 
         mirrored.run(replica)
 
     run()
-    assert [float(copy) for copy in _keras.components(variable)] == [11, 12]
+    assert [float(copy) for copy in components(variable)] == [11, 12]
     assert all(asked_here)
     assert mirrored.extended._use_merge_call()
 
 
 def test_local_updates_of_one_thread_are_not_another_ones(mirrored: Any) -> None:
     asked = []
-    with _keras.local_updates(mirrored, Recorder()):
+    with local_updates(mirrored, Recorder()):
         other = threading.Thread(target=lambda: asked.append(mirrored.extended._use_merge_call()))
         other.start()
         other.join()
@@ -813,30 +917,30 @@ def test_local_component_is_the_copy_of_the_replica_that_asks(mirrored: Any) -> 
     @tf.function
     def run() -> Any:
         def replica() -> Any:
-            ids.append(_keras.replica_id())
-            local = _keras.local_component(variable)
-            local.assign([float(_keras.replica_id())])
+            ids.append(replica_id())
+            local = local_component(variable)
+            local.assign([float(replica_id())])
             return local.read_value()
 
         return mirrored.run(replica)
 
     assert [value.numpy().tolist() for value in mirrored.experimental_local_results(run())] == [[0], [1]]
-    assert [copy.numpy().tolist() for copy in _keras.components(variable)] == [[0], [1]]
+    assert [copy.numpy().tolist() for copy in components(variable)] == [[0], [1]]
     assert sorted(set(ids)) == [0, 1]
 
 
 def test_variable_without_replicas_is_its_own_component() -> None:
     variable = keras.Variable(3.0)
-    assert _keras.components(variable) == (variable.value,)
-    assert _keras.local_component(variable) is variable.value
+    assert components(variable) == (variable.value,)
+    assert local_component(variable) is variable.value
 
 
 def test_a_copy_of_a_mirrored_variable_leads_back_to_it(mirrored: Any) -> None:
     with mirrored.scope():
         variable = tf.Variable(1.0)
-    assert all(_keras.whole_variable(copy) is variable for copy in _keras.components(variable))
+    assert all(distributed_variable(copy) is variable for copy in components(variable))
     alone = tf.Variable(1.0)
-    assert _keras.whole_variable(alone) is alone
+    assert distributed_variable(alone) is alone
 
 
 def test_a_graph_knows_of_what_a_parameter_server_holds() -> None:
@@ -845,24 +949,24 @@ def test_a_graph_knows_of_what_a_parameter_server_holds() -> None:
     held = tf.Variable(1.0)
     cached = ps_values.CachingVariable(held)
     graph = tf.function(lambda: cached * 2, autograph=False).get_concrete_function().graph
-    assert graph.variables[0] is held is _keras.served_variable(cached)
-    assert _keras.served_variable(held) is held
+    assert graph.variables[0] is held is parameter_server_variable(cached)
+    assert parameter_server_variable(held) is held
 
 
 def test_regrouped_values_are_one_a_replica(mirrored: Any) -> None:
-    values = _keras.regroup([tf.constant(1.0), tf.constant(2.0)])
+    values = regroup([tf.constant(1.0), tf.constant(2.0)])
     assert isinstance(values, tf.distribute.DistributedValues)
     doubled = mirrored.run(lambda value: 2 * value, args=(values,))
     assert [float(value) for value in mirrored.experimental_local_results(doubled)] == [2, 4]
     same = tf.constant(1.0)
-    assert isinstance(_keras.regroup([same, same]), tf.distribute.DistributedValues)  # always_wrap
+    assert isinstance(regroup([same, same]), tf.distribute.DistributedValues)  # always_wrap
 
 
 def test_all_reduce_of_a_replica_context_is_the_one_that_we_replace(mirrored: Any) -> None:
     recorder = Recorder()
 
     def replica() -> Any:
-        with _keras.intercept(recorder):
+        with intercept(recorder):
             return tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0))
 
     total = mirrored.run(replica)
@@ -872,7 +976,7 @@ def test_all_reduce_of_a_replica_context_is_the_one_that_we_replace(mirrored: An
 
 def test_a_named_variable_is_one_in_a_strategys_scope_and_gone_with_its_object(mirrored: Any) -> None:
     with mirrored.scope(), tf.device("CPU:1"):
-        variable, other = _keras.NamedVariable(tf.zeros([3, 2])), _keras.NamedVariable(tf.ones([3, 2]))
+        variable, other = NamedVariable(tf.zeros([3, 2])), NamedVariable(tf.ones([3, 2]))
     handle = variable.handle
     assert handle.device.endswith("CPU:1")
     assert variable.value().numpy().tolist() == [[0, 0]] * 3
@@ -885,7 +989,7 @@ def test_a_named_variable_is_one_in_a_strategys_scope_and_gone_with_its_object(m
 
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_rows_that_are_counted_and_put_into_a_table_are_in_it_in_order(is_captured: bool) -> None:
-    table, count = (_keras.NamedVariable(value) for value in (tf.zeros([5, 2]), tf.constant(0)))
+    table, count = (NamedVariable(value) for value in (tf.zeros([5, 2]), tf.constant(0)))
 
     @tf.function
     def fill(num_rows: Any) -> None:
@@ -911,7 +1015,7 @@ def test_code_to_be_compiled_knows_it() -> None:
     seen = []
 
     def function(x: Any) -> Any:
-        seen.append(_keras.in_xla())
+        seen.append(in_xla())
         return x
 
     tf.function(function)(tf.constant(1.0))
@@ -926,9 +1030,9 @@ def test_overrides_tells_a_users_method_from_those_of_keras() -> None:
         def train_step(self, data: Any) -> Any:
             return {}
 
-    assert _keras.overrides(Net(), "train_step")
-    assert not _keras.overrides(Net(), "test_step")
-    assert not _keras.overrides(keras.Sequential(), "compute_metrics")
+    assert overrides(Net(), "train_step")
+    assert not overrides(Net(), "test_step")
+    assert not overrides(keras.Sequential(), "compute_metrics")
 
 
 # Classes and names of Keras
@@ -936,17 +1040,17 @@ def test_overrides_tells_a_users_method_from_those_of_keras() -> None:
 
 def test_inputs_and_outputs_make_a_functional_model() -> None:
     inputs = keras.Input((3,))
-    assert _keras.functional_init_arguments((inputs, inputs), {})
-    assert _keras.functional_init_arguments((), {"inputs": inputs, "outputs": inputs})
-    assert not _keras.functional_init_arguments((), {"name": "net"})
-    assert type(keras.Model(inputs, layers.Dense(1)(inputs))) is _keras.Functional
+    assert functional_init_arguments((inputs, inputs), {})
+    assert functional_init_arguments((), {"inputs": inputs, "outputs": inputs})
+    assert not functional_init_arguments((), {"name": "net"})
+    assert type(keras.Model(inputs, layers.Dense(1)(inputs))) is KerasFunctional
 
 
 def test_a_class_saved_as_one_of_keras_own_is_written_under_its_name() -> None:
     class Twin(keras.Sequential):
         pass
 
-    _keras.save_as(Twin, keras.Sequential)
+    save_as(Twin, keras.Sequential)
     written = keras.saving.serialize_keras_object(Twin([keras.Input((3,)), layers.Dense(1)]))
     assert (written["module"], written["class_name"]) == ("keras", "Sequential")
     assert written["registered_name"] is None
@@ -954,9 +1058,9 @@ def test_a_class_saved_as_one_of_keras_own_is_written_under_its_name() -> None:
 
 
 def test_data_unpacks_into_x_y_and_weights() -> None:
-    assert _keras.Unpack((1, 2)) == (1, 2, None)
-    assert _keras.Unpack((1, 2, 3)) == (1, 2, 3)
-    assert _keras.Unpack([1]) in [([1], None, None), (1, None, None)]
+    assert keras.utils.unpack_x_y_sample_weight((1, 2)) == (1, 2, None)
+    assert keras.utils.unpack_x_y_sample_weight((1, 2, 3)) == (1, 2, 3)
+    assert keras.utils.unpack_x_y_sample_weight([1]) in [([1], None, None), (1, None, None)]
 
 
 # What a model is made of, and where
@@ -964,19 +1068,19 @@ def test_data_unpacks_into_x_y_and_weights() -> None:
 
 def test_everything_keeps_the_strategy_in_whose_scope_it_was_made(mirrored: Any) -> None:
     outside = keras.Variable(1.0)
-    assert _keras.strategy_of_variable(outside) in (None, tf.distribute.get_strategy())
-    assert _keras.is_default_strategy(tf.distribute.get_strategy())
+    assert strategy_of_variable(outside) in (None, tf.distribute.get_strategy())
+    assert is_default_strategy(tf.distribute.get_strategy())
     with mirrored.scope():
         net = compiled()
         made = keras.Variable(1.0)
-    assert not _keras.is_default_strategy(mirrored)
-    assert _keras.uses_collectives(mirrored)
+    assert not is_default_strategy(mirrored)
+    assert uses_collectives(mirrored)
     other = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice())
-    assert not _keras.uses_collectives(other)
-    assert _keras.strategy_of_model(net) is mirrored
-    assert _keras.strategy_of_optimizer(net.optimizer) is mirrored
-    assert _keras.strategy_of_variable(made) is mirrored
-    assert _keras.strategy_of_variable(made.value) is mirrored
+    assert not uses_collectives(other)
+    assert strategy_of_model(net) is mirrored
+    assert strategy_of_optimizer(net.optimizer) is mirrored
+    assert strategy_of_variable(made) is mirrored
+    assert strategy_of_variable(made.value) is mirrored
 
 
 def test_strategy_without_its_own_resolver_tells_its_tasks() -> None:
@@ -986,7 +1090,7 @@ def test_strategy_without_its_own_resolver_tells_its_tasks() -> None:
             tf.train.ClusterSpec({"worker": ["a:1", "b:1"], "ps": ["c:1"]})
         )
 
-    assert _keras.num_tasks(UnderParameterServers()) == {"worker": 2, "ps": 1}  # type: ignore[arg-type]
+    assert num_tasks(UnderParameterServers()) == {"worker": 2, "ps": 1}  # type: ignore[arg-type]
     source = inspect.getsource(tf.distribute.ParameterServerStrategy)
     assert "self._cluster_resolver = " in source
 
@@ -996,14 +1100,14 @@ def test_layers_metrics_and_variables_are_found_where_keras_keeps_them() -> None
     net = compiled(layers.Dropout(0.5), layers.BatchNormalization(name="norm"), metrics=[given, "mse"])
     net.own = keras.metrics.Mean(name="own")
     dropout, norm = net.layers[1], net.get_layer("norm")
-    assert _keras.flat_layers(net)[0] is net
-    assert {id(layer) for layer in net.layers} <= {id(layer) for layer in _keras.flat_layers(net)}
-    assert _keras.own_metrics(net) == [net.own]
-    assert _keras.given_metrics(net) == [given]
-    assert _keras.given_metrics(keras.Sequential()) == []
-    names = [variable.name for variable in _keras.own_variables(norm)]
+    assert flat_layers(net)[0] is net
+    assert {id(layer) for layer in net.layers} <= {id(layer) for layer in flat_layers(net)}
+    assert own_metrics(net) == [net.own]
+    assert user_metrics(net) == [given]
+    assert user_metrics(keras.Sequential()) == []
+    names = [variable.name for variable in own_variables(norm)]
     assert names == ["gamma", "beta", "moving_mean", "moving_variance"]
-    assert _keras.own_variables(dropout) == [dropout.seed_generator.state]
+    assert own_variables(dropout) == [dropout.seed_generator.state]
 
 
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, keras.optimizers.LossScaleOptimizer])
@@ -1011,7 +1115,7 @@ def test_optimizer_remembers_its_variables_in_their_order(wrap: Any) -> None:
     variables = [keras.Variable(1.0), keras.Variable([1.0])]
     optimizer = wrap(SGD(0.1))
     optimizer.build(variables)
-    assert [v is w for v, w in zip(_keras.optimized_variables(optimizer), variables, strict=True)] == [True, True]
+    assert [v is w for v, w in zip(optimized_variables(optimizer), variables, strict=True)] == [True, True]
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
@@ -1021,7 +1125,7 @@ def test_optimizer_counts_batches_also_while_it_accumulates(is_scaled: bool) -> 
     variable = keras.Variable(1.0)
     for _ in range(3):
         optimizer.apply([tf.constant(1.0)], [variable])
-    assert _keras.batches_used(optimizer) == 3
+    assert num_batches_used(optimizer) == 3
     assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == 1
 
 
@@ -1029,7 +1133,7 @@ def test_compile_keeps_the_objects_that_it_was_given() -> None:
     optimizer, loss = SGD(0.1), keras.losses.MeanSquaredError()
     net = keras.Sequential([layers.Dense(1)])
     net.compile(optimizer, loss, metrics=["mae"], steps_per_execution=3)
-    arguments = _keras.compile_arguments(net)
+    arguments = compile_arguments(net)
     assert arguments["optimizer"] is optimizer
     assert arguments["loss"] is loss
     assert arguments["metrics"] == ["mae"]
@@ -1053,12 +1157,12 @@ def test_models_of_keras_do_not_record_their_arguments_and_those_of_ours_do() ->
         def __init__(self, units: int) -> None:
             super().__init__()
 
-    assert [_keras.has_own_config(net) for net in (Plain(2), Own(2), Ours(2))] == [False, True, False]
-    assert _keras.has_recorded_arguments(Ours(2))
+    assert [has_own_config(net) for net in (Plain(2), Own(2), Ours(2))] == [False, True, False]
+    assert has_recorded_arguments(Ours(2))
     assert Ours(2)._auto_config.config == {"units": 2}
-    assert [_keras.has_automatic_config(thing) for thing in (Ours(2), Own(2), layers.Dense(2))] == [True, False, False]
-    assert _keras.is_serializable_dict(Ours(2)._auto_config)
-    assert not _keras.is_serializable_dict({})
+    assert [has_automatic_config(thing) for thing in (Ours(2), Own(2), layers.Dense(2))] == [True, False, False]
+    assert is_serializable_dict(Ours(2)._auto_config)
+    assert not is_serializable_dict({})
 
 
 def test_a_twin_is_saved_under_the_registered_name_of_the_users_class() -> None:
@@ -1069,14 +1173,14 @@ def test_a_twin_is_saved_under_the_registered_name_of_the_users_class() -> None:
     class Twin(Registered):
         pass
 
-    _keras.share_registered_name(Registered, Twin)
+    share_registered_name(Registered, Twin)
     assert keras.saving.get_registered_name(Twin) == "upstream>Registered"
     assert keras.saving.get_registered_object("upstream>Registered") is Registered
 
 
 def test_a_symbolic_tensor_leads_back_to_its_input() -> None:
     tensor = keras.Input((None, 3), dtype="int32", name="ids")
-    again = _keras.new_input(tensor)
+    again = input_like(tensor)
     assert again is not tensor
     assert (again.shape, again.dtype, again.name) == ((None, None, 3), "int32", "ids")
 
@@ -1090,8 +1194,8 @@ def values_of(dataset: tf.data.Dataset) -> list[int]:
 
 def test_dataset_graph_names_shards() -> None:
     dataset = tf.data.Dataset.range(10).shard(4, 3).map(lambda x: x + 1).shard(2, 1)
-    assert sorted(_keras.shard_indices(_keras.dataset_graph(dataset))) == [(2, 1), (4, 3)]
-    assert _keras.shard_indices(_keras.dataset_graph(tf.data.Dataset.range(3))) == []
+    assert sorted(shard_indices(dataset_graph(dataset))) == [(2, 1), (4, 3)]
+    assert shard_indices(dataset_graph(tf.data.Dataset.range(3))) == []
 
 
 def test_shuffles_without_a_seed_get_ours() -> None:
@@ -1104,7 +1208,7 @@ def test_shuffles_without_a_seed_get_ours() -> None:
         options = tf.data.Options()
         options.deterministic = True
         dataset = dataset.with_options(options)
-        seeded = _keras.with_seeds(dataset, _keras.dataset_graph(dataset), seed)
+        seeded = with_seeds(dataset, dataset_graph(dataset), seed)
         assert seeded.element_spec == dataset.element_spec
         assert seeded.options().deterministic is True
         return seeded
@@ -1121,7 +1225,7 @@ def test_shuffles_without_a_seed_get_ours() -> None:
 def test_shuffles_in_functions_get_our_seed_too() -> None:
     tf.random.set_seed(None)
     parts = tf.data.Dataset.range(3).interleave(lambda i: tf.data.Dataset.range(9 * i, 9 * i + 9).shuffle(9))
-    passes = [values_of(_keras.with_seeds(parts, _keras.dataset_graph(parts), seed)) for seed in (1, 1, 2)]
+    passes = [values_of(with_seeds(parts, dataset_graph(parts), seed)) for seed in (1, 1, 2)]
     assert passes[0] == passes[1] != passes[2]
     assert sorted(passes[0]) == sorted(passes[2]) == list(range(27))
 
@@ -1129,20 +1233,20 @@ def test_shuffles_in_functions_get_our_seed_too() -> None:
 def test_a_shuffle_without_a_seed_is_known_without_a_graph() -> None:
     tf.random.set_seed(None)
     numbers = tf.data.Dataset.range(9)
-    assert _keras.shuffles_without_seed(tf.data.Dataset.zip((numbers, numbers.shuffle(3).map(lambda i: i))).batch(2))
-    assert not _keras.shuffles_without_seed(numbers.shuffle(3, seed=1).batch(2))
+    assert has_unseeded_shuffle(tf.data.Dataset.zip((numbers, numbers.shuffle(3).map(lambda i: i))).batch(2))
+    assert not has_unseeded_shuffle(numbers.shuffle(3, seed=1).batch(2))
 
 
 def test_some_rows_are_taken_of_any_arrays_that_are_in_memory() -> None:
     x, y = np.arange(12.0).reshape(6, 2), tf.range(6)
-    adapter = _keras.ArrayDataAdapter({"a": x, "b": tf.constant(x)}, y)
-    assert [part.tolist() for part in _keras.some_rows(adapter, np.array([1, 5]))] == [
+    adapter = ArrayDataAdapter({"a": x, "b": tf.constant(x)}, y)
+    assert [part.tolist() for part in take_examples(adapter, np.array([1, 5]))] == [
         [[2.0, 3.0], [10.0, 11.0]],
         [[2.0, 3.0], [10.0, 11.0]],
         [1, 5],
     ]
     with pytest.raises(TypeError, match="RaggedTensor"):
-        _keras.some_rows(_keras.ArrayDataAdapter(tf.ragged.constant([[1.0], [1.0, 2.0]])), np.array([1]))
+        take_examples(ArrayDataAdapter(tf.ragged.constant([[1.0], [1.0, 2.0]])), np.array([1]))
 
 
 def test_a_copy_of_a_function_is_traced_anew_but_for_what_was_loaded(tmp_path: Any) -> None:
@@ -1155,17 +1259,17 @@ def test_a_copy_of_a_function_is_traced_anew_but_for_what_was_loaded(tmp_path: A
             return 2 * x
 
     module = Doubles()
-    copy = _keras.copy_of_function(module.double)
+    copy = clone_function(module.double)
     assert float(module.double(1.0)) == float(copy(1.0)) == 2
     assert len(traced) == 2
     tf.saved_model.save(module, str(tmp_path / "saved"))
     loaded = tf.saved_model.load(str(tmp_path / "saved"))
-    assert _keras.copy_of_function(loaded.double) is loaded.double
+    assert clone_function(loaded.double) is loaded.double
 
 
 def test_shuffles_with_a_seed_keep_it() -> None:
     dataset = tf.data.Dataset.range(50).shuffle(50, seed=1)
-    assert _keras.with_seeds(dataset, _keras.dataset_graph(dataset), 3) is dataset
+    assert with_seeds(dataset, dataset_graph(dataset), 3) is dataset
 
 
 def test_what_has_a_seed_from_tensorflows_global_one_only_can_be_told() -> None:
@@ -1176,13 +1280,11 @@ def test_what_has_a_seed_from_tensorflows_global_one_only_can_be_told() -> None:
     finally:
         tf.random.set_seed(None)
     for dataset, is_own in ((plain, False), (own, True)):
-        graph = _keras.dataset_graph(dataset)
-        assert bool(_keras.unseeded_ops(graph, over_global=True)) is not is_own
-        assert not _keras.unseeded_ops(graph)
-        assert (_keras.with_seeds(dataset, graph, 3, 3, over_global=True) is dataset) is is_own
-    orders = [
-        values_of(_keras.with_seeds(plain, _keras.dataset_graph(plain), seed, over_global=True)) for seed in (1, 1, 2)
-    ]
+        graph = dataset_graph(dataset)
+        assert bool(unseeded_random_ops(graph, over_global=True)) is not is_own
+        assert not unseeded_random_ops(graph)
+        assert (with_seeds(dataset, graph, 3, 3, over_global=True) is dataset) is is_own
+    orders = [values_of(with_seeds(plain, dataset_graph(plain), seed, over_global=True)) for seed in (1, 1, 2)]
     assert [int(value) for value in orders[0]] == [int(value) for value in orders[1]]
     assert [int(value) for value in orders[0]] != [int(value) for value in orders[2]]
 
@@ -1191,7 +1293,7 @@ def test_variables_of_a_module_are_named_by_where_they_are() -> None:
     module, inner = tf.Module(), tf.Module()
     inner.b, module.inner = tf.Variable(1.0), inner
     module.kernels = [tf.Variable(2.0), {"a": tf.Variable(3.0)}]
-    named = _keras.variables_of_module(module)
+    named = variables_of_module(module)
     assert [name for name, _ in named] == ["kernels/0", "kernels/1/a", "inner/b"]
     assert [id(variable) for _, variable in named] == [id(variable) for variable in module.variables]
 
@@ -1206,7 +1308,7 @@ def test_a_step_sees_what_is_differentiated() -> None:
 
     variable = tf.Variable(2.0)
     for step, factor in ((Step(), 3.0), (None, 1.0)):
-        with _keras.intercept(step), tf.GradientTape() as tape:  # type: ignore[arg-type]
+        with intercept(step), tf.GradientTape() as tape:  # type: ignore[arg-type]
             loss = variable**2
             gradient = tape.gradient(loss, [variable])
         assert float(gradient[0]) == 4.0 * factor
@@ -1217,7 +1319,7 @@ def test_a_step_sees_what_is_differentiated() -> None:
 def test_a_wrapped_dataset_gives_what_it_wraps_and_carries_its_options(mirrored: Any) -> None:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    wrapped = _keras.WrappedDataset(tf.data.Dataset.range(6).batch(2).with_options(options))
+    wrapped = WrappedDataset(tf.data.Dataset.range(6).batch(2).with_options(options))
     assert [batch.numpy().tolist() for batch in wrapped] == [[0, 1], [2, 3], [4, 5]]
     assert wrapped.options().experimental_distribute.auto_shard_policy.name == "DATA"
     assert int(wrapped.cardinality()) == 3
@@ -1226,7 +1328,7 @@ def test_a_wrapped_dataset_gives_what_it_wraps_and_carries_its_options(mirrored:
     with mirrored.scope():
         model = kde.Sequential([layers.Dense(1)])
     model.compile("sgd", "mse")
-    pairs = _keras.WrappedDataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(2))
+    pairs = WrappedDataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(2))
     assert len(model.fit(pairs, epochs=2, verbose=0).history["loss"]) == 2
 
 
@@ -1234,14 +1336,14 @@ def test_a_wrapped_dataset_gives_what_it_wraps_and_carries_its_options(mirrored:
 def test_a_worker_reads_its_shard_and_no_batch_is_cut(worker: int) -> None:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    shard = _keras.sharded(tf.data.Dataset.range(8).batch(2).with_options(options), 2, worker)
+    shard = auto_shard(tf.data.Dataset.range(8).batch(2).with_options(options), 2, worker)
     assert [batch.numpy().tolist() for batch in shard] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]][worker]
-    assert _keras.shard_indices(_keras.dataset_graph(shard)) == [(2, worker)]
+    assert shard_indices(dataset_graph(shard)) == [(2, worker)]
 
 
 def test_replicas_take_what_their_worker_reads_in_turn(mirrored: Any) -> None:
     distributed = mirrored.experimental_distribute_dataset(tf.data.Dataset.range(6).batch(4))
-    (dataset,) = _keras.datasets_of_worker(distributed)
+    (dataset,) = local_datasets(distributed)
     parts = [part for batch in distributed for part in mirrored.experimental_local_results(batch)]
     assert [e.numpy().tolist() for e in dataset] == [e.numpy().tolist() for e in parts] == [[0, 1], [2, 3], [4], [5]]
 
@@ -1263,10 +1365,10 @@ def test_a_pass_over_a_py_dataset_is_begun_and_ended(workers: int) -> None:
         def on_epoch_end(self) -> None:
             calls.append("end")
 
-    adapter = _keras.data_adapter(Batches(workers=workers), None, None, batch_size=None, shuffle=False)
+    adapter = make_data_adapter(Batches(workers=workers), None, None, batch_size=None, shuffle=False)
     for _ in range(2):
-        assert [int(x[0, 0]) for (x,) in _keras.py_dataset_batches(adapter)] == [0, 1, 2]
-    begun = _keras.py_dataset_batches(adapter)
+        assert [int(x[0, 0]) for (x,) in py_dataset_batches(adapter)] == [0, 1, 2]
+    begun = py_dataset_batches(adapter)
     next(begun)
     begun.close()
     assert calls == ["begin", "end"] * 3
@@ -1277,13 +1379,13 @@ def test_datasets_travel_to_workers_as_graphs() -> None:
     from tensorflow.python.distribute.coordinator import cluster_coordinator
 
     dataset = tf.data.Dataset.range(3).batch(2)
-    graph = _keras.coordinator_values.serialize_dataset_to_graph(dataset)
-    there = _keras.coordinator_values.deserialize_dataset_from_graph(graph, dataset.element_spec)
+    graph = coordinator_values.serialize_dataset_to_graph(dataset)
+    there = coordinator_values.deserialize_dataset_from_graph(graph, dataset.element_spec)
     assert [batch.numpy().tolist() for batch in there] == [[0, 1], [2]]
-    assert tf.distribute.coordinator.PerWorkerValue is _keras.coordinator_values.PerWorkerValues
+    assert tf.distribute.coordinator.PerWorkerValue is coordinator_values.PerWorkerValues
     assert "self._cluster = " in inspect.getsource(cluster_coordinator.ClusterCoordinator)
     assert "self.workers = " in inspect.getsource(cluster_coordinator.Cluster)
-    like_ours = inspect.getsource(_keras.coordinator_values.PerWorkerDatasetFromDatasetFunction)
+    like_ours = inspect.getsource(coordinator_values.PerWorkerDatasetFromDatasetFunction)
     assert "._type_spec = " in like_ours
     assert "get_iterator_spec_from_dataset(" in like_ours
 
@@ -1293,25 +1395,25 @@ def test_an_iterator_goes_on_from_its_state() -> None:
     iterator = iter(data)
     for _ in range(4):
         next(iterator)
-    state = _keras.iterator_state(iterator)
+    state = iterator_state(iterator)
     other = iter(data)
     assert state is not None
-    assert _keras.set_iterator_state(other, state)
+    assert set_iterator_state(other, state)
     assert [x.numpy().tolist() for x in other] == [x.numpy().tolist() for x in iterator]
-    assert not _keras.set_iterator_state(iter(tf.data.Dataset.range(3)), state)
+    assert not set_iterator_state(iter(tf.data.Dataset.range(3)), state)
 
 
 def test_what_depends_on_python_has_no_iterator_state() -> None:
     data = tf.data.Dataset.from_generator(lambda: iter(range(4)), output_signature=tf.TensorSpec([], tf.int64))
-    assert _keras.iterator_state(iter(data)) is None
+    assert iterator_state(iter(data)) is None
 
 
 def test_pipelines_that_draw_an_order_are_known() -> None:
     numbers = tf.data.Dataset.range(9)
     nested = numbers.interleave(lambda i: tf.data.Dataset.range(3).shuffle(2))
     for data in (numbers.shuffle(5).batch(2), numbers.shuffle(3, seed=1), nested, tf.data.Dataset.random().take(3)):
-        assert _keras.draws_order(_keras.dataset_graph(data))
-    assert not _keras.draws_order(_keras.dataset_graph(numbers.map(lambda i: 2 * i).batch(2).repeat()))
+        assert has_random_order(dataset_graph(data))
+    assert not has_random_order(dataset_graph(numbers.map(lambda i: 2 * i).batch(2).repeat()))
 
 
 def test_the_state_of_a_shuffle_at_the_end_of_its_input_loses_count_of_the_passes() -> None:
@@ -1320,7 +1422,7 @@ def test_the_state_of_a_shuffle_at_the_end_of_its_input_loses_count_of_the_passe
         iterator, restored = iter(data), iter(other)
         for _ in range(num_read):
             next(iterator)
-        _keras.set_iterator_state(restored, _keras.iterator_state(iterator) or [])
+        set_iterator_state(restored, iterator_state(iterator) or [])
         return [x.numpy().tolist() for x in data], [x.numpy().tolist() for x in other]
 
     one, other = orders(2)
@@ -1338,11 +1440,11 @@ def test_the_rest_of_a_pass_over_a_py_dataset_asks_for_no_more(shuffle: bool) ->
         def __getitem__(self, number: int) -> Any:
             return np.full([2, 1], number, "float32"), np.zeros([2, 1], "float32")
 
-    adapter = _keras.py_dataset_adapter.PyDatasetAdapter(Batches(), shuffle=shuffle)
-    _keras.order_py_datasets_by(5)
+    adapter = py_dataset_adapter.PyDatasetAdapter(Batches(), shuffle=shuffle)
+    seed_py_datasets(5)
     whole = [float(x[0, 0]) for x, _ in adapter.get_tf_dataset()]
-    _keras.order_py_datasets_by(None)
-    rest = [float(x[0, 0]) for x, _ in _keras.py_dataset_from(adapter, 2, 5)]
+    seed_py_datasets(None)
+    rest = [float(x[0, 0]) for x, _ in resume_py_dataset(adapter, 2, 5)]
     assert rest == whole[2:]
     assert (whole == sorted(whole)) != shuffle
 
@@ -1365,15 +1467,15 @@ def test_another_thread_enters_the_graph_device_and_globals_of_a_replica() -> No
     @tf.function
     def traced() -> None:
         graph = tf.compat.v1.get_default_graph()
-        with tf.device("CPU:1"), tf.name_scope("outer"), _keras.draws_without_seed("a generator"):
-            enter = _keras.this_place(tf.distribute.get_replica_context())
+        with tf.device("CPU:1"), tf.name_scope("outer"), use_global_seed_generator("a generator"):
+            enter = capture_thread_context(tf.distribute.get_replica_context())
 
             def elsewhere() -> Any:
                 with enter("inner"):
                     op = tf.zeros([]).op
                     with tf.init_scope():
                         is_eager_outside = tf.executing_eagerly()
-                    without_seed = _keras.global_state.get_global_attribute("global_seed_generator")
+                    without_seed = global_state.get_global_attribute("global_seed_generator")
                     return op.graph is graph, op.device[-5:], op.name, is_eager_outside, without_seed
 
             seen.append(in_thread(elsewhere))
@@ -1384,7 +1486,7 @@ def test_another_thread_enters_the_graph_device_and_globals_of_a_replica() -> No
 
 def test_another_thread_enters_the_device_of_an_eager_replica() -> None:
     with tf.device("CPU:1"):
-        enter = _keras.this_place(tf.distribute.get_replica_context())
+        enter = capture_thread_context(tf.distribute.get_replica_context())
 
     def elsewhere() -> str:
         with enter("inner"):
@@ -1396,7 +1498,7 @@ def test_another_thread_enters_the_device_of_an_eager_replica() -> None:
 def test_another_thread_writes_summaries_where_a_replica_would(tmp_path: Any) -> None:
     """tensorflow/python/ops/summary_ops_v2.py keeps the writer in the thread, for `this_place`."""
     with tf.summary.create_file_writer(str(tmp_path)).as_default(step=0):
-        enter = _keras.this_place(tf.distribute.get_replica_context())
+        enter = capture_thread_context(tf.distribute.get_replica_context())
 
         def elsewhere() -> bool:
             with enter("inner"):
@@ -1418,9 +1520,9 @@ def test_a_copy_of_a_function_is_traced_again() -> None:
     method = Holder().method
     one = tf.constant(1)
     assert (int(method(one)), int(method(one)), len(traces)) == (2, 2, 1)
-    assert (int(_keras.copy_of_function(method)(one)), len(traces)) == (2, 2)
+    assert (int(clone_function(method)(one)), len(traces)) == (2, 2)
     recorder = Recorder()
-    with _keras.intercept(recorder):
+    with intercept(recorder):
         method(one)
     assert recorder.about("trace_of") == [method]
 
@@ -1438,7 +1540,7 @@ def test_each_trace_of_a_function_is_noted_once_with_its_arguments() -> None:
         return inner(value) + step
 
     outer(0, tf.constant(1))  # an earlier trace makes variables, if it wants any
-    stop = _keras.note_traces(lambda name, arguments, seconds: noted.append((name, arguments)))
+    stop = observe_traces(lambda name, arguments, seconds: noted.append((name, arguments)))
     try:
         for step in (1, 1, 2):
             outer(step, tf.constant(1))
@@ -1448,8 +1550,8 @@ def test_each_trace_of_a_function_is_noted_once_with_its_arguments() -> None:
     assert [name for name, _ in noted] == ["outer", "outer"]
     assert [arguments["step"] for _, arguments in noted] == ["1", "2"]
     assert noted[0][1]["value"] == noted[1][1]["value"]
-    assert len(_keras.graphs_of(outer)) == 4
-    assert _keras.graphs_of(len) == []
+    assert len(traced_graphs(outer)) == 4
+    assert traced_graphs(len) == []
 
 
 def test_calls_of_fit_go_through_a_hook_once_and_then_no_more() -> None:
@@ -1463,7 +1565,7 @@ def test_calls_of_fit_go_through_a_hook_once_and_then_no_more() -> None:
     models = [keras.Sequential([layers.Dense(1)]), kde.Sequential([layers.Dense(1)])]
     for model in models:
         model.compile("sgd", "mse")
-    with _keras.fits_through(hook, [keras.Model, kde.Model]):
+    with intercept_fit(hook, [keras.Model, kde.Model]):
         for model in models:
             model.fit(X, Y, verbose=0)
     models[0].fit(X, Y, verbose=0)
@@ -1475,12 +1577,12 @@ def test_losses_of_layers_come_back() -> None:
     """keras/src/layers/layer.py, for `losses_of_layers` and `set_losses_of_layers`."""
     net = keras.Sequential([keras.Input((3,)), layers.Dense(2, activity_regularizer="l2")])
     net(X)
-    first, kept = net.losses, _keras.losses_of_layers(net)
+    first, kept = net.losses, get_layer_losses(net)
     net(X + 1)
     assert net.losses[0] is not first[0]
-    _keras.set_losses_of_layers(kept)
+    set_layer_losses(kept)
     assert net.losses[0] is first[0]
-    with _keras.kept_losses(net):
+    with preserve_losses(net):
         net(X + 1)
     assert net.losses[0] is first[0]
 
@@ -1493,7 +1595,7 @@ def test_an_optimizer_keeps_the_gradients_that_it_uses(is_scaled: bool) -> None:
     model = keras.Sequential([layers.Input((3,)), layers.Dense(1)])
     optimizer = SGD(0.5)
     model.compile(keras.optimizers.LossScaleOptimizer(optimizer) if is_scaled else optimizer, "mse")
-    gradients = _keras.KeptGradients(model.optimizer)
+    gradients = GradientSlots(model.optimizer)
     before = model.get_weights()
     model.train_on_batch(X, Y)
     assert [id(variable) for variable, _ in gradients.pairs] == [id(v) for v in model.trainable_variables]
@@ -1540,7 +1642,7 @@ def test_random_ops_are_sent_where_we_want_them(kind: str) -> None:
         asked.append(name)
         return original(*args, **kwargs)
 
-    with _keras.draws_sent_to(draw):
+    with intercept_random_ops(draw):
         DRAWS[kind]()
     assert len(asked) == 1
     DRAWS[kind]()
@@ -1549,7 +1651,7 @@ def test_random_ops_are_sent_where_we_want_them(kind: str) -> None:
 
 def test_rows_draw_alike_whatever_their_number() -> None:
     alike = RowsAlike()
-    with _keras.draws_sent_to(alike):
+    with intercept_random_ops(alike):
         few, many = keras.random.normal([2, 7, 3], seed=1), tf.random.normal([5, 7, 3])
         assert np.unique(keras.random.randint([4, 1], 0, 9, seed=1)).size == 1
         alike.step.assign(1)
@@ -1567,7 +1669,7 @@ def loss_of_a_step(parts: tuple[str, ...]) -> float:
     model = keras.Sequential([layers.Input((3, 1)), layers.Masking(), norm, layers.Dense(1)])
     model.compile(SGD(0.0), "mse")
     norm.moving_mean.assign([7.0])
-    with _keras.without_parts(parts):
+    with without_parts(parts):
         x = X[..., None] * (np.arange(3) > 0)[:, None]
         return float(model.train_on_batch(x, x + 1, sample_weight=np.arange(12.0).reshape(4, 3)))
 
@@ -1582,13 +1684,13 @@ def test_each_part_of_a_step_can_be_left_out() -> None:
 def test_a_layer_that_is_called_knows_its_path() -> None:
     class Asks(layers.Layer):
         def call(self, x: Any) -> Any:
-            self.found = _keras.layer_being_called()
+            self.found = current_layer_path()
             return x
 
     asks = Asks(name="asks")
     keras.Sequential([layers.Input((3,)), asks], name="net")(X)
     assert asks.found == "net/asks"
-    assert _keras.layer_being_called() == ""
+    assert current_layer_path() == ""
 
 
 # Parts of a model on devices of their own
@@ -1600,17 +1702,17 @@ def test_a_variable_is_made_anew_on_other_devices_with_the_same_values(strategie
     devices = ["CPU:3", "CPU:2"][: strategy.num_replicas_in_sync]
     with strategy.scope():
         variable = keras.Variable(X, name="kernel")
-    before = _keras.strategy_of_variable(variable)
-    _keras.move_variable(variable, strategy, devices)
-    assert [copy.device.rpartition("device:")[2] for copy in _keras.components(variable)] == devices
-    assert _keras.strategy_of_variable(variable) is before
-    for copy in _keras.components(variable):
+    before = strategy_of_variable(variable)
+    move_variable(variable, strategy, devices)
+    assert [copy.device.rpartition("device:")[2] for copy in components(variable)] == devices
+    assert strategy_of_variable(variable) is before
+    for copy in components(variable):
         np.testing.assert_array_equal(copy, X)
     with strategy.scope():
         optimizer = SGD(momentum=0.9)
         optimizer.build([variable])
     (slot,) = (v for v in optimizer.variables if "momentum" in v.path)
-    assert [copy.device.rpartition("device:")[2] for copy in _keras.components(slot)] == devices
+    assert [copy.device.rpartition("device:")[2] for copy in components(slot)] == devices
 
 
 def test_gradients_are_computed_in_the_scope_of_the_ops_that_they_are_of():
@@ -1631,9 +1733,9 @@ def test_gradients_are_computed_in_the_scope_of_the_ops_that_they_are_of():
 def test_an_op_that_is_traced_is_sent_to_a_device():
     with tf.Graph().as_default():
         op = tf.constant(1.0).op
-        _keras.set_device(op, "CPU:1")
+        set_op_device(op, "CPU:1")
         assert op.device == "/device:CPU:1"
-        _keras.set_device(op, "/job:localhost/replica:0/task:0/device:CPU:2")
+        set_op_device(op, "/job:localhost/replica:0/task:0/device:CPU:2")
         assert op.device == "/job:localhost/replica:0/task:0/device:CPU:2"
 
 
@@ -1641,9 +1743,9 @@ def test_a_mask_goes_along():
     mask = tf.constant([True, False])
     tensor, other, without = tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0]), tf.constant([5.0])
     tensor._keras_mask = mask
-    _keras.keep_mask(tensor, other)
+    copy_mask(tensor, other)
     assert other._keras_mask is mask
-    _keras.keep_mask(without, other)
+    copy_mask(without, other)
     assert other._keras_mask is mask
 
 
@@ -1659,7 +1761,7 @@ def test_the_profiler_says_when_an_op_ran(tmp_path):
     for _ in range(3):
         product(x)
     tf.profiler.experimental.stop()
-    spans = [(begin, end) for name, begin, end in _keras.op_spans(str(tmp_path)) if name == "placed/product"]
+    spans = [(begin, end) for name, begin, end in op_spans(str(tmp_path)) if name == "placed/product"]
     assert len(spans) == 3
     assert all(1e-6 < end - begin < 1 for begin, end in spans)
 
@@ -1674,7 +1776,7 @@ def test_a_function_of_an_iterator_does_what_a_tf_function_does() -> None:
         total.assign_add(tf.cast(factor, tf.int64))
         return iterator.get_next_as_optional(), {"sum": (batch["a"] + batch["b"]) * factor, "none": None}
 
-    called = _keras.FunctionOfIterator(step)
+    called = IteratorFunction(step)
     numbers = tf.data.Dataset.range(4).map(lambda i: {"a": i, "b": 10 * i})
     for _ in range(2):
         iterator = iter(numbers)
@@ -1685,13 +1787,13 @@ def test_a_function_of_an_iterator_does_what_a_tf_function_does() -> None:
         assert int(logs["sum"]) == 44
         assert not iterator.get_next_as_optional().has_value()
     assert total.numpy() == 10
-    assert len(_keras.graphs_of(called)) == 1
+    assert len(traced_graphs(called)) == 1
     with pytest.raises(tf.errors.OutOfRangeError):
         called(iterator, tf.constant(2, tf.int64))
     fractions = numbers.map(lambda row: {name: tf.cast(value, tf.float32) / 2 for name, value in row.items()})
     _, logs = called(iter(fractions.skip(1)), tf.constant(4.0))
     assert float(logs["sum"]) == 22.0
-    assert len(_keras.graphs_of(called)) == 2
+    assert len(traced_graphs(called)) == 2
     held = weakref.ref(iterator)
     del iterator
     gc.collect()
@@ -1705,7 +1807,7 @@ def test_stateful_ops_run_in_the_order_of_tracing_unless_they_are_said_to_be_ind
         with tf.control_dependencies([x]):
             second = tf.timestamp()
             third = tf.timestamp()
-        _keras.run_in_any_order(third)
+        run_independently(third)
         return first, second, third
 
     _, second, third = (
@@ -1713,14 +1815,12 @@ def test_stateful_ops_run_in_the_order_of_tracing_unless_they_are_said_to_be_ind
     )
     assert sorted(op.type for op in second.control_inputs) == ["Placeholder", "Timestamp"]
     assert [op.type for op in third.control_inputs] == ["Placeholder"]
-    _keras.run_in_any_order(tf.timestamp())  # eagerly there is nothing to do
+    run_independently(tf.timestamp())  # eagerly there is nothing to do
 
 
 def test_a_checksum_tells_what_a_dataset_is_made_of() -> None:
     def checksum(values: Any) -> int:
-        return _keras.checksum_of_constants(
-            _keras.dataset_graph(tf.data.Dataset.from_tensor_slices(values).shuffle(9).batch(2))
-        )
+        return checksum_of_constants(dataset_graph(tf.data.Dataset.from_tensor_slices(values).shuffle(9).batch(2)))
 
     rows = np.arange(6.0)
     assert checksum(rows) == checksum(rows.copy()) != checksum(rows[::-1].copy())
@@ -1730,9 +1830,9 @@ def test_a_checksum_tells_what_a_dataset_is_made_of() -> None:
 
 
 def test_what_keras_has_looked_at_of_a_generator_is_at_hand() -> None:
-    adapter = _keras.data_adapter((pair for pair in [(X, Y), (X, Y)]), None, None, batch_size=None, shuffle=False)
-    assert isinstance(adapter, _keras.GeneratorDataAdapter)
-    x, y = _keras.first_batch_of_generator(adapter)
+    adapter = make_data_adapter((pair for pair in [(X, Y), (X, Y)]), None, None, batch_size=None, shuffle=False)
+    assert isinstance(adapter, GeneratorDataAdapter)
+    x, y = first_batch_of_generator(adapter)
     assert x is X
     assert y is Y
 
@@ -1750,7 +1850,7 @@ def test_functions_that_ops_call_are_at_hand() -> None:
         return inner + branch + loop
 
     graph = calls.get_concrete_function(tf.constant(1.0)).graph
-    found = {op.type: _keras.functions_of_op(op) for op in graph.get_operations() if _keras.functions_of_op(op)}
+    found = {op.type: functions_of_op(op) for op in graph.get_operations() if functions_of_op(op)}
 
     def types(inner: Any) -> list[str]:
         return [op.type for op in inner.get_operations() if op.type in ("Mul", "Sub", "RealDiv", "Less")]
@@ -1761,13 +1861,11 @@ def test_functions_that_ops_call_are_at_hand() -> None:
         "StatelessWhile": [["RealDiv"], ["Less"]],
     }
     (inner,), (_, other) = found["PartitionedCall"], found["StatelessIf"]
-    assert [types(_keras.functions_of_op(op)[0]) for op in inner.get_operations() if _keras.functions_of_op(op)] == [
-        ["Sub"]
-    ]
-    nested = [op for op in other.get_operations() if _keras.functions_of_op(op)]
-    assert [types(_keras.functions_of_op(op)[0]) for op in nested] in ([["Sub"]], [])  # a case of one is none
+    assert [types(functions_of_op(op)[0]) for op in inner.get_operations() if functions_of_op(op)] == [["Sub"]]
+    nested = [op for op in other.get_operations() if functions_of_op(op)]
+    assert [types(functions_of_op(op)[0]) for op in nested] in ([["Sub"]], [])  # a case of one is none
     gradient = tf.function(lambda x: tf.gradients(calls(x), x)[0]).get_concrete_function(tf.constant(1.0)).graph
-    assert all(inner.inputs for op in gradient.get_operations() for inner in _keras.functions_of_op(op))
+    assert all(inner.inputs for op in gradient.get_operations() for inner in functions_of_op(op))
 
 
 def test_layers_without_a_build_of_their_own_need_none() -> None:
@@ -1775,13 +1873,13 @@ def test_layers_without_a_build_of_their_own_need_none() -> None:
         def build(self, shape: Any) -> None:
             self.weight = self.add_weight()
 
-    assert [_keras.has_to_be_built(layer) for layer in (layers.Dropout(0.5), layers.Dense(1), Own())] == [
+    assert [needs_build(layer) for layer in (layers.Dropout(0.5), layers.Dense(1), Own())] == [
         False,
         True,
         True,
     ]
     built = layers.Dense(1)
     built.build((None, 2))
-    assert not _keras.has_to_be_built(built)
+    assert not needs_build(built)
     with tf.distribute.get_strategy().scope():
-        assert _keras.has_to_be_built(kde.Sequential([layers.Dense(1)]))
+        assert needs_build(kde.Sequential([layers.Dense(1)]))

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.random import intercept_random_ops
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.diagnosis.certificate.draws import Draws, watch_draws
 from keras_dist_ext.diagnosis.certificate.gaps import Gap, as_float
@@ -232,7 +232,7 @@ class _Trial:
     def run(self) -> None:
         """Make all steps, experiments and looks at random numbers."""
         draws = RowsAlike()
-        with _keras.draws_sent_to(draws):
+        with intercept_random_ops(draws):
             try:
                 lockstep = Lockstep(self._build_model, self._strategy, self._batches[0], draws)
             except CertificateError:

@@ -14,8 +14,10 @@ from typing import Any
 import tensorflow as tf
 from rich.console import Console
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.adapters import make_data_adapter
+from keras_dist_ext._keras.interception import patched
+from keras_dist_ext._keras.models import intercept_fit
 from keras_dist_ext.data.sources import DEFAULT_BATCH_SIZE
 from keras_dist_ext.diagnosis.certificate.certificate import Certificate, certify, check_strategy
 from keras_dist_ext.errors import CertificateError
@@ -55,7 +57,7 @@ def certify_script(path: str, args: Sequence[str] = (), *, steps: int = 10, allo
         )
 
     def build_model() -> Any:
-        with _keras.replaced(tf.distribute.Strategy, "scope", lambda self: contextlib.nullcontext(self)):
+        with patched(tf.distribute.Strategy, "scope", lambda self: contextlib.nullcontext(self)):
             return _run(path, args).model
 
     return certify(build_model, strategy, reached.data(), steps, batch_size=reached.batch_size, allow=allow)
@@ -83,7 +85,7 @@ class _Reached(BaseException):
         is_arrays = not isinstance(x, tf.data.Dataset) and all(hasattr(leaf, "shape") for leaf in tree.flatten(x))
         if y is None and of_classes is None and not is_arrays:
             return x
-        adapter = _keras.data_adapter(x, y, weights, batch_size=self.batch_size, shuffle=False, class_weight=of_classes)
+        adapter = make_data_adapter(x, y, weights, batch_size=self.batch_size, shuffle=False, class_weight=of_classes)
         self._source = adapter  # what Python functions in its dataset belong to
         return adapter.get_tf_dataset()
 
@@ -100,7 +102,7 @@ def _run(path: str, args: Sequence[str]) -> _Reached:
         raise _Reached(model, dict(inspect.signature(fit).bind(model, *given, **named).arguments))
 
     try:
-        with _as_main(path, args), _keras.fits_through(stop, [keras.Model, Model]):
+        with _as_main(path, args), intercept_fit(stop, [keras.Model, Model]):
             runpy.run_path(path, run_name="__main__")
     except _Reached as reached:
         return reached

@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.layers import current_layer_path
+from keras_dist_ext._keras.random import intercept_dropout, intercept_random_ops
+from keras_dist_ext._keras.strategies import replica_id
 from keras_dist_ext.diagnosis.certificate.sides import Side
 
 __all__ = ["Draws", "watch_draws"]
@@ -47,7 +49,7 @@ def watch_draws(side: Side, batch: Any, bounds: Sequence[int], num_steps: int = 
     watcher = _Watcher()
     before = side.state()
     side.retrace()
-    with _keras.draws_sent_to(watcher.draw), _keras.dropouts_sent_to(watcher.dropout):
+    with intercept_random_ops(watcher.draw), intercept_dropout(watcher.dropout):
         for _ in range(num_steps):
             side.step(batch, bounds)
     side.retrace()
@@ -70,7 +72,7 @@ class _Watcher:
         context = tf.distribute.get_replica_context()
         if context is None:
             return drawn
-        layer, replica = _layer(), int(_keras.replica_id())
+        layer, replica = _layer(), int(replica_id())
         op = self._num_ops[layer, replica]
         self._num_ops[layer, replica] += 1
 
@@ -121,7 +123,7 @@ class _Watcher:
 
 
 def _layer() -> str:
-    return _keras.layer_being_called() or "the step"
+    return current_layer_path() or "the step"
 
 
 def _after(noted: Any, value: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras import flat_layers
+from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.diagnosis.certificate.gaps import (
     LEAST,
@@ -90,7 +90,7 @@ class Lockstep:
         build_model: returns a compiled model.
         strategy: of the replicas.
         batch: a global batch, to build the models for.
-        draws: where random ops are sent, see ``_keras.draws_sent_to``.
+        draws: where random ops are sent, see ``_keras.random.intercept_random_ops``.
 
     Raises:
         CertificateError: the two models are not alike, or cannot be trained.

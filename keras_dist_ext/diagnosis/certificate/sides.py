@@ -17,8 +17,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras
-from keras_dist_ext._keras import flat_layers, keras, tree
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.layers import flat_layers, seed_generators
+from keras_dist_ext._keras.losses import without_parts
+from keras_dist_ext._keras.models import begin_fit, build_from_batch, metric_results
+from keras_dist_ext._keras.optimizers import GradientSlots, optimized_variables
+from keras_dist_ext._keras.random import stateless_random_ops
+from keras_dist_ext._keras.strategies import is_default_strategy, regroup
+from keras_dist_ext._keras.variables import components, is_sync_on_read
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.diagnosis.certificate.gaps import Array, Part, SlotKind, Values
 from keras_dist_ext.errors import CertificateError
@@ -48,7 +54,7 @@ class Side:
             self.model = build_model()
         self._check_model()
         self.is_ours = isinstance(self.model, Model)
-        self._kept = [_keras.KeptGradients(optimizer) for _, optimizer in optimizers(self.model)]
+        self._kept = [GradientSlots(optimizer) for _, optimizer in optimizers(self.model)]
         self.trouble_of_fit: Exception | None = None
         self._build(batch)
         self._functions: dict[frozenset[str], Any] = {}  # that make a step, by what it is made without
@@ -64,7 +70,7 @@ class Side:
                 "Have the function build a model, call `compile` on it, and return it."
             )
         own = self.model.distribute_strategy
-        if self.strategy is None and not _keras.is_default_strategy(own):
+        if self.strategy is None and not is_default_strategy(own):
             raise CertificateError(
                 f"build_model() enters the scope of {describe_strategy(own)} by itself, so it cannot build the model "
                 "for one device. Take `with strategy.scope():` (or `strategy=`) out of it: it is called in the scope."
@@ -77,12 +83,10 @@ class Side:
         with contextlib.nullcontext() if self.strategy is None else self.strategy.scope():
             if self.num_replicas > 1:
                 try:
-                    _keras.begin_fit(
-                        self.model, self.split(batch, bounds_of_tensorflow(num_rows(batch), self.num_replicas))
-                    )
+                    begin_fit(self.model, self.split(batch, bounds_of_tensorflow(num_rows(batch), self.num_replicas)))
                 except Exception as trouble:  # whatever it is, it is what `fit` would end with
                     self.trouble_of_fit = trouble
-            _keras.build_from_batch(self.model, batch)
+            build_from_batch(self.model, batch)
 
     @property
     def num_replicas(self) -> int:
@@ -91,7 +95,7 @@ class Side:
 
     def _compared(self) -> Iterator[tuple[str, str, Any]]:
         """(part, path, variable) of what is compared after a step: weights, and what layers assign."""
-        seeds = {id(g.state) for layer in flat_layers(self.model) for g in _keras.seed_generators(layer)}
+        seeds = {id(g.state) for layer in flat_layers(self.model) for g in seed_generators(layer)}
         for variable in self.model.variables:
             if id(variable) not in seeds:
                 yield "weights" if variable.trainable else "state", variable.path, variable
@@ -115,7 +119,7 @@ class Side:
         known: dict[int, tuple[str, SlotKind]] = {}
         for _, optimizer in optimizers(self.model):
             inner = getattr(optimizer, "inner_optimizer", optimizer)
-            trained = [paths.get(id(v), v.path) for v in _keras.optimized_variables(optimizer)]
+            trained = [paths.get(id(v), v.path) for v in optimized_variables(optimizer)]
             for attribute, values in vars(inner).items():
                 if attribute in ("_variables", "_trainable_variables") or not isinstance(values, list):
                     continue
@@ -138,10 +142,10 @@ class Side:
     def load(self, state: State) -> None:
         """Set it on all replicas."""
         for variable, value in zip(self._variables(), state, strict=True):
-            if _keras.is_sync_on_read(variable):
+            if is_sync_on_read(variable):
                 variable.assign(value)
                 continue
-            for copy in _keras.components(variable):
+            for copy in components(variable):
                 copy.assign(value)
 
     def _variables(self) -> list[Any]:
@@ -164,7 +168,7 @@ class Side:
         Args:
             batch: the global batch.
             bounds: of the rows of each replica of stock Keras, R + 1 numbers; ours split a batch themselves.
-            without: parts to leave out, see ``_keras.without_parts``.
+            without: parts to leave out, see ``_keras.losses.without_parts``.
             gradients: what another step gave; has its gradients used in place of this step's own.
 
         Returns:
@@ -173,13 +177,13 @@ class Side:
         paths = {id(variable): path for _, path, variable in self.compared}
         for variable, kept in self._gradients():
             given = None if gradients is None else gradients["gradient", paths.get(id(variable), variable.path)][0]
-            for copy in _keras.components(kept):
+            for copy in components(kept):
                 copy.assign(tf.zeros_like(copy) if given is None else given)
         self.model.reset_metrics()
         for optimizer in self._kept:
             optimizer.are_given = gradients is not None
         wanted = frozenset(without) | ({"gradients"} if gradients is not None else set())
-        with _keras.without_parts(without):
+        with without_parts(without):
             is_new = wanted not in self._functions
             if is_new:
                 self._functions[wanted] = self.model.make_train_function(force=True) or self.model.train_function
@@ -197,7 +201,7 @@ class Side:
             seen[part, path] = _copies(variable)
         for name, variable in self.slots:
             seen["optimizer", name] = _copies(variable)
-        for name, value in _keras.metric_results(self.model, logs).items():
+        for name, value in metric_results(self.model, logs).items():
             seen["metric", name] = (value,)
         return seen
 
@@ -219,7 +223,7 @@ class Side:
     def split(self, batch: Any, bounds: Sequence[int]) -> Any:
         """Cut a batch as TensorFlow hands it to replicas."""
         parts = [rows_between(batch, start, stop) for start, stop in itertools.pairwise(bounds)]
-        return tree.map_structure(lambda *leaves: None if leaves[0] is None else _keras.regroup(leaves), *parts)
+        return tree.map_structure(lambda *leaves: None if leaves[0] is None else regroup(leaves), *parts)
 
 
 def told_apart(names: Iterable[str]) -> list[str]:
@@ -253,9 +257,9 @@ def on_one_device(build_model: Callable[[], Any], batch: Any) -> Side:
 
 
 def _copies(variable: Any) -> tuple[Array, ...]:
-    if _keras.is_sync_on_read(variable):
+    if is_sync_on_read(variable):
         return (np.asarray(tf.convert_to_tensor(variable)),)
-    return tuple(np.asarray(copy) for copy in _keras.components(variable))
+    return tuple(np.asarray(copy) for copy in components(variable))
 
 
 def even_bounds(rows: int, replicas: int) -> list[int]:
@@ -302,7 +306,7 @@ class RowsAlike:
         self.unknown: set[str] = set()
 
     def __call__(self, name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Draw, as ``_keras.draws_sent_to`` asks."""
+        """Draw, as ``_keras.random.intercept_random_ops`` asks."""
         self.has_drawn = True
         if name in ("stateless_multinomial", "multinomial"):
             best = tf.argmax(args[0], axis=-1, output_type=kwargs.get("output_dtype") or tf.int64)
@@ -330,7 +334,7 @@ class _Kind:
 
 _KEY = ("key", "counter", "alg")
 _SEED = ("seed", "seed2")
-_uniform, _normal, _truncated, _integers = _keras.stateless_draws()
+_uniform, _normal, _truncated, _integers = stateless_random_ops()
 _KINDS = {
     "stateless_random_uniform_v2": _Kind(("shape", *_KEY, "dtype"), _uniform),
     "stateless_random_normal_v2": _Kind(("shape", *_KEY, "dtype"), _normal),

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist_ext._keras import flat_layers, keras
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.diagnosis.certificate.draws import Draws
 from keras_dist_ext.diagnosis.certificate.gaps import Gap

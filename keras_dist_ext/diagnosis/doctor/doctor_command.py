@@ -13,8 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.models import intercept_fit
+from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.diagnosis.doctor.doctor import ParallelismDoctor
 from keras_dist_ext.diagnosis.doctor.examination import Examination
 from keras_dist_ext.diagnosis.doctor.report import Report
@@ -88,7 +89,7 @@ def examine_script(
     argv, first = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [str(path), *arguments], str(path.parent.resolve())
     try:
-        with _keras.fits_through(attend, [keras.Model, Model]):
+        with intercept_fit(attend, [keras.Model, Model]):
             runpy.run_path(str(path), run_name="__main__")
     except _Enough:
         pass
@@ -129,12 +130,12 @@ def _tell_best(doctors: Sequence[ParallelismDoctor], *, show: bool) -> Report | 
 
 def _strategy_meant(model: Any) -> tf.distribute.Strategy | None:
     """Return the strategy that the script has made, where its model does not live under any."""
-    if not _keras.is_default_strategy(model.distribute_strategy):
+    if not is_default_strategy(model.distribute_strategy):
         return None
     made = [
         thing
         for thing in gc.get_objects()
-        if issubclass(type(thing), tf.distribute.Strategy) and not _keras.is_default_strategy(thing)
+        if issubclass(type(thing), tf.distribute.Strategy) and not is_default_strategy(thing)
     ]
     several = [strategy for strategy in made if strategy.num_replicas_in_sync > 1]
     return several[-1] if several else None

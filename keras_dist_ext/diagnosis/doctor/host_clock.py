@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.tracing import observe_traces
 from keras_dist_ext.diagnosis.doctor.examination import Calls, Traces
 
 __all__ = ["CallbackClock", "TraceWatch"]
@@ -160,7 +160,7 @@ class TraceWatch:
         self.execution = 0
         self._begin = 0
         self._found: dict[str, list[_Trace]] = {}
-        self._stop = _keras.note_traces(self._note)
+        self._stop = observe_traces(self._note)
 
     def stop(self) -> None:
         """Watch no longer."""

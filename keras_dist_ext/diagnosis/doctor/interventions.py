@@ -15,7 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import is_default_strategy, tree
+from keras_dist_ext._keras import tree
+from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.diagnosis.doctor.examination import Trials
 from keras_dist_ext.errors import KerasDistError
 from keras_dist_ext.step.replica_step import ReplicaStep

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras import flat_layers, is_default_strategy, keras
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.cluster.spec import Cluster
 from keras_dist_ext.diagnosis.doctor.examination import Loop, Setting, Stray
 from keras_dist_ext.errors import ClusterError

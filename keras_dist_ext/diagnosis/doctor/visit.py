@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext.data.pipeline import inspect
 from keras_dist_ext.diagnosis.doctor.examination import Examination, Times, Trials
 from keras_dist_ext.diagnosis.doctor.host_clock import CallbackClock, TraceWatch
@@ -121,7 +121,7 @@ class Visit:
         whole, _, _ = exchange(
             blocks,
             workers_of(strategy),
-            first=_keras.first_replica(strategy),
+            first=first_replica(strategy),
             num_replicas=strategy.num_replicas_in_sync,
         )
         return Times(

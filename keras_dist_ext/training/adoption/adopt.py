@@ -10,7 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras, saved_variables
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.saving import saved_variables
 from keras_dist_ext.strategy.virtual import VirtualReplicas
 from keras_dist_ext.training.adoption.compilation import read_compile_state
 from keras_dist_ext.training.adoption.rebuild import rebuild

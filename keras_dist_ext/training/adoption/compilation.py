@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keras_dist_ext import _keras
-from keras_dist_ext._keras import compile_arguments, keras, optimized_variables
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.models import compile_arguments, overrides
+from keras_dist_ext._keras.optimizers import optimized_variables
 from keras_dist_ext.strategy.scope import optimizers
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, by_reference, make_again, read_recipe
 from keras_dist_ext.training.adoption.twins import assign, in_pairs, named
@@ -24,8 +25,8 @@ def read_compile_state(model: Any) -> Callable[[Any], None]:
         CannotRebuildError: The model has a `compile` of its own and does not say how to repeat it, or its optimizer
             has no config.
     """
-    if _keras.overrides(model, "compile"):
-        if not (_keras.overrides(model, "get_compile_config") and _keras.overrides(model, "compile_from_config")):
+    if overrides(model, "compile"):
+        if not (overrides(model, "get_compile_config") and overrides(model, "compile_from_config")):
             raise CannotRebuildError(
                 f"{type(model).__name__} has a `compile` of its own, and does not say how to repeat it. Give it "
                 "`get_compile_config` and `compile_from_config`; or use `kde.adopt(model, strategy, compile=False)`, "

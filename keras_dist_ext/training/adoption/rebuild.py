@@ -7,8 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
-from keras_dist_ext._keras import flat_layers, keras, new_input
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.models import KerasFunctional, input_like
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, first_init, make_again
 from keras_dist_ext.training.adoption.stand_in import OwnClasses, class_of_ours
 from keras_dist_ext.training.adoption.twins import side_by_side, take_over_trainable, variable_pairs
@@ -25,7 +26,7 @@ def rebuild(model: Any, own: OwnClasses) -> Rebuilt:
     rebuilt = Rebuilt(own)
     user_class: Any = type(model)
     cls = class_of_ours(user_class, own)
-    if isinstance(model, _keras.Functional) and (cls is own.functional or rebuilt.is_functional_by_base(model)):
+    if isinstance(model, KerasFunctional) and (cls is own.functional or rebuilt.is_functional_by_base(model)):
         rebuilt.twin = rebuilt.functional(model, cls)
     elif isinstance(model, keras.Sequential) and first_init(user_class) in (
         keras.Sequential,
@@ -65,7 +66,7 @@ class Rebuilt:
 
     def _make(self, layer: Any) -> Any:
         cls = type(layer)
-        if cls in (_keras.Functional, self._own.functional) or self.is_functional_by_base(layer):
+        if cls in (KerasFunctional, self._own.functional) or self.is_functional_by_base(layer):
             return self.functional(layer, cls)
         if cls in (keras.Sequential, self._own.sequential):
             return self.sequential(layer, cls)
@@ -75,8 +76,8 @@ class Rebuilt:
 
     def is_functional_by_base(self, layer: Any) -> bool:
         """Whether a user's class leaves construction to the functional model: `class Net(keras.Model)`, `Net(x, y)`."""
-        constructors = (_keras.Functional, self._own.functional, keras.Model, self._own.model)
-        return isinstance(layer, _keras.Functional) and first_init(type(layer)) in constructors
+        constructors = (KerasFunctional, self._own.functional, keras.Model, self._own.model)
+        return isinstance(layer, KerasFunctional) and first_init(type(layer)) in constructors
 
     def functional(self, model: Any, cls: Any) -> Any:
         """Call new layers in the order in which the graph of `model` calls the old ones.
@@ -84,7 +85,7 @@ class Rebuilt:
         Raises:
             CannotRebuildError: A layer cannot be made again, or the graph uses a variable of no layer in it.
         """
-        inputs = keras.tree.map_structure(new_input, model.input)
+        inputs = keras.tree.map_structure(input_like, model.input)
         bare = keras.Model(model.input, model.output, name=model.name)  # the same layers, uncompiled, of Keras' class
         copy = keras.models.clone_model(
             bare, input_tensors=inputs, clone_function=self.twin_of, call_function=self._call_with_new_variables
@@ -155,7 +156,7 @@ class Rebuilt:
 
 def _sequential_input(model: Any) -> Any:
     try:
-        return new_input(model.inputs[0])
+        return input_like(model.inputs[0])
     except AttributeError:  # Keras' way to say that it has none
         return None
 

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras import (
-    flat_layers,
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.saving import (
     has_automatic_config,
     has_own_config,
     has_recorded_arguments,
     is_serializable_dict,
-    keras,
 )
 
 __all__ = [

@@ -7,8 +7,9 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from keras_dist_ext import _keras
-from keras_dist_ext._keras import keras, share_registered_name
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.models import KerasFunctional
+from keras_dist_ext._keras.saving import share_registered_name
 
 __all__ = ["OwnClasses", "class_of_ours"]
 
@@ -27,7 +28,7 @@ def class_of_ours(cls: Any, own: OwnClasses) -> Any:
         return cls
     if cls is keras.Sequential:
         return own.sequential
-    if cls in (_keras.Functional, keras.Model):
+    if cls in (KerasFunctional, keras.Model):
         return own.functional
     ours = _derived(cls, own)
     share_registered_name(cls, ours)
@@ -38,7 +39,7 @@ def class_of_ours(cls: Any, own: OwnClasses) -> Any:
 def _derived(cls: Any, own: OwnClasses) -> Any:
     """A class of the same name that derives from the user's class and from ours."""
     base = own.sequential if issubclass(cls, keras.Sequential) else own.model
-    if issubclass(cls, _keras.Functional):
+    if issubclass(cls, KerasFunctional):
         base = own.functional
 
     def reduce(model: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

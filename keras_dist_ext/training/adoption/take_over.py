@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import is_default_strategy, keras, strategy_of_variable
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.strategies import is_default_strategy, strategy_of_variable
 from keras_dist_ext.errors import ScopeError
 from keras_dist_ext.strategy.scope import check_scope, checked_strategy, describe_strategy, optimizers
 from keras_dist_ext.training.adoption.compilation import read_compile_state, take_over_optimizers

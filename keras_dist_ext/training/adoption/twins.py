@@ -13,8 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
-from keras_dist_ext._keras import flat_layers, keras, own_variables
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.layers import flat_layers, own_variables
+from keras_dist_ext._keras.variables import components, is_sync_on_read
 from keras_dist_ext.strategy.scope import raw_variables
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, label, refuse_lost_arguments
 
@@ -145,9 +146,9 @@ class _Store(dict[str, Any]):
 
 def _read(variable: Any) -> Any:
     """The value of a variable that may live under another strategy than the one whose scope is entered."""
-    if _keras.is_sync_on_read(variable):
+    if is_sync_on_read(variable):
         return variable.numpy()
-    parts = _keras.components(variable)  # copies, unless a ShardedVariable
+    parts = components(variable)  # copies, unless a ShardedVariable
     return tf.convert_to_tensor(parts[0]).numpy()
 
 

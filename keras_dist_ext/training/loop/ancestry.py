@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.tracing import functions_of_op
 
 __all__ = [
     "Assignment",
@@ -39,7 +39,7 @@ def sources(value: Value) -> list[Value]:
     op, calls = value.tensor.op, value.calls
     if op.type == "Placeholder":
         return _given(value)
-    graphs, place = _keras.functions_of_op(op), value.tensor.value_index
+    graphs, place = functions_of_op(op), value.tensor.value_index
     returning = graphs[:1] if op.type in _LOOPS else graphs
     if not all(place < len(graph.outputs) for graph in returning) or not returning:
         return [Value(given, calls) for given in op.inputs]
@@ -61,7 +61,7 @@ def _given(value: Value) -> list[Value]:
     place = next(i for i, given in enumerate(graph.inputs) if given is value.tensor)
     given = [Value(call.inputs[place + (1 if call.type in _BRANCHES else 0)], tuple(outer))]
     if call.type in _LOOPS:
-        body, _ = _keras.functions_of_op(call)
+        body, _ = functions_of_op(call)
         given.append(Value(body.outputs[place], value.calls))
     return given
 
@@ -117,7 +117,7 @@ def _operations(
     """Yield ops with those that call the functions they are in, and what decides whether they run."""
     for op in graph.get_operations():
         yield op, calls, conditions
-        graphs, inside, decides = _keras.functions_of_op(op), (*calls, op), conditions
+        graphs, inside, decides = functions_of_op(op), (*calls, op), conditions
         if graphs and op.type in _BRANCHES:
             decides = (*conditions, Value(op.inputs[0], calls))
         elif graphs and op.type in _LOOPS:

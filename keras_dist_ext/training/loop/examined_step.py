@@ -10,8 +10,12 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.hooks import intercept
+from keras_dist_ext._keras.layers import flat_layers, needs_build
+from keras_dist_ext._keras.random import use_global_seed_generator
+from keras_dist_ext._keras.strategies import replica_id
+from keras_dist_ext._keras.variables import distributed_variable, local_component
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import KerasDistError, LoopError
 from keras_dist_ext.messages import warn_once
@@ -65,7 +69,7 @@ def examine(
         )
     _check_uses_batch(name, graph, values)
     assigned = list(assignments(graph))
-    check_known(loop, name, graph, {id(_keras.whole_variable(one.variable)) for one in assigned})
+    check_known(loop, name, graph, {id(distributed_variable(one.variable)) for one in assigned})
     check_assigned(loop, name, kind, assigned, seen.origins, seen.averaged)
     check_results(loop, name, graph, values)
     outputs = _outputs(name, values, reduce, seen, loop.distribute_strategy.num_replicas_in_sync)
@@ -92,7 +96,7 @@ def _trace_for_effects(loop: Any, name: str, function: Callable[..., Any], spec:
 
 
 def _check_built(loop: Any) -> None:
-    unbuilt = [layer for layer in _keras.flat_layers(loop) if layer is not loop and _keras.has_to_be_built(layer)]
+    unbuilt = [layer for layer in flat_layers(loop) if layer is not loop and needs_build(layer)]
     if unbuilt:
         raise LoopError(
             f"{', '.join(repr(layer.name) for layer in unbuilt[:_LISTED])}: not built, so the first step would have to "
@@ -179,7 +183,7 @@ class _ExaminedStep(LoopStep):
         """Note of which state the mean will be taken."""
         super().assign(variable, value, original)
         if id(variable) in self._assigned:
-            self.seen.averaged[id(_keras.local_component(variable))] = variable
+            self.seen.averaged[id(local_component(variable))] = variable
 
     def differentiate(self, gradient: Callable[[Any, Any], Any], target: Any, sources: Any) -> Any:
         """Look at what is differentiated for variables: a loss."""
@@ -246,14 +250,14 @@ def _trace(
 
     def replica(batch: Any) -> None:
         if strategy.num_replicas_in_sync > 1:
-            batch = seen.origins.own(batch, _keras.replica_id())
+            batch = seen.origins.own(batch, replica_id())
         rows = data.num_rows(batch)
         global_rows = seen.origins.common(rows) if strategy.num_replicas_in_sync > 1 else rows
         step = _ExaminedStep(loop, rows, global_rows, without_seed=without_seed)
         step.seen, step.graph, step.functions = seen, tf.compat.v1.get_default_graph(), {}
         with (
-            _keras.draws_without_seed(without_seed),
-            _keras.intercept(step),
+            use_global_seed_generator(without_seed),
+            intercept(step),
             tf.variable_creator_scope(refuse),
         ):
             values = function(Replica(step, batch), batch)

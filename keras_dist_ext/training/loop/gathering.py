@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import is_default_strategy, tree
+from keras_dist_ext._keras import tree
+from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.errors import DataError, StrategyError
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.training.prediction import gather_rows

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.strategies import regroup
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.step.logs import pooled_state
@@ -69,7 +69,7 @@ class LoopProgram(StepProgram):
         num_local = len(self._devices)
         for place, name in enumerate(self._kept):
             parts = _of_one_width(name, extra[place * num_local : (place + 1) * num_local])
-            logs[name] = gather_rows(self.strategy, _keras.regroup(parts) if self.num_replicas > 1 else parts[0])
+            logs[name] = gather_rows(self.strategy, regroup(parts) if self.num_replicas > 1 else parts[0])
         return logs
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.optimizers import optimized_variables
 from keras_dist_ext.data import split as data
 from keras_dist_ext.step.reduce import times
 from keras_dist_ext.step.replica_step import ReplicaStep
@@ -158,7 +158,7 @@ class LoopStep(ReplicaStep):
         Those that were summed by hand are not summed again, so this may be done in a branch or a loop of the graph.
         """
         grads = list(grads)
-        trained = list(_keras.optimized_variables(optimizer) if variables is None else variables)
+        trained = list(optimized_variables(optimizer) if variables is None else variables)
         self.build(optimizer, trained)
         present = [gradient for gradient in grads if gradient is not None]
         if present and self._is_free_of_sums(optimizer) and all(map(self._is_summed, present)):

@@ -8,8 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.strategies import strategy_of_variable
+from keras_dist_ext._keras.variables import components, distributed_variable, is_sync_on_read, parameter_server_variable
 from keras_dist_ext.errors import LoopError, ScopeError
 from keras_dist_ext.step.seeds import generator_without_seed
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_variables
@@ -25,16 +27,16 @@ def check_known(loop: Any, name: str, graph: Any, assigned: set[int]) -> None:
     """Refuse variables that were made elsewhere, or that no part holds though the step changes or trains them."""
     strategy = loop.distribute_strategy
     without_seed = generator_without_seed(strategy, is_seeded=loop.replica_seeds.root is not None).state
-    known = {id(_keras.whole_variable(copy)) for copy in _keras.components(without_seed)}
-    known |= {id(same) for variable in _of_parts(loop) for same in (variable, _keras.served_variable(variable))}
+    known = {id(distributed_variable(copy)) for copy in components(without_seed)}
+    known |= {id(same) for variable in _of_parts(loop) for same in (variable, parameter_server_variable(variable))}
     elsewhere: list[str] = []
     unknown: list[str] = []
-    for variable in {id(v): v for v in map(_keras.whole_variable, graph.variables)}.values():
+    for variable in {id(v): v for v in map(distributed_variable, graph.variables)}.values():
         if id(variable) in known:
             continue
         if id(variable) not in assigned and not (variable.trainable and variable.dtype.is_floating):
             continue  # it is a constant to the step
-        own = _keras.strategy_of_variable(variable)
+        own = strategy_of_variable(variable)
         (label,) = _labels([variable])
         if strategy.num_replicas_in_sync > 1 and (own is None or own.extended is not strategy.extended):
             elsewhere.append(label)
@@ -60,7 +62,7 @@ def check_assigned(
     """Refuse to assign what only one replica has computed, and to train where a step evaluates."""
     strategy = loop.distribute_strategy
     if kind == "test":
-        trained = {id(v): v for v in (_keras.whole_variable(one.variable) for one in assigned) if v.trainable}
+        trained = {id(v): v for v in (distributed_variable(one.variable) for one in assigned) if v.trainable}
         if trained:
             raise LoopError(
                 f"The step {name!r} is for evaluation, and changes {_shortened(_labels(trained.values()))}. Leave the "
@@ -68,7 +70,7 @@ def check_assigned(
             )
     if strategy.num_replicas_in_sync == 1 or not isinstance(strategy, _MIRRORED):
         return
-    shared = {id(one.variable): _keras.whole_variable(one.variable) for one in assigned}
+    shared = {id(one.variable): distributed_variable(one.variable) for one in assigned}
     shared = {
         copy: variable
         for copy, variable in shared.items()
@@ -77,7 +79,7 @@ def check_assigned(
     partly = {
         id(variable): variable
         for variable in shared.values()
-        if any(id(copy) not in shared for copy in _keras.components(variable))
+        if any(id(copy) not in shared for copy in components(variable))
     }
     if partly:
         raise LoopError(
@@ -102,13 +104,13 @@ def check_assigned(
 
 def check_results(loop: Any, name: str, graph: Any, values: Mapping[str, tf.Tensor]) -> None:
     """Refuse to return what is computed from a part of a sum that one replica holds, such as the result of a metric."""
-    of_metrics = {id(copy) for variable in loop.metrics_variables for copy in _keras.components(variable)}
+    of_metrics = {id(copy) for variable in loop.metrics_variables for copy in components(variable)}
 
     def is_part(copy: Any) -> bool:
-        return id(copy) in of_metrics or _keras.is_sync_on_read(_keras.whole_variable(copy))
+        return id(copy) in of_metrics or is_sync_on_read(distributed_variable(copy))
 
     for key, value in values.items():
-        read = {id(v): v for v in map(_keras.whole_variable, read_parts(graph, value, is_part))}
+        read = {id(v): v for v in map(distributed_variable, read_parts(graph, value, is_part))}
         if read:
             raise LoopError(
                 f"The step {name!r} returns {key!r}, computed from {_shortened(_labels(read.values()))}, of which each "
@@ -124,7 +126,7 @@ def updated_metrics(loop: Any, name: str, assigned: Sequence[Assignment], output
     Raises:
         LoopError: one has the name of something else.
     """
-    changed = {id(_keras.whole_variable(one.variable)) for one in assigned}
+    changed = {id(distributed_variable(one.variable)) for one in assigned}
     updated = [m for m in loop._own_metrics if any(id(v._value) in changed for v in m.variables)]
     taken = set(outputs)
     for metric in updated:
@@ -145,7 +147,7 @@ def _labels(variables: Iterable[Any]) -> list[str]:
 
 
 def _of_parts(loop: Any) -> list[Any]:
-    variables = [variable for layer in _keras.flat_layers(loop) for _, variable in raw_variables(layer)]
+    variables = [variable for layer in flat_layers(loop) for _, variable in raw_variables(layer)]
     made = [optimizer for _, optimizer in optimizers(loop)]
     made += [inner for optimizer in made for _, inner in optimizers(optimizer)]
     kerases = [*loop.variables, *loop.metrics_variables]

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.hooks import current_step
+from keras_dist_ext._keras.variables import components, is_sync_on_read
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.errors import LoopError, StrategyError
 from keras_dist_ext.strategy.scope import move_into_scope, raw_variables
@@ -175,7 +176,7 @@ class TrainLoop(Model):
         return self._steps["predict"](data)
 
     def _tallied(self, kind: Kind, data: Any) -> dict[str, Any]:
-        step = _keras.current_step()
+        step = current_step()
         if step is None and self._is_asynchronous:
             step = LoopStep(self, num_rows(data), num_rows(data))  # a worker's own
         assert isinstance(step, LoopStep)
@@ -397,13 +398,13 @@ class TrainLoop(Model):
 
 def _value_of(variable: Any) -> np.ndarray[Any, Any]:
     """The value of a ``tf.Variable``: that of the first replica, or the sum where each has a part."""
-    whole = variable if _keras.is_sync_on_read(variable) else _keras.components(variable)[0]
+    whole = variable if is_sync_on_read(variable) else components(variable)[0]
     return np.asarray(whole.numpy())
 
 
 def _set_value(variable: Any, value: np.ndarray[Any, Any]) -> None:
-    first, *others = _keras.components(variable)
-    is_sum = _keras.is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.SUM
+    first, *others = components(variable)
+    is_sum = is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.SUM
     first.assign(value)
     for copy in others:
         copy.assign(np.zeros_like(value) if is_sum else value)

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import per_worker_values
+from keras_dist_ext._keras.cluster import per_worker_values
 from keras_dist_ext.training.parameter_server.pool import Pool
 
 __all__ = ["WorkerData"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import StatelessScope, keras
+from keras_dist_ext._keras import keras
 from keras_dist_ext.data.split import without_optionals
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.step.graphs import in_graph
@@ -183,7 +183,7 @@ def _structure(batch: Any) -> str:
     return repr(tf.nest.map_structure(lambda leaf: leaf is None, batch))
 
 
-class _StepScope(StatelessScope):  # type: ignore[misc]
+class _StepScope(keras.StatelessScope):  # type: ignore[misc]
     """Keep some variables of a step to itself, and let all others be what they are.
 
     Keras' scope has a value for every variable; here those of shared ones are the ``tf.Variable`` objects, so that the

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.decision import canonical_device
@@ -27,7 +27,7 @@ def home_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
         StrategyError: the strategy has no devices of this process, or is a TPU's.
     """
     existing = list_devices()
-    if _keras.is_default_strategy(strategy):
+    if is_default_strategy(strategy):
         return (next((device for device in existing if device.startswith("GPU")), "CPU:0"),)
     if not isinstance(strategy, _KINDS):
         raise StrategyError(

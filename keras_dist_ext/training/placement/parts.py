@@ -7,8 +7,8 @@ import fnmatch
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.layers import child_layers, flat_layers
 from keras_dist_ext.errors import PlacementError
 from keras_dist_ext.messages import close_name
 
@@ -73,7 +73,7 @@ def layer_names(model: Any) -> list[str]:
 
 def _named_children(layer: Any) -> dict[str, Any]:
     """A layer's own layers, by name, by attribute, and by place in a list that is an attribute."""
-    children = [child for child in _keras.child_layers(layer) if not isinstance(child, keras.layers.InputLayer)]
+    children = [child for child in child_layers(layer) if not isinstance(child, keras.layers.InputLayer)]
     known = {id(child) for child in children}
     named = {}
     for attribute, value in vars(layer).items():
@@ -102,7 +102,7 @@ def own_layers(layers: Sequence[Any], placed: set[int]) -> list[Any]:
 
     def walk(layer: Any) -> None:
         found[id(layer)] = layer
-        for child in _keras.child_layers(layer):
+        for child in child_layers(layer):
             if id(child) not in placed and id(child) not in found:
                 walk(child)
 
@@ -136,10 +136,10 @@ def layers_left_over(model: Any, parts: Sequence[Part]) -> list[Any]:
     taken = {id(layer) for part in parts for layer in own_layers(part.layers, placed)}
 
     def walk(layer: Any) -> Iterator[Any]:
-        for child in _keras.child_layers(layer):
+        for child in child_layers(layer):
             if id(child) in taken or isinstance(child, keras.layers.InputLayer):
                 continue
-            if taken & {id(inner) for inner in _keras.flat_layers(child)}:
+            if taken & {id(inner) for inner in flat_layers(child)}:
                 yield from walk(child)
             else:
                 yield child

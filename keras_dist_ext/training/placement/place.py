@@ -23,7 +23,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.models import compile_arguments
+from keras_dist_ext._keras.strategies import local_replica_id
 from keras_dist_ext.errors import PlacementError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted, warn_once
@@ -127,7 +128,7 @@ class Placement:
 
         @functools.wraps(call)
         def placed(*args: Any, **kwargs: Any) -> Any:
-            replica = _keras.local_replica()
+            replica = local_replica_id()
             return self._trace.call(
                 part.name,
                 part.devices[replica],
@@ -160,7 +161,7 @@ class Placement:
             PlacementError: its batches are cut twice.
         """
         _check_turns(self._model, self.micro_batches)
-        if _keras.compile_arguments(self._model).get("jit_compile") is True:
+        if compile_arguments(self._model).get("jit_compile") is True:
             warn_once(f"jit_compile=True: '{self._model.name}' is placed on several devices, which XLA cannot do.")
         if virtual is not None or self.micro_batches == 1:
             return virtual
@@ -168,7 +169,7 @@ class Placement:
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Around the tracing of a replica's step: send its ops to their devices."""
-        replica = _keras.local_replica()
+        replica = local_replica_id()
         devices = {part.devices[replica] for part in self.parts} - {self.homes[replica]}
         return self._trace.step(sorted(devices), replica)
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.models import build_from_batch
+from keras_dist_ext._keras.tracing import op_spans
 from keras_dist_ext.errors import PlacementError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.training.placement.parts import Part
@@ -95,7 +96,7 @@ def measure(
         PlacementError: the profiler has seen no op of a part.
     """
     given = tuple(value for value in batch if value is not None)
-    _keras.build_from_batch(model, given if len(given) > 1 else given[0])
+    build_from_batch(model, given if len(given) > 1 else given[0])
     with kept_state(model), tempfile.TemporaryDirectory() as directory:
         for _ in range(2):
             model.train_on_batch(*given)
@@ -107,7 +108,7 @@ def measure(
             seconds = (time.perf_counter() - began) / num_steps
         finally:
             tf.profiler.experimental.stop()
-        spans = _spans_of_parts(_keras.op_spans(directory), trace)
+        spans = _spans_of_parts(op_spans(directory), trace)
     if not spans:
         raise PlacementError(
             "TensorFlow's profiler has recorded no op of a part, so there is nothing to measure. Its TraceMe events "

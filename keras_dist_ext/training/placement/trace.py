@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.hooks import current_step
+from keras_dist_ext._keras.layers import copy_mask
+from keras_dist_ext._keras.tracing import set_op_device
 
 __all__ = ["Handover", "Trace", "part_of_op"]
 
@@ -97,7 +99,7 @@ class Trace:
             graph.scopes[scope] = part, replica
             if replica == 0:
                 graph.handovers.update(_handovers(part, device, inputs))
-            turn: int | None = getattr(_keras.current_step(), "turn", None)
+            turn: int | None = getattr(current_step(), "turn", None)
             if turn is None:
                 return function(inputs)
             return _in_turn(graph.queues.setdefault((queue or part, replica), _Queue()), turn, function, inputs)
@@ -180,7 +182,7 @@ def _map_tensors(function: Callable[[tf.Tensor], tf.Tensor], values: Any) -> Any
 def _alike(value: Any, other: Any) -> Any:
     """Keras keeps the mask of a tensor at the tensor."""
     other.set_shape(value.shape)
-    _keras.keep_mask(value, other)
+    copy_mask(value, other)
     return other
 
 
@@ -193,12 +195,12 @@ def _send(ops: Sequence[Any], devices: dict[str, str], home: str, own: set[str])
             given = {_short(value.op.device) for value in op.inputs} & own
             device = given.pop() if len(given) == 1 else None
         if device is not None:
-            _keras.set_device(op, device)
+            set_op_device(op, device)
     for op in free:  # a constant goes to the one who needs it
         if op.type == "Const" and op.device == home:
             users = {user.device for value in op.outputs for user in value.consumers()}
             if len(users) == 1 and _short(next(iter(users))) in own:
-                _keras.set_device(op, users.pop())
+                set_op_device(op, users.pop())
 
 
 def _is_beside_another(op: Any) -> bool:

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.layers import own_variables
+from keras_dist_ext._keras.optimizers import optimized_variables
+from keras_dist_ext._keras.variables import components, move_variable
 from keras_dist_ext.errors import PlacementError
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.training.placement.parts import Part, own_layers
@@ -33,7 +35,7 @@ def move_variables(model: Any, parts: Sequence[Part]) -> int:
     if astray:
         with _remade_optimizers(model):
             for variable, devices in astray:
-                _keras.move_variable(variable, model.distribute_strategy, devices)
+                move_variable(variable, model.distribute_strategy, devices)
     return len(astray)
 
 
@@ -45,11 +47,11 @@ def _layers(parts: Sequence[Part]) -> Iterator[tuple[Part, Any]]:
 
 
 def _made(layer: Any) -> list[Any]:
-    return [variable for variable in _keras.own_variables(layer) if variable._value is not None]
+    return [variable for variable in own_variables(layer) if variable._value is not None]
 
 
 def _is_on(variable: Any, devices: Sequence[str]) -> bool:
-    copies = _keras.components(variable)
+    copies = components(variable)
     return all(copy.device.endswith(f"device:{device}") for copy, device in zip(copies, devices, strict=True))
 
 
@@ -60,8 +62,8 @@ def _remade_optimizers(model: Any) -> Iterator[None]:
     An optimizer knows its variables by the ids of TensorFlow's, and its slots live beside them.
     """
     built = [optimizer for _, optimizer in optimizers(model) if optimizer.built]
-    held = [[[copy.numpy() for copy in _keras.components(v)] for v in optimizer.variables] for optimizer in built]
-    trained = [_keras.optimized_variables(optimizer) for optimizer in built]
+    held = [[[copy.numpy() for copy in components(v)] for v in optimizer.variables] for optimizer in built]
+    trained = [optimized_variables(optimizer) for optimizer in built]
     with model._in_scope():
         made = [_like(optimizer) for optimizer in built]
     yield
@@ -71,7 +73,7 @@ def _remade_optimizers(model: Any) -> Iterator[None]:
         vars(old).clear()
         vars(old).update(vars(new))
         for variable, copies in zip(old.variables, values, strict=True):
-            for copy, value in zip(_keras.components(variable), copies, strict=True):
+            for copy, value in zip(components(variable), copies, strict=True):
                 copy.assign(value)
 
 
@@ -99,7 +101,7 @@ def bytes_by_device(variables: Sequence[Any]) -> dict[str, int]:
     """Count the bytes that variables take on each device, such as `CPU:0`."""
     total: dict[str, int] = {}
     for variable in variables:
-        for copy in _keras.components(variable):
+        for copy in components(variable):
             device = copy.device.rpartition("device:")[2]
             total[device] = total.get(device, 0) + copy.dtype.size * int(np.prod(copy.shape))
     return total

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.variables import components, is_sync_on_read
 
 __all__ = ["CallbackStates", "Packed"]
 
@@ -140,7 +140,7 @@ def _set(callback: Any, name: str, value: Any) -> None:
 
 
 def _assign(callback: Any, name: str, variables: Sequence[Any], value: _Held) -> None:
-    shapes = [tuple(_keras.components(variable)[0].shape) for variable in variables]
+    shapes = [tuple(components(variable)[0].shape) for variable in variables]
     if shapes != [array.shape for array in value.arrays]:
         warnings.warn(
             f"Resume has saved what the variables in {name} of the callback {type(callback).__name__} held, of shapes "
@@ -150,7 +150,7 @@ def _assign(callback: Any, name: str, variables: Sequence[Any], value: _Held) ->
         )
         return
     for variable, array in zip(variables, value.arrays, strict=True):
-        for copy in _keras.components(variable):
+        for copy in components(variable):
             copy.assign(array)
 
 
@@ -200,7 +200,7 @@ def _variables_of(value: Any) -> list[Any] | None:
         variables = [value.state]
     else:
         return None
-    is_plain = all(_is_number(_keras.components(v)[0].dtype) and not _keras.is_sync_on_read(v) for v in variables)
+    is_plain = all(_is_number(components(v)[0].dtype) and not is_sync_on_read(v) for v in variables)
     return variables if is_plain else None
 
 
@@ -219,7 +219,7 @@ def _frozen(callback: Any, before: Mapping[str, Any] | None = None) -> dict[str,
         variables = _variables_of(value)
         if variables is not None:
             is_models = {id(v) for v in variables} <= _variables_of_model(callback)
-            arrays = [np.array(_keras.components(variable)[0].numpy()) for variable in variables]
+            arrays = [np.array(components(variable)[0].numpy()) for variable in variables]
             frozen[name] = _Opaque(value, is_models=True) if is_models and arrays else _Held(arrays)
             continue
         if isinstance(value, np.ndarray) and value.nbytes > _DATA_BYTES:

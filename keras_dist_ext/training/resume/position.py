@@ -16,7 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext import _keras
+from keras_dist_ext._keras.adapters import ArrayDataAdapter, TFDatasetAdapter, resume_py_dataset, take_examples
+from keras_dist_ext._keras.datasets import caches_in_memory, dataset_graph, has_random_order, has_unseeded_shuffle
 from keras_dist_ext.data.dataset_graph import read_graph
 from keras_dist_ext.errors import DataError
 
@@ -93,7 +94,7 @@ def check_positionable(adapter: Any, dataset: Any, given: Seekable | None, steps
     Raises:
         DataError: nobody can say where in it a run is, or go there.
     """
-    if isinstance(adapter, _keras.ArrayDataAdapter):
+    if isinstance(adapter, ArrayDataAdapter):
         return "arrays"
     if given is not None:
         return "iterator"
@@ -118,12 +119,12 @@ def check_positionable(adapter: Any, dataset: Any, given: Seekable | None, steps
             f"The data is a {type(dataset).__name__}, whose batches TensorFlow has dealt to replicas already; it "
             "cannot be entered in the middle. Give fit the dataset itself: its batches are cut for the replicas."
         )
-    if not isinstance(adapter, _keras.TFDatasetAdapter):
+    if not isinstance(adapter, TFDatasetAdapter):
         raise DataError(
             f"The data is read through Keras' {type(adapter).__name__}, which cannot be entered in the middle. Give "
             "fit arrays, a tf.data.Dataset or a keras.utils.PyDataset."
         )
-    if _keras.shuffles_without_seed(dataset) and _keras.dataset_graph(dataset) is None:
+    if has_unseeded_shuffle(dataset) and dataset_graph(dataset) is None:
         raise DataError(
             "The data is shuffled without a seed, in a pipeline whose graph TensorFlow cannot write down (it holds "
             "more than 2 GB, or depends on what lives in this process), so its order could not be found again. Give "
@@ -146,7 +147,7 @@ def checksum_of_rows(adapter: Any) -> int | None:
     rows = np.unique(np.linspace(0, adapter._num_samples - 1, 64).astype(np.int64))
     checksum = 0
     try:
-        taken = _keras.some_rows(adapter, rows)
+        taken = take_examples(adapter, rows)
     except TypeError:
         return None
     for part in taken:
@@ -156,7 +157,7 @@ def checksum_of_rows(adapter: Any) -> int | None:
 
 def keeps_order(dataset: Any) -> bool:
     """Whether a pipeline gives its elements in an order that does not depend on how long each takes."""
-    graph = _keras.dataset_graph(dataset) if isinstance(dataset, tf.data.Dataset) else None
+    graph = dataset_graph(dataset) if isinstance(dataset, tf.data.Dataset) else None
     if graph is None:
         return True
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
@@ -176,7 +177,7 @@ def go_to(adapter: Any, position: Position) -> None:
 def entered_at(batch: int, adapter: Any, seed: int | None) -> Any:
     """Return a dataset that begins with a batch of the pass; None where it has to be read up to there."""
     if batch and getattr(adapter, "py_dataset", None) is not None and adapter.enqueuer is None:
-        return _keras.py_dataset_from(adapter, batch, seed)
+        return resume_py_dataset(adapter, batch, seed)
     return None
 
 
@@ -185,10 +186,10 @@ def has_plain_state(adapter: Any, dataset: Any) -> bool:
 
     Where there is a shuffle it does not, and where there is a cache it may be large.
     """
-    if not isinstance(adapter, _keras.TFDatasetAdapter) or not isinstance(dataset, tf.data.Dataset):
+    if not isinstance(adapter, TFDatasetAdapter) or not isinstance(dataset, tf.data.Dataset):
         return False
-    graph = _keras.dataset_graph(dataset)
-    return not (graph is None or _keras.caches_in_memory(graph) or _keras.draws_order(graph))
+    graph = dataset_graph(dataset)
+    return not (graph is None or caches_in_memory(graph) or has_random_order(graph))
 
 
 def make_up_for(num_passes: int, dataset: Any, ordered: Any) -> None:
@@ -204,9 +205,9 @@ def make_up_for(num_passes: int, dataset: Any, ordered: Any) -> None:
     """
     if not isinstance(dataset, tf.data.Dataset):
         return
-    graph = _keras.dataset_graph(dataset)
+    graph = dataset_graph(dataset)
     read = dataset if ordered is None else ordered
-    if graph is not None and _keras.caches_in_memory(graph):
+    if graph is not None and caches_in_memory(graph):
         for _ in read:
             pass
         num_passes -= 1

@@ -18,8 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from keras_dist_ext import _keras
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.optimizers import optimized_variables
+from keras_dist_ext._keras.strategies import first_replica
+from keras_dist_ext._keras.variables import components, is_sync_on_read
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
@@ -55,7 +58,7 @@ def take_down(model: Any, workers: Workers | None) -> Taken:
     values: dict[str, Any] = {}
     parts: dict[str, list[Any]] = {}
     for name, (_, path, variable) in _variables(model).items():
-        copies = _keras.components(variable)
+        copies = components(variable)
         facts["variables"].append([name, path, copies[0].dtype.name, copies[0].shape.as_list()])
         if _is_in_parts(model, name, variable):
             parts[name] = [copy.read_value().numpy() for copy in copies]
@@ -79,7 +82,7 @@ def _variables(model: Any) -> dict[str, _Variable]:
     counts: dict[str, int] = {}
     seen = {id(generator.state) for generator in model.replica_seeds.generators(with_global=True)}
     for role, path, variable in _listed(model):
-        if id(variable) not in seen and _keras.components(variable)[0].dtype != tf.string:
+        if id(variable) not in seen and components(variable)[0].dtype != tf.string:
             seen.add(id(variable))
             number = counts.get(role, 0)
             counts[role] = number + 1
@@ -90,7 +93,7 @@ def _variables(model: Any) -> dict[str, _Variable]:
 def _listed(model: Any) -> Iterator[_Variable]:
     for variable in model.weights:
         yield _Variable("weight", variable.path, variable)
-    for layer in _keras.flat_layers(model):
+    for layer in flat_layers(model):
         for name, variable in raw_variables(layer):
             yield _Variable("tf.Variable", f"{layer.path or layer.name}/{name}", variable)
     for name, optimizer in _held_optimizers(model):
@@ -102,8 +105,8 @@ def _listed(model: Any) -> Iterator[_Variable]:
 
 def _is_in_parts(model: Any, name: str, variable: Any) -> bool:
     """Whether each replica holds a part: a variable to be summed when read, or gradients that are being accumulated."""
-    if _keras.is_sync_on_read(variable):
-        return len(_keras.components(variable)) > 1 or model.distribute_strategy.num_replicas_in_sync > 1
+    if is_sync_on_read(variable):
+        return len(components(variable)) > 1 or model.distribute_strategy.num_replicas_in_sync > 1
     if not model._gradients_are_parts or not name.startswith("of "):
         return False
     accumulated = (
@@ -117,7 +120,7 @@ def _is_in_parts(model: Any, name: str, variable: Any) -> bool:
 def _held_optimizers(model: Any) -> Iterator[tuple[str, Any]]:
     """The optimizers of a model, and those of the models in it."""
     seen: set[int] = set()
-    for number, layer in enumerate(_keras.flat_layers(model)):
+    for number, layer in enumerate(flat_layers(model)):
         for name, optimizer in optimizers(layer):
             if id(optimizer) not in seen:
                 seen.add(id(optimizer))
@@ -134,7 +137,7 @@ def _optimizers(model: Any) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, optimizer in _held_optimizers(model):
         if optimizer.built:
-            of = [places.get(id(variable), -1) for variable in _keras.optimized_variables(optimizer)]
+            of = [places.get(id(variable), -1) for variable in optimized_variables(optimizer)]
             found[name] = {"class": type(optimizer).__name__, "of": of}
     return found
 
@@ -223,7 +226,7 @@ def _check_same(
     saved = {name: (path, f"{dtype} {tuple(shape)}") for name, path, dtype, shape in facts["variables"]}
     now: dict[str, tuple[str, str]] = {}
     for name, (_, path, variable) in variables.items():
-        copy = _keras.components(variable)[0]
+        copy = components(variable)[0]
         now[name] = (path, f"{copy.dtype.name} {tuple(copy.shape.as_list())}")
     differences: list[str] = []
     for name, given in facts["optimizers"].items():
@@ -259,15 +262,15 @@ def _check_same(
 
 
 def _assign(model: Any, variable: Any, value: Array, *, in_parts: bool) -> None:
-    copies = _keras.components(variable)
-    first = _keras.first_replica(model.distribute_strategy)
+    copies = components(variable)
+    first = first_replica(model.distribute_strategy)
     if in_parts and len(value) == model.distribute_strategy.num_replicas_in_sync:
         values = list(value[first : first + len(copies)])
     else:
         adds_up = _adds_up(variable)
         if in_parts:
             value = value.sum(axis=0, dtype=value.dtype) if adds_up else value[0]
-        is_for_first = _keras.is_sync_on_read(variable) and adds_up
+        is_for_first = is_sync_on_read(variable) and adds_up
         values = [np.zeros_like(value) if is_for_first and first + i else value for i in range(len(copies))]
     for copy, part in zip(copies, values, strict=True):
         copy.assign(tf.constant(part, copy.dtype))
@@ -277,4 +280,4 @@ def _adds_up(variable: Any) -> bool:
     """Whether the parts of a variable are summed when it is read: what Keras' metrics ask for."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     aggregation = getattr(value, "aggregation", tf.VariableAggregation.SUM)
-    return not _keras.is_sync_on_read(variable) or aggregation == tf.VariableAggregation.SUM
+    return not is_sync_on_read(variable) or aggregation == tf.VariableAggregation.SUM

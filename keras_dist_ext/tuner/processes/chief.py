@@ -15,8 +15,7 @@ from typing import Any
 
 import grpc
 
-from keras_dist_ext._keras import keras_tuner_oracle as _oracle
-from keras_dist_ext._keras.keras_tuner import keras_tuner
+from keras_dist_ext._keras.keras_tuner import keras_tuner, release_lock
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner.processes.channel import handlers
 from keras_dist_ext.tuner.processes.measuring import Turnstile
@@ -120,7 +119,7 @@ class OracleServer:
         try:
             return self._oracle.update_trial(trial_id, metrics, step).get_state()
         finally:
-            _oracle.release(self._oracle)
+            release_lock(self._oracle)
 
     def get_trial(self, trial_id: str) -> Any:
         """Return a trial."""
@@ -200,7 +199,7 @@ class OracleServer:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        _oracle.release(self._oracle)
+        release_lock(self._oracle)
         if not self._over.is_set():
             self._error = self._error or error
 

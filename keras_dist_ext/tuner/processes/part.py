@@ -9,8 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from keras_dist_ext._keras import keras_tuner_oracle as _oracle
-from keras_dist_ext._keras.keras_tuner import replace_space
+from keras_dist_ext._keras.keras_tuner import local_oracle, repair_reloaded, replace_space, save_files_atomically
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner.failures import Failure
 from keras_dist_ext.tuner.processes.chief import OracleServer
@@ -31,12 +30,12 @@ def connect(tuner: Any) -> None:
     """
     place = place_of()
     if place is not None and not place.is_chief:
-        tuner.oracle = RemoteOracle(_oracle.local_oracle(tuner.oracle), place)
+        tuner.oracle = RemoteOracle(local_oracle(tuner.oracle), place)
 
 
 def go_on_alone(tuner: Any) -> None:
     """Put right what a tuner that was reloaded has lost, where it searches in one process."""
-    _oracle.go_on(tuner.oracle, workers_live=False)
+    repair_reloaded(tuner.oracle, workers_live=False)
 
 
 def search_in_part(tuner: Any, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -74,8 +73,8 @@ def _serve(tuner: Any, place: Place, verbose: Any) -> None:
     _has_served = True
     oracle = tuner.oracle
     oracle.verbose = verbose
-    _oracle.save_whole_files(oracle)
-    _oracle.go_on(oracle, workers_live=place.start > 1)
+    save_files_atomically(oracle)
+    repair_reloaded(oracle, workers_live=place.start > 1)
     server = OracleServer(
         oracle,
         place.address,

@@ -1,0 +1,204 @@
+"""Read the data of ``fit`` through Keras' own adapters, in an order that can be repeated."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters import py_dataset_adapter
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+from keras_dist_ext._keras import tree
+
+__all__ = [
+    "EpochIterator",
+    "ArrayDataAdapter",
+    "GeneratorDataAdapter",
+    "TFDatasetAdapter",
+    "use_epoch_iterator",
+    "seed_py_datasets",
+    "preserve_py_dataset_order",
+    "first_batch_of_generator",
+    "resume_py_dataset",
+    "take_examples",
+    "seed_array_shuffles",
+    "make_data_adapter",
+    "py_dataset_batches",
+]
+
+_thread = threading.local()
+
+
+_stock_epoch_iterator = tf_trainer.TFEpochIterator
+
+
+@functools.wraps(_stock_epoch_iterator, updated=())
+def _epoch_iterator(*args: Any, **kwargs: Any) -> Any:
+    make = getattr(_thread, "epoch_iterator", None)
+    return _stock_epoch_iterator(*args, **kwargs) if make is None else make(*args, **kwargs)
+
+
+tf_trainer.TFEpochIterator = _epoch_iterator
+
+
+@contextlib.contextmanager
+def use_epoch_iterator(make: Callable[..., Any]) -> Iterator[None]:
+    """Have ``fit``, ``evaluate`` and ``predict`` of this thread read their data through ``make(**kwargs)``.
+
+    keras/src/backend/tensorflow/trainer.py builds a ``TFEpochIterator`` by name in each of them.
+    """
+    before = getattr(_thread, "epoch_iterator", None)
+    _thread.epoch_iterator = make
+    try:
+        yield
+    finally:
+        _thread.epoch_iterator = before
+
+
+class _PyDatasetOrder:
+    """Stands for the module `random` where Keras shuffles the batches of a PyDataset."""
+
+    def __init__(self) -> None:
+        self.generator: Any = random
+
+    def shuffle(self, indices: list[int]) -> None:
+        """Shuffle in place."""
+        self.generator.shuffle(indices)
+
+
+_py_dataset_order = _PyDatasetOrder()
+
+
+py_dataset_adapter.random = _py_dataset_order
+
+
+def seed_py_datasets(seed: int | None) -> None:
+    """Shuffle the batches of a PyDataset by this seed; None by Python's generator, as Keras does.
+
+    keras/src/trainers/data_adapters/py_dataset_adapter.py shuffles by `random`, in a thread of its own.
+    """
+    _py_dataset_order.generator = random if seed is None else random.Random(seed)
+
+
+@contextlib.contextmanager
+def preserve_py_dataset_order() -> Iterator[None]:
+    """Afterwards, shuffle the batches of a PyDataset as before."""
+    before = _py_dataset_order.generator
+    try:
+        yield
+    finally:
+        _py_dataset_order.generator = before
+
+
+def first_batch_of_generator(adapter: Any) -> list[Any]:
+    """The arrays of a generator's first batch, which Keras has looked at (data_adapters/generator_data_adapter.py)."""
+    return [part for part in tree.flatten(adapter._first_batches[0]) if isinstance(part, np.ndarray | tf.Tensor)]
+
+
+def resume_py_dataset(adapter: Any, batch: int, seed: int | None) -> tf.data.Dataset:
+    """The rest of a pass over a PyDataset, from a batch on; those before it are not asked for.
+
+    keras/src/trainers/data_adapters/py_dataset_adapter.py makes a dataset of what `_get_iterator` gives.
+    """
+
+    def rest() -> Iterator[Any]:
+        length = adapter.num_batches
+        numbers: Any = itertools.count() if length is None else list(range(length))
+        if adapter.shuffle and length is not None:
+            (random if seed is None else random.Random(seed)).shuffle(numbers)
+        for number in itertools.islice(numbers, batch, None):
+            yield adapter._standardize_batch(adapter.py_dataset[number])
+
+    adapter._get_iterator = rest
+    try:
+        return adapter.get_tf_dataset()
+    finally:
+        del adapter._get_iterator
+
+
+def take_examples(adapter: Any, rows: Any) -> list[Any]:
+    """Some rows of each of the arrays that `fit` was given (trainers/data_adapters/array_data_adapter.py).
+
+    Raises:
+        TypeError: one is neither of NumPy nor of pandas nor of TensorFlow, as Keras takes them too.
+    """
+    given = [array for array in tree.flatten(adapter._inputs) if array is not None]
+    taken = []
+    for array in given:
+        if hasattr(array, "iloc"):
+            taken.append(array.iloc[rows].to_numpy())
+        elif isinstance(array, np.ndarray):
+            taken.append(array[rows])
+        elif isinstance(array, tf.Tensor):
+            taken.append(tf.gather(array, rows).numpy())
+        else:
+            raise TypeError(type(array).__name__)
+    return taken
+
+
+@contextlib.contextmanager
+def seed_array_shuffles(seed: Callable[[], int]) -> Iterator[None]:
+    """Have the array datasets that are made inside shuffle by ``seed()``, asked when a pass begins.
+
+    keras/src/trainers/data_adapters/array_data_adapter.py shuffles by `tf.random.shuffle`, all indices at once, or
+    those of each batch (shuffle="batch"). Its order could be seeded only by making the dataset anew for each pass.
+    """
+    _thread.order = seed
+    try:
+        yield
+    finally:
+        del _thread.order
+
+
+_stock_shuffle = tf.random.shuffle
+
+
+@functools.wraps(_stock_shuffle)
+def _shuffle(value: Any, seed: Any = None, name: Any = None) -> Any:
+    order = getattr(_thread, "order", None)
+    if order is None:
+        return _stock_shuffle(value, seed, name)
+    of_pass = tf.numpy_function(lambda: np.int64(order()), [], tf.int64)
+    return tf.random.experimental.stateless_shuffle(value, tf.stack([of_pass, tf.cast(value[0], tf.int64)]))
+
+
+tf.random.shuffle = _shuffle
+
+
+def make_data_adapter(
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    *,
+    batch_size: int | None,
+    shuffle: bool,
+    class_weight: Mapping[int, float] | None = None,
+) -> Any:
+    """What `fit` makes of its data (keras/src/trainers/data_adapters/__init__.py)."""
+    return data_adapters.get_data_adapter(
+        x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, class_weight=class_weight
+    )
+
+
+def py_dataset_batches(adapter: Any) -> Iterator[Any]:
+    """One pass over a PyDataset, begun and ended as `fit` does an epoch, also when it is left early.
+
+    keras/src/trainers/data_adapters/py_dataset_adapter.py.
+    """
+    adapter.on_epoch_begin()
+    try:
+        yield from adapter._get_iterator()
+    finally:
+        adapter.on_epoch_end()

@@ -1,0 +1,258 @@
+"""Have Keras' own code do what is right for all replicas while the step of one is traced.
+
+A loss divides by the global number of elements, an optimizer sums gradients once. ``intercept(step)`` sends those few
+calls of the current thread to ``step`` (see ``step.replica_step``); outside of it, and for models that are not ours,
+nothing changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.tensorflow import optimizer as tf_optimizer
+from keras.src.backend.tensorflow import random as tf_random
+from keras.src.losses import loss as loss_module
+from keras.src.losses import losses as losses_module
+from keras.src.metrics import reduction_metrics
+from keras.src.optimizers import base_optimizer, loss_scale_optimizer
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.framework import random_seed
+from tensorflow.python.ops import gen_stateless_random_ops_v2
+
+from keras_dist_ext._keras import (
+    keras,
+    layer_hooks,  # noqa: F401 - installs them
+    tree,
+)
+from keras_dist_ext._keras.interception import Step, install, thread
+from keras_dist_ext._keras.strategies import sum_over_replicas
+
+__all__ = ["intercept", "current_step", "local_updates"]
+
+
+@contextlib.contextmanager
+def intercept(step: Step | None) -> Iterator[None]:
+    """Send this thread's losses, metrics, assignments and optimizer calls to ``step``; ``None`` sends them to Keras."""
+    before = getattr(thread, "step", None)
+    thread.step = step
+    try:
+        yield
+    finally:
+        thread.step = before
+
+
+def current_step() -> Step | None:
+    """The step whose replica this thread is tracing, if any."""
+    return getattr(thread, "step", None)
+
+
+# keras/src/losses/loss.py: losses are local means; the step makes their sum over replicas exact.
+@install(loss_module, "scale_loss_for_distribution")
+def _(original: Any, step: Step, value: Any) -> Any:
+    return value
+
+
+@install(loss_module, "unscale_loss_for_distribution")
+def _(original: Any, step: Step, value: Any) -> Any:
+    return value
+
+
+@install(loss_module, "reduce_weighted_values")
+def _(
+    original: Any,
+    step: Step,
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: Any = None,
+) -> Any:
+    local = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+    if len(getattr(values, "shape", ())) == 0:
+        return step.as_mean(local)
+    return step.reduce_loss(local, sample_weight, mask, reduction, dtype)
+
+
+# keras/src/trainers/trainer.py
+@install(keras.Model, "compute_loss")
+def _(original: Any, step: Step, *args: Any, **kwargs: Any) -> Any:
+    loss = original(*args, **kwargs)
+    step.note_loss(loss)
+    return loss
+
+
+# keras/src/metrics/reduction_metrics.py
+@install(reduction_metrics.Mean, "update_state")
+def _(original: Any, step: Step, metric: Any, values: Any, sample_weight: Any = None) -> Any:
+    values, sample_weight = step.mean_update(metric, values, sample_weight)
+    return original(metric, values, sample_weight=sample_weight)
+
+
+@install(reduction_metrics.Sum, "update_state")
+def _(original: Any, step: Step, metric: Any, values: Any, sample_weight: Any = None) -> Any:
+    values, sample_weight = step.sum_update(metric, values, sample_weight)
+    return original(metric, values, sample_weight=sample_weight)
+
+
+# keras/src/optimizers/base_optimizer.py, loss_scale_optimizer.py
+for _optimizer_class in (base_optimizer.BaseOptimizer, loss_scale_optimizer.LossScaleOptimizer):
+
+    @install(_optimizer_class, "apply")
+    def _(original: Any, step: Step, optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
+        step.apply(optimizer, grads, trainable_variables, functools.partial(original, optimizer))
+
+    @install(_optimizer_class, "scale_loss")
+    def _(original: Any, step: Step, optimizer: Any, loss: Any) -> Any:
+        return step.scale_loss(optimizer, loss, functools.partial(original, optimizer))
+
+
+# keras/src/backend/tensorflow/optimizer.py: the step has summed the gradients already.
+@install(tf_optimizer.TFOptimizer, "_all_reduce_sum_gradients")
+def _(original: Any, step: Step, optimizer: Any, grads_and_vars: Any) -> Any:
+    return step.all_reduce_gradients(grads_and_vars)
+
+
+# keras/src/backend/tensorflow/core.py
+@install(keras.Variable, "_direct_assign")
+def _(original: Any, step: Step, variable: Any, value: Any) -> None:
+    step.assign(variable, value, functools.partial(original, variable))
+
+
+# keras/src/backend/common/variables.py: initial values are drawn alike on all replicas.
+@install(keras.Variable, "__init__")
+def _(original: Any, step: Step, variable: Any, *args: Any, **kwargs: Any) -> None:
+    with intercept(None):
+        original(variable, *args, **kwargs)
+
+
+# keras/src/random/seed_generator.py: its state is mirrored, so that all replicas would draw the same numbers.
+@install(keras.random.SeedGenerator, "next")
+def _(original: Any, step: Step, generator: Any, ordered: bool = True) -> Any:
+    return step.next_seed(generator, ordered, functools.partial(original, generator))
+
+
+# keras/src/backend/tensorflow/random.py: an integer as a seed is a constant.
+@install(tf_random, "draw_seed")
+def _(original: Any, step: Step, seed: Any) -> Any:
+    if isinstance(seed, int):
+        step.constant_seed(seed)
+    return original(seed)
+
+
+# tensorflow/python/framework/random_seed.py: the seeds of tf.random.* ops are alike on all workers, or not set.
+@install(random_seed, "get_seed")
+def _(original: Any, step: Step, op_seed: Any) -> Any:
+    return step.op_seeds(op_seed, original)
+
+
+# tensorflow/python/ops/gen_stateless_random_ops_v2.py: XLA makes other floats of the same random bits.
+for _kind in ("uniform", "normal"):
+
+    @install(gen_stateless_random_ops_v2, f"stateless_random_{_kind}_v2")
+    def _(
+        original: Any,
+        step: Step,
+        shape: Any,
+        key: Any,
+        counter: Any,
+        alg: Any,
+        dtype: Any = tf.float32,
+        name: Any = None,
+        kind: str = _kind,
+    ) -> Any:
+        drawn = step.compiled_draw(kind, shape, tf.as_dtype(dtype), key=key, counter=counter, alg=alg)
+        return original(shape, key, counter, alg, dtype, name) if drawn is None else drawn
+
+
+# tensorflow/python/distribute/distribute_lib.py: BatchNormalization(synchronized=True) calls it in the forward pass.
+@install(tf.distribute.ReplicaContext, "all_reduce")
+def _(original: Any, step: Step, context: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    return step.all_reduce(reduce_op, value, functools.partial(original, context, options=options))
+
+
+# tensorflow/python/eager/backprop.py: what a step of the user's own differentiates is looked at before it runs.
+@install(tf.GradientTape, "gradient")
+def _(
+    original: Any, step: Step, tape: Any, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
+) -> Any:
+    def gradient(target: Any, output_gradients: Any) -> Any:
+        return original(tape, target, sources, output_gradients, **kwargs)
+
+    if output_gradients is None and hasattr(step, "differentiate"):
+        return step.differentiate(gradient, target, sources)
+    return gradient(target, output_gradients)
+
+
+# tensorflow/python/ops/nn_impl_distribute.py: these divide by the number of replicas, over which steps here are means.
+@install(tf.nn, "compute_average_loss")
+def _(
+    original: Any, step: Step, per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+) -> Any:
+    rows = tf.shape(per_example_loss)[0] if global_batch_size is None else global_batch_size
+    return original(per_example_loss, sample_weight=sample_weight, global_batch_size=rows)
+
+
+@install(tf.nn, "scale_regularization_loss")
+def _(original: Any, step: Step, regularization_loss: Any) -> Any:
+    return tf.reduce_sum(regularization_loss)
+
+
+# keras/src/losses/losses.py: Dice and Tversky divide sums over all rows by each other, which is no mean over rows.
+@install(losses_module.LossFunctionWrapper, "call")
+def _(original: Any, step: Step, loss: Any, y_true: Any, y_pred: Any) -> Any:
+    for keras_own, over_all in ((losses_module.dice, _dice), (losses_module.tversky, _tversky)):
+        if loss.fn is keras_own:
+            loss = losses_module.LossFunctionWrapper(functools.partial(over_all, keras_own), **loss._fn_kwargs)
+            break
+    return original(loss, y_true, y_pred)
+
+
+def _dice(keras_own: Any, y_true: Any, y_pred: Any, axis: Any = None) -> Any:
+    if not _spans_rows(y_pred, axis):
+        return keras_own(y_true, y_pred, axis=axis)
+    y_true = tf.cast(y_true, y_pred.dtype)
+    both, true, predicted = sum_over_replicas([tf.reduce_sum(v, axis) for v in (y_true * y_pred, y_true, y_pred)])
+    return 1 - 2 * both / (true + predicted + keras.backend.epsilon())
+
+
+def _tversky(keras_own: Any, y_true: Any, y_pred: Any, alpha: float = 0.5, beta: float = 0.5, axis: Any = None) -> Any:
+    if not _spans_rows(y_pred, axis):
+        return keras_own(y_true, y_pred, alpha=alpha, beta=beta, axis=axis)
+    y_true = tf.cast(y_true, y_pred.dtype)
+    parts = y_true * y_pred, (1 - y_pred) * y_true, y_pred * (1 - y_true)
+    both, missed, wrong = sum_over_replicas([tf.reduce_sum(part, axis) for part in parts])
+    return 1 - both / (both + alpha * missed + beta * wrong + keras.backend.epsilon())
+
+
+def _spans_rows(y_pred: Any, axis: Any) -> bool:
+    return axis is None or any(place % len(y_pred.shape) == 0 for place in tree.flatten(axis))
+
+
+# tensorflow/python/eager/polymorphic_function/polymorphic_function.py: a trace is used again on the same device.
+@install(polymorphic_function.Function, "__call__")
+def _(original: Any, step: Step, function: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(step.trace_of(function), *args, **kwargs)
+
+
+@contextlib.contextmanager
+def local_updates(strategy: tf.distribute.Strategy, step: Step) -> Iterator[None]:
+    """Let each replica update its own copy of mirrored variables, without leaving its thread, by ``step.assign``.
+
+    tensorflow/python/distribute/mirrored_strategy.py and values.py do so when ``extended._use_merge_call()`` is false
+    (under XLA on GPUs). All replicas hold the same reduced gradients, so their copies stay equal; and the conditionals
+    of Keras' optimizers (loss scale, EMA, accumulation) become ordinary graph code.
+    """
+    extended = strategy.extended
+    if "_use_merge_call" not in vars(extended):  # once, because other threads may train under the strategy too
+        of_strategy = extended._use_merge_call
+        extended._use_merge_call = lambda: not getattr(thread, "updates_locally", False) and of_strategy()
+    thread.updates_locally = True
+    try:
+        with intercept(step):
+            yield
+    finally:
+        thread.updates_locally = False

@@ -1,0 +1,83 @@
+"""Send calls that a thread makes in Keras' code to the step whose replica it is tracing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+__all__ = ["thread", "Step", "install", "patched"]
+
+
+class Step(Protocol):
+    """What Keras' code asks of the replica whose step is being traced."""
+
+    def reduce_loss(self, local: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> Any: ...
+
+    def note_loss(self, value: Any) -> None: ...
+
+    def as_mean(self, value: Any) -> Any: ...
+
+    def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]: ...
+
+    def sum_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]: ...
+
+    def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any: ...
+
+    def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None: ...
+
+    def all_reduce_gradients(self, grads_and_vars: Any) -> Any: ...
+
+    def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any: ...
+
+    def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any: ...
+
+    def op_seeds(self, op_seed: Any, original: Callable[[Any], Any]) -> Any: ...
+
+    def constant_seed(self, seed: int) -> None: ...
+
+    def compiled_draw(self, kind: str, shape: Any, dtype: Any, **key: Any) -> Any: ...
+
+    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None: ...
+
+    def trace_of(self, function: Any) -> Any: ...
+
+    def on_rows(self, inputs: Any, op: Callable[[Any], Any]) -> Any: ...
+
+    def check_stateful(self, layer: Any) -> None: ...
+
+
+thread = threading.local()
+
+
+def install(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Replace ``owner.name`` by ``hook(original, step, *args)`` for threads with a step, once per process."""
+    original = getattr(owner, name)
+
+    def decorate(hook: Callable[..., Any]) -> None:
+        if getattr(original, "_kde_hook", False):
+            return
+
+        @functools.wraps(original)
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            step = getattr(thread, "step", None)
+            return original(*args, **kwargs) if step is None else hook(original, step, *args, **kwargs)
+
+        hooked._kde_hook = True  # type: ignore[attr-defined]
+        setattr(owner, name, hooked)
+
+    return decorate
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a module or a class another attribute for a while."""
+    own = name in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before) if own else delattr(owner, name)

@@ -1,0 +1,86 @@
+"""Have Keras' layers do what is right for all replicas, and for no examples at all, while a step is traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.tensorflow import nn as tf_nn
+from keras.src.backend.tensorflow import numpy as tf_numpy
+from keras.src.layers.convolutional.base_conv import BaseConv
+from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
+from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv
+from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv
+from keras.src.layers.convolutional.conv1d import Conv1D
+from keras.src.layers.pooling.base_pooling import BasePooling
+
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.interception import Step, install
+from keras_dist_ext._keras.strategies import sum_over_replicas
+
+__all__: list[str] = []
+
+
+# keras/src/backend/tensorflow/nn.py: TensorFlow's kernels fail on no rows, and some end the process.
+for _op_name in ("conv", "conv_transpose", "depthwise_conv", "separable_conv", "max_pool"):
+
+    @install(tf_nn, _op_name)
+    def _(original: Any, step: Step, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return step.on_rows(inputs, lambda rows: original(rows, *args, **kwargs))
+
+
+# keras/src/layers/convolutional, pooling: around the whole layer, so that TensorFlow still fuses it with its bias.
+for _layer_class in (Conv1D, BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv, BasePooling):
+
+    @install(_layer_class, "call")
+    def _(original: Any, step: Step, layer: Any, inputs: Any) -> Any:
+        return step.on_rows(inputs, lambda rows: original(layer, rows))
+
+
+# keras/src/backend/tensorflow/nn.py: the kernel behind it fails on no rows too.
+@install(tf_nn, "ctc_loss")
+def _(
+    original: Any, step: Step, target: Any, output: Any, target_length: Any, output_length: Any, mask_index: int = 0
+) -> Any:
+    others = [tf.convert_to_tensor(value) for value in (target, target_length, output_length)]
+
+    def of_as_many(rows: tf.Tensor) -> Any:
+        missing = tf.shape(rows)[0] - tf.shape(others[0])[0]
+        padded = [tf.pad(value, [[0, missing], *[[0, 0]] * (value.shape.rank - 1)]) for value in others]
+        return original(padded[0], rows, padded[1], padded[2], mask_index)
+
+    return step.on_rows(output, of_as_many)
+
+
+# keras/src/layers/normalization/batch_normalization.py: with a mask, Keras' moments are those of a replica's own rows.
+@install(keras.layers.BatchNormalization, "_moments")
+def _(original: Any, step: Step, layer: Any, inputs: Any, mask: Any) -> Any:
+    if mask is None or not layer.synchronized:
+        return original(layer, inputs, mask)
+    is_valid = tf.broadcast_to(tf.cast(tf.expand_dims(mask, -1), tf.bool), tf.shape(inputs))
+
+    def sums(*values: Any) -> list[Any]:
+        return sum_over_replicas([tf.reduce_sum(value, layer._reduction_axes, keepdims=True) for value in values])
+
+    total, count = sums(tf.where(is_valid, inputs, 0), tf.cast(is_valid, inputs.dtype))
+    count += keras.backend.epsilon()
+    mean = total / count
+    (squares,) = sums(tf.square(tf.where(is_valid, inputs - mean, 0)))
+    return tf.squeeze(mean), tf.squeeze(squares / count)
+
+
+# keras/src/layers/rnn/rnn.py: `states` has a row for each of the whole batch.
+@install(keras.layers.RNN, "call")
+def _(original: Any, step: Step, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    if layer.stateful:
+        step.check_stateful(layer)
+    return original(layer, *args, **kwargs)
+
+
+# keras/src/backend/tensorflow/numpy.py: takes what has no rows for the vector of a bias, since 0 is no more than 1.
+@install(tf_numpy, "add")
+def _(original: Any, step: Step, x1: Any, x2: Any) -> Any:
+    if 0 not in (getattr(x2, "shape", None) or ()):
+        return original(x1, x2)
+    dtype = keras.backend.result_type(*(getattr(x, "dtype", type(x)) for x in (x1, x2)))
+    return tf.add(*(tf.cast(keras.ops.convert_to_tensor(x), dtype) for x in (x1, x2)))

@@ -1,0 +1,91 @@
+"""Look into a layer: its sublayers, variables, metrics, losses and masks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from keras.src.backend.common import masking
+from keras.src.backend.common.name_scope import current_path
+
+__all__ = [
+    "copy_mask",
+    "seed_generators",
+    "preserve_losses",
+    "get_layer_losses",
+    "set_layer_losses",
+    "flat_layers",
+    "needs_build",
+    "child_layers",
+    "own_metrics",
+    "own_variables",
+    "current_layer_path",
+]
+
+
+def copy_mask(source: Any, target: Any) -> None:
+    """Give a tensor the mask that Keras keeps at another (keras/src/backend/common/masking.py)."""
+    mask = masking.get_keras_mask(source)
+    if mask is not None:
+        masking.set_keras_mask(target, mask)
+
+
+def seed_generators(layer: Any) -> list[Any]:
+    """A layer's own generators, without those of the layers in it (keras/src/layers/layer.py)."""
+    return list(layer._seed_generators)
+
+
+@contextlib.contextmanager
+def preserve_losses(model: Any) -> Iterator[None]:
+    """Keep what layers were given to ``add_loss`` while other replicas of the model use the same lists (layer.py)."""
+    kept = get_layer_losses(model)
+    yield
+    set_layer_losses(kept)
+
+
+def get_layer_losses(model: Any) -> list[tuple[Any, list[Any], set[int]]]:
+    """What each layer was given to ``add_loss`` since the model was last called (keras/src/layers/layer.py)."""
+    return [(layer, list(layer._losses), set(layer._loss_ids)) for layer in model._flatten_layers()]
+
+
+def set_layer_losses(losses: Sequence[tuple[Any, list[Any], set[int]]]) -> None:
+    """Put back what ``get_layer_losses`` has returned (keras/src/layers/layer.py)."""
+    for layer, given, ids in losses:
+        layer._losses[:] = given
+        layer._loss_ids.clear()
+        layer._loss_ids.update(ids)
+
+
+def flat_layers(layer: Any) -> list[Any]:
+    """A layer or model, and all layers in it, each once (keras/src/layers/layer.py, `_flatten_layers`)."""
+    return list(layer._flatten_layers())
+
+
+def needs_build(layer: Any) -> bool:
+    """Whether a layer may have variables to make when it is first called: not if it has Keras' own, empty `build`.
+
+    keras/src/utils/python_utils.py, `default`, marks it, and layers/layer.py wraps it.
+    """
+    return not layer.built and not getattr(layer.build, "_is_default", False)
+
+
+def child_layers(layer: Any) -> list[Any]:
+    """The layers that a layer or model holds itself (keras/src/layers/layer.py, `_flatten_layers`)."""
+    return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
+def own_metrics(layer: Any) -> list[Any]:
+    """The metrics that a layer tracks as its attributes, without those of `compile` (keras/src/layers/layer.py)."""
+    return list(layer._metrics)
+
+
+def own_variables(layer: Any) -> list[Any]:
+    """The weights and seed states of a layer, without those of the layers in it (keras/src/layers/layer.py)."""
+    seeds = [generator.state for generator in layer._seed_generators]
+    return [*layer._trainable_variables, *layer._non_trainable_variables, *seeds]
+
+
+def current_layer_path() -> str:
+    """The path of the layer that this thread is calling, empty outside of all (backend/common/name_scope.py)."""
+    return str(current_path())

@@ -1,0 +1,54 @@
+"""Weigh and mask losses as Keras does, and leave parts of a step out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import tensorflow as tf
+from keras.src.losses import loss as loss_module
+from keras.src.trainers import compile_utils
+
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.interception import patched
+
+__all__ = ["apply_mask", "without_parts"]
+
+
+def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str | None) -> Any:
+    """Merge a mask into sample weights as keras/src/losses/loss.py does."""
+    return loss_module.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
+
+
+@contextlib.contextmanager
+def without_parts(parts: Collection[str]) -> Iterator[None]:
+    """Have what all threads trace go without some parts of a step; what was traced before stays as it is.
+
+    Args:
+        parts: "weights" and "masks" that losses take (keras/src/losses/loss.py, ``reduce_weighted_values``), "moments"
+            that BatchNormalization takes of a batch (batch_normalization.py, ``_moments``; its moving statistics
+            instead), the "loss" of ``compile`` (trainers/compile_utils.py; the mean square of the outputs instead).
+    """
+    reduce_values = loss_module.reduce_weighted_values
+
+    def reduce_all_alike(values: Any, sample_weight: Any = None, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        kept = (None if "weights" in parts else sample_weight, None if "masks" in parts else mask)
+        return reduce_values(values, *kept, *args, **kwargs)
+
+    def moving(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        return tuple(tf.cast(v.value, inputs.dtype) for v in (layer.moving_mean, layer.moving_variance))
+
+    def mean_square(_: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        outputs = [tf.cast(y, tf.float32) for y in tree.flatten(y_pred) if tf.as_dtype(y.dtype).is_floating]
+        means = [tf.math.divide_no_nan(tf.reduce_sum(y * y), tf.cast(tf.size(y), tf.float32)) for y in outputs]
+        return loss_module.scale_loss_for_distribution(tf.add_n(means))
+
+    with contextlib.ExitStack() as stack:
+        if {"weights", "masks"} & set(parts):
+            stack.enter_context(patched(loss_module, "reduce_weighted_values", reduce_all_alike))
+        if "moments" in parts:
+            stack.enter_context(patched(keras.layers.BatchNormalization, "_moments", moving))
+        if "loss" in parts:
+            stack.enter_context(patched(compile_utils.CompileLoss, "__call__", mean_square))
+        yield

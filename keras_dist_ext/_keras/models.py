@@ -1,0 +1,133 @@
+"""Look into a model, and build and fit it step by step as ``fit`` does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from keras.src.models.functional import Functional as KerasFunctional
+from keras.src.models.model import functional_init_arguments
+
+from keras_dist_ext._keras import keras
+
+__all__ = [
+    "KerasFunctional",
+    "functional_init_arguments",
+    "overrides",
+    "tracks_loss",
+    "user_metrics",
+    "compile_arguments",
+    "input_like",
+    "metric_results",
+    "build_from_batch",
+    "begin_fit",
+    "intercept_fit",
+]
+
+_thread = threading.local()
+
+
+def overrides(model: Any, name: str) -> bool:
+    """Whether a user's class replaces the method ``name`` of Keras' trainer."""
+    return getattr(getattr(type(model), name), "__module__", "").split(".")[0] not in ("keras", "keras_dist_ext")
+
+
+def tracks_loss(model: Any, metric: Any) -> bool:
+    """Whether a metric is one to which Keras itself gives losses (trainers/trainer.py, trainers/compile_utils.py)."""
+    of_compile = getattr(model, "_compile_loss", None)
+    given = [getattr(model, "_loss_tracker", None), *(of_compile.metrics if of_compile is not None else ())]
+    return any(metric is one for one in given)
+
+
+def user_metrics(model: Any) -> list[Any]:
+    """The metric objects given to `compile`, also before the first step (keras/src/trainers/compile_utils.py)."""
+    compiled = getattr(model, "_compile_metrics", None)
+    if compiled is None:
+        return []
+    given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
+    return [metric for metric in given if isinstance(metric, keras.Metric)]
+
+
+def compile_arguments(model: Any) -> dict[str, Any]:
+    """What was given to `compile`, as the objects themselves (keras/src/trainers/trainer.py, `compile`)."""
+    given = dict(model._compile_config.config)
+    # Ours keep beside it that "auto" was asked for (keras_dist_ext/model.py); of stock Keras, 1 is the default.
+    automatic = getattr(model, "_steps_per_execution_is_auto", model.steps_per_execution == 1)
+    return {**given, "steps_per_execution": "auto" if automatic else model.steps_per_execution}
+
+
+def input_like(tensor: Any) -> Any:
+    """A new `keras.Input` like the one that a symbolic tensor came from (keras/src/backend/common/keras_tensor.py)."""
+    layer = tensor._keras_history.operation
+    return keras.Input(
+        batch_shape=tensor.shape,
+        dtype=tensor.dtype,
+        sparse=tensor.sparse,
+        name=layer.name,
+        optional=getattr(layer, "optional", False),
+    )
+
+
+def metric_results(model: Any, logs: Any) -> dict[str, Any]:
+    """What ``fit`` logs at the end of an epoch, of the logs of its last step (keras/src/trainers/trainer.py).
+
+    In the order in which the model has its metrics: Keras numbers the names of those that were given none.
+    """
+
+    def leaves(results: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(results, dict):
+            for name, value in results.items():
+                yield from leaves(value, f"{path}/{name}" if path else str(name))
+        else:
+            yield path, np.asarray(results)
+
+    results = model._get_metrics_result_or_logs(logs)
+    return dict(leaves(results, "")) if isinstance(results, dict) else {}
+
+
+def build_from_batch(model: Any, batch: Any) -> None:
+    """Build a model, its metrics and its optimizer as ``fit`` does (trainer.py, ``_symbolic_build``)."""
+    model._symbolic_build(data_batch=batch)
+
+
+def begin_fit(model: Any, split_batch: Any) -> None:
+    """Do what ``fit`` of stock Keras does before its first step (backend/tensorflow/trainer.py)."""
+    model._maybe_symbolic_build(iterator=[(0, 1, iter([split_batch]))])
+
+
+@contextlib.contextmanager
+def intercept_fit(hook: Callable[..., Any], classes: Sequence[type]) -> Iterator[None]:
+    """Send calls of ``fit`` of these classes to ``hook(original, model, *args, **kwargs)``; nested ones pass by.
+
+    For a script that is run to be looked at. `fit` is public, but made in keras/src/backend/tensorflow/trainer.py and
+    inherited by ``keras.Model``.
+    """
+    before = {cls: vars(cls).get("fit") for cls in classes}
+
+    def wrapped(original: Any) -> Any:
+        @functools.wraps(original)
+        def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(_thread, "fits", False):
+                return original(model, *args, **kwargs)
+            _thread.fits = True
+            try:
+                return hook(original, model, *args, **kwargs)
+            finally:
+                _thread.fits = False
+
+        return fit
+
+    for cls in classes:
+        cls.fit = wrapped(cls.fit)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for cls, own in before.items():
+            if own is None:
+                del cls.fit  # type: ignore[attr-defined]
+            else:
+                cls.fit = own  # type: ignore[attr-defined]

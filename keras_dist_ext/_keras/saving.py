@@ -1,0 +1,79 @@
+"""Tell how Keras saves an object, and read what it has saved."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zipfile
+from typing import Any
+
+import h5py
+from keras.src import api_export
+from keras.src.saving import object_registration, serialization_lib
+from keras.src.saving.keras_saveable import KerasSaveable
+
+__all__ = [
+    "KerasSaveable",
+    "save_as",
+    "has_own_config",
+    "has_recorded_arguments",
+    "has_automatic_config",
+    "is_serializable_dict",
+    "share_registered_name",
+    "saved_variables",
+]
+
+
+def save_as(cls: type, keras_class: type) -> None:
+    """Have instances of ``cls`` saved under the name of one of Keras' own classes (keras/src/api_export.py)."""
+    name = api_export.get_name_from_symbol(keras_class) or f"{keras_class.__module__}.{keras_class.__name__}"
+    api_export.REGISTERED_OBJS_TO_NAMES[cls] = name
+
+
+def has_own_config(model: Any) -> bool:
+    """Whether a model's `get_config` is not Keras' own (keras/src/layers/layer.py, models/functional.py)."""
+    return bool(type(model).get_config.__module__.partition(".")[0] != "keras")
+
+
+def has_recorded_arguments(model: Any) -> bool:
+    """Whether Keras' own `get_config` has arguments to give (ops/operation.py); of stock models these are defaults."""
+    recorded = getattr(model, "_auto_config", None)
+    return bool(recorded is not None and recorded.config)
+
+
+def has_automatic_config(thing: Any) -> bool:
+    """Whether `get_config` gives the recorded arguments of the constructor (ops/operation.py).
+
+    Keras 3.11 records those that were given, so others have their defaults; Keras 3.15 records all.
+    """
+    return bool(getattr(type(thing).get_config, "_is_default", False))
+
+
+def is_serializable_dict(value: Any) -> bool:
+    """Whether it holds constructor arguments for a config (keras/src/saving/serialization_lib.py)."""
+    return isinstance(value, serialization_lib.SerializableDict)
+
+
+def share_registered_name(cls: type, twin: type) -> None:
+    """Have `twin` saved under the name of `cls`, without loading it by that name (saving/object_registration.py)."""
+    if cls in object_registration.GLOBAL_CUSTOM_NAMES:
+        object_registration.GLOBAL_CUSTOM_NAMES[twin] = object_registration.GLOBAL_CUSTOM_NAMES[cls]
+
+
+def saved_variables(path: Any, group: str) -> dict[str, Any]:
+    """The variables that an attribute of a model has saved in a `.keras` file or directory (saving/saving_lib.py).
+
+    ``path`` may be a file object.
+    """
+    with contextlib.ExitStack() as opened:
+        if zipfile.is_zipfile(path):
+            archive = opened.enter_context(zipfile.ZipFile(path))
+            if "model.weights.h5" not in archive.namelist():
+                return {}
+            weights: Any = opened.enter_context(archive.open("model.weights.h5"))
+        else:
+            weights = os.path.join(path, "model.weights.h5")
+            if not os.path.exists(weights):
+                return {}
+        file = opened.enter_context(h5py.File(weights, "r"))
+        return {name: value[()] for name, value in file.get(f"{group}/vars", {}).items()}

@@ -1,0 +1,100 @@
+"""Ask a tf.distribute strategy what it does not tell: its kind, its replicas, and whose it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_utils
+
+from keras_dist_ext._keras import keras
+
+__all__ = [
+    "sum_over_replicas",
+    "regroup",
+    "replica_id",
+    "local_replica_id",
+    "first_replica",
+    "is_default_strategy",
+    "uses_collectives",
+    "num_tasks",
+    "strategy_of_variable",
+    "strategy_of_model",
+    "strategy_of_optimizer",
+    "num_local_replicas",
+]
+
+
+def sum_over_replicas(values: list[Any]) -> list[Any]:
+    """Sum each value over all replicas, from within the current one."""
+    context = tf.distribute.get_replica_context()
+    return list(context.all_reduce(tf.distribute.ReduceOp.SUM, values))
+
+
+def regroup(values: Sequence[Any]) -> Any:
+    """One value a local replica, as what ``strategy.run`` and ``merge_call`` take (distribute_utils.py)."""
+    return distribute_utils.regroup(tuple(values), always_wrap=True)
+
+
+def replica_id() -> Any:
+    """The current replica's number over all workers: an int but on TPUs (distribute_lib.py hides it in a constant)."""
+    number = tf.distribute.get_replica_context().replica_id_in_sync_group
+    static = tf.get_static_value(number) if tf.is_tensor(number) else number
+    return number if static is None else int(static)
+
+
+def local_replica_id() -> int:
+    """The current replica's number in this process; outside of replicas that of the first, 0."""
+    context = tf.distribute.get_replica_context()
+    return 0 if context is None else int(replica_id()) - first_replica(context.strategy)
+
+
+def first_replica(strategy: tf.distribute.Strategy) -> int:
+    """The number of this worker's first replica (distribute/collective_all_reduce_strategy.py)."""
+    worker = int(getattr(strategy.extended, "_id_in_cluster", 0))
+    return worker * len(strategy.extended.worker_devices) if worker else 0
+
+
+def is_default_strategy(strategy: Any) -> bool:
+    """Whether it is what `tf.distribute.get_strategy()` gives outside of all scopes (distribute/distribute_lib.py)."""
+    return type(strategy).__name__ == "_DefaultDistributionStrategy"
+
+
+def uses_collectives(strategy: tf.distribute.Strategy) -> bool:
+    """Whether a MirroredStrategy reduces by collectives, as it does by default (distribute/mirrored_strategy.py)."""
+    return type(strategy.extended._cross_device_ops).__name__ == "CollectiveAllReduce"
+
+
+def num_tasks(strategy: tf.distribute.Strategy) -> dict[str, int]:
+    """How many tasks of each job the strategy's cluster has.
+
+    `cluster_resolver` is public, and None under parameter servers (distribute/parameter_server_strategy_v2.py).
+    """
+    cluster = (strategy.cluster_resolver or strategy._cluster_resolver).cluster_spec()
+    return {job: cluster.num_tasks(job) for job in cluster.jobs}
+
+
+def strategy_of_variable(variable: Any) -> tf.distribute.Strategy | None:
+    """The strategy in whose scope a variable of Keras, a `tf.Variable` or a `ShardedVariable` was made.
+
+    Every kind of variable keeps it (tensorflow/python/ops/resource_variable_ops.py, distribute/values.py,
+    sharded_variable.py, ps_values.py).
+    """
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    return getattr(value, "_distribute_strategy", None)
+
+
+def strategy_of_model(model: Any) -> tf.distribute.Strategy | None:
+    """The strategy in whose scope a model was made (keras/src/backend/tensorflow/trainer.py, `__init__`)."""
+    return getattr(model, "_distribute_strategy", None)
+
+
+def strategy_of_optimizer(optimizer: Any) -> tf.distribute.Strategy | None:
+    """The strategy in whose scope an optimizer was made (keras/src/backend/tensorflow/optimizer.py, `__init__`)."""
+    return getattr(optimizer, "_distribution_strategy", None)
+
+
+def num_local_replicas(strategy: tf.distribute.Strategy) -> int:
+    """How many replicas this worker has; the default strategy does not tell (distribute/distribute_lib.py)."""
+    return 1 if is_default_strategy(strategy) else len(strategy.extended.worker_devices)

@@ -1,0 +1,213 @@
+"""Look at the graphs that functions are traced to, and steer how they are traced and called."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from tensorflow.python.data.ops import iterator_ops
+from tensorflow.python.eager import context as tf_context
+from tensorflow.python.eager.polymorphic_function import polymorphic_function, tracing_compilation
+from tensorflow.python.framework import ops as tf_ops
+from tensorflow.python.ops import control_flow_util, summary_ops_v2
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+__all__ = [
+    "clone_function",
+    "functions_of_op",
+    "set_op_device",
+    "op_spans",
+    "capture_thread_context",
+    "run_independently",
+    "in_xla",
+    "observe_traces",
+    "IteratorFunction",
+    "traced_graphs",
+]
+
+
+def clone_function(function: Any) -> Any:
+    """A tf.function like another, without its traces (polymorphic_function.py).
+
+    One that was loaded from a file has nothing but its traces (saved_model/function_deserialization.py), and is itself.
+    """
+    return function._clone(None) if type(function) is polymorphic_function.Function else function
+
+
+def functions_of_op(op: Any) -> list[Any]:
+    """The graphs of the functions that an op calls: that of a call, of each branch, or of a loop's body and condition.
+
+    tensorflow/python/framework/ops.py keeps the functions of a graph (`Graph._get_function`), and
+    eager/polymorphic_function/atomic_function.py the graph that one was traced to. None are known of other ops.
+    """
+    given = [op.get_attr(name) for name in _FUNCTIONS_OF_OP.get(op.type, ())]
+    functions = given[0] if op.type in ("Case", "StatelessCase") else given
+    found = []
+    for function in functions:
+        graph = op.graph
+        while graph is not None and graph._get_function(function.name) is None:
+            graph = getattr(graph, "outer_graph", None)
+        if graph is None:
+            return []
+        found.append(graph._get_function(function.name).graph)
+    return found
+
+
+_FUNCTIONS_OF_OP = {
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), ("f",)),
+    **dict.fromkeys(("If", "StatelessIf"), ("then_branch", "else_branch")),
+    **dict.fromkeys(("Case", "StatelessCase"), ("branches",)),
+    **dict.fromkeys(("While", "StatelessWhile"), ("body", "cond")),
+}
+
+
+def set_op_device(op: Any, device: str) -> None:
+    """Have an op of a graph that is being traced run on a device (tensorflow/python/framework/ops.py)."""
+    op._set_device(device if device.startswith("/") else f"/device:{device}")
+
+
+def op_spans(directory: str) -> Iterator[tuple[str, float, float]]:
+    """When ops ran, by name, of the profile that `tf.profiler.experimental.stop` has written to a directory.
+
+    The profiler's files hold an event `name:type` for each op, in picoseconds after its line's begin
+    (tensorflow/tsl/profiler/protobuf/xplane.proto; named in tensorflow/core/framework/op_kernel.cc, `TraceString`).
+    """
+    for path in pathlib.Path(directory).rglob("*.xplane.pb"):
+        for plane in xplane_pb2.XSpace.FromString(path.read_bytes()).planes:
+            names = {number: event.name.partition(":")[0] for number, event in plane.event_metadata.items()}
+            for line in plane.lines:
+                for event in line.events:
+                    begin = line.timestamp_ns * 1e-9 + event.offset_ps * 1e-12
+                    yield names[event.metadata_id], begin, begin + event.duration_ps * 1e-12
+
+
+def capture_thread_context(
+    context: tf.distribute.ReplicaContext,
+) -> Callable[[str], contextlib.AbstractContextManager[None]]:
+    """Note where a replica's thread is, for other threads to enter there: graph, device, globals, summaries.
+
+    tensorflow/python/distribute/mirrored_run.py has threads for replicas, which it prepares likewise. Keras' globals
+    belong to a thread (keras/src/backend/common/global_state.py).
+
+    Args:
+        context: the replica context to enter.
+
+    Returns:
+        What enters, and takes a name for the scope of the ops.
+    """
+    graph, is_eager = tf_ops.get_default_graph(), tf.executing_eagerly()
+    with tf.init_scope():
+        outside = tf_ops.get_default_graph(), tf.executing_eagerly()
+    globals_of_keras = dict(vars(global_state.GLOBAL_STATE_TRACKER))
+    summaries = dict(vars(summary_ops_v2._summary_state))
+    if is_eager:
+        device, scope = tf_context.context().device_name, ""
+    else:
+        graph.switch_to_thread_local()
+        devices, scope = graph._device_function_stack.copy(), graph.get_name_scope()
+
+    @contextlib.contextmanager
+    def enter(name: str) -> Iterator[None]:
+        vars(global_state.GLOBAL_STATE_TRACKER).update(globals_of_keras)
+        vars(summary_ops_v2._summary_state).update(summaries)
+        with contextlib.ExitStack() as stack:
+            for place, eagerly in (outside, (graph, is_eager)):
+                stack.enter_context(place.as_default())
+                if eagerly:
+                    stack.enter_context(tf_context.eager_mode())
+            if is_eager:
+                stack.enter_context(tf.device(device))
+            else:
+                graph._device_function_stack = devices.copy()
+                stack.enter_context(tf.name_scope(f"{scope}/{name}/" if scope else f"{name}/"))
+            stack.enter_context(context)
+            yield
+
+    return enter
+
+
+def run_independently(value: tf.Tensor) -> None:
+    """Let the stateful op that makes a tensor run as soon as its inputs are there, while a function is traced.
+
+    Stateful ops without a resource run in the order in which they were traced, those of one replica after those of the
+    replicas before it (python/framework/auto_control_deps.py, `run_independently`).
+    """
+    manager = getattr(tf_ops.get_default_graph(), "experimental_acd_manager", None)
+    if manager is not None and not tf.executing_eagerly():
+        manager.run_independently(value.op)
+
+
+def in_xla() -> bool:
+    """Whether the code being traced will be compiled by XLA."""
+    return bool(control_flow_util.GraphOrParentsInXlaContext(tf_ops.get_default_graph()))
+
+
+def observe_traces(note: Callable[[str, dict[str, str], float], None]) -> Callable[[], None]:
+    """Have ``note(name, arguments, seconds)`` called for each tf.function that is traced outside of others.
+
+    TensorFlow traces in one place (eager/polymorphic_function/tracing_compilation.py), and warns of frequent tracing
+    without naming the argument that changes.
+
+    Returns:
+        What ends it.
+    """
+    original = tracing_compilation._create_concrete_function
+
+    def create(function_type: Any, *args: Any, **kwargs: Any) -> Any:
+        if tf.inside_function():
+            return original(function_type, *args, **kwargs)
+        begin = time.perf_counter()
+        made = original(function_type, *args, **kwargs)
+        options = kwargs.get("tracing_options", args[-1] if args else None)
+        constraints = {name: parameter.type_constraint for name, parameter in function_type.parameters.items()}
+        arguments = {name: str(getattr(c, "value", c)) for name, c in constraints.items()}
+        note(str(getattr(options, "name", "a function")), arguments, time.perf_counter() - begin)
+        return made
+
+    def stop() -> None:
+        if tracing_compilation._create_concrete_function is create:
+            tracing_compilation._create_concrete_function = original
+
+    tracing_compilation._create_concrete_function = create
+    return stop
+
+
+class IteratorFunction:
+    """A tf.function that is called again and again with an iterator over a dataset as its first argument.
+
+    Which trace fits, and what it has captured, is found out once an iterator, not at each call: to look whether
+    arguments fit takes as long as some hundred small ops (python/eager/polymorphic_function/concrete_function.py).
+
+    Args:
+        function: a ``tf.function``. What other arguments it has are of one shape and dtype for each iterator.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self._iterator: Callable[[], Any] = lambda: None
+        self._trace: Any = None
+        self._captured: list[Any] | None = None  # None: it is another thing at each call
+
+    def __call__(self, iterator: Any, *others: Any) -> Any:
+        """Call the function."""
+        if not isinstance(iterator, iterator_ops.OwnedIterator):  # say, one that TensorFlow has distributed
+            return self.function(iterator, *others)
+        if self._iterator() is not iterator:
+            trace = self._trace = self.function.get_concrete_function(iterator, *others)
+            self._captured = None if any(map(callable, trace._captured_inputs)) else trace.captured_inputs
+            self._iterator = weakref.ref(iterator)
+        captured = self._trace.captured_inputs if self._captured is None else self._captured
+        return self._trace._call_flat(tf.nest.flatten((iterator, *others), expand_composites=True), captured)
+
+
+def traced_graphs(function: Any) -> list[Any]:
+    """The graphs that a tf.function was traced to so far (polymorphic_function.py); none of a plain function."""
+    function = function.function if isinstance(function, IteratorFunction) else function
+    traces: list[Any] = getattr(function, "_list_all_concrete_functions", list)()
+    return [trace.graph for trace in traces]

@@ -1,0 +1,150 @@
+"""Reach the components of distributed variables, and make variables where they are wanted."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_utils, numpy_dataset
+from tensorflow.python.distribute import values as distribute_values
+from tensorflow.python.ops import handle_data_util, resource_variable_ops
+
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.strategies import is_default_strategy
+from keras_dist_ext._keras.tracing import run_independently
+
+__all__ = [
+    "local_component",
+    "is_sync_on_read",
+    "components",
+    "distributed_variable",
+    "parameter_server_variable",
+    "move_variable",
+    "NamedVariable",
+    "variables_of_module",
+]
+
+
+def local_component(variable: Any) -> Any:
+    """The copy of a mirrored ``tf.Variable`` that belongs to the current replica (values.py)."""
+    value = variable._value if isinstance(variable, keras.Variable) else variable
+    return value._get_on_device_or_primary() if hasattr(value, "_get_on_device_or_primary") else value
+
+
+def is_sync_on_read(variable: Any) -> bool:
+    """Whether each replica holds its own part of the variable, to be summed when read (values.py)."""
+    value = variable._value if isinstance(variable, keras.Variable) else variable
+    return getattr(value, "synchronization", None) == tf.VariableSynchronization.ON_READ and hasattr(value, "_values")
+
+
+def components(variable: Any) -> tuple[Any, ...]:
+    """The copies of a variable on this worker's replicas, or the variable itself (values.py)."""
+    value = variable._value if isinstance(variable, keras.Variable) else variable
+    return tuple(getattr(value, "_values", (value,)))
+
+
+def distributed_variable(variable: Any) -> Any:
+    """The mirrored variable that a copy of it belongs to, or the variable itself (distribute_utils.py)."""
+    return distribute_utils.value_container(variable)
+
+
+def parameter_server_variable(variable: Any) -> Any:
+    """What a parameter server holds, which is what graphs know of a variable; or the variable itself (ps_values.py)."""
+    return getattr(variable, "_v", variable)
+
+
+def move_variable(variable: Any, strategy: tf.distribute.Strategy, devices: Sequence[str]) -> None:
+    """Make the `tf.Variable` of a Keras variable anew on other devices, one for each replica, with the same values.
+
+    A MirroredStrategy makes a mirrored variable on the `_devices` of what it is to lie beside, a OneDeviceStrategy on
+    a `SingleDevice` (tensorflow/python/distribute/mirrored_strategy.py, one_device_strategy.py, `_create_variable`;
+    public is `extended.colocate_vars_with`, which takes a variable). A Keras variable makes its `tf.Variable` in
+    `_initialize` (keras/src/backend/tensorflow/core.py).
+    """
+    values = [copy.numpy() for copy in components(variable)]
+    places = [f"/device:{device}" for device in devices]
+    if is_default_strategy(strategy):
+        with tf.device(places[0]):
+            variable._initialize(values[0])
+        return
+    is_mirrored = not isinstance(strategy, tf.distribute.OneDeviceStrategy)
+    beside = _Colocation(tuple(places)) if is_mirrored else numpy_dataset.SingleDevice(places[0])
+
+    def create(next_creator: Any, **kwargs: Any) -> Any:
+        return next_creator(**{**kwargs, "colocate_with": beside})
+
+    with strategy.scope(), tf.variable_creator_scope(create):
+        variable._initialize(values[0])
+    for copy, value in zip(components(variable), values, strict=True):
+        copy.assign(value)
+
+
+class _Colocation(NamedTuple):
+    """Stands for a variable that others are to lie beside."""
+
+    devices: tuple[str, ...]
+
+    @property
+    def _devices(self) -> tuple[str, ...]:
+        return self.devices
+
+
+class NamedVariable:
+    """A variable on the current device, in a strategy's scope too, that graphs may find by its name.
+
+    What a graph captures becomes an argument. Those and whatever else waits for nothing are handed to threads one by
+    one when a call begins (``ScheduleReady`` in core/common_runtime/executor.cc), and who calls looks at each: together
+    some 1 µs a handle. In a loop it is the other way around: what is captured costs nothing there.
+
+    Args:
+        initial_value: a tensor.
+
+    Attributes:
+        handle: to be used eagerly, or captured.
+    """
+
+    def __init__(self, initial_value: tf.Tensor) -> None:
+        self._named = {
+            "dtype": initial_value.dtype,
+            "shape": initial_value.shape,
+            "shared_name": f"keras_dist_ext_{uuid.uuid4().hex}",
+        }
+        self.handle: Any = tf.raw_ops.VarHandleOp(**self._named)
+        self.handle._handle_data = handle_data_util.create_handle_data(initial_value.shape, initial_value.dtype)
+        self._deleter = resource_variable_ops.EagerResourceDeleter(self.handle, self.handle.device)
+        tf.raw_ops.AssignVariableOp(resource=self.handle, value=initial_value)
+
+    def handle_in_graph(self) -> tf.Tensor:
+        """Return its handle in the graph that is traced, on the current device; what it waits for, it waits for."""
+        handle = tf.raw_ops.VarHandleOp(**self._named)
+        run_independently(handle)
+        return handle
+
+    def value(self) -> tf.Tensor:
+        """Read it, eagerly; methods of variables take several times as long."""
+        return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self._named["dtype"])
+
+    def assign(self, value: Any) -> None:
+        """Set it, eagerly."""
+        tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
+
+
+def variables_of_module(module: tf.Module) -> list[tuple[str, Any]]:
+    """The variables of a ``tf.Module`` with where it holds them, as ``blocks/0/kernel``; their own names may be alike.
+
+    tensorflow/python/module/module.py finds them so for ``module.variables``.
+    """
+    found = module._flatten(predicate=lambda value: isinstance(value, tf.Variable), with_path=True)
+    return [("/".join(map(str, path)), variable) for path, variable in found]
+
+
+def _read_as(kind: type) -> Callable[[Any], Any]:
+    return lambda variable: kind(variable.numpy())
+
+
+# tensorflow/python/distribute/values.py: `float(optimizer.learning_rate)` works with a variable of one device only.
+for _number in (int, float):
+    if f"__{_number.__name__}__" not in vars(distribute_values.DistributedVariable):
+        setattr(distribute_values.DistributedVariable, f"__{_number.__name__}__", _read_as(_number))
