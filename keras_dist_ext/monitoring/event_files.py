@@ -94,8 +94,8 @@ class EventWriter(Writer):
             summaries[names.all_run(run.experiment)] = _simple_values(overall_values(stats, values))
         self._add(summaries, stats.step, stats.wall_time)
 
-    def find(self, findings: Sequence[FindingRecord], *, step: int, wall_time: float) -> None:
-        """See ``Writer.find``."""
+    def write_findings(self, findings: Sequence[FindingRecord], *, step: int, wall_time: float) -> None:
+        """See ``Writer.write_findings``."""
         run = self._runs["train"]
         if run.is_chief:
             texts = [

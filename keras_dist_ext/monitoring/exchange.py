@@ -14,14 +14,14 @@ import numpy.typing as npt
 from keras_dist_ext.step.stats import ReplicaStats
 from keras_dist_ext.strategy.workers import Workers
 
-__all__ = ["exchange"]
+__all__ = ["gather_intervals"]
 
 Floats = npt.NDArray[np.float64]
 
 _OF_REPLICAS = ("loss", "examples", "input_seconds", "compute_seconds", "sync_seconds", "gradient_norm")
 
 
-def exchange(
+def gather_intervals(
     stats: Sequence[ReplicaStats],
     workers: Workers | None,
     *,

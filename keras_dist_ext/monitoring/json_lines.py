@@ -80,8 +80,8 @@ class JsonLinesWriter(Writer):
         fields = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
         self._add("record", **fields, scores=scores)
 
-    def find(self, findings: Sequence[FindingRecord], *, step: int, wall_time: float) -> None:
-        """See ``Writer.find``."""
+    def write_findings(self, findings: Sequence[FindingRecord], *, step: int, wall_time: float) -> None:
+        """See ``Writer.write_findings``."""
         self._add("findings", findings=list(findings), step=step, wall_time=wall_time)
 
     def flush(self) -> None:
@@ -205,7 +205,7 @@ def _record(fields: dict[str, Any]) -> Callable[[Writer], None]:
 
 def _findings(fields: dict[str, Any]) -> Callable[[Writer], None]:
     findings, step, wall_time = fields["findings"], int(fields["step"]), float(fields["wall_time"])
-    return lambda writer: writer.find(findings, step=step, wall_time=wall_time)
+    return lambda writer: writer.write_findings(findings, step=step, wall_time=wall_time)
 
 
 _READERS = {"run": _run, "record": _record, "findings": _findings}

@@ -17,10 +17,10 @@ from keras_dist_ext.monitoring.dashboard.metadata import MANIFEST_VERSION, Manif
 from keras_dist_ext.strategy.pick import reason_for
 from keras_dist_ext.strategy.workers import workers_of
 
-__all__ = ["describe_model", "devices_of", "manifest_of", "num_cores"]
+__all__ = ["describe_model", "replica_devices", "build_manifest", "num_cores"]
 
 
-def manifest_of(model: Any, experiment: str, *, batch_size: int | None = None) -> Manifest:
+def build_manifest(model: Any, experiment: str, *, batch_size: int | None = None) -> Manifest:
     """Return what does not change while an experiment runs.
 
     Args:
@@ -44,7 +44,7 @@ def manifest_of(model: Any, experiment: str, *, batch_size: int | None = None) -
         version=MANIFEST_VERSION,
         experiment=experiment,
         strategy=arrangement,
-        devices=devices_of(strategy),
+        devices=replica_devices(strategy),
         seeds=None if seed is None else {"global": seed, "replicas": [seed + i for i in range(num_replicas)]},
         versions=_versions(),
         batch_size=batch_size,
@@ -52,7 +52,7 @@ def manifest_of(model: Any, experiment: str, *, batch_size: int | None = None) -
     )
 
 
-def devices_of(strategy: tf.distribute.Strategy) -> list[str]:
+def replica_devices(strategy: tf.distribute.Strategy) -> list[str]:
     """Return the device of each replica, over all workers."""
     if is_default_strategy(strategy):
         first = [*tf.config.list_logical_devices("GPU"), *tf.config.list_logical_devices("CPU")][0]

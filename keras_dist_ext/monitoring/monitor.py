@@ -16,7 +16,7 @@ from keras_dist_ext.monitoring.intervals import Intervals, UpdateFreq
 from keras_dist_ext.monitoring.stragglers import Stragglers
 from keras_dist_ext.monitoring.terminal import TerminalWriter
 from keras_dist_ext.monitoring.watch import Watch
-from keras_dist_ext.monitoring.writers import SeveralWriters, Writer
+from keras_dist_ext.monitoring.writers import CompositeWriter, Writer
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.strategy.workers import Workers, workers_of
 
@@ -81,7 +81,7 @@ class ReplicaMonitor(keras.callbacks.Callback):  # type: ignore[misc]
             )
         Intervals(update_freq)  # these two check what they get
         Stragglers(straggler_threshold)
-        self._writers = SeveralWriters(
+        self._writers = CompositeWriter(
             [
                 *([] if log_dir is None else [EventWriter(log_dir, flush_seconds=flush_seconds)]),
                 *_checked_writers(writers),
@@ -127,9 +127,9 @@ class ReplicaMonitor(keras.callbacks.Callback):  # type: ignore[misc]
         if self._watch is not None:
             self._watch.release()
 
-    def find(self, kind: str, findings: Sequence[FindingRecord]) -> None:
+    def add_findings(self, kind: str, findings: Sequence[FindingRecord]) -> None:
         """Take what another callback has found out, of one kind, to be written with the monitor's own findings."""
-        self._watched().find(kind, findings)
+        self._watched().add_findings(kind, findings)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuse models of stock Keras."""

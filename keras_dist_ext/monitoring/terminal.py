@@ -18,7 +18,7 @@ from keras_dist_ext.monitoring.stragglers import own_seconds
 from keras_dist_ext.monitoring.writers import Floats, Run, Writer
 from keras_dist_ext.step.stats import ReplicaStats
 
-__all__ = ["TerminalWriter", "table_of"]
+__all__ = ["TerminalWriter", "replica_table"]
 
 _PARTS = (("compute", "█", "green"), ("input", "▒", "yellow"), ("sync", "░", "blue"))
 _BAR_WIDTH = 24
@@ -76,8 +76,8 @@ class TerminalWriter(Writer):
         if is_due:
             self._show()
 
-    def find(self, findings: Sequence[FindingRecord], *, step: int, wall_time: float) -> None:
-        """See ``Writer.find``."""
+    def write_findings(self, findings: Sequence[FindingRecord], *, step: int, wall_time: float) -> None:
+        """See ``Writer.write_findings``."""
         known = {finding["code"] for finding in self._findings}
         self._findings = list(findings)
         if not self._is_live:
@@ -117,7 +117,7 @@ class TerminalWriter(Writer):
         below = [] if self._test is None else [Text(_line(self._test), style="dim")]
         below += [Text(finding["what"], style="red") for finding in self._findings]
         max_rows = max(1, self._console.height - 7 - len(below))
-        self._live.update(Group(table_of(self._train, max_rows), *below), refresh=True)
+        self._live.update(Group(replica_table(self._train, max_rows), *below), refresh=True)
 
     def _stop(self) -> None:
         if self._live is not None:
@@ -126,7 +126,7 @@ class TerminalWriter(Writer):
             atexit.unregister(self._stop)
 
 
-def table_of(stats: ReplicaStats, max_rows: int = 100) -> Table:
+def replica_table(stats: ReplicaStats, max_rows: int = 100) -> Table:
     """Return a table of an interval: a row a replica, the slowest ones where there is no room for all."""
     own = own_seconds(stats)
     slowest, times = _slowest(own)

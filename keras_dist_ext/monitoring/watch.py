@@ -14,9 +14,9 @@ from typing import Any
 
 from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext.findings import FindingRecord
-from keras_dist_ext.monitoring.exchange import exchange
+from keras_dist_ext.monitoring.exchange import gather_intervals
 from keras_dist_ext.monitoring.intervals import Intervals, StepCounter, UpdateFreq
-from keras_dist_ext.monitoring.manifest import describe_model, devices_of, manifest_of, num_cores
+from keras_dist_ext.monitoring.manifest import build_manifest, describe_model, num_cores, replica_devices
 from keras_dist_ext.monitoring.stragglers import Stragglers
 from keras_dist_ext.monitoring.writers import Run, Writer
 from keras_dist_ext.step.recorder import Recorder
@@ -70,7 +70,7 @@ class Watch:
         self._stragglers = Stragglers(
             straggler_threshold,
             num_workers=self._num_workers,
-            take_turns=num_local > num_cores() and "CPU" in devices_of(model.distribute_strategy)[0],
+            take_turns=num_local > num_cores() and "CPU" in replica_devices(model.distribute_strategy)[0],
         )
         self._divergence = None if check_divergence_every is None else Divergence(model)
         self._check_every = check_divergence_every or 0
@@ -196,7 +196,7 @@ class Watch:
         kind = local[0].kind
         last = local[-1]
         began = time.perf_counter()
-        intervals, lengths, (batch_size,) = exchange(
+        intervals, lengths, (batch_size,) = gather_intervals(
             local,
             self._workers,
             first=self._first_replica,
@@ -227,7 +227,7 @@ class Watch:
             Run(
                 kind=kind,
                 experiment=experiment,
-                manifest=manifest_of(self.model, experiment, batch_size=self._batch_size),
+                manifest=build_manifest(self.model, experiment, batch_size=self._batch_size),
                 details=describe_model(self.model),
                 step=self._counter.step(self._counter.count),
                 wall_time=time.time(),
@@ -247,7 +247,7 @@ class Watch:
             if self._is_chief:
                 warnings.warn(f"{finding['what']} ({finding['evidence']}) {finding['fix']}", stacklevel=2)
 
-    def find(self, kind: str, findings: Sequence[FindingRecord]) -> None:
+    def add_findings(self, kind: str, findings: Sequence[FindingRecord]) -> None:
         """Take what others have found out about the run, in place of what they said of this kind before."""
         self._findings = [finding for finding in self._findings if finding["kind"] != kind] + list(findings)
         self._tell(self._counter.latest(self._num_pending), is_last=True)
@@ -262,7 +262,7 @@ class Watch:
             self._told = findings
             if "train" not in self._begun:  # what was found out without a step
                 self._begin("train")
-            self._writer.find(findings, step=step, wall_time=time.time())
+            self._writer.write_findings(findings, step=step, wall_time=time.time())
 
 
 def _stamped(stats: Sequence[ReplicaStats], now: float) -> list[ReplicaStats]:

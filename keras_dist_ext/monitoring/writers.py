@@ -19,7 +19,7 @@ from keras_dist_ext.monitoring.append_file import RecordsLost
 from keras_dist_ext.monitoring.dashboard.metadata import Manifest
 from keras_dist_ext.step.stats import Kind, ReplicaStats
 
-__all__ = ["MemoryWriter", "Run", "SeveralWriters", "Writer"]
+__all__ = ["MemoryWriter", "Run", "CompositeWriter", "Writer"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -64,7 +64,7 @@ class Writer:
         """
         raise NotImplementedError
 
-    def find(self, findings: Sequence[FindingRecord], *, step: int, wall_time: float) -> None:
+    def write_findings(self, findings: Sequence[FindingRecord], *, step: int, wall_time: float) -> None:
         """Take the list of all that was found out about the run of training so far."""
 
     def flush(self) -> None:
@@ -104,12 +104,12 @@ class MemoryWriter(Writer):
             self.train.append(stats)
             self.scores.append(scores)
 
-    def find(self, findings: Sequence[FindingRecord], *, step: int, wall_time: float) -> None:
-        """See ``Writer.find``."""
+    def write_findings(self, findings: Sequence[FindingRecord], *, step: int, wall_time: float) -> None:
+        """See ``Writer.write_findings``."""
         self.findings = list(findings)
 
 
-class SeveralWriters(Writer):
+class CompositeWriter(Writer):
     """Hands everything to several writers. One that fails is no reason to stop, for the others or the training.
 
     The first failure of a writer is a warning that names the cause and the records dropped; when the run ends, another
@@ -134,9 +134,9 @@ class SeveralWriters(Writer):
         """See ``Writer.write``."""
         self._each(lambda writer: writer.write(stats, scores))
 
-    def find(self, findings: Sequence[FindingRecord], *, step: int, wall_time: float) -> None:
-        """See ``Writer.find``."""
-        self._each(lambda writer: writer.find(findings, step=step, wall_time=wall_time))
+    def write_findings(self, findings: Sequence[FindingRecord], *, step: int, wall_time: float) -> None:
+        """See ``Writer.write_findings``."""
+        self._each(lambda writer: writer.write_findings(findings, step=step, wall_time=wall_time))
 
     def flush(self) -> None:
         """See ``Writer.flush``."""

@@ -46,14 +46,14 @@ from keras_dist_ext.training.pace import Pace
 from keras_dist_ext.training.resume.position import (
     Position,
     batch_sizes,
-    batches_of,
-    check_positionable,
-    checksum_of_rows,
-    entered_at,
-    go_to,
-    has_plain_state,
-    make_up_for,
-    seekable,
+    check_seekable,
+    example_checksum,
+    has_resumable_iterator,
+    iterate_batches,
+    replay_epochs,
+    replay_passes,
+    skip_to,
+    take_seekable,
 )
 from keras_dist_ext.training.source import Source
 
@@ -128,7 +128,7 @@ class Feed(EpochIterator):  # type: ignore[misc]
         is_seeded: Callable[[], bool] = lambda: False,
         **arguments: Any,
     ) -> None:
-        self._seekable = seekable(arguments)
+        self._seekable = take_seekable(arguments)
         super().__init__(**arguments)
         self._order = 0
         self._arrays: Any = None
@@ -239,8 +239,8 @@ class Feed(EpochIterator):  # type: ignore[misc]
             step=self._first_step + made if self._is_running else 0,
             num_epochs=self._num_epochs,
             num_passes=self.num_passes,
-            num_used=self._steps_seen + made if in_pass else 0,
-            num_used_in_all=self._num_batches_used + made,
+            num_pass_batches=self._steps_seen + made if in_pass else 0,
+            num_run_batches=self._num_batches_used + made,
             order=order,
             num_tests=num_tests,
         )
@@ -272,14 +272,14 @@ class Feed(EpochIterator):  # type: ignore[misc]
         Raises:
             DataError: nobody can say where in this data a run is.
         """
-        kind = check_positionable(self.data_adapter, self._given, self._seekable, self.steps_per_epoch)
+        kind = check_seekable(self.data_adapter, self._given, self._seekable, self.steps_per_epoch)
         is_array = kind == "arrays"
         return {
             "data": kind,
             "rows": self.data_adapter._num_samples if is_array else None,
             "batch_size": self.data_adapter.batch_size if is_array else None,
             "shuffle": self.data_adapter._shuffle if is_array else None,
-            "checksum": checksum_of_rows(self.data_adapter) if is_array else None,
+            "checksum": example_checksum(self.data_adapter) if is_array else None,
             "batches of the pipeline": batch_sizes(self._given) if kind == "tf.data" else [],
             "batches of a pass": self._num_batches if kind != "iterator" else None,
             "steps_per_epoch": self.steps_per_epoch,
@@ -292,7 +292,7 @@ class Feed(EpochIterator):  # type: ignore[misc]
         None where TensorFlow cannot save it, or is slow to, or where it would not bring back all that comes after it.
         """
         if self._saves_iterator is None:
-            self._saves_iterator = has_plain_state(self.data_adapter, self._given)
+            self._saves_iterator = has_resumable_iterator(self.data_adapter, self._given)
         if not self._saves_iterator or self._source is None or not self._is_running:
             return None
         begin = time.perf_counter()
@@ -312,11 +312,11 @@ class Feed(EpochIterator):  # type: ignore[misc]
         """
         self._start, self._order_of, self._state = position, order_of, state
         self.begin_after(
-            position.num_passes - bool(position.num_used), order_of(position.order - position.num_passes + 1)
+            position.num_passes - bool(position.num_pass_batches), order_of(position.order - position.num_passes + 1)
         )
-        self._num_batches_used = position.num_used_in_all - position.num_used
+        self._num_batches_used = position.num_run_batches - position.num_pass_batches
         self._num_epochs = position.num_epochs
-        go_to(self.data_adapter, position)
+        replay_epochs(self.data_adapter, position)
 
     def begin_after(self, num_passes: int, first_order: int | None) -> None:
         """Have the data be as if it had been read so often, the first time in the order of a seed."""
@@ -326,7 +326,7 @@ class Feed(EpochIterator):  # type: ignore[misc]
     def _enumerate_iterator(self) -> Iterator[tuple[int, int, Execution]]:
         length = self._num_batches
         start, self._start = self._start, None
-        in_pass = start is not None and start.num_used > 0
+        in_pass = start is not None and start.num_pass_batches > 0
         begins_pass = not in_pass and (self._source is None or self.steps_per_epoch is None)
         seed = self._order_seed() if begins_pass else None
         if start is not None and in_pass:
@@ -379,7 +379,7 @@ class Feed(EpochIterator):  # type: ignore[misc]
         dataset = None
         if self._num_missed and self.is_pipeline:
             ordered = None if self._first_order is None else self._ordered(self._first_order)
-            make_up_for(self._num_missed, self._given, ordered)
+            replay_passes(self._num_missed, self._given, ordered)
         self._num_missed = 0
         if isinstance(self.data_adapter, ArrayDataAdapter):
             if seed is None and self._workers is not None:
@@ -391,16 +391,16 @@ class Feed(EpochIterator):  # type: ignore[misc]
         workers = self._workers if self._own_rows else None
         dataset = self._dataset if dataset is None else dataset
         self.num_passes += 1
-        skip = self._steps_seen = 0 if start is None else start.num_used
+        skip = self._steps_seen = 0 if start is None else start.num_pass_batches
         self._num_batches_used += skip
         if self._seekable is not None:
             self._seekable.seek(self._num_batches_used)
             self.data_adapter.generator = functools.partial(
-                batches_of, self._seekable
+                iterate_batches, self._seekable
             )  # without the batches that Keras has looked at
             skip = 0
         state, self._state = self._state, None
-        entered = entered_at(skip, self.data_adapter, seed)
+        entered = skip_to(skip, self.data_adapter, seed)
         if entered is not None:
             dataset, skip = entered, 0
         self._source = Source(
@@ -468,7 +468,7 @@ class Feed(EpochIterator):  # type: ignore[misc]
 def _sample_of(adapter: Any) -> int | None:
     """Return a checksum of what is at hand of data that no pipeline of the user's gives."""
     if isinstance(adapter, ArrayDataAdapter):
-        return checksum_of_rows(adapter) or 0
+        return example_checksum(adapter) or 0
     if isinstance(adapter, GeneratorDataAdapter):
         return checksum_of(first_batch_of_generator(adapter))
     return None

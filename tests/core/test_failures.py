@@ -31,7 +31,7 @@ from keras_dist_ext.cluster.spec import Cluster
 from keras_dist_ext.cluster.tasks import cluster
 from keras_dist_ext.strategy import deadlock as stall
 from keras_dist_ext.strategy.consistency import check_same, differences, facts_of_data, facts_of_run
-from keras_dist_ext.training.resume.saves import Saves, unpack
+from keras_dist_ext.training.resume.checkpoints import CheckpointStore, unpack
 
 NAN = (5,)  # the batch that has one
 
@@ -661,9 +661,9 @@ def test_a_disk_that_fills_up_costs_saves_and_records_and_nothing_else(mirrored:
     assert any("saves could not be written to: OSError: [Errno 28] No space left on device" in text for text in said)
     assert any("EventWriter failed: OSError: [Errno 28] No space left on device" in text for text in said)
     assert any("EventWriter dropped" in text for text in said)
-    newest = Saves(small_disk / "saves", 20).newest()  # whole, without a warning
+    newest = CheckpointStore(small_disk / "saves", 20).newest()  # whole, without a warning
     assert newest is not None
-    assert unpack(newest)[0]["position"]["num_used_in_all"] >= 4
+    assert unpack(newest)[0]["position"]["num_run_batches"] >= 4
     assert not list((small_disk / "saves").glob("*.aside"))
 
 

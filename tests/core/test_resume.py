@@ -28,8 +28,8 @@ from resume_runs import BATCH, DATA, Crash, X, Y, assert_same, run
 
 import keras_dist_ext as kde
 from keras_dist_ext.cluster.launch import WorkerFailed, launch
-from keras_dist_ext.training.resume import saves as saves_module
-from keras_dist_ext.training.resume.saves import BadSave, Saves, check, unpack
+from keras_dist_ext.training.resume import checkpoints as checkpoints_module
+from keras_dist_ext.training.resume.checkpoints import CheckpointStore, InvalidCheckpoint, check, unpack
 
 pytestmark = [
     # Keras says so of everything but arrays; and one kind of data here ends with an epoch
@@ -391,7 +391,7 @@ def test_variables_and_metrics_of_a_callback_go_on(tmp_path: pathlib.Path) -> No
         fit_small(tmp_path / "run", Counts(), runs.crash_at(16, kill=False), epochs=4)
     fit_small(tmp_path / "run", counts, epochs=4)
     assert counts.told() == twin.told()
-    content = Saves(tmp_path / "run", 3).newest()
+    content = CheckpointStore(tmp_path / "run", 3).newest()
     assert content is not None
     assert "rate" not in unpack(content)[0]["callbacks"][f"{__name__}.{Counts.__qualname__}[0]"]
 
@@ -514,7 +514,7 @@ def test_small_pipelines_go_on_without_being_read_again(tmp_path: pathlib.Path) 
     reads = tf.data.Dataset.range(1000).map(lambda i: (tf.fill([4], tf.cast(i, tf.float32)), tf.ones([1]))).batch(8)
     with pytest.raises(Crash):
         fit_small(tmp_path, runs.crash_at(90, kill=False), x=reads, y=None, batch_size=None, epochs=1)
-    content = Saves(tmp_path, 3).newest()
+    content = CheckpointStore(tmp_path, 3).newest()
     assert content is not None
     assert "iterator" in unpack(content)[1]
 
@@ -624,7 +624,7 @@ def test_a_run_is_saved_by_one_callback_alone(tmp_path: pathlib.Path) -> None:
 
 def test_a_save_of_a_later_version_is_refused(tmp_path: pathlib.Path) -> None:
     fit_small(tmp_path)
-    saves = Saves(tmp_path, 3)
+    saves = CheckpointStore(tmp_path, 3)
     facts, arrays = unpack(saves.newest() or b"")
     saves.write({**facts, "version": 2}, arrays)
     with pytest.raises(kde.ResumeError, match="holds saves of version 2; this package reads version 1"):
@@ -648,7 +648,7 @@ def test_numbers_of_numpy_in_the_arguments_of_fit_are_saved(tmp_path: pathlib.Pa
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*could not be written")
         fit_small(tmp_path, batch_size=np.int64(BATCH), steps_per_epoch=np.int32(3))
-    assert unpack(Saves(tmp_path, 3).newest() or b"")[0]["data"]["steps_per_epoch"] == 3
+    assert unpack(CheckpointStore(tmp_path, 3).newest() or b"")[0]["data"]["steps_per_epoch"] == 3
 
 
 @pytest.mark.parametrize(
@@ -696,10 +696,10 @@ def test_saves_come_when_they_are_asked_for(
 
 
 def test_training_goes_on_while_a_save_is_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    went_on, write = threading.Event(), Saves.write
+    went_on, write = threading.Event(), CheckpointStore.write
     written: list[bool] = []
 
-    def slowly(self: Saves, *arguments: Any) -> Any:
+    def slowly(self: CheckpointStore, *arguments: Any) -> Any:
         written.append(went_on.wait(60) and threading.current_thread() is not threading.main_thread())
         return write(self, *arguments)
 
@@ -708,11 +708,11 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: pathlib.Path, monkey
             if epoch == 8:
                 went_on.set()
 
-    monkeypatch.setattr(Saves, "write", slowly)
+    monkeypatch.setattr(CheckpointStore, "write", slowly)
     fit_small(tmp_path, GoesOn(), epochs=10)
     assert all(written)
     assert len(written) < 30  # of 60 that were due
-    position = unpack(Saves(tmp_path, 3).newest() or b"")[0]["position"]
+    position = unpack(CheckpointStore(tmp_path, 3).newest() or b"")[0]["position"]
     assert position["epoch"] == 10  # it was there when fit returned
 
 
@@ -726,10 +726,10 @@ def test_two_runs_in_one_directory_do_not_mix_their_saves(tmp_path: pathlib.Path
         warnings.simplefilter("always")
         fit_small(tmp_path, OtherRun(), resume=kde.Resume(tmp_path, "epoch"), epochs=3)
     said = [str(warning.message) for warning in caught if "could not be written to" in str(warning.message)]
-    assert re.search(r"FileExistsError: save-\d+.kde is of another run, and each needs a directory of its own", said[0])
+    assert re.search(r"FileExistsError: ckpt-\d+.kde is of another run, and each needs a directory of its own", said[0])
 
 
-# Saves that are not whole
+# Checkpoints that are not whole
 
 
 def test_arrays_of_all_kinds_come_back(tmp_path: pathlib.Path) -> None:
@@ -742,7 +742,7 @@ def test_arrays_of_all_kinds_come_back(tmp_path: pathlib.Path) -> None:
         "bytes": np.frombuffer(b"abc", np.uint8),
         "of another machine": np.array([1.5, 2.0], ">f4"),
     }
-    saves = Saves(tmp_path / "a" / "b", 2)
+    saves = CheckpointStore(tmp_path / "a" / "b", 2)
     saves.prepare()
     saves.write({"n": 1, "list": [None, 1e-300, "ü"]}, arrays)
     facts, back = unpack(saves.newest() or b"")
@@ -753,10 +753,13 @@ def test_arrays_of_all_kinds_come_back(tmp_path: pathlib.Path) -> None:
 
 
 def test_only_the_newest_few_are_kept(tmp_path: pathlib.Path) -> None:
-    saves = Saves(tmp_path, 2)
+    saves = CheckpointStore(tmp_path, 2)
     for number in range(5):
         saves.write({"number": number}, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["save-0000000004.kde", "save-0000000005.kde"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "ckpt-0000000004.kde",
+        "ckpt-0000000005.kde",
+    ]
     assert unpack(saves.newest() or b"")[0] == {"number": 4}
 
 
@@ -801,28 +804,31 @@ def test_a_damaged_save_is_named_and_the_one_before_it_used(
 
 
 def test_damaged_saves_do_not_push_out_whole_ones(tmp_path: pathlib.Path) -> None:
-    saves = Saves(tmp_path, 2)
+    saves = CheckpointStore(tmp_path, 2)
     paths = [saves.write({"number": number}, {}) for number in range(2)]
     paths[1].write_bytes(b"")
-    again = Saves(tmp_path, 2)
+    again = CheckpointStore(tmp_path, 2)
     with pytest.warns(UserWarning, match="it is empty"):
         again.newest()
     again.write({"number": 2}, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["save-0000000001.kde", "save-0000000003.kde"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "ckpt-0000000001.kde",
+        "ckpt-0000000003.kde",
+    ]
 
 
 def test_where_no_save_is_whole_the_run_begins_anew_and_says_so(tmp_path: pathlib.Path) -> None:
-    saves = Saves(tmp_path, 2)
-    saves.write({}, {}).write_bytes(b"KDESAVE1")
-    with pytest.warns(UserWarning, match="save-0000000001.kde cannot be used: .* no other, so the run begins anew"):
+    saves = CheckpointStore(tmp_path, 2)
+    saves.write({}, {}).write_bytes(b"KDECKPT1")
+    with pytest.warns(UserWarning, match="ckpt-0000000001.kde cannot be used: .* no other, so the run begins anew"):
         assert saves.newest() is None
 
 
 DYING = """
 import os, signal, sys
 import numpy as np
-from keras_dist_ext.training.resume.saves import Saves
-saves = Saves(sys.argv[1], 3)
+from keras_dist_ext.training.resume.checkpoints import CheckpointStore
+saves = CheckpointStore(sys.argv[1], 3)
 saves.prepare()
 saves.write({"number": 1}, {"a": np.arange(1000)})
 function, count = sys.argv[2], int(sys.argv[3])
@@ -847,7 +853,7 @@ def test_a_process_killed_while_it_saves_leaves_the_save_before_or_a_whole_one(
 ) -> None:
     ended = subprocess.run([sys.executable, "-c", DYING, str(tmp_path), function, str(count)], timeout=60)
     assert ended.returncode == -signal.SIGKILL
-    saves = Saves(tmp_path, 3)
+    saves = CheckpointStore(tmp_path, 3)
     facts, arrays = unpack(saves.newest() or b"")
     assert facts == {"number": left}
     np.testing.assert_array_equal(arrays["a"], np.arange(1000))
@@ -858,10 +864,10 @@ def test_a_process_killed_while_it_saves_leaves_the_save_before_or_a_whole_one(
 FULL = """
 import resource, signal, sys
 import numpy as np
-from keras_dist_ext.training.resume.saves import Saves
+from keras_dist_ext.training.resume.checkpoints import CheckpointStore
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
-saves = Saves(sys.argv[1], 3)
+saves = CheckpointStore(sys.argv[1], 3)
 saves.prepare()
 saves.write({"number": 1}, {"a": np.arange(100)})
 try:
@@ -874,8 +880,8 @@ except OSError as error:
 def test_what_does_not_fit_on_the_disk_leaves_nothing_and_harms_nothing(tmp_path: pathlib.Path) -> None:
     ended = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert ended.stdout.split() == ["27"], ended.stderr  # EFBIG
-    assert [path.name for path in tmp_path.iterdir()] == ["save-0000000001.kde"]
-    assert unpack(Saves(tmp_path, 3).newest() or b"")[0] == {"number": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt-0000000001.kde"]
+    assert unpack(CheckpointStore(tmp_path, 3).newest() or b"")[0] == {"number": 1}
 
 
 def test_a_full_disk_is_one_warning_and_saving_is_tried_again(
@@ -889,7 +895,7 @@ def test_a_full_disk_is_one_warning_and_saving_is_tried_again(
             raise OSError(28, "No space left on device")
         return write(file, data)
 
-    monkeypatch.setattr(saves_module.os, "write", full_for_a_while)
+    monkeypatch.setattr(checkpoints_module.os, "write", full_for_a_while)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         history = fit_small(tmp_path, epochs=6)
@@ -899,7 +905,7 @@ def test_a_full_disk_is_one_warning_and_saving_is_tried_again(
         "it was; training goes on, and the next save is tried when it is due."
     ]
     assert history.epoch == list(range(6))
-    assert unpack(Saves(tmp_path, 3).newest() or b"")[0]["position"]["epoch"] == 6
+    assert unpack(CheckpointStore(tmp_path, 3).newest() or b"")[0]["position"]["epoch"] == 6
 
 
 def test_saves_that_fail_until_the_end_are_counted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -910,7 +916,7 @@ def test_saves_that_fail_until_the_end_are_counted(tmp_path: pathlib.Path, monke
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with monkeypatch.context() as patched:
-            patched.setattr(saves_module.os, "write", full)
+            patched.setattr(checkpoints_module.os, "write", full)
             fit_small(tmp_path, resume=resume, epochs=2)
     said = [str(warning.message) for warning in caught if "could not be written" in str(warning.message)]
     assert len(said) == 2
@@ -927,7 +933,7 @@ def test_what_is_read_is_never_unpickled(tmp_path: pathlib.Path, monkeypatch: py
     monkeypatch.setattr(pickle, "loads", refuse)
     monkeypatch.setattr(pickle, "load", refuse)
     fit_small(tmp_path)
-    with pytest.raises(BadSave, match="it does not begin as a save does"):
+    with pytest.raises(InvalidCheckpoint, match="it does not begin as a save does"):
         check(pickle.dumps({"a": 1}))
 
 

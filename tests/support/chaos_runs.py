@@ -126,7 +126,7 @@ class _Death:
 
     def come_to(self, victims: Sequence[int]) -> None:
         """Kill the victims, this worker last."""
-        left = sorted(path.suffix for path in (self._folder / "saves").glob("save-*"))
+        left = sorted(path.suffix for path in (self._folder / "saves").glob("ckpt-*"))
         self._folder.joinpath(f"accident-{self._attempt}.json").write_text(json.dumps(left))
         for victim in sorted(victims, key=lambda victim: victim == self._worker):
             note = _own_note(self._folder, self._attempt, victim)
@@ -170,23 +170,23 @@ def _later(seconds: float, action: Callable[[], None]) -> None:
 
 def _bring_about_in_save(accident: Accident, action: Callable[[], None]) -> None:
     """Have it happen at a call that a save makes, in the thread that writes it; half of a write is made before."""
-    from keras_dist_ext.training.resume import saves
+    from keras_dist_ext.training.resume import checkpoints
 
-    original = saves.Saves.write
+    original = checkpoints.CheckpointStore.write
     number = 0
 
     def write(self: Any, *arguments: Any) -> Any:
         nonlocal number
         number += 1
         if number >= accident.number:
-            saves.os = _DyingOs(accident.call, accident.count, action)  # type: ignore[attr-defined]
+            checkpoints.os = _DyingOs(accident.call, accident.count, action)  # type: ignore[attr-defined]
         return original(self, *arguments)
 
-    saves.Saves.write = write  # type: ignore[method-assign]
+    checkpoints.CheckpointStore.write = write  # type: ignore[method-assign]
 
 
 class _DyingOs:
-    """The module `os` as the module of saves sees it, one of whose functions is the last."""
+    """The module `os` as the module of checkpoints sees it, one of whose functions is the last."""
 
     def __init__(self, call: str, count: int, action: Callable[[], None]) -> None:
         self._call, self._left, self._action = call, count, action

@@ -24,7 +24,7 @@ from keras_dist_ext.monitoring import event_files
 from keras_dist_ext.monitoring.append_file import RecordsLost
 from keras_dist_ext.monitoring.dashboard import metadata as names
 from keras_dist_ext.monitoring.event_files import overall_values, replica_values
-from keras_dist_ext.monitoring.writers import SeveralWriters
+from keras_dist_ext.monitoring.writers import CompositeWriter
 
 FINDINGS: Any = [{"step": 20, "kind": "straggler", "code": "slow-replica", "what": "Replica 1 is slow.", "seconds": 2}]
 STARVED = interval(step=20, examples=[160, 0], loss=[math.nan, 0.0], gradient_norm=[2.0, math.nan])
@@ -40,7 +40,7 @@ def log_dir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     writer.begin(run())
     for stats, scores in zip(INTERVALS, SCORES, strict=True):
         writer.write(stats, scores)
-    writer.find(FINDINGS, step=20, wall_time=INTERVALS[1].wall_time)
+    writer.write_findings(FINDINGS, step=20, wall_time=INTERVALS[1].wall_time)
     writer.begin(run("test", "night/3/validation"))
     writer.write(interval(kind="test", step=30), None)
     writer.close()
@@ -165,7 +165,7 @@ def test_each_worker_writes_its_own_replicas_and_the_chief_the_rest(tmp_path: pa
         writer = kde.EventWriter(tmp_path)
         writer.begin(run(num_replicas=4, replicas=range(2 * worker, 2 * worker + 2), is_chief=is_chief))
         writer.write(interval([0.01] * 4), np.ones(4))
-        writer.find(FINDINGS, step=10, wall_time=0.0)
+        writer.write_findings(FINDINGS, step=10, wall_time=0.0)
         writer.close()
     files = {
         folder.name: len(list(folder.iterdir())) for folder in (tmp_path / "night" / "3").iterdir() if folder.is_dir()
@@ -229,7 +229,7 @@ def test_a_run_whose_file_cannot_be_written_keeps_no_other_from_theirs(tmp_path:
 
 def test_a_full_disk_costs_records_and_is_said(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = kde.EventWriter(tmp_path, flush_seconds=0.0)
-    several = SeveralWriters([writer])
+    several = CompositeWriter([writer])
     several.begin(run())
     several.write(interval(step=10), None)
     for folder in (tmp_path / "night" / "3").iterdir():
@@ -252,7 +252,7 @@ def test_a_full_disk_costs_records_and_is_said(tmp_path: pathlib.Path, monkeypat
 def test_json_lines_replay_into_events(tmp_path: pathlib.Path) -> None:
     lines = kde.JsonLinesWriter(tmp_path / "r.jsonl")
     direct = kde.EventWriter(tmp_path / "direct")
-    both = SeveralWriters([lines, direct])
+    both = CompositeWriter([lines, direct])
     both.begin(run())
     for stats, scores in zip(INTERVALS, SCORES, strict=True):
         both.write(stats, scores)

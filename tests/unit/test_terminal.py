@@ -17,7 +17,7 @@ from intervals_made_up import interval, run
 from rich.console import Console
 
 import keras_dist_ext as kde
-from keras_dist_ext.monitoring.terminal import table_of
+from keras_dist_ext.monitoring.terminal import replica_table
 
 FINDINGS: Any = [{"step": 20, "kind": "straggler", "code": "slow-replica", "what": "Replica [1] is slow."}]
 
@@ -47,7 +47,7 @@ def shown(table: Any) -> list[str]:
 
 def test_a_row_shows_loss_speed_and_where_the_time_went() -> None:
     stats = interval([0.010, 0.020], step=1200, waiting=0.005)
-    lines = shown(table_of(stats))
+    lines = shown(replica_table(stats))
     assert lines[0].startswith("step 1,200: loss 0.625, 1,164 examples/s, 18% waiting for input")
     (first,) = (line for line in lines if "0.5 " in line)
     (second,) = (line for line in lines if "0.75" in line)
@@ -61,16 +61,16 @@ def test_a_row_shows_loss_speed_and_where_the_time_went() -> None:
 
 
 def test_replicas_that_are_about_equal_have_no_slowest() -> None:
-    assert not any("slowest" in line for line in shown(table_of(interval([0.0100, 0.0102]))))
+    assert not any("slowest" in line for line in shown(replica_table(interval([0.0100, 0.0102]))))
 
 
 def test_a_replica_without_examples_says_so() -> None:
-    lines = shown(table_of(interval(examples=[160, 0])))
+    lines = shown(replica_table(interval(examples=[160, 0])))
     assert sum("no examples" in line for line in lines) == 1
 
 
 def test_where_there_is_no_room_for_all_the_slowest_are_shown() -> None:
-    lines = shown(table_of(interval([0.01 + 0.001 * i for i in range(64)]), max_rows=4))
+    lines = shown(replica_table(interval([0.01 + 0.001 * i for i in range(64)]), max_rows=4))
     assert [line.split("│")[1].strip() for line in lines if line.startswith("│")] == ["61", "62", "63", "..."]
     assert any("61 faster ones" in line for line in lines)
 
@@ -94,7 +94,7 @@ def test_evaluations_and_findings_are_lines_too_and_said_once() -> None:
     writer = writer_to(output, clock)
     writer.write(interval(kind="test", step=7), None)
     for _ in range(2):
-        writer.find(FINDINGS, step=20, wall_time=0.0)
+        writer.write_findings(FINDINGS, step=20, wall_time=0.0)
     writer.close()
     lines = output.getvalue().splitlines()
     assert lines[0].startswith("validation at step 7: loss 0.625")
@@ -107,7 +107,7 @@ def test_other_workers_than_the_chief_show_nothing() -> None:
     writer.begin(run(is_chief=False))
     writer.write(interval(), None)
     writer.write(interval(kind="test"), None)
-    writer.find(FINDINGS, step=20, wall_time=0.0)
+    writer.write_findings(FINDINGS, step=20, wall_time=0.0)
     writer.close()
     assert output.getvalue() == ""
 

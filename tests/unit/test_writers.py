@@ -21,7 +21,7 @@ from intervals_made_up import interval, run
 
 import keras_dist_ext as kde
 from keras_dist_ext.monitoring.append_file import AppendFile, RecordsLost
-from keras_dist_ext.monitoring.writers import SeveralWriters, Writer
+from keras_dist_ext.monitoring.writers import CompositeWriter, Writer
 from keras_dist_ext.step.stats import ReplicaStats
 
 FINDINGS: Any = [
@@ -58,7 +58,7 @@ def test_memory_keeps_everything_to_be_read_in_python() -> None:
     train, test = interval(), interval(kind="test")
     memory.write(train, np.array([1.0, 0.9]))
     memory.write(test, None)
-    memory.find(FINDINGS, step=20, wall_time=0.0)
+    memory.write_findings(FINDINGS, step=20, wall_time=0.0)
     assert memory.train == [train]
     assert memory.test == [test]
     assert memory.scores[0] is not None
@@ -72,7 +72,7 @@ def test_memory_keeps_everything_to_be_read_in_python() -> None:
 
 def test_a_writer_that_fails_is_one_warning_with_its_cause_and_a_count_at_the_end() -> None:
     memory, failing = kde.MemoryWriter(), Failing(False, True, True, False, True)
-    several = SeveralWriters([failing, memory])
+    several = CompositeWriter([failing, memory])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(1, 6):
@@ -89,7 +89,7 @@ def test_a_writer_that_fails_is_one_warning_with_its_cause_and_a_count_at_the_en
 
 
 def test_a_writer_that_failed_warns_again_in_the_next_run() -> None:
-    several = SeveralWriters([Failing(True, True)])
+    several = CompositeWriter([Failing(True, True)])
     for _ in range(2):
         with pytest.warns(UserWarning, match="1 record dropped so far"):
             several.write(interval(), None)
@@ -98,7 +98,7 @@ def test_a_writer_that_failed_warns_again_in_the_next_run() -> None:
 
 def test_what_can_be_known_before_the_first_step_is_an_error(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
-    several = SeveralWriters([kde.MemoryWriter(), kde.JsonLinesWriter(tmp_path / "file" / "r.jsonl")])
+    several = CompositeWriter([kde.MemoryWriter(), kde.JsonLinesWriter(tmp_path / "file" / "r.jsonl")])
     with pytest.raises(kde.MonitorError, match="cannot be written to .*r.jsonl .* Give JsonLinesWriter the path of a"):
         several.check("")
 
@@ -109,11 +109,11 @@ def test_a_writer_of_ones_own_needs_write_alone() -> None:
             self.step = stats.step
 
     mine = Mine()
-    several = SeveralWriters([mine])
+    several = CompositeWriter([mine])
     several.check("")
     several.begin(run())
     several.write(interval(step=7), None)
-    several.find(FINDINGS, step=7, wall_time=0.0)
+    several.write_findings(FINDINGS, step=7, wall_time=0.0)
     several.flush()
     several.close()
     assert mine.step == 7
@@ -207,12 +207,12 @@ STARVED = interval(step=20, examples=[160, 0], loss=[math.inf, 0.0], gradient_no
 def written(path: pathlib.Path) -> kde.MemoryWriter:
     """Write a run as JSON lines and into memory, and return the latter."""
     memory, lines = kde.MemoryWriter(), kde.JsonLinesWriter(path)
-    both = SeveralWriters([memory, lines])
+    both = CompositeWriter([memory, lines])
     both.check("")
     both.begin(run())
     both.write(interval(gradient_norm=[1.0, 1.5]), np.array([1.0, 0.5]))
     both.write(STARVED, np.array([0.875, math.nan]))
-    both.find(FINDINGS, step=20, wall_time=5.0)
+    both.write_findings(FINDINGS, step=20, wall_time=5.0)
     both.begin(run("test", "night/3/validation"))
     both.write(interval(kind="test"), None)
     both.close()

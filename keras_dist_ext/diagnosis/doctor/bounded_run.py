@@ -77,7 +77,7 @@ def diagnose(
         with kept_pass(data):
             model.fit(data, y, callbacks=[keeper, *callbacks, doctor], **arguments)
     finally:
-        keeper.put_back()
+        keeper.restore()
     if doctor.report is None:
         raise MonitorError(f"'{model.name}' made no step, so there is nothing to judge.")
     return doctor.report
@@ -102,7 +102,7 @@ class _Keeper(keras.callbacks.Callback):  # type: ignore[misc]
             self._has_kept = True
             self._stack.enter_context(kept_state(self.model))
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Undo what was done since."""
         self._stack.close()
 

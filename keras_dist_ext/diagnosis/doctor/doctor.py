@@ -18,8 +18,8 @@ from keras_dist_ext.diagnosis.doctor.visit import Visit
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.monitoring.event_files import EventWriter
 from keras_dist_ext.monitoring.intervals import StepCounter
-from keras_dist_ext.monitoring.manifest import describe_model, manifest_of
-from keras_dist_ext.monitoring.writers import Run, SeveralWriters, Writer
+from keras_dist_ext.monitoring.manifest import build_manifest, describe_model
+from keras_dist_ext.monitoring.writers import CompositeWriter, Run, Writer
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.strategy.workers import workers_of
 
@@ -96,7 +96,7 @@ class ParallelismDoctor(keras.callbacks.Callback):  # type: ignore[misc]
     def prepare(self, model: Any) -> None:
         """Have steps recorded; models of ours call it before a run begins."""
         if not self._num_runs:
-            SeveralWriters(self._writers).check("")
+            CompositeWriter(self._writers).check("")
         self._num_runs += 1
         if self._num_runs > 1:  # a callback evaluates or predicts in the middle of training
             return
@@ -168,19 +168,19 @@ class ParallelismDoctor(keras.callbacks.Callback):  # type: ignore[misc]
         step = counter.step(counter.count)
         records = [finding.record(step) for finding in report.findings]
         for monitor in visit.monitors:
-            monitor.find("diagnosis", records)
+            monitor.add_findings("diagnosis", records)
         workers = workers_of(model.distribute_strategy)
         is_chief = workers is None or workers.is_chief
         run = None
         if self._writers and visit.is_ours:
-            manifest = manifest_of(model, "")
+            manifest = build_manifest(model, "")
             run = Run("train", "", manifest, describe_model(model), step, wall_time=time.time(), is_chief=is_chief)
 
         def tell() -> None:
             if run is not None:
-                writer = SeveralWriters(self._writers)
+                writer = CompositeWriter(self._writers)
                 writer.begin(run)
-                writer.find(records, step=step, wall_time=time.time())
+                writer.write_findings(records, step=step, wall_time=time.time())
                 writer.close()
             if is_chief:
                 self._show_and_save(report)

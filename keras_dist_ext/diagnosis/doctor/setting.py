@@ -16,7 +16,7 @@ from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.cluster.spec import Cluster
 from keras_dist_ext.diagnosis.doctor.examination import Loop, Setting, Stray
 from keras_dist_ext.errors import ClusterError
-from keras_dist_ext.monitoring.manifest import devices_of, num_cores
+from keras_dist_ext.monitoring.manifest import num_cores, replica_devices
 from keras_dist_ext.strategy.facts import gather_facts, list_devices
 from keras_dist_ext.strategy.scope import ScopeReport, check_scope
 from keras_dist_ext.strategy.workers import workers_of
@@ -46,7 +46,7 @@ def read_setting(
     report = check_scope(model, meant)
     workers = workers_of(own)
     cluster = _cluster(environ)
-    devices = _names(own.extended.worker_devices if not is_default_strategy(own) else devices_of(own))
+    devices = _names(own.extended.worker_devices if not is_default_strategy(own) else replica_devices(own))
     strays, share = strays_in(graphs, devices, [layer.name for layer in flat_layers(model)])
     automatic = getattr(model, "_steps_per_execution_is_auto", False)
     compiled_eagerly = bool(getattr(model, "run_eagerly", False))

@@ -17,7 +17,7 @@ from keras_dist_ext.diagnosis.doctor.setting import read_setting
 from keras_dist_ext.diagnosis.doctor.step_blocks import StepBlocks
 from keras_dist_ext.errors import KerasDistError
 from keras_dist_ext.findings import Finding
-from keras_dist_ext.monitoring.exchange import exchange
+from keras_dist_ext.monitoring.exchange import gather_intervals
 from keras_dist_ext.monitoring.monitor import ReplicaMonitor
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.strategy.workers import workers_of
@@ -118,7 +118,7 @@ class Visit:
         if len(blocks) < _LEAST_BLOCKS or sum(block.num_steps for block in blocks) < _LEAST_STEPS:
             return None
         assert self._blocks is not None
-        whole, _, _ = exchange(
+        whole, _, _ = gather_intervals(
             blocks,
             workers_of(strategy),
             first=first_replica(strategy),

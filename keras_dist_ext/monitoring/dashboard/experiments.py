@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from keras_dist_ext.monitoring.dashboard.metadata import FINDINGS_TAG, MANIFEST_TAG, parse_run
 from keras_dist_ext.monitoring.dashboard.wire import finite
 
-__all__ = ["Newest", "Experiment", "group", "manifest_of", "findings_of"]
+__all__ = ["Newest", "Experiment", "group", "parse_manifest", "parse_findings"]
 
 
 class Newest(NamedTuple):
@@ -80,7 +80,7 @@ def _merged(*listings: Mapping[str, Mapping[str, Newest]]) -> dict[str, set[str]
     return merged
 
 
-def manifest_of(text: str | None) -> tuple[dict[str, Any] | None, str | None]:
+def parse_manifest(text: str | None) -> tuple[dict[str, Any] | None, str | None]:
     """Return the manifest that a text holds, and what is wrong with it: one of the two is None, or both."""
     value, wrong = _parsed(text, MANIFEST_TAG)
     if wrong is None and value is not None and not isinstance(value, dict):
@@ -88,7 +88,7 @@ def manifest_of(text: str | None) -> tuple[dict[str, Any] | None, str | None]:
     return value, wrong
 
 
-def findings_of(text: str | None) -> tuple[list[dict[str, Any]], str | None]:
+def parse_findings(text: str | None) -> tuple[list[dict[str, Any]], str | None]:
     """Return the findings that a text holds, and what is wrong with it, if anything."""
     value, wrong = _parsed(text, FINDINGS_TAG)
     if wrong is not None or value is None:

@@ -21,7 +21,7 @@ from werkzeug import wrappers
 
 from keras_dist_ext.monitoring.dashboard import metadata, wire
 from keras_dist_ext.monitoring.dashboard.chart import chart
-from keras_dist_ext.monitoring.dashboard.experiments import Experiment, findings_of, manifest_of
+from keras_dist_ext.monitoring.dashboard.experiments import Experiment, parse_findings, parse_manifest
 from keras_dist_ext.monitoring.dashboard.export import csv_of, file_name
 from keras_dist_ext.monitoring.dashboard.query import Query, QueryError, parse_hidden, parse_query, parse_tag
 from keras_dist_ext.monitoring.dashboard.source import DEFAULT_LIMIT, Source
@@ -110,8 +110,8 @@ class ReplicasPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard
 
 
 def _described(experiment: Experiment, texts: Mapping[tuple[str, str], str | None]) -> dict[str, Any]:
-    manifest, wrong_manifest = manifest_of(texts[experiment.name, metadata.MANIFEST_TAG])
-    findings, wrong_findings = findings_of(texts[experiment.name, metadata.FINDINGS_TAG])
+    manifest, wrong_manifest = parse_manifest(texts[experiment.name, metadata.MANIFEST_TAG])
+    findings, wrong_findings = parse_findings(texts[experiment.name, metadata.FINDINGS_TAG])
     newest = experiment.newest
     return {
         "name": experiment.name,

@@ -20,12 +20,12 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.strategy.consistency import facts_of_model
 from keras_dist_ext.strategy.workers import Workers, workers_of
+from keras_dist_ext.training.resume.background_writer import BackgroundWriter
 from keras_dist_ext.training.resume.callback_state import CallbackStates
-from keras_dist_ext.training.resume.position import Position, keeps_order
+from keras_dist_ext.training.resume.checkpoints import CheckpointStore, unpack
+from keras_dist_ext.training.resume.position import Position, is_deterministic
 from keras_dist_ext.training.resume.preemption import Preemption
-from keras_dist_ext.training.resume.run_state import Taken, put_back, take_down
-from keras_dist_ext.training.resume.saves import Saves, unpack
-from keras_dist_ext.training.resume.write_behind import WriteBehind
+from keras_dist_ext.training.resume.run_state import Snapshot, capture, restore
 from keras_dist_ext.training.worker_sync import own_callback
 
 __all__ = ["Resume"]
@@ -52,9 +52,9 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
     iterators with a method ``seek(batch)`` will do; a generator is refused. Arrays with other rows than before, and an
     order that depends on timing, are warned of.
 
-    **Saves** are copied from memory and written while training goes on. One that is torn, corrupted or unfinished is
-    named in a warning, and the one before it is used; a write that fails is a warning, and tried again. Nothing in them
-    is pickled, so loading runs no code.
+    **Checkpoints** are copied from memory and written while training continues. One that is torn, corrupted or
+    unfinished is named in a warning, and the one before it is used; a write that fails is a warning, and tried again.
+    Nothing in them is pickled, so loading runs no code.
 
     **A run that is over** keeps its last save: ``fit``, called again, does nothing but return the full ``History``, and
     leaves the model as the run did. With more ``epochs`` it goes on, unless a callback has stopped it. So each run
@@ -109,8 +109,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         self.on_preemption = on_preemption
         self.resumed_from: Position | None = None
         self._steps, self._seconds = _checked_interval(save_every)
-        self._saves = Saves(directory, num_kept)
-        self._writer = WriteBehind(directory)
+        self._saves = CheckpointStore(directory, num_kept)
+        self._writer = BackgroundWriter(directory)
         self._states = CallbackStates()
         self._preemption = Preemption()
         self._callbacks: Any = None  # of the run that is under way
@@ -175,7 +175,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         self._workers = workers_of(self.model.distribute_strategy)
         self._computes = facts_of_model(self.model)
         facts = callbacks.feed.data_facts  # refuses a generator
-        if callbacks.feed.is_pipeline and not keeps_order(callbacks.feed.given):
+        if callbacks.feed.is_pipeline and not is_deterministic(callbacks.feed.given):
             warnings.warn(
                 "The data comes in an order that depends on timing (deterministic=False), so a run that goes on in the "
                 "middle of an epoch may use some examples twice and others not at all. Give the pipeline "
@@ -184,7 +184,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
             )
         content = self._newest()
         self._loaded = unpack(content) if content else None
-        self._states.take_over(self._others, put_back=self._loaded is not None)
+        self._states.take_over(self._others, restore=self._loaded is not None)
         if self._loaded is None:
             order_root = self._agreed(_drawn_aside())
         else:
@@ -293,24 +293,24 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         if test_feed is not feed:
             num_tests = test_feed.num_passes
         position = feed.position(epoch, order=seeds.num_passes, num_tests=num_tests)
-        taken = take_down(self.model, self._workers)
-        if taken.stops and not stopped:
+        snapshot = capture(self.model, self._workers)
+        if snapshot.stops and not stopped:
             return False
         if self._is_chief:
-            self._write(position, taken, stopped)
+            self._write(position, snapshot, stopped)
         self._used_at_save = feed.num_batches_used
         self._saved_at = time.monotonic()
         self._cost_seconds = max(time.perf_counter() - began, 0.7 * self._cost_seconds)
         self._num_saves += 1
         return True
 
-    def _write(self, position: Position, taken: Taken, stopped: bool) -> None:
+    def _write(self, position: Position, snapshot: Snapshot, stopped: bool) -> None:
         states, arrays = self._states.pack()
         iterator = self._callbacks.feed.iterator_state()
         if iterator is not None:
             arrays["iterator"] = _as_array(iterator)
         facts = {
-            **taken.facts,
+            **snapshot.facts,
             "version": _VERSION,
             "model": self.model.name,
             "computes": self._computes,
@@ -320,12 +320,12 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
             "data": self._callbacks.feed.data_facts,
             "callbacks": states,
         }
-        self._writer.start(functools.partial(_write, self._saves, facts, {**taken.values, **arrays}))
+        self._writer.start(functools.partial(_write, self._saves, facts, {**snapshot.values, **arrays}))
 
     def _put_back(self, position: Position) -> None:
         assert self._loaded is not None
         facts, arrays = self._loaded
-        put_back(self.model, facts, arrays, self._workers, self._computes)
+        restore(self.model, facts, arrays, self._workers, self._computes)
         self.model.replica_seeds.num_passes = position.order
         self._states.unpack(facts["callbacks"], arrays)
 
@@ -439,5 +439,5 @@ def _parts_of(array: np.ndarray[Any, Any] | None) -> list[bytes] | None:
     return [data[begin:end] for begin, end in zip([8 * (1 + num_parts), *ends], ends, strict=False)]
 
 
-def _write(saves: Saves, facts: dict[str, Any], values: dict[str, Any]) -> None:
+def _write(saves: CheckpointStore, facts: dict[str, Any], values: dict[str, Any]) -> None:
     saves.write(facts, {name: v.numpy() if hasattr(v, "numpy") else v for name, v in values.items()})

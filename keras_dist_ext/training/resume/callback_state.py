@@ -44,12 +44,12 @@ class CallbackStates:
         self._as_given: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._warned: set[str] = set()
 
-    def take_over(self, callbacks: Sequence[Any], *, put_back: bool) -> None:
+    def take_over(self, callbacks: Sequence[Any], *, restore: bool) -> None:
         """Take note of what callbacks hold before they know that training begins.
 
         Args:
             callbacks: of the run that begins.
-            put_back: whether the run goes on from a save. Those that this process has used before, until they were
+            restore: whether the run goes on from a save. Those that this process has used before, until they were
                 broken off, are then put back to where they were when they came.
         """
         for callback in callbacks:
@@ -57,7 +57,7 @@ class CallbackStates:
             if known is not callback:
                 attributes = {n: v for n, v in _frozen(callback).items() if not isinstance(v, _Opaque)}
                 self._as_given[id(callback)] = callback, attributes
-            elif put_back:
+            elif restore:
                 for name, value in attributes.items():
                     _set(callback, name, _thaw(value))
 

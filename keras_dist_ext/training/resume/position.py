@@ -25,15 +25,15 @@ __all__ = [
     "Position",
     "Seekable",
     "batch_sizes",
-    "batches_of",
-    "check_positionable",
-    "checksum_of_rows",
-    "entered_at",
-    "go_to",
-    "has_plain_state",
-    "keeps_order",
-    "make_up_for",
-    "seekable",
+    "iterate_batches",
+    "check_seekable",
+    "example_checksum",
+    "skip_to",
+    "replay_epochs",
+    "has_resumable_iterator",
+    "is_deterministic",
+    "replay_passes",
+    "take_seekable",
 ]
 
 
@@ -45,8 +45,8 @@ class Position:
     step: int  # batches of that epoch that were used; 0 = it has not begun
     num_epochs: int  # that have ended in this run
     num_passes: int  # times that the data was begun in this run
-    num_used: int  # batches of the last pass that were used; 0 = the next epoch begins another one
-    num_used_in_all: int  # batches used in this run
+    num_pass_batches: int  # batches of the last pass that were used; 0 = the next epoch begins another one
+    num_run_batches: int  # batches used in this run
     order: int  # number of the order that the last pass had
     num_tests: int  # passes that evaluation has made over its data
 
@@ -62,18 +62,18 @@ class Seekable(Protocol):
         """Have the next batch be that with this number, counted from 0 in the first epoch, on through all epochs."""
 
 
-def seekable(arguments: dict[str, Any]) -> Seekable | None:
-    """Return the data if it is seekable, and put a generator over it in its place, which Keras takes."""
+def take_seekable(arguments: dict[str, Any]) -> Seekable | None:
+    """Return the data if it is take_seekable, and put a generator over it in its place, which Keras takes."""
     x = arguments.get("x")
     if not isinstance(x, Seekable) or isinstance(x, types.GeneratorType):
         return None
 
-    arguments["x"] = batches_of(x)
+    arguments["x"] = iterate_batches(x)
     return x
 
 
-def batches_of(data: Seekable) -> Iterator[Any]:
-    """Yield the batches of seekable data."""
+def iterate_batches(data: Seekable) -> Iterator[Any]:
+    """Yield the batches of take_seekable data."""
     while True:
         try:
             batch = next(data)
@@ -82,7 +82,7 @@ def batches_of(data: Seekable) -> Iterator[Any]:
         yield batch
 
 
-def check_positionable(adapter: Any, dataset: Any, given: Seekable | None, steps_per_epoch: int | None) -> str:
+def check_seekable(adapter: Any, dataset: Any, given: Seekable | None, steps_per_epoch: int | None) -> str:
     """Return the kind of the data.
 
     Args:
@@ -140,7 +140,7 @@ def batch_sizes(dataset: Any) -> list[int]:
     return [int(stage.batch_size) for stage in stages if stage.batch_size is not None]
 
 
-def checksum_of_rows(adapter: Any) -> int | None:
+def example_checksum(adapter: Any) -> int | None:
     """Return a checksum of some rows of arrays, to tell others of the same number; None where they cannot be taken."""
     if not adapter._num_samples:
         return None
@@ -155,7 +155,7 @@ def checksum_of_rows(adapter: Any) -> int | None:
     return checksum
 
 
-def keeps_order(dataset: Any) -> bool:
+def is_deterministic(dataset: Any) -> bool:
     """Whether a pipeline gives its elements in an order that does not depend on how long each takes."""
     graph = dataset_graph(dataset) if isinstance(dataset, tf.data.Dataset) else None
     if graph is None:
@@ -165,7 +165,7 @@ def keeps_order(dataset: Any) -> bool:
     return b"false" not in said and (dataset.options().deterministic is not False or b"default" not in said)
 
 
-def go_to(adapter: Any, position: Position) -> None:
+def replay_epochs(adapter: Any, position: Position) -> None:
     """Tell a PyDataset of the epochs that were: some choose their batches then."""
     py_dataset = getattr(adapter, "py_dataset", None)
     if py_dataset is not None:
@@ -174,14 +174,14 @@ def go_to(adapter: Any, position: Position) -> None:
             py_dataset.on_epoch_end()
 
 
-def entered_at(batch: int, adapter: Any, seed: int | None) -> Any:
+def skip_to(batch: int, adapter: Any, seed: int | None) -> Any:
     """Return a dataset that begins with a batch of the pass; None where it has to be read up to there."""
     if batch and getattr(adapter, "py_dataset", None) is not None and adapter.enqueuer is None:
         return resume_py_dataset(adapter, batch, seed)
     return None
 
 
-def has_plain_state(adapter: Any, dataset: Any) -> bool:
+def has_resumable_iterator(adapter: Any, dataset: Any) -> bool:
     """Whether what an iterator over the data holds brings back all that comes after it.
 
     Where there is a shuffle it does not, and where there is a cache it may be large.
@@ -192,7 +192,7 @@ def has_plain_state(adapter: Any, dataset: Any) -> bool:
     return not (graph is None or caches_in_memory(graph) or has_random_order(graph))
 
 
-def make_up_for(num_passes: int, dataset: Any, ordered: Any) -> None:
+def replay_passes(num_passes: int, dataset: Any, ordered: Any) -> None:
     """Have a dataset give the pass that comes after so many others.
 
     A shuffle with a seed of the user's has another order each time that the dataset is iterated over, read or not

@@ -28,13 +28,13 @@ from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.strategy.workers import Workers
 
-__all__ = ["Taken", "put_back", "take_down"]
+__all__ = ["Snapshot", "restore", "capture"]
 
 Array = npt.NDArray[Any]
 _LISTED = 5  # differences that a message names before it counts the rest
 
 
-class Taken(NamedTuple):
+class Snapshot(NamedTuple):
     """What a run depends on, at one moment."""
 
     facts: dict[str, Any]  # what JSON can hold
@@ -48,7 +48,7 @@ class _Variable(NamedTuple):
     variable: Any
 
 
-def take_down(model: Any, workers: Workers | None) -> Taken:
+def capture(model: Any, workers: Workers | None) -> Snapshot:
     """Take down all that training depends on. All workers take part; the chief gets what all have.
 
     It takes about as long as a look at each variable: their values are copied when somebody reads them, or when a step
@@ -73,7 +73,7 @@ def take_down(model: Any, workers: Workers | None) -> Taken:
     facts["parts"] = list(parts)
     facts["gradients_are_parts"] = bool(model._gradients_are_parts)
     facts["seeds"] = model.replica_seeds.state()
-    return Taken(facts, values, stops)
+    return Snapshot(facts, values, stops)
 
 
 def _variables(model: Any) -> dict[str, _Variable]:
@@ -176,7 +176,7 @@ def _gather(workers: Workers, local: Mapping[str, Array]) -> dict[str, Array]:
 # Back
 
 
-def put_back(
+def restore(
     model: Any,
     facts: Mapping[str, Any],
     arrays: Mapping[str, Array],

@@ -4,7 +4,7 @@ A save is written aside, synced to the disk, and renamed; then its directory is 
 that comes before, so that a file that was torn or has rotted is known for what it is. Its parts are JSON and plain
 arrays: nothing in it is ever run or unpickled.
 
-    KDESAVE1 | length of the header, 8 bytes | header, JSON | arrays, each at a multiple of 64 bytes | SHA-256
+    KDECKPT1 | length of the header, 8 bytes | header, JSON | arrays, each at a multiple of 64 bytes | SHA-256
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BadSave", "Saves", "unpack"]
+__all__ = ["InvalidCheckpoint", "CheckpointStore", "unpack"]
 
 Array = npt.NDArray[Any]
-_MAGIC = b"KDESAVE1"
+_MAGIC = b"KDECKPT1"
 _ALIGNED = 64  # bytes
-_NAME = re.compile(r"save-(\d{10})\.kde")
+_NAME = re.compile(r"ckpt-(\d{10})\.kde")
 
 
-class BadSave(Exception):
+class InvalidCheckpoint(Exception):
     """A file that is no whole save; says why."""
 
 
-class Saves:
+class CheckpointStore:
     """The saves in a directory. One process at a time writes there.
 
     Args:
@@ -55,7 +55,7 @@ class Saves:
             OSError: they cannot.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        for aside in self.directory.glob("save-*.kde.aside"):
+        for aside in self.directory.glob("ckpt-*.kde.aside"):
             aside.unlink(missing_ok=True)
         probe = self.directory / f".probe-{os.getpid()}"
         try:
@@ -77,7 +77,7 @@ class Saves:
         number = 1 + (_number(paths[-1]) if paths else 0)
         if self._last is not None and number > self._last + 1:
             raise FileExistsError(f"{paths[-1].name} is of another run, and each needs a directory of its own")
-        path = self.directory / f"save-{number:010d}.kde"
+        path = self.directory / f"ckpt-{number:010d}.kde"
         aside = path.with_name(f"{path.name}.aside")
         try:
             _write_synced(aside, _pack(facts, arrays))
@@ -106,12 +106,12 @@ class Saves:
             try:
                 content = path.read_bytes()
                 check(content)
-            except (OSError, BadSave) as error:
+            except (OSError, InvalidCheckpoint) as error:
                 causes[path] = error
             else:
                 found, instead = content, f"The run goes on from {path.name}."
                 break
-        self._bad = {path for path, cause in causes.items() if isinstance(cause, BadSave)}
+        self._bad = {path for path, cause in causes.items() if isinstance(cause, InvalidCheckpoint)}
         for path, cause in causes.items():
             warnings.warn(f"{path} cannot be used: {cause}. {instead}", stacklevel=2)
         return found
@@ -186,12 +186,12 @@ def check(content: bytes) -> None:
     """See that a save is whole.
 
     Raises:
-        BadSave: it is not.
+        InvalidCheckpoint: it is not.
     """
     if not content.startswith(_MAGIC):
-        raise BadSave("it does not begin as a save does" if content else "it is empty")
+        raise InvalidCheckpoint("it does not begin as a save does" if content else "it is empty")
     if hashlib.sha256(memoryview(content)[:-32]).digest() != content[-32:]:
-        raise BadSave(f"its checksum does not fit its {len(content)} bytes, so it is torn or was changed")
+        raise InvalidCheckpoint(f"its checksum does not fit its {len(content)} bytes, so it is torn or was changed")
 
 
 def unpack(content: bytes) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -6,10 +6,10 @@ import threading
 import warnings
 from collections.abc import Callable
 
-__all__ = ["WriteBehind"]
+__all__ = ["BackgroundWriter"]
 
 
-class WriteBehind:
+class BackgroundWriter:
     """Runs one writing job at a time in a thread. A job that fails is a warning, and the next one is tried.
 
     Warnings come from the thread that calls these methods, some time after the failure.
