@@ -154,10 +154,10 @@ def _slices(
 
 def _clock(distance: CoreDistance) -> Any:
     """Return a callback that hands over after each slice, adds up the time of those that count, and stops training."""
-    import keras
+    import keras_dist_ext as kde
 
-    class Clock(keras.callbacks.Callback):  # type: ignore[misc]
-        is_content_with_executions = True  # see `kde.ReplicaMonitor`: several steps at once are fine
+    class Clock(kde.RunCallback):
+        supports_multi_step = True  # see `kde.ReplicaMonitor`: several steps at once are fine
         num_slices = math.inf
         hand_over: Callable[[], None] = staticmethod(_go_on)
 

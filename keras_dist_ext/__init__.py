@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from keras_dist_ext.training.nonfinite import NonFinite
     from keras_dist_ext.training.placement.place import Placement, place
     from keras_dist_ext.training.resume.callback import Resume
+    from keras_dist_ext.training.run_callback import RunCallback
 
 __version__ = "0.1.0"
 
@@ -101,6 +102,7 @@ __all__ = [
     "every",
     "on_improvement",
     "on_preemption",
+    "RunCallback",
     "launch",
     "heartbeat",
     "KerasDistError",
@@ -160,6 +162,7 @@ _MODULE_OF = {
     "every": "training.actions",
     "on_improvement": "training.actions",
     "on_preemption": "training.actions",
+    "RunCallback": "training.run_callback",
     "launch": "cluster.launch",
     "heartbeat": "cluster.heartbeat",
     "KerasDistError": "errors",

@@ -32,7 +32,7 @@ __all__ = [
     "keras_tuner",
     "objectives_of",
     "score_of",
-    "mark_multi_step_callbacks",
+    "callbacks_with_empty_batch_hooks",
     "callbacks_of_worker",
     "count_failures",
     "redraw",
@@ -62,16 +62,15 @@ def score_of(results: Any, objective: Any) -> float | None:
         return None
 
 
-def mark_multi_step_callbacks(callbacks: Iterable[Any], tuner: Any) -> None:
-    """Let executions have many steps where the tuner's hooks for batches do nothing (engine/tuner_utils.py).
+def callbacks_with_empty_batch_hooks(callbacks: Iterable[Any], tuner: Any) -> list[Any]:
+    """Return the tuner's own callbacks where its hooks for batches do nothing (engine/tuner_utils.py).
 
     `TunerCallback` has hooks for batches, which call the tuner's; they are empty unless a subclass has its own.
     """
     names = ("on_batch_begin", "on_batch_end")
-    if all(getattr(type(tuner), name) is getattr(keras_tuner.Tuner, name) for name in names):
-        for callback in keras.tree.flatten(list(callbacks)):
-            if type(callback) is tuner_utils.TunerCallback:
-                callback.is_content_with_executions = True
+    if any(getattr(type(tuner), name) is not getattr(keras_tuner.Tuner, name) for name in names):
+        return []
+    return [c for c in keras.tree.flatten(list(callbacks)) if type(c) is tuner_utils.TunerCallback]
 
 
 def callbacks_of_worker(callbacks: Iterable[Any], model: Any) -> list[Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.monitoring.event_files import EventWriter
@@ -19,11 +18,12 @@ from keras_dist_ext.monitoring.watch import Watch
 from keras_dist_ext.monitoring.writers import CompositeWriter, Writer
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.strategy.workers import Workers, workers_of
+from keras_dist_ext.training.run_callback import RunCallback
 
 __all__ = ["ReplicaMonitor"]
 
 
-class ReplicaMonitor(keras.callbacks.Callback):  # type: ignore[misc]
+class ReplicaMonitor(RunCallback):
     """Show what each replica does: its loss, examples a second, and the time for input, computing and waiting.
 
         model.fit(train, epochs=5, callbacks=[kde.ReplicaMonitor("logs")])
@@ -106,10 +106,10 @@ class ReplicaMonitor(keras.callbacks.Callback):  # type: ignore[misc]
         self._experiment = _checked_experiment(f"{self._experiment}/{name}".lstrip("/"))
         self._options["experiment"] = self._experiment
 
-    is_content_with_executions = True  # steps_per_execution="auto" may make several steps at once
+    supports_multi_step = True
 
-    def prepare(self, model: Any) -> None:
-        """See whether there is somewhere to write, and have steps recorded; models of ours call it before a run."""
+    def on_run_prepare(self, model: Any) -> None:
+        """See whether there is somewhere to write, and have steps recorded."""
         strategy = model.distribute_strategy
         if isinstance(strategy, tf.distribute.ParameterServerStrategy):
             raise MonitorError(
@@ -122,8 +122,8 @@ class ReplicaMonitor(keras.callbacks.Callback):  # type: ignore[misc]
             self._watch = Watch(model, self._recorder, self._writers, **self._options)
         self._watch.prepare()
 
-    def release(self) -> None:
-        """Keep what there is of a run that an exception has broken off; models of ours call it after every run."""
+    def on_run_end(self) -> None:
+        """Keep what there is of a run that an exception has broken off."""
         if self._watch is not None:
             self._watch.release()
 

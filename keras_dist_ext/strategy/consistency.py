@@ -38,7 +38,7 @@ _LISTED = 5  # differences that a message names before it counts the rest
 # What a run depends on
 
 
-def facts_of_run(model: Any, arguments: Mapping[str, Any]) -> Facts:
+def facts_of_run(model: Any, arguments: Mapping[str, Any], callbacks: Sequence[Any]) -> Facts:
     """Tell a run of training, as far as it must be alike on all workers.
 
     Names that Keras has made up are left out: they count on from models that were made before.
@@ -46,6 +46,7 @@ def facts_of_run(model: Any, arguments: Mapping[str, Any]) -> Facts:
     Args:
         model: of ours.
         arguments: of ``fit``.
+        callbacks: those of type ``RunCallback`` that all workers must have.
     """
     facts: dict[str, str | list[str]] = {
         "Python": ".".join(platform.python_version_tuple()[:2]),
@@ -69,9 +70,7 @@ def facts_of_run(model: Any, arguments: Mapping[str, Any]) -> Facts:
         facts.update({f"{key} of {name}": value for key, value in _config(optimizer).items()})
     facts.update({name: _plain(arguments.get(name)) for name in _ARGUMENTS})
     facts["validation_data"] = "none" if arguments.get("validation_data") is None else "given"
-    callbacks = arguments.get("callbacks")
-    given = tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []
-    facts["callback of all workers"] = [_callback(callback) for callback in given if hasattr(callback, "prepare")]
+    facts["callback of all workers"] = [_callback(callback) for callback in callbacks]
     return facts
 
 
@@ -112,10 +111,8 @@ _ARGUMENTS = (
 
 
 def _callback(callback: Any) -> str:
-    """Name a callback that prepares runs, on all workers, with what must be alike."""
-    told = ("seed", "action", "most_in_a_row", "save_every", "on_preemption")
-    alike = [str(getattr(callback, name)) for name in told if hasattr(callback, name)]
-    return f"{type(callback).__name__}({', '.join(alike)})"
+    """Name a callback with what must be equal on all workers."""
+    return f"{type(callback).__name__}({', '.join(map(str, callback.get_run_config().values()))})"
 
 
 def facts_of_data(spec: Any, num_batches: int | None, *, own_rows: bool) -> Facts:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.training.resume.callback import Resume
+from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.training.worker_sync import own_callback
 
 __all__ = ["every", "on_improvement", "on_preemption"]
@@ -31,8 +32,8 @@ def every(num_steps: int, action: Action) -> keras.callbacks.Callback:
     return _Every(num_steps, action)
 
 
-class _Every(keras.callbacks.Callback):  # type: ignore[misc]
-    is_content_with_executions = True
+class _Every(RunCallback):
+    supports_multi_step = True
 
     def __init__(self, num_steps: int, action: Action) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ def on_improvement(name: str, action: Action, mode: Literal["min", "max"] = "min
     return _OnImprovement(name, action, mode)
 
 
-class _OnImprovement(keras.callbacks.Callback):  # type: ignore[misc]
+class _OnImprovement(RunCallback):
     def __init__(self, name: str, action: Action, mode: str) -> None:
         super().__init__()
         self._name = name
@@ -101,15 +102,15 @@ def on_preemption(action: Action) -> keras.callbacks.Callback:
     return _OnPreemption(action)
 
 
-class _OnPreemption(keras.callbacks.Callback):  # type: ignore[misc]
-    is_content_with_executions = True
+class _OnPreemption(RunCallback):
+    supports_multi_step = True
 
     def __init__(self, action: Action) -> None:
         super().__init__()
         self._action = action
         self._is_near = False
 
-    def prepare(self, model: Any) -> None:
+    def on_run_prepare(self, model: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise LoopError(
                 "on_preemption in a thread: Python tells of signals in the main thread alone, so it would not be "
@@ -118,7 +119,7 @@ class _OnPreemption(keras.callbacks.Callback):  # type: ignore[misc]
         self._is_near = False
         self._before = signal.signal(signal.SIGTERM, self._note)
 
-    def meet(self, callbacks: Any, feed: Any) -> None:
+    def on_run_begin(self, callbacks: Sequence[Any], data: Any) -> None:
         if any(isinstance(own_callback(callback), Resume) for callback in callbacks):
             raise LoopError(
                 "on_preemption ends training, and Resume beside it would save the run as one that is over, so that it "
@@ -126,12 +127,12 @@ class _OnPreemption(keras.callbacks.Callback):  # type: ignore[misc]
                 "and the run goes on from there."
             )
 
-    def release(self) -> None:
+    def on_run_end(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
 
     def _note(self, number: int, frame: Any) -> None:
         self._is_near = True
-        self.release()  # a second one does what it did before
+        self.on_run_end()  # a second one does what it did before
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._is_near:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers, seed_generators
 from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.errors import ScopeError
@@ -16,12 +15,12 @@ from keras_dist_ext.hashing import checked_seed
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.seeds import seeds_of
 from keras_dist_ext.strategy.scope import check_scope, checked_strategy
-from keras_dist_ext.training.worker_sync import own_callback
+from keras_dist_ext.training.run_callback import RunCallback
 
-__all__ = ["ReplicaSeeds", "ScopeGuard", "StepCallbacks", "looks_at_batches", "prepares"]
+__all__ = ["ReplicaSeeds", "RunCallbackList", "ScopeGuard"]
 
 
-class ScopeGuard(keras.callbacks.Callback):  # type: ignore[misc]
+class ScopeGuard(RunCallback):
     """Stop training, evaluation and prediction before the first step if anything lives outside the strategy.
 
     Works with stock Keras models too. A stock model whose optimizer keeps slots, such as Adam, and was made elsewhere
@@ -74,7 +73,7 @@ class ScopeGuard(keras.callbacks.Callback):  # type: ignore[misc]
             )
 
 
-class ReplicaSeeds(keras.callbacks.Callback):  # type: ignore[misc]
+class ReplicaSeeds(RunCallback):
     """Give every replica randomness of its own, the same at every run: replica i draws from the seed ``seed + i``.
 
     Seeded are Keras' random layers, also those with a seed of their own, ``keras.random`` with ``seed=None`` and with
@@ -84,7 +83,7 @@ class ReplicaSeeds(keras.callbacks.Callback):  # type: ignore[misc]
     to ``keras.random``, stay as they are: alike on all replicas.
 
     The first run of a model with a seed begins all streams; later ones, and those of a model that was loaded, go on
-    where the last one stopped. ``kde.seeds.seed_replicas(model, seed)`` begins anew.
+    where the last one stopped. ``kde.seed_replicas(model, seed)`` begins anew.
 
     Numbers do not depend on ``steps_per_execution``, ``run_eagerly`` and ``jit_compile``, but for ``tf.random`` ops:
     TensorFlow keeps their place where nothing can save it. Nor do they depend on the number of replicas and workers:
@@ -104,8 +103,12 @@ class ReplicaSeeds(keras.callbacks.Callback):  # type: ignore[misc]
         self.seed = checked_seed(seed)
         self.enable_op_determinism = enable_op_determinism
 
-    def prepare(self, model: Any) -> None:
-        """Have the model begin its next run with the seed; ours call it before a run begins."""
+    def get_run_config(self) -> Mapping[str, Any]:
+        """See ``RunCallback``."""
+        return {"seed": self.seed}
+
+    def on_run_prepare(self, model: Any) -> None:
+        """Have the model begin its next run with the seed."""
         seeds_of(model).wanted = self.seed
         if self.enable_op_determinism:
             tf.config.experimental.enable_op_determinism()
@@ -123,22 +126,21 @@ class ReplicaSeeds(keras.callbacks.Callback):  # type: ignore[misc]
         seeds_of(self.model)
 
 
-class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
+class RunCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
     """The callbacks of a run, told which batch was really the last one of an execution.
 
     Keras names the last batch before an execution is made, when the end of data of unknown length is not in sight.
     They are set up when the run begins: the model is built then, and the number of its batches may be known.
 
-    One that has to come before or after all others, wherever it stands in the list, has methods named like
-    ``before_train_begin(callbacks)`` or ``after_epoch_end(epoch)``, see ``Resume``.
+    A ``RunCallback`` has hooks that come before or after those of all others, wherever it stands in the list.
     """
 
     def __init__(self, callbacks: Any, model: Any, *, verbose: Any, epochs: int, add_history: bool) -> None:
         self._arguments = {"callbacks": callbacks, "model": model, "verbose": verbose, "epochs": epochs}
         self._arguments |= {"add_history": add_history, "add_progbar": verbose != 0}
         self._is_set_up = False
-        self._prepared: list[Any] = []  # callbacks with methods of ours
-        self._after_execution: list[Callable[[], None]] = []  # those of them, as they are called often
+        self._run_callbacks: list[RunCallback] = []
+        self._on_execution_end: list[Callable[[], None]] = []  # only those that do something: they are called often
         self._executor: Any = None  # which Keras 3.11 looks at when a list is deleted (callbacks/callback_list.py)
         self.feed: Any = None  # the one of training, or of evaluation where nothing is trained
         self.test_feed: Any = None
@@ -146,30 +148,35 @@ class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     def on_train_begin(self, logs: Any = None) -> None:
         """Set up, and begin training."""
         self._set_up()
-        self._call("before_train_begin", self)
+        for callback in self._run_callbacks:
+            callback.on_before_train_begin(self)
         super().on_train_begin(logs)
-        self._call("after_train_begin")
+        for callback in self._run_callbacks:
+            callback.on_after_train_begin()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin an epoch."""
         super().on_epoch_begin(epoch, logs)
-        self._call("after_epoch_begin")
+        for callback in self._run_callbacks:
+            callback.on_after_epoch_begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """End an execution of training at the batch that was its last."""
         super().on_train_batch_end(min(batch, self.feed.last_step), logs)
-        for after_execution in self._after_execution:
-            after_execution()
+        for on_execution_end in self._on_execution_end:
+            on_execution_end()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """End an epoch."""
         super().on_epoch_end(epoch, logs)
-        self._call("after_epoch_end", epoch)
+        for callback in self._run_callbacks:
+            callback.on_after_epoch_end(epoch)
 
     def on_train_end(self, logs: Any = None) -> None:
         """End training."""
         super().on_train_end(logs)
-        self._call("after_train_end")
+        for callback in self._run_callbacks:
+            callback.on_after_train_end()
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Set up where nothing is trained, and begin evaluation."""
@@ -180,48 +187,15 @@ class StepCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         """End an execution of evaluation at the batch that was its last."""
         super().on_test_batch_end(min(batch, (self.test_feed or self.feed).last_step), logs)
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        for callback in self._prepared:
-            if hasattr(callback, name):
-                getattr(callback, name)(*arguments)
-
     def _set_up(self) -> None:
         if not self._is_set_up:
             self._is_set_up = True
             super().__init__(**self._arguments, steps=self.feed.num_batches)
-            self._prepared = [callback for callback in self.callbacks if prepares(callback)]
-            self._after_execution = [c.after_execution for c in self._prepared if hasattr(c, "after_execution")]
-            self._call("meet", self.callbacks, self.feed)  # one that looks at the others, and at the data
-
-
-def prepares(callback: Any) -> bool:
-    """Return whether a callback has methods of ours beside Keras': others may mean something else by such names."""
-    method = getattr(callback, "prepare", None)
-    return callable(method) and list(inspect.signature(method).parameters) == ["model"]
-
-
-def looks_at_batches(callbacks: Any, kind: str) -> bool:
-    """Return whether a callback of the user's own wants every batch of a run of this kind, train or test."""
-    callbacks = getattr(callbacks, "callbacks", callbacks)
-    names = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"] + (
-        ["on_batch_begin", "on_batch_end"] if kind == "train" else []
-    )
-    for callback in map(own_callback, tree.flatten(callbacks) if callbacks else []):
-        if _is_content_with_executions(callback):
-            continue
-        for name in names:
-            method = getattr(callback, name, None)
-            if getattr(method, "__func__", method) is not getattr(keras.callbacks.Callback, name):
-                return True
-    return False
-
-
-def _is_content_with_executions(callback: Any) -> bool:
-    """Whether a callback needs no single batch: it says so, or is one of Keras' own and set up like that."""
-    if getattr(callback, "is_content_with_executions", False):
-        return True
-    if type(callback) in (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore):
-        return getattr(callback, "save_freq", getattr(callback, "_save_freq", "epoch")) == "epoch"
-    if type(callback) is keras.callbacks.TensorBoard:
-        return callback.update_freq == "epoch" and not callback.write_steps_per_second and not callback._should_trace
-    return type(callback) is keras.callbacks.ProgbarLogger
+            self._run_callbacks = [callback for callback in self.callbacks if isinstance(callback, RunCallback)]
+            self._on_execution_end = [
+                callback.on_execution_end
+                for callback in self._run_callbacks
+                if type(callback).on_execution_end is not RunCallback.on_execution_end
+            ]
+            for callback in self._run_callbacks:
+                callback.on_run_begin(self.callbacks, self.feed)

@@ -30,11 +30,12 @@ from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training import feed
 from keras_dist_ext.training.adoption.stand_in import OwnClasses
 from keras_dist_ext.training.adoption.take_over import take_over
-from keras_dist_ext.training.callbacks import StepCallbacks, looks_at_batches, prepares
+from keras_dist_ext.training.callbacks import RunCallbackList
 from keras_dist_ext.training.construction import Scoped
 from keras_dist_ext.training.divergence import Divergence
 from keras_dist_ext.training.prediction import PredictProgram
 from keras_dist_ext.training.program import StepProgram
+from keras_dist_ext.training.run_callback import RunCallback, callbacks_in, callbacks_of_all_workers, looks_at_batches
 from keras_dist_ext.training.runners import CoordinatorProgram, predictor, runner
 from keras_dist_ext.training.worker_sync import InStep, Stop, alone, callbacks_of_worker
 
@@ -340,7 +341,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
                 is_seeded=lambda: self.replica_seeds.root is not None,
                 **arguments,
             )
-            if isinstance(callbacks, StepCallbacks):
+            if isinstance(callbacks, RunCallbackList):
                 callbacks.feed, callbacks.test_feed = callbacks.feed or new, new
             feeds.append(new)
             return new
@@ -425,7 +426,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
     def add_recorder(self, recorder: Recorder) -> None:
         """Have the steps of the run that is about to begin recorded.
 
-        For callbacks, by their method ``prepare(model)``, which is called before a run of ours begins.
+        For callbacks, in ``RunCallback.on_run_prepare``.
         """
         recorder.begin()
         self.replica_recorders = (*self.replica_recorders, recorder)
@@ -433,7 +434,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
     def guard_steps(self, most_in_a_row: int) -> Guard:
         """Have steps of the run that is about to begin left out if something in them is not finite.
 
-        For callbacks, by their method ``prepare(model)``, like ``add_recorder``; see ``Guard.begin``.
+        For callbacks, in ``RunCallback.on_run_prepare``; see ``Guard.begin``.
         """
         num_replicas = num_replicas_of(self)
         if self._guard is None or self._guard.num_replicas != num_replicas:
@@ -461,11 +462,10 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
         object.__setattr__(self, "replica_guard", None)
         try:
             with pulse.running(), contextlib.ExitStack() as stack:
-                for callback in tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []:
-                    if prepares(callback):
-                        callback.prepare(self)
-                        if hasattr(callback, "release"):
-                            stack.callback(callback.release)
+                for callback in callbacks_in(callbacks):
+                    if isinstance(callback, RunCallback):
+                        callback.on_run_prepare(self)
+                        stack.callback(callback.on_run_end)
                 self.replica_seeds.will_begin()
                 yield
         finally:
@@ -481,7 +481,8 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
         workers = workers_of(self.distribute_strategy)
         verbose = call.arguments.get("verbose", "auto")
         if workers is not None:
-            workers.check_same("call fit", facts_of_run(self, _with_defaults(call).arguments))
+            facts = facts_of_run(self, _with_defaults(call).arguments, callbacks_of_all_workers(callbacks))
+            workers.check_same("call fit", facts)
         with self._prepared(callbacks):
             paces = self._paces(callbacks, workers, "train", "test")
             if workers is not None:
@@ -489,7 +490,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
                 verbose = verbose if workers.is_chief else 0
             if not isinstance(callbacks, keras.callbacks.CallbackList):
                 epochs = call.arguments.get("epochs", 1)
-                callbacks = StepCallbacks(callbacks, self, verbose=verbose, epochs=epochs, add_history=True)
+                callbacks = RunCallbackList(callbacks, self, verbose=verbose, epochs=epochs, add_history=True)
             call.arguments["callbacks"] = callbacks
             self._stop.needs_agreement = workers is not None
             try:
@@ -511,7 +512,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
                 stack.enter_context(self._prepared(callbacks))
                 workers = workers_of(self.distribute_strategy)
                 verbose = call.arguments.get("verbose", "auto") if workers is None or workers.is_chief else 0
-                callbacks = StepCallbacks(callbacks, self, verbose=verbose, epochs=1, add_history=False)
+                callbacks = RunCallbackList(callbacks, self, verbose=verbose, epochs=1, add_history=False)
                 call.arguments["callbacks"] = callbacks
             paces = self._paces(given, workers, "test")
             stack.enter_context(self._feeds(paces, callbacks, stop=lambda: getattr(self, "stop_evaluating", False)))

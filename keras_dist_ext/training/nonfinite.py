@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.errors import MonitorError, NonFiniteError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.step.nan_guard import DATA, GRADIENTS, LOSS, BadStep, Guard
 from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.run_callback import RunCallback
 
 __all__ = ["LeftOut", "NonFinite"]
 
@@ -33,7 +33,7 @@ class LeftOut(NamedTuple):
     data: tuple[int, ...]  # and those of them whose batch was not
 
 
-class NonFinite(keras.callbacks.Callback):  # type: ignore[misc]
+class NonFinite(RunCallback):
     """Leave out the update of a step in which any replica's loss or gradients are NaN or infinite, on all replicas.
 
         model.fit(train, callbacks=[kde.NonFinite("skip")])
@@ -77,10 +77,14 @@ class NonFinite(keras.callbacks.Callback):  # type: ignore[misc]
         self._guarded: Any = None
         self._epoch = 0
 
-    is_content_with_executions = True  # steps_per_execution="auto" may make several steps at once
+    supports_multi_step = True
 
-    def prepare(self, model: Any) -> None:
-        """Have the steps of the run that is about to begin guarded; models of ours call it before a run."""
+    def get_run_config(self) -> Mapping[str, Any]:
+        """See ``RunCallback``."""
+        return {"action": self.action, "most_in_a_row": self.most_in_a_row}
+
+    def on_run_prepare(self, model: Any) -> None:
+        """Have the steps of the run that is about to begin guarded."""
         strategy = model.distribute_strategy
         if isinstance(strategy, tf.distribute.ParameterServerStrategy | tf.distribute.TPUStrategy):
             raise MonitorError(
@@ -92,8 +96,8 @@ class NonFinite(keras.callbacks.Callback):  # type: ignore[misc]
         self.left_out = []
         self._num_left_out = 0
 
-    def release(self) -> None:
-        """Forget the run; models of ours call it after every run, however it ended."""
+    def on_run_end(self) -> None:
+        """Forget the run."""
         self._guarded = None
 
     def get_state(self) -> dict[str, Any]:

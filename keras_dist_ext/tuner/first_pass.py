@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.keras_tuner import keras_tuner
 from keras_dist_ext.errors import TunerError
+from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.tuner.coupled import CoupledValues
 from keras_dist_ext.tuner.failures import Failure, failure_of
 from keras_dist_ext.tuner.meter import Meter
@@ -281,8 +282,8 @@ class ModelRacer:
         return rate
 
 
-class _StopAfter(keras.callbacks.Callback):  # type: ignore[misc]
-    is_content_with_executions = True
+class _StopAfter(RunCallback):
+    supports_multi_step = True
 
     def __init__(self, meter: Meter, seconds: float) -> None:
         super().__init__()

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.strategies import num_local_replicas
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.step.stats import StepRecords
+from keras_dist_ext.training.run_callback import RunCallback
 
 __all__ = ["Meter", "quartiles"]
 
 _FIRST_EXECUTIONS = 2  # which trace, compile, and find out how many steps to make at once
 
 
-class Meter(keras.callbacks.Callback):  # type: ignore[misc]
+class Meter(RunCallback):
     """Counts examples and time of one call to `fit`.
 
     Time is that of steps and of what happens between them, without validation and what else comes between epochs.
@@ -29,7 +29,7 @@ class Meter(keras.callbacks.Callback):  # type: ignore[misc]
         clock: in seconds.
     """
 
-    is_content_with_executions = True
+    supports_multi_step = True
 
     def __init__(self, *, seconds_before: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class Meter(keras.callbacks.Callback):  # type: ignore[misc]
         self._busy_seconds = 0.0
         self._share = 1.0  # of all replicas, which this process sees
 
-    def prepare(self, model: Any) -> None:
-        """Have steps recorded; models of ours call it before a run."""
+    def on_run_prepare(self, model: Any) -> None:
+        """Have steps recorded."""
         strategy = model.distribute_strategy
         if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
             model.add_recorder(self._recorder)

@@ -10,12 +10,18 @@ from typing import Any
 import numpy as np
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.keras_tuner import FatalTunerError, keras_tuner, mark_multi_step_callbacks, score_of
+from keras_dist_ext._keras.keras_tuner import (
+    FatalTunerError,
+    callbacks_with_empty_batch_hooks,
+    keras_tuner,
+    score_of,
+)
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.monitoring.monitor import ReplicaMonitor
 from keras_dist_ext.strategy.pick import StrategyChoice
 from keras_dist_ext.strategy.scope import describe_strategy
+from keras_dist_ext.training.run_callback import RunCallback, allow_multi_step
 from keras_dist_ext.tuner.coupled import CoupledValues, batched, check_fixed_batch
 from keras_dist_ext.tuner.failures import Failure, Infeasible, failure_of
 from keras_dist_ext.tuner.meter import Meter
@@ -72,7 +78,8 @@ class TrialRun:
         """
         meter = Meter(seconds_before=self._seconds_before)
         callbacks = list(kwargs.pop("callbacks", None) or [])
-        mark_multi_step_callbacks(callbacks, self._tuner)
+        for callback in callbacks_with_empty_batch_hooks(callbacks, self._tuner):
+            allow_multi_step(callback)
         self._part_monitors(callbacks)
         first: list[Any] = [Gauge(meter, self._measured)]
         if self._logs is not None:
@@ -198,19 +205,19 @@ def fit_coupled(fit: Callable[..., Any], hp: Any, model: Any, values: CoupledVal
     return fit(hp, model, *given, **kwargs)
 
 
-class Gauge(keras.callbacks.Callback):  # type: ignore[misc]
+class Gauge(RunCallback):
     """Adds what is measured to the logs of each epoch; it comes first, so that other callbacks see it."""
 
-    is_content_with_executions = True
+    supports_multi_step = True
 
     def __init__(self, meter: Meter, measured: Sequence[Measured]) -> None:
         super().__init__()
         self._meter = meter
         self._measured = measured
 
-    def prepare(self, model: Any) -> None:
+    def on_run_prepare(self, model: Any) -> None:
         """Have steps recorded."""
-        self._meter.prepare(model)
+        self._meter.on_run_prepare(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin."""

@@ -32,6 +32,7 @@ from keras_dist_ext.cluster.tasks import cluster
 from keras_dist_ext.strategy import deadlock as stall
 from keras_dist_ext.strategy.consistency import check_same, differences, facts_of_data, facts_of_run
 from keras_dist_ext.training.resume.checkpoints import CheckpointStore, unpack
+from keras_dist_ext.training.run_callback import callbacks_of_all_workers
 
 NAN = (5,)  # the batch that has one
 
@@ -307,7 +308,7 @@ class BulletinOf:
 
 
 def told(strategy: Any, optimizer: Any = None, *callbacks: Any, **arguments: Any) -> Any:
-    return facts_of_run(make(strategy, optimizer), {"epochs": 1, "callbacks": list(callbacks), **arguments})
+    return facts_of_run(make(strategy, optimizer), {"epochs": 1, **arguments}, callbacks_of_all_workers(callbacks))
 
 
 def test_runs_that_are_alike_have_no_differences_whatever_keras_calls_their_layers(mirrored: Any) -> None:
@@ -332,6 +333,29 @@ def test_what_differs_between_workers_is_named_with_both_values(mirrored: Any) -
     assert "callback of all workers 1 is ReplicaSeeds(4) on worker 1, and ReplicaSeeds(3) on worker 0" in found
 
 
+def test_workers_may_have_callbacks_of_their_own_that_prepare_no_run(mirrored: Any) -> None:
+    class Foreign(keras.callbacks.Callback):
+        def prepare(self, model: Any) -> None:
+            """Mean something else by the name."""
+
+    class Looks(kde.RunCallback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            """Look."""
+
+    class Prepares(kde.RunCallback):
+        def on_run_prepare(self, model: Any) -> None:
+            """Prepare."""
+
+        def get_run_config(self) -> dict[str, Any]:
+            return {"every": 3}
+
+    first = told(mirrored)
+    assert differences([first, told(mirrored, None, Foreign(), Looks(), kde.ScopeGuard())]) == []
+    assert differences([first, told(mirrored, None, Prepares())]) == [
+        "callback of all workers 1 (of 1 and 0) is Prepares(3) on worker 1, and none on worker 0"
+    ]
+
+
 def test_arguments_may_be_of_numpy(mirrored: Any) -> None:
     weights = {np.int64(0): 1.0, np.int64(1): np.float32(2.0)}  # as zip(np.unique(y), ...) gives them
     first = told(mirrored, class_weight=weights, batch_size=np.int64(8))
@@ -345,7 +369,7 @@ def test_layers_differ_by_the_numbers_in_them_before_there_are_weights() -> None
     def facts(units: int, rate: float) -> Any:
         model = kde.Sequential([keras.layers.Dense(units), keras.layers.Dropout(rate)])
         model.compile("sgd", "mse")
-        return facts_of_run(model, {})
+        return facts_of_run(model, {}, [])
 
     assert differences([facts(3, 0.5), facts(3, 0.5)]) == []
     (found,) = differences([facts(3, 0.5), facts(4, 0.5)])

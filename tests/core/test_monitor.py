@@ -364,8 +364,8 @@ strategy = kde.pick_strategy("mirrored", num_replicas=2, environ={{}}).strategy
 with strategy.scope():
     model = kde.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", steps_per_execution=1)
-class Kill(keras.callbacks.Callback):
-    is_content_with_executions = True
+class Kill(kde.RunCallback):
+    supports_multi_step = True
     def on_train_batch_end(self, batch, logs=None):
         if batch == 30:
             time.sleep(0.3)  # so that the next record comes when it is time to flush
@@ -416,8 +416,8 @@ def test_findings_of_a_run_without_a_step_are_written_too(mirrored: Any, tmp_pat
 
 
 def test_a_run_that_is_broken_off_leaves_what_it_did(mirrored: Any, tmp_path: pathlib.Path) -> None:
-    class Interrupt(keras.callbacks.Callback):
-        is_content_with_executions = True
+    class Interrupt(kde.RunCallback):
+        supports_multi_step = True
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == 4:
@@ -436,8 +436,8 @@ def test_a_run_that_is_broken_off_leaves_what_it_did(mirrored: Any, tmp_path: pa
 
 
 def test_the_first_variable_that_differs_is_named_with_its_step(mirrored: Any) -> None:
-    class Change(keras.callbacks.Callback):
-        is_content_with_executions = True
+    class Change(kde.RunCallback):
+        supports_multi_step = True
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == 5:
@@ -540,7 +540,7 @@ def test_a_parameter_server_has_no_replicas_to_compare() -> None:
         distribute_strategy = object.__new__(tf.distribute.ParameterServerStrategy)
 
     with pytest.raises(kde.MonitorError, match="'net' lives under ParameterServerStrategy, whose workers"):
-        kde.ReplicaMonitor("x").prepare(Model())
+        kde.ReplicaMonitor("x").on_run_prepare(Model())
 
 
 def test_a_monitor_can_be_copied_for_each_trial_and_serve_one_model_after_another(mirrored: Any) -> None:

@@ -27,14 +27,14 @@ X = RNG.normal(size=(50, 6)).astype("float32")
 Y = (X.sum(axis=1, keepdims=True) + RNG.normal(size=(50, 1))).astype("float32")
 
 
-class Recording(keras.callbacks.Callback):
+class Recording(kde.RunCallback):
     """Has a run recorded."""
 
     def __init__(self, *, gradient_norm: bool = False) -> None:
         super().__init__()
         self.recorder = Recorder(gradient_norm=gradient_norm)
 
-    def prepare(self, model: Any) -> None:
+    def on_run_prepare(self, model: Any) -> None:
         model.add_recorder(self.recorder)
 
     def of(self, kind: Kind = "train") -> StepRecords:

@@ -144,8 +144,8 @@ def test_with_a_global_seed_saving_changes_nothing(mirrored: Any, tmp_path: path
 def test_several_steps_at_once_end_where_a_save_is_due(strategies: Any, tmp_path: pathlib.Path) -> None:
     numbers: list[int] = []
 
-    class Count(keras.callbacks.Callback):
-        is_content_with_executions = True
+    class Count(kde.RunCallback):
+        supports_multi_step = True
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             numbers.append(batch)
@@ -364,8 +364,8 @@ def test_what_a_callback_keeps_and_cannot_be_saved_is_named_once(tmp_path: pathl
 
 
 def test_variables_and_metrics_of_a_callback_go_on(tmp_path: pathlib.Path) -> None:
-    class Counts(keras.callbacks.Callback):
-        is_content_with_executions = True
+    class Counts(kde.RunCallback):
+        supports_multi_step = True
 
         def __init__(self) -> None:
             super().__init__()

@@ -126,18 +126,106 @@ def test_tensorflow_told_to_run_functions_eagerly_gives_the_same(mirrored):
 
 def test_callbacks_whose_methods_are_called_like_ours_are_left_alone(mirrored):
     class Mine(keras.callbacks.Callback):
-        def prepare(self, folder: str) -> None:
+        def prepare(self, model: Any) -> None:
+            raise AssertionError("not meant for fit")
+
+        def meet(self, callbacks: Any, feed: Any) -> None:
+            raise AssertionError("not meant for fit")
+
+        def on_run_prepare(self, model: Any) -> None:
             raise AssertionError("not meant for fit")
 
         def release(self) -> None:
             raise AssertionError("not meant for fit")
 
-        def after_execution(self) -> None:
+        def on_execution_end(self) -> None:
             raise AssertionError("not meant for fit")
 
     net = kde.Sequential([keras.Input((3,)), layers.Dense(1)], strategy=mirrored)
     net.compile("sgd", "mse")
     assert len(net.fit(X, Y, callbacks=[Mine()], verbose=0).history["loss"]) == 1
+
+
+class Hooks(kde.RunCallback):
+    """Notes which hooks are called, and the executions, in their order."""
+
+    supports_multi_step = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_run_prepare(self, model: Any) -> None:
+        self.seen.append(("prepare", model.built))
+
+    def on_run_begin(self, callbacks: Any, data: Any) -> None:
+        self.seen.append(("run begin", self.model.built, self in callbacks, data.num_batches))
+
+    def on_before_train_begin(self, callbacks: Any) -> None:
+        self.seen.append("before train begin")
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.seen.append("train begin")
+
+    def on_after_train_begin(self) -> None:
+        self.seen.append("after train begin")
+
+    def on_after_epoch_begin(self) -> None:
+        self.seen.append("after epoch begin")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(("batch end", batch))
+
+    def on_execution_end(self) -> None:
+        self.seen.append("execution end")
+
+    def on_after_epoch_end(self, epoch: int) -> None:
+        self.seen.append(("after epoch end", epoch))
+
+    def on_after_train_end(self) -> None:
+        self.seen.append("after train end")
+
+    def on_run_end(self) -> None:
+        self.seen.append("run end")
+
+
+def test_hooks_of_a_run_callback_are_called_in_order(mirrored):
+    net = kde.Sequential([layers.Dense(1)], strategy=mirrored)
+    net.compile("sgd", "mse", steps_per_execution=2)
+    hooks = Hooks()
+    net.fit(X[:12], Y[:12], batch_size=4, callbacks=[hooks], verbose=0)
+    assert hooks.seen == [
+        ("prepare", False),
+        ("run begin", True, True, 3),
+        "before train begin",
+        "train begin",
+        "after train begin",
+        "after epoch begin",
+        ("batch end", 1),
+        "execution end",
+        ("batch end", 2),
+        "execution end",
+        ("after epoch end", 0),
+        "after train end",
+        "run end",
+    ]
+    hooks.seen.clear()
+    net.evaluate(X, Y, callbacks=[hooks], verbose=0)
+    net.predict(X, callbacks=[hooks], verbose=0)
+    assert hooks.seen == [("prepare", True), ("run begin", True, True, 1), "run end", ("prepare", True), "run end"]
+
+
+def test_a_run_that_breaks_off_ends_for_its_callbacks_too(mirrored):
+    class Breaks(kde.RunCallback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            raise RuntimeError("broken")
+
+    net = kde.Sequential([layers.Dense(1)], strategy=mirrored)
+    net.compile("sgd", "mse")
+    hooks = Hooks()
+    with pytest.raises(RuntimeError, match="broken"):
+        net.fit(X, Y, callbacks=[hooks, Breaks()], verbose=0)
+    assert hooks.seen[-1] == "run end"
 
 
 def test_numbers_are_read_from_variables_as_on_one_device(mirrored):

@@ -157,7 +157,7 @@ def host_bound(strategy: Any, is_planted: bool) -> Report:
     return train(strategy, tiny, pipeline(), num_steps=150, steps_per_execution=1 if is_planted else "auto")
 
 
-class LooksAtBatches(keras.callbacks.Callback):  # type: ignore[misc]
+class LooksAtBatches(kde.RunCallback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         pass
 
@@ -179,7 +179,7 @@ def retracing(strategy: Any, is_planted: bool) -> Report:
         return value
 
     class Record(LooksAtBatches):
-        is_content_with_executions = True
+        supports_multi_step = True
         step = 0
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

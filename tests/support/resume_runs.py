@@ -174,12 +174,12 @@ def build(strategy: Any, options: dict[str, Any]) -> Any:
 
 
 def counting_callback() -> Any:
-    import keras
+    import keras_dist_ext as kde
 
-    class Count(keras.callbacks.Callback):
+    class Count(kde.RunCallback):
         """Keeps many kinds of state."""
 
-        is_content_with_executions = True
+        supports_multi_step = True
 
         def __init__(self) -> None:
             super().__init__()

@@ -49,7 +49,8 @@ from tuner_runs import (
 )
 
 import keras_dist_ext as kde
-from keras_dist_ext._keras.keras_tuner import mark_multi_step_callbacks
+from keras_dist_ext._keras.keras_tuner import callbacks_with_empty_batch_hooks
+from keras_dist_ext.training.run_callback import allow_multi_step, looks_at_batches
 from keras_dist_ext.tuner.avoidance import _Known
 from keras_dist_ext.tuner.coupled import CoupledValues, ScaledLearningRate, batched, couple
 from keras_dist_ext.tuner.failures import Failure, Infeasible, failure_of
@@ -546,11 +547,13 @@ def test_executions_have_many_steps_unless_a_tuner_looks_at_batches() -> None:
             """Look."""
 
     tuner_utils = importlib.import_module("keras_tuner.src.engine.tuner_utils")
-    for cls, is_content in ((keras_tuner.RandomSearch, True), (Looks, False)):
+    for cls, have_many in ((keras_tuner.RandomSearch, True), (Looks, False)):
         tuner = cls.__new__(cls)
         callback = tuner_utils.TunerCallback(tuner, None)
-        mark_multi_step_callbacks([callback], tuner)
-        assert getattr(callback, "is_content_with_executions", False) == is_content
+        assert looks_at_batches([callback], "train")
+        for found in callbacks_with_empty_batch_hooks([callback], tuner):
+            allow_multi_step(found)
+        assert looks_at_batches([callback], "train") != have_many
 
 
 def test_a_meter_goes_on_with_a_second_fit() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras
 from keras_dist_ext.diagnosis.doctor.doctor import ParallelismDoctor
 from keras_dist_ext.diagnosis.doctor.examination import Examination
 from keras_dist_ext.diagnosis.doctor.report import Report
@@ -17,6 +16,7 @@ from keras_dist_ext.diagnosis.doctor.rules import judge
 from keras_dist_ext.diagnosis.doctor.setting import read_setting
 from keras_dist_ext.errors import KerasDistError, MonitorError
 from keras_dist_ext.training.adoption.adopt import adopt
+from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.training.snapshot import kept_pass, kept_state
 
 __all__ = ["diagnose"]
@@ -86,7 +86,7 @@ def diagnose(
 _MANY_EPOCHS = 10_000  # the doctor stops the run
 
 
-class _Keeper(keras.callbacks.Callback):  # type: ignore[misc]
+class _Keeper(RunCallback):
     """Keeps a model's state from before a run, or from when the run has built it."""
 
     def __init__(self, model: Any) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras
 from keras_dist_ext.diagnosis.doctor.report import Report
 from keras_dist_ext.diagnosis.doctor.rules import judge
 from keras_dist_ext.diagnosis.doctor.visit import Visit
@@ -22,11 +21,12 @@ from keras_dist_ext.monitoring.manifest import build_manifest, describe_model
 from keras_dist_ext.monitoring.writers import CompositeWriter, Run, Writer
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.run_callback import RunCallback
 
 __all__ = ["ParallelismDoctor"]
 
 
-class ParallelismDoctor(keras.callbacks.Callback):  # type: ignore[misc]
+class ParallelismDoctor(RunCallback):
     """Say why a run is not faster, and what to change: findings, most seconds first, none on a healthy run.
 
         model.fit(train, epochs=5, callbacks=[kde.ParallelismDoctor()])
@@ -59,7 +59,7 @@ class ParallelismDoctor(keras.callbacks.Callback):  # type: ignore[misc]
         MonitorError: when a run begins, if findings cannot be written where they should be.
     """
 
-    is_content_with_executions = True  # steps_per_execution="auto" may make several steps at once
+    supports_multi_step = True
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class ParallelismDoctor(keras.callbacks.Callback):  # type: ignore[misc]
 
     # What models of ours call
 
-    def prepare(self, model: Any) -> None:
-        """Have steps recorded; models of ours call it before a run begins."""
+    def on_run_prepare(self, model: Any) -> None:
+        """Have steps recorded."""
         if not self._num_runs:
             CompositeWriter(self._writers).check("")
         self._num_runs += 1
@@ -105,13 +105,13 @@ class ParallelismDoctor(keras.callbacks.Callback):  # type: ignore[misc]
             model.add_recorder(self._recorder)
         self._visit = Visit(model, self._recorder)
 
-    def meet(self, callbacks: Sequence[Any], feed: Any) -> None:
-        """Have the other callbacks timed, and look at the data; models of ours call it when a run begins."""
+    def on_run_begin(self, callbacks: Sequence[Any], data: Any) -> None:
+        """Have the other callbacks timed, and look at the data."""
         if self._visit is not None:
-            self._visit.meet(callbacks, feed, self)
+            self._visit.meet(callbacks, data, self)
 
-    def release(self) -> None:
-        """Leave everything as it was; models of ours call it after every run, however it ended."""
+    def on_run_end(self) -> None:
+        """Leave everything as it was."""
         self._num_runs = max(0, self._num_runs - 1)
         if self._visit is not None and not self._num_runs:
             self._visit.stop()

@@ -201,8 +201,8 @@ def _host(examination: Examination) -> list[Finding]:
     if setting.step_watchers and setting.steps_per_execution is None:
         watchers = ", ".join(setting.step_watchers)
         fix = (
-            f"Let {watchers} do without every batch, so that {best} steps run at once: use `on_epoch_end`, or give the "
-            "class `is_content_with_executions = True`, if it need not see each step."
+            f"Let {watchers} do without every batch, so that {best} steps run at once: use `on_epoch_end`, or derive "
+            "the class from `kde.RunCallback` with `supports_multi_step = True`, if it need not see each step."
         )
     else:
         fix = f'`model.compile(..., steps_per_execution={best})`, or "auto"; callbacks then see every {best}th batch.'

@@ -11,12 +11,12 @@ import random
 import re
 import time
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.strategy.consistency import facts_of_model
 from keras_dist_ext.strategy.workers import Workers, workers_of
@@ -26,6 +26,7 @@ from keras_dist_ext.training.resume.checkpoints import CheckpointStore, unpack
 from keras_dist_ext.training.resume.position import Position, is_deterministic
 from keras_dist_ext.training.resume.preemption import Preemption
 from keras_dist_ext.training.resume.run_state import Snapshot, capture, restore
+from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.training.worker_sync import own_callback
 
 __all__ = ["Resume"]
@@ -35,7 +36,7 @@ _SAVE, _EXIT = 1, 1 << 20  # what a worker wishes after an execution; summed ove
 _TIMES_COST = 100.0  # the end of an epoch is worth saving when training took so many times as long as saving does
 
 
-class Resume(keras.callbacks.Callback):  # type: ignore[misc]
+class Resume(RunCallback):
     """Save a run as it goes; called again, in a new process, ``fit`` goes on after the last save.
 
         model.fit(train, epochs=90, callbacks=[kde.Resume("run-7")])
@@ -124,18 +125,22 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         self._cost_seconds = 0.0
         self._num_saves = 0
 
-    is_content_with_executions = True  # steps_per_execution="auto" may make several steps at once
+    supports_multi_step = True
 
-    def prepare(self, model: Any) -> None:
-        """Refuse what cannot be exact; models of ours call it before a run."""
+    def get_run_config(self) -> Mapping[str, Any]:
+        """See ``RunCallback``."""
+        return {"save_every": self.save_every, "on_preemption": self.on_preemption}
+
+    def on_run_prepare(self, model: Any) -> None:
+        """Refuse what cannot be exact."""
         if isinstance(model.distribute_strategy, tf.distribute.ParameterServerStrategy):
             raise ResumeError(
                 f"'{model.name}' lives under ParameterServerStrategy, whose workers make steps of their own, each at "
                 "its pace: there is no step after which a run could go on. Use BackupAndRestore there."
             )
 
-    def release(self) -> None:
-        """Finish the save that is being written; models of ours call it after every run, however it ended."""
+    def on_run_end(self) -> None:
+        """Finish the save that is being written."""
         self._preemption.forget()
         self._writer.close()
         if self._callbacks is not None:
@@ -162,7 +167,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
 
     # Before and after all other callbacks
 
-    def before_train_begin(self, callbacks: Any) -> None:
+    def on_before_train_begin(self, callbacks: Any) -> None:
         """Find the save to go on from, before callbacks know that training begins."""
         alike = [callback.directory for callback in callbacks.callbacks if isinstance(callback, Resume)]
         if len(alike) > 1:
@@ -191,7 +196,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
             order_root = _checked(self._loaded[0], self.directory, facts)["order_root"]
         self.model.replica_seeds.order_root = int(order_root)
 
-    def after_train_begin(self) -> None:
+    def on_after_train_begin(self) -> None:
         """Go on from the save, and begin to save."""
         self._states.begin(self._others)
         self.resumed_from = None
@@ -217,7 +222,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         """Take note of the epoch."""
         self._epoch = epoch
 
-    def after_epoch_begin(self) -> None:
+    def on_after_epoch_begin(self) -> None:
         """In the middle of an epoch: undo what callbacks do when one begins, and that metrics were reset."""
         if self._loaded is not None:
             position = Position(**self._loaded[0]["position"])
@@ -225,13 +230,13 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                 self._put_back(position)
             self._loaded = None
 
-    def after_execution(self) -> None:
+    def on_execution_end(self) -> None:
         """Save if it is time, but for the end of an epoch, which is saved when its callbacks know of it."""
         feed = self._callbacks.feed
         if feed.agreed_wish and not feed.ends_epoch and self._save(self._epoch) and feed.agreed_wish >= _EXIT:
             self._exit()
 
-    def after_epoch_end(self, epoch: int) -> None:
+    def on_after_epoch_end(self, epoch: int) -> None:
         """Save if it is time, and after the last epoch."""
         stopped = bool(self.model.stop_training)
         is_last = stopped or epoch + 1 >= self.params["epochs"]
@@ -242,7 +247,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         if must_exit and not is_last:
             self._exit()
 
-    def after_train_end(self) -> None:
+    def on_after_train_end(self) -> None:
         """Have the last save on the disk before ``fit`` returns, or the process ends."""
         if self._must_exit():
             self._exit()
