@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from keras_dist_ext.diagnosis.doctor.doctor import ParallelismDoctor
     from keras_dist_ext.errors import (
         BackendError,
+        CallbackError,
         CertificateError,
         ClusterError,
         DataError,
@@ -112,6 +113,7 @@ __all__ = [
     "SeedError",
     "DataError",
     "MonitorError",
+    "CallbackError",
     "NonFiniteError",
     "WorkersError",
     "CertificateError",
@@ -172,6 +174,7 @@ _MODULE_OF = {
     "SeedError": "errors",
     "DataError": "errors",
     "MonitorError": "errors",
+    "CallbackError": "errors",
     "NonFiniteError": "errors",
     "WorkersError": "errors",
     "CertificateError": "errors",

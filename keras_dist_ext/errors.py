@@ -7,6 +7,7 @@
     ├── SeedError (ValueError)          a seed that cannot be used, or streams that would repeat
     ├── DataError (ValueError)          data that cannot be split or fed as asked
     ├── MonitorError (ValueError)       what a monitor cannot record, or has nowhere to write
+    ├── CallbackError (ValueError)      an argument that a callback cannot have, or a run that it cannot be part of
     ├── NonFiniteError (ArithmeticError) a step whose loss or gradients are NaN or infinite
     ├── WorkersError (RuntimeError)     workers that do not make the same run, or one that does not come to it
     ├── CertificateError (ValueError)   a model, data or strategy that no certificate can be made of
@@ -29,6 +30,7 @@ __all__ = [
     "SeedError",
     "DataError",
     "MonitorError",
+    "CallbackError",
     "NonFiniteError",
     "WorkersError",
     "CertificateError",
@@ -67,6 +69,10 @@ class DataError(KerasDistError, ValueError):
 
 class MonitorError(KerasDistError, ValueError):
     """What a monitor is asked to do and cannot: a model it cannot see into, or nowhere to write."""
+
+
+class CallbackError(KerasDistError, ValueError):
+    """An argument that a callback cannot have, or a run that it cannot be part of."""
 
 
 class NonFiniteError(KerasDistError, ArithmeticError):

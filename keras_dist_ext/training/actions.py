@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext.errors import LoopError
+from keras_dist_ext.errors import CallbackError
 from keras_dist_ext.training.resume.callback import Resume
 from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.training.worker_sync import own_callback
@@ -25,10 +25,10 @@ def every(num_steps: int, action: Action) -> keras.callbacks.Callback:
     the state after the last, and is called once.
 
     Raises:
-        LoopError: ``num_steps`` is not a number of steps.
+        CallbackError: ``num_steps`` is not a number of steps.
     """
     if type(num_steps) is not int or num_steps < 1:
-        raise LoopError(f"every({num_steps!r}, ...): it is a number of steps, at least 1.")
+        raise CallbackError(f"every({num_steps!r}, ...): it is a number of steps, at least 1.")
     return _Every(num_steps, action)
 
 
@@ -63,10 +63,10 @@ def on_improvement(name: str, action: Action, mode: Literal["min", "max"] = "min
         mode: whether smaller or larger values are better.
 
     Raises:
-        LoopError: ``mode`` is another one; when an epoch ends, the logs have no such value.
+        CallbackError: ``mode`` is another one; when an epoch ends, the logs have no such value.
     """
     if mode not in ("min", "max"):
-        raise LoopError(f"on_improvement({name!r}, mode={mode!r}): a value is better where it is 'min' or 'max'.")
+        raise CallbackError(f"on_improvement({name!r}, mode={mode!r}): a value is better where it is 'min' or 'max'.")
     return _OnImprovement(name, action, mode)
 
 
@@ -82,7 +82,9 @@ class _OnImprovement(RunCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._name not in (logs or {}):
-            raise LoopError(f"on_improvement({self._name!r}): an epoch has the values {sorted(logs or {})}. Name one.")
+            raise CallbackError(
+                f"on_improvement({self._name!r}): an epoch has the values {sorted(logs or {})}. Name one."
+            )
         assert logs is not None
         value = self._sign * float(logs[self._name])
         if value > self._best:
@@ -97,7 +99,7 @@ def on_preemption(action: Action) -> keras.callbacks.Callback:
     what ``Resume`` is for.
 
     Raises:
-        LoopError: when training begins, in a thread, or beside a ``Resume``.
+        CallbackError: when training begins, in a thread, or beside a ``Resume``.
     """
     return _OnPreemption(action)
 
@@ -112,7 +114,7 @@ class _OnPreemption(RunCallback):
 
     def on_run_prepare(self, model: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
-            raise LoopError(
+            raise CallbackError(
                 "on_preemption in a thread: Python tells of signals in the main thread alone, so it would not be "
                 "noticed. Call fit there."
             )
@@ -121,7 +123,7 @@ class _OnPreemption(RunCallback):
 
     def on_run_begin(self, callbacks: Sequence[Any], data: Any) -> None:
         if any(isinstance(own_callback(callback), Resume) for callback in callbacks):
-            raise LoopError(
+            raise CallbackError(
                 "on_preemption ends training, and Resume beside it would save the run as one that is over, so that it "
                 "would never go on. Give fit one of them: Resume(..., on_preemption=True) saves when SIGTERM comes, "
                 "and the run goes on from there."

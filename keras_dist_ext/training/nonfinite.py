@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras.variables import components
-from keras_dist_ext.errors import MonitorError, NonFiniteError
+from keras_dist_ext.errors import CallbackError, NonFiniteError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.step.nan_guard import DATA, GRADIENTS, LOSS, BadStep, Guard
 from keras_dist_ext.strategy.workers import workers_of
@@ -58,7 +58,7 @@ class NonFinite(RunCallback):
         left_out: the steps of the run that were left out, at most the last 1000 of them.
 
     Raises:
-        MonitorError: when it is made, if an argument is not what it can be; when training begins, if the model is not
+        CallbackError: when it is made, if an argument is not what it can be; when training begins, if the model is not
             one of ours, or its strategy has no steps that all replicas make together.
         NonFiniteError: in training, see ``action``.
     """
@@ -66,9 +66,9 @@ class NonFinite(RunCallback):
     def __init__(self, action: Literal["raise", "stop", "skip"] = "raise", *, most_in_a_row: int = 10) -> None:
         super().__init__()
         if action not in _ACTIONS:
-            raise MonitorError(f"action is {action!r}; there are {', '.join(map(repr, _ACTIONS))}.")
+            raise CallbackError(f"action is {action!r}; there are {', '.join(map(repr, _ACTIONS))}.")
         if type(most_in_a_row) is not int or most_in_a_row < 1:
-            raise MonitorError(f"most_in_a_row is {most_in_a_row!r}; it is a number of steps, at least 1.")
+            raise CallbackError(f"most_in_a_row is {most_in_a_row!r}; it is a number of steps, at least 1.")
         self.action = action
         self.most_in_a_row = most_in_a_row
         self.left_out: list[LeftOut] = []
@@ -87,7 +87,7 @@ class NonFinite(RunCallback):
         """Have the steps of the run that is about to begin guarded."""
         strategy = model.distribute_strategy
         if isinstance(strategy, tf.distribute.ParameterServerStrategy | tf.distribute.TPUStrategy):
-            raise MonitorError(
+            raise CallbackError(
                 f"'{model.name}' lives under {type(strategy).__name__}, where NonFinite cannot leave out a step on all "
                 "replicas. Use keras.callbacks.TerminateOnNaN there, and clip gradients."
             )
@@ -112,7 +112,7 @@ class NonFinite(RunCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuse models of stock Keras."""
         if self._guarded is not self.model:
-            raise MonitorError(
+            raise CallbackError(
                 f"'{getattr(self.model, 'name', self.model)}' is a {type(self.model).__name__} of stock Keras, whose "
                 "steps NonFinite cannot see into. Derive it from kde.Model, or rebuild it by "
                 "kde.adopt(model, strategy)."

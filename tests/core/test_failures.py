@@ -248,14 +248,14 @@ def test_all_optimizers_of_a_step_of_ones_own_are_guarded(mirrored: Any) -> None
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(make_it: Callable[[], Any], message: str) -> None:
-    with pytest.raises(kde.MonitorError, match=message):
+    with pytest.raises(kde.CallbackError, match=message):
         make_it()
 
 
 def test_a_model_of_stock_keras_is_refused_with_the_way_out() -> None:
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    with pytest.raises(kde.MonitorError, match="stock Keras, whose steps NonFinite cannot see into. Derive it from"):
+    with pytest.raises(kde.CallbackError, match="stock Keras, whose steps NonFinite cannot see into. Derive it from"):
         model.fit(X, Y, verbose=0, callbacks=[kde.NonFinite()])
 
 

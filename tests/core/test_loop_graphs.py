@@ -451,6 +451,6 @@ def test_two_parts_have_two_names() -> None:
 def test_a_run_that_is_to_go_on_is_not_ended_as_if_it_were_over(tmp_path: Any) -> None:
     loop = TrainLoop(lambda r, batch: {"loss": r.mean_loss(batch[1])}, parts={}, reduce={"loss": "mean"})
     with pytest.raises(
-        LoopError, match=r"would save the run as one that is over.*Resume\(\.\.\., on_preemption=True\)"
+        kde.CallbackError, match=r"would save the run as one that is over.*Resume\(\.\.\., on_preemption=True\)"
     ):
         loop.fit(batches(), verbose=0, callbacks=[kde.on_preemption(print), kde.Resume(tmp_path)])

@@ -136,7 +136,7 @@ class _Suspects:
             yield self.local_statistics(off)
 
     def uneven_batch(self, off: Comparison) -> Finding:
-        """Fault 8: each replica's mean counts alike, whatever its share of the rows."""
+        """Name replicas whose mean losses count alike, whatever their shares of the rows."""
         return Finding(
             code="uneven-batch",
             what=f"A batch that does not split evenly trains other weights: each of "
@@ -146,7 +146,7 @@ class _Suspects:
         )
 
     def local_count(self, off: Comparison, part: str) -> Finding:
-        """Fault 9: each replica divides by its own count."""
+        """Name losses that each replica divides by its own count."""
         code, noun, makers = {
             "masks": ("local-mask-count", "the mask", self._makers_of_masks()),
             "weights": ("local-weight-count", "the sample weights", ""),
@@ -205,7 +205,7 @@ class _Suspects:
         )
 
     def empty_replica(self, off: Comparison) -> Finding:
-        """Fault 10: the statistics of no rows."""
+        """Name the statistics of no rows."""
         names = _listed([g.name for g in off.gaps if not np.isfinite(g.absolute) and g.part in ("weights", "state")])
         cause, proof = "Something divides by no rows", ""
         if self.local_norms and self.again(off, without=("moments",)).is_finite:
