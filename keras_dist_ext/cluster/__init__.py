@@ -1,3 +1,19 @@
-"""Who takes part in a run, and processes that take part. No TensorFlow at import."""
+"""Start the processes of a cluster and watch them, and read which processes take part in one.
+
+Nothing here imports TensorFlow when it is imported. In reading order:
+
+    launch         starts, watches and restarts a process for each worker: ``kde.launch``
+    command        what a process is to run: checked, and turned into a command line
+    tasks, cores   each process' task and address, and its share of the CPUs
+    process_group  the processes of one launch, which end together
+    process        one of them: its output, its end
+    worker         what runs in it
+    heartbeat      what a worker says of its steps: ``kde.heartbeat``
+    hang_report    what workers do that make no progress
+    failure        why a launch failed
+    signals        the signals that ask a launch to end
+    spec, mpi      the cluster as TF_CONFIG, SLURM, MPI or a resolver describes it
+    rendezvous     the workers of a cluster wait for each other before TensorFlow connects them
+"""
 
 __all__: list[str] = []

@@ -1,3 +1,7 @@
-"""Say why training is not faster, and whether it trains the same."""
+"""Say why a run is not faster, and whether it is right.
+
+doctor       ``kde.diagnose`` and ``kde.ParallelismDoctor``: why it is not faster
+certificate  ``kde.certify``: whether replicas train what one device would
+"""
 
 __all__: list[str] = []

@@ -1,3 +1,17 @@
-"""Choose a strategy, check that things live under it, and keep its workers in agreement."""
+"""Choose a strategy, check that things live under it, and keep its workers in agreement.
+
+In reading order:
+
+    pick         ``kde.pick_strategy`` and ``kde.StrategyChoice``
+    facts        what a choice depends on: devices, a cluster, a TPU
+    decision     which strategy to build, and why
+    builders     build it
+    scope        ``kde.check_scope``: whether variables live under the strategy
+    virtual      ``kde.VirtualReplicas``: for how many replicas a run is defined
+    workers      the workers of a ``MultiWorkerMirroredStrategy``: sums and broadcasts between steps
+    consistency  see that all workers are about to do the same
+    key_value    what workers tell each other without a collective
+    deadlock     find workers that wait for each other
+"""
 
 __all__: list[str] = []

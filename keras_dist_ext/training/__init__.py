@@ -1,3 +1,26 @@
-"""Models and loops over steps."""
+"""Models, the loops over their steps, and what happens around a loop.
+
+In reading order:
+
+    model             ``kde.Model`` and ``kde.Sequential``
+    construction      models are made in the scope of their strategy
+    program           the compiled loops of training and evaluation
+    prediction        the compiled loop of ``predict``
+    runners           what Keras calls for each execution
+    feed, source      the batches of an epoch
+    pace              how many steps an execution makes
+    run_callback      ``kde.RunCallback``
+    callbacks         ``kde.ScopeGuard`` and ``kde.ReplicaSeeds``
+    actions           ``kde.every``, ``kde.on_improvement``, ``kde.on_preemption``
+    nonfinite         ``kde.NonFinite``
+    worker_sync       several workers begin alike and end together
+    divergence        find variables whose copies differ
+    snapshot          keep the state of a model, and restore it
+    loop              ``kde.TrainLoop``
+    adoption          ``kde.adopt``, ``kde.clone_model``, ``kde.load_model``
+    resume            ``kde.Resume``
+    placement         ``kde.place``
+    parameter_server  training under a ``ParameterServerStrategy``
+"""
 
 __all__: list[str] = []

@@ -1,6 +1,7 @@
 """Packages import one way, from the ground up, and no modules import each other in a circle."""
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -108,6 +109,15 @@ def test_packages_import_only_from_those_below_them():
 
 def test_no_modules_import_each_other_in_a_circle():
     assert circle(IMPORTS) == ""
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("__init__.py")), ids=lambda path: path.parent.name)
+def test_a_package_says_what_it_is_for_and_names_its_modules_and_packages(path):
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    named = set(re.findall(r"\w+", text))
+    modules = {module.stem for module in path.parent.glob("*.py")} - {"__init__", "__main__"}
+    packages = {package.parent.name for package in path.parent.glob("*/__init__.py")}
+    assert (modules | packages) - named == set()
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,15 @@
-"""Say whether replicas train as one device does."""
+"""Certify that a strategy trains a model as one device would: ``kde.certify``.
+
+In reading order:
+
+    certificate       ``kde.certify`` and ``kde.Certificate``
+    certified_script  ``keras-dist-ext doctor --certify SCRIPT.py``
+    global_batches    the batches that are compared
+    lockstep          the same steps on one device and on replicas
+    sides             make one step, and read all that it changes
+    gaps              how far replicas are from one device, and what rounding explains
+    draws             what random ops draw on each replica
+    suspects          find by experiment what makes a difference
+"""
 
 __all__: list[str] = []

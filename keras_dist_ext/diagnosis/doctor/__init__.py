@@ -1,3 +1,20 @@
-"""Say why training is not faster."""
+"""Say why a run is not faster, and what to change: ``kde.diagnose`` and ``kde.ParallelismDoctor``.
+
+In reading order:
+
+    bounded_run     ``kde.diagnose``: train for some steps, and put the model back
+    doctor          ``kde.ParallelismDoctor``, a callback
+    doctor_command  ``keras-dist-ext doctor SCRIPT.py``
+    visit           what happens in one run
+    setting         its strategy, devices and graphs
+    host_clock      the time of callbacks and of tracing
+    step_blocks     the time of steps
+    interventions   experiments
+    examination     all that is known when a run is judged
+    rules           judge it
+    setting_rules   by its setting
+    time_rules      by where its time went
+    report          show what was found
+"""
 
 __all__: list[str] = []

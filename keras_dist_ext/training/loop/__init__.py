@@ -1,3 +1,19 @@
-"""Custom training loops."""
+"""Train by a step of one's own: ``kde.TrainLoop``.
+
+In reading order:
+
+    train_loop        ``kde.TrainLoop``
+    arguments         what it is told, checked
+    replica           ``kde.Replica``, what a step is given
+    gathering         ``kde.per_replica`` and ``kde.gather``
+    loop_program      the compiled loop
+    tallies           add up what steps return
+    examined_step     trace a step once, and refuse what would go wrong
+    losses            whether a loss is a mean over examples
+    step_variables    which variables a step uses and changes
+    origins           which values are one replica's own
+    ancestry          what a value in a graph is computed from
+    python_effects    what a function does in Python
+"""
 
 __all__: list[str] = []
