@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,9 +18,17 @@ SEED = 1337
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("cases that rotate from commit to commit")
-    group.addoption("--every-case", action="store_true", help='run all of them, not this commit\'s share; with -m ""')
-    group.addoption("--commit", metavar="HASH", help="choose those of this commit instead of HEAD")
+    group = parser.getgroup("which cases run (tests/README.md)")
+    group.addoption("--every-case", action="store_true", help='all that rotate, not this commit\'s share; with -m ""')
+    group.addoption("--commit", metavar="HASH", help="of those that rotate, the share of this commit instead of HEAD")
+    group.addoption("--row", metavar="PATTERN", help="of the conformance table, each row whose whole name matches")
+    group.addoption("--strategy", metavar="KIND", help="of the conformance table, what runs under this strategy")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.row or config.option.strategy:  # asked for by name, whatever else would leave it out
+        config.option.every_case = True
+        config.option.markexpr = ""
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -41,11 +50,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out cases whose turn it is not; keep in one process what shares a fixture; begin with launches."""
-    left_out = [] if config.option.every_case else [item for item in items if not _is_its_turn(item, _commit(config))]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        without = set(left_out)
-        items[:] = [item for item in items if item not in without]
+    chosen = [item for item in items if _is_asked_for(item) and _is_its_turn(item)]
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=sorted(set(items) - set(chosen), key=items.index))
+        items[:] = chosen
     for item in items:
         if item.get_closest_marker("on_two_workers"):
             item.add_marker(pytest.mark.multiworker)
@@ -56,9 +64,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("multiworker") is None)
 
 
-def _is_its_turn(item: pytest.Item, commit: str) -> bool:
+def _is_its_turn(item: pytest.Item) -> bool:
+    """Say whether a case that rotates runs at this commit."""
     marker = item.get_closest_marker("rotating")
-    return marker is None or is_its_turn(*(marker.args or [item.nodeid]), commit=commit, **marker.kwargs)
+    if marker is None or item.config.option.every_case:
+        return True
+    return is_its_turn(*(marker.args or [item.nodeid]), commit=_commit(item.config))
+
+
+def _is_asked_for(item: pytest.Item) -> bool:
+    """Say whether a test is one of the rows and strategies that were asked for; without a wish all are."""
+    row, kind = item.config.option.row, item.config.option.strategy
+    if row is None and kind is None:
+        return True
+    given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    if not {"row", "kind"} <= given.keys():
+        return False
+    return kind in (None, given["kind"]) and (row is None or re.fullmatch(row, given["row"].name) is not None)
 
 
 def _shares_a_fixture(item: pytest.Item) -> bool:

@@ -20,7 +20,7 @@ os.environ["TF_DETERMINISTIC_OPS"] = "1"
 
 import numpy as np
 import tensorflow as tf
-from strategies import strategies
+from strategies import make_devices, strategies
 
 import keras_dist_ext as kde
 from conformance.rows import ROWS
@@ -35,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m conformance.digests", description=__doc__)
     parser.add_argument("--rows", default=".*", metavar="PATTERN", help="a regular expression for the names of rows")
     given = parser.parse_args(arguments)
+    make_devices()
     warnings.simplefilter("ignore")
     tf.config.threading.set_inter_op_parallelism_threads(1)
     tf.config.threading.set_intra_op_parallelism_threads(1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import keras
-from strategies import strategies
+from strategies import make_devices, strategies
 
 import keras_dist_ext as kde
 from conformance.causes import cause_of
@@ -46,6 +46,7 @@ def look(library: str, names: Sequence[str], path: str) -> None:
     """Write what is seen of rows, a line each, and end the process; after an error, or when a row hangs, early."""
     for descriptor in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    make_devices()
     with open(path, "w", buffering=1) as file:
         for row in sorted((row for row in ROWS if row.name in names), key=lambda row: names.index(row.name)):
             faulthandler.dump_traceback_later(SECONDS, exit=True)

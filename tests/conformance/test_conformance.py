@@ -1,17 +1,18 @@
 """Show that N replicas give one device's numbers: the table of `conformance.rows`, a test a row and strategy.
 
-The definition of right is stock Keras without a strategy, on the same global batches from equal initial weights. Each
-row runs under every strategy of this process, and all of them in one launch of two workers. A quick run
-(`-m "not slow"`) has the rows that the table calls `Quick`, but for those of `LATER`: each under three replicas, which
-few batches split into evenly, some under another strategy or two workers too.
+The definition of right is stock Keras without a strategy, on the same global batches from equal initial weights. The
+default run has the rows of `QUICK`. CI runs each row under three replicas, which few batches split into evenly, and
+under one of the other strategies, which rotates with the commit; those of `OF_WORKERS` on two workers too.
+
+    python -m pytest tests/conformance --row "masked .*" --strategy mirrored4
 """
 
 import importlib
-import pickle
 from functools import cache
 from typing import Any
 
 import pytest
+from two_workers import on_two_workers
 
 import keras_dist_ext as kde
 from conformance.causes import CAUSES, cause_of
@@ -20,7 +21,7 @@ from conformance.models import dense
 from conformance.rows import ROWS
 from conformance.run import IN_PROCESS, WORKERS, Outcome, Row, differences, run, run_on_one_device
 from conformance.seen import PASSES, RECORD, seen
-from conformance.workers import run_rows
+from conformance.workers import run_row
 
 # Stock Keras says so too, from a module whose warnings the suite ignores.
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -46,16 +47,36 @@ LATER = {
 }  # fmt: skip
 TURNS = ("mirrored2", WORKERS, "", "mirrored4", "", "one_device", WORKERS, "", "default", "")
 QUICK = {
-    row: ("mirrored3", TURNS[turn % len(TURNS)])
+    row.name: ("mirrored3", TURNS[turn % len(TURNS)])
     for turn, row in enumerate(row for row in ROWS if row.quick and row.name not in LATER)
 }
+OF_WORKERS = {
+    "batches of 1 to 9 rows", "fewer rows than replicas", "sparse gradients", "LossScaleOptimizer",
+    "gradient accumulation over 4 of 6 steps", "3 steps an execution over data of unknown length",
+    "AUC, precision and recall", "logs of every batch", "train, test and predict on batch", "predict 1 to 9 rows",
+    "synchronized BatchNormalization of 1 to 9 rows", "state assigned in call", "validation_split", "tf.data",
+    "endless tf.data", "a generator of 1 to 9 rows", "an endless generator", "a PyDataset with 2 workers",
+    "a distributed dataset", "a dataset made on each worker", "a custom train_step",
+}  # fmt: skip
+"""Rows about how data comes to workers, and what they tell each other: always run on two of them."""
 
 
 def cell(row: Row, kind: str) -> Any:
-    """Name one test of the table; mark it as slow if a quick run is better off without it."""
-    return pytest.param(
-        row, kind, id=f"{row.name}-{kind}", marks=() if kind in QUICK.get(row, ()) else pytest.mark.slow
-    )
+    """Name one test of the table, and say when it runs."""
+    others = [
+        other for other in row.under if other != "mirrored3" and not (other == WORKERS and row.name in OF_WORKERS)
+    ]
+    if kind in QUICK.get(row.name, ()):
+        marks = []
+    elif kind in others:
+        marks = [pytest.mark.rotating(row.name, others.index(kind), len(others))]
+    else:
+        marks = [pytest.mark.slow]
+    if kind == WORKERS:
+        marks.append(on_two_workers(run_row, row.name))
+    else:
+        marks.append(pytest.mark.xdist_group(row.name))  # one device trains a row once
+    return pytest.param(row, kind, id=f"{row.name}-{kind}", marks=marks)
 
 
 @cache
@@ -65,7 +86,6 @@ def one_device(row: Row) -> Outcome:
 
 @pytest.mark.parametrize(
     ("row", "kind"),
-    # Rows outside: one device trains a row just before the replicas do.
     [cell(row, kind) for row in ROWS for kind in IN_PROCESS if kind in row.under],
 )
 def test_replicas_give_what_one_device_gives(row: Row, kind: str, strategies: Any) -> None:
@@ -94,6 +114,7 @@ def test_names_of_rows_are_sentences_of_their_own() -> None:
 
 def test_rows_for_later_are_rows_of_the_table() -> None:
     assert {row.name for row in ROWS if row.quick} >= LATER
+    assert {row.name for row in ROWS if WORKERS in row.under} >= OF_WORKERS
 
 
 def test_each_row_was_seen_to_fail_with_its_cause_put_back() -> None:
@@ -122,35 +143,8 @@ def test_a_row_fails_with_its_cause_put_back(name: str) -> None:
     assert not found.startswith("dies")
 
 
-@pytest.fixture(scope="session")
-def two_workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
-    """Run all selected rows in one launch of two worker processes; an outcome, or a traceback, by row and worker."""
-    rows = [item.callspec.params["row"] for item in request.session.items if "two_workers" in item.fixturenames]
-    folder = tmp_path_factory.mktemp("two_workers")
-    found: dict[tuple[str, int], Any] = {}
-    try:
-        kde.launch(
-            2,
-            run_rows,
-            args=([row.name for row in rows], str(folder)),
-            time_limit=60 + 12 * len(rows),
-            threads_per_worker=1,
-            quiet=True,
-        )
-    except kde.LaunchError as error:
-        found = {(row.name, task): f"the workers did not get here:\n{error}" for row in rows for task in (0, 1)}
-    for path in folder.glob("*.pkl"):
-        name, task, outcome = pickle.loads(path.read_bytes())
-        found[name, task] = outcome
-    return found
-
-
-@pytest.mark.multiworker
-@pytest.mark.timeout(3600)  # the first row waits for the launch, that is for all rows
 @pytest.mark.parametrize(("row", "kind"), [cell(row, WORKERS) for row in ROWS if WORKERS in row.under])
-def test_two_workers_give_what_one_device_gives(row: Row, kind: str, two_workers: dict[tuple[str, int], Any]) -> None:
+def test_two_workers_give_what_one_device_gives(row: Row, kind: str, values: tuple[Outcome, Outcome]) -> None:
     expected = one_device(row)
-    for task in (0, 1):
-        found = two_workers[row.name, task]
-        assert not isinstance(found, str), f"worker {task}: {found}"
+    for task, found in enumerate(values):
         assert differences(expected, found, row.tolerance, f"worker {task}") == []

@@ -1,9 +1,6 @@
 """What the worker processes of the multi-process tests run, started by `keras_dist_ext.cluster.launch.launch`."""
 
-import os
-import pickle
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +12,15 @@ from keras import layers
 import keras_dist_ext as kde
 from conformance import feeds, models
 from conformance.rows import ROWS
-from conformance.run import run
+from conformance.run import Outcome, run
 
-__all__ = ["faults_of_several_workers", "faults_of_parameter_servers", "run_rows"]
+__all__ = ["faults_of_several_workers", "faults_of_parameter_servers", "run_row"]
 
 
-def run_rows(names: Sequence[str], folder: str) -> None:
-    """Run rows of the table under MultiWorkerMirroredStrategy; leave each outcome, or its traceback, in a file."""
-    strategy = kde.pick_strategy("multi_worker").strategy
-    task = strategy.cluster_resolver.task_id
-    for index, row in enumerate(row for row in ROWS if row.name in names):
-        try:
-            outcome: Any = run(row, kde, strategy)
-        except Exception:
-            outcome = traceback.format_exc()
-        path = Path(folder, f"{index}-worker{task}")
-        path.with_suffix(".part").write_bytes(pickle.dumps((row.name, task, outcome)))
-        os.replace(path.with_suffix(".part"), path.with_suffix(".pkl"))
+def run_row(strategy: tf.distribute.Strategy, folder: Path, name: str) -> Outcome:
+    """Run a row of the table on one of several workers."""
+    (row,) = (row for row in ROWS if row.name == name)
+    return run(row, kde, strategy)
 
 
 def symptom(action: Callable[[], Any]) -> str:
