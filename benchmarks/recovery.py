@@ -60,17 +60,17 @@ def measure(num_rounds: int) -> dict[str, list[tuple[float, float, float]]]:
         RuntimeError: the launch did not come to its end.
     """
     import keras_dist_ext as kde
-    from keras_dist_ext.cluster.process_group import Generation
+    from keras_dist_ext.cluster.process_group import ProcessGroup
 
     clock = _Clock()
-    watch = Generation.watch
+    watch = ProcessGroup.watch
 
     def watched(*arguments: Any) -> Any:
         failure = watch(*arguments)
         clock.note("noticed")
         return failure
 
-    Generation.watch = watched  # type: ignore[method-assign]
+    ProcessGroup.watch = watched  # type: ignore[method-assign]
     try:
         with tempfile.TemporaryDirectory() as folder:
             result = kde.launch(
@@ -83,7 +83,7 @@ def measure(num_rounds: int) -> dict[str, list[tuple[float, float, float]]]:
                 stream=clock,
             )
     finally:
-        Generation.watch = watch  # type: ignore[method-assign]
+        ProcessGroup.watch = watch  # type: ignore[method-assign]
     num_accidents = num_rounds * len(ACCIDENTS)
     counts = {what: len(times) for what, times in clock.times.items()}
     if counts != {"accident": num_accidents, "noticed": num_accidents + 1, "ended": num_accidents,

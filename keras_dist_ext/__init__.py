@@ -39,7 +39,7 @@ def __getattr__(name: str) -> object:
     return _load(name)
 
 
-if "KERAS_DIST_EXT_PULSE" in os.environ:  # `launch` has started this process, and wants to know what it is at
+if "KERAS_DIST_EXT_HEARTBEAT" in os.environ:  # `launch` has started this process, and watches its steps
     from keras_dist_ext.cluster.heartbeat import begin
 
     begin()

@@ -208,7 +208,7 @@ def _devices(arguments: argparse.Namespace) -> int:
     import tensorflow as tf
 
     from keras_dist_ext.strategy.decision import decide
-    from keras_dist_ext.strategy.facts import gather_facts, list_devices
+    from keras_dist_ext.strategy.resources import find_resources, list_devices
 
     print(f"TensorFlow {tf.__version__}")
     for device in tf.config.list_physical_devices():
@@ -216,6 +216,6 @@ def _devices(arguments: argparse.Namespace) -> int:
         print(f"physical  {device.name.removeprefix('/physical_device:')}  {model}".rstrip())
     for name in list_devices():
         print(f"logical   {name}")
-    choice = decide("auto", gather_facts())  # chosen, not built: a worker's strategy would wait for the other workers
+    choice = decide("auto", find_resources())  # chosen, not built: a worker's strategy would wait for the other workers
     print(f"pick_strategy() would choose {choice.name}: {choice.reason}")
     return 0

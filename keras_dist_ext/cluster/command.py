@@ -11,10 +11,10 @@ from typing import Any
 from keras_dist_ext.cluster import worker
 from keras_dist_ext.errors import LaunchError
 
-__all__ = ["check_counts", "check_seconds", "check_surroundings", "check_waits", "program_of"]
+__all__ = ["check_counts", "check_seconds", "check_environment", "check_waits", "program_for"]
 
 
-def program_of(
+def program_for(
     work: Sequence[str] | Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -117,7 +117,7 @@ def check_waits(**given: float) -> None:
             raise LaunchError(f"{name}={value!r} is no time to wait: give seconds, 0 or more.")
 
 
-def check_surroundings(environ: Mapping[str, str]) -> None:
+def check_environment(environ: Mapping[str, str]) -> None:
     """Check that processes can have this environment, and that nothing else has made this one part of a cluster.
 
     Raises:

@@ -39,37 +39,39 @@ class Failure:
         )
 
     @classmethod
-    def by_stall(cls, working: Sequence[Process], seconds: float) -> "Failure":
+    def by_hang(cls, working: Sequence[Process], seconds: float) -> "Failure":
         """No step was finished for too long, though work was left; it takes a second to say where each is."""
-        doings, stacks = describe(working)
+        activities, stacks = describe(working)
         printed = "".join(f"\n  {process.doing}" for process in working if process.exit_code is None)
         return cls(
             124,
-            f"No step was finished for {seconds:g} s, and the launch ended what still ran: {doings}.{printed}\n"
+            f"No step was finished for {seconds:g} s, and the launch ended what still ran: {activities}.{printed}\n"
             f"Where they were:{stacks}\n"
             "Give a longer timeout if they were busy: loading data and compiling count, too.",
         )
 
     @classmethod
-    def by_stop(cls, process: Process, seconds: float) -> "Failure":
+    def by_sigstop(cls, process: Process, seconds: float) -> "Failure":
         """A process was held by a signal for too long, while others worked."""
         return cls(
             124,
-            f"{process.name} was stopped, as by SIGSTOP{progress(process.beat)}, for {seconds:g} s, so that the others "
-            "could not go on, and the launch ended all.",
+            f"{process.name} was stopped, as by SIGSTOP{progress(process.heartbeat)}, for {seconds:g} s, so that the "
+            "others could not go on, and the launch ended all.",
         )
 
     @classmethod
     def of_process(cls, process: Process, others: Sequence[Process]) -> "Failure":
         """A process failed, or a server ended before the work did."""
         code = process.failure_code or 0
-        reason = f"{process.name} failed with {code_text(code)}{progress(process.beat)}"
+        reason = f"{process.name} failed with {code_text(code)}{progress(process.heartbeat)}"
         if code == -signal.SIGKILL:
             reason += ", which the launch did not send; often it means that memory ran out (see dmesg)"
         elif process.exit_code == 0:
             reason = f"{process.name} ended before {'its function returned' if process.outcome else 'the chief did'}"
         stopped = "".join(
-            f" {other.name} was stopped, as by SIGSTOP{progress(other.beat)}." for other in others if is_stopped(other)
+            f" {other.name} was stopped, as by SIGSTOP{progress(other.heartbeat)}."
+            for other in others
+            if is_stopped(other)
         )
         ended = {0: "", 1: " The launch ended the other process."}
         return cls(

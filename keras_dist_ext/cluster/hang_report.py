@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from keras_dist_ext.cluster import worker
-from keras_dist_ext.cluster.heartbeat import STACKS_SIGNAL, Beat, Doing, stacks_path
+from keras_dist_ext.cluster.heartbeat import STACKS_SIGNAL, Activity, Heartbeat, stacks_path
 from keras_dist_ext.cluster.process import Process, code_text
 
 __all__ = ["describe", "is_stopped", "progress"]
@@ -19,9 +19,9 @@ _IDLE_SHARE = 0.2  # of a CPU: a process that waits for others uses less
 _MOST_FRAMES = 15  # of a stack, the innermost ones
 
 
-def progress(beat: Beat) -> str:
+def progress(heartbeat: Heartbeat) -> str:
     """Return "after step 412", or nothing where no step was finished."""
-    return f" after step {beat.finished}" if beat.finished else ""
+    return f" after step {heartbeat.finished}" if heartbeat.finished else ""
 
 
 def describe(processes: Sequence[Process]) -> tuple[str, str]:
@@ -42,37 +42,41 @@ def describe(processes: Sequence[Process]) -> tuple[str, str]:
         stacks_before = stacks_now
         if seconds >= _MOST_SECONDS or (seconds >= _LOOK_SECONDS and is_there):
             break
-    beats = [process.beat for process in processes]
+    heartbeats = [process.heartbeat for process in processes]
     used = {process.pid: _cpu_seconds(process.pid) - before[process.pid] for process in processes}
-    doings = [
-        f"{process.name} {_doing(process, beats, is_idle=used[process.pid] < _IDLE_SHARE * seconds)}"
+    activities = [
+        f"{process.name} {_activity(process, heartbeats, is_idle=used[process.pid] < _IDLE_SHARE * seconds)}"
         for process in processes
     ]
     stacks = "".join(f"\n  {process.name}:{_shown(_stacks_of(process))}" for process in processes)
-    return ", ".join(doings), stacks
+    return ", ".join(activities), stacks
 
 
-def _doing(process: Process, beats: Sequence[Beat], *, is_idle: bool) -> str:
-    beat = process.beat
+def _activity(process: Process, heartbeats: Sequence[Heartbeat], *, is_idle: bool) -> str:
+    last = process.heartbeat
     if process.exit_code is not None:
-        return f"ended with {code_text(process.exit_code)}{progress(beat)}"
+        return f"ended with {code_text(process.exit_code)}{progress(last)}"
     if is_stopped(process):
-        return f"is stopped, as by SIGSTOP,{progress(beat) or ' before its first step'}"
-    if beat.waits:
-        return f"waits in an all-reduce at step {beat.finished + 1}"
-    if beat.doing == Doing.STEPS and beat.trains:
-        steps = f"step {beat.first}" if beat.first == beat.last else f"steps {beat.first} to {beat.last}"
+        return f"is stopped, as by SIGSTOP,{progress(last) or ' before its first step'}"
+    if last.waits:
+        return f"waits in an all-reduce at step {last.finished + 1}"
+    if last.activity == Activity.STEPS and last.trains:
+        steps = f"step {last.first}" if last.first == last.last else f"steps {last.first} to {last.last}"
         if not is_idle:
             return f"computes in {steps}"
-        is_alone = any(other.doing != Doing.STEPS or other.last < beat.first for other in beats)
-        return f"waits in an all-reduce at {steps}" if is_alone else f"waits in {steps}, for others or for data"
-    if beat.doing == Doing.STEPS:
-        return f"{'waits' if is_idle else 'computes'} in an evaluation or a prediction{progress(beat)}"
+        others_are_elsewhere = any(other.activity != Activity.STEPS or other.last < last.first for other in heartbeats)
+        return (
+            f"waits in an all-reduce at {steps}"
+            if others_are_elsewhere
+            else f"waits in {steps}, for others or for data"
+        )
+    if last.activity == Activity.STEPS:
+        return f"{'waits' if is_idle else 'computes'} in an evaluation or a prediction{progress(last)}"
     return {
-        Doing.BETWEEN: f"has finished step {beat.finished} and begun no other",
-        Doing.NO_MORE_DATA: f"finished its data at step {beat.finished}",
-        Doing.LEFT: f"has left fit{progress(beat)}",
-    }.get(Doing(beat.doing), "has not made a step yet")
+        Activity.BETWEEN: f"has finished step {last.finished} and begun no other",
+        Activity.NO_MORE_DATA: f"finished its data at step {last.finished}",
+        Activity.LEFT: f"has left fit{progress(last)}",
+    }.get(Activity(last.activity), "has not made a step yet")
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -100,21 +104,21 @@ def is_stopped(process: Process) -> bool:
 
 def _ask_for_stacks(process: Process) -> bool:
     """Have a worker write its stacks, if it can; whoever else has its process number by now is left alone."""
-    beat = process.beat
-    if not beat.has_stacks or process.exit_code is not None or is_stopped(process):
+    heartbeat = process.heartbeat
+    if not heartbeat.has_stacks or process.exit_code is not None or is_stopped(process):
         return False
     with suppress(OSError):
-        if os.getsid(beat.pid) == process.pid:
-            os.kill(beat.pid, STACKS_SIGNAL)
+        if os.getsid(heartbeat.pid) == process.pid:
+            os.kill(heartbeat.pid, STACKS_SIGNAL)
             return True
     return False
 
 
 def _stacks_of(process: Process) -> str:
-    if process.pulse is None:
+    if process.heartbeat_file is None:
         return ""
     try:
-        return stacks_path(process.pulse).read_text(errors="replace")
+        return stacks_path(process.heartbeat_file).read_text(errors="replace")
     except OSError:
         return ""
 

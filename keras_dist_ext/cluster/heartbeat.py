@@ -1,7 +1,7 @@
-"""Say what this worker is at, in a file that its launcher reads; where no launcher listens, say nothing.
+"""Report what this worker does, in a file that its launcher reads; where no launcher reads, report nothing.
 
-A pulse is a few numbers in memory that both processes map: what the worker does, the steps it is in, the last one it
-has finished, and a count that goes up with each. Writing it takes a microsecond and no system call. A signal has the
+A heartbeat is a few numbers in memory that both processes map: what the worker does, the steps it is in, the last one
+it has finished, and a count that goes up with each. Writing it takes a microsecond and no system call. A signal has the
 worker write its stacks beside it, even while it is stuck in TensorFlow.
 """
 
@@ -19,11 +19,11 @@ from types import TracebackType
 from typing import IO, NamedTuple
 
 __all__ = [
-    "PULSE",
+    "HEARTBEAT_FILE",
     "STACKS_SIGNAL",
-    "Beat",
-    "Doing",
-    "Listener",
+    "Heartbeat",
+    "Activity",
+    "HeartbeatReader",
     "begin",
     "data_ends",
     "heartbeat",
@@ -34,15 +34,15 @@ __all__ = [
     "waiting",
 ]
 
-PULSE = "KERAS_DIST_EXT_PULSE"  # environment variable: the file of the worker that this process belongs to
+HEARTBEAT_FILE = "KERAS_DIST_EXT_HEARTBEAT"  # environment variable: the file of the worker that this process belongs to
 STACKS_SIGNAL = getattr(signal, "SIGUSR1", 0)
 
 _KINDS = ("train", "test", "predict")
-_LAYOUT = struct.Struct("<9q")  # the fields of Beat
+_LAYOUT = struct.Struct("<9q")  # the fields of Heartbeat
 
 
-class Doing(enum.IntEnum):
-    """What a worker is at."""
+class Activity(enum.IntEnum):
+    """What a worker does."""
 
     STARTS = 0  # it has made no step yet
     STEPS = 1  # it is in the steps `first` to `last`
@@ -52,13 +52,13 @@ class Doing(enum.IntEnum):
     FAILED = 5  # an exception that nobody caught is about to end it
 
 
-class Beat(NamedTuple):
-    """What a worker has said last."""
+class Heartbeat(NamedTuple):
+    """What a worker has reported last."""
 
-    pid: int = 0  # of the process that speaks for the worker; 0 = none has spoken yet
+    pid: int = 0  # of the process that writes for the worker; 0 = none has yet
     has_stacks: int = 0  # 1: STACKS_SIGNAL has it write its stacks
     number: int = 0  # goes up with every execution that ends
-    doing: int = Doing.STARTS
+    activity: int = Activity.STARTS
     kind: int = 0  # of the steps, an index of _KINDS
     first: int = 0  # step of those that are under way, counted from 1 in this fit
     last: int = 0
@@ -71,7 +71,7 @@ class Beat(NamedTuple):
         return _KINDS[self.kind] == "train"
 
 
-class Listener:
+class HeartbeatReader:
     """The launcher's end: an empty file for a worker to write to."""
 
     def __init__(self, path: Path):
@@ -80,50 +80,50 @@ class Listener:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE, access=mmap.ACCESS_READ)
 
-    def hear(self) -> Beat:
-        """Return what the worker has said last."""
-        return Beat(*_LAYOUT.unpack_from(self._memory))
+    def read(self) -> Heartbeat:
+        """Return what the worker has reported last."""
+        return Heartbeat(*_LAYOUT.unpack_from(self._memory))
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Close the file."""
         self._memory.close()
 
 
-def stacks_path(pulse: Path) -> Path:
-    """Return where the worker with this pulse writes its stacks."""
-    return pulse.with_suffix(".stacks")
+def stacks_path(heartbeat_file: Path) -> Path:
+    """Return where the worker with this heartbeat writes its stacks."""
+    return heartbeat_file.with_suffix(".stacks")
 
 
-class _Speaker:
+class HeartbeatWriter:
     """The worker's end."""
 
     def __init__(self, path: Path):
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-        self.beat = Beat(*_LAYOUT.unpack_from(self._memory))
+        self.heartbeat = Heartbeat(*_LAYOUT.unpack_from(self._memory))
 
-    def say(self, **changes: int) -> None:
-        self.beat = self.beat._replace(**changes)
-        _LAYOUT.pack_into(self._memory, 0, *self.beat)
+    def write(self, **changes: int) -> None:
+        self.heartbeat = self.heartbeat._replace(**changes)
+        _LAYOUT.pack_into(self._memory, 0, *self.heartbeat)
 
 
-_speaker: _Speaker | None = None
+_writer: HeartbeatWriter | None = None
 _stacks: IO[bytes] | None = None  # kept open: the signal's handler writes to its descriptor
 _num_running = 0
 
 
 def begin() -> None:
-    """Speak for the worker from here on, if a launcher listens and no other living process of the worker does."""
-    global _speaker
-    path = os.environ.get(PULSE)
-    if not path or _speaker is not None:
+    """Write for the worker from here on, if a launcher reads and no other living process of the worker writes."""
+    global _writer
+    path = os.environ.get(HEARTBEAT_FILE)
+    if not path or _writer is not None:
         return
     with contextlib.suppress(OSError, ValueError):  # the launcher is gone, and this process is about to be
-        speaker = _Speaker(Path(path))
-        other = speaker.beat.pid
+        writer = HeartbeatWriter(Path(path))
+        other = writer.heartbeat.pid
         if other in (0, os.getpid()) or not _is_alive(other):
-            speaker.say(pid=os.getpid(), has_stacks=int(_offers_stacks(Path(path))))
-            _speaker = speaker
+            writer.write(pid=os.getpid(), has_stacks=int(_offers_stacks(Path(path))))
+            _writer = writer
             _announce_failures()
 
 
@@ -137,17 +137,17 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _offers_stacks(pulse: Path) -> bool:
+def _offers_stacks(heartbeat_file: Path) -> bool:
     global _stacks
     if not STACKS_SIGNAL or signal.getsignal(STACKS_SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN):
         return False  # the signal is the user's
-    _stacks = stacks_path(pulse).open("ab", buffering=0)
+    _stacks = stacks_path(heartbeat_file).open("ab", buffering=0)
     faulthandler.register(STACKS_SIGNAL, file=_stacks, all_threads=True)
     return True
 
 
 def _announce_failures() -> None:
-    """Say of an uncaught exception when it is printed: the process may take many seconds to end.
+    """Report an uncaught exception when it is printed: the process may take many seconds to end.
 
     On its way out TensorFlow waits for the other workers, who then complain first and hide the cause.
     """
@@ -156,62 +156,66 @@ def _announce_failures() -> None:
     def announce(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
         sys.stderr.flush()
-        if _speaker is not None and not issubclass(kind, KeyboardInterrupt):
-            _speaker.say(doing=Doing.FAILED)
+        if _writer is not None and not issubclass(kind, KeyboardInterrupt):
+            _writer.write(activity=Activity.FAILED)
 
     sys.excepthook = announce
 
 
 def steps_begin(kind: str, first: int, num_steps: int) -> None:
-    """Say that steps begin.
+    """Report that steps begin.
 
     Args:
         kind: train, test or predict.
         first: of them, counted from 1.
         num_steps: how many are made at once.
     """
-    if _speaker is not None:
-        _speaker.say(doing=Doing.STEPS, kind=_KINDS.index(kind), first=first, last=first + max(num_steps, 1) - 1)
+    if _writer is not None:
+        _writer.write(activity=Activity.STEPS, kind=_KINDS.index(kind), first=first, last=first + max(num_steps, 1) - 1)
 
 
 def steps_end(num_made: int) -> None:
-    """Say that the steps which were under way are finished, as many as there were."""
-    if _speaker is not None:
-        beat = _speaker.beat
-        finished = beat.first + num_made - 1 if beat.trains else beat.finished
-        _speaker.say(doing=Doing.BETWEEN, finished=finished, number=beat.number + 1)
+    """Report that the steps which were under way are finished.
+
+    Args:
+        num_made: how many there were.
+    """
+    if _writer is not None:
+        heartbeat = _writer.heartbeat
+        finished = heartbeat.first + num_made - 1 if heartbeat.trains else heartbeat.finished
+        _writer.write(activity=Activity.BETWEEN, finished=finished, number=heartbeat.number + 1)
 
 
 def data_ends() -> None:
-    """Say that an epoch has no more steps."""
-    if _speaker is not None:
-        _speaker.say(doing=Doing.NO_MORE_DATA)
+    """Report that an epoch has no more steps."""
+    if _writer is not None:
+        _writer.write(activity=Activity.NO_MORE_DATA)
 
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """Say when the outermost of runs that are in each other is over, however it ends."""
+    """Report when the outermost of nested runs is over, however it ends."""
     global _num_running
     _num_running += 1
     try:
         yield
     finally:
         _num_running -= 1
-        if _speaker is not None and not _num_running:
-            _speaker.say(doing=Doing.LEFT)
+        if _writer is not None and not _num_running:
+            _writer.write(activity=Activity.LEFT)
 
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Say that this worker waits for the others, between steps."""
-    if _speaker is None:
+    """Report that this worker waits for the others, between steps."""
+    if _writer is None:
         yield
         return
-    _speaker.say(waits=1)
+    _writer.write(waits=1)
     try:
         yield
     finally:
-        _speaker.say(waits=0)
+        _writer.write(waits=0)
 
 
 def heartbeat(step: int) -> None:
@@ -226,6 +230,6 @@ def heartbeat(step: int) -> None:
     Args:
         step: that is finished, counted from 1.
     """
-    if _speaker is not None:
-        beat = _speaker.beat
-        _speaker.say(doing=Doing.BETWEEN, kind=0, finished=step, number=beat.number + 1)
+    if _writer is not None:
+        heartbeat = _writer.heartbeat
+        _writer.write(activity=Activity.BETWEEN, kind=0, finished=step, number=heartbeat.number + 1)

@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from keras_dist_ext.cluster import worker
-from keras_dist_ext.cluster.command import check_counts, check_seconds, check_surroundings, check_waits, program_of
+from keras_dist_ext.cluster.command import check_counts, check_environment, check_seconds, check_waits, program_for
 from keras_dist_ext.cluster.cores import fair_shares, usable_cpus
 from keras_dist_ext.cluster.process import Process, code_text, show
-from keras_dist_ext.cluster.process_group import Failure, Generation
+from keras_dist_ext.cluster.process_group import Failure, ProcessGroup
 from keras_dist_ext.cluster.signals import caught_signals
 from keras_dist_ext.cluster.tasks import cluster, tf_config
 from keras_dist_ext.errors import LaunchError
@@ -112,8 +112,8 @@ def launch(
     check_counts(threads_per_worker=(1 if threads_per_worker is None else threads_per_worker, 1))
     check_seconds(timeout=timeout, time_limit=time_limit)
     check_waits(grace_seconds=grace_seconds, pause_seconds=pause_seconds)
-    check_surroundings(base)
-    program = program_of(work, args, kwargs or {}, base)
+    check_environment(base)
+    program = program_for(work, args, kwargs or {}, base)
     base |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **_thread_settings(threads_per_worker)}
     stream = sys.stdout if stream is None else stream
     attempt = _Attempt(
@@ -123,7 +123,7 @@ def launch(
         base,
         shares=fair_shares(usable_cpus(), num_workers + num_ps + bool(num_ps)) if affinity else None,
         deadline=None if time_limit is None else started + time_limit,
-        stall_seconds=timeout,
+        hang_seconds=timeout,
         grace_seconds=grace_seconds,
         log_dir=log_dir,
         stream=None if quiet else stream,
@@ -221,7 +221,7 @@ class _Attempt:
     environ: Mapping[str, str]
     shares: Sequence[Sequence[int]] | None  # CPUs of each process
     deadline: float | None
-    stall_seconds: float | None
+    hang_seconds: float | None
     grace_seconds: float
     log_dir: str | os.PathLike[str] | None
     stream: IO[str] | None
@@ -230,33 +230,33 @@ class _Attempt:
         """Start all processes, and see them to their end."""
         with ExitStack() as stack:
             tasks = stack.enter_context(cluster(self.num_workers, self.num_ps))
-            generation = stack.enter_context(Generation(self.stream, self.log_dir, appends=restart > 0))
+            group = stack.enter_context(ProcessGroup(self.stream, self.log_dir, appends=restart > 0))
             for number, task in enumerate(tasks):
                 own = {"TF_CONFIG": tf_config(task, tasks), RESTART: str(restart)}
-                generation.start(
+                group.start(
                     str(task),
                     None if task.serves else self.program,
                     {**self.environ, **own},
                     () if self.shares is None else self.shares[number],
                 )
-            failure = generation.watch(signals, self.deadline, self.stall_seconds)
+            failure = group.watch(signals, self.deadline, self.hang_seconds)
             grace = self.grace_seconds if signals else min(self.grace_seconds, _FAILURE_GRACE_SECONDS)
-            ended = generation.end(signals, grace)
-            if signals and all(process.exit_code == 0 for process in generation.working):
+            ended = group.end(signals, grace)
+            if signals and all(process.exit_code == 0 for process in group.working):
                 failure = Failure.by_signal(signals[0], ended_well=True)
-            runs = tuple(_run(process, generation, process in ended) for process in generation.processes)
-            return _Outcome(failure, runs, generation.has_made_steps)
+            runs = tuple(_run(process, group, process in ended) for process in group.processes)
+            return _Outcome(failure, runs, group.has_made_steps)
 
 
 def _signal_came(signals: Sequence[int], seconds: float) -> bool:
     """Wait for some seconds, or for a signal."""
     deadline = time.monotonic() + seconds
     while not signals and time.monotonic() < deadline:
-        time.sleep(Generation.POLL_SECONDS)
+        time.sleep(ProcessGroup.POLL_SECONDS)
     return bool(signals)
 
 
-def _run(process: Process, generation: Generation, ended_by_launch: bool) -> WorkerRun:
+def _run(process: Process, group: ProcessGroup, ended_by_launch: bool) -> WorkerRun:
     value = None
     if process.outcome and process.exit_code == 0 and process.failure_code is None:
         try:
@@ -268,7 +268,7 @@ def _run(process: Process, generation: Generation, ended_by_launch: bool) -> Wor
             ) from error
     return WorkerRun(
         name=process.name,
-        served=process in generation.serving,
+        served=process in group.serving,
         exit_code=process.failure_code or 0,
         ended_by_launch=ended_by_launch,
         seconds=process.seconds,

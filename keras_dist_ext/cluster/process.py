@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from keras_dist_ext.cluster.heartbeat import Beat, Doing, Listener
+from keras_dist_ext.cluster.heartbeat import Activity, Heartbeat, HeartbeatReader
 from keras_dist_ext.cluster.worker import failed_code
 from keras_dist_ext.errors import LaunchError
 
@@ -30,7 +30,7 @@ class Process:
         appends: whether the log keeps what it has.
         stream: shows the output.
         colour: an ANSI colour for the name, 0 for none.
-        pulse: where the process says what it is at, see `pulse`; None where nobody asks.
+        heartbeat_file: where the process reports what it does, see `heartbeat`; None where nobody reads it.
 
     Raises:
         LaunchError: it cannot be started; or the log cannot be written, at the start or later.
@@ -47,17 +47,17 @@ class Process:
         appends: bool = False,
         stream: IO[str] | None = None,
         colour: int = 0,
-        pulse: Path | None = None,
+        heartbeat_file: Path | None = None,
     ):
-        self.name, self.outcome, self.log, self.pulse = name, outcome, log, pulse
+        self.name, self.outcome, self.log, self.heartbeat_file = name, outcome, log, heartbeat_file
         self.exit_code: int | None = None  # as subprocess has it, -n for signal n; None while it runs
         self.failure_code: int | None = None  # known before the end where a function fails
         self.seconds = 0.0
-        self.beat = Beat()  # what it has said last
-        self._listener = Listener(pulse) if pulse else None
+        self.heartbeat = Heartbeat()  # what it has reported last
+        self._reader = HeartbeatReader(heartbeat_file) if heartbeat_file else None
         self._log = _Log(log, appends) if log else None
         self._lines = _Lines(f"\x1b[{colour}m[{name}]\x1b[0m " if colour else f"[{name}] ", stream)
-        self._started = self._spoke = self._beaten = time.monotonic()
+        self._started = self._spoke = self._last_step = time.monotonic()
         try:
             self._popen = subprocess.Popen(
                 command,
@@ -97,32 +97,32 @@ class Process:
             return
         self.exit_code = self._popen.poll()
         self.seconds = time.monotonic() - self._started
-        self._listen()
+        self._read_heartbeat()
         if self.failure_code is None and self.outcome is not None:
             self.failure_code = failed_code(self.outcome)
             if self.exit_code == 0 and not self.outcome.exists():
                 self.failure_code = 1  # os._exit(0): the function never returned
-        if self.failure_code is None and self.beat.doing == Doing.FAILED and self.beat.pid == self.pid:
+        if self.failure_code is None and self.heartbeat.activity == Activity.FAILED and self.heartbeat.pid == self.pid:
             self.failure_code = 1  # an exception that nobody caught, of a script
         self.failure_code = self.failure_code or self.exit_code or None
 
-    def _listen(self) -> None:
-        if self._listener is not None:
-            beat, self.beat = self.beat, self._listener.hear()
-            if beat.number != self.beat.number:
-                self._beaten = time.monotonic()
+    def _read_heartbeat(self) -> None:
+        if self._reader is not None:
+            heartbeat, self.heartbeat = self.heartbeat, self._reader.read()
+            if heartbeat.number != self.heartbeat.number:
+                self._last_step = time.monotonic()
 
     @property
-    def stalled_seconds(self) -> float:
+    def seconds_without_step(self) -> float:
         """How long ago it finished a step, or began."""
-        return time.monotonic() - self._beaten
+        return time.monotonic() - self._last_step
 
     def ask(self, signum: int) -> None:
         """Ask it to end: the process that trains, so that it can save, or else all of its group.
 
         What that process has started, such as workers that load its data, is needed until it has saved.
         """
-        pid = self.beat.pid
+        pid = self.heartbeat.pid
         with suppress(OSError):
             if pid and self.exit_code is None and os.getsid(pid) == self.pid:
                 os.kill(pid, signum)
@@ -153,9 +153,9 @@ class Process:
         with suppress(subprocess.TimeoutExpired):  # stuck in the kernel: nothing more can be done
             self._popen.wait(5)
         self._pipe.close()
-        if self._listener:
-            self._listener.close()
-            self._listener = None
+        if self._reader:
+            self._reader.close()
+            self._reader = None
         if self._log:
             self._log.close()
 

@@ -17,10 +17,10 @@ from keras_dist_ext.cluster.hang_report import is_stopped
 from keras_dist_ext.cluster.process import Process
 from keras_dist_ext.errors import LaunchError
 
-__all__ = ["Generation", "Failure"]
+__all__ = ["ProcessGroup", "Failure"]
 
 
-class Generation:
+class ProcessGroup:
     """All processes of a launch. Leaving the context ends what still runs, and whatever that has started.
 
     Args:
@@ -51,7 +51,7 @@ class Generation:
         """All processes, in the order in which they were started."""
         return self.working + self.serving
 
-    def __enter__(self) -> "Generation":
+    def __enter__(self) -> "ProcessGroup":
         try:
             if self._log_dir:
                 self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -80,17 +80,17 @@ class Generation:
         Raises:
             LaunchError: its log cannot be written.
         """
-        file_name, outcome, pulse = name.replace(" ", "-"), None, None
+        file_name, outcome, heartbeat_file = name.replace(" ", "-"), None, None
         if work is None:
             program = worker.command_line("serve", cpus=cpus)
         else:
-            pulse = self._guard.folder / f"{file_name}.pulse"
+            heartbeat_file = self._guard.folder / f"{file_name}.heartbeat"
             if isinstance(work, bytes):
                 outcome = self._guard.folder / f"{file_name}.value"
                 mode, words = "call", [self._guard.file(work), str(outcome)]
             else:
                 mode, words = "exec", [*work]
-            program = worker.command_line(mode, *words, pulse_file=str(pulse), cpus=cpus)
+            program = worker.command_line(mode, *words, heartbeat_file=str(heartbeat_file), cpus=cpus)
         in_colour = self._stream is not None and self._stream.isatty() and "NO_COLOR" not in environ
         process = Process(
             name,
@@ -101,21 +101,21 @@ class Generation:
             appends=self._appends,
             stream=self._stream,
             colour=31 + len(self.processes) % 6 if in_colour else 0,
-            pulse=pulse,
+            heartbeat_file=heartbeat_file,
         )
         (self.serving if work is None else self.working).append(process)
         self._guard.watch(process.pid)
         self._selector.register(process, selectors.EVENT_READ)
 
     def watch(
-        self, signals: Sequence[int], deadline: float | None, stall_seconds: float | None = None
+        self, signals: Sequence[int], deadline: float | None, hang_seconds: float | None = None
     ) -> Failure | None:
         """Pass output on until all work is done, or something is amiss.
 
         Args:
             signals: that have come in; a first one ends the watch, and so do
             deadline: a time of the monotonic clock that passes,
-            stall_seconds: for which a process that works has finished no step,
+            hang_seconds: for which a process that works has finished no step,
                 and a process that fails.
         """
         failed: dict[Process, float] = {}  # and when it was seen, in this order
@@ -139,9 +139,9 @@ class Generation:
                 return Failure.by_time(running)
             held = self._held(running)
             if held is not None:
-                return Failure.by_stop(held, self.STOPPED_SECONDS)
-            if stall_seconds is not None and any(process.stalled_seconds > stall_seconds for process in running):
-                return Failure.by_stall(self.working, stall_seconds)
+                return Failure.by_sigstop(held, self.STOPPED_SECONDS)
+            if hang_seconds is not None and any(process.seconds_without_step > hang_seconds for process in running):
+                return Failure.by_hang(self.working, hang_seconds)
 
     def _held(self, running: Sequence[Process]) -> Process | None:
         """One that has been stopped for too long, if others work meanwhile."""
@@ -154,8 +154,8 @@ class Generation:
 
     @property
     def has_made_steps(self) -> bool:
-        """Whether one of its processes has spoken of steps that it has finished."""
-        return any(process.beat.number for process in self.working)
+        """Whether one of its processes has reported steps that it has finished."""
+        return any(process.heartbeat.number for process in self.working)
 
     def end(self, signals: Sequence[int], grace_seconds: float) -> list[Process]:
         """End what still runs, first the work and then the servers that it may need, and return what it was.

@@ -27,11 +27,11 @@ from keras_dist_ext.errors import ClusterError, StrategyError
 
 __all__ = [
     "WAIT_SECONDS",
-    "await_ports",
-    "checked_wait",
-    "keep_wait_seconds",
+    "wait_for_ports",
+    "checked_wait_seconds",
+    "set_wait_seconds",
     "meet",
-    "others_of",
+    "other_tasks",
     "wait_seconds_of",
 ]
 
@@ -44,7 +44,7 @@ _BANNER = b"KDE-MEETS 1\n"
 _MOST_BYTES = 4096  # of a line
 
 
-def checked_wait(wait_seconds: object) -> float:
+def checked_wait_seconds(wait_seconds: object) -> float:
     """Return how long to wait for other tasks.
 
     Raises:
@@ -55,7 +55,7 @@ def checked_wait(wait_seconds: object) -> float:
     return float(wait_seconds)
 
 
-def keep_wait_seconds(strategy: Any, wait_seconds: float) -> None:
+def set_wait_seconds(strategy: Any, wait_seconds: float) -> None:
     """Keep how long the workers of a strategy wait for each other where they begin something together."""
     _WAITS[strategy] = wait_seconds
 
@@ -68,7 +68,7 @@ def wait_seconds_of(strategy: Any) -> float:
 _WAITS: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 
 
-def others_of(cluster: Cluster) -> list[str]:
+def other_tasks(cluster: Cluster) -> list[str]:
     """Return the other tasks that take part."""
     return [task for task in _addresses(cluster) if task != cluster.task]
 
@@ -112,7 +112,7 @@ class _Patience:
             )
 
 
-def await_ports(
+def wait_for_ports(
     cluster: Cluster, tasks: Sequence[str], wait_seconds: float, *, clock: Callable[[], float] = time.monotonic
 ) -> None:
     """Wait until the ports of some tasks are open.
@@ -161,7 +161,7 @@ def meet(cluster: Cluster, wait_seconds: float, *, clock: Callable[[], float] = 
     Raises:
         ClusterError: some do not come in time, or belong to another cluster; the same on all that have come.
     """
-    if not others_of(cluster):
+    if not other_tasks(cluster):
         return
     patience = _Patience(cluster, wait_seconds, clock)
     first = "chief 0" if cluster.chief else "worker 0"

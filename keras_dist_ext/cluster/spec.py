@@ -112,7 +112,7 @@ class Cluster:
         return len(self.chief) + len(self.worker)
 
     @property
-    def works_alone(self) -> bool:
+    def is_independent(self) -> bool:
         """Whether this process trains, or evaluates, by itself."""
         return self.task_type == "evaluator" or (self.num_workers == 1 and not self.ps)
 

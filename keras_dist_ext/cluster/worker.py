@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from keras_dist_ext.cluster import heartbeat as pulse
+from keras_dist_ext.cluster import heartbeat
 
 __all__ = ["command_line", "main", "LAUNCH_IDS", "pack_call", "read_value", "failed_code"]
 
@@ -28,18 +28,18 @@ _MAIN = "__mp_main__"  # what multiprocessing calls the launcher's __main__ insi
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def command_line(mode: str, *args: str, pulse_file: str = "", cpus: Sequence[int] = ()) -> list[str]:
+def command_line(mode: str, *args: str, heartbeat_file: str = "", cpus: Sequence[int] = ()) -> list[str]:
     """Return what starts this module in a new interpreter.
 
     Args:
         mode: exec, call, serve or guard.
         args: what the mode takes.
-        pulse_file: where the worker says what it is at; "" for nowhere.
+        heartbeat_file: where the worker reports what it does; "" for nowhere.
         cpus: that the process may use; none for all.
     """
     boot = "import sys; sys.path[0] = sys.argv.pop(1); from keras_dist_ext.cluster.worker import main; main()"
     root = str(Path(__file__).resolve().parents[2])
-    settings = json.dumps({"launcher": os.getpid(), "pulse": pulse_file, "cpus": list(cpus)})
+    settings = json.dumps({"launcher": os.getpid(), "heartbeat_file": heartbeat_file, "cpus": list(cpus)})
     return [sys.executable, "-c", boot, root, mode, settings, *args]
 
 
@@ -52,12 +52,12 @@ def main() -> None:
     _die_with(settings["launcher"])
     if settings["cpus"]:
         os.sched_setaffinity(0, settings["cpus"])
-    os.environ.pop(pulse.PULSE, None)  # of a launch that this one runs in
-    if settings["pulse"]:
-        os.environ[pulse.PULSE] = settings["pulse"]
+    os.environ.pop(heartbeat.HEARTBEAT_FILE, None)  # of a launch that this one runs in
+    if settings["heartbeat_file"]:
+        os.environ[heartbeat.HEARTBEAT_FILE] = settings["heartbeat_file"]
     if mode == "exec":
         _exec(args)
-    pulse.begin()
+    heartbeat.begin()
     return _serve() if mode == "serve" else _call(*args)
 
 
@@ -72,7 +72,7 @@ def _die_with(launcher: int) -> None:
 
 
 def _exec(command: list[str]) -> NoReturn:
-    signal.signal(pulse.STACKS_SIGNAL, signal.SIG_IGN)  # it would end a program that does not speak for the worker
+    signal.signal(heartbeat.STACKS_SIGNAL, signal.SIG_IGN)  # it would end a program that writes no heartbeat
     try:
         os.execvp(command[0], command)
     except OSError as error:

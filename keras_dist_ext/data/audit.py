@@ -199,7 +199,7 @@ def _as_ours(
     is_own = False
     spec = dataset.element_spec
     if workers is not None:
-        dataset, is_own, _ = workers.agree_on_data(dataset)
+        dataset, is_own, _ = workers.align_data(dataset)
     num_local = num_local_replicas(strategy)
     first, num_shares = (0, num_local) if is_own else (first_replica(strategy), strategy.num_replicas_in_sync)
 

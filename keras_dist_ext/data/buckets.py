@@ -162,7 +162,7 @@ def bucket_by_length(
     workers = workers_of(strategy)
     if seed is None:
         drawn = random.randrange(2**31 - 2)
-        seed = drawn if workers is None else int(workers.chief_says([drawn])[0])
+        seed = drawn if workers is None else int(workers.broadcast([drawn])[0])
     pools = Pools(dataset, pool, length=length, padding_value=padding_value, sequences=sequences, seed=seed)
     lengths = pools.lengths(sample)
     if not len(lengths):

@@ -170,7 +170,7 @@ def distribute(
     workers = workers_of(strategy)
     seed = given_seed
     if workers is not None and seed is None:
-        seed = int(workers.chief_says([random.randrange(2**31 - 2)])[0])  # an order by chance, but the same on all
+        seed = int(workers.broadcast([random.randrange(2**31 - 2)])[0])  # an order by chance, but the same on all
     if kind == "arrays":
         rows = rows or DEFAULT_BATCH_SIZE
     whole = as_dataset(dataset, batch_size=rows, shuffle=shuffle, seed=seed)
@@ -244,7 +244,7 @@ def _choose(
     if policy == "off":
         return "off", f"the data of each of {count} workers is its own{asked}"
     if policy == "auto":
-        _, is_own, _ = workers.agree_on_data(dataset)
+        _, is_own, _ = workers.align_data(dataset)
         if is_own:
             return "off", f"the data of {count} workers differs: each has split it by itself"
     return "rows", f"{count} workers read the same batches, those of one device, and each takes its rows{asked}"

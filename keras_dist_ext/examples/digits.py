@@ -33,7 +33,7 @@ from keras_dist_ext.examples.demo_options import add_options, given_options
 from keras_dist_ext.monitoring.terminal import TerminalWriter
 from keras_dist_ext.step.stats import ReplicaStats
 from keras_dist_ext.strategy.decision import decide
-from keras_dist_ext.strategy.facts import gather_facts
+from keras_dist_ext.strategy.resources import find_resources
 from keras_dist_ext.strategy.workers import workers_of
 
 __all__ = ["main"]
@@ -127,7 +127,7 @@ def train(num_replicas: int | None, epochs: int, log_dir: Path, console: Console
 
 def pick_strategy(num_replicas: int | None) -> kde.StrategyChoice:
     """Take what there is: the workers of a cluster, a TPU, GPUs; and where there is one CPU device alone, make two."""
-    if num_replicas is None and decide("auto", gather_facts()).devices == ("CPU:0",):
+    if num_replicas is None and decide("auto", find_resources()).devices == ("CPU:0",):
         num_replicas = 2
     return kde.pick_strategy(num_replicas=num_replicas)
 

@@ -27,7 +27,7 @@ def gather_intervals(
     *,
     first: int,
     num_replicas: int,
-    chief_says: Sequence[float] = (),
+    broadcast: Sequence[float] = (),
     add_up: Sequence[float] = (),
 ) -> tuple[list[ReplicaStats], Floats, Floats]:
     """Return intervals of all replicas from those of this worker's, in one collective.
@@ -39,14 +39,14 @@ def gather_intervals(
         workers: None where this process trains alone; nothing is exchanged then.
         first: the global id of this worker's first replica.
         num_replicas: R.
-        chief_says: numbers that the chief decides on.
+        broadcast: numbers that the chief decides on.
         add_up: numbers to be summed over workers.
 
     Returns:
         The intervals, with arrays [R] and the mean of the workers' seconds; the chief's numbers; the sums.
     """
     if workers is None:
-        return list(stats), np.array(chief_says, np.float64), np.array(add_up, np.float64)
+        return list(stats), np.array(broadcast, np.float64), np.array(add_up, np.float64)
     replicas = np.zeros((len(stats), len(_OF_REPLICAS), num_replicas))  # zeros: sums over workers fill in the others'
     seconds = np.zeros((len(stats), 2))
     for place, local in enumerate(stats):
@@ -55,7 +55,7 @@ def gather_intervals(
             values = getattr(local, name)
             if values is not None:
                 replicas[place, row, first : first + local.num_replicas] = values
-    said = np.array(chief_says, np.float64) if workers.is_chief else np.zeros(len(chief_says))
+    said = np.array(broadcast, np.float64) if workers.is_chief else np.zeros(len(broadcast))
     parts = (replicas, seconds / workers.num_workers, said, np.array(add_up, np.float64))
     summed = workers.sum(np.concatenate([part.ravel() for part in parts]).tolist())
     replicas, seconds, said, sums = (

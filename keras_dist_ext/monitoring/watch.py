@@ -201,7 +201,7 @@ class Watch:
             self._workers,
             first=self._first_replica,
             num_replicas=self._num_replicas,
-            chief_says=self._intervals.lengths(last.seconds / last.num_steps, self._cost_seconds),
+            broadcast=self._intervals.lengths(last.seconds / last.num_steps, self._cost_seconds),
             add_up=[float(records.examples.sum(axis=1).max())],
         )
         exchange_seconds = time.perf_counter() - began

@@ -3,7 +3,7 @@
 In reading order:
 
     pick         ``kde.pick_strategy`` and ``kde.StrategyChoice``
-    facts        what a choice depends on: devices, a cluster, a TPU
+    resources    what there is: devices, a cluster, a TPU
     decision     which strategy to build, and why
     builders     build it
     scope        ``kde.check_scope``: whether variables live under the strategy

@@ -8,11 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras.cluster import is_initialized, set_cluster_timeout
-from keras_dist_ext.cluster.rendezvous import WAIT_SECONDS, await_ports, keep_wait_seconds, meet, others_of
+from keras_dist_ext.cluster.rendezvous import WAIT_SECONDS, meet, other_tasks, set_wait_seconds, wait_for_ports
 from keras_dist_ext.cluster.spec import JOBS, Cluster, Resolver
 from keras_dist_ext.errors import ClusterError, StrategyError
 from keras_dist_ext.strategy.decision import Decision
-from keras_dist_ext.strategy.facts import TPU_VARIABLES, Facts, listed, of_type
+from keras_dist_ext.strategy.resources import TPU_VARIABLES, Resources, listed, of_type
 
 __all__ = ["Communication", "build"]
 
@@ -49,13 +49,13 @@ class Communication:
 
 
 def build(
-    decision: Decision, facts: Facts, communication: Communication, wait_seconds: float = WAIT_SECONDS
+    decision: Decision, resources: Resources, communication: Communication, wait_seconds: float = WAIT_SECONDS
 ) -> tf.distribute.Strategy:
     """Make the strategy, or hand out the one that was made before for the same devices or cluster.
 
     Args:
         decision: what to make.
-        facts: what it was decided on.
+        resources: what it was decided on.
         communication: used by `multi_worker` alone.
         wait_seconds: for the other tasks of a cluster.
 
@@ -64,19 +64,19 @@ def build(
         ClusterError: the port of this task is taken, or other tasks do not come in time.
     """
     if decision.name == "one_device":
-        _make_cpu_devices(decision.num_cpus_to_make, facts.devices)
+        _make_cpu_devices(decision.num_cpus_to_make, resources.devices)
         return _one_device(decision.devices[0])
     if decision.name == "mirrored":
-        _make_cpu_devices(decision.num_cpus_to_make, facts.devices)
+        _make_cpu_devices(decision.num_cpus_to_make, resources.devices)
         return _mirrored(decision.devices)
     if decision.name == "tpu":
-        assert facts.tpu is not None
-        return _tpu(facts.tpu)
-    assert facts.cluster is not None
-    num_gpus = len(of_type("GPU", facts.devices))
+        assert resources.tpu is not None
+        return _tpu(resources.tpu)
+    assert resources.cluster is not None
+    num_gpus = len(of_type("GPU", resources.devices))
     if decision.name == "multi_worker":
-        return _multi_worker(facts.cluster, num_gpus, communication, wait_seconds)
-    return _parameter_server(facts.cluster, num_gpus, wait_seconds)
+        return _multi_worker(resources.cluster, num_gpus, communication, wait_seconds)
+    return _parameter_server(resources.cluster, num_gpus, wait_seconds)
 
 
 def _make_cpu_devices(num_devices: int, existing: tuple[str, ...]) -> None:
@@ -137,7 +137,7 @@ def _multi_worker(
         )
     if not _JOINED:
         _JOINED[key] = _join(cluster, num_gpus, communication, wait_seconds)
-    keep_wait_seconds(_JOINED[key], wait_seconds)
+    set_wait_seconds(_JOINED[key], wait_seconds)
     return _JOINED[key]
 
 
@@ -180,7 +180,7 @@ def _parameter_server(cluster: Cluster, num_gpus: int, wait_seconds: float) -> t
     key = (cluster, num_gpus)
     if key not in _LED:
         _check_port_is_free(cluster)
-        await_ports(cluster, others_of(cluster), wait_seconds)
+        wait_for_ports(cluster, other_tasks(cluster), wait_seconds)
         _LED[key] = tf.distribute.ParameterServerStrategy(_resolver_of(cluster, num_gpus))
     return _LED[key]
 

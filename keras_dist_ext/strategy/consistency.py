@@ -1,7 +1,7 @@
 """See that all workers are about to do the same, and say what differs; else they would wait for each other for ever.
 
-What a worker is about to do is told in plain facts, a text or a list of texts each. They are exchanged without a
-collective, so that a worker that does something else, or does not come at all, is an error of all that wait for it.
+What a worker is about to do is written as a fingerprint: names, each with a text or a list of texts. Workers exchange
+them without a collective, so that one that does something else, or does not come at all, is an error on all others.
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.optimizers import num_batches_used
 from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.messages import counted
-from keras_dist_ext.strategy.key_value import Bulletin
+from keras_dist_ext.strategy.key_value import KeyValueStore
 from keras_dist_ext.strategy.scope import optimizers
 from keras_dist_ext.strategy.virtual import num_replicas_of
 
-__all__ = ["Facts", "differences", "exchange_facts", "facts_of_data", "facts_of_model", "facts_of_run"]
+__all__ = [
+    "Fingerprint",
+    "differences",
+    "exchange_fingerprints",
+    "data_fingerprint",
+    "model_fingerprint",
+    "run_fingerprint",
+]
 
-Facts = Mapping[str, str | list[str]]
+Fingerprint = Mapping[str, str | list[str]]
 _NOTICE_SECONDS = 30.0
 _AT_ONCE_SECONDS = 1.0  # that TensorFlow waits: Python hears of Ctrl-C after that
 _LISTED = 5  # differences that a message names before it counts the rest
@@ -38,7 +45,7 @@ _LISTED = 5  # differences that a message names before it counts the rest
 # What a run depends on
 
 
-def facts_of_run(model: Any, arguments: Mapping[str, Any], callbacks: Sequence[Any]) -> Facts:
+def run_fingerprint(model: Any, arguments: Mapping[str, Any], callbacks: Sequence[Any]) -> Fingerprint:
     """Tell a run of training, as far as it must be alike on all workers.
 
     Names that Keras has made up are left out: they count on from models that were made before.
@@ -48,7 +55,7 @@ def facts_of_run(model: Any, arguments: Mapping[str, Any], callbacks: Sequence[A
         arguments: of ``fit``.
         callbacks: those of type ``RunCallback`` that all workers must have.
     """
-    facts: dict[str, str | list[str]] = {
+    fingerprint: dict[str, str | list[str]] = {
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "TensorFlow": tf.__version__,
         "Keras": keras.__version__,
@@ -66,27 +73,27 @@ def facts_of_run(model: Any, arguments: Mapping[str, Any], callbacks: Sequence[A
         "global seed": str(model.replica_seeds.wanted),
     }
     for name, optimizer in optimizers(model):
-        facts[name] = type(optimizer).__name__
-        facts.update({f"{key} of {name}": value for key, value in _config(optimizer).items()})
-    facts.update({name: _plain(arguments.get(name)) for name in _ARGUMENTS})
-    facts["validation_data"] = "none" if arguments.get("validation_data") is None else "given"
-    facts["callback of all workers"] = [_callback(callback) for callback in callbacks]
-    return facts
+        fingerprint[name] = type(optimizer).__name__
+        fingerprint.update({f"{key} of {name}": value for key, value in _config(optimizer).items()})
+    fingerprint.update({name: _plain(arguments.get(name)) for name in _ARGUMENTS})
+    fingerprint["validation_data"] = "none" if arguments.get("validation_data") is None else "given"
+    fingerprint["callback of all workers"] = [_callback(callback) for callback in callbacks]
+    return fingerprint
 
 
-def facts_of_model(model: Any) -> dict[str, str]:
+def model_fingerprint(model: Any) -> dict[str, str]:
     """Tell what a model computes, as far as it must be alike in a run that goes on.
 
     Not a learning rate that may have changed since: that of an optimizer which was used.
     """
     layers = [_layer(layer) for layer in flat_layers(model)]
-    facts = {"loss": _loss_of(model), "layers": str(len(layers))}
-    facts.update({f"layer {number}": text for number, text in enumerate(layers, 1)})
+    fingerprint = {"loss": _loss_of(model), "layers": str(len(layers))}
+    fingerprint.update({f"layer {number}": text for number, text in enumerate(layers, 1)})
     for name, optimizer in optimizers(model):
         changing = _RATES if optimizer.built and num_batches_used(optimizer) else ()
         kept = {key: value for key, value in _config(optimizer).items() if key not in changing}
-        facts.update({f"{key} of {name}": value for key, value in kept.items()})
-    return facts
+        fingerprint.update({f"{key} of {name}": value for key, value in kept.items()})
+    return fingerprint
 
 
 _RATES = ("learning_rate", "inner_optimizer")  # the config of a LossScaleOptimizer holds that of another one
@@ -115,7 +122,7 @@ def _callback(callback: Any) -> str:
     return f"{type(callback).__name__}({', '.join(map(str, callback.get_run_config().values()))})"
 
 
-def facts_of_data(spec: Any, num_batches: int | None, *, own_rows: bool) -> Facts:
+def data_fingerprint(spec: Any, num_batches: int | None, *, own_rows: bool) -> Fingerprint:
     """Tell the data of a run, as far as it must be alike on all workers.
 
     Args:
@@ -208,15 +215,21 @@ def _plain(value: Any) -> str:
 # Comparing them
 
 
-def exchange_facts(
-    bulletin: Bulletin, topic: str, facts: Facts, *, what: str, wait_seconds: float, clock: Callable[[], float]
-) -> list[Facts]:
+def exchange_fingerprints(
+    store: KeyValueStore,
+    topic: str,
+    fingerprint: Fingerprint,
+    *,
+    what: str,
+    wait_seconds: float,
+    clock: Callable[[], float],
+) -> list[Fingerprint]:
     """Tell the others what this worker is about to do, and return what each has told, in their order.
 
     Args:
-        bulletin: of the workers.
+        store: of the workers.
         topic: under which each says it.
-        facts: of this worker.
+        fingerprint: of this worker.
         what: they are about to do, such as "call fit".
         wait_seconds: for all of them.
         clock: seconds that only go forward.
@@ -224,23 +237,23 @@ def exchange_facts(
     Raises:
         WorkersError: one has not come in time.
     """
-    bulletin.say(topic, json.dumps(facts))
+    store.set(topic, json.dumps(fingerprint))
     begin = clock()
-    told: dict[int, Facts] = {bulletin.index: facts}
+    told: dict[int, Fingerprint] = {store.index: fingerprint}
     is_noticed = False
-    while len(told) < bulletin.num_workers:
-        for worker in bulletin.others:
+    while len(told) < store.num_workers:
+        for worker in store.others:
             if worker in told:
                 continue
             left = wait_seconds - (clock() - begin)
-            text = bulletin.hear(topic, worker, max(0.01, min(_AT_ONCE_SECONDS, left)))
+            text = store.get(topic, worker, max(0.01, min(_AT_ONCE_SECONDS, left)))
             if text is not None:
                 told[worker] = json.loads(text)
-        missing = [worker for worker in bulletin.others if worker not in told]
+        missing = [worker for worker in store.others if worker not in told]
         waited = clock() - begin
         if missing and waited >= wait_seconds:
             raise WorkersError(
-                f"Worker {bulletin.index} is about to {what}, and {_named(missing)} did not come for {wait_seconds:g} "
+                f"Worker {store.index} is about to {what}, and {_named(missing)} did not come for {wait_seconds:g} "
                 "s: a worker runs another program, has not loaded its data yet, or waits for the others somewhere "
                 "else. Start the same program on all workers. Where one needs longer, give "
                 "pick_strategy(wait_seconds=...)."
@@ -248,28 +261,28 @@ def exchange_facts(
         if missing and waited >= _NOTICE_SECONDS and not is_noticed:
             is_noticed = True
             warnings.warn(
-                f"Worker {bulletin.index} is about to {what} and waits for {_named(missing)}, for {waited:.0f} s so "
+                f"Worker {store.index} is about to {what} and waits for {_named(missing)}, for {waited:.0f} s so "
                 f"far. It gives up after {wait_seconds:g} s.",
                 stacklevel=2,
             )
-    return [told[worker] for worker in range(bulletin.num_workers)]
+    return [told[worker] for worker in range(store.num_workers)]
 
 
-def check_same(
-    bulletin: Bulletin,
+def check_consistency(
+    store: KeyValueStore,
     topic: str,
-    facts: Facts,
+    fingerprint: Fingerprint,
     *,
     what: str,
     wait_seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """See that all workers are about to do the same; see ``exchange_facts``.
+    """See that all workers are about to do the same; see ``exchange_fingerprints``.
 
     Raises:
         WorkersError: they are not, or one has not come; the same on all workers.
     """
-    told = exchange_facts(bulletin, topic, facts, what=what, wait_seconds=wait_seconds, clock=clock)
+    told = exchange_fingerprints(store, topic, fingerprint, what=what, wait_seconds=wait_seconds, clock=clock)
     found = differences(told)
     if found:
         more = f"; and {counted(len(found) - _LISTED, 'other difference')}" if len(found) > _LISTED else ""
@@ -280,17 +293,17 @@ def check_same(
         )
 
 
-def differences(told: Sequence[Facts]) -> list[str]:
+def differences(told: Sequence[Fingerprint]) -> list[str]:
     """Say in what workers differ from the first one, a text for each fact that does.
 
-    Facts that not all of them have, such as an option of another optimizer, count where nothing else differs.
+    Entries that not all of them have, such as an option of another optimizer, count where nothing else differs.
     """
     found: dict[bool, list[str]] = {True: [], False: []}
-    for name in {name: None for facts in told for name in facts}:
-        values = [facts.get(name, "none") for facts in told]
+    for name in {name: None for fingerprint in told for name in fingerprint}:
+        values = [fingerprint.get(name, "none") for fingerprint in told]
         others = [worker for worker, value in enumerate(values) if _bare(value) != _bare(values[0])]
         if others:
-            is_known = all(name in facts for facts in told)
+            is_known = all(name in fingerprint for fingerprint in told)
             found[is_known].append(_difference(name, values[0], values[others[0]], others))
     return found[True] or found[False]
 

@@ -15,13 +15,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from keras_dist_ext._keras.cluster import abort_collectives, is_collective_mismatch
 from keras_dist_ext.errors import WorkersError
-from keras_dist_ext.strategy.key_value import Bulletin
+from keras_dist_ext.strategy.key_value import KeyValueStore
 
-__all__ = ["StallWatch"]
+__all__ = ["DeadlockWatch"]
 
 _LOOK_SECONDS = 2.0
 _STUCK_SECONDS = 20.0
@@ -36,7 +37,7 @@ class _Place(NamedTuple):
     line: str = ""  # of the user's program
 
 
-class StallWatch:
+class DeadlockWatch:
     """Watches the waits of this worker, and listens to what others say of theirs.
 
     Waits are counted, in the same order on all workers. One that has passed its k-th wait has had what it waited for
@@ -44,15 +45,15 @@ class StallWatch:
     differ, or the kinds of wait, nobody ever will.
 
     Args:
-        bulletin: of the workers.
+        store: of the workers.
         stuck_seconds: how long a wait takes before it is looked at.
         look_seconds: between two looks.
     """
 
     def __init__(
-        self, bulletin: Bulletin, *, stuck_seconds: float = _STUCK_SECONDS, look_seconds: float = _LOOK_SECONDS
+        self, store: KeyValueStore, *, stuck_seconds: float = _STUCK_SECONDS, look_seconds: float = _LOOK_SECONDS
     ) -> None:
-        self._bulletin = bulletin
+        self._store = store
         self._num_looks = max(1, round(stuck_seconds / look_seconds))
         self._look_seconds = look_seconds
         self._number = 0
@@ -61,7 +62,7 @@ class StallWatch:
         self._waiting_thread = 0
         self._verdict: str | None = None
         self._said: list[str] = []  # what this worker has said so far, JSON of a place or empty
-        self._heard: dict[int, tuple[int, str]] = dict.fromkeys(bulletin.others, (0, ""))  # how much, and the last
+        self._heard: dict[int, tuple[int, str]] = dict.fromkeys(store.others, (0, ""))  # how much, and the last
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -84,7 +85,7 @@ class StallWatch:
         with self._lock:
             self._here = _Place(self._number, what)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, daemon=True, name="keras_dist_ext.stall")
+                self._thread = threading.Thread(target=self._watch, daemon=True, name="keras_dist_ext.deadlock")
                 self._thread.start()
         try:
             yield
@@ -92,7 +93,7 @@ class StallWatch:
             if self._verdict is not None:
                 raise WorkersError(self._verdict) from error
             if is_collective_mismatch(error):
-                raise WorkersError(self.parted(what)) from error
+                raise WorkersError(self.mismatch_message(what)) from error
             raise
         finally:
             self._here = None
@@ -102,14 +103,14 @@ class StallWatch:
         self._data_ended = f", without data after {int(num_made)} of them"
         return num_made
 
-    def parted(self, what: str) -> str:
+    def mismatch_message(self, what: str) -> str:
         """Say that another worker was met that is somewhere else.
 
         Args:
             what: this worker is in.
         """
         return (
-            f"Worker {self._bulletin.index} is in {what}{_line_of(threading.get_ident())}, and met another worker that "
+            f"Worker {self._store.index} is in {what}{_line_of(threading.get_ident())}, and met another worker that "
             f"is somewhere else. {_ADVICE}"
         )
 
@@ -135,7 +136,7 @@ class StallWatch:
                     what = here.what + self._data_ended
                     self._say(json.dumps(here._replace(what=what, line=_line_of(self._waiting_thread))))
                     self._listen()
-                    found = self._in_vain()
+                    found = self._find_deadlock()
                     if found and found == suspicion:  # and nobody has moved since the last look
                         self._verdict = found
                         pause.wait(self._look_seconds)  # until the others have found it, too
@@ -145,19 +146,19 @@ class StallWatch:
     def _say(self, text: str) -> None:
         last = self._said[-1] if self._said else ""
         if text != last:
-            self._bulletin.say(f"{_TOPIC}/{len(self._said)}", text or "-")
+            self._store.set(f"{_TOPIC}/{len(self._said)}", text or "-")
             self._said.append(text)
 
     def _listen(self) -> None:
         for worker, (number, last) in self._heard.items():
-            while (text := self._bulletin.hear(f"{_TOPIC}/{number}", worker, 0.01)) is not None:
+            while (text := self._store.get(f"{_TOPIC}/{number}", worker, 0.01)) is not None:
                 number, last = number + 1, "" if text == "-" else text
             self._heard[worker] = number, last
 
-    def _in_vain(self) -> str | None:
+    def _find_deadlock(self) -> str | None:
         """Say where all workers wait, if they do and cannot meet."""
         texts = {worker: last for worker, (_, last) in self._heard.items()}
-        texts[self._bulletin.index] = self._said[-1]
+        texts[self._store.index] = self._said[-1]
         if not all(texts.values()):
             return None
         places = {worker: _Place(*json.loads(texts[worker])) for worker in sorted(texts)}
@@ -182,5 +183,5 @@ def _line_of(thread: int) -> str:
     return ""
 
 
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _NOT_USERS = (_OURS, os.path.dirname(os.path.abspath(os.__file__)) + os.sep, "<")

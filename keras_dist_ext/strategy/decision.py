@@ -1,4 +1,4 @@
-"""Decide which strategy to build, from plain facts, and say why."""
+"""Decide which strategy to build, from the resources at hand, and say why."""
 
 import re
 from collections import Counter
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from keras_dist_ext.cluster.spec import TF_CONFIG_EXAMPLE, Cluster
 from keras_dist_ext.errors import ClusterError, StrategyError
 from keras_dist_ext.messages import close_name, counted
-from keras_dist_ext.strategy.facts import TPU_VARIABLES, Facts, listed, of_type
+from keras_dist_ext.strategy.resources import TPU_VARIABLES, Resources, listed, of_type
 
 __all__ = ["canonical_device", "NAMES", "Decision", "decide"]
 
@@ -26,34 +26,34 @@ class Decision:
 
 
 def decide(
-    name: str, facts: Facts, *, devices: Sequence[str] | None = None, num_replicas: int | None = None
+    name: str, resources: Resources, *, devices: Sequence[str] | None = None, num_replicas: int | None = None
 ) -> Decision:
-    """Decide which strategy to build, from facts alone; see `pick_strategy`.
+    """Decide which strategy to build, from resources alone; see `pick_strategy`.
 
-        >>> decide("auto", Facts(devices=("CPU:0", "GPU:0", "GPU:1"))).reason
+        >>> decide("auto", Resources(devices=("CPU:0", "GPU:0", "GPU:1"))).reason
         '2 GPUs, no TF_CONFIG'
 
     Raises:
-        StrategyError: the strategy cannot be had with these facts; the message names what there is.
+        StrategyError: the strategy cannot be had with these resources; the message names what there is.
         ClusterError: the strategy and the cluster do not go together.
     """
     _check_name(name)
     if num_replicas is not None and (type(num_replicas) is not int or num_replicas < 1):
         raise StrategyError(f"num_replicas is {num_replicas!r}; give a whole number from 1 up.")
-    asked = None if devices is None else _check_devices(devices, facts.devices, num_replicas)
+    asked = None if devices is None else _check_devices(devices, resources.devices, num_replicas)
     why = "asked for by name"
     if name == "auto":
-        name, why = _auto(facts, asked, num_replicas), _describe(facts.cluster)
+        name, why = _auto(resources, asked, num_replicas), _describe(resources.cluster)
     if name in ("one_device", "mirrored"):
-        return _decide_local(name, facts, why, asked, num_replicas)
+        return _decide_local(name, resources, why, asked, num_replicas)
     if asked or num_replicas:
         raise StrategyError(
             f"devices and num_replicas choose among the devices of one process; {name!r} ({why}) takes what each "
             "process finds. Leave them out; for more replicas, start more workers."
         )
     if name == "tpu":
-        return _decide_tpu(facts, why)
-    return _decide_cluster(name, facts.cluster)
+        return _decide_tpu(resources, why)
+    return _decide_cluster(name, resources.cluster)
 
 
 def _check_name(name: object) -> None:
@@ -99,20 +99,20 @@ def _there_are(devices: Sequence[str]) -> str:
     return f"TensorFlow has {listed(devices)}."
 
 
-def _auto(facts: Facts, asked: tuple[str, ...] | None, num_replicas: int | None) -> str:
-    cluster = facts.cluster
-    if cluster is not None and not cluster.works_alone:
+def _auto(resources: Resources, asked: tuple[str, ...] | None, num_replicas: int | None) -> str:
+    cluster = resources.cluster
+    if cluster is not None and not cluster.is_independent:
         return "parameter_server" if cluster.ps else "multi_worker"
-    if facts.num_slurm_tasks:
+    if resources.num_slurm_tasks:
         raise ClusterError(
-            f"SLURM allocated {facts.num_slurm_tasks} tasks, but srun did not start this process (no "
+            f"SLURM allocated {resources.num_slurm_tasks} tasks, but srun did not start this process (no "
             "SLURM_STEP_NUM_TASKS), so it would train alone. Start the program with srun, or name the strategy."
         )
     if asked is not None or num_replicas is not None:
         return "one_device" if (num_replicas or len(asked or ())) == 1 else "mirrored"
-    if facts.tpu:
+    if resources.tpu:
         return "tpu"
-    return "one_device" if len(_pool(facts.devices)) == 1 else "mirrored"
+    return "one_device" if len(_pool(resources.devices)) == 1 else "mirrored"
 
 
 def _pool(devices: Sequence[str]) -> tuple[str, ...]:
@@ -129,11 +129,11 @@ def _describe(cluster: Cluster | None) -> str:
 
 
 def _decide_local(
-    name: str, facts: Facts, why: str, asked: tuple[str, ...] | None, num_replicas: int | None
+    name: str, resources: Resources, why: str, asked: tuple[str, ...] | None, num_replicas: int | None
 ) -> Decision:
     """Decide on a strategy of this process alone."""
-    cluster = facts.cluster
-    if cluster is not None and not cluster.works_alone:
+    cluster = resources.cluster
+    if cluster is not None and not cluster.is_independent:
         if cluster.source not in ("SLURM", "MPI"):
             raise ClusterError(
                 f"{name!r} trains in one process, but {_describe(cluster)}, of which this is {cluster.task}: each "
@@ -143,15 +143,15 @@ def _decide_local(
     num_asked = num_replicas or len(asked or ())
     if name == "one_device" and num_asked > 1:
         raise StrategyError(f"'one_device' is one replica, not {num_asked}. Take 'mirrored', or name one device.")
-    pool = asked or _pool(facts.devices)
+    pool = asked or _pool(resources.devices)
     if not pool:
-        raise StrategyError(f"There is nothing to train on: {_there_are(facts.devices)} Make a CPU or GPU visible.")
+        raise StrategyError(f"There is nothing to train on: {_there_are(resources.devices)} Make a CPU or GPU visible.")
     num_wanted = num_asked or (1 if name == "one_device" else len(pool))
     if len(pool) >= num_wanted > 0:
         return Decision(name, f"{_kinds(pool[:num_wanted])}, {why}", pool[:num_wanted])
     if of_type("GPU", pool):
         raise StrategyError(
-            f"num_replicas is {num_wanted}, but there are fewer GPUs. {_there_are(facts.devices)} Ask for at most "
+            f"num_replicas is {num_wanted}, but there are fewer GPUs. {_there_are(resources.devices)} Ask for at most "
             f"{len(pool)}, or hide the GPUs (CUDA_VISIBLE_DEVICES=-1) to get logical CPU devices."
         )
     made = tuple(f"CPU:{i}" for i in range(num_wanted))
@@ -164,13 +164,13 @@ def _kinds(devices: Sequence[str]) -> str:
     return " and ".join(counted(number, "CPU device" if kind == "CPU" else kind) for kind, number in count.items())
 
 
-def _decide_tpu(facts: Facts, why: str) -> Decision:
-    if facts.tpu is None:
+def _decide_tpu(resources: Resources, why: str) -> Decision:
+    if resources.tpu is None:
         raise StrategyError(
-            f"There is no TPU: {_there_are(facts.devices)} None of {', '.join(TPU_VARIABLES)} is set. Give tpu= a name "
-            "or a grpc:// address, or take 'auto'."
+            f"There is no TPU: {_there_are(resources.devices)} None of {', '.join(TPU_VARIABLES)} is set. Give tpu= a "
+            "name or a grpc:// address, or take 'auto'."
         )
-    return Decision("tpu", f"TPU {facts.tpu}, {why}")
+    return Decision("tpu", f"TPU {resources.tpu}, {why}")
 
 
 def _decide_cluster(name: str, cluster: Cluster | None) -> Decision:

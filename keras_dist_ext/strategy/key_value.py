@@ -1,4 +1,4 @@
-"""Let workers read what the others have said, without a collective: nobody has to ask at the same time."""
+"""Keys and values that all workers of a cluster can read, without a collective: nobody has to ask at the same time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from keras_dist_ext._keras.cluster import delete_key, get_key, set_key
 
-__all__ = ["Bulletin"]
+__all__ = ["KeyValueStore"]
 
 
-class Bulletin:
-    """What the workers of a cluster say to each other. What was said once stays as it is.
+class KeyValueStore:
+    """What the workers of a cluster have stored, by topic and worker. A value that is set stays as it is.
 
     Args:
         num_workers: how many there are.
@@ -26,16 +26,16 @@ class Bulletin:
         """The numbers of the other workers."""
         return [worker for worker in range(self.num_workers) if worker != self.index]
 
-    def say(self, topic: str, text: str) -> None:
-        """Say something on a topic, for all workers to read."""
+    def set(self, topic: str, text: str) -> None:
+        """Store a text on a topic, for all workers to read."""
         set_key(_name(topic, self.index), text)
 
-    def hear(self, topic: str, worker: int, wait_seconds: float) -> str | None:
-        """Return what a worker has said on a topic; None where it has said nothing for so long."""
+    def get(self, topic: str, worker: int, wait_seconds: float) -> str | None:
+        """Return what a worker has stored on a topic; None where it has stored nothing for so long."""
         return get_key(_name(topic, worker), wait_seconds)
 
-    def forget(self, topic: str) -> None:
-        """Take back what this worker has said."""
+    def delete(self, topic: str) -> None:
+        """Delete what this worker has stored."""
         delete_key(_name(topic, self.index))
 
 

@@ -1,8 +1,8 @@
 """Choose a tf.distribute strategy for the devices at hand, and say why.
 
-    gather_facts(environ) -> Facts -> decide(name, facts) -> Decision -> build(decision, facts) -> StrategyChoice
+    find_resources(environ) -> Resources -> decide(name, resources) -> Decision -> build(decision) -> StrategyChoice
 
-Facts and decisions are plain values: what can be checked is checked on them, before TensorFlow starts or connects.
+Resources and decisions are plain values: what can be checked is checked on them, before TensorFlow starts or connects.
 """
 
 import os
@@ -13,12 +13,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext.cluster.rendezvous import WAIT_SECONDS, checked_wait
+from keras_dist_ext.cluster.rendezvous import WAIT_SECONDS, checked_wait_seconds
 from keras_dist_ext.cluster.spec import Resolver
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.strategy.builders import Communication, build
 from keras_dist_ext.strategy.decision import decide
-from keras_dist_ext.strategy.facts import gather_facts, list_devices
+from keras_dist_ext.strategy.resources import find_resources, list_devices
 
 __all__ = ["pick_strategy", "reason_for", "StrategyChoice"]
 
@@ -91,9 +91,9 @@ def pick_strategy(
         ClusterError: TF_CONFIG, SLURM or the resolver describes no cluster that could train.
     """
     communication = Communication(implementation, bytes_per_pack, timeout_seconds)
-    wait_seconds = checked_wait(wait_seconds)
-    facts = gather_facts(environ, cluster_resolver=cluster_resolver, tpu=tpu, device_lister=device_lister)
-    decision = decide(name, facts, devices=devices, num_replicas=num_replicas)
+    wait_seconds = checked_wait_seconds(wait_seconds)
+    resources = find_resources(environ, cluster_resolver=cluster_resolver, tpu=tpu, device_lister=device_lister)
+    decision = decide(name, resources, devices=devices, num_replicas=num_replicas)
     reason = decision.reason
     if tpu is not None and decision.name != "tpu":
         raise StrategyError(
@@ -106,7 +106,7 @@ def pick_strategy(
                 "takes none of them. Leave them out."
             )
         reason += "; communication options unused"
-    strategy = build(decision, facts, communication, wait_seconds)
+    strategy = build(decision, resources, communication, wait_seconds)
     if isinstance(strategy, tf.distribute.Strategy):
         _REASONS[strategy] = reason
     return StrategyChoice(strategy, decision.name, reason)

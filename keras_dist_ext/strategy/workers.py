@@ -12,7 +12,7 @@ import sys
 import warnings
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,12 @@ from keras_dist_ext._keras.adapters import seed_py_datasets
 from keras_dist_ext._keras.datasets import checksum_of_constants, dataset_graph, shard_indices, with_seeds
 from keras_dist_ext._keras.strategies import first_replica, replica_id
 from keras_dist_ext._keras.variables import components
-from keras_dist_ext.cluster import heartbeat as pulse
+from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.cluster.rendezvous import wait_seconds_of
 from keras_dist_ext.errors import WorkersError
-from keras_dist_ext.strategy.consistency import check_same
-from keras_dist_ext.strategy.deadlock import StallWatch
-from keras_dist_ext.strategy.key_value import Bulletin
+from keras_dist_ext.strategy.consistency import Fingerprint, check_consistency
+from keras_dist_ext.strategy.deadlock import DeadlockWatch
+from keras_dist_ext.strategy.key_value import KeyValueStore
 
 __all__ = ["Workers", "checksum_of", "workers_of"]
 
@@ -60,25 +60,25 @@ class Workers:
         self._sum = tf.function(
             self._sum_in_graph, autograph=False, input_signature=[tf.TensorSpec([None], tf.float64)]
         )
-        self._bulletin = Bulletin(self.num_workers, self.index)
+        self._store = KeyValueStore(self.num_workers, self.index)
         self._num_checks = 0
-        self.watch = StallWatch(self._bulletin)
+        self.watch = DeadlockWatch(self._store)
 
-    def check_same(self, what: str, facts: Mapping[str, str | list[str]]) -> None:
+    def check_consistency(self, what: str, fingerprint: Fingerprint) -> None:
         """See that all workers are about to do the same. Every worker must call it, at the same point of its program.
 
         Args:
             what: they are about to do, such as "call fit".
-            facts: that tell it.
+            fingerprint: of this worker.
 
         Raises:
             WorkersError: they are not, or one does not come; says what differs.
         """
         self._num_checks += 1
-        check_same(
-            self._bulletin, f"run/{self._num_checks}", facts, what=what, wait_seconds=wait_seconds_of(self.strategy)
+        check_consistency(
+            self._store, f"run/{self._num_checks}", fingerprint, what=what, wait_seconds=wait_seconds_of(self.strategy)
         )
-        self._bulletin.forget(f"run/{self._num_checks - 1}")  # which all have read, since all have come here
+        self._store.delete(f"run/{self._num_checks - 1}")  # which all have read, since all have come here
 
     def sum(self, values: Sequence[float] | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Add up numbers over all workers. Every worker must call it, at the same point of its program.
@@ -88,21 +88,21 @@ class Workers:
         """
         here = _caller(self)
         tag = float(zlib.crc32(here.encode()) & 0xFFFF)
-        with pulse.waiting(), self.watch.waiting(f"an agreement ({here})"):
+        with heartbeat.waiting(), self.watch.waiting(f"an agreement ({here})"):
             told = [tag, tag * tag, *values]
             told += [0.0] * (_SMALL - len(told))  # where shapes differ, TensorFlow tells one of the workers alone
             total, squares, *sums = np.asarray(self._sum(tf.constant(told, tf.float64)))
         if self.num_workers * squares != total * total:
-            raise WorkersError(self.watch.parted(f"an agreement ({here})"))
+            raise WorkersError(self.watch.mismatch_message(f"an agreement ({here})"))
         return np.asarray(sums[: len(values)])
 
-    def chief_says(self, values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def broadcast(self, values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return the chief's numbers to all workers."""
         return self.sum(list(values) if self.is_chief else [0.0] * len(values))
 
-    def chief_gives(self, data: bytes) -> bytes:
+    def broadcast_bytes(self, data: bytes) -> bytes:
         """Return the chief's bytes to all workers."""
-        (size,) = self.chief_says([float(len(data))])
+        (size,) = self.broadcast([float(len(data))])
         words = np.zeros(-(-int(size) // 6))  # of 48 bits, where a float64 holds 53
         if self.is_chief:
             spread = np.zeros([len(words), 8], np.uint8)
@@ -121,12 +121,12 @@ class Workers:
             self.num_workers * squares == total * total for total, squares in zip(totals, (low, high), strict=True)
         )
 
-    def share_state(self, variables: Sequence[Any]) -> None:
+    def broadcast_state(self, variables: Sequence[Any]) -> None:
         """Give the chief's values of ``variables`` to all workers."""
         with self.watch.waiting("an agreement (state of the chief)"):
-            self._share_state(variables)
+            self._broadcast_state(variables)
 
-    def _share_state(self, variables: Sequence[Any]) -> None:
+    def _broadcast_state(self, variables: Sequence[Any]) -> None:
         for variable in variables:
             value = tf.convert_to_tensor(components(variable)[0])
             flat = tf.reshape(tf.cast(value, tf.float64), [-1])  # exact for all of Keras' dtypes but huge integers
@@ -144,7 +144,7 @@ class Workers:
 
     # Data
 
-    def agree_on_data(self, dataset: Any, sample: int | None = None) -> tuple[Any, bool, int]:
+    def align_data(self, dataset: Any, sample: int | None = None) -> tuple[Any, bool, int]:
         """Return the dataset to read, whether each worker reads rows of its own, and a common seed.
 
         By default all workers read the same batches and take their rows of each, so shuffles that were given no seed
@@ -155,7 +155,7 @@ class Workers:
             dataset: of this worker.
             sample: a checksum of some of its rows, where they are at hand, and no pipeline of the user's gives them.
         """
-        seed = int(self.chief_says([random.randrange(2**31)])[0])
+        seed = int(self.broadcast([random.randrange(2**31)])[0])
         seed_py_datasets(seed)
         if not isinstance(dataset, tf.data.Dataset):
             return dataset, False, seed

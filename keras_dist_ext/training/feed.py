@@ -36,11 +36,11 @@ from keras_dist_ext._keras.datasets import (
     with_seeds,
 )
 from keras_dist_ext._keras.strategies import first_replica
-from keras_dist_ext.cluster import heartbeat as pulse
+from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.hashing import fold_in
 from keras_dist_ext.messages import warn_once
-from keras_dist_ext.strategy.consistency import facts_of_data
+from keras_dist_ext.strategy.consistency import data_fingerprint
 from keras_dist_ext.strategy.workers import Workers, checksum_of
 from keras_dist_ext.training.pace import Pace
 from keras_dist_ext.training.resume.position import (
@@ -135,7 +135,7 @@ class Feed(EpochIterator):  # type: ignore[misc]
         self._own_rows = False
         dataset = self._given = self.data_adapter.get_tf_dataset()
         if workers is not None:
-            dataset, self._own_rows, self._order = workers.agree_on_data(dataset, _sample_of(self.data_adapter))
+            dataset, self._own_rows, self._order = workers.align_data(dataset, _sample_of(self.data_adapter))
             self._dataset = dataset
             self._check_same_data(workers)
         self._strategy = strategy
@@ -169,9 +169,9 @@ class Feed(EpochIterator):  # type: ignore[misc]
     """What is wished to happen after the last execution; of several workers the sum."""
 
     def _check_same_data(self, workers: Workers) -> None:
-        facts = facts_of_data(self.batch_spec, self._num_batches, own_rows=self._own_rows)
+        facts = data_fingerprint(self.batch_spec, self._num_batches, own_rows=self._own_rows)
         if not workers.all_equal(zlib.crc32(repr(facts).encode())):
-            workers.check_same("read its data", facts)
+            workers.check_consistency("read its data", facts)
 
     @property
     def batch_spec(self) -> Any:
@@ -370,7 +370,7 @@ class Feed(EpochIterator):  # type: ignore[misc]
         if self.steps_per_epoch is None or (length is not None and known and self._steps_seen >= length):
             self.close()
         self._num_epochs += 1
-        pulse.data_ends()
+        heartbeat.data_ends()
         self._on_epoch_end()
         self.data_adapter.on_epoch_end()
 

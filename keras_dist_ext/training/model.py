@@ -15,7 +15,7 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.adapters import preserve_py_dataset_order, use_epoch_iterator
 from keras_dist_ext._keras.models import KerasFunctional, functional_init_arguments, overrides
 from keras_dist_ext._keras.saving import save_as, saved_variables
-from keras_dist_ext.cluster import heartbeat as pulse
+from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.added_losses import find_degrees, losses_as_means
 from keras_dist_ext.step.means import Degrees
@@ -23,7 +23,7 @@ from keras_dist_ext.step.nan_guard import Guard
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.step.reduce import keep_first_part, sum_parts
 from keras_dist_ext.step.seeds import Seeds
-from keras_dist_ext.strategy.consistency import facts_of_run
+from keras_dist_ext.strategy.consistency import run_fingerprint
 from keras_dist_ext.strategy.scope import check_scope, move_into_scope, optimizers
 from keras_dist_ext.strategy.virtual import VirtualReplicas, num_replicas_of
 from keras_dist_ext.strategy.workers import Workers, workers_of
@@ -37,7 +37,7 @@ from keras_dist_ext.training.prediction import PredictProgram
 from keras_dist_ext.training.program import StepProgram
 from keras_dist_ext.training.run_callback import RunCallback, callbacks_in, callbacks_of_all_workers, looks_at_batches
 from keras_dist_ext.training.runners import CoordinatorProgram, predictor, runner
-from keras_dist_ext.training.worker_sync import InStep, Stop, alone, callbacks_of_worker
+from keras_dist_ext.training.worker_sync import StopSignal, WorkerSync, callbacks_of_worker, without_collectives
 
 __all__ = ["OWN_CLASSES", "Functional", "Model", "Sequential"]
 
@@ -89,7 +89,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
         is_graph = issubclass(cls, (KerasFunctional, keras.Sequential))
         # keras.Model.__new__ forgets the arguments that the default get_config returns; Layer's keeps them.
         instance = super().__new__(cls, *args, **kwargs) if is_graph else keras.Layer.__new__(cls, *args, **kwargs)
-        object.__setattr__(instance, "_stop", Stop())
+        object.__setattr__(instance, "_stop", StopSignal())
         object.__setattr__(instance, "_functions", {"train": {}, "test": {}})
         object.__setattr__(instance, "replica_seeds", Seeds(instance))
         object.__setattr__(instance, "_loss_degrees", {})
@@ -107,7 +107,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
     virtual_replicas: VirtualReplicas | None = None
     placement: Any = None  # of its parts, see ``place``
     _cuts_batches = True  # whether steps can be made of parts of a replica's rows
-    _stop: Stop
+    _stop: StopSignal
     replica_seeds: Seeds
     replica_recorders: tuple[Recorder, ...] = ()
     replica_guard: Guard | None = None
@@ -313,7 +313,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
     @property
     def stop_training(self) -> bool:
         """Whether training ends; with several workers only once all of them know that one has asked for it."""
-        return self._stop.is_agreed if self._stop.needs_agreement else self._stop.is_requested
+        return self._stop.is_confirmed if self._stop.needs_confirmation else self._stop.is_requested
 
     @stop_training.setter
     def stop_training(self, value: bool) -> None:
@@ -325,7 +325,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
     ) -> Iterator[None]:
         made = iter([*paces, *[paces[-1]] * 8])
         workers = workers_of(self.distribute_strategy)
-        on_stop = self._stop.agree if workers else lambda: None
+        on_stop = self._stop.confirm if workers else lambda: None
         orders = iter([self.replica_seeds.order_of_next_pass] if trains else [])
         feeds: list[feed.Feed] = []
 
@@ -385,7 +385,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
     def save(self, *args: Any, **kwargs: Any) -> Any:
         """Save as Keras does; see ``keras.Model.save``. With several workers, any of them may, alone."""
         if workers_of(self.distribute_strategy) is not None:  # whose epochs end settled
-            return alone(super().save)(*args, **kwargs)
+            return without_collectives(super().save)(*args, **kwargs)
         self._settle()
         return super().save(*args, **kwargs)
 
@@ -461,7 +461,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
         guard = self.replica_guard
         object.__setattr__(self, "replica_guard", None)
         try:
-            with pulse.running(), contextlib.ExitStack() as stack:
+            with heartbeat.running(), contextlib.ExitStack() as stack:
                 for callback in callbacks_in(callbacks):
                     if isinstance(callback, RunCallback):
                         callback.on_run_prepare(self)
@@ -481,23 +481,23 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
         workers = workers_of(self.distribute_strategy)
         verbose = call.arguments.get("verbose", "auto")
         if workers is not None:
-            facts = facts_of_run(self, _with_defaults(call).arguments, callbacks_of_all_workers(callbacks))
-            workers.check_same("call fit", facts)
+            fingerprint = run_fingerprint(self, _with_defaults(call).arguments, callbacks_of_all_workers(callbacks))
+            workers.check_consistency("call fit", fingerprint)
         with self._prepared(callbacks):
             paces = self._paces(callbacks, workers, "train", "test")
             if workers is not None:
-                callbacks = [*callbacks_of_worker(callbacks, workers), InStep(workers, self._differing)]
+                callbacks = [*callbacks_of_worker(callbacks, workers), WorkerSync(workers, self._differing)]
                 verbose = verbose if workers.is_chief else 0
             if not isinstance(callbacks, keras.callbacks.CallbackList):
                 epochs = call.arguments.get("epochs", 1)
                 callbacks = RunCallbackList(callbacks, self, verbose=verbose, epochs=epochs, add_history=True)
             call.arguments["callbacks"] = callbacks
-            self._stop.needs_agreement = workers is not None
+            self._stop.needs_confirmation = workers is not None
             try:
                 with self._feeds(paces, callbacks, stop=lambda: self._stop.is_requested, trains=True):
                     return super().fit(*call.args[1:], **call.kwargs)
             finally:
-                self._stop.needs_agreement = False
+                self._stop.needs_confirmation = False
                 self.replica_seeds.end()
 
     @_documented_as(keras.Model.evaluate)

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras import tree
-from keras_dist_ext.cluster import heartbeat as pulse
+from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.step.added_losses import UnknownLossDegrees
 from keras_dist_ext.step.means import UnknownDegrees
 from keras_dist_ext.step.replica_step import CannotCompile, CannotLoop, UnbuiltOptimizer
@@ -58,10 +58,10 @@ def runner(program: Any) -> Callable[[Any], Any]:
 
 def _run(program: Any, execution: feed.Execution) -> Any:
     """Run steps, and say so to who has launched this process."""
-    pulse.steps_begin(program.kind, execution.first, execution.num_steps)
+    heartbeat.steps_begin(program.kind, execution.first, execution.num_steps)
     with _watched(program, execution):
         logs = execution.run(program)
-    pulse.steps_end(execution.num_made)
+    heartbeat.steps_end(execution.num_made)
     return logs
 
 
@@ -116,9 +116,9 @@ def predictor(program: PredictProgram) -> Callable[[Any], Any]:
     def run(batches: Any) -> Any:
         if isinstance(batches[0], feed.Execution):
             (execution,) = batches
-            pulse.steps_begin("predict", execution.first, execution.num_steps)
+            heartbeat.steps_begin("predict", execution.first, execution.num_steps)
             outputs = program.on_batches(list(execution.batches()), of_worker=execution.source.is_of_worker)
-            pulse.steps_end(execution.num_made)
+            heartbeat.steps_end(execution.num_made)
             return outputs
         return program.on_batches([tree.map_structure(_as_tensor, batch) for batch in batches])
 

@@ -37,7 +37,7 @@ def kept_state(model: Any) -> Iterator[None]:
         for owner, names in (
             (model, ("history", "_gradients_are_parts", "replica_recorders", "_initial_epoch")),
             (seeds, ("num_passes", "_is_to_begin", "wanted")),
-            (getattr(model, "_stop", None), ("is_requested", "is_agreed")),
+            (getattr(model, "_stop", None), ("is_requested", "is_confirmed")),
         )
         if owner is not None
         for name in names

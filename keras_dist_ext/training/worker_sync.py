@@ -20,7 +20,7 @@ from keras_dist_ext.step.pass_through import PassThrough
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.strategy.workers import Workers
 
-__all__ = ["InStep", "Stop", "alone", "callbacks_of_worker", "own_callback"]
+__all__ = ["WorkerSync", "StopSignal", "without_collectives", "callbacks_of_worker", "own_callback"]
 
 
 _WRITERS = (
@@ -37,7 +37,7 @@ def _is_for_chief(callback: Any) -> bool:
     return isinstance(callback, _WRITERS)
 
 
-class InStep(keras.callbacks.Callback):  # type: ignore[misc]
+class WorkerSync(keras.callbacks.Callback):  # type: ignore[misc]
     """The last callback of each worker: begins with the chief's state, and ends all workers after the same epoch.
 
     Args:
@@ -53,16 +53,16 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: Any = None) -> None:
         """Take over what a callback, or the program, of the chief has restored."""
         model = self.model
-        initial_epoch, restored = self._workers.chief_says(
+        initial_epoch, restored = self._workers.broadcast(
             [float(model._initial_epoch or 0), float(model._initial_epoch is not None)]
         )
         if restored:  # by a callback of the chief, such as BackupAndRestore
             model._initial_epoch = int(initial_epoch)
-            self._share_state()
+            self._broadcast_state()
             return
         differing = self._differing()
         if differing is not None:
-            self._share_state()
+            self._broadcast_state()
             if self._workers.is_chief:
                 warnings.warn(
                     f"{differing} Workers train one model, so all go on from the values of the first worker now. Load "
@@ -70,19 +70,19 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
                     stacklevel=2,
                 )
 
-    def _share_state(self) -> None:
+    def _broadcast_state(self) -> None:
         model = self.model
         generators = [generator.state for generator in model.replica_seeds.generators(with_global=True)]
         made = [variable for _, optimizer in optimizers(model) for variable in optimizer.variables]
         plain = [v for layer in flat_layers(model) for _, v in raw_variables(layer) if v.dtype.is_floating]
-        self._workers.share_state([*model.weights, *made, *plain, *generators])
-        model.replica_seeds.load({"run": self._workers.chief_says(model.replica_seeds.run)})
+        self._workers.broadcast_state([*model.weights, *made, *plain, *generators])
+        model.replica_seeds.load({"run": self._workers.broadcast(model.replica_seeds.run)})
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """End training on all workers where one has asked for it; see that their learning rates are equal."""
         workers = self._workers
         if workers.sum([float(self.model._stop.is_requested)])[0]:
-            self.model._stop.agree()
+            self.model._stop.confirm()
         rates = {name: _learning_rate(optimizer) for name, optimizer in optimizers(self.model)}
         if workers.all_equal(zlib.crc32(str([f"{rate:.5g}" for rate in rates.values()]).encode())):
             return
@@ -119,15 +119,17 @@ def callbacks_of_worker(callbacks: Any, workers: Workers) -> list[Any]:
             "which all workers have to add up together. Save with ModelCheckpoint, or with kde.Resume to go on after a "
             "crash."
         )
-    return [_Alone(c) if _is_for_chief(c) else c for c in callbacks if workers.is_chief or not _is_for_chief(c)]
+    return [
+        ChiefOnlyCallback(c) if _is_for_chief(c) else c for c in callbacks if workers.is_chief or not _is_for_chief(c)
+    ]
 
 
 def own_callback(callback: Any) -> Any:
     """Return the user's callback, which may be wrapped to be run by this worker alone."""
-    return callback.callback if isinstance(callback, _Alone) else callback
+    return callback.callback if isinstance(callback, ChiefOnlyCallback) else callback
 
 
-class _Alone(keras.callbacks.Callback):  # type: ignore[misc]
+class ChiefOnlyCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """A callback that one worker alone runs: what it assigns must not wait for the others.
 
     TensorFlow broadcasts an assignment to variables like ``optimizer.iterations``, which BackupAndRestore loads; and
@@ -139,10 +141,10 @@ class _Alone(keras.callbacks.Callback):  # type: ignore[misc]
         self.callback = callback
         for name in dir(keras.callbacks.Callback):
             if name.startswith(("on_", "set_")):
-                setattr(self, name, alone(getattr(callback, name)))
+                setattr(self, name, without_collectives(getattr(callback, name)))
 
 
-def alone(method: Callable[..., Any]) -> Callable[..., Any]:
+def without_collectives(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method as one worker alone may call it: in no scope, and with assignments to its own copies only."""
 
     @functools.wraps(method)
@@ -159,20 +161,20 @@ def alone(method: Callable[..., Any]) -> Callable[..., Any]:
     return outside_of_scopes
 
 
-class Stop:
+class StopSignal:
     """A wish to end training, and whether all workers know of it."""
 
     def __init__(self) -> None:
         self.is_requested = False
-        self.is_agreed = False
-        self.needs_agreement = False
+        self.is_confirmed = False
+        self.needs_confirmation = False
 
     def request(self, value: bool) -> None:
         """Wish to end training, or to begin anew."""
         self.is_requested = value
         if not value:
-            self.is_agreed = False
+            self.is_confirmed = False
 
-    def agree(self) -> None:
+    def confirm(self) -> None:
         """Note that all workers know."""
-        self.is_requested = self.is_agreed = True
+        self.is_requested = self.is_confirmed = True

@@ -29,8 +29,8 @@ from keras_dist_ext.cluster import rendezvous
 from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.cluster.spec import Cluster
 from keras_dist_ext.cluster.tasks import cluster
-from keras_dist_ext.strategy import deadlock as stall
-from keras_dist_ext.strategy.consistency import check_same, differences, facts_of_data, facts_of_run
+from keras_dist_ext.strategy import deadlock
+from keras_dist_ext.strategy.consistency import check_consistency, data_fingerprint, differences, run_fingerprint
 from keras_dist_ext.training.resume.checkpoints import CheckpointStore, unpack
 from keras_dist_ext.training.run_callback import callbacks_of_all_workers
 
@@ -279,42 +279,42 @@ def test_all_workers_decide_alike(steps_per_execution: int) -> None:
 # Workers that do not do the same
 
 
-class Board:
+class Stores:
     """Stands for what workers store for each other, of all workers in this process."""
 
     def __init__(self) -> None:
         self.texts: dict[tuple[str, int], str] = {}
 
-    def of(self, index: int, num_workers: int = 2) -> BulletinOf:
-        return BulletinOf(self, index, num_workers)
+    def of(self, index: int, num_workers: int = 2) -> StoreOf:
+        return StoreOf(self, index, num_workers)
 
 
-class BulletinOf:
+class StoreOf:
     """One worker's end of it."""
 
-    def __init__(self, board: Board, index: int, num_workers: int) -> None:
-        self._texts, self.index, self.num_workers = board.texts, index, num_workers
+    def __init__(self, stores: Stores, index: int, num_workers: int) -> None:
+        self._texts, self.index, self.num_workers = stores.texts, index, num_workers
         self.others = [worker for worker in range(num_workers) if worker != index]
 
-    def say(self, topic: str, text: str) -> None:
+    def set(self, topic: str, text: str) -> None:
         assert (topic, self.index) not in self._texts  # as TensorFlow has it
         self._texts[topic, self.index] = text
 
-    def hear(self, topic: str, worker: int, wait_seconds: float) -> str | None:
+    def get(self, topic: str, worker: int, wait_seconds: float) -> str | None:
         return self._texts.get((topic, worker))
 
-    def forget(self, topic: str) -> None:
+    def delete(self, topic: str) -> None:
         self._texts.pop((topic, self.index), None)
 
 
-def told(strategy: Any, optimizer: Any = None, *callbacks: Any, **arguments: Any) -> Any:
-    return facts_of_run(make(strategy, optimizer), {"epochs": 1, **arguments}, callbacks_of_all_workers(callbacks))
+def fingerprint_of(strategy: Any, optimizer: Any = None, *callbacks: Any, **arguments: Any) -> Any:
+    return run_fingerprint(make(strategy, optimizer), {"epochs": 1, **arguments}, callbacks_of_all_workers(callbacks))
 
 
 def test_runs_that_are_alike_have_no_differences_whatever_keras_calls_their_layers(mirrored: Any) -> None:
-    first = told(mirrored, None, kde.ReplicaSeeds(3), kde.NonFinite())
+    first = fingerprint_of(mirrored, None, kde.ReplicaSeeds(3), kde.NonFinite())
     make(mirrored)  # from here on Keras counts on
-    second = told(mirrored, None, kde.ReplicaSeeds(3), kde.NonFinite())
+    second = fingerprint_of(mirrored, None, kde.ReplicaSeeds(3), kde.NonFinite())
     assert first != second
     assert differences([first, second]) == []
     assert differences([json.loads(json.dumps(first)), second]) == []
@@ -323,8 +323,8 @@ def test_runs_that_are_alike_have_no_differences_whatever_keras_calls_their_laye
 def test_what_differs_between_workers_is_named_with_both_values(mirrored: Any) -> None:
     found = differences(
         [
-            told(mirrored, None, kde.ReplicaSeeds(3)),
-            told(mirrored, lambda: keras.optimizers.SGD(0.5), kde.ReplicaSeeds(4), epochs=2),
+            fingerprint_of(mirrored, None, kde.ReplicaSeeds(3)),
+            fingerprint_of(mirrored, lambda: keras.optimizers.SGD(0.5), kde.ReplicaSeeds(4), epochs=2),
         ]
     )
     assert "optimizer is SGD on worker 1, and Adam on worker 0" in found
@@ -349,42 +349,44 @@ def test_workers_may_have_callbacks_of_their_own_that_prepare_no_run(mirrored: A
         def get_run_config(self) -> dict[str, Any]:
             return {"every": 3}
 
-    first = told(mirrored)
-    assert differences([first, told(mirrored, None, Foreign(), Looks(), kde.ScopeGuard())]) == []
-    assert differences([first, told(mirrored, None, Prepares())]) == [
+    first = fingerprint_of(mirrored)
+    assert differences([first, fingerprint_of(mirrored, None, Foreign(), Looks(), kde.ScopeGuard())]) == []
+    assert differences([first, fingerprint_of(mirrored, None, Prepares())]) == [
         "callback of all workers 1 (of 1 and 0) is Prepares(3) on worker 1, and none on worker 0"
     ]
 
 
 def test_arguments_may_be_of_numpy(mirrored: Any) -> None:
     weights = {np.int64(0): 1.0, np.int64(1): np.float32(2.0)}  # as zip(np.unique(y), ...) gives them
-    first = told(mirrored, class_weight=weights, batch_size=np.int64(8))
-    assert differences([first, told(mirrored, class_weight={0: 1.0, 1: 2.0}, batch_size=8)]) == []
-    assert differences([first, told(mirrored, class_weight=weights, batch_size=np.int64(9))]) == [
+    first = fingerprint_of(mirrored, class_weight=weights, batch_size=np.int64(8))
+    assert differences([first, fingerprint_of(mirrored, class_weight={0: 1.0, 1: 2.0}, batch_size=8)]) == []
+    assert differences([first, fingerprint_of(mirrored, class_weight=weights, batch_size=np.int64(9))]) == [
         "batch_size is 9 on worker 1, and 8 on worker 0"
     ]
 
 
 def test_layers_differ_by_the_numbers_in_them_before_there_are_weights() -> None:
-    def facts(units: int, rate: float) -> Any:
+    def fingerprint(units: int, rate: float) -> Any:
         model = kde.Sequential([keras.layers.Dense(units), keras.layers.Dropout(rate)])
         model.compile("sgd", "mse")
-        return facts_of_run(model, {}, [])
+        return run_fingerprint(model, {}, [])
 
-    assert differences([facts(3, 0.5), facts(3, 0.5)]) == []
-    (found,) = differences([facts(3, 0.5), facts(4, 0.5)])
+    assert differences([fingerprint(3, 0.5), fingerprint(3, 0.5)]) == []
+    (found,) = differences([fingerprint(3, 0.5), fingerprint(4, 0.5)])
     assert re.fullmatch(r"layer 2 is Dense\(.*units=4, .*\) on worker 1, and Dense\(.*units=3, .*\) on worker 0", found)
 
 
 def test_of_lists_the_first_part_that_differs_is_named() -> None:
-    def facts(*weights: str) -> Any:
+    def fingerprint(*weights: str) -> Any:
         return {"weight": list(weights)}
 
     bias, kernel = "float32 (5,), named d/bias", "float32 (4, 5), named d/kernel"
-    assert differences([facts(kernel, bias), facts(kernel, "float32 (6,), named d/bias"), facts(kernel)]) == [
+    assert differences(
+        [fingerprint(kernel, bias), fingerprint(kernel, "float32 (6,), named d/bias"), fingerprint(kernel)]
+    ) == [
         "weight 2 is float32 (6,), named d/bias on worker 1 (1 other too), and float32 (5,), named d/bias on worker 0"
     ]
-    assert differences([facts(kernel, bias), facts(kernel)]) == [
+    assert differences([fingerprint(kernel, bias), fingerprint(kernel)]) == [
         "weight 2 (of 1 and 2) is none on worker 1, and float32 (5,), named d/bias on worker 0"
     ]
 
@@ -392,20 +394,20 @@ def test_of_lists_the_first_part_that_differs_is_named() -> None:
 def test_data_of_another_length_or_shape_differs_but_for_rows_of_ones_own() -> None:
     spec = (tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))
     other = (tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1]))
-    assert differences([facts_of_data(s, n, own_rows=False) for s, n in ((spec, 8), (other, 7))]) == [
+    assert differences([data_fingerprint(s, n, own_rows=False) for s, n in ((spec, 8), (other, 7))]) == [
         "part of a batch 1 is 0: float32 (None, 3) on worker 1, and 0: float32 (None, 4) on worker 0",
         "number of batches is 7 on worker 1, and 8 on worker 0",
     ]
-    assert differences([facts_of_data(spec, n, own_rows=True) for n in (8, 7)]) == []
+    assert differences([data_fingerprint(spec, n, own_rows=True) for n in (8, 7)]) == []
 
 
 def test_workers_that_are_not_alike_all_get_the_same_error() -> None:
-    board = Board()
+    stores = Stores()
     errors: dict[int, str] = {}
 
     def work(index: int) -> None:
         try:
-            check_same(board.of(index), "run/1", {"epochs": str(index)}, what="call fit", wait_seconds=60)
+            check_consistency(stores.of(index), "run/1", {"epochs": str(index)}, what="call fit", wait_seconds=60)
         except kde.WorkersError as error:
             errors[index] = str(error)
 
@@ -425,7 +427,7 @@ def test_a_worker_that_does_not_come_is_named_once_it_is_late_and_in_the_end() -
         pytest.warns(UserWarning, match=r"Worker 0 is about to call fit and waits for workers 1, 2, for \d+ s so far"),
         pytest.raises(kde.WorkersError, match="workers 1, 2 did not come for 100 s: .*pick_strategy.wait_seconds"),
     ):
-        check_same(Board().of(0, 3), "run/1", {}, what="call fit", wait_seconds=100, clock=lambda: next(now))
+        check_consistency(Stores().of(0, 3), "run/1", {}, what="call fit", wait_seconds=100, clock=lambda: next(now))
 
 
 @pytest.fixture
@@ -439,9 +441,9 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[str], threa
         if len(aborted) == 2:
             both.set()
 
-    monkeypatch.setattr(stall, "abort_collectives", abort)
-    board = Board()
-    first, second = (stall.StallWatch(board.of(i), stuck_seconds=0.1, look_seconds=0.05) for i in (0, 1))
+    monkeypatch.setattr(deadlock, "abort_collectives", abort)
+    stores = Stores()
+    first, second = (deadlock.DeadlockWatch(stores.of(i), stuck_seconds=0.1, look_seconds=0.05) for i in (0, 1))
     return first, second, aborted, both
 
 
@@ -482,7 +484,7 @@ def test_a_worker_that_is_slow_or_busy_is_not_held_for_stuck(watches: Any) -> No
         with second.waiting("step 2"):
             pass
     assert aborted == []
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "keras_dist_ext.stall"])
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "keras_dist_ext.deadlock"])
 
 
 # Tasks that do not answer
@@ -506,7 +508,7 @@ def test_tasks_whose_ports_stay_closed_are_named_in_time(two_ports: tuple[int, i
         f"worker 0 has waited 0.3 s for worker 1 .127.0.0.1:{two_ports[1]}: Connection refused.. Start the program"
     )
     with pytest.raises(kde.ClusterError, match=message):
-        rendezvous.await_ports(cluster_on(*two_ports), ["worker 1"], 0.3)
+        rendezvous.wait_for_ports(cluster_on(*two_ports), ["worker 1"], 0.3)
 
 
 def test_a_task_that_comes_late_is_waited_for_and_said(two_ports: tuple[int, int]) -> None:
@@ -520,7 +522,7 @@ def test_a_task_that_comes_late_is_waited_for_and_said(two_ports: tuple[int, int
         return seconds
 
     with pytest.warns(UserWarning, match=r"worker 0 waits for worker 1 .*, for 40 s so far. It gives up after 100 s"):
-        rendezvous.await_ports(cluster_on(*two_ports), ["worker 1"], 100.0, clock=clock)
+        rendezvous.wait_for_ports(cluster_on(*two_ports), ["worker 1"], 100.0, clock=clock)
     servers[0].close()
 
 

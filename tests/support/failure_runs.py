@@ -174,9 +174,9 @@ def late(how: float | str, wait_seconds: float) -> str:
     import time
 
     import keras_dist_ext as kde
-    from keras_dist_ext.strategy.facts import gather_facts
+    from keras_dist_ext.strategy.resources import find_resources
 
-    cluster = gather_facts(os.environ, cluster_resolver=None, tpu=None, device_lister=lambda: ["CPU:0"]).cluster
+    cluster = find_resources(os.environ, cluster_resolver=None, tpu=None, device_lister=lambda: ["CPU:0"]).cluster
     assert cluster is not None
     if cluster.task == "worker 1" and isinstance(how, str):
         while not pathlib.Path(how).exists():

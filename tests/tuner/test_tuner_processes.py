@@ -48,7 +48,7 @@ class LightSearch:
     The file "given-up" of the folder is there once a worker was given up: others may wait for it in their trials.
     """
 
-    def __init__(self, folder, *workers, max_trials=6, max_restarts=1, stall_seconds=None, turnstile=None):
+    def __init__(self, folder, *workers, max_trials=6, max_restarts=1, hang_seconds=None, turnstile=None):
         hyperparameters = keras_tuner.HyperParameters()
         hyperparameters.Int("units", 1, 10**6)
         self.oracle = keras_tuner.oracles.RandomSearchOracle(
@@ -70,7 +70,7 @@ class LightSearch:
             crews = [self._crew("chief", task.address, "chief")]
             crews += [self._crew(f"tuner {number}", task.address, *words) for number, words in enumerate(workers)]
             channel = Channel(task.address)
-            limits = Limits(max_restarts, time.monotonic() + 120, stall_seconds)
+            limits = Limits(max_restarts, time.monotonic() + 120, hang_seconds)
             supervisor = Supervisor(crews[0], crews[1:], channel, limits, [], self._say)
             try:
                 self.failure = supervisor.run()
@@ -160,7 +160,7 @@ def test_a_search_without_workers_ends_with_their_reasons(tmp_path):
 
 def test_a_trial_that_hangs_is_ended_and_tried_again(tmp_path):
     hangs = ["worker", "hang", "1", "1"]
-    search = LightSearch(tmp_path, hangs, hangs, stall_seconds=STALL_SECONDS)
+    search = LightSearch(tmp_path, hangs, hangs, hang_seconds=STALL_SECONDS)
     assert (search.failure, search.error) == (None, None)
     assert search.statuses == ["COMPLETED"] * 6
     (death,) = search.deaths
@@ -183,7 +183,7 @@ def test_a_first_pass_comes_to_its_end_whatever_becomes_of_who_makes_it(
         tmp_path,
         *[["worker", "measure", how, str(tmp_path)]] * 2,
         max_restarts=max_restarts,
-        stall_seconds=STALL_SECONDS if how == "hang" else None,
+        hang_seconds=STALL_SECONDS if how == "hang" else None,
         turnstile=turnstile,
     )
     assert (search.failure, search.error) == (None, None)

@@ -16,7 +16,7 @@ from keras_dist_ext.cluster.mpi import mpi_cluster
 from keras_dist_ext.cluster.spec import Cluster
 from keras_dist_ext.errors import ClusterError
 from keras_dist_ext.strategy.decision import decide
-from keras_dist_ext.strategy.facts import gather_facts
+from keras_dist_ext.strategy.resources import find_resources
 
 TFJOB_HOSTS = [f"mnist-worker-{i}.train.svc:2222" for i in range(3)]
 SLURM = {
@@ -39,7 +39,7 @@ HYDRA = {"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALNRANKS": "2", "MPI_LOCALRAN
 
 
 def choice_in(environ):
-    return decide("auto", gather_facts(environ, device_lister=lambda: ("CPU:0",)))
+    return decide("auto", find_resources(environ, device_lister=lambda: ("CPU:0",)))
 
 
 def tfjob(kind, index, **jobs):
@@ -68,10 +68,10 @@ def test_a_tfjob_whose_workers_know_only_themselves_is_refused():
 
 
 def test_tasks_of_srun_train_together():
-    facts = gather_facts(SLURM, device_lister=lambda: ("CPU:0",))
+    resources = find_resources(SLURM, device_lister=lambda: ("CPU:0",))
     addresses = ("gpu07:8888", "gpu07:8889", "gpu08:8888", "gpu08:8889")
-    assert facts.cluster == Cluster("SLURM", worker=addresses, task_type="worker", task_index=2, rpc_layer="grpc")
-    assert decide("auto", facts).reason == "SLURM lists 4 workers, this is worker 2"
+    assert resources.cluster == Cluster("SLURM", worker=addresses, task_type="worker", task_index=2, rpc_layer="grpc")
+    assert decide("auto", resources).reason == "SLURM lists 4 workers, this is worker 2"
 
 
 def test_workers_of_ray_train_train_together():
@@ -145,8 +145,10 @@ def test_mpirun_comes_before_the_srun_that_has_started_its_daemons():
 def test_one_process_of_mpirun_works_alone_and_so_do_several_that_ask_for_it():
     alone = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}
     assert choice_in(alone).name == "one_device"
-    facts = gather_facts(OPEN_MPI, device_lister=lambda: ("CPU:0",))
-    assert decide("one_device", facts).reason == ("1 CPU device, asked for by name; each of MPI's 2 tasks trains alone")
+    resources = find_resources(OPEN_MPI, device_lister=lambda: ("CPU:0",))
+    assert decide("one_device", resources).reason == (
+        "1 CPU device, asked for by name; each of MPI's 2 tasks trains alone"
+    )
 
 
 TRAIN = """

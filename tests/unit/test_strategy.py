@@ -15,8 +15,8 @@ import tensorflow as tf
 from keras_dist_ext.cluster.spec import Cluster
 from keras_dist_ext.errors import ClusterError, StrategyError
 from keras_dist_ext.strategy.decision import NAMES, Decision, decide
-from keras_dist_ext.strategy.facts import Facts, gather_facts, list_devices
 from keras_dist_ext.strategy.pick import StrategyChoice, pick_strategy
+from keras_dist_ext.strategy.resources import Resources, find_resources, list_devices
 
 ONE_CPU = ("CPU:0",)
 TWO_GPUS = ("CPU:0", "GPU:0", "GPU:1")
@@ -30,8 +30,8 @@ SLURM = {
 }
 
 
-def facts_of(environ, devices=ONE_CPU, **arguments):
-    return gather_facts(environ, device_lister=lambda: devices, **arguments)
+def resources_of(environ, devices=ONE_CPU, **arguments):
+    return find_resources(environ, device_lister=lambda: devices, **arguments)
 
 
 def tf_config(config):
@@ -55,63 +55,67 @@ def cluster_with(task=None, **jobs):
     ],
 )
 def test_auto_without_a_cluster_takes_all_gpus_or_else_all_cpu_devices(devices, name, chosen, reason):
-    assert decide("auto", facts_of({}, devices)) == Decision(name, reason, chosen)
+    assert decide("auto", resources_of({}, devices)) == Decision(name, reason, chosen)
 
 
 def test_auto_takes_a_device_or_several_that_are_named():
-    assert decide("auto", Facts(TWO_GPUS), devices=["CPU:0"]).name == "one_device"
-    mixed = decide("auto", Facts(TWO_GPUS), devices=["/gpu:1", "CPU:0"])
+    assert decide("auto", Resources(TWO_GPUS), devices=["CPU:0"]).name == "one_device"
+    mixed = decide("auto", Resources(TWO_GPUS), devices=["/gpu:1", "CPU:0"])
     assert mixed == Decision("mirrored", "1 GPU and 1 CPU device, no TF_CONFIG", ("GPU:1", "CPU:0"))
 
 
 def test_auto_takes_the_tpu_that_the_environment_names():
-    facts = facts_of({"TPU_NAME": "grpc://10.0.0.9:8470"})
-    assert decide("auto", facts) == Decision("tpu", "TPU grpc://10.0.0.9:8470, no TF_CONFIG")
-    assert facts_of({"COLAB_TPU_ADDR": "10.0.0.9:8470"}).tpu == "grpc://10.0.0.9:8470"
-    assert facts_of({}, ("CPU:0", "TPU:0")).tpu == "local"
-    assert facts_of({"TPU_NAME": "one"}, tpu="other").tpu == "other"
+    resources = resources_of({"TPU_NAME": "grpc://10.0.0.9:8470"})
+    assert decide("auto", resources) == Decision("tpu", "TPU grpc://10.0.0.9:8470, no TF_CONFIG")
+    assert resources_of({"COLAB_TPU_ADDR": "10.0.0.9:8470"}).tpu == "grpc://10.0.0.9:8470"
+    assert resources_of({}, ("CPU:0", "TPU:0")).tpu == "local"
+    assert resources_of({"TPU_NAME": "one"}, tpu="other").tpu == "other"
 
 
 def test_auto_takes_the_cluster_that_tf_config_describes():
-    assert decide("auto", facts_of(tf_config(TWO_WORKERS))) == Decision(
+    assert decide("auto", resources_of(tf_config(TWO_WORKERS))) == Decision(
         "multi_worker", "TF_CONFIG lists 2 workers, this is worker 1"
     )
-    chief = facts_of(cluster_with({"type": "chief", "index": "0"}, chief=["a:1"], worker=["b:1"]))
+    chief = resources_of(cluster_with({"type": "chief", "index": "0"}, chief=["a:1"], worker=["b:1"]))
     assert decide("auto", chief).reason == "TF_CONFIG lists 2 workers, this is chief 0"
 
 
 def test_auto_takes_parameter_servers_where_the_cluster_has_them():
-    facts = facts_of(cluster_with({"type": "chief", "index": 0}, chief=["a:1"], worker=["b:1", "c:1"], ps=["d:1"]))
-    assert decide("auto", facts) == Decision("parameter_server", "TF_CONFIG lists 2 workers and 1 ps, this is chief 0")
+    resources = resources_of(
+        cluster_with({"type": "chief", "index": 0}, chief=["a:1"], worker=["b:1", "c:1"], ps=["d:1"])
+    )
+    assert decide("auto", resources) == Decision(
+        "parameter_server", "TF_CONFIG lists 2 workers and 1 ps, this is chief 0"
+    )
 
 
 def test_a_single_worker_and_an_evaluator_work_alone():
-    single = facts_of(cluster_with(worker=["a:1"]), TWO_GPUS)
+    single = resources_of(cluster_with(worker=["a:1"]), TWO_GPUS)
     assert decide("auto", single) == Decision("mirrored", "2 GPUs, TF_CONFIG lists 1 worker", ("GPU:0", "GPU:1"))
-    evaluator = facts_of(cluster_with({"type": "evaluator", "index": 0}, worker=["a:1", "b:1"]))
+    evaluator = resources_of(cluster_with({"type": "evaluator", "index": 0}, worker=["a:1", "b:1"]))
     assert decide("auto", evaluator).reason == "1 CPU device, TF_CONFIG says evaluator 0, which works alone"
     assert decide("mirrored", evaluator).name == "mirrored"
 
 
 def test_auto_takes_the_cluster_of_a_slurm_step():
-    facts = facts_of(SLURM)
-    assert facts.cluster == Cluster(
+    resources = resources_of(SLURM)
+    assert resources.cluster == Cluster(
         "SLURM", worker=("n1:8888", "n1:8889", "n2:8888"), task_type="worker", task_index=1, rpc_layer="grpc"
     )
-    assert decide("auto", facts) == Decision("multi_worker", "SLURM lists 3 workers, this is worker 1")
-    assert facts_of({**SLURM, **cluster_with(worker=["a:1"])}).cluster.source == "TF_CONFIG"
+    assert decide("auto", resources) == Decision("multi_worker", "SLURM lists 3 workers, this is worker 1")
+    assert resources_of({**SLURM, **cluster_with(worker=["a:1"])}).cluster.source == "TF_CONFIG"
 
 
 def test_reading_an_injected_environment_leaves_the_real_one_as_it_was(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "7")
     before = dict(os.environ)
-    facts_of(SLURM)
-    facts_of(tf_config(TWO_WORKERS))
+    resources_of(SLURM)
+    resources_of(tf_config(TWO_WORKERS))
     assert dict(os.environ) == before
 
 
 def test_a_slurm_step_of_one_task_works_alone():
-    assert facts_of({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}) == Facts(ONE_CPU)
+    assert resources_of({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}) == Resources(ONE_CPU)
 
 
 def test_a_cluster_resolver_comes_before_tf_config():
@@ -122,9 +126,9 @@ def test_a_cluster_resolver_comes_before_tf_config():
     client = SimpleNamespace(list_pod_for_all_namespaces=lambda label_selector: SimpleNamespace(items=pods))
     resolver = tf.distribute.cluster_resolver.KubernetesClusterResolver(override_client=client)
     resolver.task_type, resolver.task_id = "worker", 0
-    facts = facts_of({"TF_CONFIG": "not read"}, cluster_resolver=resolver)
-    assert facts.cluster.worker == ("10.0.0.1:8470", "10.0.0.2:8470")
-    assert decide("auto", facts).reason == "KubernetesClusterResolver lists 2 workers, this is worker 0"
+    resources = resources_of({"TF_CONFIG": "not read"}, cluster_resolver=resolver)
+    assert resources.cluster.worker == ("10.0.0.1:8470", "10.0.0.2:8470")
+    assert decide("auto", resources).reason == "KubernetesClusterResolver lists 2 workers, this is worker 0"
 
 
 def test_a_resolver_that_finds_no_cluster_is_named():
@@ -134,7 +138,7 @@ def test_a_resolver_that_finds_no_cluster_is_named():
     with pytest.raises(
         ClusterError, match='KubernetesClusterResolver describes no cluster: Pod "pod-0" is not running'
     ):
-        facts_of({}, cluster_resolver=resolver)
+        resources_of({}, cluster_resolver=resolver)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +155,7 @@ def test_a_resolver_that_finds_no_cluster_is_named():
 )
 def test_a_resolver_that_does_not_say_all_is_refused(resolver, message):
     with pytest.raises(ClusterError, match=message):
-        facts_of({}, cluster_resolver=resolver)
+        resources_of({}, cluster_resolver=resolver)
 
 
 # What is refused, and what the message names.
@@ -161,22 +165,27 @@ def test_an_unknown_name_is_refused_with_the_list_and_a_close_match():
     with pytest.raises(
         StrategyError, match=r"no strategy 'MirroredStrategy'; did you mean 'mirrored'\? There are"
     ) as e:
-        decide("MirroredStrategy", Facts(ONE_CPU))
+        decide("MirroredStrategy", Resources(ONE_CPU))
     assert all(name in str(e.value) for name in NAMES)
     with pytest.raises(StrategyError, match=r"no strategy 'xyz'\. There are auto, one_device"):
-        decide("xyz", Facts(ONE_CPU))
+        decide("xyz", Resources(ONE_CPU))
     with pytest.raises(StrategyError, match="name is of type list; give a string, one of auto"):
-        decide(["mirrored"], Facts(ONE_CPU))
+        decide(["mirrored"], Resources(ONE_CPU))
 
 
 @pytest.mark.parametrize("device", ["GPU:0", "/gpu:0", "/device:GPU:0", "/job:localhost/replica:0/task:0/device:GPU:0"])
 def test_every_way_to_write_a_device_is_understood(device):
-    assert decide("one_device", Facts(TWO_GPUS), devices=[device]).devices == ("GPU:0",)
+    assert decide("one_device", Resources(TWO_GPUS), devices=[device]).devices == ("GPU:0",)
 
 
 def test_the_devices_that_tensorflow_lists_can_be_given_as_they_are():
     logical = tf.config.list_logical_devices("CPU")
-    assert decide("mirrored", Facts(list_devices()), devices=logical).devices == ("CPU:0", "CPU:1", "CPU:2", "CPU:3")
+    assert decide("mirrored", Resources(list_devices()), devices=logical).devices == (
+        "CPU:0",
+        "CPU:1",
+        "CPU:2",
+        "CPU:3",
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,21 +214,21 @@ def test_the_devices_that_tensorflow_lists_can_be_given_as_they_are():
 )
 def test_devices_that_cannot_be_had_are_refused_with_those_there_are(devices, num_replicas, message):
     with pytest.raises(StrategyError, match=message):
-        decide("mirrored", Facts(TWO_GPUS), devices=devices, num_replicas=num_replicas)
+        decide("mirrored", Resources(TWO_GPUS), devices=devices, num_replicas=num_replicas)
 
 
 def test_one_device_is_one_replica():
-    assert decide("one_device", Facts(TWO_GPUS), num_replicas=1).devices == ("GPU:0",)
+    assert decide("one_device", Resources(TWO_GPUS), num_replicas=1).devices == ("GPU:0",)
     for arguments in ({"num_replicas": 2}, {"devices": ["GPU:0", "GPU:1"]}):
         with pytest.raises(StrategyError, match="'one_device' is one replica, not 2. Take 'mirrored'"):
-            decide("one_device", Facts(TWO_GPUS), **arguments)
+            decide("one_device", Resources(TWO_GPUS), **arguments)
 
 
 def test_replicas_take_the_first_gpus_or_else_cpu_devices_that_are_made():
-    assert decide("mirrored", Facts((*TWO_GPUS, "GPU:2")), num_replicas=2).devices == ("GPU:0", "GPU:1")
-    made = decide("auto", Facts(ONE_CPU), num_replicas=2)
+    assert decide("mirrored", Resources((*TWO_GPUS, "GPU:2")), num_replicas=2).devices == ("GPU:0", "GPU:1")
+    made = decide("auto", Resources(ONE_CPU), num_replicas=2)
     assert made == Decision("mirrored", "2 CPU devices for num_replicas=2, no TF_CONFIG", ("CPU:0", "CPU:1"), 2)
-    assert decide("auto", Facts(("CPU:0", "CPU:1", "CPU:2")), num_replicas=2).num_cpus_to_make == 0
+    assert decide("auto", Resources(("CPU:0", "CPU:1", "CPU:2")), num_replicas=2).num_cpus_to_make == 0
 
 
 @pytest.mark.parametrize(
@@ -247,13 +256,13 @@ def test_replicas_take_the_first_gpus_or_else_cpu_devices_that_are_made():
 )
 def test_a_tf_config_of_the_wrong_shape_is_refused_by_name(text, message):
     with pytest.raises(ClusterError, match=message):
-        facts_of({"TF_CONFIG": text})
+        resources_of({"TF_CONFIG": text})
 
 
 @pytest.mark.parametrize("address", ["a", "a:", ":1", "http://a:1", "a b:1", "a:1:2", "", None, 7, ["a:1"]])
 def test_a_malformed_address_is_refused_with_the_task_that_has_it(address):
     with pytest.raises(ClusterError, match=r"TF_CONFIG gives worker 1 the address .*(write host:port|Correct it)"):
-        facts_of(cluster_with(worker=["a:1", address]))
+        resources_of(cluster_with(worker=["a:1", address]))
 
 
 @pytest.mark.parametrize("port", ["http", "0", "65536", "-1", "1.5", "²"])
@@ -261,17 +270,17 @@ def test_a_port_that_is_no_port_number_is_refused(port):
     with pytest.raises(
         ClusterError, match=rf"worker 0 the address 'a:{port}', whose port is not a number from 1 to 65535"
     ):
-        facts_of(cluster_with(worker=[f"a:{port}"]))
+        resources_of(cluster_with(worker=[f"a:{port}"]))
 
 
 @pytest.mark.parametrize("host", ["a..b", ".a", "a" * 64, "w\u00f6rker-" + "1" * 60])
 def test_a_host_that_no_machine_is_called_is_refused(host):
     with pytest.raises(ClusterError, match=rf"worker 1 the address '{host}:1', whose host is no name of one \("):
-        facts_of(cluster_with(worker=["a.b.c.:1", f"{host}:1"]))
+        resources_of(cluster_with(worker=["a.b.c.:1", f"{host}:1"]))
 
 
 def test_an_ipv6_address_is_understood():
-    assert facts_of(cluster_with(worker=["[::1]:1", "a-b.c:65535"])).cluster.worker == ("[::1]:1", "a-b.c:65535")
+    assert resources_of(cluster_with(worker=["[::1]:1", "a-b.c:65535"])).cluster.worker == ("[::1]:1", "a-b.c:65535")
 
 
 @pytest.mark.parametrize(
@@ -314,7 +323,7 @@ def test_an_ipv6_address_is_understood():
 )
 def test_a_cluster_that_would_hang_or_confuse_is_refused(environ, message):
     with pytest.raises(ClusterError, match=message):
-        facts_of(environ)
+        resources_of(environ)
 
 
 @pytest.mark.parametrize("name", ["mirrored", "one_device"])
@@ -325,16 +334,16 @@ def test_a_strategy_of_one_process_is_refused_while_tf_config_lists_several_work
 
 
 def test_a_strategy_of_one_process_under_srun_says_that_each_task_trains_alone():
-    assert decide("mirrored", facts_of(SLURM)).reason == (
+    assert decide("mirrored", resources_of(SLURM)).reason == (
         "1 CPU device, asked for by name; each of SLURM's 3 tasks trains alone"
     )
 
 
 def test_auto_in_a_slurm_allocation_without_srun_is_refused():
-    facts = facts_of({"SLURM_NTASKS": "4"})
+    resources = resources_of({"SLURM_NTASKS": "4"})
     with pytest.raises(ClusterError, match="SLURM allocated 4 tasks, but srun did not start this process"):
-        decide("auto", facts)
-    assert decide("mirrored", facts).name == "mirrored"
+        decide("auto", resources)
+    assert decide("mirrored", resources).name == "mirrored"
 
 
 @pytest.mark.parametrize("name", ["multi_worker", "parameter_server"])
@@ -376,7 +385,7 @@ def test_devices_and_replicas_are_refused_where_the_strategy_takes_what_it_finds
     with pytest.raises(
         StrategyError, match=r"'multi_worker' \(TF_CONFIG lists 2 workers\) takes what each process finds"
     ):
-        decide("auto", facts_of(tf_config(TWO_WORKERS)), **arguments)
+        decide("auto", resources_of(tf_config(TWO_WORKERS)), **arguments)
 
 
 def test_a_tpu_that_is_not_there_is_refused_with_what_is_there():

@@ -17,7 +17,7 @@ from keras_dist_ext.cluster.spec import Cluster
 from keras_dist_ext.diagnosis.doctor.examination import Loop, Setting, Stray
 from keras_dist_ext.errors import ClusterError
 from keras_dist_ext.monitoring.manifest import num_cores, replica_devices
-from keras_dist_ext.strategy.facts import gather_facts, list_devices
+from keras_dist_ext.strategy.resources import find_resources, list_devices
 from keras_dist_ext.strategy.scope import ScopeReport, check_scope
 from keras_dist_ext.strategy.workers import workers_of
 
@@ -109,7 +109,7 @@ def _names(devices: Iterable[str]) -> tuple[str, ...]:
 
 def _cluster(environ: Mapping[str, str]) -> Cluster | None:
     try:
-        return gather_facts(environ).cluster
+        return find_resources(environ).cluster
     except ClusterError:
         return None  # `pick_strategy` says what is wrong with it
 

@@ -14,7 +14,7 @@ from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.decision import canonical_device
-from keras_dist_ext.strategy.facts import list_devices
+from keras_dist_ext.strategy.resources import list_devices
 from keras_dist_ext.strategy.scope import describe_strategy
 
 __all__ = ["devices_of_parts", "home_devices", "processors"]

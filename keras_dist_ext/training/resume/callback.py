@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext.errors import ResumeError
-from keras_dist_ext.strategy.consistency import facts_of_model
+from keras_dist_ext.strategy.consistency import model_fingerprint
 from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training.resume.background_writer import BackgroundWriter
 from keras_dist_ext.training.resume.callback_state import CallbackStates
@@ -178,7 +178,7 @@ class Resume(RunCallback):
         self._callbacks = callbacks
         self._others = [own_callback(c) for c in callbacks.callbacks if not isinstance(c, Resume)]
         self._workers = workers_of(self.model.distribute_strategy)
-        self._computes = facts_of_model(self.model)
+        self._computes = model_fingerprint(self.model)
         facts = callbacks.feed.data_facts  # refuses a generator
         if callbacks.feed.is_pipeline and not is_deterministic(callbacks.feed.given):
             warnings.warn(
@@ -350,7 +350,7 @@ class Resume(RunCallback):
         return self._workers is None or self._workers.is_chief
 
     def _agreed(self, number: float) -> float:
-        return number if self._workers is None else float(self._workers.chief_says([number])[0])
+        return number if self._workers is None else float(self._workers.broadcast([number])[0])
 
     def _newest(self) -> bytes:
         """Return the chief's newest save to all workers; empty where there is none."""
@@ -368,7 +368,7 @@ class Resume(RunCallback):
                 f"{self.directory} cannot be written to{cause}. A run that is not saved could not go on after a crash. "
                 "Give Resume a directory that can be written to."
             )
-        return content if self._workers is None else self._workers.chief_gives(content)
+        return content if self._workers is None else self._workers.broadcast_bytes(content)
 
 
 def _checked_interval(save_every: Any) -> tuple[int, float]:

@@ -190,7 +190,7 @@ def restore(
         facts: what was taken down, with what the model that it was taken of computes.
         arrays: likewise.
         workers: if there are several.
-        computes: what this model computes, see ``facts_of_model``.
+        computes: what this model computes, see ``model_fingerprint``.
 
     Raises:
         ResumeError: it is that of another model, optimizer or seed; says what differs. Nothing was changed then.

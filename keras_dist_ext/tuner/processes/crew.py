@@ -12,7 +12,7 @@ from typing import IO, Any
 from keras_dist_ext.cluster import worker
 from keras_dist_ext.cluster.failure import Failure
 from keras_dist_ext.cluster.process import Process
-from keras_dist_ext.cluster.process_group import Generation
+from keras_dist_ext.cluster.process_group import ProcessGroup
 from keras_dist_ext.cluster.tasks import cluster, tf_config
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner.processes.place import Place
@@ -52,7 +52,7 @@ class Crew:
         self.name, self.place = name, place
         self._program, self._environs, self._output = program, environs, output
         self._stack = ExitStack()
-        self._generation: Generation | None = None
+        self._group: ProcessGroup | None = None
 
     @property
     def num_starts(self) -> int:
@@ -62,7 +62,7 @@ class Crew:
     @property
     def processes(self) -> Sequence[Process]:
         """Those that were started last; none before, and after `end`."""
-        return self._generation.working if self._generation else ()
+        return self._group.working if self._group else ()
 
     @property
     def failed(self) -> Process | None:
@@ -85,17 +85,17 @@ class Crew:
         num_processes = len(self._environs)
         with ExitStack() as stack:
             tasks = stack.enter_context(cluster(num_processes, 0)) if num_processes > 1 else []
-            generation = stack.enter_context(Generation(self._output.stream, log_dir, appends=appends))
+            group = stack.enter_context(ProcessGroup(self._output.stream, log_dir, appends=appends))
             for number, environ in enumerate(self._environs):
                 own = {"TF_CONFIG": tf_config(tasks[number], tasks)} if tasks else {}
                 name = f"{self.name} worker {number}" if tasks else self.name
-                generation.start(name, self._program, {**environ, **self.place.environ(), **own})
-            self._stack, self._generation = stack.pop_all(), generation
+                group.start(name, self._program, {**environ, **self.place.environ(), **own})
+            self._stack, self._group = stack.pop_all(), group
 
     def pump(self) -> None:
         """Pass on what they print, and see which have ended."""
-        if self._generation:
-            self._generation.pump(0)
+        if self._group:
+            self._group.pump(0)
 
     def kill(self) -> None:
         """End them without asking."""
@@ -104,14 +104,14 @@ class Crew:
 
     def end(self, signals: Sequence[int] = (), grace_seconds: float = FAILURE_GRACE_SECONDS) -> Failure | None:
         """End what still runs and whatever they have started, and say how they failed, if one did."""
-        if self._generation is None:
+        if self._group is None:
             return None
         failed = self.failed
         others = [process for process in self.processes if process is not failed]
         failure = None if failed is None else Failure.of_process(failed, others)
-        self._generation.end(signals, grace_seconds)
+        self._group.end(signals, grace_seconds)
         self._stack.close()
-        self._generation = None
+        self._group = None
         return failure
 
     def value(self) -> Any:

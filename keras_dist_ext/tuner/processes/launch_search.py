@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
-from keras_dist_ext.cluster.command import check_counts, check_seconds, check_surroundings, program_of
+from keras_dist_ext.cluster.command import check_counts, check_environment, check_seconds, program_for
 from keras_dist_ext.cluster.process import show
 from keras_dist_ext.cluster.signals import caught_signals
 from keras_dist_ext.cluster.tasks import cluster
@@ -99,9 +99,9 @@ def launch_search(
     base = dict(os.environ if environ is None else environ)
     check_counts(max_restarts=(max_restarts, 0))
     check_seconds(timeout=timeout, time_limit=time_limit)
-    check_surroundings(base)
+    check_environment(base)
     _check_no_search(base)
-    program = program_of(work, args, kwargs or {}, base)
+    program = program_for(work, args, kwargs or {}, base)
     division = divide(
         this_machine(base), trials_in_parallel, gpus_per_trial=gpus_per_trial, workers_per_trial=workers_per_trial
     )

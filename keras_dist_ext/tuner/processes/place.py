@@ -77,7 +77,7 @@ def _membership(environ: Mapping[str, str]) -> tuple[int, int]:
     from keras_dist_ext.cluster.spec import tf_config_cluster
 
     cluster = tf_config_cluster(environ)
-    if cluster.works_alone or cluster.task_type not in ("chief", "worker"):
+    if cluster.is_independent or cluster.task_type not in ("chief", "worker"):
         return 0, 1
     first = 0 if cluster.task_type == "chief" else len(cluster.chief)
     return first + cluster.task_index, cluster.num_workers

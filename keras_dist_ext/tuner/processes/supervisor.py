@@ -32,7 +32,7 @@ class Limits:
 
     max_restarts: int  # of a worker in one trial, or before its first, and of the chief
     deadline: float | None  # of the monotonic clock
-    stall_seconds: float | None  # without a step in a trial
+    hang_seconds: float | None  # without a step in a trial
 
 
 class _Chief(enum.Enum):
@@ -200,8 +200,8 @@ class Supervisor:
             elif worker.crew.has_left:
                 worker.crew.end()
                 self._left(worker)
-            elif self._limits.stall_seconds is not None:
-                self._look_for_stall(worker, self._limits.stall_seconds)
+            elif self._limits.hang_seconds is not None:
+                self._look_for_hang(worker, self._limits.hang_seconds)
             if worker.cause is not None:
                 self._died(worker, worker.cause)
         if all(worker.is_gone for worker in self._workers):
@@ -217,13 +217,13 @@ class Supervisor:
     def _state_of(self, worker: _Worker) -> dict[str, Any]:
         return self._channel.call("state_of", tuner_id=worker.crew.place.tuner_id)  # type: ignore[no-any-return]
 
-    def _look_for_stall(self, worker: _Worker, stall_seconds: float) -> None:
+    def _look_for_hang(self, worker: _Worker, hang_seconds: float) -> None:
         processes = worker.crew.processes
-        if not processes or min(process.stalled_seconds for process in processes) <= stall_seconds:
+        if not processes or min(process.seconds_without_step for process in processes) <= hang_seconds:
             return
         state = self._state_of(worker)
-        if max(state["trial_seconds"], state["first_pass_seconds"]) > stall_seconds:
-            worker.cause = Failure.by_stall(processes, stall_seconds).message
+        if max(state["trial_seconds"], state["first_pass_seconds"]) > hang_seconds:
+            worker.cause = Failure.by_hang(processes, hang_seconds).message
             worker.crew.kill()
             worker.crew.end()
 

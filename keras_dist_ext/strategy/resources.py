@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_dist_ext.cluster.mpi import mpi_cluster, mpi_size
 from keras_dist_ext.cluster.spec import Cluster, Resolver, cluster_of, slurm_cluster, task_count, tf_config_cluster
 
-__all__ = ["Facts", "gather_facts", "list_devices", "of_type", "listed", "TPU_VARIABLES"]
+__all__ = ["Resources", "find_resources", "list_devices", "of_type", "listed", "TPU_VARIABLES"]
 
 TPU_VARIABLES = ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "COLAB_TPU_ADDR")
 
@@ -27,7 +27,7 @@ def list_devices() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Facts:
+class Resources:
     """What a choice depends on."""
 
     devices: tuple[str, ...]  # logical devices of this process
@@ -36,13 +36,13 @@ class Facts:
     num_slurm_tasks: int = 0  # tasks of the SLURM allocation, when srun did not start this process; 0: no such thing
 
 
-def gather_facts(
+def find_resources(
     environ: Mapping[str, str] = os.environ,
     *,
     cluster_resolver: Resolver | None = None,
     tpu: str | None = None,
     device_lister: Callable[[], Sequence[str]] = list_devices,
-) -> Facts:
+) -> Resources:
     """Read what a choice depends on; start and connect nothing.
 
     Raises:
@@ -60,7 +60,7 @@ def gather_facts(
         cluster = slurm_cluster(environ)
     elif "SLURM_STEP_NUM_TASKS" not in environ and (num_tasks := task_count(environ, "SLURM_NTASKS")) > 1:
         num_slurm_tasks = num_tasks
-    return Facts(devices, cluster, tpu or _tpu_of(environ, devices), num_slurm_tasks)
+    return Resources(devices, cluster, tpu or _tpu_of(environ, devices), num_slurm_tasks)
 
 
 def _tpu_of(environ: Mapping[str, str], devices: Sequence[str]) -> str | None:
