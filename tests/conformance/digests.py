@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ["TF_DETERMINISTIC_OPS"] = "1"
 
 import numpy as np
 import tensorflow as tf
@@ -36,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rows", default=".*", metavar="PATTERN", help="a regular expression for the names of rows")
     given = parser.parse_args(arguments)
     make_devices()
+    tf.config.experimental.enable_op_determinism()
     warnings.simplefilter("ignore")
     tf.config.threading.set_inter_op_parallelism_threads(1)
     tf.config.threading.set_intra_op_parallelism_threads(1)
