@@ -15,11 +15,9 @@ changing order, and warmed up: two copies of the same may differ by more than wh
 three rounds. A sample is one call to `fit`, with epochs of three quarters of a second. The calls of a round run in
 threads that hand over to each other at the end of what is under way after 80 ms, so that only one trains at a time and
 what slows the machine for a second slows all; each is stopped after as many such slices, and the first four are not
-counted. Nor are those that began or ended with cores far from each other (`core_distance.py`), unless all did; a slice
-is put off for that, by up to a minute. The callback that hands over is there in all of them. Differences are taken
-round by round; what watching adds is their middle, and ± its standard error (`harness.Estimate`): few copies are 5%
-faster or slower than all others. A goal is met where the middle is below the bound by more than this error. Replicas
-are logical CPU devices.
+counted. The callback that hands over is there in all of them. Differences are taken round by round; what watching adds
+is their middle, and ± its standard error (`harness.Estimate`): few copies are 5% faster or slower than all others. A
+goal is met where the middle is below the bound by more than this error. Replicas are logical CPU devices.
 
 In the row `single` every step is an execution of its own, as callbacks want it that look at each batch: it is the tiny
 model with `steps_per_execution=1`. The CNN has strides instead of pooling, of whose gradient TensorFlow takes one of
@@ -37,7 +35,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cases import MODELS, Case, Classes, Job, batches_of, run_rows, start
-from core_distance import CoreDistance
 from harness import Goal, Timings, print_goals, print_table, take_slices
 
 SLICE_SECONDS = 0.08
@@ -50,7 +47,6 @@ WARM_UP_STEPS = 3000
 MOST_WARM_UP_SECONDS = 8.0
 EPOCH_SECONDS = 0.75
 STOCK_ROUNDS = 3
-MOST_SECONDS_TO_WAIT = 60.0  # at each slice, for cores that are near each other: they seldom are far for longer
 CONTESTANTS = ("stock", "stock+tb", "ours", "watched")
 
 
@@ -87,7 +83,6 @@ def measure(job: Job) -> Timings:
     import keras_dist_ext as kde
 
     stock, ours = Classes(keras.Model, keras.Sequential), Classes(kde.Model, kde.Sequential)
-    distance = CoreDistance()
     with tempfile.TemporaryDirectory() as folder:
         contestants: dict[str, tuple[Classes, Callable[[], list[Any]]]] = {
             "stock": (stock, list),
@@ -96,7 +91,7 @@ def measure(job: Job) -> Timings:
             "watched": (ours, lambda: [kde.ReplicaMonitor(f"{folder}/ours"), kde.ReplicaSeeds(1)]),
         }
         prepare = {
-            name: functools.partial(_prepare, classes, job, strategy, make_callbacks, distance)
+            name: functools.partial(_prepare, classes, job, strategy, make_callbacks)
             for name, (classes, make_callbacks) in contestants.items()
         }
         stocks = ("stock", "stock+tb")  # ours is so far from these that one copy and a few rounds are enough
@@ -105,7 +100,7 @@ def measure(job: Job) -> Timings:
 
 
 def _prepare(
-    classes: Classes, job: Job, strategy: Any, make_callbacks: Callable[[], list[Any]], distance: CoreDistance
+    classes: Classes, job: Job, strategy: Any, make_callbacks: Callable[[], list[Any]]
 ) -> Callable[[Callable[[], None]], float]:
     """Build, compile and warm up a model; return what trains it for the job's time and returns its seconds a step.
 
@@ -117,13 +112,13 @@ def _prepare(
     case = MODELS[job.model]
     fit = functools.partial(_model(classes, case, strategy).fit, batches_of(case), verbose=0, shuffle=False)
     callbacks = make_callbacks()
-    train = _slices(fit, callbacks, distance)
+    train = _slices(fit, callbacks)
     train(10, 1, _go_on)  # compiles
     step_seconds = train(100, 3, _go_on)
     steps_of_epoch = max(1, round(EPOCH_SECONDS / step_seconds))
     num_steps = min(WARM_UP_STEPS, MOST_WARM_UP_SECONDS / step_seconds)
     num_epochs = math.ceil(num_steps / steps_of_epoch)
-    fit(epochs=num_epochs, steps_per_epoch=steps_of_epoch, callbacks=[*callbacks, _clock(distance)])
+    fit(epochs=num_epochs, steps_per_epoch=steps_of_epoch, callbacks=[*callbacks, _clock()])
     return lambda hand_over: train(steps_of_epoch, max(1, round(job.seconds / SLICE_SECONDS)), hand_over)
 
 
@@ -138,11 +133,9 @@ def _model(classes: Classes, case: Case, strategy: Any) -> Any:
     return model
 
 
-def _slices(
-    fit: Callable[..., Any], callbacks: list[Any], distance: CoreDistance
-) -> Callable[[int, int, Callable[[], None]], float]:
+def _slices(fit: Callable[..., Any], callbacks: list[Any]) -> Callable[[int, int, Callable[[], None]], float]:
     """Return what trains for so many timed slices, handing over after each, and returns its seconds a step."""
-    clock = _clock(distance)
+    clock = _clock()
 
     def train(steps_of_epoch: int, num_slices: int, hand_over: Callable[[], None]) -> float:
         clock.num_slices, clock.hand_over = num_slices, hand_over
@@ -152,7 +145,7 @@ def _slices(
     return train
 
 
-def _clock(distance: CoreDistance) -> Any:
+def _clock() -> Any:
     """Return a callback that hands over after each slice, adds up the time of those that count, and stops training."""
     import keras_dist_ext as kde
 
@@ -163,12 +156,11 @@ def _clock(distance: CoreDistance) -> Any:
 
         def on_train_begin(self, logs: Any = None) -> None:
             self.slices_over = 0
-            self.totals = {near: [0.0, 0] for near in (True, False)}  # seconds and steps; of near cores, and of far
+            self.total_seconds, self.total_steps = 0.0, 0
             self._begin_slice()
 
         def _begin_slice(self) -> None:
             self.counts = math.isfinite(self.num_slices) and self.slices_over >= WARM_UP_SLICES
-            self.was_near = self.counts and distance.wait_until_near(MOST_SECONDS_TO_WAIT)
             self.steps_of_slice, self.began = 0, time.perf_counter()
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -180,9 +172,8 @@ def _clock(distance: CoreDistance) -> Any:
             seconds = time.perf_counter() - self.began
             if seconds > SLICE_SECONDS:
                 if self.counts:
-                    total = self.totals[self.was_near and distance.are_near()]
-                    total[0] += seconds
-                    total[1] += self.steps_of_slice
+                    self.total_seconds += seconds
+                    self.total_steps += self.steps_of_slice
                 self.slices_over += 1
                 self.model.stop_training = self.slices_over == WARM_UP_SLICES + self.num_slices
                 if not self.model.stop_training:
@@ -191,8 +182,7 @@ def _clock(distance: CoreDistance) -> Any:
 
         @property
         def step_seconds(self) -> float:
-            seconds, num_steps = self.totals[self.totals[True][1] > 0]
-            return float(seconds / num_steps)
+            return self.total_seconds / self.total_steps
 
     return Clock()
 
