@@ -6,10 +6,11 @@ python -m keras_dist_ext.examples.gan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
-from sklearn.datasets import load_digits
 
 import keras_dist_ext as kde
 from keras_dist_ext._keras import keras
@@ -21,7 +22,8 @@ NOISE = 16
 
 def data(num_images: int = 1797, batch_size: int = 64) -> tf.data.Dataset:
     """Return batches of images, and of noise to make others from: the same whatever the number of replicas."""
-    images = (load_digits().data[:num_images] / 8 - 1).astype("float32")
+    with np.load(Path(__file__).with_name("digits.npz")) as digits:
+        images = (digits["images"][:num_images].reshape(-1, 64) / 8 - 1).astype("float32")
     noise = tf.random.stateless_normal([num_images, NOISE], seed=[1, 2])
     return tf.data.Dataset.from_tensor_slices((images, noise)).batch(batch_size)
 

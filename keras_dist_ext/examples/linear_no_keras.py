@@ -1,6 +1,6 @@
 """Logistic regression of plain ``tf.Variable``s, with an optimizer written by hand, under any strategy.
 
-python -m keras_dist_ext.examples.linear_no_keras
+python -m keras_dist_ext.examples.linear_no_keras    # its data come with scikit-learn: pip install scikit-learn
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ keras-dist-ext launch --workers 2 -- python -m keras_dist_ext.examples.sequences
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from sklearn.datasets import load_digits
 
 import keras_dist_ext as kde
 from keras_dist_ext._keras import keras
@@ -23,10 +23,11 @@ PADDING = -1.0
 
 def data(strategy: tf.distribute.Strategy, num_images: int = 1797) -> tf.data.Dataset:
     """Return batches of digits without their blank lines: 3 to 8 lines of 8 pixels, and labels."""
-    digits = load_digits()
-    lines = [image[image.any(axis=1)] / 16 for image in digits.images[:num_images]]
+    with np.load(Path(__file__).with_name("digits.npz")) as digits:
+        images, labels = digits["images"][:num_images], digits["labels"][:num_images]
+    lines = [image[image.any(axis=1)] / 16 for image in images]
     x = tf.RaggedTensor.from_row_lengths(np.concatenate(lines).astype("float32"), [len(image) for image in lines])
-    y = digits.target[:num_images].astype("int32")
+    y = labels.astype("int32")
     return kde.bucket_by_length((x, y), strategy=strategy, batch_size=50, padding_value=PADDING, seed=1)
 
 
