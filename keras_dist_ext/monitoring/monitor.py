@@ -100,6 +100,9 @@ class ReplicaMonitor(RunCallback):
     def write_below(self, name: str) -> None:
         """Write the runs to come into a folder below, say one of a trial.
 
+        Args:
+            name: of the folder; slashes make several.
+
         Raises:
             MonitorError: it is no name for a folder.
         """
@@ -128,7 +131,12 @@ class ReplicaMonitor(RunCallback):
             self._watch.release()
 
     def add_findings(self, kind: str, findings: Sequence[FindingRecord]) -> None:
-        """Take what another callback has found out, of one kind, to be written with the monitor's own findings."""
+        """Take what another callback has found out, to be written with the monitor's own findings.
+
+        Args:
+            kind: replaces what was found of this kind before, such as "diagnosis".
+            findings: all of that kind.
+        """
         self._watched().add_findings(kind, findings)
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -48,12 +48,19 @@ class Writer:
     def check(self, experiment: str) -> None:
         """See, before the first step, whether there is somewhere to write.
 
+        Args:
+            experiment: a name, or several with slashes between; "" is the writer's own folder.
+
         Raises:
             MonitorError: there is not.
         """
 
     def begin(self, run: Run) -> None:
-        """Take note that records of a kind belong to this run; called again when more is known of it."""
+        """Take note that records of a kind belong to this run; called again when more is known of it.
+
+        Args:
+            run: its kind, experiment, devices and replicas.
+        """
 
     def write(self, stats: ReplicaStats, scores: Floats | None) -> None:
         """Take what all replicas did in an interval.
@@ -65,7 +72,13 @@ class Writer:
         raise NotImplementedError
 
     def write_findings(self, findings: Sequence[FindingRecord], *, step: int, wall_time: float) -> None:
-        """Take the list of all that was found out about the run of training so far."""
+        """Take the list of all that was found out about the run of training so far.
+
+        Args:
+            findings: all of them, those of earlier calls too.
+            step: of the optimizer, now.
+            wall_time: now, in seconds since 1970.
+        """
 
     def flush(self) -> None:
         """Bring everything that was taken to where it belongs."""

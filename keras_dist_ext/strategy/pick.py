@@ -27,9 +27,9 @@ __all__ = ["pick_strategy", "reason_for", "StrategyChoice"]
 class StrategyChoice:
     """A strategy that is ready to use, what it is called here, and why it was chosen."""
 
-    strategy: tf.distribute.Strategy = field(repr=False)
+    strategy: tf.distribute.Strategy = field(repr=False)  # enter its `scope()` to build a model
     name: str  # as `pick_strategy` takes it, never "auto"
-    reason: str
+    reason: str  # one line, with what was found: "2 GPUs, no TF_CONFIG"
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"

@@ -73,6 +73,10 @@ class VirtualReplicas:
     def of(value: VirtualReplicas | int | None, strategy: tf.distribute.Strategy) -> VirtualReplicas | None:
         """Return what ``compile(virtual_replicas=value)`` means under a strategy; None where nothing is virtual.
 
+        Args:
+            value: what `compile` was given.
+            strategy: of the model.
+
         Raises:
             StrategyError: it is no number of replicas, or those of the strategy cannot carry them.
         """
@@ -84,6 +88,9 @@ class VirtualReplicas:
 
     def check(self, strategy: tf.distribute.Strategy) -> None:
         """See that the replicas of a strategy can carry them.
+
+        Args:
+            strategy: of the model.
 
         Raises:
             StrategyError: they cannot.
@@ -109,7 +116,7 @@ class VirtualReplicas:
     # Saved among the arguments of `compile`
 
     def noted_in(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return a compile config that says so too, beside the optimizer's class, where stock Keras does not look."""
+        """Return the compile config ``config`` with a note of it, beside the optimizer, where Keras does not look."""
         optimizer = config.get("optimizer")
         if not isinstance(optimizer, dict):
             return config
@@ -117,21 +124,25 @@ class VirtualReplicas:
 
     @staticmethod
     def read_from(config: dict[str, Any] | None) -> VirtualReplicas | None:
-        """Return what ``noted_in`` has noted in a compile config."""
+        """Return what ``noted_in`` has noted in the compile config ``config``."""
         optimizer = (config or {}).get("optimizer")
         note = optimizer.get(_NOTE) if isinstance(optimizer, dict) else None
         return None if note is None else VirtualReplicas(**note)
 
     @staticmethod
     def read_from_file(file: Any) -> VirtualReplicas | None:
-        """Return what a `.keras` file, or an open one, says of the model in it; legacy files say nothing."""
+        """Return what a `.keras` file says of its model; legacy files say nothing.
+
+        Args:
+            file: a path, or an open file.
+        """
         if not zipfile.is_zipfile(file):
             return None
         with zipfile.ZipFile(file) as archive:
             return VirtualReplicas.read_from(json.loads(archive.read("config.json")).get("compile_config"))
 
     def num_turns(self, strategy: tf.distribute.Strategy) -> int:
-        """How many steps each real replica makes in turns: V / P; 0 where its own step is all that is needed."""
+        """How many steps each real replica of ``strategy`` makes in turns: V / P; 0 where its own step is enough."""
         turns = self.count // strategy.num_replicas_in_sync
         return 0 if turns == 1 and not self.is_ordered else turns
 

@@ -427,6 +427,9 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
         """Have the steps of the run that is about to begin recorded.
 
         For callbacks, in ``RunCallback.on_run_prepare``.
+
+        Args:
+            recorder: takes what is recorded.
         """
         recorder.begin()
         self.replica_recorders = (*self.replica_recorders, recorder)
@@ -435,6 +438,9 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
         """Have steps of the run that is about to begin left out if something in them is not finite.
 
         For callbacks, in ``RunCallback.on_run_prepare``; see ``Guard.begin``.
+
+        Args:
+            most_in_a_row: how many steps in a row may be left out.
         """
         num_replicas = num_replicas_of(self)
         if self._guard is None or self._guard.num_replicas != num_replicas:
@@ -447,7 +453,11 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
         return guard
 
     def drop_recorder(self, recorder: Recorder) -> None:
-        """Have the steps of the run that is under way recorded no longer, from the next execution on."""
+        """Have the steps of the run that is under way recorded no longer, from the next execution on.
+
+        Args:
+            recorder: that ``add_recorder`` was given.
+        """
         self.replica_recorders = tuple(other for other in self.replica_recorders if other is not recorder)
         self.make_train_function()
 

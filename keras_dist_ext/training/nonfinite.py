@@ -105,7 +105,7 @@ class NonFinite(RunCallback):
         return {"num_left_out": self._num_left_out, "left_out": [list(map(_plain, step)) for step in self.left_out]}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take what ``get_state`` has returned."""
+        """Take ``state``, which ``get_state`` has returned."""
         self._num_left_out = int(state["num_left_out"])
         self.left_out = [LeftOut(e, s, *(tuple(r) for r in replicas)) for e, s, *replicas in state["left_out"]]
 

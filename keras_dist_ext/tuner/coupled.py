@@ -83,7 +83,7 @@ class Coupled:
             )
 
     def declare(self, hp: Any) -> None:
-        """Add the hyperparameters to some."""
+        """Add the hyperparameters to ``hp``, a `keras_tuner.HyperParameters`."""
         for name in (_BATCH, _RULE, _WARM_UP, _ACCUMULATION, _STEPS):
             values = self._given(name)
             if name in hp or not values:
@@ -99,7 +99,12 @@ class Coupled:
         return [] if values in ([0], ["none"]) else values
 
     def values(self, hp: Any, num_replicas: int) -> CoupledValues:
-        """Return what the hyperparameters of a trial come to on so many replicas."""
+        """Return what the hyperparameters of a trial come to.
+
+        Args:
+            hp: the trial's.
+            num_replicas: of the trial's strategy, over all workers.
+        """
 
         def read(name: str, default: Any) -> Any:
             return hp.get(name) if self._given(name) and name in hp else default  # else one of the user's own

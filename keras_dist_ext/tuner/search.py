@@ -167,6 +167,9 @@ class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
     def strategy_of(self, hp: Any) -> StrategyChoice:
         """Return the strategy of a trial's hyperparameters, say for a `run_trial` of one's own.
 
+        Args:
+            hp: the trial's `keras_tuner.HyperParameters`.
+
         Raises:
             StrategyError: it cannot be had here.
             TunerError: it is none of this search.
@@ -411,6 +414,13 @@ def with_strategies(cls: _Tuner) -> _Tuner:
 
         @kde.tuner.with_strategies
         class Mine(keras_tuner.RandomSearch): ...
+
+    Args:
+        cls: a class derived from `keras_tuner.Tuner`.
+
+    Returns:
+        A class of the same name, whose constructor also takes what `RandomSearch` here takes; ``cls`` itself where it
+        does already.
 
     Raises:
         TunerError: the class is no `keras_tuner.Tuner`.

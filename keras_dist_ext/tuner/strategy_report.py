@@ -45,8 +45,8 @@ class StrategyRow:
 class StrategyReport:
     """What is known of each strategy, as values and as a table."""
 
-    objective: str
-    rows: tuple[StrategyRow, ...]
+    objective: str  # the name of what the search minimizes or maximizes
+    rows: tuple[StrategyRow, ...]  # one a strategy, in the order of the search
 
     def __iter__(self) -> Iterator[StrategyRow]:
         return iter(self.rows)

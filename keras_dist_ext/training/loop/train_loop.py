@@ -236,7 +236,11 @@ class TrainLoop(Model):
         return {name: _joined(name, parts) for name, parts in self._collected.get(kind, {}).items()}
 
     def kept(self, kind: str) -> list[str]:
-        """Return which values of a step are kept for all rows, as far as it is known."""
+        """Return which values of a step are kept for all rows, as far as it is known.
+
+        Args:
+            kind: "train", "test" or "predict".
+        """
         outputs = self._outputs.get(kind, {})  # type: ignore[call-overload]
         return [name for name in outputs if self._reduce[name] == "concat"]
 

@@ -86,12 +86,18 @@ def place(model: Any, parts: Mapping[str, str | Sequence[str]], *, micro_batches
 
 
 class Placement:
-    """Where the parts of a model live.
+    """Where the parts of a model live; ``place`` makes it.
 
     Attributes:
         parts: those that were named.
         homes: each replica's own device.
         micro_batches: in how many parts a replica's batch is cut.
+
+    Args:
+        model: a model of this package, or a ``TrainLoop``.
+        parts: see above.
+        homes: see above.
+        micro_batches: see above.
     """
 
     def __init__(self, model: Any, parts: tuple[Part, ...], homes: tuple[str, ...], micro_batches: int) -> None:
@@ -156,6 +162,10 @@ class Placement:
 
     def virtual(self, virtual: VirtualReplicas | None, num_replicas: int) -> VirtualReplicas | None:
         """Return by which turns a step is made, given those that the run is defined for.
+
+        Args:
+            virtual: what the model was compiled with; None is one for each replica.
+            num_replicas: of the strategy.
 
         Raises:
             PlacementError: its batches are cut twice.

@@ -40,7 +40,7 @@ class SearchRun:
     """What became of a search over several processes."""
 
     exit_code: int  # 0, or of what ended it, fit for sys.exit: 128 + n for signal n, 124 for the time limit
-    seconds: float
+    seconds: float  # from the start of the first process to the end of the last
     failure: str | None  # what ended it, with its last lines
     deaths: tuple[Death, ...]  # of processes, and what was done about each
     division: str  # how the machine was divided
