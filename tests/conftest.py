@@ -44,7 +44,12 @@ def _commit(config: pytest.Config) -> str:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Load TensorFlow and make devices in the processes that run tests, not in the one that hands them out."""
     if not xdist.is_xdist_controller(session):
-        make_devices()
+        make_devices(hide_gpus=not selects_gpus(session.config))
+
+
+def selects_gpus(config: pytest.Config) -> bool:
+    """Say whether this is a run of the suite for GPUs: ``-m gpu``."""
+    return re.search(r"(?<!not )\bgpu\b", config.option.markexpr) is not None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups

@@ -21,8 +21,14 @@ NUM_DEVICES = 4
 
 
 @functools.cache
-def make_devices() -> None:
-    """Divide the CPU into logical devices, before anything initialises TensorFlow: afterwards their number is fixed."""
+def make_devices(*, hide_gpus: bool = True) -> None:
+    """Divide the CPU into logical devices, before anything initialises TensorFlow: afterwards their number is fixed.
+
+    Args:
+        hide_gpus: tests without the marker `gpu` are about CPU devices, also where there are GPUs.
+    """
+    if hide_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # of this process and of those that it starts
     import tensorflow as tf
 
     (cpu,) = tf.config.list_physical_devices("CPU")

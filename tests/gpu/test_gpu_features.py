@@ -1,0 +1,303 @@
+"""What the package offers, on replicas that are GPUs."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gpu_runs
+import gpus
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from gpu_runs import WORDS, X, Y, copies_differ, embedding
+from keras import layers
+
+import keras_dist_ext as kde
+from keras_dist_ext.examples import gan, linear_no_keras, sequences
+
+Strategy = tf.distribute.Strategy
+
+
+def dense(library: Any = kde, **compiled: Any) -> Any:
+    """A small model; call it in scope."""
+    model = library.Sequential([keras.Input((8,)), layers.Dense(16, "tanh"), layers.Dense(2)])
+    model.compile(**{"optimizer": keras.optimizers.Adam(0.01), "loss": "mse", **compiled})
+    return model
+
+
+def trained(strategy: Strategy, callbacks: Any = (), build: Any = dense, x: Any = X, **given: Any) -> Any:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = build()
+    model.fit(
+        x, Y, **{"batch_size": 16, "epochs": 3, "verbose": 0, "shuffle": False, "callbacks": [*callbacks], **given}
+    )
+    return model
+
+
+def assert_same_weights(model: Any, other: Any, tolerance: float = 1e-5) -> None:
+    for ours, theirs in zip(model.get_weights(), other.get_weights(), strict=True):
+        assert np.abs(ours - theirs).max() <= tolerance * np.abs(theirs).max()
+
+
+# Replicas stay equal
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.SGD(0.05),
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        lambda: keras.optimizers.Adam(0.01),
+        lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.5),
+        lambda: keras.optimizers.Adagrad(0.05, gradient_accumulation_steps=2),
+    ],
+    ids=["SGD", "momentum", "Adam", "Adam, clipped by global norm", "Adagrad, accumulated"],
+)
+def test_copies_stay_equal_to_the_bit_where_gradients_are_sparse(optimizer: Any, replicas: Strategy) -> None:
+    model = trained(replicas, build=lambda: embedding(kde, optimizer()), x=WORDS, epochs=10)
+    assert copies_differ(model) == []
+
+
+@pytest.mark.xdist_group("workers on GPUs")
+def test_workers_stay_equal_to_the_bit_where_gradients_are_sparse(tmp_path: Path) -> None:
+    kde.launch(2, gpu_runs.digests_of_workers, args=(str(tmp_path),), time_limit=180, quiet=True)
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+
+
+def test_copies_stay_equal_to_the_bit_with_metrics_clipping_and_mixed_precision(replicas: Strategy) -> None:
+    def build() -> Any:
+        model = kde.Sequential(
+            [keras.Input((8,)), layers.Dense(32, "relu", dtype="mixed_float16"), layers.Dense(2, dtype="float32")]
+        )
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, clipnorm=0.1))
+        model.compile(optimizer, "mse", metrics=["mae", keras.metrics.RootMeanSquaredError()])
+        return model
+
+    model = trained(replicas, build=build, epochs=10)
+    assert copies_differ(model) == []
+
+
+# Seeds and virtual replicas
+
+
+def masks(strategy: Strategy, seed: int) -> np.ndarray[Any, Any]:
+    with strategy.scope():
+        dropout = layers.Dropout(0.5)
+
+    def step(replica: kde.Replica, batch: Any) -> dict[str, tf.Tensor]:
+        return {"masks": dropout(batch, training=True)}
+
+    loop = kde.TrainLoop(step, parts={"dropout": dropout}, reduce={"masks": "concat"}, strategy=strategy)
+    data = tf.data.Dataset.from_tensor_slices(np.ones((16, 32), "float32")).batch(16)
+    loop.fit(data, epochs=1, verbose=0, callbacks=[kde.ReplicaSeeds(seed)])
+    return np.asarray(loop.rows()["masks"])
+
+
+def test_each_gpu_draws_masks_of_its_own_the_same_at_every_run(two: Strategy) -> None:
+    drawn = masks(two, 42)
+    assert not np.array_equal(drawn[:8], drawn[8:])
+    assert np.array_equal(drawn, masks(two, 42))
+    assert not np.array_equal(drawn, masks(two, 43))
+
+
+def test_virtual_replicas_give_the_same_bits_on_one_two_and_four_gpus(tmp_path: Path) -> None:
+    for num_gpus in (1, 2, 4):
+        kde.launch(1, gpu_runs.virtual, args=(num_gpus, str(tmp_path)), time_limit=180, quiet=True)
+    assert (tmp_path / "1").read_text() == (tmp_path / "2").read_text() == (tmp_path / "4").read_text()
+
+
+# Loops, bad numbers, resuming, parts
+
+
+@pytest.mark.parametrize(
+    "example", [gan, linear_no_keras, sequences], ids=lambda module: module.__name__.split(".")[-1]
+)
+def test_examples_of_loops_train_as_on_one_gpu(example: Any, replicas: Strategy) -> None:
+    _, expected = example.train(gpus.strategy(1), epochs=2)
+    _, found = example.train(replicas, epochs=2)
+    assert list(found.history) == list(expected.history)
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(found.history[name], values, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_a_step_that_is_not_finite_is_left_out_on_all_gpus(replicas: Strategy) -> None:
+    spoilt = X.copy()
+    spoilt[16] = np.nan  # the first row of the second batch
+    with pytest.warns(UserWarning, match="not finite"):
+        model = trained(replicas, [kde.NonFinite("skip")], x=spoilt, epochs=1)
+    keras.utils.set_random_seed(3)
+    with replicas.scope():
+        without = dense()
+    rows = np.r_[0:16, 32:61]
+    without.fit(X[rows], Y[rows], batch_size=16, epochs=1, verbose=0, shuffle=False)
+    assert_same_weights(model, without, 1e-6)
+
+
+def test_a_run_goes_on_where_it_was_interrupted(two: Strategy, tmp_path: Path) -> None:
+    class Interrupted(Exception):
+        pass
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                raise Interrupted
+
+    seeds = kde.ReplicaSeeds(7)
+    expected = trained(two, [kde.ReplicaSeeds(7)], epochs=4, shuffle=True)
+    with pytest.raises(Interrupted):
+        trained(two, [seeds, kde.Resume(str(tmp_path / "run"), save_every=1), Interrupt()], epochs=4, shuffle=True)
+    model = trained(two, [kde.ReplicaSeeds(7), kde.Resume(str(tmp_path / "run"))], epochs=4, shuffle=True)
+    assert_same_weights(model, expected, 1e-6)
+
+
+def test_a_part_on_another_gpu_trains_as_on_one_and_is_measured() -> None:
+    keras.utils.set_random_seed(3)
+    model = kde.Sequential([keras.Input((8,)), layers.Dense(256, name="first"), layers.Dense(2, name="second")])
+    model.compile("sgd", "mse")
+    placement = kde.place(model, {"second": gpus.names(2)[1]})
+    model.fit(X, Y, batch_size=16, epochs=2, verbose=0, shuffle=False)
+    keras.utils.set_random_seed(3)
+    other = kde.Sequential([keras.Input((8,)), layers.Dense(256, name="first"), layers.Dense(2, name="second")])
+    other.compile("sgd", "mse")
+    other.fit(X, Y, batch_size=16, epochs=2, verbose=0, shuffle=False)
+    assert_same_weights(model, other)
+    assert "second" in str(placement.measure(X, Y))
+
+
+# Whether it is right, and where the time goes
+
+
+def test_the_certificate_finds_nothing_in_a_healthy_model(two: Strategy) -> None:
+    certificate = kde.certify(lambda: dense(kde), two, (X, Y), steps=4, batch_size=16)
+    assert certificate.is_equivalent, str(certificate)
+
+
+def images(num: int = 512) -> tuple[Any, Any]:
+    random = np.random.default_rng(1)
+    return random.normal(size=(num, 32, 32, 8)).astype("float32"), random.integers(0, 10, num).astype("int32")
+
+
+def cnn() -> Any:
+    model = kde.Sequential(
+        [
+            keras.Input((32, 32, 8)),
+            layers.Conv2D(64, 3, activation="relu"),
+            layers.Conv2D(64, 3, activation="relu"),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(10),
+        ]
+    )
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), steps_per_execution=8)
+    return model
+
+
+def diagnosed(strategy: Strategy, data: tf.data.Dataset, build: Any = cnn, epochs: int = 4) -> list[str]:
+    with strategy.scope():
+        model = build()
+    doctor = kde.ParallelismDoctor()
+    model.fit(data, epochs=epochs, verbose=0, callbacks=[doctor])
+    return [finding.code for finding in doctor.report.findings]
+
+
+def test_the_doctor_finds_nothing_in_a_healthy_run(two: Strategy) -> None:
+    x, y = images()
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(128).cache().repeat(8).prefetch(2)
+    assert diagnosed(two, data) == []
+
+
+def test_the_doctor_finds_a_slow_map_first(two: Strategy) -> None:
+    def slow(x: Any, y: Any) -> Any:
+        time.sleep(0.02)
+        return x, y
+
+    x, y = images(256)
+
+    def mapped(a: Any, b: Any) -> Any:
+        a2, b2 = tf.numpy_function(slow, [a, b], [tf.float32, tf.int32])
+        a2.set_shape(a.shape)
+        b2.set_shape(b.shape)
+        return a2, b2
+
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(64).map(mapped).repeat(8)
+    assert diagnosed(two, data)[0] in ("sequential-map", "python-map")
+
+
+def test_the_doctor_finds_eager_steps(two: Strategy) -> None:
+    def build() -> Any:
+        model = dense()
+        model.compile("adam", "mse", run_eagerly=True)
+        return model
+
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16).repeat(8)
+    assert diagnosed(two, data, build, epochs=2)[0] == "eager"
+
+
+def test_the_times_of_a_step_add_up_and_computing_is_what_cuda_needs(two: Strategy) -> None:
+    x, y = images()
+    memory = kde.MemoryWriter()
+    with two.scope():
+        model = cnn()
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(128, drop_remainder=True).cache().repeat(16).prefetch(2)
+    model.fit(data, epochs=3, verbose=0, callbacks=[kde.ReplicaMonitor(writers=[memory])])
+    stats = memory.train[-1]
+    steps = stats.num_steps * stats.step_seconds.max() + stats.host_seconds
+    assert 0.9 * stats.seconds <= steps <= 1.1 * stats.seconds
+    # The same step, with a batch that is there, until the device has nothing left to do.
+    function, batches = model.make_train_function(), iter(two.experimental_distribute_dataset(data.repeat()))
+    for _ in range(3):
+        function(batches)
+    tf.test.experimental.sync_devices()
+    started = time.perf_counter()
+    for _ in range(5):
+        function(batches)
+    tf.test.experimental.sync_devices()
+    synchronized = (time.perf_counter() - started) / 40
+    assert stats.compute_seconds.mean() <= 1.5 * synchronized
+
+
+def test_losses_of_replicas_are_those_that_keras_logs(replicas: Strategy) -> None:
+    memory = kde.MemoryWriter()
+    keras.utils.set_random_seed(3)
+    with replicas.scope():
+        model = dense(kde, optimizer="sgd")
+    history = model.fit(X, Y, batch_size=16, verbose=0, callbacks=[kde.ReplicaMonitor(writers=[memory])])
+    counts = np.concatenate([stats.examples for stats in memory.train])
+    losses = np.concatenate([stats.loss for stats in memory.train])
+    mean = (losses[counts > 0] * counts[counts > 0]).sum() / counts.sum()
+    np.testing.assert_allclose(mean, history.history["loss"][0], rtol=1e-5)
+
+
+# Searches and the demo
+
+
+def test_a_search_tries_one_and_two_gpus(tmp_path: Path) -> None:
+    def build(hp: Any) -> Any:
+        return dense(kde, optimizer=keras.optimizers.Adam(hp.Choice("rate", [0.01, 0.001])))
+
+    tuner = kde.tuner.RandomSearch(
+        build,
+        objective="val_loss",
+        max_trials=4,
+        directory=str(tmp_path),
+        strategies=["one_device", "mirrored"],
+        seed=1,
+    )
+    tuner.search(X, Y, validation_data=(X, Y), batch_size=16, epochs=2, verbose=0)
+    tried = {trial.hyperparameters.values["strategy"] for trial in tuner.oracle.trials.values()}
+    assert {trial.status for trial in tuner.oracle.trials.values()} == {"COMPLETED"}
+    assert tried <= {"one_device", "mirrored"}
+
+
+@pytest.mark.xdist_group("workers on GPUs")
+@pytest.mark.parametrize("options", [(), ("--workers", "2")], ids=["one process", "two workers"])
+def test_the_demo_learns(options: tuple[str, ...], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "keras_dist_ext", "demo", "--log-dir", str(tmp_path / "logs"), *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    accuracies = [float(found) for found in re.findall(r"accuracy (\d\.\d{3})", ended.stdout)]
+    assert accuracies[-1:] > [0.9], ended.stdout
