@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import re
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import xdist
 from cases import head, is_its_turn
-from strategies import Strategies, make_devices, strategies
+from strategies import Strategies, make_devices, selects_gpus, strategies
 from two_workers import TwoWorkers
 
 SEED = 1337
@@ -44,12 +43,7 @@ def _commit(config: pytest.Config) -> str:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Load TensorFlow and make devices in the processes that run tests, not in the one that hands them out."""
     if not xdist.is_xdist_controller(session):
-        make_devices(hide_gpus=not selects_gpus(session.config))
-
-
-def selects_gpus(config: pytest.Config) -> bool:
-    """Say whether this is a run of the suite for GPUs: ``-m gpu``."""
-    return re.search(r"(?<!not )\bgpu\b", config.option.markexpr) is not None
+        make_devices(hide_gpus=not selects_gpus(session.config.option.markexpr))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-__all__ = ["Strategies", "make_devices", "strategies"]
+__all__ = ["Strategies", "make_devices", "selects_gpus", "strategies"]
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -33,6 +34,11 @@ def make_devices(*, hide_gpus: bool = True) -> None:
 
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * NUM_DEVICES)
+
+
+def selects_gpus(marker_expression: str) -> bool:
+    """Say whether this is a run of the suite for GPUs: ``-m gpu``."""
+    return re.search(r"(?<!not )\bgpu\b", marker_expression) is not None
 
 
 class Strategies:

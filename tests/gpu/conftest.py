@@ -1,4 +1,4 @@
-"""The suite for GPUs: `python -m pytest -m gpu tests/gpu -n 8 --gpu-report FILE`; see tests/README.md."""
+"""The suite for GPUs: `KERAS_DIST_EXT_GPU_REPORT=FILE python -m pytest -m gpu tests/gpu -n 8`."""
 
 import datetime
 import os
@@ -12,7 +12,7 @@ import gpus
 import keras
 import pytest
 import tensorflow as tf
-from conftest import selects_gpus
+from strategies import selects_gpus
 
 _STARTED = time.time()
 
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ours = [item for item in items if here in item.path.parents]
     if not ours:
         return
-    is_selected = selects_gpus(config)
+    is_selected = selects_gpus(config.option.markexpr)
     num_devices = gpus.cut() if is_selected else 0
     for item in ours:
         item.add_marker(pytest.mark.gpu)
