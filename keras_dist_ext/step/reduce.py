@@ -69,7 +69,7 @@ def _combined(strategy: tf.distribute.Strategy, total: Any) -> Any:
     for part in parts:
         with tf.device(part.values.device):
             combined.append(combine_duplicates(part))
-    return _keras.regroup(combined)
+    return regroup(combined)
 
 
 def combine_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
