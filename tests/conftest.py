@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
