@@ -23,7 +23,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from keras_dist_ext._keras import tree
 
 __all__ = [
-    "EpochIterator",
+    "CustomEpochIterator",
     "ArrayDataAdapter",
     "GeneratorDataAdapter",
     "TFDatasetAdapter",
@@ -32,6 +32,8 @@ __all__ = [
     "preserve_py_dataset_order",
     "first_batch_of_generator",
     "resume_py_dataset",
+    "num_array_examples",
+    "array_shuffle",
     "take_examples",
     "seed_array_shuffles",
     "make_data_adapter",
@@ -65,6 +67,49 @@ def use_epoch_iterator(make: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         _thread.epoch_iterator = before
+
+
+class CustomEpochIterator(EpochIterator):  # type: ignore[misc]
+    """Keras' iterator over the executions of an epoch, for a subclass that makes them itself.
+
+    keras/src/trainers/epoch_iterator.py: ``fit`` begins each epoch by ``iter``, and reads ``num_batches``.
+
+    Attributes:
+        pass_length: how many batches a pass over the data has, if that is known.
+        num_read: how many batches of the pass were read.
+    """
+
+    _num_batches: int | None
+    _steps_seen: int
+
+    def executions(self) -> Iterator[tuple[int, int, Any]]:
+        """Yield the first step, the last step and the batches of each execution of an epoch."""
+        raise NotImplementedError
+
+    def _enumerate_iterator(self) -> Iterator[tuple[int, int, Any]]:
+        return self.executions()
+
+    def __next__(self) -> tuple[int, int, Any]:
+        """Return what ``executions`` yields, as it is."""
+        return next(self._epoch_iterator)  # type: ignore[no-any-return]
+
+    @property
+    def pass_length(self) -> int | None:
+        """See above."""
+        return self._num_batches
+
+    @property
+    def num_read(self) -> int:
+        """See above."""
+        return self._steps_seen
+
+    @num_read.setter
+    def num_read(self, value: int) -> None:
+        self._steps_seen = value
+
+    def warn_of_interruption(self) -> None:
+        """Warn that the data has ended before the epoch, as Keras does."""
+        self._interrupted_warning()
 
 
 class _PyDatasetOrder:
@@ -126,6 +171,16 @@ def resume_py_dataset(adapter: Any, batch: int, seed: int | None) -> tf.data.Dat
         return adapter.get_tf_dataset()
     finally:
         del adapter._get_iterator
+
+
+def num_array_examples(adapter: ArrayDataAdapter) -> int:
+    """How many examples there are in the arrays that `fit` was given (data_adapters/array_data_adapter.py)."""
+    return int(adapter._num_samples)
+
+
+def array_shuffle(adapter: ArrayDataAdapter) -> bool | str:
+    """The `shuffle` that `fit` was given with arrays: True, False or "batch" (data_adapters/array_data_adapter.py)."""
+    return adapter._shuffle  # type: ignore[no-any-return]
 
 
 def take_examples(adapter: Any, rows: Any) -> list[Any]:

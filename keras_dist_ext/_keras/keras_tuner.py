@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.strategies import has_several_workers
 from keras_dist_ext.errors import BackendError, TunerError
 
 try:
@@ -79,7 +80,7 @@ def callbacks_of_worker(callbacks: Iterable[Any], model: Any) -> list[Any]:
     `SaveBestEpoch` writes its checkpoint elsewhere on all workers but the first; where they train alike, but not
     together, all would write the same file.
     """
-    alone = not model.distribute_strategy.extended._in_multi_worker_mode()
+    alone = not has_several_workers(model.distribute_strategy)
     return [callback for callback in callbacks if not (alone and isinstance(callback, tuner_utils.SaveBestEpoch))]
 
 

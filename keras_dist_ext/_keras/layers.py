@@ -15,6 +15,10 @@ __all__ = [
     "preserve_losses",
     "get_layer_losses",
     "set_layer_losses",
+    "layer_losses",
+    "clear_losses",
+    "call_with_training",
+    "attributes",
     "flat_layers",
     "needs_build",
     "child_layers",
@@ -55,6 +59,29 @@ def set_layer_losses(losses: Sequence[tuple[Any, list[Any], set[int]]]) -> None:
         layer._losses[:] = given
         layer._loss_ids.clear()
         layer._loss_ids.update(ids)
+
+
+def layer_losses(layer: Any) -> list[Any]:
+    """What a layer itself was given to ``add_loss`` since it was last called (keras/src/layers/layer.py)."""
+    return list(layer._losses)
+
+
+def clear_losses(layer: Any) -> None:
+    """Forget what a layer and those in it were given to ``add_loss`` (keras/src/layers/layer.py)."""
+    layer._clear_losses()
+
+
+def call_with_training(layer: Any, inputs: Any, *, training: bool) -> Any:
+    """Call a layer or model, with ``training`` where it takes it, as Keras does (backend/tensorflow/trainer.py)."""
+    return layer(inputs, training=training) if layer._call_has_training_arg else layer(inputs)
+
+
+def attributes(tracked: Any) -> list[tuple[str, Any]]:
+    """The attributes of a layer, model or optimizer, without TensorFlow's list of what it tracks, which repeats them.
+
+    tensorflow/python/trackable/base.py keeps it in attributes that begin with `_self_`.
+    """
+    return [(name, value) for name, value in vars(tracked).items() if not name.startswith("_self_")]
 
 
 def flat_layers(layer: Any) -> list[Any]:

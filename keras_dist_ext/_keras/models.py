@@ -17,18 +17,56 @@ from keras_dist_ext._keras import keras
 __all__ = [
     "KerasFunctional",
     "functional_init_arguments",
+    "HookedModel",
     "overrides",
     "tracks_loss",
     "user_metrics",
     "compile_arguments",
     "input_like",
     "metric_results",
+    "compute_loss",
+    "update_loss_tracker",
+    "initial_epoch",
+    "set_initial_epoch",
     "build_from_batch",
+    "build_as_fit",
     "begin_fit",
     "intercept_fit",
 ]
 
 _thread = threading.local()
+
+
+class HookedModel(keras.Model):  # type: ignore[misc]
+    """A ``keras.Model`` that asks its subclass what Keras decides in private methods.
+
+    keras/src/backend/tensorflow/trainer.py calls ``_maybe_symbolic_build`` before the first step of a run,
+    backend/tensorflow/layer.py, trackable.py and saving/keras_saveable.py have the others.
+    """
+
+    def _build_for_run(self, iterator: Any, batch: Any) -> None:
+        """Build the model, its metrics and its optimizer for an epoch iterator, or for a batch where that is None."""
+        super()._maybe_symbolic_build(iterator, batch)
+
+    def _checkpoint_children(self) -> dict[str, Any]:
+        """What ``tf.train.Checkpoint`` is to save beside what TensorFlow tracks, by name."""
+        return {}
+
+    @classmethod
+    def _load_pickled(cls, file: Any, load: Callable[[Any], Any]) -> Any:
+        """Return the model of a file that Keras has pickled, which it itself would ``load`` so."""
+        return load(file)
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        self._build_for_run(iterator, data_batch)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        children = super()._trackable_children(save_type, **kwargs)
+        return {**children, **self._checkpoint_children()} if save_type == "checkpoint" else children
+
+    @classmethod
+    def _unpickle_model(cls, file: Any) -> Any:
+        return cls._load_pickled(file, super()._unpickle_model)
 
 
 def overrides(model: Any, name: str) -> bool:
@@ -89,9 +127,37 @@ def metric_results(model: Any, logs: Any) -> dict[str, Any]:
     return dict(leaves(results, "")) if isinstance(results, dict) else {}
 
 
+def compute_loss(model: Any, *, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Any:
+    """The loss of a step, as Keras' own steps compute it (keras/src/trainers/trainer.py, ``_compute_loss``).
+
+    It leaves out ``training`` where ``compute_loss`` is a user's own that does not take it.
+    """
+    return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+
+
+def update_loss_tracker(model: Any, loss: Any, num_examples: Any) -> None:
+    """Log the loss of a step, as Keras' own steps do (keras/src/backend/tensorflow/trainer.py)."""
+    model._loss_tracker.update_state(loss, sample_weight=num_examples)
+
+
+def initial_epoch(model: Any) -> int | None:
+    """The epoch that a callback has told ``fit`` to begin with (keras/src/trainers/trainer.py, `_initial_epoch`)."""
+    return model._initial_epoch  # type: ignore[no-any-return]
+
+
+def set_initial_epoch(model: Any, epoch: int | None) -> None:
+    """Have ``fit`` begin with an epoch, as BackupAndRestore does (backend/tensorflow/trainer.py); None for its own."""
+    model._initial_epoch = epoch
+
+
 def build_from_batch(model: Any, batch: Any) -> None:
     """Build a model, its metrics and its optimizer as ``fit`` does (trainer.py, ``_symbolic_build``)."""
     model._symbolic_build(data_batch=batch)
+
+
+def build_as_fit(model: HookedModel, batch: Any) -> None:
+    """Have a model of ours build itself for a batch, as for a run (backend/tensorflow/trainer.py)."""
+    model._maybe_symbolic_build(data_batch=batch)
 
 
 def begin_fit(model: Any, split_batch: Any) -> None:

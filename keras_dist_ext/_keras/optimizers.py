@@ -1,14 +1,30 @@
-"""Ask an optimizer what it trains, and keep the gradients that it is given."""
+"""Look into an optimizer: what it trains, counts and accumulates; and keep the gradients that it is given."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext._keras.layers import attributes
 from keras_dist_ext._keras.variables import components
 
-__all__ = ["optimized_variables", "num_batches_used", "GradientSlots"]
+__all__ = [
+    "inner_optimizer",
+    "optimized_variables",
+    "num_batches_used",
+    "ends_accumulation",
+    "accumulated_gradients",
+    "accumulators_of",
+    "slots_by_attribute",
+    "GradientSlots",
+]
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer that a LossScaleOptimizer wraps, or the optimizer itself (optimizers/loss_scale_optimizer.py)."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def optimized_variables(optimizer: Any) -> list[Any]:
@@ -16,7 +32,7 @@ def optimized_variables(optimizer: Any) -> list[Any]:
 
     Before Keras 3.12 a LossScaleOptimizer leaves them to the optimizer in it (loss_scale_optimizer.py, `build`).
     """
-    return list(getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables)
+    return list(inner_optimizer(optimizer)._trainable_variables)
 
 
 def num_batches_used(optimizer: Any) -> int:
@@ -25,7 +41,40 @@ def num_batches_used(optimizer: Any) -> int:
     Public is `iterations`, which counts updates (keras/src/optimizers/base_optimizer.py). A LossScaleOptimizer leaves
     counting to the optimizer in it (loss_scale_optimizer.py).
     """
-    return int(components(getattr(optimizer, "inner_optimizer", optimizer)._iterations)[0].numpy())
+    return int(components(inner_optimizer(optimizer)._iterations)[0].numpy())
+
+
+def ends_accumulation(optimizer: Any) -> tf.Tensor:
+    """Whether the batch of the step that is traced is the last of an accumulation of gradients, and updates weights.
+
+    keras/src/optimizers/base_optimizer.py, `_backend_apply_gradients`; `iterations` counts updates.
+    """
+    inner = inner_optimizer(optimizer)
+    return (inner._iterations.value + 1) % inner.gradient_accumulation_steps == 0
+
+
+def accumulated_gradients(optimizer: Any) -> list[Any]:
+    """The variables that gradients are accumulated in, of each variable that is optimized (base_optimizer.py, `build`).
+
+    Empty where the optimizer accumulates none, or is not built.
+    """
+    return list(getattr(inner_optimizer(optimizer), "_accumulated_gradients", ()))
+
+
+def accumulators_of(optimizer: Any, variables: Iterable[Any]) -> list[Any]:
+    """Those of ``accumulated_gradients`` that belong to some variables, in their order (base_optimizer.py)."""
+    inner = inner_optimizer(optimizer)
+    return [inner._accumulated_gradients[inner._get_variable_index(variable)] for variable in variables]
+
+
+def slots_by_attribute(optimizer: Any) -> dict[str, list[Any]]:
+    """The lists of variables that an optimizer keeps, by name, such as "momentums", without what it optimizes.
+
+    An optimizer's class keeps each kind in an attribute of its own (optimizers/adam.py, ...), beside `_variables` and
+    `_trainable_variables` of keras/src/optimizers/base_optimizer.py.
+    """
+    lists = {name: value for name, value in attributes(inner_optimizer(optimizer)) if isinstance(value, list)}
+    return {name.strip("_"): kept for name, kept in lists.items() if name not in ("_variables", "_trainable_variables")}
 
 
 class GradientSlots:
@@ -42,7 +91,7 @@ class GradientSlots:
     def __init__(self, optimizer: Any) -> None:
         self.pairs: list[tuple[Any, Any]] = []
         self.are_given = False
-        self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        self._optimizer = inner_optimizer(optimizer)
         self._build_without, self._update_without = self._optimizer.build, self._optimizer.update_step
         if self._optimizer.built:
             self._build(None)

@@ -13,7 +13,8 @@ from keras.src.saving import object_registration, serialization_lib
 from keras.src.saving.keras_saveable import KerasSaveable
 
 __all__ = [
-    "KerasSaveable",
+    "Saveable",
+    "unpickle_model",
     "save_as",
     "has_own_config",
     "has_recorded_arguments",
@@ -22,6 +23,22 @@ __all__ = [
     "share_registered_name",
     "saved_variables",
 ]
+
+
+class Saveable(KerasSaveable):  # type: ignore[misc]
+    """An attribute of a model that is saved with its weights, by `save_own_variables` and `load_own_variables`.
+
+    keras/src/saving/saving_lib.py passes over attributes that a plain layer has, too; the others are saved where
+    they are a `KerasSaveable` (saving/keras_saveable.py), under what `_obj_type` calls them.
+    """
+
+    def _obj_type(self) -> str:
+        return "Layer"
+
+
+def unpickle_model(cls: Any, file: Any) -> Any:
+    """Load a model of a class from what Keras has pickled, a `.keras` file (saving/keras_saveable.py)."""
+    return cls._unpickle_model(file)
 
 
 def save_as(cls: type, keras_class: type) -> None:

@@ -17,6 +17,8 @@ __all__ = [
     "local_replica_id",
     "first_replica",
     "is_default_strategy",
+    "has_several_workers",
+    "spec_of_replica",
     "uses_collectives",
     "num_tasks",
     "strategy_of_variable",
@@ -59,6 +61,16 @@ def first_replica(strategy: tf.distribute.Strategy) -> int:
 def is_default_strategy(strategy: Any) -> bool:
     """Whether it is what `tf.distribute.get_strategy()` gives outside of all scopes (distribute/distribute_lib.py)."""
     return type(strategy).__name__ == "_DefaultDistributionStrategy"
+
+
+def has_several_workers(strategy: tf.distribute.Strategy) -> bool:
+    """Whether workers of a cluster take steps together (tensorflow/python/distribute/distribute_lib.py)."""
+    return bool(strategy.extended._in_multi_worker_mode())
+
+
+def spec_of_replica(spec: Any) -> Any:
+    """The spec of the first replica's value where TensorFlow has distributed it (distribute/values.py), or the spec."""
+    return spec._value_specs[0] if hasattr(spec, "_value_specs") else spec
 
 
 def uses_collectives(strategy: tf.distribute.Strategy) -> bool:

@@ -16,6 +16,7 @@ from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext._keras.tracing import run_independently
 
 __all__ = [
+    "tf_variable",
     "local_component",
     "is_sync_on_read",
     "components",
@@ -27,21 +28,29 @@ __all__ = [
 ]
 
 
+def tf_variable(variable: Any) -> Any:
+    """The `tf.Variable` of a Keras variable, None before it is made; or the variable itself.
+
+    Public is `value`, which reads it under a stateless scope or autocast (keras/src/backend/common/variables.py).
+    """
+    return variable._value if isinstance(variable, keras.Variable) else variable
+
+
 def local_component(variable: Any) -> Any:
     """The copy of a mirrored ``tf.Variable`` that belongs to the current replica (values.py)."""
-    value = variable._value if isinstance(variable, keras.Variable) else variable
+    value = tf_variable(variable)
     return value._get_on_device_or_primary() if hasattr(value, "_get_on_device_or_primary") else value
 
 
 def is_sync_on_read(variable: Any) -> bool:
     """Whether each replica holds its own part of the variable, to be summed when read (values.py)."""
-    value = variable._value if isinstance(variable, keras.Variable) else variable
+    value = tf_variable(variable)
     return getattr(value, "synchronization", None) == tf.VariableSynchronization.ON_READ and hasattr(value, "_values")
 
 
 def components(variable: Any) -> tuple[Any, ...]:
     """The copies of a variable on this worker's replicas, or the variable itself (values.py)."""
-    value = variable._value if isinstance(variable, keras.Variable) else variable
+    value = tf_variable(variable)
     return tuple(getattr(value, "_values", (value,)))
 
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import current_step, intercept
+from keras_dist_ext._keras.layers import call_with_training, clear_losses, flat_layers, layer_losses
 from keras_dist_ext.step.batch_scaling import degree_in_rows
 from keras_dist_ext.step.replica_step import ReplicaStep
 
@@ -32,7 +33,7 @@ def losses_as_means(model: Any, losses: list[Any]) -> list[Any]:
     step = current_step()
     if not isinstance(step, ReplicaStep) or step.num_replicas == 1 or not step.adds_losses_of(model):
         return losses
-    added = {id(loss): (layer, i) for layer in model._flatten_layers() for i, loss in enumerate(layer._losses)}
+    added = {id(loss): (layer, i) for layer in flat_layers(model) for i, loss in enumerate(layer_losses(layer))}
     if not any(id(loss) in added for loss in losses):
         return losses  # weights' regularizers: the same on every replica
     known = step.model._loss_degrees
@@ -52,13 +53,13 @@ def find_degrees(model: Any, batch_spec: Any, *, training: bool) -> dict[int, li
     """Trace a model aside; return how the losses that each layer adds grow with the rows, by the layer's id."""
     with tf.__internal__.FuncGraph("additional_losses").as_default(), intercept(None):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(placeholders(batch_spec))
-        model(x, training=training) if model._call_has_training_arg else model(x)
+        call_with_training(model, x, training=training)
         degrees = {
-            id(layer): [degree_in_rows(tf.reduce_sum(tf.convert_to_tensor(loss))) for loss in layer._losses]
-            for layer in model._flatten_layers()
-            if layer._losses
+            id(layer): [degree_in_rows(tf.reduce_sum(tf.convert_to_tensor(loss))) for loss in layer_losses(layer)]
+            for layer in flat_layers(model)
+            if layer_losses(layer)
         }
-    model._clear_losses()
+    clear_losses(model)
     return degrees
 
 

@@ -24,7 +24,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import intercept, local_updates
 from keras_dist_ext._keras.layers import preserve_losses
-from keras_dist_ext._keras.optimizers import optimized_variables
+from keras_dist_ext._keras.optimizers import accumulators_of, ends_accumulation, inner_optimizer, optimized_variables
 from keras_dist_ext._keras.strategies import regroup
 from keras_dist_ext._keras.tracing import clone_function, in_xla
 from keras_dist_ext._keras.variables import is_sync_on_read, local_component
@@ -250,7 +250,7 @@ class ReplicaStep(Weighting, Draws):
         self, optimizer: Any, variables: list[Any], grads: list[Any], values: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Sum gradients and values over replicas."""
-        if getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps:
+        if inner_optimizer(optimizer).gradient_accumulation_steps:
             values = self.sum_over_replicas(values) if values else []
             may_update = None if self.guard is None else self.guard.may_update(values[-1])
             return self._accumulate(optimizer, grads, variables, may_update), values
@@ -293,14 +293,14 @@ class ReplicaStep(Weighting, Draws):
         Keras adds what it is given to its accumulators, and at the update divides the sum of both. So before the
         update the accumulators are emptied into the gradients, which then are summed over replicas.
         """
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        scale = tf.convert_to_tensor(optimizer.dynamic_scale) if inner is not optimizer else 1.0
+        is_scaled = inner_optimizer(optimizer) is not optimizer
+        scale = tf.convert_to_tensor(optimizer.dynamic_scale) if is_scaled else 1.0
         grads = [tf.convert_to_tensor(g) for g in grads]
-        accumulators = [inner._accumulated_gradients[inner._get_variable_index(v)] for v in variables]
-        is_update = (inner._iterations.value + 1) % inner.gradient_accumulation_steps == 0
+        accumulators = accumulators_of(optimizer, variables)
+        is_update = ends_accumulation(optimizer)
         if may_update is not None:
             is_update = tf.logical_and(is_update, may_update)
-        if inner is not optimizer:
+        if is_scaled:
             finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in grads])
             (num_bad,) = self.sum_over_replicas([1.0 - tf.cast(finite, tf.float32)])
             is_update = tf.logical_and(is_update, num_bad == 0)

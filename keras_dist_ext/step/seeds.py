@@ -31,9 +31,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.layers import flat_layers, seed_generators
+from keras_dist_ext._keras.layers import attributes, flat_layers, seed_generators
 from keras_dist_ext._keras.random import clone_seed_generator, global_seed_generator
-from keras_dist_ext._keras.saving import KerasSaveable
+from keras_dist_ext._keras.saving import Saveable
 from keras_dist_ext._keras.strategies import first_replica, is_default_strategy, strategy_of_variable
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.errors import SeedError
@@ -143,7 +143,7 @@ def _held(value: Any) -> Iterator[tf.random.Generator]:
             yield from _held(part)
 
 
-class Seeds(KerasSaveable):  # type: ignore[misc]
+class Seeds(Saveable):
     """The random generators of a model, and the global seed that they stem from; saved with the model's weights.
 
     Keras saves the state of no generator (``model.weights`` leaves it out), so that a resumed run would begin with the
@@ -280,10 +280,9 @@ class Seeds(KerasSaveable):  # type: ignore[misc]
             own = seed_generators(layer)
             for generator in own:
                 add("keras", path if len(own) == 1 else f"{path}/{generator.name}", generator)
-            for name, value in list(vars(layer).items()):
-                if not name.startswith("_self_"):  # TensorFlow's own list would name them again
-                    for one in _held(value):
-                        add("tensorflow", f"{path}/{name}", one)
+            for name, value in attributes(layer):
+                for one in _held(value):
+                    add("tensorflow", f"{path}/{name}", one)
         return list(found.values())
 
     def _global_generator(self) -> Generator:
@@ -350,9 +349,6 @@ class Seeds(KerasSaveable):  # type: ignore[misc]
     def load_own_variables(self, store: Any) -> None:
         """Load from a Keras file; files of stock Keras hold nothing."""
         self.load({name: np.asarray(store[name]) for name in store.keys()})  # noqa: SIM118 (Keras' own kind of mapping)
-
-    def _obj_type(self) -> str:
-        return "Layer"  # Keras passes over attributes that a plain layer has, too (saving/saving_lib.py)
 
 
 class _InCheckpoint(tf.train.experimental.PythonState):  # type: ignore[misc]

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.hooks import current_step
-from keras_dist_ext._keras.models import overrides
+from keras_dist_ext._keras.layers import call_with_training
+from keras_dist_ext._keras.models import compute_loss, overrides, update_loss_tracker
 from keras_dist_ext.data import split as data
 from keras_dist_ext.messages import warn_once
 
@@ -86,8 +87,8 @@ def _forward(model: Any, training: bool, x: Any, y: Any, sample_weight: Any) -> 
     which cannot be compiled in one piece when the optimizer in it waits for other replicas.
     """
     with tf.GradientTape() if training else contextlib.nullcontext() as tape:
-        y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
-        loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+        y_pred = call_with_training(model, x, training=training)
+        loss = compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
         loss = _step().as_mean(loss)
         scaled = model.optimizer.scale_loss(loss) if training else loss
     return y_pred, loss, [] if tape is None else tape.gradient(scaled, model.trainable_weights)
@@ -101,7 +102,7 @@ def _train(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     y_pred, loss, gradients = forward(x, y, sample_weight)
     _step().take_for_mean(loss)
-    model._loss_tracker.update_state(loss, sample_weight=data.num_rows(x))
+    update_loss_tracker(model, loss, data.num_rows(x))
     model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
@@ -110,7 +111,7 @@ def _test(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     y_pred, loss, _ = forward(x, y, sample_weight)
     _step().take_for_mean(loss)
-    model._loss_tracker.update_state(loss, sample_weight=data.num_rows(x))
+    update_loss_tracker(model, loss, data.num_rows(x))
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.models import compile_arguments
 from keras_dist_ext._keras.optimizers import num_batches_used
 from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.messages import counted
@@ -100,7 +101,7 @@ _RATES = ("learning_rate", "inner_optimizer")  # the config of a LossScaleOptimi
 
 
 def _loss_of(model: Any) -> str:
-    return _name_of(model._compile_config.config.get("loss") if model.compiled else None)
+    return _name_of(compile_arguments(model).get("loss") if model.compiled else None)
 
 
 _ARGUMENTS = (

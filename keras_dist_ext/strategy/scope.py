@@ -13,7 +13,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.layers import flat_layers, own_metrics
+from keras_dist_ext._keras.layers import attributes, flat_layers, own_metrics
 from keras_dist_ext._keras.models import user_metrics
 from keras_dist_ext._keras.strategies import (
     is_default_strategy,
@@ -304,8 +304,7 @@ def _optimizer_parts(optimizer: Any) -> Iterator[tuple[str, Role, Any, tf.distri
 
 def raw_variables(layer: Any) -> Iterator[tuple[str, Any]]:
     """`tf.Variable`s that a layer holds as attributes, in containers, `tf.Module`s and `tf.random.Generator`s."""
-    # TensorFlow's own list of what it tracks (tensorflow/python/trackable/base.py) would name them again.
-    pending: list[tuple[str, Any]] = [(k, v) for k, v in vars(layer).items() if not k.startswith("_self_")]
+    pending = attributes(layer)
     while pending:
         name, value = pending.pop(0)
         if isinstance(value, keras.Variable | keras.Layer | keras.Metric | keras.optimizers.Optimizer):

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras.adapters import seed_py_datasets
 from keras_dist_ext._keras.datasets import checksum_of_constants, dataset_graph, shard_indices, with_seeds
-from keras_dist_ext._keras.strategies import first_replica, replica_id
+from keras_dist_ext._keras.strategies import first_replica, has_several_workers, replica_id
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.cluster.rendezvous import wait_seconds_of
@@ -36,7 +36,7 @@ def workers_of(strategy: tf.distribute.Strategy) -> Workers | None:
     """Return the workers that train in step under ``strategy``; None for a strategy of one process."""
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return None
-    if not strategy.extended._in_multi_worker_mode():
+    if not has_several_workers(strategy):
         return None
     if strategy not in _WORKERS:
         _WORKERS[strategy] = Workers(strategy)

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.callbacks import LateCallbackList
 from keras_dist_ext._keras.layers import flat_layers, seed_generators
 from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.errors import ScopeError
@@ -126,7 +126,7 @@ class ReplicaSeeds(RunCallback):
         seeds_of(self.model)
 
 
-class RunCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
+class RunCallbackList(LateCallbackList):
     """The callbacks of a run, told which batch was really the last one of an execution.
 
     Keras names the last batch before an execution is made, when the end of data of unknown length is not in sight.
@@ -141,7 +141,6 @@ class RunCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._is_set_up = False
         self._run_callbacks: list[RunCallback] = []
         self._on_execution_end: list[Callable[[], None]] = []  # only those that do something: they are called often
-        self._executor: Any = None  # which Keras 3.11 looks at when a list is deleted (callbacks/callback_list.py)
         self.feed: Any = None  # the one of training, or of evaluation where nothing is trained
         self.test_feed: Any = None
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.optimizers import accumulated_gradients
 from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext._keras.variables import components, is_sync_on_read, local_component
 from keras_dist_ext.findings import FindingRecord
@@ -115,8 +116,7 @@ def _variables(model: Any) -> list[tuple[str, Any]]:
         own = [(f"{layer.path or layer.name}/{name}", variable) for name, variable in raw_variables(layer)]
         found += [(path, variable) for path, variable in own if variable.dtype.is_floating]
     for attribute, optimizer in optimizers(model):
-        accumulated = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_accumulated_gradients", [])
-        skipped |= {id(variable) for variable in accumulated}
+        skipped |= {id(variable) for variable in accumulated_gradients(optimizer)}
         found += [(f"{attribute}/{variable.path}", variable) for variable in optimizer.variables]
     unique = {id(variable): (path, variable) for path, variable in found if id(variable) not in skipped}
     return [

@@ -20,10 +20,12 @@ import tensorflow as tf
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.adapters import (
     ArrayDataAdapter,
-    EpochIterator,
+    CustomEpochIterator,
     GeneratorDataAdapter,
     TFDatasetAdapter,
+    array_shuffle,
     first_batch_of_generator,
+    num_array_examples,
     seed_array_shuffles,
     seed_py_datasets,
 )
@@ -35,7 +37,7 @@ from keras_dist_ext._keras.datasets import (
     unseeded_random_ops,
     with_seeds,
 )
-from keras_dist_ext._keras.strategies import first_replica
+from keras_dist_ext._keras.strategies import first_replica, spec_of_replica
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.hashing import fold_in
@@ -100,7 +102,7 @@ class Execution:
 _ORDERED: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-class Feed(EpochIterator):  # type: ignore[misc]
+class Feed(CustomEpochIterator):
     """Keras' epoch iterator over a dataset that is read as it is: replicas cut their rows in the step.
 
     Args:
@@ -169,7 +171,7 @@ class Feed(EpochIterator):  # type: ignore[misc]
     """What is wished to happen after the last execution; of several workers the sum."""
 
     def _check_same_data(self, workers: Workers) -> None:
-        facts = data_fingerprint(self.batch_spec, self._num_batches, own_rows=self._own_rows)
+        facts = data_fingerprint(self.batch_spec, self.pass_length, own_rows=self._own_rows)
         if not workers.all_equal(zlib.crc32(repr(facts).encode())):
             workers.check_consistency("read its data", facts)
 
@@ -178,8 +180,7 @@ class Feed(EpochIterator):  # type: ignore[misc]
         """Specs of a batch: shapes with an unknown number of rows."""
 
         def spec_of(spec: Any) -> Any:
-            if hasattr(spec, "_value_specs"):  # PerReplicaSpec
-                spec = spec._value_specs[0]
+            spec = spec_of_replica(spec)
             is_none = isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape")
             return None if is_none else spec
 
@@ -239,7 +240,7 @@ class Feed(EpochIterator):  # type: ignore[misc]
             step=self._first_step + made if self._is_running else 0,
             num_epochs=self._num_epochs,
             num_passes=self.num_passes,
-            num_pass_batches=self._steps_seen + made if in_pass else 0,
+            num_pass_batches=self.num_read + made if in_pass else 0,
             num_run_batches=self._num_batches_used + made,
             order=order,
             num_tests=num_tests,
@@ -261,8 +262,8 @@ class Feed(EpochIterator):  # type: ignore[misc]
         source, made = self._source, self._execution.num_made
         if source is None or not source.has_more or made < self._execution.num_steps:
             return True
-        length = self._num_batches if source.length_is_known else None
-        is_used = length is not None and self._steps_seen + made >= length
+        length = self.pass_length if source.length_is_known else None
+        is_used = length is not None and self.num_read + made >= length
         return is_used or self._first_step + made == (self.steps_per_epoch or -1)
 
     @functools.cached_property
@@ -276,12 +277,12 @@ class Feed(EpochIterator):  # type: ignore[misc]
         is_array = kind == "arrays"
         return {
             "data": kind,
-            "rows": self.data_adapter._num_samples if is_array else None,
+            "rows": num_array_examples(self.data_adapter) if is_array else None,
             "batch_size": self.data_adapter.batch_size if is_array else None,
-            "shuffle": self.data_adapter._shuffle if is_array else None,
+            "shuffle": array_shuffle(self.data_adapter) if is_array else None,
             "checksum": example_checksum(self.data_adapter) if is_array else None,
             "batches of the pipeline": batch_sizes(self._given) if kind == "tf.data" else [],
-            "batches of a pass": self._num_batches if kind != "iterator" else None,
+            "batches of a pass": self.pass_length if kind != "iterator" else None,
             "steps_per_epoch": self.steps_per_epoch,
             "workers that read rows of their own": self._workers.num_workers if self._workers and self._own_rows else 0,
         }
@@ -323,8 +324,9 @@ class Feed(EpochIterator):  # type: ignore[misc]
         self.num_passes = self._num_missed = num_passes
         self._first_order = first_order
 
-    def _enumerate_iterator(self) -> Iterator[tuple[int, int, Execution]]:
-        length = self._num_batches
+    def executions(self) -> Iterator[tuple[int, int, Execution]]:
+        """Yield the executions of an epoch."""
+        length = self.pass_length
         start, self._start = self._start, None
         in_pass = start is not None and start.num_pass_batches > 0
         begins_pass = not in_pass and (self._source is None or self.steps_per_epoch is None)
@@ -344,7 +346,7 @@ class Feed(EpochIterator):  # type: ignore[misc]
             assert source is not None
             num_steps = self._pace.num_steps if target is None else min(self._pace.num_steps, target - step)
             if length is not None and source.length_is_known:
-                num_steps = min(num_steps, length - self._steps_seen)
+                num_steps = min(num_steps, length - self.num_read)
             num_steps, self.agreed_wish = self.plan(num_steps)
             if self._workers is not None:
                 stop, num_steps = self._agree(num_steps)
@@ -352,10 +354,10 @@ class Feed(EpochIterator):  # type: ignore[misc]
                     self._on_stop()
                     break
             if num_steps == 0 or not source.has_more:
-                if step == 0 and self._steps_seen == 0:
+                if step == 0 and self.num_read == 0:
                     raise DataError("The dataset has no batch: there is nothing to compute.")
                 if self.steps_per_epoch:
-                    self._interrupted_warning()
+                    self.warn_of_interruption()
                     self.close()
                 break
             execution = self._execution = Execution(source, num_steps, self._num_batches_used + 1)
@@ -365,9 +367,9 @@ class Feed(EpochIterator):  # type: ignore[misc]
             self._is_running = False
             self._pace.record(execution.num_made, execution.seconds)
             step += execution.num_made
-            self._steps_seen += execution.num_made
+            self.num_read += execution.num_made
             self._num_batches_used += execution.num_made
-        if self.steps_per_epoch is None or (length is not None and known and self._steps_seen >= length):
+        if self.steps_per_epoch is None or (length is not None and known and self.num_read >= length):
             self.close()
         self._num_epochs += 1
         heartbeat.data_ends()
@@ -384,14 +386,14 @@ class Feed(EpochIterator):  # type: ignore[misc]
         if isinstance(self.data_adapter, ArrayDataAdapter):
             if seed is None and self._workers is not None:
                 seed = self._order + 1  # of the seed that the workers have agreed on
-            if seed is not None and self.data_adapter._shuffle:
+            if seed is not None and array_shuffle(self.data_adapter):
                 dataset = self._arrays_in_order(seed)
         elif seed is not None:
             dataset = self._ordered(seed)
         workers = self._workers if self._own_rows else None
         dataset = self._dataset if dataset is None else dataset
         self.num_passes += 1
-        skip = self._steps_seen = 0 if start is None else start.num_pass_batches
+        skip = self.num_read = 0 if start is None else start.num_pass_batches
         self._num_batches_used += skip
         if self._seekable is not None:
             self._seekable.seek(self._num_batches_used)
@@ -405,7 +407,7 @@ class Feed(EpochIterator):  # type: ignore[misc]
             dataset, skip = entered, 0
         self._source = Source(
             dataset,
-            self._num_batches,
+            self.pass_length,
             workers,
             on_tpu=self._is_on_tpu,
             skip=skip,
@@ -455,9 +457,6 @@ class Feed(EpochIterator):  # type: ignore[misc]
         stops, wishes, steps = self._workers.sum([stop, wish, float(num_steps) if self._workers.is_chief else 0.0])
         self.agreed_wish = int(wishes)
         return stops > 0, int(steps)
-
-    def __next__(self) -> tuple[int, int, Execution]:
-        return next(self._epoch_iterator)  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
     def catch_stop_iteration(self) -> Iterator[None]:

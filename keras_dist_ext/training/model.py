@@ -13,8 +13,17 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.adapters import preserve_py_dataset_order, use_epoch_iterator
-from keras_dist_ext._keras.models import KerasFunctional, functional_init_arguments, overrides
+from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.models import (
+    HookedModel,
+    KerasFunctional,
+    build_from_batch,
+    functional_init_arguments,
+    overrides,
+)
+from keras_dist_ext._keras.optimizers import accumulated_gradients, inner_optimizer, num_batches_used
 from keras_dist_ext._keras.saving import save_as, saved_variables
+from keras_dist_ext._keras.strategies import strategy_of_model
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.added_losses import find_degrees, losses_as_means
@@ -56,7 +65,7 @@ def _documented_as(method: Any) -> Callable[[_Method], _Method]:
     return cast("Callable[[_Method], _Method]", wrap)
 
 
-class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
+class Model(HookedModel, metaclass=Scoped):
     """A ``keras.Model`` that gives under any ``tf.distribute`` strategy what it gives on one device.
 
     Use it as ``keras.Model``: subclass it, or call it with inputs and outputs. It belongs to the strategy in whose
@@ -128,7 +137,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _in_scope(self) -> Iterator[None]:
-        strategy = self._distribute_strategy
+        strategy = strategy_of_model(self)
         if strategy is None or tf.distribute.has_strategy():
             yield
         else:
@@ -137,7 +146,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; what it builds is made in scope."""
-        if all(layer.built for layer in self._flatten_layers()):  # Keras may call a model built whose layers are not
+        if all(layer.built for layer in flat_layers(self)):  # Keras may call a model built whose layers are not
             return super().__call__(*args, **kwargs)
         with self._in_scope():
             return super().__call__(*args, **kwargs)
@@ -226,7 +235,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
                     "compile for every number of devices, and computes other numbers."
                 )
             jit_compile = False
-        if self._distribute_strategy is not None and not tf.distribute.has_strategy():
+        if strategy_of_model(self) is not None and not tf.distribute.has_strategy():
             with self._in_scope():  # what was made for this call, just outside of the scope, belongs inside
                 for thing in tree.flatten([optimizer, metrics, weighted_metrics]):
                     if isinstance(thing, (keras.optimizers.Optimizer, keras.metrics.Metric)):
@@ -251,11 +260,11 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
             self._coordinator.close()
             object.__setattr__(self, "_coordinator", None)
 
-    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        spec = tree.map_structure(_spec_of, data_batch) if iterator is None else iterator.batch_spec
+    def _build_for_run(self, iterator: Any, batch: Any) -> None:
+        spec = tree.map_structure(_spec_of, batch) if iterator is None else iterator.batch_spec
         self._batch_spec = spec
         with self._in_scope():
-            self._symbolic_build(data_batch=spec)
+            build_from_batch(self, spec)
         if self.placement is not None:
             self.placement.settle()
         self.replica_seeds.begin()
@@ -369,7 +378,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
         if self._gradients_are_parts:
             self._gradients_are_parts = False
             for optimizer in _accumulating(self):
-                sum_parts(self.distribute_strategy, optimizer._accumulated_gradients)
+                sum_parts(self.distribute_strategy, accumulated_gradients(optimizer))
 
     def _part(self) -> None:
         """Before training goes on in the middle of an accumulation: the first replica holds the sum, the others 0."""
@@ -379,7 +388,7 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
             if self._gradients_are_parts:
                 workers = workers_of(self.distribute_strategy)
                 for optimizer in _accumulating(self):
-                    for accumulator in optimizer._accumulated_gradients:
+                    for accumulator in accumulated_gradients(optimizer):
                         keep_first_part(accumulator, is_chief=workers is None or workers.is_chief)
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
@@ -389,20 +398,17 @@ class Model(keras.Model, metaclass=Scoped):  # type: ignore[misc]
         self._settle()
         return super().save(*args, **kwargs)
 
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        children = super()._trackable_children(save_type, **kwargs)
-        return (
-            {**children, "replica_seeds": self.replica_seeds.in_checkpoint} if save_type == "checkpoint" else children
-        )
+    def _checkpoint_children(self) -> dict[str, Any]:
+        return {"replica_seeds": self.replica_seeds.in_checkpoint}
 
     @classmethod
-    def _unpickle_model(cls, file: Any) -> Any:
-        """Load what Keras pickles, a `.keras` file (keras/src/saving/keras_saveable.py), in the scope that is entered.
+    def _load_pickled(cls, file: Any, load: Callable[[Any], Any]) -> Any:
+        """Load a pickled model in the scope that is entered.
 
         Files hold the names of Keras' classes, so what comes from them is taken over.
         """
         with keras.saving.custom_object_scope({keras.saving.get_registered_name(cls): cls}):
-            model = super()._unpickle_model(file)
+            model = load(file)
         if isinstance(model, Model):
             return model
         adopted = take_over(model, tf.distribute.get_strategy(), OWN_CLASSES, compile=True)
@@ -598,11 +604,11 @@ def _make_functional(cls: type) -> None:
 
 def _accumulating(model: Any) -> list[Any]:
     """The optimizers of a model that are in the middle of an accumulation of gradients."""
-    found = [getattr(optimizer, "inner_optimizer", optimizer) for _, optimizer in optimizers(model)]
+    found = [inner_optimizer(optimizer) for _, optimizer in optimizers(model)]
     return [
         optimizer
         for optimizer in found
         if optimizer.built
         and optimizer.gradient_accumulation_steps
-        and int(keras.ops.convert_to_numpy(optimizer._iterations)) % optimizer.gradient_accumulation_steps
+        and num_batches_used(optimizer) % optimizer.gradient_accumulation_steps
     ]

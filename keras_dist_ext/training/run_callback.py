@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.callbacks import saves_each_epoch, traces_batches
 from keras_dist_ext.training.worker_sync import own_callback
 
 __all__ = ["RunCallback", "allow_multi_step", "callbacks_in", "callbacks_of_all_workers", "looks_at_batches"]
@@ -145,7 +146,7 @@ def _supports_multi_step(callback: Any) -> bool:
     if callback in _ALLOWED:
         return True
     if type(callback) in (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore):
-        return getattr(callback, "save_freq", getattr(callback, "_save_freq", "epoch")) == "epoch"
+        return saves_each_epoch(callback)
     if type(callback) is keras.callbacks.TensorBoard:
-        return callback.update_freq == "epoch" and not callback.write_steps_per_second and not callback._should_trace
+        return callback.update_freq == "epoch" and not callback.write_steps_per_second and not traces_batches(callback)
     return type(callback) is keras.callbacks.ProgbarLogger

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.models import initial_epoch, set_initial_epoch
 from keras_dist_ext._keras.optimizers import optimized_variables
 from keras_dist_ext._keras.strategies import strategy_of_optimizer
 from keras_dist_ext._keras.variables import components
@@ -35,13 +36,14 @@ def kept_state(model: Any) -> Iterator[None]:
     attributes = [
         (owner, name, vars(owner).get(name, _MISSING))
         for owner, names in (
-            (model, ("history", "_gradients_are_parts", "replica_recorders", "_initial_epoch")),
+            (model, ("history", "_gradients_are_parts", "replica_recorders")),
             (seeds, ("num_passes", "_is_to_begin", "wanted")),
             (getattr(model, "_stop", None), ("is_requested", "is_confirmed")),
         )
         if owner is not None
         for name in names
     ]
+    epoch = initial_epoch(model)
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         yield
@@ -57,6 +59,7 @@ def kept_state(model: Any) -> Iterator[None]:
                 object.__setattr__(owner, name, value)
             elif name in vars(owner):
                 object.__delattr__(owner, name)
+        set_initial_epoch(model, epoch)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
 

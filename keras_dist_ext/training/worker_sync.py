@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.models import initial_epoch, set_initial_epoch
 from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.step.pass_through import PassThrough
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
@@ -53,11 +54,10 @@ class WorkerSync(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: Any = None) -> None:
         """Take over what a callback, or the program, of the chief has restored."""
         model = self.model
-        initial_epoch, restored = self._workers.broadcast(
-            [float(model._initial_epoch or 0), float(model._initial_epoch is not None)]
-        )
+        own = initial_epoch(model)
+        epoch, restored = self._workers.broadcast([float(own or 0), float(own is not None)])
         if restored:  # by a callback of the chief, such as BackupAndRestore
-            model._initial_epoch = int(initial_epoch)
+            set_initial_epoch(model, int(epoch))
             self._broadcast_state()
             return
         differing = self._differing()

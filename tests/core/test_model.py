@@ -18,6 +18,7 @@ from cases import rotating
 from tensorflow.python.framework.func_graph import FuncGraph
 
 import keras_dist_ext as kde
+from keras_dist_ext._keras.models import HookedModel
 from keras_dist_ext._keras.strategies import strategy_of_variable
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.training import feed
@@ -166,7 +167,8 @@ def test_a_subclass_called_with_inputs_and_outputs_leaves_public_classes_alone()
     inputs = keras.Input((3,))
     net = Sub(inputs, keras.layers.Dense(1)(inputs))
     assert (kde.Model.__bases__, kde.Sequential.__bases__, keras.Model.__bases__) == before
-    assert kde.Model.__bases__ == (keras.Model,)
+    assert kde.Model.__bases__ == (HookedModel,)
+    assert HookedModel.__bases__ == (keras.Model,)
     assert isinstance(net, Sub)
     assert net.input_shape == (None, 3)  # it is a graph
     assert Net.__bases__ == (kde.Model,)

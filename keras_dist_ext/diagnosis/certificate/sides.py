@@ -20,8 +20,8 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.layers import flat_layers, seed_generators
 from keras_dist_ext._keras.losses import without_parts
-from keras_dist_ext._keras.models import begin_fit, build_from_batch, metric_results
-from keras_dist_ext._keras.optimizers import GradientSlots, optimized_variables
+from keras_dist_ext._keras.models import begin_fit, build_as_fit, build_from_batch, metric_results
+from keras_dist_ext._keras.optimizers import GradientSlots, inner_optimizer, optimized_variables, slots_by_attribute
 from keras_dist_ext._keras.random import stateless_random_ops
 from keras_dist_ext._keras.strategies import is_default_strategy, regroup
 from keras_dist_ext._keras.variables import components, is_sync_on_read
@@ -78,7 +78,7 @@ class Side:
 
     def _build(self, batch: Any) -> None:
         if self.is_ours:
-            self.model._maybe_symbolic_build(data_batch=batch)
+            build_as_fit(self.model, batch)
             return
         with contextlib.nullcontext() if self.strategy is None else self.strategy.scope():
             if self.num_replicas > 1:
@@ -118,14 +118,11 @@ class Side:
         paths = {id(variable): path for _, path, variable in self.compared}
         known: dict[int, tuple[str, SlotKind]] = {}
         for _, optimizer in optimizers(self.model):
-            inner = getattr(optimizer, "inner_optimizer", optimizer)
+            name = inner_optimizer(optimizer).name
             trained = [paths.get(id(v), v.path) for v in optimized_variables(optimizer)]
-            for attribute, values in vars(inner).items():
-                if attribute in ("_variables", "_trainable_variables") or not isinstance(values, list):
-                    continue
-                kind = attribute.strip("_")
+            for kind, values in slots_by_attribute(optimizer).items():
                 for slot, path in zip(values, trained, strict=False) if len(values) == len(trained) else ():
-                    known[id(slot)] = f"{inner.name}/{kind} of {path}", SlotKind(kind, path)
+                    known[id(slot)] = f"{name}/{kind} of {path}", SlotKind(kind, path)
         variables = list(self.optimizer_variables())
         found = [known.get(id(v), (v.path, SlotKind(v.path, ""))) for v in variables]
         return list(zip(told_apart(name for name, _ in found), (kind for _, kind in found), strict=True))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.models import KerasFunctional
-from keras_dist_ext._keras.saving import share_registered_name
+from keras_dist_ext._keras.saving import share_registered_name, unpickle_model
 
 __all__ = ["OwnClasses", "class_of_ours"]
 
@@ -57,4 +57,4 @@ def _derived(cls: Any, own: OwnClasses) -> Any:
 def _unpickle(cls: type, own: OwnClasses, file: Any) -> Any:
     ours = class_of_ours(cls, own)
     with keras.saving.custom_object_scope({keras.saving.get_registered_name(cls): ours}):
-        return ours._unpickle_model(file)
+        return unpickle_model(ours, file)

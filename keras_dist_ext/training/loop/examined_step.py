@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.hooks import intercept
-from keras_dist_ext._keras.layers import flat_layers, needs_build
+from keras_dist_ext._keras.layers import clear_losses, flat_layers, needs_build
 from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import replica_id
 from keras_dist_ext._keras.variables import distributed_variable, local_component
@@ -290,7 +290,7 @@ def _trace(
             if explained is None:
                 raise
             raise explained from error
-    loop._clear_losses()
+    clear_losses(loop)
     return graph, returned[0], seen
 
 

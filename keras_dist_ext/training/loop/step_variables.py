@@ -8,10 +8,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.strategies import strategy_of_variable
-from keras_dist_ext._keras.variables import components, distributed_variable, is_sync_on_read, parameter_server_variable
+from keras_dist_ext._keras.variables import (
+    components,
+    distributed_variable,
+    is_sync_on_read,
+    parameter_server_variable,
+    tf_variable,
+)
 from keras_dist_ext.errors import LoopError, ScopeError
 from keras_dist_ext.step.seeds import generator_without_seed
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_variables
@@ -127,7 +132,7 @@ def updated_metrics(loop: Any, name: str, assigned: Sequence[Assignment], output
         LoopError: one has the name of something else.
     """
     changed = {id(distributed_variable(one.variable)) for one in assigned}
-    updated = [m for m in loop._own_metrics if any(id(v._value) in changed for v in m.variables)]
+    updated = [m for m in loop._own_metrics if any(id(tf_variable(v)) in changed for v in m.variables)]
     taken = set(outputs)
     for metric in updated:
         if metric.name in taken:
@@ -152,7 +157,7 @@ def _of_parts(loop: Any) -> list[Any]:
     made += [inner for optimizer in made for _, inner in optimizers(optimizer)]
     kerases = [*loop.variables, *loop.metrics_variables]
     kerases += [variable for optimizer in made for variable in optimizer.variables]
-    return variables + [v._value if isinstance(v, keras.Variable) else v for v in kerases]
+    return variables + [tf_variable(v) for v in kerases]
 
 
 def _shortened(labels: list[str]) -> str:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import current_step
+from keras_dist_ext._keras.strategies import spec_of_replica
 from keras_dist_ext._keras.variables import components, is_sync_on_read
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.errors import LoopError, StrategyError
@@ -205,8 +206,8 @@ class TrainLoop(Model):
     def _find_loss_degrees(self, batch_spec: Any, kind: str) -> None:
         self._loss_degrees[kind] = {}  # the step adds up its own losses
 
-    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        spec = iterator.given.element_spec if iterator is not None else tree.map_structure(_spec_of, data_batch)
+    def _build_for_run(self, iterator: Any, batch: Any) -> None:
+        spec = iterator.given.element_spec if iterator is not None else tree.map_structure(_spec_of, batch)
         kind, spec = self._kind, tree.map_structure(_any_rows, spec)
         signature = [leaf.shape.rank for leaf in tree.flatten(spec) if leaf is not None]
         if self._signatures.get(kind) != signature:
@@ -434,8 +435,7 @@ def _spec_of(leaf: Any) -> Any:
 
 def _any_rows(spec: Any) -> Any:
     """A spec of one replica's rows, however many there are."""
-    if hasattr(spec, "_value_specs"):  # of what TensorFlow has distributed
-        spec = spec._value_specs[0]
+    spec = spec_of_replica(spec)
     if isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape"):
         return None
     shape = spec.shape

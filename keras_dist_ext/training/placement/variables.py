@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_dist_ext._keras.layers import own_variables
 from keras_dist_ext._keras.optimizers import optimized_variables
-from keras_dist_ext._keras.variables import components, move_variable
+from keras_dist_ext._keras.variables import components, move_variable, tf_variable
 from keras_dist_ext.errors import PlacementError
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.training.placement.parts import Part, own_layers
@@ -47,7 +47,7 @@ def _layers(parts: Sequence[Part]) -> Iterator[tuple[Part, Any]]:
 
 
 def _made(layer: Any) -> list[Any]:
-    return [variable for variable in own_variables(layer) if variable._value is not None]
+    return [variable for variable in own_variables(layer) if tf_variable(variable) is not None]
 
 
 def _is_on(variable: Any, devices: Sequence[str]) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_dist_ext._keras.models import set_initial_epoch
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.strategy.consistency import model_fingerprint
 from keras_dist_ext.strategy.workers import Workers, workers_of
@@ -145,7 +146,7 @@ class Resume(RunCallback):
         self._writer.close()
         if self._callbacks is not None:
             self._callbacks = self._loaded = None
-            self.model._initial_epoch = None
+            set_initial_epoch(self.model, None)
             self.model.replica_seeds.order_root = None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -205,7 +206,7 @@ class Resume(RunCallback):
             facts = self._loaded[0]
             self.resumed_from = position = Position(**facts["position"])
             is_over = facts["stopped"] or position.epoch >= self.params["epochs"]
-            self.model._initial_epoch = max(position.epoch, self.params["epochs"]) if is_over else position.epoch
+            set_initial_epoch(self.model, max(position.epoch, self.params["epochs"]) if is_over else position.epoch)
             if not is_over:
                 state = _parts_of(self._loaded[1].get("iterator"))
                 feed.seek(position, self.model.replica_seeds.order_of_pass, state)

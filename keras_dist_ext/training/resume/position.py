@@ -16,7 +16,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras.adapters import ArrayDataAdapter, TFDatasetAdapter, resume_py_dataset, take_examples
+from keras_dist_ext._keras.adapters import (
+    ArrayDataAdapter,
+    TFDatasetAdapter,
+    num_array_examples,
+    resume_py_dataset,
+    take_examples,
+)
 from keras_dist_ext._keras.datasets import caches_in_memory, dataset_graph, has_random_order, has_unseeded_shuffle
 from keras_dist_ext.data.dataset_graph import read_graph
 from keras_dist_ext.errors import DataError
@@ -142,9 +148,9 @@ def batch_sizes(dataset: Any) -> list[int]:
 
 def example_checksum(adapter: Any) -> int | None:
     """Return a checksum of some rows of arrays, to tell others of the same number; None where they cannot be taken."""
-    if not adapter._num_samples:
+    if not num_array_examples(adapter):
         return None
-    rows = np.unique(np.linspace(0, adapter._num_samples - 1, 64).astype(np.int64))
+    rows = np.unique(np.linspace(0, num_array_examples(adapter) - 1, 64).astype(np.int64))
     checksum = 0
     try:
         taken = take_examples(adapter, rows)

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
-from keras_dist_ext._keras.optimizers import optimized_variables
+from keras_dist_ext._keras.optimizers import accumulated_gradients, optimized_variables
 from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext._keras.variables import components, is_sync_on_read
 from keras_dist_ext.errors import ResumeError
@@ -109,11 +109,7 @@ def _is_in_parts(model: Any, name: str, variable: Any) -> bool:
         return len(components(variable)) > 1 or model.distribute_strategy.num_replicas_in_sync > 1
     if not model._gradients_are_parts or not name.startswith("of "):
         return False
-    accumulated = (
-        gradient
-        for _, optimizer in optimizers(model)
-        for gradient in getattr(_inner(optimizer), "_accumulated_gradients", ())
-    )
+    accumulated = (gradient for _, optimizer in optimizers(model) for gradient in accumulated_gradients(optimizer))
     return any(gradient is variable for gradient in accumulated)
 
 
@@ -125,10 +121,6 @@ def _held_optimizers(model: Any) -> Iterator[tuple[str, Any]]:
             if id(optimizer) not in seen:
                 seen.add(id(optimizer))
                 yield name if layer is model else f"{name} of layer {number}", optimizer
-
-
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def _optimizers(model: Any) -> dict[str, dict[str, Any]]:

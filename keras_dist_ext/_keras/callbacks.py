@@ -1,0 +1,31 @@
+"""Look into Keras' own callbacks, and make lists of them that are set up late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_dist_ext._keras import keras
+
+__all__ = ["LateCallbackList", "saves_each_epoch", "traces_batches"]
+
+
+class LateCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
+    """A list of callbacks whose subclass calls ``super().__init__`` later, when the run begins.
+
+    Keras 3.11 looks at `_executor` when a list is deleted (keras/src/callbacks/callback_list.py, `__del__`).
+    """
+
+    _executor: Any = None
+
+
+def saves_each_epoch(callback: Any) -> bool:
+    """Whether a ModelCheckpoint or BackupAndRestore saves at the ends of epochs only.
+
+    keras/src/callbacks/model_checkpoint.py has `save_freq`, backup_and_restore.py has or had `_save_freq`.
+    """
+    return bool(getattr(callback, "save_freq", getattr(callback, "_save_freq", "epoch")) == "epoch")
+
+
+def traces_batches(callback: keras.callbacks.TensorBoard) -> bool:
+    """Whether a TensorBoard callback profiles some batches (keras/src/callbacks/tensorboard.py)."""
+    return bool(callback._should_trace)
