@@ -2,19 +2,25 @@
 
 In reading order:
 
-    replica_step      what a replica computes in a step
-    row_weights       what its numbers weigh in those of the global batch
+    replica_step      what a replica computes in a step, made of:
+    row_weights         what its numbers weigh in those of the global batch
+    draws               the random numbers of a step
+    layer_state         state that layers assign
+    gradients           from a replica's gradients to those of the global batch
+    reducers          how replicas meet: alone, mirrored, on a TPU
+    update            let every replica run an optimizer
+    observer          what may be told of a step while it is traced
+    ancestry          what a value in a graph is computed from
     means             which numbers are means over examples
     batch_scaling     whether a loss is a mean or a sum over examples
     added_losses      what layers give to ``add_loss``
     reduce            sums over replicas
     logs              the metrics of a step
     pass_through      what Keras gets where nothing is shared
-    virtual_replicas  several replicas in turn on one device
+    virtual_replicas  several replicas, one after the other, on one device
     xla, graphs       what is compiled by XLA, and what runs as a graph
     seeds             ``kde.seed_replicas``: a stream of random numbers for each replica
     seed_table        ``kde.describe_seeds``
-    draws             the random numbers of a step
     nan_guard         leave out steps with NaN or infinity
     recorder          record each step on the device
     step_buffer       where that is kept

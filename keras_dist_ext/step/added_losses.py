@@ -31,7 +31,7 @@ def losses_as_means(model: Any, losses: list[Any]) -> list[Any]:
         UnknownLossDegrees: ``find_degrees`` is to be called before.
     """
     step = current_step()
-    if not isinstance(step, ReplicaStep) or step.num_replicas == 1 or not step.adds_losses_of(model):
+    if not isinstance(step, ReplicaStep) or step.num_replicas == 1 or not step.weights.adds_losses_of(model):
         return losses
     added = {id(loss): (layer, i) for layer in flat_layers(model) for i, loss in enumerate(layer_losses(layer))}
     if not any(id(loss) in added for loss in losses):
@@ -44,7 +44,7 @@ def losses_as_means(model: Any, losses: list[Any]) -> list[Any]:
         layer, place = added.get(id(loss), (None, 0))
         degrees = known[step.kind].get(id(layer), [])
         # One that was not met when the model was traced says by itself how it grows, if anything does.
-        return step.additional_loss(loss, degrees[place]) if place < len(degrees) else step.as_mean(loss)
+        return step.weights.additional_loss(loss, degrees[place]) if place < len(degrees) else step.as_mean(loss)
 
     return [exact(loss) for loss in losses]
 

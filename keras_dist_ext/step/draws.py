@@ -7,36 +7,34 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras.strategies import replica_id
 from keras_dist_ext._keras.tracing import in_xla
 from keras_dist_ext.hashing import fold_in, replica_offset
 from keras_dist_ext.messages import warn_once
+from keras_dist_ext.step.reducers import Reducer
 from keras_dist_ext.step.xla import draw_as_uncompiled
 
-__all__ = ["Draws"]
+__all__ = ["RandomStreams"]
 
 
-class Draws:
+class RandomStreams:
     """What one replica draws in a step.
+
+    Attributes:
+        is_drawing: whether a generator is giving a seed just now, and assigns its state for that.
 
     Args:
         model: the Keras model, with its ``replica_seeds``.
-        num_replicas: in sync, over all workers.
+        reducer: how the replica meets the others.
         without_seed: the generator behind ``seed=None``.
     """
 
-    def __init__(self, model: Any, num_replicas: int, without_seed: Any) -> None:
-        self.model = model
-        self.num_replicas = num_replicas
+    def __init__(self, model: Any, reducer: Reducer, without_seed: Any) -> None:
+        self.is_drawing = False
+        self._model = model
+        self._reducer = reducer
         self._seeds: Any = getattr(model, "replica_seeds", None)
         self._generator_without_seed = without_seed
-        self._draws_seed = False
         self._num_ops = 0  # of `tf.random` so far
-
-    @property
-    def replica_id(self) -> Any:
-        """The replica's number over all workers: an int but on TPUs."""
-        return replica_id()
 
     def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
         """Give each replica a stream of its own; the first replica's is that of one device (see ``seeds``)."""
@@ -46,23 +44,23 @@ class Draws:
             ordered = ordered or seeds.root is not None
         elif seeds is not None and seeds.root is not None and not seeds.has(generator):
             warn_once(
-                f"A step of '{self.model.name}' draws from {generator.name!r}, a SeedGenerator that neither the model "
+                f"A step of '{self._model.name}' draws from {generator.name!r}, a SeedGenerator that neither the model "
                 "nor a layer of it holds: it keeps a seed of its own, and what it has drawn is not saved. Make it an "
                 "attribute of the layer or the model."
             )
-        self._draws_seed = True
+        self.is_drawing = True
         try:
             state = original(ordered)
         finally:
-            self._draws_seed = False
-        replica = self.replica_id
-        if self.num_replicas == 1 or (isinstance(replica, int) and replica == 0):
+            self.is_drawing = False
+        replica = self._reducer.replica_id
+        if self._reducer.num_replicas == 1 or (isinstance(replica, int) and replica == 0):
             return state
         return state + tf.cast(replica_offset(replica), state.dtype)
 
     def op_seeds(self, op_seed: Any, original: Callable[[Any], Any]) -> Any:
         """Seed a ``tf.random`` op: by its place in the step from the global seed, else apart from other replicas'."""
-        replica = self.replica_id
+        replica = self._reducer.replica_id
         if not isinstance(replica, int):
             return original(op_seed)  # one trace for all replicas of a TPU
         if op_seed is None and self._seeds is not None and self._seeds.root is not None:
@@ -79,7 +77,7 @@ class Draws:
         """Warn that an integer as a seed gives every replica the same numbers."""
         is_seeded = self._seeds is not None and self._seeds.root is not None
         is_initializer = tf.executing_eagerly()  # it runs outside of the graph, and all replicas want its numbers
-        if self.num_replicas > 1 and not is_seeded and not is_initializer:
+        if self._reducer.num_replicas > 1 and not is_seeded and not is_initializer:
             warn_once(
                 f"keras.random was called with seed={seed} in a step: an integer is a constant, so every replica draws "
                 "the same numbers, at every step. Pass a keras.random.SeedGenerator instead; or, if that is what you "

@@ -12,10 +12,10 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import current_step
 from keras_dist_ext._keras.strategies import regroup
-from keras_dist_ext._keras.variables import components, is_sync_on_read
-from keras_dist_ext.step.reduce import shares_memory, sum_over_replicas
+from keras_dist_ext._keras.variables import components, is_sync_on_read, local_component
+from keras_dist_ext.step.reduce import as_float, shares_memory, sum_over_replicas
 
-__all__ = ["VALUE", "ComputesWithResults", "Result", "computes_with", "noted_results", "pooled_state"]
+__all__ = ["VALUE", "ComputesWithResults", "Result", "computes_with", "noted_results", "pooled_result", "pooled_state"]
 
 VALUE = object()  # in the plan of a step's logs, among `Result`s: a leaf that no metric holds
 
@@ -82,6 +82,15 @@ def _noting(metric: Any) -> Callable[[], Any]:
         return value if note is None else note(metric, value)
 
     return result
+
+
+def pooled_result(metric: Any, sum_over_replicas: Callable[[Sequence[Any]], list[Any]]) -> Any:
+    """Compute a metric's result from the state of all replicas, in replica context."""
+    variables = [v for v in metric.variables if is_sync_on_read(v)]
+    sums = sum_over_replicas([as_float(local_component(v)) for v in variables])
+    mapping = [(v, tf.cast(total, v.dtype)) for v, total in zip(variables, sums, strict=True)]
+    with keras.StatelessScope(state_mapping=mapping):
+        return type(metric).result(metric)
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ class Means:
         """Whether numbers are looked into at all."""
         return self._degrees is not None
 
-    def know(self, value: Any) -> Any:
+    def mark_as_mean(self, value: Any) -> Any:
         """Remember that a tensor is a mean, and return it."""
         self._means[id(value)] = value
         return value

@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.variables import components, is_sync_on_read, local_component
 
-__all__ = ["DATA", "GRADIENTS", "LOSS", "BadStep", "Guard", "StepGuard"]
+__all__ = ["DATA", "GRADIENTS", "LOSS", "BadStep", "Guard", "ReplicaGuard", "StepGuard"]
 
 LOSS, GRADIENTS, DATA = 1, 2, 4  # where a replica has found what is not finite: a sum of these
 _REMEMBERED = 16  # K
@@ -186,6 +186,33 @@ class StepGuard:
         tf.cond(is_news, remember, lambda: tf.constant(False))
         tf.cond(tf.logical_or(is_bad, was_stopped), put_back, lambda: tf.constant(False))
         self._state.assign(tf.concat([tf.stack(counts), tf.zeros_like(found)], axis=0))
+
+
+class ReplicaGuard:
+    """What one replica finds in a step that is guarded.
+
+    Attributes:
+        of_step: guards the step, for all virtual replicas that a real one carries.
+        batch: the replica's, which is looked at when something is wrong.
+        losses: scalars of the step.
+
+    Args:
+        of_step: see above.
+        replica: its number, and
+        num_replicas: among so many, see ``StepGuard.found``.
+        rows: of its batch.
+    """
+
+    def __init__(self, of_step: StepGuard, replica: Any, num_replicas: int, rows: int | tf.Tensor) -> None:
+        self.of_step = of_step
+        self.batch: Any = None
+        self.losses: list[Any] = []
+        self._own = replica, num_replicas, rows
+
+    def found(self, gradients: Sequence[Any], optimizer: Any = None) -> tf.Tensor:
+        """Return what the replica has found, see ``StepGuard.found``."""
+        scale = getattr(optimizer, "dynamic_scale", None)
+        return self.of_step.found(*self._own, self.batch, self.losses, gradients, scale)
 
 
 def _all_finite(values: Sequence[Any]) -> tf.Tensor:

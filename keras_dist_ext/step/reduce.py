@@ -18,6 +18,7 @@ __all__ = [
     "PlainSum",
     "apart",
     "combine_duplicates",
+    "as_float",
     "keep_first_part",
     "of_dtype",
     "parts_of",
@@ -253,6 +254,12 @@ def times(value: Any, factor: float | tf.Tensor) -> Any:
 def of_dtype(factor: float | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Give a scalar a dtype; tf.cast would make a float32 of a Python float first."""
     return tf.cast(factor, dtype) if tf.is_tensor(factor) else tf.constant(factor, dtype)
+
+
+def as_float(value: Any) -> tf.Tensor:
+    """Return a tensor of floats, of its own kind if it is of floats."""
+    value = tf.convert_to_tensor(value)
+    return value if value.dtype.is_floating else tf.cast(value, tf.float32)
 
 
 def sum_parts(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:

@@ -8,7 +8,7 @@ Letters: n = rows of a replica, N = rows of the global batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -18,20 +18,22 @@ from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.losses import apply_mask
 from keras_dist_ext._keras.models import tracks_loss
 from keras_dist_ext.step.means import Degrees, Means, Term
-from keras_dist_ext.step.reduce import of_dtype, times
+from keras_dist_ext.step.reduce import as_float, of_dtype, times
+from keras_dist_ext.step.reducers import Reducer
 
-__all__ = ["Weighting", "as_float"]
+__all__ = ["RowWeights"]
 
 
-class Weighting:
+class RowWeights:
     """One replica's weight in a step, and what of its numbers are means over its rows.
 
     Args:
         model: the Keras model.
         rows: n, an int where static.
         global_rows: N, an int where static.
-        num_replicas: in sync, over all workers.
-        degrees: how numbers grow with the rows, where the graph does not tell; None takes all of them for means.
+        reducer: how the replica meets the others.
+        degrees: how numbers grow with the rows, where the graph does not tell. None takes all of them for means, and
+            leaves losses that an optimizer scales as they are: gradients are weighted when they are summed.
     """
 
     def __init__(
@@ -39,23 +41,19 @@ class Weighting:
         model: Any,
         rows: int | tf.Tensor,
         global_rows: int | tf.Tensor,
-        num_replicas: int,
+        reducer: Reducer,
         degrees: Degrees | None,
     ) -> None:
-        self.model = model
-        self.num_replicas = num_replicas
         self.rows = rows
         self.global_rows = global_rows
+        self._model = model
+        self._reducer = reducer
+        self._num_replicas = reducer.num_replicas
         self._can_be_empty = not (isinstance(rows, int) and rows > 0)
         self._scaled: set[int] = set()  # ids of optimizers that have scaled the loss by the share
         self._weighted: dict[int, Any] = {}  # by id: losses that were
-        self._has_mixed = False  # whether a layer has summed over replicas
         self._means = Means(rows, degrees)
         self._has_sums = False  # whether a loss was a sum over all rows, and was made a mean
-
-    def sum_over_replicas(self, values: Sequence[Any]) -> list[Any]:
-        """Add up each value over all replicas; every replica gets the sums."""
-        raise NotImplementedError
 
     @property
     def share(self) -> float | tf.Tensor:
@@ -65,17 +63,17 @@ class Weighting:
         return tf.math.divide_no_nan(tf.cast(self.rows, tf.float64), tf.cast(self.global_rows, tf.float64))
 
     @property
-    def _inverse_share(self) -> float | tf.Tensor:
+    def inverse_share(self) -> float | tf.Tensor:
         """N / n, and 0 for an empty replica."""
         if isinstance(self.rows, int) and isinstance(self.global_rows, int):
             return self.global_rows / self.rows if self.rows else 0.0
         return tf.math.divide_no_nan(tf.cast(self.global_rows, tf.float64), tf.cast(self.rows, tf.float64))
 
-    def reduce_loss(self, local: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> Any:
+    def reduce_loss(self, local: Any, sample_weight: Any, mask: Any, reduction: str | None) -> Any:
         """Turn a replica's reduced loss into one whose mean over replicas, weighted by share, is the global loss."""
-        if self.num_replicas == 1 or reduction in (None, "none"):
+        if self._num_replicas == 1 or reduction in (None, "none"):
             return local
-        return self._means.know(self._mean_loss(local, sample_weight, mask, reduction))
+        return self._means.mark_as_mean(self._mean_loss(local, sample_weight, mask, reduction))
 
     def _mean_loss(self, local: Any, sample_weight: Any, mask: Any, reduction: str | None) -> Any:
         if tuple(local.shape) == (0,):
@@ -83,43 +81,43 @@ class Weighting:
         weighted = reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None)
         if reduction == "sum" or (weighted and mask is None and not _rank(sample_weight)):
             self._has_sums = True
-            return times(local, self._inverse_share)
+            return times(local, self.inverse_share)
         if mask is None and not weighted:
             return local
         elements = tf.convert_to_tensor(apply_mask(sample_weight, mask, local.dtype, reduction)) if weighted else mask
         count = tf.reduce_sum(tf.cast(elements, tf.float64 if local.dtype == tf.float64 else tf.float32))
-        (global_count,) = self.sum_over_replicas([count])
-        factor = tf.math.divide_no_nan(count, global_count) * of_dtype(self._inverse_share, count.dtype)
+        (global_count,) = self._reducer.sum([count])
+        factor = tf.math.divide_no_nan(count, global_count) * of_dtype(self.inverse_share, count.dtype)
         return local * tf.cast(tf.stop_gradient(factor), local.dtype)
 
     def adds_losses_of(self, model: Any) -> bool:
         """Whether what layers of a model have added to the loss is part of this step, and is made means by it."""
-        if model is self.model:
+        if model is self._model:
             return True
-        return self._means.are_read and any(layer is model for layer in flat_layers(self.model))
+        return self._means.are_read and any(layer is model for layer in flat_layers(self._model))
 
     def additional_loss(self, local: tf.Tensor, degree: Any) -> tf.Tensor:
         """Turn what a layer gave to ``add_loss`` into a mean: it grows with the rows to the power ``degree``."""
-        return self._means.know(times(local, self._factor(degree)) if degree else local)
+        return self._means.mark_as_mean(times(local, self._factor(degree)) if degree else local)
 
     def _factor(self, degree: Any) -> float | tf.Tensor:
         """What makes a mean of a number that grows with the rows to the power ``degree``."""
         if degree < 0:  # a sum over all rows, divided by the rows at hand; else, it is of pairs of rows
             return self.share ** -float(degree) if self._has_sums else 1.0
-        return self._inverse_share ** float(degree)
+        return self.inverse_share ** float(degree)
 
     def as_mean(self, value: Any) -> Any:
         """Turn a scalar of the user's code into one whose mean over replicas, weighted by share, is the global one."""
-        if self.num_replicas == 1 or _rank(value) > 0:
+        if self._num_replicas == 1 or _rank(value) > 0:
             return value
         terms = self._means.terms(value)
         if not any(term.degree for term in terms):
             return value
-        return self._means.know(tf.add_n([self._mean_of(term, as_float(term.value)) for term in terms]))
+        return self._means.mark_as_mean(tf.add_n([self._mean_of(term, as_float(term.value)) for term in terms]))
 
-    def take_for_mean(self, value: Any) -> None:
+    def mark_as_mean(self, value: Any) -> None:
         """Take a tensor for what ``as_mean`` has returned."""
-        self._means.know(value)
+        self._means.mark_as_mean(value)
 
     def _mean_of(self, term: Term, value: tf.Tensor) -> tf.Tensor:
         factor = self._factor(term.degree) if term.degree else 1.0
@@ -138,10 +136,10 @@ class Weighting:
         """
         flat = tf.nest.flatten(target)
         of_variables = all(isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources))
-        if self.num_replicas == 1 or not of_variables or not all(isinstance(value, tf.Tensor) for value in flat):
+        if self._num_replicas == 1 or not of_variables or not all(isinstance(value, tf.Tensor) for value in flat):
             return gradient(target, None)
         terms = [term for value in flat for term in self._means.terms(value)]
-        must_weigh = self._has_mixed and not any(id(value) in self._weighted for value in flat)
+        must_weigh = self._reducer.has_mixed and not any(id(value) in self._weighted for value in flat)
         if not must_weigh and not any(term.degree for term in terms):
             return gradient(target, None)
         values = [term.value for term in terms]
@@ -149,15 +147,15 @@ class Weighting:
         if not must_weigh:
             return gradient(values, factors)
         gradients = gradient(values, [times(factor, self.share) for factor in factors])
-        return tf.nest.map_structure(lambda g: None if g is None else times(g, self._inverse_share), gradients)
+        return tf.nest.map_structure(lambda g: None if g is None else times(g, self.inverse_share), gradients)
 
     def sum_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Make a scalar that a step gives to a ``Sum`` count once for the global batch, not once a replica."""
-        if self.num_replicas == 1 or not self._means.are_read or _rank(values) + _rank(sample_weight) > 0:
+        if self._num_replicas == 1 or not self._means.are_read or _rank(values) + _rank(sample_weight) > 0:
             return values, sample_weight
         values = tf.cast(self.as_mean(values), metric.dtype)
         weight = self._weight(metric, 1.0 if sample_weight is None else sample_weight)
-        return self._zero_if_empty([values * weight])[0], None
+        return self.zero_if_empty([values * weight])[0], None
 
     def _weight(self, metric: Any, sample_weight: Any) -> Any:
         """What a scalar weighs on this replica, so that all replicas together give it the weight on one device."""
@@ -167,7 +165,7 @@ class Weighting:
 
     def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Make a scalar that a step gives to a ``Mean`` count once for the global batch, not once a replica."""
-        if self.num_replicas == 1:
+        if self._num_replicas == 1:
             return values, sample_weight
         if _rank(values) == 0:
             values = self.as_mean(values)
@@ -175,7 +173,7 @@ class Weighting:
             return values, sample_weight
         if sample_weight is None:
             sample_weight = of_dtype(self.share, metric.dtype)
-        elif self._means.are_read and not _rank(sample_weight) and not tracks_loss(self.model, metric):
+        elif self._means.are_read and not _rank(sample_weight) and not tracks_loss(self._model, metric):
             sample_weight = self._weight(metric, sample_weight)  # what Keras tracks, it weighs by rows
         if self._can_be_empty:  # the mean of nothing is not a number, and weighs nothing
             values = tf.convert_to_tensor(values)
@@ -185,15 +183,26 @@ class Weighting:
 
     def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any:
         """Weight the loss by the replica's share (a vector of losses is a sum: its weight is 1)."""
-        if self.num_replicas == 1:
+        if self._num_replicas == 1 or not self._means.are_read:
             return original(loss)
         scaled = original(self.as_mean(loss))
         self._scaled.add(id(optimizer))
         weighted = times(scaled, self.share) if scaled.shape.rank == 0 else scaled
         self._weighted[id(weighted)] = weighted
-        return self._means.know(weighted)
+        return self._means.mark_as_mean(weighted)
 
-    def _zero_if_empty(self, values: list[Any]) -> list[Any]:
+    def is_weighted(self, optimizer: Any) -> bool:
+        """Whether the loss that an optimizer has scaled was weighted, and with it its gradients."""
+        return id(optimizer) in self._scaled
+
+    def terms(self, optimizer: Any, gradients: list[Any]) -> list[Any]:
+        """Return what this replica's gradients add to those of the global batch, those given to an optimizer."""
+        if not self.is_weighted(optimizer):
+            gradients = [times(g, self.share) for g in gradients]
+        self._scaled.discard(id(optimizer))
+        return self.zero_if_empty(gradients)
+
+    def zero_if_empty(self, values: list[Any]) -> list[Any]:
         """Replace what an empty batch gave (perhaps NaN) by zeros."""
         if not self._can_be_empty or not values:
             return values
@@ -213,9 +222,3 @@ def _rank(value: Any) -> int:
     """How many dimensions; some, if that is not known."""
     shape = tf.TensorShape(getattr(value, "shape", ()))
     return 1 if shape.rank is None else shape.rank
-
-
-def as_float(value: Any) -> tf.Tensor:
-    """Return a tensor of floats, of its own kind if it is of floats."""
-    value = tf.convert_to_tensor(value)
-    return value if value.dtype.is_floating else tf.cast(value, tf.float32)

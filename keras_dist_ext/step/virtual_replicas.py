@@ -1,14 +1,15 @@
-"""Run the virtual replicas that one real replica carries, in turns, within one step.
+"""Run the virtual replicas that one real replica carries, one after the other, within one step.
 
 A virtual replica has its rows of the global batch, its random streams, its batch statistics and its place in the sums:
-it is a ``ReplicaStep`` as any. It runs in a thread of its own that stops wherever replicas meet (a sum, an update of
-the weights), until the others of this real replica are there too. So steps of the user's own, losses with masks and
-layers that sum over replicas need nothing else. One thread runs at a time, and in graphs they live while tracing only.
+it is a ``ReplicaStep`` with a ``Reducer`` of its own. It runs in a thread that is suspended at each point where
+replicas synchronize (a sum, an update of the weights), until the others of this real replica have come there too. So
+steps of the user's own, losses with masks and layers that sum over replicas need nothing else. One thread runs at a
+time, and in graphs they live while tracing only.
 
 Each virtual replica finds the state of layers and random generators as it was when the step began. Then the state
-becomes the mean over all, weighted by rows, and counters have gone on as for one.
+becomes the mean over all, weighted by rows, and counters have advanced as for one.
 
-Letters: V = virtual replicas, P = real ones, both over all workers; a real one has V / P turns a step.
+Letters: V = virtual replicas, P = real ones, both over all workers; a real one carries V / P in a step.
 """
 
 from __future__ import annotations
@@ -25,27 +26,39 @@ import tensorflow as tf
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.layers import get_layer_losses, set_layer_losses
-from keras_dist_ext._keras.optimizers import optimized_variables
-from keras_dist_ext._keras.tracing import capture_thread_context, clone_function
-from keras_dist_ext._keras.variables import local_component
+from keras_dist_ext._keras.tracing import capture_thread_context
+from keras_dist_ext._keras.variables import is_sync_on_read, local_component
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.step.reduce import OrderedSum, PlainSum, apart
-from keras_dist_ext.step.replica_step import ReplicaStep, assign_mean
+from keras_dist_ext.step.reducers import MirroredReducer, Reducer, reducer_of
+from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
+from keras_dist_ext.step.update import (
+    Update,
+    assign_mean,
+    build_optimizer,
+    run_optimizer,
+    split_flags,
+    sum_terms,
+)
 from keras_dist_ext.strategy.virtual import VirtualReplicas
 
-__all__ = ["in_turns"]
+__all__ = ["run_virtual_replicas"]
 
 
-def in_turns(
+Run = Callable[[ReplicaStep, Any], tuple[Any, list[Any]]]
+
+
+def run_virtual_replicas(
     virtual: VirtualReplicas,
     model: Any,
     parts: Sequence[Any],
     global_rows: int | tf.Tensor,
-    run: Callable[[ReplicaStep, Any], tuple[Any, list[Any]]],
+    run: Run,
+    options: StepOptions,
     *,
+    loops: bool = False,
     side_by_side: bool = False,
-    **options: Any,
 ) -> tuple[Any, list[Any]]:
     """Run the virtual replicas of this real one, in replica context.
 
@@ -55,25 +68,27 @@ def in_turns(
         parts: the batch of each that this real replica carries.
         global_rows: rows of the global batch.
         run: makes the step of one replica on its batch; returns anything, and values that are to be added up.
+        options: of the step.
+        loops: whether one execution may make several steps.
         side_by_side: whether TensorFlow may compute several at a time, which takes the memory of all.
-        options: for ``ReplicaStep``.
 
     Returns:
         What ``run`` has returned for the first, and the sums over those carried.
     """
-    return _Turns(virtual, model, parts, global_rows, options, side_by_side=side_by_side).run(run)
+    replicas = _VirtualReplicas(virtual, model, parts, global_rows, options, loops=loops, side_by_side=side_by_side)
+    return replicas.run(run)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Meeting:
-    """Where a virtual replica has stopped: what for, what it adds to a sum, and what the others need to know."""
+class SyncPoint:
+    """Where a virtual replica is suspended: what for, what it adds to a sum, and what the others need to know."""
 
-    kind: Literal["sum", "agree", "update", "result", "end"]
+    kind: Literal["sum", "assign", "update", "result", "end"]
     values: list[Any]
     subject: Any = None
 
 
-class _Turns:
+class _VirtualReplicas:
     """The virtual replicas of one real one, during one step."""
 
     def __init__(
@@ -82,127 +97,123 @@ class _Turns:
         model: Any,
         parts: Sequence[Any],
         global_rows: int | tf.Tensor,
-        options: dict[str, Any],
+        options: StepOptions,
         *,
+        loops: bool,
         side_by_side: bool,
     ) -> None:
         context = tf.distribute.get_replica_context()
-        self._real = ReplicaStep(model, 1, context.num_replicas_in_sync, **options)
+        self._real = reducer_of(model, loops=loops)
         self._virtual = virtual
         self._side_by_side = side_by_side
         self._parts = parts
         self._first = self._real.replica_id * len(parts)
-        self.state = _State(model)
+        self._state = _State(model)
         self._place = capture_thread_context(_OneOfSeveral(context.strategy, self._real.replica_id))
         self._before: list[Any] = []
-        self._replicas = [
-            _VirtualReplica(
-                model, virtual.count, self._first + turn, self.state, data.num_rows(part), global_rows, options
-            )
-            for turn, part in enumerate(parts)
+        self._reducers = [
+            _VirtualReducer(self._real, virtual.count, self._first + place, self._state) for place in range(len(parts))
+        ]
+        self._steps = [
+            ReplicaStep(model, data.num_rows(part), global_rows, options, reducer)
+            for part, reducer in zip(parts, self._reducers, strict=True)
         ]
 
-    def run(self, run: Callable[[ReplicaStep, Any], tuple[Any, list[Any]]]) -> tuple[Any, list[Any]]:
-        for turn, replica in enumerate(self._replicas):
-            replica.thread = _Thread(functools.partial(self._one, run, turn))
+    def run(self, run: Run) -> tuple[Any, list[Any]]:
+        """See ``run_virtual_replicas``."""
+        for place, reducer in enumerate(self._reducers):
+            reducer.thread = _SuspendableThread(functools.partial(self._one, run, place))
         answer: Any = None
         try:
             while True:
                 total = self._new_sum()
-                meeting = self._meet(total, answer)
-                if meeting.kind == "end":
-                    return meeting.subject, total.values
-                answer = self._answer(meeting, total)
+                point = self._resume_all(total, answer)
+                if point.kind == "end":
+                    return point.subject, total.values
+                answer = self._answer(point, total)
         finally:
-            for replica in self._replicas:
-                replica.thread.end()
+            for reducer in self._reducers:
+                reducer.thread.end()
 
-    def _new_sum(self) -> Any:
+    def _new_sum(self) -> OrderedSum | PlainSum:
         return OrderedSum(self._virtual.count) if self._virtual.is_ordered else PlainSum()
 
-    def _one(self, run: Callable[[ReplicaStep, Any], tuple[Any, list[Any]]], turn: int) -> _Meeting:
-        replica, part = self._replicas[turn], self._parts[turn]
-        with self._place(f"virtual_replica_{replica.replica_id}"), intercept(replica):
+    def _one(self, run: Run, place: int) -> SyncPoint:
+        step, part = self._steps[place], self._parts[place]
+        with self._place(f"virtual_replica_{step.replica_id}"), intercept(step):
             with tf.control_dependencies(self._before):  # what the last one's gradients were made from is free by then
                 part = tree.map_structure(lambda leaf: leaf if leaf is None else apart(leaf), part)
-            replica.batch = part
-            subject, values = run(replica, part)
-        return _Meeting("end", values, subject)
+            step.guard_batch(part)
+            subject, values = run(step, part)
+        return SyncPoint("end", values, subject)
 
-    def _meet(self, total: Any, answer: Any) -> _Meeting:
-        """Let each go on until it stops again, all for the same reason."""
-        meetings: list[_Meeting] = []
-        for turn, replica in enumerate(self._replicas):
-            with self.state.of(turn):
-                meetings.append(replica.thread.go_on(answer))
-            first, this = meetings[0], meetings[-1]
+    def _resume_all(self, total: OrderedSum | PlainSum, answer: Any) -> SyncPoint:
+        """Let each run until it is suspended again, all for the same reason."""
+        points: list[SyncPoint] = []
+        for place, reducer in enumerate(self._reducers):
+            with self._state.of(place):
+                points.append(reducer.thread.resume(answer))
+            first, this = points[0], points[-1]
             if first.kind != this.kind or len(first.values) != len(this.values):
                 raise StrategyError(
                     f"Virtual replica {self._first} stopped for '{first.kind}' with {len(first.values)} values, and "
-                    f"{replica.replica_id} for '{this.kind}' with {len(this.values)}. All replicas must run the same "
+                    f"{reducer.replica_id} for '{this.kind}' with {len(this.values)}. All replicas must run the same "
                     "code: take out of the step what depends on a replica's number, or on how often it was traced."
                 )
-            total.add(replica.replica_id, this.values)
+            total.add(reducer.replica_id, this.values)
             is_last = this.kind in ("update", "end") and not self._side_by_side and not tf.executing_eagerly()
             self._before = _tensors(this.values) if is_last else []
-        return meetings[0]
+        return points[0]
 
-    def _answer(self, meeting: _Meeting, total: Any) -> Any:
-        """Do what they have stopped for, once for all."""
-        if meeting.kind == "sum":
+    def _answer(self, point: SyncPoint, total: OrderedSum | PlainSum) -> Any:
+        """Do what they were suspended for, once for all."""
+        if point.kind == "sum":
             return total.over_replicas()
-        if meeting.kind == "agree":
-            self.state.settle(meeting.subject, total.over_replicas())
-        elif meeting.kind == "update":
-            self._update(total, *meeting.subject)
-        elif meeting.kind == "result":
-            return self._real.pooled_result(meeting.subject)
+        if point.kind == "assign":
+            self._state.assign_reduced(point.subject, total.over_replicas())
+        elif point.kind == "update":
+            self._update(total, point.subject)
+        elif point.kind == "result":
+            return self._real.pooled_result(point.subject)
         return None
 
-    def _update(
-        self, total: Any, optimizer: Any, grads: list[Any], variables: list[Any], original: Any, states: list[Any]
-    ) -> None:
-        real = self._real
-        num_gradients = len([g for g in grads if g is not None])
+    def _update(self, total: OrderedSum | PlainSum, update: Update) -> None:
+        real, num_gradients = self._real, len(update.terms)
         if real.num_replicas > 1:
-            real.build(optimizer, variables)
+            build_optimizer(update.optimizer, update.variables)
         if self._virtual.is_ordered or real.num_replicas == 1:
             summed = total.over_replicas()
             gradients, values = summed[:num_gradients], summed[num_gradients:]
         else:
-            trained = [v for g, v in zip(grads, variables, strict=True) if g is not None]
-            gradients, values = real.reduce(
-                optimizer, trained, total.values[:num_gradients], total.values[num_gradients:]
-            )
-        values, may_update = real.settle(values)
-        self.state.settle(states, values)
-        self.state.forget(variables)
-        real.update(grads, gradients, variables, original, may_update)
+            gradients, values = sum_terms(real, update, total.values[:num_gradients], total.values[num_gradients:])
+        values, may_update = split_flags(update.guard, values)
+        self._state.assign_reduced(update.states, values)
+        self._state.share(update.variables)
+        run_optimizer(real, update, gradients, may_update)
 
 
 def _tensors(values: Sequence[Any]) -> list[Any]:
     return [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
 
 
-class _VirtualReplica(ReplicaStep):
-    """One virtual replica's part of a step."""
+class _VirtualReducer(Reducer):
+    """How a virtual replica meets all others: its thread is suspended until those of its real replica are there too.
 
-    thread: _Thread
+    Args:
+        real: how the real replica meets the others.
+        num_replicas: V.
+        replica_id: the number among them.
+        state: what each virtual replica has for itself.
+    """
 
-    def __init__(
-        self,
-        model: Any,
-        num_replicas: int,
-        replica_id: int,
-        state: _State,
-        rows: int | tf.Tensor,
-        global_rows: int | tf.Tensor,
-        options: dict[str, Any],
-    ) -> None:
-        super().__init__(model, rows, global_rows, **options)
+    thread: _SuspendableThread
+
+    def __init__(self, real: Reducer, num_replicas: int, replica_id: int, state: _State) -> None:
         self.num_replicas = num_replicas
+        self.traces_each_replica = real.traces_each_replica
+        self.virtual_replica = self._replica_id = replica_id
+        self._real = real
         self._state = state
-        self.turn = self._replica_id = replica_id
 
     @property
     def replica_id(self) -> int:
@@ -210,54 +221,65 @@ class _VirtualReplica(ReplicaStep):
         return self._replica_id
 
     @property
+    def traces_functions_anew(self) -> bool:
+        """Always: a trace holds the replica's seeds and weights."""
+        return True
+
+    @property
     def sums_in_layers(self) -> bool:
         """Sums inside of a layer go over all virtual replicas."""
         return True
 
-    def _meet(self, meeting: _Meeting) -> Any:
+    def _suspend(self, point: SyncPoint) -> Any:
         self._state.check_graph()
-        self.check_loop(meeting.values)
-        return self.thread.stop_for(meeting)
+        if isinstance(self._real, MirroredReducer):
+            self._real.check_loop(point.values)
+        return self.thread.suspend(point)
 
-    def sum_over_replicas(self, values: Sequence[Any]) -> list[Any]:
+    def sum(self, values: Sequence[Any]) -> list[Any]:
         """Add up each value over all virtual replicas."""
-        return list(self._meet(_Meeting("sum", list(values))))
+        return list(self._suspend(SyncPoint("sum", list(values))))
 
-    def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
+    def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
+        """Leave it to the real replica, which runs the optimizer for all.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError
+
+    def updating(self) -> contextlib.AbstractContextManager[None]:
+        """See ``sum_if``.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError
+
+    def prepare(self, optimizer: Any, variables: list[Any], *, guards: bool) -> None:
+        """Leave it to the real replica."""
+
+    def update(self, update: Update) -> None:
         """Have the optimizer run once for all virtual replicas, with the sum of their gradients."""
-        grads = list(grads)
-        variables = list(optimized_variables(optimizer) if variables is None else variables)
-        gradients, states, values = self.contribution(optimizer, grads)
-        self._meet(_Meeting("update", gradients + values, (optimizer, grads, variables, original, states)))
+        self._suspend(SyncPoint("update", update.terms + update.values, update))
 
-    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
-        """Assign for this virtual replica alone; metrics add up."""
-        if self.guard is not None:
-            self.guard.note(variable)
+    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> bool:
+        """Assign for this virtual replica only; metrics add up."""
         if variable.synchronization == "on_read":
             original(value)
-            return
+            return False
         self._state.note(variable)
         local = local_component(variable)
         local.assign(tf.cast(value, local.dtype))
-        self._note_assigned(variable)
+        return not is_sync_on_read(variable)
 
-    def trace_of(self, function: Any) -> Any:
-        """Have a tf.function traced for this virtual replica: a trace holds the replica's seeds and weights."""
-        if id(function) not in self._functions:
-            self._functions[id(function)] = (function, clone_function(function))
-        return self._functions[id(function)][1]
+    def assign_mean(self, variables: list[Any], terms: list[Any]) -> None:
+        """Assign to variables the sum over all virtual replicas of what each adds to it."""
+        self._suspend(SyncPoint("assign", terms, variables))
 
     def pooled_result(self, metric: Any) -> Any:
         """The result of a metric once all virtual replicas have come here."""
-        return self._meet(_Meeting("result", [], metric))
-
-    def finish(self, logs: Any) -> list[tf.Tensor]:
-        """Agree on what is left, and return the leaves of the logs that are not results of metrics."""
-        states, values = self.assigned_state()
-        if states:
-            self._meet(_Meeting("agree", values, states))
-        return super().finish(logs)
+        return self._suspend(SyncPoint("result", [], metric))
 
 
 class _State:
@@ -269,9 +291,9 @@ class _State:
         self._variables: dict[int, Any] = {}
         self._start: dict[int, Any] = {}  # what a variable held when the step began
         self._held: dict[int, Any] = {}  # what it holds now
-        self._own: dict[tuple[int, int], Any] = {}  # what it holds for a turn that has assigned it
+        self._own: dict[tuple[int, int], Any] = {}  # what it holds for a replica that has assigned it
         self._losses: dict[int, Any] = {}
-        self._new: dict[int, None] = {}  # assigned in this turn
+        self._new: dict[int, None] = {}  # assigned by the replica that runs
 
     def check_graph(self) -> None:
         """See that replicas can meet here.
@@ -288,19 +310,19 @@ class _State:
             )
 
     @contextlib.contextmanager
-    def of(self, turn: int) -> Iterator[None]:
-        """Put the state of a turn in place, and keep what becomes of it."""
+    def of(self, place: int) -> Iterator[None]:
+        """Put the state of a virtual replica in place, and keep what becomes of it."""
         for key, variable in self._variables.items():
-            wanted = self._own.get((turn, key), self._start[key])
+            wanted = self._own.get((place, key), self._start[key])
             if self._held[key] is not wanted:
                 self._hold(key, variable, wanted)
-        if turn in self._losses:
-            set_layer_losses(self._losses[turn])
+        if place in self._losses:
+            set_layer_losses(self._losses[place])
         yield
-        self._losses[turn] = get_layer_losses(self._model)
+        self._losses[place] = get_layer_losses(self._model)
         for key in self._new:
             value = local_component(self._variables[key]).read_value()
-            self._own[turn, key] = self._held[key] = value
+            self._own[place, key] = self._held[key] = value
         self._new.clear()
 
     def note(self, variable: Any) -> None:
@@ -322,18 +344,18 @@ class _State:
         local.assign(tf.cast(value, local.dtype))
         self._held[key] = value
 
-    def settle(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        """Assign what all have agreed on."""
-        self.forget(variables)
+    def assign_reduced(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Assign what the values of all were reduced to."""
+        self.share(variables)
         for variable, value in zip(variables, values, strict=True):
             assign_mean(local_component(variable), value)
 
-    def forget(self, variables: Sequence[Any]) -> None:
-        """Let all have the same again in variables that are about to be assigned for all."""
+    def share(self, variables: Sequence[Any]) -> None:
+        """Let all have the same again in variables that are about to be assigned for all of them."""
         for variable in variables:
             key = id(variable)
             if self._variables.pop(key, None) is not None:
-                self._own = {(turn, k): value for (turn, k), value in self._own.items() if k != key}
+                self._own = {(place, k): value for (place, k), value in self._own.items() if k != key}
 
 
 class _OneOfSeveral(tf.distribute.ReplicaContext):  # type: ignore[misc]
@@ -356,20 +378,20 @@ class _Abandoned(BaseException):
     """Ends a thread whose others have failed."""
 
 
-class _Thread:
-    """A function that stops where it asks something, and goes on with the answer; nothing else runs meanwhile."""
+class _SuspendableThread:
+    """A function that is suspended where it asks something, and resumed with the answer; one runs at a time."""
 
-    def __init__(self, function: Callable[[], _Meeting]) -> None:
+    def __init__(self, function: Callable[[], SyncPoint]) -> None:
         self._function = function
         self._goes, self._stops = threading.Semaphore(0), threading.Semaphore(0)
         self._answer: Any = None
-        self._meeting: _Meeting | None = None
+        self._point: SyncPoint | None = None
         self._error: BaseException | None = None
         self._is_abandoned = False
-        self._thread = threading.Thread(target=self._run, name="in_turns", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="virtual_replica", daemon=True)
 
-    def go_on(self, answer: Any) -> _Meeting:
-        """Answer, and wait until it stops again."""
+    def resume(self, answer: Any) -> SyncPoint:
+        """Answer, and wait until it is suspended again."""
         self._answer = answer
         if self._thread.ident is None:
             self._thread.start()
@@ -377,14 +399,14 @@ class _Thread:
         self._stops.acquire()
         if self._error is not None:
             raise self._error
-        assert self._meeting is not None
-        return self._meeting
+        assert self._point is not None
+        return self._point
 
-    def stop_for(self, meeting: _Meeting) -> Any:
-        """Stop, in this thread, and return the answer."""
+    def suspend(self, point: SyncPoint) -> Any:
+        """Suspend this thread, and return the answer."""
         if self._is_abandoned:  # and the user's code has caught that
             raise _Abandoned
-        self._meeting = meeting
+        self._point = point
         self._stops.release()
         self._goes.acquire()
         if self._is_abandoned:
@@ -392,7 +414,7 @@ class _Thread:
         return self._answer
 
     def end(self) -> None:
-        """Abandon the function where it has stopped, if it has not returned."""
+        """Abandon the function where it is suspended, if it has not returned."""
         self._is_abandoned = True
         if self._thread.ident is not None:
             self._goes.release()
@@ -401,7 +423,7 @@ class _Thread:
     def _run(self) -> None:
         self._goes.acquire()
         try:
-            self._meeting = self._function()
+            self._point = self._function()
         except BaseException as error:
             self._error = error
         finally:

@@ -101,7 +101,7 @@ def _step() -> Any:
 def _train(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     y_pred, loss, gradients = forward(x, y, sample_weight)
-    _step().take_for_mean(loss)
+    _step().weights.mark_as_mean(loss)
     update_loss_tracker(model, loss, data.num_rows(x))
     model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
@@ -110,7 +110,7 @@ def _train(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
 def _test(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     y_pred, loss, _ = forward(x, y, sample_weight)
-    _step().take_for_mean(loss)
+    _step().weights.mark_as_mean(loss)
     update_loss_tracker(model, loss, data.num_rows(x))
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 

@@ -16,7 +16,7 @@ from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.step.reduce import parts_of
-from keras_dist_ext.step.replica_step import ReplicaStep
+from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
 from keras_dist_ext.step.seeds import generator_without_seed
 from keras_dist_ext.step.xla import can_compile, compiled
 from keras_dist_ext.training.program import is_per_replica, rows_of_replica
@@ -54,12 +54,12 @@ class PredictProgram:
         if cut != "not":
             batch = rows_of_replica(batch, self.strategy, of_worker=cut == "worker")
         rows = data.num_rows(batch)
-        step = ReplicaStep(self.model, rows, rows, kind="predict", without_seed=self._without_seed)
+        step = ReplicaStep(self.model, rows, rows, StepOptions(kind="predict", without_seed=self._without_seed))
         with intercept(step), use_global_seed_generator(self._without_seed):
             outputs = self._step(batch)
             if step.has_assigned:
                 (global_rows,) = step.sum_over_replicas([tf.cast(rows, tf.float32)])
-                step.global_rows = tf.cast(global_rows, tf.int32)
+                step.weights.global_rows = tf.cast(global_rows, tf.int32)
                 step.finish({})
         return outputs
 

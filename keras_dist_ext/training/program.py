@@ -26,10 +26,12 @@ from keras_dist_ext.step.logs import VALUE, ComputesWithResults, computes_with, 
 from keras_dist_ext.step.means import Degrees
 from keras_dist_ext.step.recorder import StepNote, now, when_updated
 from keras_dist_ext.step.reduce import sum_over_replicas
-from keras_dist_ext.step.replica_step import ReplicaStep, UnbuiltOptimizer
+from keras_dist_ext.step.reducers import Reducer, reducer_of
+from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
 from keras_dist_ext.step.seeds import generator_without_seed
 from keras_dist_ext.step.step_buffer import MAX_STEPS, ReplicaRecord, StepBuffer, StepRecord
-from keras_dist_ext.step.virtual_replicas import in_turns
+from keras_dist_ext.step.update import UnbuiltOptimizer
+from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
 from keras_dist_ext.step.xla import can_compile, compiled_step
 from keras_dist_ext.strategy.workers import workers_of
 
@@ -43,8 +45,6 @@ class StepProgram:
         model: the Keras model; its strategy, ``run_eagerly`` and ``jit_compile`` are read here.
         kind: "train" or "test".
     """
-
-    step_class: type[ReplicaStep] = ReplicaStep  # one replica's part
 
     def __init__(self, model: Any, kind: str) -> None:
         self.model = model
@@ -379,34 +379,34 @@ class StepProgram:
             else StepNote(gradient_norm=self._records_norm, on_tpu=isinstance(self.strategy, tf.distribute.TPUStrategy))
         )
         guard = None if self._guard is None else self._guard.step()
-        options = {
-            "kind": self.kind,
-            "pools_results": self._pools_results,
-            "without_seed": self._without_seed,
-            "note": note,
-            "guard": guard,
-            "loops": self._loops,
-            "degrees": self._degrees,
-        }
+        options = StepOptions(
+            kind=self.kind,
+            pools_results=self._pools_results,
+            without_seed=self._without_seed,
+            note=note,
+            guard=guard,
+            degrees=self._degrees,
+        )
         extra = self._extra_of_replica(batch, cut, options)
         if guard is not None:
             guard.end()
         return extra, () if note is None else note.record().present
 
-    def _extra_of_replica(self, batch: Any, cut: str, options: dict[str, Any]) -> list[tf.Tensor]:
+    def _extra_of_replica(self, batch: Any, cut: str, options: StepOptions) -> list[tf.Tensor]:
         placement = self.model.placement
         on_devices = contextlib.nullcontext() if placement is None else placement.step()
         with use_global_seed_generator(self._without_seed), on_devices:
             if self._num_turns:
                 parts, global_rows = self._cut(batch, cut, self._num_turns)
-                self._log_plan, extra = in_turns(
+                self._log_plan, extra = run_virtual_replicas(
                     self._virtual,
                     self.model,
                     parts,
                     global_rows,
                     self._step_of_replica,
+                    options,
+                    loops=self._loops,
                     side_by_side=self.model.virtual_replicas is None,
-                    **options,
                 )
                 return extra
             if self.num_replicas == 1:
@@ -415,11 +415,14 @@ class StepProgram:
             else:
                 (batch,), global_rows = self._cut(batch, cut)
                 rows = data.num_rows(batch)
-            step = self.step_class(self.model, rows, global_rows, **options)
-            step.batch = batch
+            step = ReplicaStep(self.model, rows, global_rows, options, self._reducer())
+            step.guard_batch(batch)
             with intercept(step):
                 self._log_plan, extra = self._step_of_replica(step, batch)
         return extra
+
+    def _reducer(self) -> Reducer:
+        return reducer_of(self.model, loops=self._loops)
 
     def _step_of_replica(self, step: ReplicaStep, batch: Any) -> tuple[Any, list[tf.Tensor]]:
         """Run the user's step; return what its logs are, and its part of those that no metric holds."""

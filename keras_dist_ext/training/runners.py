@@ -14,7 +14,8 @@ from keras_dist_ext._keras import tree
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.step.added_losses import UnknownLossDegrees
 from keras_dist_ext.step.means import UnknownDegrees
-from keras_dist_ext.step.replica_step import CannotCompile, CannotLoop, UnbuiltOptimizer
+from keras_dist_ext.step.reducers import CannotCompile, CannotLoop
+from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training import feed
 from keras_dist_ext.training.prediction import PredictProgram, concat_outputs

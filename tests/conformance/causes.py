@@ -19,9 +19,11 @@ from keras_dist_ext._keras.hooks import current_step, intercept
 from keras_dist_ext._keras.strategies import replica_id
 from keras_dist_ext._keras.variables import components, is_sync_on_read
 from keras_dist_ext.data import split as data
-from keras_dist_ext.step import draws, pass_through, recorder, reduce, replica_step, xla
+from keras_dist_ext.step import draws, pass_through, recorder, reduce, reducers, update, xla
 from keras_dist_ext.step.pass_through import LocalUpdate, PassThrough
+from keras_dist_ext.step.reducers import MirroredReducer
 from keras_dist_ext.step.replica_step import ReplicaStep
+from keras_dist_ext.step.row_weights import RowWeights
 from keras_dist_ext.training import feed, prediction, program
 from keras_dist_ext.training.model import Model
 
@@ -42,15 +44,15 @@ def cause_of(row: Row) -> Cause:
 def equal_shares() -> AbstractContextManager[Any]:
     """A replica counts 1/R, whatever its share of the rows (fault 8)."""
     equal = {
-        "share": property(lambda self: 1.0 / self.num_replicas),
-        "_inverse_share": property(lambda self: float(self.num_replicas)),
+        "share": property(lambda self: 1.0 / self._num_replicas),
+        "inverse_share": property(lambda self: float(self._num_replicas)),
     }
-    return patch.multiple(ReplicaStep, **equal)
+    return patch.multiple(RowWeights, **equal)
 
 
 def own_gradients() -> AbstractContextManager[Any]:
     """A replica applies its own gradients, not their sum."""
-    return patch.object(ReplicaStep, "reduce", lambda self, optimizer, variables, grads, values: (grads, values))
+    return patch.object(update, "sum_terms", lambda replicas, update, gradients, values: (gradients, values))
 
 
 def empty_batches_count() -> AbstractContextManager[Any]:
@@ -63,7 +65,7 @@ def empty_batches_count() -> AbstractContextManager[Any]:
 
         return changed
 
-    return instead(ReplicaStep, "__init__", init)
+    return instead(RowWeights, "__init__", init)
 
 
 def local_counts() -> AbstractContextManager[Any]:
@@ -77,7 +79,7 @@ def a_vector_is_a_mean() -> AbstractContextManager[Any]:
     def scale_loss(original: Any) -> Any:
         def changed(self: Any, optimizer: Any, loss: Any, keras_own: Any) -> Any:
             scaled = original(self, optimizer, loss, keras_own)
-            return scaled * tf.cast(self.share, scaled.dtype) if scaled.shape.rank else scaled
+            return scaled * tf.cast(self.weights.share, scaled.dtype) if scaled.shape.rank else scaled
 
         return changed
 
@@ -86,7 +88,7 @@ def a_vector_is_a_mean() -> AbstractContextManager[Any]:
 
 def sums_count_as_means() -> AbstractContextManager[Any]:
     """A sum that a layer gives to `add_loss` is averaged over replicas."""
-    return patch.object(ReplicaStep, "additional_loss", lambda self, local, degree: local)
+    return patch.object(RowWeights, "additional_loss", lambda self, local, degree: local)
 
 
 def penalties_once_a_replica() -> AbstractContextManager[Any]:
@@ -104,14 +106,14 @@ def penalties_once_a_replica() -> AbstractContextManager[Any]:
 def unscaled_gradients_are_whole() -> AbstractContextManager[Any]:
     """Gradients of a loss that no optimizer has scaled are added without weights."""
 
-    def contribution(original: Any) -> Any:
-        def changed(self: Any, optimizer: Any, grads: Any) -> Any:
+    def terms(original: Any) -> Any:
+        def changed(self: Any, optimizer: Any, gradients: Any) -> Any:
             self._scaled.add(id(optimizer))
-            return original(self, optimizer, grads)
+            return original(self, optimizer, gradients)
 
         return changed
 
-    return instead(ReplicaStep, "contribution", contribution)
+    return instead(RowWeights, "terms", terms)
 
 
 def sparse_of_the_first() -> AbstractContextManager[Any]:
@@ -129,14 +131,13 @@ def sparse_of_the_first() -> AbstractContextManager[Any]:
 def clipped_before_the_sum() -> AbstractContextManager[Any]:
     """Each replica clips its own gradients."""
 
-    def contribution(original: Any) -> Any:
-        def changed(self: Any, optimizer: Any, grads: Any) -> Any:
-            own, *rest = original(self, optimizer, grads)
-            return optimizer._clip_gradients(own), *rest
+    def terms(original: Any) -> Any:
+        def changed(self: Any, optimizer: Any, gradients: Any) -> Any:
+            return optimizer._clip_gradients(original(self, optimizer, gradients))
 
         return changed
 
-    return instead(ReplicaStep, "contribution", contribution)
+    return instead(RowWeights, "terms", terms)
 
 
 def counts_of_the_first() -> AbstractContextManager[Any]:
@@ -155,24 +156,24 @@ def counts_of_the_first() -> AbstractContextManager[Any]:
 def updates_once_a_replica() -> AbstractContextManager[Any]:
     """The optimizer makes as many updates of a step as there are replicas."""
 
-    def update(original: Any) -> Any:
-        def changed(self: Any, *args: Any) -> None:
-            for _ in range(self.num_replicas):
-                original(self, *args)
+    def run_optimizer(original: Any) -> Any:
+        def changed(replicas: Any, *args: Any) -> None:
+            for _ in range(replicas.num_replicas):
+                original(replicas, *args)
 
         return changed
 
-    return instead(ReplicaStep, "update", update)
+    return instead(update, "run_optimizer", run_optimizer)
 
 
 def updates_of_all_replicas_at_once() -> AbstractContextManager[Any]:
     """Replicas meet inside of an optimizer's conditions (fault 6)."""
-    return patch.object(replica_step, "local_updates", lambda strategy, step: intercept(PassThrough(of_worker=False)))
+    return patch.object(reducers, "local_updates", lambda strategy, step: intercept(PassThrough(of_worker=False)))
 
 
 def accumulators_are_kept() -> AbstractContextManager[Any]:
     """Gradients that were accumulated count on each replica again, after they were added up."""
-    return patch.object(ReplicaStep, "_empty", staticmethod(lambda accumulators, when: None))
+    return patch.object(update, "_empty", lambda accumulators, when: None)
 
 
 def state_of_each() -> AbstractContextManager[Any]:
@@ -182,7 +183,7 @@ def state_of_each() -> AbstractContextManager[Any]:
 
 def moments_of_each() -> AbstractContextManager[Any]:
     """A reduction inside of a layer or a loss gives what its replica has."""
-    return patch.object(ReplicaStep, "all_reduce", lambda self, reduce_op, value, keras_own: value)
+    return patch.object(MirroredReducer, "all_reduce", lambda self, reduce_op, value, keras_own: value)
 
 
 def built_out_of_scope() -> AbstractContextManager[Any]:
@@ -193,7 +194,7 @@ def built_out_of_scope() -> AbstractContextManager[Any]:
 def compiled_in_one_piece() -> AbstractContextManager[Any]:
     """XLA is given a whole step, in which replicas wait for each other (fault 7)."""
     stack = contextlib.ExitStack()
-    for user in (replica_step, draws, recorder):
+    for user in (reducers, draws, recorder):
         stack.enter_context(patch.object(user, "in_xla", lambda: False))
     stack.enter_context(patch.object(program, "can_compile", lambda strategy: True))
     stack.enter_context(

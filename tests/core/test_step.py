@@ -12,8 +12,8 @@ import keras_dist_ext as kde
 from keras_dist_ext import messages
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.errors import DataError
-from keras_dist_ext.step import logs, reduce
-from keras_dist_ext.step import replica_step as step
+from keras_dist_ext.step import logs, reduce, reducers
+from keras_dist_ext.step.reducers import TpuReducer
 from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.training import program
 
@@ -65,7 +65,7 @@ def collective(monkeypatch, mirrored):
         return original(self, reduce_op, pairs, options)
 
     monkeypatch.setattr(type(mirrored.extended), "batch_reduce_to", batch_reduce_to)
-    for module in (reduce, step, logs):
+    for module in (reduce, reducers, logs):
         monkeypatch.setattr(module, "shares_memory", lambda strategy: False)
     yield mirrored
     assert calls, "nothing was reduced by a collective"
@@ -371,11 +371,10 @@ def test_add_loss_in_eager_steps_loses_no_batch(mirrored):
 
 @pytest.mark.parametrize("seed", [0, 1, 1337, 2**31 - 3])
 def test_each_of_1024_replicas_draws_from_a_stream_of_its_own(monkeypatch, seed):
-    replica_step = ReplicaStep(None, 1, 1024)
-    replica_step.num_replicas = 1024
+    replica_step = ReplicaStep(None, 1, 1024, reducer=TpuReducer(1024))
     given, drawn = tf.constant([seed, 5], tf.int64), []
     for replica in range(1024):
-        monkeypatch.setattr("keras_dist_ext.step.draws.replica_id", lambda replica=replica: replica)
+        monkeypatch.setattr("keras_dist_ext.step.reducers.replica_id", lambda replica=replica: replica)
         state = replica_step.next_seed(None, True, lambda ordered: given)
         drawn.append(tuple((state % (2**31 - 2)).numpy().tolist()))
     assert drawn[0] == (seed, 5)  # the first draws what one device draws

@@ -19,7 +19,7 @@ from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.diagnosis.doctor.examination import Trials
 from keras_dist_ext.errors import KerasDistError
-from keras_dist_ext.step.replica_step import ReplicaStep
+from keras_dist_ext.step.reducers import MirroredReducer
 from keras_dist_ext.training import feed
 from keras_dist_ext.training.adoption.adopt import adopt
 from keras_dist_ext.training.program import StepProgram
@@ -65,15 +65,16 @@ def experiment(model: Any, dataset: tf.data.Dataset, *, steps_per_execution: int
         return conditions.measure()
 
 
-class _StepWithoutSum(ReplicaStep):
-    """A replica that keeps its gradients to itself."""
+class _SumsNothing(MirroredReducer):
+    """Has each replica keep its gradients to itself."""
 
-    def sum_over_replicas(self, values: Any) -> list[Any]:
+    def sum(self, values: Any) -> list[Any]:
         return list(values)
 
 
 class _WithoutSum(StepProgram):
-    step_class = _StepWithoutSum
+    def _reducer(self) -> MirroredReducer:
+        return _SumsNothing(self.model, self.strategy, loops=self._loops)
 
 
 class _Conditions:

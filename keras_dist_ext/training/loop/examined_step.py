@@ -5,7 +5,8 @@ Nothing of the trace is ever run: replicas do not add anything up in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -19,13 +20,16 @@ from keras_dist_ext._keras.variables import distributed_variable, local_componen
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import KerasDistError, LoopError
 from keras_dist_ext.messages import warn_once
-from keras_dist_ext.step.replica_step import UnbuiltOptimizer
+from keras_dist_ext.step.ancestry import assignments, operations
+from keras_dist_ext.step.observer import StepObserver
+from keras_dist_ext.step.reducers import Reducer, reducer_of
+from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
 from keras_dist_ext.step.seeds import generator_without_seed
-from keras_dist_ext.training.loop.ancestry import assignments, operations
+from keras_dist_ext.step.update import UnbuiltOptimizer, Update, assign_reduced, build_optimizer, run_optimizer
 from keras_dist_ext.training.loop.losses import check_mean, check_not_scaled, multiples, warn_of_own_divisor
 from keras_dist_ext.training.loop.origins import Origins, draws
 from keras_dist_ext.training.loop.python_effects import calls_done_once, effects_of, names_used
-from keras_dist_ext.training.loop.replica import LoopStep, Replica
+from keras_dist_ext.training.loop.replica import Replica
 from keras_dist_ext.training.loop.step_variables import check_assigned, check_known, check_results, updated_metrics
 
 __all__ = ["Output", "examine"]
@@ -72,7 +76,7 @@ def examine(
     check_known(loop, name, graph, {id(distributed_variable(one.variable)) for one in assigned})
     check_assigned(loop, name, kind, assigned, seen.origins, seen.averaged)
     check_results(loop, name, graph, values)
-    outputs = _outputs(name, values, reduce, seen, loop.distribute_strategy.num_replicas_in_sync)
+    outputs = _outputs(name, values, reduce, seen)
     return outputs, updated_metrics(loop, name, assigned, outputs)
 
 
@@ -128,103 +132,141 @@ def _check_names(name: str, function: Callable[..., Any]) -> None:
         )
 
 
-class _Seen:
-    """What was noted of a step while it was traced, on all replicas."""
+class _ExaminedReducer(Reducer):
+    """Adds nothing up, and returns what may be the sums.
 
-    def __init__(self, name: str, *, scales: bool) -> None:
-        self.name = name
-        self.scales = scales  # whether the number of replicas is asked for
-        self.origins = Origins()
-        self.added_up: dict[int, Any] = {}  # what the user's code has added up by itself
-        self.averaged: dict[int, Any] = {}  # state of layers, whose mean over replicas is taken after the step
+    Args:
+        step_name: for messages.
+        origins: of the values in the graph.
+        own: how the replica meets the others when the step is run.
+    """
 
+    def __init__(self, step_name: str, origins: Origins, own: Reducer) -> None:
+        self.num_replicas = own.num_replicas
+        self.is_alone = own.is_alone
+        self.traces_each_replica = own.traces_each_replica
+        self.reduced: dict[int, Any] = {}  # by id: what the user's code has added up by itself
+        self._step_name = step_name
+        self._origins = origins
+        self._own = own
+        self._graph = tf.compat.v1.get_default_graph()
 
-class _ExaminedStep(LoopStep):
-    """A step that adds nothing up, and notes what the user's code does with values of one replica."""
+    @property
+    def traces_functions_anew(self) -> bool:
+        """See ``Reducer``."""
+        return self._own.traces_functions_anew
 
-    seen: _Seen
-    graph: Any
-    functions: dict[int, tuple[Any, Any]]  # by id: a tf.function of the user's, and its copy
+    @property
+    def sums_in_layers(self) -> bool:
+        """See ``Reducer``."""
+        return self._own.sums_in_layers
 
-    def sum_over_replicas(self, values: Any) -> list[Any]:
-        """Return what may be the sums."""
-        if self.num_replicas > 1 and tf.compat.v1.get_default_graph() is not self.graph:
+    def sum(self, values: Sequence[Any]) -> list[Any]:
+        """Return what may be the sums.
+
+        Raises:
+            LoopError: replicas cannot wait for each other where this is traced.
+        """
+        if self.num_replicas > 1 and tf.compat.v1.get_default_graph() is not self._graph:
             raise LoopError(
-                f"The step {self.seen.name!r} adds up over replicas (an optimizer's update, reduce_gradients, a sum or "
-                "a weighted mean) inside of a tf.function, or of a branch or loop in the graph, where replicas cannot "
-                "wait for each other. Add up before: gradients by replica.reduce_gradients, which optimizers take as "
-                "they are, there too. A loop of a fixed number of updates can be one of Python's."
+                f"The step {self._step_name!r} adds up over replicas (an optimizer's update, reduce_gradients, a sum "
+                "or a weighted mean) inside of a tf.function, or of a branch or loop in the graph, where replicas "
+                "cannot wait for each other. Add up before: gradients by replica.reduce_gradients, which optimizers "
+                "take as they are, there too. A loop of a fixed number of updates can be one of Python's."
             )
-        return [self.seen.origins.common(value) for value in values]
+        return [self._origins.common(value) for value in values]
 
-    def reduce(
-        self, optimizer: Any, variables: Any, grads: list[Any], values: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Return what may be the sums, also where gradients are accumulated."""
-        return self.sum_over_replicas(grads), self.sum_over_replicas(values)
+    def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
+        """See ``sum``."""
+        return self.sum(values)
+
+    def updating(self) -> contextlib.AbstractContextManager[None]:
+        """See ``Reducer``."""
+        return self._own.updating()
+
+    def update(self, update: Update) -> None:
+        """Run the optimizer with what may be the sums, also where gradients are accumulated."""
+        if self.is_alone:
+            self._own.update(update)
+            return
+        gradients, values = self.sum(update.terms), self.sum(update.values)
+        assign_reduced(update.states, values)
+        run_optimizer(self, update, gradients)
 
     def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
         """Note what is reduced."""
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def reduced(given: tf.Tensor) -> Any:
-            return self.seen.origins.common(given), self.seen.origins.common
+            return self._origins.common(given), self._origins.common
 
         total = tf.nest.map_structure(lambda given: reduced(tf.convert_to_tensor(given)), value)
-        self.seen.added_up.update({id(leaf): leaf for leaf in tf.nest.flatten(total)})
+        self.reduced.update({id(leaf): leaf for leaf in tf.nest.flatten(total)})
         return total
 
-    def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
+
+class _Examination(StepObserver):
+    """What was noted of a step while it was traced, on all replicas.
+
+    Args:
+        name: of the step.
+        num_replicas: in sync, over all workers.
+        scales: whether the number of replicas is asked for.
+    """
+
+    def __init__(self, name: str, num_replicas: int, *, scales: bool) -> None:
+        self.name = name
+        self.num_replicas = num_replicas
+        self.scaled_by = num_replicas if scales and num_replicas > 1 else None
+        self.origins = Origins()
+        self.averaged: dict[int, Any] = {}  # state of layers, whose mean over replicas is taken after the step
+        self._reducers: list[_ExaminedReducer] = []
+
+    def reducer(self, own: Reducer) -> _ExaminedReducer:
+        """Return how a replica seems to meet the others; see there."""
+        self._reducers.append(_ExaminedReducer(self.name, self.origins, own))
+        return self._reducers[-1]
+
+    def on_draw(self, state: Any, replica: Any) -> Any:
         """Note what is drawn."""
-        state = super().next_seed(generator, ordered, original)
-        return self.seen.origins.own(state, self.replica_id) if self.num_replicas > 1 else state
+        return self.origins.own(state, replica) if self.num_replicas > 1 else state
 
-    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
+    def on_assign(self, variable: Any) -> None:
         """Note of which state the mean will be taken."""
-        super().assign(variable, value, original)
-        if id(variable) in self._assigned:
-            self.seen.averaged[id(local_component(variable))] = variable
+        self.averaged[id(local_component(variable))] = variable
 
-    def differentiate(self, gradient: Callable[[Any, Any], Any], target: Any, sources: Any) -> Any:
+    def on_differentiate(self, target: Any, sources: Any) -> None:
         """Look at what is differentiated for variables: a loss."""
         if all(isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources)):
             for value in tf.nest.flatten(target):
                 if tf.is_tensor(value) and not isinstance(value, tf.IndexedSlices):
                     total = value if value.shape.rank == 0 else tf.reduce_sum(value)  # as the tape takes it
-                    what = f"The loss that the step {self.seen.name!r} differentiates"
-                    self.check_mean(what, total)
+                    what = f"The loss that the step {self.name!r} differentiates"
+                    check_mean(what, total, self.origins.common_ids, self.scaled_by)
                     if self.num_replicas > 1:
-                        warn_of_own_divisor(what, total, self.seen.origins.common_ids)
-        return gradient(target, None)
+                        warn_of_own_divisor(what, total, self.origins.common_ids)
 
-    def check_mean(self, what: str, value: Any) -> None:
-        """Refuse what is no mean over the rows at hand, or that divided by the number of replicas."""
-        scaled_by = self.num_replicas if self.seen.scales and self.num_replicas > 1 else None
-        check_mean(what, value, self.seen.origins.common_ids, scaled_by)
+    def on_apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Look at the gradients, and have the variables of the optimizer made, which a step cannot."""
+        self._check_gradients(f"gradients given to {optimizer.name}", gradients)
+        build_optimizer(optimizer, list(variables))
 
-    def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
-        """Look at the gradients, and go on."""
-        grads = list(grads)
-        self._check_gradients(f"gradients given to {optimizer.name}", grads)
-        super().apply(optimizer, grads, variables, original)
-
-    def reduce_by_hand(self, gradients: list[Any]) -> list[Any]:
-        """Look at the gradients, and go on."""
+    def on_reduce(self, gradients: Sequence[Any]) -> None:
+        """Look at the gradients."""
         self._check_gradients("gradients given to reduce_gradients", gradients)
-        return super().reduce_by_hand(gradients)
 
-    def _check_gradients(self, what: str, gradients: list[Any]) -> None:
+    def _check_gradients(self, what: str, gradients: Sequence[Any]) -> None:
         self.check_single(what, gradients)
-        if self.seen.scales and self.num_replicas > 1:
+        if self.scaled_by is not None:
             for gradient in gradients:
                 if tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices):
-                    check_not_scaled(f"One of the {what}", [gradient], 1 / self.num_replicas)
+                    check_not_scaled(f"One of the {what}", [gradient], 1 / self.scaled_by)
 
-    def check_single(self, what: str, values: list[Any]) -> None:
+    def check_single(self, what: str, values: Sequence[Any]) -> None:
         """Refuse values that the user's code has reduced over replicas already."""
         for value in values:
             for inner in multiples(value):
-                if id(inner) in self.seen.added_up:
+                if any(id(inner) in reducer.reduced for reducer in self._reducers):
                     raise LoopError(
                         f"The {what} were reduced over replicas before, by all_reduce in the step, and would be "
                         "reduced twice. Leave all_reduce out: Keras' optimizers, replica.reduce_gradients and declared "
@@ -234,12 +276,12 @@ class _ExaminedStep(LoopStep):
 
 def _trace(
     loop: Any, name: str, function: Callable[..., Any], spec: Any, *, scales: bool
-) -> tuple[Any, dict[str, Any], _Seen]:
+) -> tuple[Any, dict[str, Any], _Examination]:
     """Return the graph of a step, what the first replica returns, and what was seen."""
     strategy = loop.distribute_strategy
     without_seed = generator_without_seed(strategy, is_seeded=loop.replica_seeds.root is not None)
     returned: list[Any] = []
-    seen = _Seen(name, scales=scales)
+    seen = _Examination(name, strategy.num_replicas_in_sync, scales=scales)
 
     def refuse(next_creator: Any, **given: Any) -> Any:
         raise LoopError(
@@ -253,8 +295,8 @@ def _trace(
             batch = seen.origins.own(batch, replica_id())
         rows = data.num_rows(batch)
         global_rows = seen.origins.common(rows) if strategy.num_replicas_in_sync > 1 else rows
-        step = _ExaminedStep(loop, rows, global_rows, without_seed=without_seed)
-        step.seen, step.graph, step.functions = seen, tf.compat.v1.get_default_graph(), {}
+        options = StepOptions(without_seed=without_seed, observer=seen)
+        step = ReplicaStep(loop, rows, global_rows, options, seen.reducer(reducer_of(loop)))
         with (
             use_global_seed_generator(without_seed),
             intercept(step),
@@ -268,7 +310,7 @@ def _trace(
             )
         values = {key: _tensor(name, key, value) for key, value in values.items()}
         for key, value in values.items():
-            step.check_single(f"values returned as {key!r}", [value])
+            seen.check_single(f"values returned as {key!r}", [value])
         returned.append(values)
 
     def traced(batch: Any) -> None:
@@ -358,7 +400,7 @@ def _is_used(value: Any, returned: set[str]) -> bool:
 
 
 def _outputs(
-    name: str, values: Mapping[str, tf.Tensor], reduce: Mapping[str, str], seen: _Seen, num_replicas: int
+    name: str, values: Mapping[str, tf.Tensor], reduce: Mapping[str, str], seen: _Examination
 ) -> dict[str, Output]:
     for key, value in values.items():
         if value.shape.rank is None:
@@ -398,6 +440,6 @@ def _outputs(
             )
         if reduce[key] == "mean" and not has_rows:
             what = f"{key!r} is declared a mean, but"
-            check_mean(what, value, seen.origins.common_ids, num_replicas if seen.scales else None)
+            check_mean(what, value, seen.origins.common_ids, seen.scaled_by)
         outputs[key] = Output(tf.TensorSpec(value.shape, value.dtype), has_rows)
     return outputs

@@ -12,7 +12,6 @@ from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.step.logs import pooled_state
 from keras_dist_ext.step.replica_step import ReplicaStep
-from keras_dist_ext.training.loop.replica import LoopStep
 from keras_dist_ext.training.pace import Pace
 from keras_dist_ext.training.prediction import gather_rows
 from keras_dist_ext.training.program import StepProgram
@@ -45,8 +44,6 @@ class OneStepWhereKept(Pace):
 
 class LoopProgram(StepProgram):
     """The compiled loop over a step that is a function; its logs are what was declared."""
-
-    step_class = LoopStep
 
     def __init__(self, model: Any, kind: str) -> None:
         super().__init__(model, kind)

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.messages import warn_once
+from keras_dist_ext.step.ancestry import Value, walk_back
 from keras_dist_ext.step.batch_scaling import degree_in_rows
-from keras_dist_ext.training.loop.ancestry import Value, walk_back
 
 __all__ = ["check_mean", "check_not_scaled", "multiples", "warn_of_own_divisor"]
 

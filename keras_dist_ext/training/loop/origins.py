@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext.training.loop.ancestry import Value, copies_by_handle, outermost, variable_of, walk_back
+from keras_dist_ext.step.ancestry import Value, copies_by_handle, outermost, variable_of, walk_back
 
 __all__ = ["Origins", "draws", "read_parts"]
 

@@ -5,18 +5,14 @@ Letters: n = rows of a replica; N = rows of the global batch; R = replicas in sy
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras.optimizers import optimized_variables
 from keras_dist_ext.data import split as data
-from keras_dist_ext.step.reduce import times
 from keras_dist_ext.step.replica_step import ReplicaStep
-from keras_dist_ext.training.loop.ancestry import Value, sources, walk_back
 
-__all__ = ["LoopStep", "Replica"]
+__all__ = ["Replica"]
 
 
 class Replica:
@@ -34,10 +30,10 @@ class Replica:
         batch: this replica's rows.
     """
 
-    def __init__(self, step: LoopStep, batch: Any) -> None:
+    def __init__(self, step: ReplicaStep, batch: Any) -> None:
         self._step = step
         self.rows = data.num_rows(batch)
-        self.global_rows = self.rows if step.num_replicas == 1 else step.global_rows
+        self.global_rows = self.rows if step.num_replicas == 1 else step.weights.global_rows
 
     @property
     def index(self) -> Any:
@@ -52,7 +48,7 @@ class Replica:
     @property
     def weight(self) -> float | tf.Tensor:
         """What this replica's means count in those of the global batch: n / N."""
-        share = self._step.share if self.num_replicas > 1 else 1.0
+        share = self._step.weights.share if self.num_replicas > 1 else 1.0
         return share if isinstance(share, float) else tf.cast(share, tf.float32)
 
     def mean_loss(self, per_example: Any, sample_weight: Any = None) -> tf.Tensor:
@@ -99,7 +95,7 @@ class Replica:
             tf.math.divide_no_nan(global_total, global_weight), weight - tf.stop_gradient(weight)
         )
         mean = tf.math.divide_no_nan(total - change, global_weight)
-        return mean * tf.cast(step.inverse_share, mean.dtype)
+        return mean * tf.cast(step.weights.inverse_share, mean.dtype)
 
     def reduce_gradients(self, gradients: Any) -> Any:
         """Return the gradients of the global batch, the same on every replica, from this replica's own.
@@ -113,7 +109,7 @@ class Replica:
         step = self._step
         flat = tf.nest.flatten(gradients)
         places = [i for i, gradient in enumerate(flat) if gradient is not None]
-        reduced = step.reduce_by_hand([flat[i] for i in places])
+        reduced = step.gradients.reduce([flat[i] for i in places])
         for place, gradient in zip(places, reduced, strict=True):
             flat[place] = gradient
         return tf.nest.pack_sequence_as(gradients, flat)
@@ -138,76 +134,3 @@ def _like(weight: Any, value: Any) -> Any:
         if missing > 0 and weight.shape.rank
         else weight
     )
-
-
-class LoopStep(ReplicaStep):
-    """One replica's part of a step that is a function, while it is traced (or run eagerly)."""
-
-    @property
-    def inverse_share(self) -> float | tf.Tensor:
-        """N / n, and 0 for a replica without rows."""
-        return self._inverse_share
-
-    def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any:
-        """Scale as the optimizer does: gradients are weighted when they are summed, whoever sums them."""
-        return original(loss)
-
-    def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
-        """Sum the gradients over replicas, then let every replica run the optimizer on its own copies.
-
-        Those that were summed by hand are not summed again, so this may be done in a branch or a loop of the graph.
-        """
-        grads = list(grads)
-        trained = list(optimized_variables(optimizer) if variables is None else variables)
-        self.build(optimizer, trained)
-        present = [gradient for gradient in grads if gradient is not None]
-        if present and self._is_free_of_sums(optimizer) and all(map(self._is_summed, present)):
-            self.update(grads, present, trained, original, self._may_update)
-        else:
-            super().apply(optimizer, grads, trained, original)
-
-    _summed: tuple[Any, ...] = ()  # what ``reduce_by_hand`` has returned
-    _may_update: Any = None  # whether weights may change by it
-
-    def _is_free_of_sums(self, optimizer: Any) -> bool:
-        """Whether an optimizer needs no sum but that of its gradients, and something was summed by hand."""
-        accumulates = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps
-        return bool(self._summed) and not self._is_on_tpu and not accumulates
-
-    def _is_summed(self, gradient: Any) -> bool:
-        """Whether a gradient is computed from sums by hand, and from nothing else but constants."""
-        parts = [gradient.values, gradient.indices] if isinstance(gradient, tf.IndexedSlices) else [gradient]
-        if tf.executing_eagerly():
-            return all(any(part is total for total in self._summed) for part in parts)
-        sums = {total.op for total in self._summed}
-        others = walk_back(map(Value, parts), lambda value: value.tensor.op in sums)
-        return all(sources(value) or value.tensor.op.type == "Const" for value in others)
-
-    def reduce_by_hand(self, gradients: list[Any]) -> list[Any]:
-        """Return the sum over replicas of gradients, each times its replica's share."""
-        self._note_gradients(None, gradients)
-        found = [] if self.guard is None else [self._found(None, gradients)]
-        if self.num_replicas == 1:
-            return _zero_unless(self.settle(found)[1], gradients)
-        own = self._zero_if_empty([times(gradient, self.share) for gradient in gradients])
-        states, values = self.assigned_state()
-        summed = self.sum_over_replicas(own + values + found)
-        values, self._may_update = self.settle(summed[len(own) :])
-        self.agree(states, values)
-        gradients = _zero_unless(self._may_update, summed[: len(own)])
-        for total in gradients:
-            is_sparse = isinstance(total, tf.IndexedSlices)
-            self._summed += (total.values, total.indices) if is_sparse else (total,)
-        return gradients
-
-
-def _zero_unless(may_update: Any, gradients: list[Any]) -> list[Any]:
-    """Replace gradients of a step that is left out by zeros."""
-    if may_update is None:
-        return gradients
-    return [
-        tf.IndexedSlices(_zero_unless(may_update, [g.values])[0], g.indices, g.dense_shape)
-        if isinstance(g, tf.IndexedSlices)
-        else tf.where(may_update, g, tf.zeros_like(g))
-        for g in gradients
-    ]

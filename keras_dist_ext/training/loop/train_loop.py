@@ -16,11 +16,12 @@ from keras_dist_ext._keras.strategies import spec_of_replica
 from keras_dist_ext._keras.variables import components, is_sync_on_read
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.errors import LoopError, StrategyError
+from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.strategy.scope import move_into_scope, raw_variables
 from keras_dist_ext.training.loop.arguments import check_named, check_reductions, checked_functions, parts_by_name
 from keras_dist_ext.training.loop.examined_step import Output, examine
 from keras_dist_ext.training.loop.loop_program import LoopProgram, OneStepWhereKept
-from keras_dist_ext.training.loop.replica import LoopStep, Replica
+from keras_dist_ext.training.loop.replica import Replica
 from keras_dist_ext.training.loop.tallies import Reduction, Tally, tally_of
 from keras_dist_ext.training.model import Model
 
@@ -179,8 +180,8 @@ class TrainLoop(Model):
     def _tallied(self, kind: Kind, data: Any) -> dict[str, Any]:
         step = current_step()
         if step is None and self._is_asynchronous:
-            step = LoopStep(self, num_rows(data), num_rows(data))  # a worker's own
-        assert isinstance(step, LoopStep)
+            step = ReplicaStep(self, num_rows(data), num_rows(data))  # a worker's own
+        assert isinstance(step, ReplicaStep)
         replica = Replica(step, data)
         values = {name: tf.convert_to_tensor(value) for name, value in self._steps[kind](replica, data).items()}
         for name, tally in self._tallies[kind].items():

@@ -99,7 +99,7 @@ class Trace:
             graph.scopes[scope] = part, replica
             if replica == 0:
                 graph.handovers.update(_handovers(part, device, inputs))
-            turn: int | None = getattr(current_step(), "turn", None)
+            turn: int | None = getattr(current_step(), "virtual_replica", None)
             if turn is None:
                 return function(inputs)
             return _in_turn(graph.queues.setdefault((queue or part, replica), _Queue()), turn, function, inputs)

@@ -1,0 +1,44 @@
+"""Agree on non-trainable state that layers assign in a step: it becomes the mean over replicas, weighted by rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext._keras.variables import local_component
+from keras_dist_ext.step.reduce import times
+from keras_dist_ext.step.row_weights import RowWeights
+
+__all__ = ["LayerState"]
+
+
+class LayerState:
+    """State that was assigned on one replica in a step, and on which the replicas have not agreed yet.
+
+    Args:
+        weights: of the replica's rows.
+    """
+
+    def __init__(self, weights: RowWeights) -> None:
+        self._weights = weights
+        self._assigned: dict[int, Any] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._assigned)
+
+    def note(self, variable: Any) -> bool:
+        """Note that a variable was assigned; return whether the replicas will agree on it."""
+        dtype = tf.as_dtype(variable.dtype)
+        is_number = dtype.is_floating or dtype.is_integer or dtype.is_bool
+        if is_number and not variable.trainable:
+            self._assigned[id(variable)] = variable
+        return id(variable) in self._assigned
+
+    def take_terms(self) -> tuple[list[Any], list[Any]]:
+        """Return the variables assigned since this was asked last, and what this replica adds to their means."""
+        variables = list(self._assigned.values())
+        self._assigned.clear()
+        held = [tf.convert_to_tensor(local_component(v)) for v in variables]
+        values = [times(v if v.dtype.is_floating else tf.cast(v, tf.float64), self._weights.share) for v in held]
+        return variables, self._weights.zero_if_empty(values)

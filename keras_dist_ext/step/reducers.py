@@ -1,0 +1,294 @@
+"""How a replica of a step meets the others: sums over all of them, and whose copies of a variable it assigns.
+
+Letters: R = replicas in sync, over all workers.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext._keras.hooks import intercept, local_updates
+from keras_dist_ext._keras.layers import preserve_losses
+from keras_dist_ext._keras.strategies import regroup, replica_id
+from keras_dist_ext._keras.tracing import in_xla
+from keras_dist_ext._keras.variables import is_sync_on_read
+from keras_dist_ext.step.logs import pooled_result
+from keras_dist_ext.step.pass_through import LocalUpdate, PassThrough
+from keras_dist_ext.step.reduce import parts_of, shares_memory, sum_over_replicas, times
+from keras_dist_ext.step.update import (
+    Update,
+    assign_reduced,
+    build_optimizer,
+    run_optimizer,
+    run_update,
+    split_flags,
+)
+
+__all__ = [
+    "CannotCompile",
+    "CannotLoop",
+    "MirroredReducer",
+    "OneReplica",
+    "Reducer",
+    "TpuReducer",
+    "reducer_of",
+]
+
+
+class CannotCompile(Exception):
+    """A reduction over replicas is met inside of what XLA compiles."""
+
+
+class CannotLoop(Exception):
+    """Sparse gradients whose length may change from step to step are met in a loop of steps.
+
+    TensorFlow gathers them by a collective, which in one execution takes one shape ("Shape mismatch in the collective
+    instance", tensorflow/core/common_runtime/collective_param_resolver_local.cc).
+    """
+
+
+def reducer_of(model: Any, *, loops: bool = False) -> Reducer:
+    """Return how the replica that is entered meets the others.
+
+    Args:
+        model: the Keras model.
+        loops: whether one execution may make several steps.
+    """
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return OneReplica()
+    if isinstance(context.strategy, tf.distribute.TPUStrategy):
+        return TpuReducer(context.num_replicas_in_sync)
+    return MirroredReducer(model, context.strategy, loops=loops)
+
+
+class Reducer(abc.ABC):
+    """How a replica meets the others.
+
+    Attributes:
+        num_replicas: R.
+        is_alone: whether there is nothing to add up, and steps are Keras' own.
+        has_mixed: whether a layer has summed over replicas.
+        virtual_replica: the number of the virtual replica, or of the part of a batch, where a replica carries several.
+        traces_each_replica: whether each replica has a trace of its own.
+    """
+
+    num_replicas: int
+    is_alone = False
+    has_mixed = False
+    virtual_replica: int | None = None
+    traces_each_replica = True
+
+    @property
+    def replica_id(self) -> Any:
+        """The replica's number over all workers: an int but on TPUs."""
+        return replica_id()
+
+    @property
+    def traces_functions_anew(self) -> bool:
+        """Whether a tf.function of the user's must be traced for each step: only then is seen what it assigns."""
+        return not tf.executing_eagerly()
+
+    @property
+    @abc.abstractmethod
+    def sums_in_layers(self) -> bool:
+        """Whether sums inside of a layer are ours to make; else TensorFlow makes them."""
+
+    @abc.abstractmethod
+    def sum(self, values: Sequence[Any]) -> list[Any]:
+        """Add up each value over all replicas; every replica gets the sums."""
+
+    @abc.abstractmethod
+    def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
+        """Add up each value over all replicas if a condition holds, the same on all; else return this replica's own."""
+
+    @abc.abstractmethod
+    def updating(self) -> contextlib.AbstractContextManager[None]:
+        """Let an optimizer that is run in here assign this replica's copies."""
+
+    def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
+        """All-reduce inside a layer by plain additions where replicas share memory, else as TensorFlow does.
+
+        TensorFlow's collectives of several strategies in a process take each other's keys (tensorflow#62790).
+        """
+        self.has_mixed = True
+        if not self.sums_in_layers:
+            with intercept(None):
+                return original(reduce_op, value)
+        factor = 1.0
+        if tf.distribute.ReduceOp.MEAN in (reduce_op, getattr(reduce_op, "value", None)) or reduce_op == "MEAN":
+            factor = 1.0 / self.num_replicas
+        flat = tf.nest.flatten(value)
+        summed = self._differentiable_sum(*[tf.convert_to_tensor(v) for v in flat])
+        return tf.nest.pack_sequence_as(value, [times(v, factor) if factor != 1.0 else v for v in summed])
+
+    def _differentiable_sum(self, *values: tf.Tensor) -> list[tf.Tensor]:
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def total(*values: tf.Tensor) -> Any:
+            return self.sum(values), lambda *upstream: self.sum(upstream)
+
+        summed = total(*values)
+        return list(summed) if isinstance(summed, (list, tuple)) else [summed]
+
+    def prepare(self, optimizer: Any, variables: list[Any], *, guards: bool) -> None:
+        """See that an optimizer has its variables before its gradients are looked at.
+
+        Args:
+            optimizer: of Keras.
+            variables: that it trains.
+            guards: whether the update may be left out.
+        """
+        build_optimizer(optimizer, variables)
+
+    def update(self, update: Update) -> None:
+        """Add up the terms of all replicas, and let every replica run the optimizer."""
+        run_update(self, update)
+
+    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> bool:
+        """Assign to a variable on this replica; return whether all replicas are to agree on what it holds then."""
+        original(value)
+        return self.num_replicas > 1 and not is_sync_on_read(variable)
+
+    def assign_mean(self, variables: list[Any], terms: list[Any]) -> None:
+        """Assign to variables the sum over replicas of what each adds to it."""
+        assign_reduced(variables, self.sum(terms))
+
+    def pooled_result(self, metric: Any) -> Any:
+        """Compute a metric's result from the state of all replicas."""
+        return pooled_result(metric, self.sum)
+
+
+class OneReplica(Reducer):
+    """There are no others."""
+
+    num_replicas = 1
+    is_alone = True
+
+    @property
+    def traces_functions_anew(self) -> bool:
+        """See ``Reducer``."""
+        return False
+
+    @property
+    def sums_in_layers(self) -> bool:
+        """See ``Reducer``."""
+        return False
+
+    def sum(self, values: Sequence[Any]) -> list[Any]:
+        """Return them."""
+        return list(values)
+
+    def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
+        """Return them."""
+        return list(values)
+
+    def updating(self) -> contextlib.AbstractContextManager[None]:
+        """See ``Reducer``."""
+        return intercept(None)
+
+    def prepare(self, optimizer: Any, variables: list[Any], *, guards: bool) -> None:
+        """See ``Reducer``; Keras does it where the update is not in a branch of the graph."""
+        if guards:
+            build_optimizer(optimizer, variables)
+
+    def update(self, update: Update) -> None:
+        """Run the optimizer, if the step is not left out."""
+        if update.guard is None:  # and nothing to reduce: TensorFlow's reduction would keep the graph for ever
+            with intercept(PassThrough(of_worker=False)):
+                update.original(update.gradients, update.variables)
+            return
+        _, may_update = split_flags(update.guard, update.values)
+        run_optimizer(self, update, update.terms, may_update)
+
+    def pooled_result(self, metric: Any) -> Any:
+        """Compute a metric's result."""
+        return type(metric).result(metric)
+
+
+class MirroredReducer(Reducer):
+    """Replicas are devices, on one worker or several, whose threads wait for each other while they are traced.
+
+    Args:
+        model: the Keras model.
+        strategy: of the replicas.
+        loops: whether one execution may make several steps.
+    """
+
+    def __init__(self, model: Any, strategy: tf.distribute.Strategy, *, loops: bool) -> None:
+        self.num_replicas = strategy.num_replicas_in_sync
+        self._model = model
+        self._strategy = strategy
+        self._shares_memory = shares_memory(strategy)
+        self._must_not_loop = loops and not self._shares_memory  # with sparse gradients of unknown length
+
+    @property
+    def sums_in_layers(self) -> bool:
+        """See ``Reducer``."""
+        return self._shares_memory
+
+    def sum(self, values: Sequence[Any]) -> list[Any]:
+        """Add up each value over all replicas; every replica gets the sums."""
+        self.check_loop(values)
+        if in_xla():
+            raise CannotCompile
+        with preserve_losses(self._model):  # of the layers, which the other replicas call meanwhile
+            context = tf.distribute.get_replica_context()
+            return list(context.merge_call(sum_over_replicas, args=(list(values),)))
+
+    def check_loop(self, values: Sequence[Any]) -> None:
+        """Raise ``CannotLoop`` if these cannot be added up over replicas several times in an execution."""
+        if self._must_not_loop and any(isinstance(v, tf.IndexedSlices) and v.values.shape[0] is None for v in values):
+            raise CannotLoop
+
+    def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
+        """See ``Reducer``."""
+
+        def merge(strategy: tf.distribute.Strategy, condition: Any, values: list[Any]) -> list[Any]:
+            here = strategy.experimental_local_results(condition)[0]
+            summed = tf.cond(
+                here,
+                lambda: [parts_of(strategy, total) for total in sum_over_replicas(strategy, values)],
+                lambda: [parts_of(strategy, value) for value in values],
+            )
+            return [regroup(s) for s in summed]
+
+        return list(tf.distribute.get_replica_context().merge_call(merge, args=(condition, list(values))))
+
+    def updating(self) -> contextlib.AbstractContextManager[None]:
+        """See ``Reducer``."""
+        return local_updates(self._strategy, LocalUpdate())
+
+
+class TpuReducer(Reducer):
+    """One trace serves all replicas of a TPU: there are no threads to wait for, and all is compiled as it is.
+
+    Args:
+        num_replicas: R.
+    """
+
+    traces_each_replica = False
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+
+    @property
+    def sums_in_layers(self) -> bool:
+        """See ``Reducer``."""
+        return False
+
+    def sum(self, values: Sequence[Any]) -> list[Any]:
+        """See ``Reducer``."""
+        return list(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, list(values)))
+
+    def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
+        """Add up, and throw the sums away where they are not wanted: XLA takes no collective in a condition."""
+        return [tf.where(condition, total, own) for total, own in zip(self.sum(values), values, strict=True)]
+
+    def updating(self) -> contextlib.AbstractContextManager[None]:
+        """See ``Reducer``."""
+        return intercept(PassThrough(of_worker=False))
