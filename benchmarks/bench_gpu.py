@@ -81,7 +81,7 @@ CASES = {
 ROWS = {
     "tiny x1": ("stock", "stock 30", "ours", "watched", "jit", "loop"),
     "cnn256 x1": ("stock", "stock 30", "ours", "watched", "jit", "loop"),
-    "lstm256 x1": ("stock", "ours", "watched", "loop"),
+    "lstm256 x1": ("stock", "ours", "watched"),  # XLA cannot compile cuDNN's LSTM
     "resnet50 x1": ("stock", "ours", "watched"),
     "tiny x2": ("stock", "ours", "watched", "jit"),
     "cnn256 x2": ("stock", "ours", "watched", "jit"),
@@ -111,9 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command += ["--seconds", str(options.seconds), "--device", options.device]
         try:
             found[row] = Timings(**run_apart(command, 240))
+            show(console, {row: found[row]})
         except RuntimeError as error:
             console.print(f"{row} failed: {error}", style="red", markup=False, highlight=False)
-    show(console, found)
     if options.json:
         options.json.write_text(json.dumps({row: dataclasses.asdict(timings) for row, timings in found.items()}))
     return int(len(found) < len(options.rows.split(",")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ from tensorflow.python.distribute import distribute_utils
 from keras_dist_ext._keras import keras
 
 __all__ = [
+    "make_mirrored",
     "sum_over_replicas",
     "regroup",
     "replica_id",
@@ -26,6 +29,28 @@ __all__ = [
     "strategy_of_optimizer",
     "num_local_replicas",
 ]
+
+
+def make_mirrored(devices: Sequence[str]) -> tf.distribute.MirroredStrategy:
+    """Make a MirroredStrategy whose collectives have keys that no other strategy of ours has.
+
+    Each MirroredStrategy numbers its groups of devices from 1 (distribute/mirrored_strategy.py, of TensorFlow 2.16 to
+    2.21), so those of two and of four GPUs in one process meet in one group, and fail: "is joining a group with size 4,
+    but that group has size 2" (tensorflow#62790). TensorFlow's own tests set where the numbers begin, as is done here.
+    """
+    cls = tf.distribute.MirroredStrategy
+    with _MAKING:
+        before = cls._collective_key_base
+        cls._collective_key_base = _KEYS_A_STRATEGY * next(_COUNT)
+        try:
+            return cls(list(devices))
+        finally:
+            cls._collective_key_base = before
+
+
+_MAKING = threading.Lock()
+_COUNT = itertools.count(1)
+_KEYS_A_STRATEGY = 1000
 
 
 def sum_over_replicas(values: list[Any]) -> list[Any]:

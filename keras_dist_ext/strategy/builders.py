@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras.cluster import is_initialized, set_cluster_timeout
+from keras_dist_ext._keras.strategies import make_mirrored
 from keras_dist_ext.cluster.rendezvous import WAIT_SECONDS, meet, other_tasks, set_wait_seconds, wait_for_ports
 from keras_dist_ext.cluster.spec import JOBS, Cluster, Resolver
 from keras_dist_ext.errors import ClusterError, StrategyError
@@ -102,7 +103,7 @@ def _one_device(device: str) -> tf.distribute.Strategy:
 def _mirrored(devices: tuple[str, ...]) -> tf.distribute.Strategy:
     key = frozenset(devices)  # in another order too, a second object would reuse the collective keys of the first
     if key not in _MIRRORED:
-        _MIRRORED[key] = tf.distribute.MirroredStrategy(list(devices))
+        _MIRRORED[key] = make_mirrored(devices)
     return _MIRRORED[key]
 
 
