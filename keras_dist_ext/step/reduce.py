@@ -17,7 +17,6 @@ __all__ = [
     "OrderedSum",
     "PlainSum",
     "apart",
-    "combine_duplicates",
     "as_float",
     "keep_first_part",
     "of_dtype",
@@ -42,7 +41,7 @@ def sum_over_replicas(strategy: tf.distribute.Strategy, values: list[Any]) -> li
     for indices in by_dtype.values():
         pairs = [(values[i], values[i]) for i in indices]
         for i, total in zip(indices, strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs), strict=True):
-            sums[i] = total if _all_are_cpus(strategy) else _combined(strategy, total)
+            sums[i] = total
     return sums
 
 
@@ -54,38 +53,8 @@ def parts_of(strategy: tf.distribute.Strategy, value: Any) -> tuple[Any, ...]:
 
 def shares_memory(strategy: tf.distribute.Strategy) -> bool:
     """Whether all replicas are CPUs of this process."""
-    return len(strategy.extended.worker_devices) == strategy.num_replicas_in_sync and _all_are_cpus(strategy)
-
-
-def _all_are_cpus(strategy: tf.distribute.Strategy) -> bool:
-    return all("CPU" in device for device in strategy.extended.worker_devices)
-
-
-def _combined(strategy: tf.distribute.Strategy, total: Any) -> Any:
-    """Let each replica hold every index of a sparse sum once."""
-    parts = parts_of(strategy, total)
-    if not isinstance(parts[0], tf.IndexedSlices):
-        return total
-    combined = []
-    for part in parts:
-        with tf.device(part.values.device):
-            combined.append(combine_duplicates(part))
-    return regroup(combined)
-
-
-def combine_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Add up the values of equal indices, in the order in which they come; return each index once, ascending.
-
-    Optimizers add them up too, but on a GPU by atomic additions, whose order differs from replica to replica and from
-    run to run: copies of an embedding drift apart. The kernel of `tf.sparse.segment_sum` has none
-    (tensorflow/core/kernels/segment_reduction_ops_gpu.cu.h).
-    """
-    order = tf.argsort(slices.indices, stable=True)
-    indices = tf.gather(slices.indices, order)
-    is_first = tf.concat([tf.ones_like(indices[:1], tf.bool), indices[1:] != indices[:-1]], 0)
-    segments = tf.cumsum(tf.cast(is_first, tf.int32)) - 1
-    values = tf.sparse.segment_sum(slices.values, order, segments)
-    return tf.IndexedSlices(values, tf.boolean_mask(indices, is_first), slices.dense_shape)
+    devices = strategy.extended.worker_devices
+    return len(devices) == strategy.num_replicas_in_sync and all("CPU" in device for device in devices)
 
 
 def _add(parts: Sequence[Any]) -> Any:
