@@ -12,7 +12,7 @@ Nothing here imports TensorFlow when it is imported. In reading order:
     hang_report    what workers do that make no progress
     failure        why a launch failed
     signals        the signals that ask a launch to end
-    spec, mpi      the cluster as TF_CONFIG, SLURM, MPI or a resolver describes it
+    spec           the cluster as TF_CONFIG, SLURM, MPI or a resolver describes it
     rendezvous     the workers of a cluster wait for each other before TensorFlow connects them
 """
 

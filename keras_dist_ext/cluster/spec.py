@@ -3,26 +3,32 @@
 What is wrong is found here as plain values, before TensorFlow opens any connection.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import socket
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
-
-import tensorflow as tf
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from keras_dist_ext.errors import ClusterError
 from keras_dist_ext.messages import close_name, counted
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 __all__ = [
     "JOBS",
     "TF_CONFIG_EXAMPLE",
     "Cluster",
-    "Resolver",
     "cluster_of",
+    "mpi_cluster",
+    "mpi_size",
     "slurm_cluster",
     "task_count",
     "tf_config_cluster",
@@ -32,8 +38,6 @@ JOBS = ("chief", "worker", "ps", "evaluator")
 TF_CONFIG_EXAMPLE = (
     '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 0}}'
 )
-
-Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ def _check_address(source: str, task: str, address: object) -> None:
         ) from error
 
 
-def cluster_of(make_resolver: Callable[[], Resolver], source: str) -> Cluster:
+def cluster_of(make_resolver: Callable[[], tf.distribute.cluster_resolver.ClusterResolver], source: str) -> Cluster:
     """Ask one of TensorFlow's resolvers for the cluster.
 
     Args:
@@ -175,6 +179,8 @@ def tf_config_cluster(environ: Mapping[str, str]) -> Cluster:
     Raises:
         ClusterError: it has another shape than TensorFlow takes for granted, or describes what could not train.
     """
+    import tensorflow as tf
+
     _check_tf_config(environ["TF_CONFIG"])
     with _environment(environ, "TF_CONFIG"):
         return cluster_of(tf.distribute.cluster_resolver.TFConfigClusterResolver, "TF_CONFIG")
@@ -243,6 +249,8 @@ def slurm_cluster(environ: Mapping[str, str]) -> Cluster:
     Raises:
         ClusterError: it describes no cluster, or TensorFlow's resolver puts this task on another host.
     """
+    import tensorflow as tf
+
     # "A GPU a task", because the resolver divides by zero where there is none, and calls nvidia-smi where it is not
     # told (slurm_cluster_resolver.py, TensorFlow 2.21). We take the addresses; TensorFlow finds the GPUs.
     make_resolver = functools.partial(
@@ -273,3 +281,92 @@ def task_count(environ: Mapping[str, str], variable: str) -> int:
     if not re.fullmatch("[0-9]+", text):
         raise ClusterError(f"{variable} is {text!r}, which is no number of tasks. Unset it, or start with srun.")
     return int(text)
+
+
+# MPI counts processes, and leaves their addresses to them: on one host these follow from what all processes know, and
+# on several, processes tell each other through `mpi4py`.
+
+
+_MPI_PORTS = range(20000, 30000)  # below those that Linux hands out by itself
+
+
+@dataclass(frozen=True)
+class _MpiVariables:
+    """How an MPI tells each process its place."""
+
+    size: str
+    rank: str
+    local_size: str
+
+
+_OPEN_MPI = _MpiVariables("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_HYDRA = _MpiVariables("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS")  # MPICH and Intel MPI; srun sets two of them
+
+
+def mpi_size(environ: Mapping[str, str]) -> int:
+    """Return how many processes `mpirun` has started with this one; 0 where it was not started by `mpirun`.
+
+    Raises:
+        ClusterError: the variable is no number.
+    """
+    variables = _mpi_variables(environ)
+    return 0 if variables is None else task_count(environ, variables.size)
+
+
+def _mpi_variables(environ: Mapping[str, str]) -> _MpiVariables | None:
+    return next((v for v in (_OPEN_MPI, _HYDRA) if v.size in environ and v.local_size in environ), None)
+
+
+def mpi_cluster(environ: Mapping[str, str], tell: Callable[[str], Sequence[str]] | None = None) -> Cluster:
+    """Read what `mpirun` tells each of its processes; all of them must call this.
+
+    Args:
+        environ: where it is.
+        tell: gives this process' address to all, and returns those of all, by rank; by default `mpi4py` does.
+
+    Raises:
+        ClusterError: it describes no cluster, or the addresses cannot be known.
+    """
+    variables = _mpi_variables(environ)
+    assert variables is not None
+    if variables.rank not in environ:
+        raise ClusterError(
+            f"{variables.size} says that mpirun has started several processes, but {variables.rank}, which tells which "
+            "one this is, is not set. Start it by mpirun, or set TF_CONFIG."
+        )
+    size, rank, local_size = (
+        task_count(environ, name) for name in (variables.size, variables.rank, variables.local_size)
+    )
+    if rank >= size:
+        raise ClusterError(
+            f"MPI calls this process {rank} of {size}, counted from 0. Start it by mpirun, or set TF_CONFIG."
+        )
+    if local_size == size:
+        first = _MPI_PORTS[zlib.crc32(_mpi_job_of(environ).encode()) % (len(_MPI_PORTS) - size)]
+        addresses = [f"127.0.0.1:{first + other}" for other in range(size)]
+    else:
+        addresses = list((tell or _tell_by_mpi4py)(_own_address()))
+    return Cluster("MPI", worker=tuple(addresses), task_type="worker", task_index=rank, rpc_layer="grpc")
+
+
+def _mpi_job_of(environ: Mapping[str, str]) -> str:
+    """Return what the processes of a job on one host have in common, and other jobs have not."""
+    return environ.get("PMIX_NAMESPACE") or str(os.getppid())
+
+
+def _own_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"{socket.gethostname()}:{probe.getsockname()[1]}"
+
+
+def _tell_by_mpi4py(address: str) -> list[str]:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise ClusterError(
+            "mpirun started processes on several hosts, and MPI does not tell them each other's addresses. Install "
+            "mpi4py, by which they tell them each other, or set TF_CONFIG for each."
+        ) from error
+    addresses: list[str] = MPI.COMM_WORLD.allgather(address)
+    return addresses

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_dist_ext._keras.cluster import is_initialized, set_cluster_timeout
 from keras_dist_ext._keras.strategies import make_mirrored
 from keras_dist_ext.cluster.rendezvous import WAIT_SECONDS, meet, other_tasks, set_wait_seconds, wait_for_ports
-from keras_dist_ext.cluster.spec import JOBS, Cluster, Resolver
+from keras_dist_ext.cluster.spec import JOBS, Cluster
 from keras_dist_ext.errors import ClusterError, StrategyError
 from keras_dist_ext.strategy.decision import Decision
 from keras_dist_ext.strategy.resources import TPU_VARIABLES, Resources, listed, of_type
@@ -206,7 +206,7 @@ def _check_port_is_free(cluster: Cluster) -> None:
             ) from error
 
 
-def _resolver_of(cluster: Cluster, num_gpus: int) -> Resolver:
+def _resolver_of(cluster: Cluster, num_gpus: int) -> tf.distribute.cluster_resolver.ClusterResolver:
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({job: list(cluster.addresses(job)) for job in JOBS if cluster.addresses(job)}),
         task_type=cluster.task_type,

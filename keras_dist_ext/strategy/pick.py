@@ -14,7 +14,6 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext.cluster.rendezvous import WAIT_SECONDS, checked_wait_seconds
-from keras_dist_ext.cluster.spec import Resolver
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.strategy.builders import Communication, build
 from keras_dist_ext.strategy.decision import decide
@@ -40,7 +39,7 @@ def pick_strategy(
     *,
     devices: Sequence[str] | None = None,
     num_replicas: int | None = None,
-    cluster_resolver: Resolver | None = None,
+    cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
     tpu: str | None = None,
     implementation: str = "auto",
     bytes_per_pack: int = 0,

@@ -7,8 +7,15 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from keras_dist_ext.cluster.mpi import mpi_cluster, mpi_size
-from keras_dist_ext.cluster.spec import Cluster, Resolver, cluster_of, slurm_cluster, task_count, tf_config_cluster
+from keras_dist_ext.cluster.spec import (
+    Cluster,
+    cluster_of,
+    mpi_cluster,
+    mpi_size,
+    slurm_cluster,
+    task_count,
+    tf_config_cluster,
+)
 
 __all__ = ["Resources", "find_resources", "list_devices", "of_type", "listed", "TPU_VARIABLES"]
 
@@ -39,7 +46,7 @@ class Resources:
 def find_resources(
     environ: Mapping[str, str] = os.environ,
     *,
-    cluster_resolver: Resolver | None = None,
+    cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
     tpu: str | None = None,
     device_lister: Callable[[], Sequence[str]] = list_devices,
 ) -> Resources:

@@ -57,8 +57,9 @@ class Workers:
         first = "chief" if tasks.get("chief") else "worker"
         self.is_chief: bool = (resolver.task_type, resolver.task_id) == (first, 0)
         self.index: int = first_replica(strategy) // len(strategy.extended.worker_devices)
-        self._sum = tf.function(
-            self._sum_in_graph, autograph=False, input_signature=[tf.TensorSpec([None], tf.float64)]
+        self._sum, self._sum_integers = (
+            tf.function(self._sum_in_graph, autograph=False, input_signature=[tf.TensorSpec([None], dtype)])
+            for dtype in (tf.float64, tf.int64)
         )
         self._store = KeyValueStore(self.num_workers, self.index)
         self._num_checks = 0
@@ -103,15 +104,15 @@ class Workers:
     def broadcast_bytes(self, data: bytes) -> bytes:
         """Return the chief's bytes to all workers."""
         (size,) = self.broadcast([float(len(data))])
-        words = np.zeros(-(-int(size) // 6))  # of 48 bits, where a float64 holds 53
+        words = np.zeros(-(-int(size) // 8), np.int64)
         if self.is_chief:
-            spread = np.zeros([len(words), 8], np.uint8)
-            spread[:, :6] = np.frombuffer(data.ljust(6 * len(words), b"\0"), np.uint8).reshape(-1, 6)
-            words = spread.view("<u8")[:, 0].astype(np.float64)
-        for begin in range(0, len(words), _WORDS_AT_ONCE):
-            part = slice(begin, begin + _WORDS_AT_ONCE)
-            words[part] = self.sum(words[part])
-        return words.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :6].tobytes()[: int(size)]
+            words = np.frombuffer(data.ljust(words.nbytes, b"\0"), np.int64)
+        with heartbeat.waiting(), self.watch.waiting("a broadcast of bytes"):
+            parts = [
+                np.asarray(self._sum_integers(tf.constant(words[begin : begin + _WORDS_AT_ONCE])))
+                for begin in range(0, len(words), _WORDS_AT_ONCE)
+            ]
+        return b"".join(part.tobytes() for part in parts)[: int(size)]
 
     def all_equal(self, checksum: int) -> bool:
         """Whether all workers hold the same checksum (its low 32 bits)."""

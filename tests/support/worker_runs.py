@@ -6,12 +6,14 @@ import contextlib
 import os
 import pathlib
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 NUM_EXAMPLES = 29
+BROADCAST_SIZES = (0, 1, 8, 1001, (8 << 20) + 3)
 
 
 def run_all(folder: str) -> dict[str, Any]:
@@ -310,6 +312,19 @@ def steps_at_once(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
     return most
 
 
+def broadcasts(strategy: Any, worker: int, folder: pathlib.Path) -> dict[int, int]:
+    """Broadcast bytes of several sizes, the last one in parts; return checksums of what came out, by size."""
+    from keras_dist_ext.strategy.workers import workers_of
+
+    workers = workers_of(strategy)
+    assert workers is not None
+    found: dict[int, int] = {}
+    for size in BROADCAST_SIZES:
+        mine = np.random.default_rng([size, worker]).bytes(size)
+        found[size] = zlib.crc32(workers.broadcast_bytes(mine))
+    return found
+
+
 RUN_CASES: dict[str, Case] = {
     "warns of other data": warns_of_other_data,
     "takes over values": takes_over_values,
@@ -321,6 +336,7 @@ RUN_CASES: dict[str, Case] = {
     "writes from the chief": writes_from_chief,
     "restores from the chief": restores_from_chief,
     "predicts in order": predicts_in_order,
+    "broadcasts bytes": broadcasts,
     "accumulates": accumulates,
 }
 

@@ -12,8 +12,7 @@ import sys
 import pytest
 from launching import ROOT
 
-from keras_dist_ext.cluster.mpi import mpi_cluster
-from keras_dist_ext.cluster.spec import Cluster
+from keras_dist_ext.cluster.spec import Cluster, mpi_cluster
 from keras_dist_ext.errors import ClusterError
 from keras_dist_ext.strategy.decision import decide
 from keras_dist_ext.strategy.resources import find_resources

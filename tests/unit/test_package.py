@@ -14,6 +14,8 @@ import pytest
 import keras_dist_ext as kde
 from keras_dist_ext import errors
 
+PACKAGE = Path(kde.__file__).parent
+
 
 def run_python(code):
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -21,7 +23,16 @@ def run_python(code):
     return ended.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["keras_dist_ext", "keras_dist_ext.errors", "keras_dist_ext.cluster.launch"])
+MODULES = [
+    "errors",
+    "messages",
+    "findings",
+    "cli",
+    *(f"cluster.{path.stem}" for path in PACKAGE.glob("cluster/[a-z]*.py")),
+]
+
+
+@pytest.mark.parametrize("module", ["keras_dist_ext", *(f"keras_dist_ext.{name}" for name in MODULES)])
 def test_importing_loads_neither_tensorflow_nor_keras(module):
     heavy = "{'tensorflow', 'keras', 'numpy', 'sklearn'}"
     assert run_python(f"import sys, {module}; print({heavy} & set(sys.modules))") == "set()"

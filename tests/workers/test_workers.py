@@ -6,13 +6,14 @@ import functools
 import operator
 import re
 import types
+import zlib
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from worker_runs import DATA_CASES, NUM_EXAMPLES, ids, run_all
+from worker_runs import BROADCAST_SIZES, DATA_CASES, NUM_EXAMPLES, ids, run_all
 
 import keras_dist_ext as kde
 from keras_dist_ext.cluster.launch import launch
@@ -56,6 +57,12 @@ def test_an_interrupted_run_goes_on_from_the_chiefs_backup_on_all_workers(values
         assert epochs == [2, 3]
         for a, b in zip(resumed, whole, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_bytes_of_the_chief_come_to_all_workers(values: Any) -> None:
+    of_chief = {size: zlib.crc32(np.random.default_rng([size, 0]).bytes(size)) for size in BROADCAST_SIZES}
+    for worker in values:
+        assert worker["broadcasts bytes"] == of_chief
 
 
 def test_predictions_come_in_order_and_batches_are_split(values: Any) -> None:
