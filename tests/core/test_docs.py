@@ -140,6 +140,9 @@ def test_files_that_a_page_names_exist(page):
 
 
 def test_names_in_the_description_of_the_architecture_are_those_of_the_code():
-    for name in names_in_backticks("keras_dist_ext/docs/ARCHITECTURE.md"):
+    page = "keras_dist_ext/docs/ARCHITECTURE.md"
+    for path in re.findall(r"[\w/]+/\w+\.py\b", TEXT_OF[page]):  # in its picture, too
+        assert (PACKAGE / path).exists() or (ROOT / path).exists(), path
+    for name in names_in_backticks(page):
         if re.fullmatch(r"[A-Za-z_][\w.]*", name) and not name.endswith((".py", ".md", ".cfg", ".toml")):
             assert set(name.split(".")) <= WORDS | {"kde"}, name
