@@ -98,7 +98,7 @@ def describe_model(model: Any) -> dict[str, str]:
         if optimizer is not getattr(optimizer, "inner_optimizer", optimizer):
             details["loss scale"] = "dynamic"
     details["precision"] = model.dtype_policy.name
-    if getattr(model, "_steps_per_execution_is_auto", False):
+    if model.replica_runtime.chooses_num_steps:
         details["steps per execution"] = "auto"
     else:
         details["steps per execution"] = str(model.steps_per_execution)

@@ -36,7 +36,7 @@ def losses_as_means(model: Any, losses: list[Any]) -> list[Any]:
     added = {id(loss): (layer, i) for layer in flat_layers(model) for i, loss in enumerate(layer_losses(layer))}
     if not any(id(loss) in added for loss in losses):
         return losses  # weights' regularizers: the same on every replica
-    known = step.model._loss_degrees
+    known = step.model.replica_runtime.loss_exponents
     if step.kind not in known:
         raise UnknownLossDegrees
 

@@ -70,7 +70,7 @@ def run_fingerprint(model: Any, arguments: Mapping[str, Any], callbacks: Sequenc
         "loss": _loss_of(model),
         "jit_compile": str(model.jit_compile),
         "run_eagerly": str(model.run_eagerly),
-        "steps_per_execution": "auto" if model._steps_per_execution_is_auto else str(model.steps_per_execution),
+        "steps_per_execution": "auto" if model.replica_runtime.chooses_num_steps else str(model.steps_per_execution),
         "global seed": str(model.replica_seeds.wanted),
     }
     for name, optimizer in optimizers(model):

@@ -4,11 +4,12 @@ In reading order:
 
     model             ``kde.Model`` and ``kde.Sequential``
     construction      models are made in the scope of their strategy
+    runtime           what a model holds for its runs, apart from its layers
     program           the compiled loops of training and evaluation
     prediction        the compiled loop of ``predict``
     runners           what Keras calls for each execution
     feed, source      the batches of an epoch
-    pace              how many steps an execution makes
+    execution_sizer   how many steps an execution makes
     run_callback      ``kde.RunCallback``
     callbacks         ``kde.ScopeGuard`` and ``kde.ReplicaSeeds``
     actions           ``kde.every``, ``kde.on_improvement``, ``kde.on_preemption``

@@ -16,6 +16,7 @@ from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.seeds import seeds_of
 from keras_dist_ext.strategy.scope import check_scope, checked_strategy
 from keras_dist_ext.training.run_callback import RunCallback
+from keras_dist_ext.training.runtime import runtime_of
 
 __all__ = ["ReplicaSeeds", "RunCallbackList", "ScopeGuard"]
 
@@ -65,7 +66,7 @@ class ScopeGuard(RunCallback):
         check_scope(model, strategy).raise_if_bad()
         num_replicas = strategy.num_replicas_in_sync
         random_layers = [layer.name for layer in flat_layers(model) if seed_generators(layer)]
-        if num_replicas > 1 and random_layers and not hasattr(model, "replica_seeds"):
+        if num_replicas > 1 and random_layers and runtime_of(model) is None:
             warn_once(
                 f"'{model.name}' is a model of stock Keras, whose random layers draw the same numbers on all "
                 f"{num_replicas} replicas: {', '.join(random_layers)}. Derive it from kde.Model, or rebuild it by "

@@ -44,7 +44,7 @@ from keras_dist_ext.hashing import fold_in
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.strategy.consistency import data_fingerprint
 from keras_dist_ext.strategy.workers import Workers, checksum_of
-from keras_dist_ext.training.pace import Pace
+from keras_dist_ext.training.execution_sizer import ExecutionSizer
 from keras_dist_ext.training.resume.position import (
     Position,
     batch_sizes,
@@ -59,7 +59,7 @@ from keras_dist_ext.training.resume.position import (
 )
 from keras_dist_ext.training.source import Source
 
-__all__ = ["Execution", "Feed", "Pace"]
+__all__ = ["Execution", "Feed"]
 
 
 class Execution:
@@ -120,7 +120,7 @@ class Feed(CustomEpochIterator):
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        pace: Pace,
+        pace: ExecutionSizer,
         *,
         workers: Workers | None = None,
         wants_stop: Callable[[], bool] = lambda: False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -21,32 +21,30 @@ from keras_dist_ext._keras.models import (
     functional_init_arguments,
     overrides,
 )
-from keras_dist_ext._keras.optimizers import accumulated_gradients, inner_optimizer, num_batches_used
 from keras_dist_ext._keras.saving import save_as, saved_variables
 from keras_dist_ext._keras.strategies import strategy_of_model
-from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.messages import warn_once
-from keras_dist_ext.step.added_losses import find_degrees, losses_as_means
-from keras_dist_ext.step.means import Degrees
+from keras_dist_ext.step.added_losses import losses_as_means
 from keras_dist_ext.step.nan_guard import Guard
 from keras_dist_ext.step.recorder import Recorder
-from keras_dist_ext.step.reduce import keep_first_part, sum_parts
 from keras_dist_ext.step.seeds import Seeds
+from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.strategy.consistency import run_fingerprint
-from keras_dist_ext.strategy.scope import check_scope, move_into_scope, optimizers
-from keras_dist_ext.strategy.virtual import VirtualReplicas, num_replicas_of
+from keras_dist_ext.strategy.scope import check_scope, move_into_scope
+from keras_dist_ext.strategy.virtual import VirtualReplicas
 from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training import feed
 from keras_dist_ext.training.adoption.stand_in import OwnClasses
 from keras_dist_ext.training.adoption.take_over import take_over
 from keras_dist_ext.training.callbacks import RunCallbackList
 from keras_dist_ext.training.construction import Scoped
-from keras_dist_ext.training.divergence import Divergence
+from keras_dist_ext.training.execution_sizer import ExecutionSizer, looks_at_batches
 from keras_dist_ext.training.prediction import PredictProgram
 from keras_dist_ext.training.program import StepProgram
-from keras_dist_ext.training.run_callback import RunCallback, callbacks_in, callbacks_of_all_workers, looks_at_batches
+from keras_dist_ext.training.run_callback import callbacks_of_all_workers
 from keras_dist_ext.training.runners import CoordinatorProgram, predictor, runner
-from keras_dist_ext.training.worker_sync import StopSignal, WorkerSync, callbacks_of_worker, without_collectives
+from keras_dist_ext.training.runtime import ReplicaRuntime, runtime_of
+from keras_dist_ext.training.worker_sync import WorkerSync, callbacks_of_worker, without_collectives
 
 __all__ = ["OWN_CLASSES", "Functional", "Model", "Sequential"]
 
@@ -98,11 +96,7 @@ class Model(HookedModel, metaclass=Scoped):
         is_graph = issubclass(cls, (KerasFunctional, keras.Sequential))
         # keras.Model.__new__ forgets the arguments that the default get_config returns; Layer's keeps them.
         instance = super().__new__(cls, *args, **kwargs) if is_graph else keras.Layer.__new__(cls, *args, **kwargs)
-        object.__setattr__(instance, "_stop", StopSignal())
-        object.__setattr__(instance, "_functions", {"train": {}, "test": {}})
-        object.__setattr__(instance, "replica_seeds", Seeds(instance))
-        object.__setattr__(instance, "_loss_degrees", {})
-        object.__setattr__(instance, "_degrees", {})
+        object.__setattr__(instance, "replica_runtime", ReplicaRuntime(instance))  # past Keras, which would track it
         object.__setattr__(instance, "build", _in_scope_of(instance, instance.build))
         return instance
 
@@ -115,58 +109,41 @@ class Model(HookedModel, metaclass=Scoped):
 
     virtual_replicas: VirtualReplicas | None = None
     placement: Any = None  # of its parts, see ``place``
-    _cuts_batches = True  # whether steps can be made of parts of a replica's rows
-    _stop: StopSignal
-    replica_seeds: Seeds
-    replica_recorders: tuple[Recorder, ...] = ()
-    replica_guard: Guard | None = None
-    _guard: Guard | None = None  # made once, because traced steps hold it
-    _functions: Mapping[str, dict[tuple[bool, ...], Any]]  # train and test functions, by what their steps record
-    _steps_per_execution_is_auto = True
-    _coordinator: Any = None
-    _divergence: Any = None
-    _gradients_are_parts = False
+    replica_runtime: ReplicaRuntime
     train_function: Any
     test_function: Any
     predict_function: Any
-    _loss_degrees: MutableMapping[str, dict[int, list[Any]]]  # by what the step does and the layer's id
-    _degrees: MutableMapping[str, Degrees]  # by what the step does
-    _batch_spec: Any = None
+
+    @property
+    def replica_seeds(self) -> Seeds:
+        """The model's random generators, where files and checkpoints meet them."""
+        return self.replica_runtime.seeds
 
     # Variables are made in scope
-
-    @contextlib.contextmanager
-    def _in_scope(self) -> Iterator[None]:
-        strategy = strategy_of_model(self)
-        if strategy is None or tf.distribute.has_strategy():
-            yield
-        else:
-            with strategy.scope():
-                yield
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; what it builds is made in scope."""
         if all(layer.built for layer in flat_layers(self)):  # Keras may call a model built whose layers are not
             return super().__call__(*args, **kwargs)
-        with self._in_scope():
+        with self.replica_runtime.in_scope():
             return super().__call__(*args, **kwargs)
 
     def build_from_config(self, config: Any) -> None:
         """See ``keras.Layer.build_from_config``; variables are made in scope."""
-        with self._in_scope():
+        with self.replica_runtime.in_scope():
             super().build_from_config(config)
         if self.variables:  # Keras itself says so only when it loads a whole model; keras-tuner loads weights
             self.built = True
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
         """See ``keras.Model.load_weights``."""
-        with contextlib.nullcontext() if self.built else self._in_scope():
+        with contextlib.nullcontext() if self.built else self.replica_runtime.in_scope():
             super().load_weights(*args, **kwargs)
 
     @_documented_as(keras.Model.quantize)
     def quantize(self, *args: Any, **kwargs: Any) -> None:
         """See ``keras.Model.quantize``."""
-        with self._in_scope():
+        with self.replica_runtime.in_scope():
             super().quantize(*args, **kwargs)
 
     def compile_from_config(self, config: Any) -> None:
@@ -179,7 +156,7 @@ class Model(HookedModel, metaclass=Scoped):
             arguments["steps_per_execution"] = "auto"
         self.compile(**arguments, virtual_replicas=VirtualReplicas.read_from(config))
         if self.optimizer is not None and self.built:
-            with self._in_scope():
+            with self.replica_runtime.in_scope():
                 self.optimizer.build(self.trainable_variables)
 
     def get_compile_config(self) -> Any:
@@ -236,11 +213,12 @@ class Model(HookedModel, metaclass=Scoped):
                 )
             jit_compile = False
         if strategy_of_model(self) is not None and not tf.distribute.has_strategy():
-            with self._in_scope():  # what was made for this call, just outside of the scope, belongs inside
+            # What was made for this call, just outside of the scope, belongs inside.
+            with self.replica_runtime.in_scope():
                 for thing in tree.flatten([optimizer, metrics, weighted_metrics]):
                     if isinstance(thing, (keras.optimizers.Optimizer, keras.metrics.Metric)):
                         move_into_scope(thing)
-        with self._in_scope():
+        with self.replica_runtime.in_scope():
             super().compile(
                 optimizer=optimizer,
                 loss=loss,
@@ -252,18 +230,14 @@ class Model(HookedModel, metaclass=Scoped):
                 jit_compile=jit_compile,
                 auto_scale_loss=auto_scale_loss,
             )
-        self._steps_per_execution_is_auto = steps_per_execution == "auto"
-        self._loss_degrees.clear()
-        self._degrees.clear()
+        self.replica_runtime.chooses_num_steps = steps_per_execution == "auto"
         self.virtual_replicas = virtual
-        if self._coordinator is not None:
-            self._coordinator.close()
-            object.__setattr__(self, "_coordinator", None)
+        self.replica_runtime.forget_traces()
 
     def _build_for_run(self, iterator: Any, batch: Any) -> None:
         spec = tree.map_structure(_spec_of, batch) if iterator is None else iterator.batch_spec
-        self._batch_spec = spec
-        with self._in_scope():
+        self.replica_runtime.batch_spec = spec
+        with self.replica_runtime.in_scope():
             build_from_batch(self, spec)
         if self.placement is not None:
             self.placement.settle()
@@ -284,57 +258,53 @@ class Model(HookedModel, metaclass=Scoped):
     def make_predict_function(self, force: bool = False) -> Any:
         """Return what ``predict`` calls for each execution."""
         if self.predict_function is None or force:
-            self.predict_function = predictor(self._program("predict"))
+            program = CoordinatorProgram(self, "predict") if self._is_asynchronous else PredictProgram(self)
+            self.predict_function = predictor(program)
         return self.predict_function
 
-    def _recording_function(self, kind: str, is_new: bool) -> Any:
+    def _recording_function(self, kind: Kind, is_new: bool) -> Any:
         """Return a function whose steps record what is wanted now; one for each that was wanted before is kept."""
-        with_norm = any(recorder.gradient_norm for recorder in self.replica_recorders)
-        guards = kind == "train" and self.replica_guard is not None
-        wanted = bool(self.replica_recorders), with_norm, guards, tf.config.functions_run_eagerly()
-        made = self._functions[kind]
+        runtime = self.replica_runtime
+        with_norm = any(recorder.gradient_norm for recorder in runtime.recorders)
+        guards = kind == "train" and runtime.guard is not None
+        wanted = bool(runtime.recorders), with_norm, guards, tf.config.functions_run_eagerly()
+        made = runtime.functions[kind]
         if is_new:
             made.clear()
         if wanted not in made:
             made[wanted] = runner(self._program(kind))
         return made[wanted]
 
-    def _program(self, kind: str) -> Any:
-        if isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy):
-            if self._coordinator is None:
-                from keras_dist_ext.training.parameter_server.coordinator import Coordinator
+    def _program(self, kind: Kind) -> Any:
+        return CoordinatorProgram(self, kind) if self._is_asynchronous else StepProgram(self, kind)
 
-                object.__setattr__(self, "_coordinator", Coordinator(self))
-            return CoordinatorProgram(self, kind)
-        return PredictProgram(self) if kind == "predict" else StepProgram(self, kind)
+    @property
+    def _is_asynchronous(self) -> bool:
+        return isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy)
 
     @property
     def losses(self) -> list[Any]:
         """See ``keras.Layer.losses``; in a step, sums and means that layers have added count as on one device."""
         return losses_as_means(self, super().losses)
 
-    def _find_loss_degrees(self, batch_spec: Any, kind: str) -> None:
-        """Learn which losses given to ``add_loss`` are sums over the rows."""
-        self._loss_degrees[kind] = find_degrees(self, batch_spec, training=kind == "train")
-
     # Keras' loops over our data
 
     @property
     def stop_training(self) -> bool:
         """Whether training ends; with several workers only once all of them know that one has asked for it."""
-        return self._stop.is_confirmed if self._stop.needs_confirmation else self._stop.is_requested
+        return self.replica_runtime.stop.is_set
 
     @stop_training.setter
     def stop_training(self, value: bool) -> None:
-        self._stop.request(value)
+        self.replica_runtime.stop.request(value)
 
     @contextlib.contextmanager
     def _feeds(
-        self, paces: list[feed.Pace], callbacks: Any, *, stop: Callable[[], bool], trains: bool = False
+        self, sizers: list[ExecutionSizer], callbacks: Any, *, stop: Callable[[], bool], trains: bool = False
     ) -> Iterator[None]:
-        made = iter([*paces, *[paces[-1]] * 8])
+        made = iter([*sizers, *[sizers[-1]] * 8])
         workers = workers_of(self.distribute_strategy)
-        on_stop = self._stop.confirm if workers else lambda: None
+        on_stop = self.replica_runtime.stop.confirm if workers else lambda: None
         orders = iter([self.replica_seeds.order_of_next_pass] if trains else [])
         feeds: list[feed.Feed] = []
 
@@ -345,7 +315,7 @@ class Model(HookedModel, metaclass=Scoped):
                 workers=workers,
                 wants_stop=stop,
                 on_stop=on_stop,
-                on_epoch_end=self._end_epoch,
+                on_epoch_end=self.replica_runtime.end_epoch,
                 order_seed=next(orders, self.replica_seeds.order_of_evaluation),
                 is_seeded=lambda: self.replica_seeds.root is not None,
                 **arguments,
@@ -362,40 +332,11 @@ class Model(HookedModel, metaclass=Scoped):
             for each in feeds:
                 each.close()
 
-    def _end_epoch(self) -> None:
-        self._settle()
-        for recorder in self.replica_recorders:
-            recorder.begin()
-
-    def _settle(self) -> None:
-        """At the end of an epoch, and before saving: hold what one device would hold.
-
-        During an accumulation of gradients each replica has a part of the sum. Metrics of a parameter server's workers
-        are on their way.
-        """
-        if self._coordinator is not None:
-            self._coordinator.join()
-        if self._gradients_are_parts:
-            self._gradients_are_parts = False
-            for optimizer in _accumulating(self):
-                sum_parts(self.distribute_strategy, accumulated_gradients(optimizer))
-
-    def _part(self) -> None:
-        """Before training goes on in the middle of an accumulation: the first replica holds the sum, the others 0."""
-        if not self._gradients_are_parts:
-            sums_each_batch = self.virtual_replicas is not None and self.virtual_replicas.is_ordered
-            self._gradients_are_parts = self.distribute_strategy.num_replicas_in_sync > 1 and not sums_each_batch
-            if self._gradients_are_parts:
-                workers = workers_of(self.distribute_strategy)
-                for optimizer in _accumulating(self):
-                    for accumulator in accumulated_gradients(optimizer):
-                        keep_first_part(accumulator, is_chief=workers is None or workers.is_chief)
-
     def save(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as Keras does; see ``keras.Model.save``. With several workers, any of them may, alone."""
+        """Save as Keras does; see ``keras.Model.save``. With several workers, any of them may, by itself."""
         if workers_of(self.distribute_strategy) is not None:  # whose epochs end settled
             return without_collectives(super().save)(*args, **kwargs)
-        self._settle()
+        self.replica_runtime.synchronize()
         return super().save(*args, **kwargs)
 
     def _checkpoint_children(self) -> dict[str, Any]:
@@ -409,25 +350,19 @@ class Model(HookedModel, metaclass=Scoped):
         """
         with keras.saving.custom_object_scope({keras.saving.get_registered_name(cls): cls}):
             model = load(file)
-        if isinstance(model, Model):
+        if runtime_of(model) is not None:
             return model
         adopted = take_over(model, tf.distribute.get_strategy(), OWN_CLASSES, compile=True)
         adopted.replica_seeds.load(saved_variables(file, "replica_seeds"))
         adopted.virtual_replicas = VirtualReplicas.read_from_file(file)
         return adopted
 
-    def _paces(self, callbacks: Any, workers: Workers | None, *kinds: str) -> list[feed.Pace]:
+    def _sizers(self, callbacks: Any, workers: Workers | None, *kinds: Kind) -> list[ExecutionSizer]:
         """Return how many steps an execution makes: each by itself where a callback of any worker looks at it."""
-        if not self._steps_per_execution_is_auto:
-            return [feed.Pace(self.steps_per_execution) for _ in kinds]
+        if not self.replica_runtime.chooses_num_steps:
+            return [ExecutionSizer(self.steps_per_execution) for _ in kinds]
         looks = [float(looks_at_batches(callbacks, kind)) for kind in kinds]
-        return [feed.Pace(1 if look else None) for look in (looks if workers is None else workers.sum(looks))]
-
-    def _differing(self) -> str | None:
-        if self._divergence is None:
-            object.__setattr__(self, "_divergence", Divergence(self))  # made once, because it traces a function
-        finding = self._divergence.check(0)
-        return None if finding is None else str(finding["what"])
+        return [ExecutionSizer(1 if look else None) for look in (looks if workers is None else workers.sum(looks))]
 
     def add_recorder(self, recorder: Recorder) -> None:
         """Have the steps of the run that is about to begin recorded.
@@ -437,8 +372,7 @@ class Model(HookedModel, metaclass=Scoped):
         Args:
             recorder: takes what is recorded.
         """
-        recorder.begin()
-        self.replica_recorders = (*self.replica_recorders, recorder)
+        self.replica_runtime.add_recorder(recorder)
 
     def guard_steps(self, most_in_a_row: int) -> Guard:
         """Have steps of the run that is about to begin left out if something in them is not finite.
@@ -448,15 +382,7 @@ class Model(HookedModel, metaclass=Scoped):
         Args:
             most_in_a_row: how many steps in a row may be left out.
         """
-        num_replicas = num_replicas_of(self)
-        if self._guard is None or self._guard.num_replicas != num_replicas:
-            with self._in_scope():
-                object.__setattr__(self, "_guard", Guard(num_replicas))
-        guard = self._guard
-        assert guard is not None
-        guard.begin(most_in_a_row)
-        object.__setattr__(self, "replica_guard", guard)
-        return guard
+        return self.replica_runtime.guard_steps(most_in_a_row)
 
     def drop_recorder(self, recorder: Recorder) -> None:
         """Have the steps of the run that is under way recorded no longer, from the next execution on.
@@ -464,29 +390,7 @@ class Model(HookedModel, metaclass=Scoped):
         Args:
             recorder: that ``add_recorder`` was given.
         """
-        self.replica_recorders = tuple(other for other in self.replica_recorders if other is not recorder)
-        self.make_train_function()
-
-    @contextlib.contextmanager
-    def _prepared(self, callbacks: Any) -> Iterator[None]:
-        """Let callbacks say what a run needs before it begins, and clean up after it, however it ended.
-
-        A callback may begin another run, say predict, in the middle of one.
-        """
-        recorders, self.replica_recorders = self.replica_recorders, ()
-        guard = self.replica_guard
-        object.__setattr__(self, "replica_guard", None)
-        try:
-            with heartbeat.running(), contextlib.ExitStack() as stack:
-                for callback in callbacks_in(callbacks):
-                    if isinstance(callback, RunCallback):
-                        callback.on_run_prepare(self)
-                        stack.callback(callback.on_run_end)
-                self.replica_seeds.will_begin()
-                yield
-        finally:
-            self.replica_recorders = recorders
-            object.__setattr__(self, "replica_guard", guard)
+        self.replica_runtime.drop_recorder(recorder)
 
     @_documented_as(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
@@ -495,25 +399,26 @@ class Model(HookedModel, metaclass=Scoped):
         call = _FIT.bind(self, *args, **kwargs)
         callbacks = call.arguments.get("callbacks")
         workers = workers_of(self.distribute_strategy)
+        runtime = self.replica_runtime
         verbose = call.arguments.get("verbose", "auto")
         if workers is not None:
             fingerprint = run_fingerprint(self, _with_defaults(call).arguments, callbacks_of_all_workers(callbacks))
             workers.check_consistency("call fit", fingerprint)
-        with self._prepared(callbacks):
-            paces = self._paces(callbacks, workers, "train", "test")
+        with runtime.prepared(callbacks):
+            sizers = self._sizers(callbacks, workers, "train", "test")
             if workers is not None:
-                callbacks = [*callbacks_of_worker(callbacks, workers), WorkerSync(workers, self._differing)]
+                callbacks = [*callbacks_of_worker(callbacks, workers), WorkerSync(workers, runtime.find_divergence)]
                 verbose = verbose if workers.is_chief else 0
             if not isinstance(callbacks, keras.callbacks.CallbackList):
                 epochs = call.arguments.get("epochs", 1)
                 callbacks = RunCallbackList(callbacks, self, verbose=verbose, epochs=epochs, add_history=True)
             call.arguments["callbacks"] = callbacks
-            self._stop.needs_confirmation = workers is not None
+            runtime.stop.needs_confirmation = workers is not None
             try:
-                with self._feeds(paces, callbacks, stop=lambda: self._stop.is_requested, trains=True):
+                with self._feeds(sizers, callbacks, stop=lambda: runtime.stop.is_requested, trains=True):
                     return super().fit(*call.args[1:], **call.kwargs)
             finally:
-                self._stop.needs_confirmation = False
+                runtime.stop.needs_confirmation = False
                 self.replica_seeds.end()
 
     @_documented_as(keras.Model.evaluate)
@@ -525,13 +430,13 @@ class Model(HookedModel, metaclass=Scoped):
         with contextlib.ExitStack() as stack:
             if not isinstance(callbacks, keras.callbacks.CallbackList):  # inside fit it is one, and fit has checked
                 check_scope(self, self.distribute_strategy).raise_if_bad()
-                stack.enter_context(self._prepared(callbacks))
+                stack.enter_context(self.replica_runtime.prepared(callbacks))
                 workers = workers_of(self.distribute_strategy)
                 verbose = call.arguments.get("verbose", "auto") if workers is None or workers.is_chief else 0
                 callbacks = RunCallbackList(callbacks, self, verbose=verbose, epochs=1, add_history=False)
                 call.arguments["callbacks"] = callbacks
-            paces = self._paces(given, workers, "test")
-            stack.enter_context(self._feeds(paces, callbacks, stop=lambda: getattr(self, "stop_evaluating", False)))
+            sizers = self._sizers(given, workers, "test")
+            stack.enter_context(self._feeds(sizers, callbacks, stop=lambda: getattr(self, "stop_evaluating", False)))
             return super().evaluate(*call.args[1:], **call.kwargs)
 
     @_documented_as(keras.Model.predict)
@@ -540,13 +445,13 @@ class Model(HookedModel, metaclass=Scoped):
         check_scope(self, self.distribute_strategy).raise_if_bad()
         call = _PREDICT.bind(self, *args, **kwargs)
         workers = workers_of(self.distribute_strategy)
-        with self._prepared(call.arguments.get("callbacks")):
+        with self.replica_runtime.prepared(call.arguments.get("callbacks")):
             self.replica_seeds.begin()
             if workers is not None and not workers.is_chief:
                 call.arguments["verbose"] = 0
-            ahead = 64 if isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy) else 1
-            pace = feed.Pace(max(ahead, self.steps_per_execution))
-            with self._feeds([pace], None, stop=lambda: getattr(self, "stop_predicting", False)):
+            ahead = 64 if self._is_asynchronous else 1
+            sizer = ExecutionSizer(max(ahead, self.steps_per_execution))
+            with self._feeds([sizer], None, stop=lambda: getattr(self, "stop_predicting", False)):
                 return super().predict(*call.args[1:], **call.kwargs)
 
 
@@ -586,7 +491,7 @@ def _in_scope_of(model: Any, build: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(build)
     def build_in_scope(*args: Any, **kwargs: Any) -> None:
-        with model._in_scope():
+        with model.replica_runtime.in_scope():
             build(*args, **kwargs)
 
     return build_in_scope
@@ -600,15 +505,3 @@ def _make_functional(cls: type) -> None:
     for base in cls.__bases__:
         if base is not Functional:
             _make_functional(base)
-
-
-def _accumulating(model: Any) -> list[Any]:
-    """The optimizers of a model that are in the middle of an accumulation of gradients."""
-    found = [inner_optimizer(optimizer) for _, optimizer in optimizers(model)]
-    return [
-        optimizer
-        for optimizer in found
-        if optimizer.built
-        and optimizer.gradient_accumulation_steps
-        and num_batches_used(optimizer) % optimizer.gradient_accumulation_steps
-    ]

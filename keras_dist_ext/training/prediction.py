@@ -30,11 +30,12 @@ class PredictProgram:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.strategy: tf.distribute.Strategy = model.distribute_strategy
+        is_seeded = model.replica_runtime.seeds.root is not None
         step = model.predict_step
         if model.jit_compile and model.placement is None and not model.run_eagerly and can_compile(self.strategy):
             step = compiled(step)
         self._step = step
-        self._without_seed = generator_without_seed(self.strategy, is_seeded=model.replica_seeds.root is not None)
+        self._without_seed = generator_without_seed(self.strategy, is_seeded=is_seeded)
         self._on_batch = self._one if model.run_eagerly else in_graph(self._one, reduce_retracing=True)
 
     def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:

@@ -20,7 +20,7 @@ from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import is_default_strategy, regroup, replica_id
 from keras_dist_ext._keras.tracing import IteratorFunction, traced_graphs
 from keras_dist_ext.data import split as data
-from keras_dist_ext.step.added_losses import UnknownLossDegrees, placeholders
+from keras_dist_ext.step.added_losses import UnknownLossDegrees, find_degrees, placeholders
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.step.logs import VALUE, ComputesWithResults, computes_with, noted_results, pooled_state
 from keras_dist_ext.step.means import Degrees
@@ -29,11 +29,13 @@ from keras_dist_ext.step.reduce import sum_over_replicas
 from keras_dist_ext.step.reducers import Reducer, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
 from keras_dist_ext.step.seeds import generator_without_seed
+from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.step_buffer import MAX_STEPS, ReplicaRecord, StepBuffer, StepRecord
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
 from keras_dist_ext.step.xla import can_compile, compiled_step
 from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.runtime import ReplicaRuntime
 
 __all__ = ["StepProgram", "is_per_replica", "rows_of_replica"]
 
@@ -46,12 +48,13 @@ class StepProgram:
         kind: "train" or "test".
     """
 
-    def __init__(self, model: Any, kind: str) -> None:
+    def __init__(self, model: Any, kind: Kind) -> None:
         self.model = model
         self.kind = kind
         self.strategy: tf.distribute.Strategy = model.distribute_strategy
         self.num_replicas: int = self.strategy.num_replicas_in_sync
-        self._without_seed = generator_without_seed(self.strategy, is_seeded=model.replica_seeds.root is not None)
+        self._runtime: ReplicaRuntime = model.replica_runtime
+        self._without_seed = generator_without_seed(self.strategy, is_seeded=self._runtime.seeds.root is not None)
         self._log_plan: Any = None
         self.is_eager: bool = model.run_eagerly or tf.config.functions_run_eagerly()
         self._pools_results: bool = self.is_eager
@@ -69,15 +72,15 @@ class StepProgram:
         wrap: Callable[[Any], Any] = (
             (lambda f: f) if self.is_eager else functools.partial(in_graph, reduce_retracing=True)
         )
-        self._records_norm = any(recorder.gradient_norm for recorder in model.replica_recorders)
+        self._records_norm = any(recorder.gradient_norm for recorder in self._runtime.recorders)
         self._devices = (
             ["/device:CPU:0"] if is_default_strategy(self.strategy) else list(self.strategy.extended.worker_devices)
         )
-        self._buffer = StepBuffer(self._devices, gradient_norm=self._records_norm) if model.replica_recorders else None
-        self._guard = model.replica_guard if kind == "train" else None
+        self._buffer = StepBuffer(self._devices, gradient_norm=self._records_norm) if self._runtime.recorders else None
+        self._guard = self._runtime.guard if kind == "train" else None
         self._goes_alone = False
         self._loops = False  # whether what is traced makes several steps
-        self._degrees: Degrees | None = model._degrees.setdefault(kind, Degrees())
+        self._degrees: Degrees | None = self._runtime.exponents.setdefault(kind, Degrees())
         self.waited_seconds = 0.0  # for the first batch of the next execution
         self._of_batch = wrap(self._on_batch)
         self._of_rows = wrap(self._on_rows_of_worker)
@@ -103,7 +106,7 @@ class StepProgram:
         if self._degrees is None:
             return
         loops, self._loops = self._loops, False
-        spec = self.model._batch_spec
+        spec = self._runtime.batch_spec
         try:
             with self._degrees.learn(), tf.__internal__.FuncGraph("degrees_of_a_step").as_default():
                 self._one(placeholders(spec))
@@ -116,6 +119,11 @@ class StepProgram:
             return
         finally:
             self._loops = loops
+
+    def learn_loss_exponents(self) -> None:
+        """Trace the model aside, to learn which losses given to ``add_loss`` are sums over the rows."""
+        spec = self._runtime.batch_spec
+        self._runtime.loss_exponents[self.kind] = find_degrees(self.model, spec, training=self.kind == "train")
 
     def graphs(self) -> list[Any]:
         """Return the graphs that its loops were traced to so far."""
@@ -206,7 +214,7 @@ class StepProgram:
         if buffer is not None:
             waited, self.waited_seconds = self.waited_seconds, 0.0
             buffer.end(num_steps)
-            for recorder in self.model.replica_recorders:
+            for recorder in self._runtime.recorders:
                 recorder.add(self.kind, buffer, num_steps, end, waited)
 
     # Loops

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_dist_ext._keras import keras, tree
-from keras_dist_ext._keras.callbacks import saves_each_epoch, traces_batches
-from keras_dist_ext.training.worker_sync import own_callback
 
-__all__ = ["RunCallback", "allow_multi_step", "callbacks_in", "callbacks_of_all_workers", "looks_at_batches"]
+__all__ = ["RunCallback", "callbacks_in", "callbacks_of_all_workers"]
 
 
 class RunCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -114,39 +111,3 @@ def callbacks_of_all_workers(callbacks: Any) -> list[RunCallback]:
     """Return the callbacks that all workers must have: those that override ``on_run_prepare``."""
     prepares = RunCallback.on_run_prepare
     return [c for c in callbacks_in(callbacks) if isinstance(c, RunCallback) and type(c).on_run_prepare is not prepares]
-
-
-def looks_at_batches(callbacks: Any, kind: str) -> bool:
-    """Return whether a callback of the user's own wants every batch of a run of this kind, train or test."""
-    names = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"] + (
-        ["on_batch_begin", "on_batch_end"] if kind == "train" else []
-    )
-    for callback in map(own_callback, callbacks_in(callbacks)):
-        if _supports_multi_step(callback):
-            continue
-        for name in names:
-            method = getattr(callback, name, None)
-            if getattr(method, "__func__", method) is not getattr(keras.callbacks.Callback, name):
-                return True
-    return False
-
-
-def allow_multi_step(callback: Any) -> None:
-    """Have a callback that is no ``RunCallback`` called once for several steps, though it has hooks for batches."""
-    _ALLOWED.add(callback)
-
-
-_ALLOWED: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _supports_multi_step(callback: Any) -> bool:
-    """Whether a callback need not see each step: it says so, or is one of Keras' own and set up like that."""
-    if isinstance(callback, RunCallback):
-        return callback.supports_multi_step
-    if callback in _ALLOWED:
-        return True
-    if type(callback) in (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore):
-        return saves_each_epoch(callback)
-    if type(callback) is keras.callbacks.TensorBoard:
-        return callback.update_freq == "epoch" and not callback.write_steps_per_second and not traces_batches(callback)
-    return type(callback) is keras.callbacks.ProgbarLogger

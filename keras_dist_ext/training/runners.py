@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
@@ -15,6 +15,7 @@ from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.step.added_losses import UnknownLossDegrees
 from keras_dist_ext.step.means import UnknownDegrees
 from keras_dist_ext.step.reducers import CannotCompile, CannotLoop
+from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training import feed
@@ -27,19 +28,19 @@ def runner(program: Any) -> Callable[[Any], Any]:
     """Return Keras' ``train_function`` or ``test_function``: it takes an ``Execution``, or an iterator of batches."""
 
     def run(iterator: Any) -> Any:
-        model = program.model
+        model, runtime = program.model, program.model.replica_runtime
         if program.kind == "train":
-            model._part()
+            runtime.scatter_accumulators()
         is_split = (
             program.strategy.num_replicas_in_sync > 1
             or model.virtual_replicas is not None
             or model.placement is not None
         )
-        if getattr(program, "is_eager", False) and program.kind not in model._loss_degrees and is_split:
+        if getattr(program, "is_eager", False) and program.kind not in runtime.loss_exponents and is_split:
             try:  # now, because an eager step has its batch when it meets the loss
-                model._find_loss_degrees(model._batch_spec, program.kind)
+                program.learn_loss_exponents()
             except Exception:  # code that only runs eagerly, and may have no such loss
-                model._loss_degrees[program.kind] = {}
+                runtime.loss_exponents[program.kind] = {}
             _prepare(program, UnknownDegrees())
         if isinstance(iterator, feed.Execution):
             run_steps = functools.partial(_run, program, iterator)
@@ -85,15 +86,15 @@ def _watched(program: Any, execution: feed.Execution) -> contextlib.AbstractCont
 
 def _prepare(program: Any, unprepared: Exception) -> None:
     """Make good what tracing a step has found missing."""
-    model = program.model
+    model, runtime = program.model, program.model.replica_runtime
     if isinstance(unprepared, UnbuiltOptimizer):
-        with model._in_scope():
+        with runtime.in_scope():
             unprepared.build()
     elif isinstance(unprepared, UnknownLossDegrees):
         try:
-            model._find_loss_degrees(model._batch_spec, program.kind)
+            program.learn_loss_exponents()
         except NotImplementedError:  # by Keras: the model has no `call`, its step calls others
-            model._loss_degrees[program.kind] = {}
+            runtime.loss_exponents[program.kind] = {}
     elif isinstance(unprepared, UnknownDegrees):
         try:
             program.learn_degrees()
@@ -111,7 +112,7 @@ def _prepare(program: Any, unprepared: Exception) -> None:
         program.without_xla()
 
 
-def predictor(program: PredictProgram) -> Callable[[Any], Any]:
+def predictor(program: PredictProgram | CoordinatorProgram) -> Callable[[Any], Any]:
     """Return Keras' ``predict_function``: it takes a list, of an ``Execution`` or of batches."""
 
     def run(batches: Any) -> Any:
@@ -133,22 +134,22 @@ def _as_tensor(value: Any) -> Any:
 class CoordinatorProgram:
     """Steps that the workers of a ParameterServerStrategy make, each on a batch of its own."""
 
-    def __init__(self, model: Any, kind: str) -> None:
+    def __init__(self, model: Any, kind: Kind | Literal["predict"]) -> None:
         self.model = model
         self.kind = kind
         self.strategy = model.distribute_strategy
+        self._coordinator = model.replica_runtime.coordinator
 
     def run_source(self, batches: Iterator[Any], num_steps: int) -> tuple[int, Any]:
         """Hand out up to ``num_steps`` steps; return how many there were, and the logs of those that are done."""
-        coordinator = self.model._coordinator
-        made = getattr(coordinator, self.kind)(batches, num_steps)
-        return made, coordinator.logs()
+        made = getattr(self._coordinator, self.kind)(batches, num_steps)
+        return made, self._coordinator.logs()
 
     def on_batch(self, batch: Any) -> Any:
         """Run one step and wait for it."""
         self.run_source(iter([batch]), 1)
-        return self.model._coordinator.join()
+        return self._coordinator.join()
 
     def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:
         """Predict each batch and concatenate the outputs along the rows."""
-        return concat_outputs(list(self.model._coordinator.predict(batches)))
+        return concat_outputs(list(self._coordinator.predict(batches)))

@@ -16,6 +16,7 @@ from keras_dist_ext._keras.strategies import strategy_of_optimizer
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.data.buckets import BucketedDataset
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
+from keras_dist_ext.training.runtime import runtime_of
 
 __all__ = ["kept_pass", "kept_state"]
 
@@ -30,17 +31,15 @@ def kept_state(model: Any) -> Iterator[None]:
     that new ones begin with, where its config can make another one. Out of reach are the places of ``tf.random`` ops in
     graphs, which TensorFlow keeps to itself.
     """
-    seeds = getattr(model, "replica_seeds", None)
+    runtime = runtime_of(model)
     kept = [(copy, copy.numpy()) for copy in _copies(model)]
     unbuilt = [optimizer for optimizer in _optimizers(model) if not optimizer.built]
     attributes = [
         (owner, name, vars(owner).get(name, _MISSING))
         for owner, names in (
-            (model, ("history", "_gradients_are_parts", "replica_recorders")),
-            (seeds, ("num_passes", "_is_to_begin", "wanted")),
-            (getattr(model, "_stop", None), ("is_requested", "is_confirmed")),
+            (model, ("history",)),
+            *(() if runtime is None else runtime.changing_attributes()),
         )
-        if owner is not None
         for name in names
     ]
     epoch = initial_epoch(model)
@@ -81,9 +80,9 @@ def _copies(model: Any) -> list[Any]:
     for optimizer in _optimizers(model):
         variables += [*optimizer.variables, *getattr(getattr(optimizer, "inner_optimizer", None), "variables", ())]
     variables += [variable for layer in flat_layers(model) for _, variable in raw_variables(layer)]
-    seeds = getattr(model, "replica_seeds", None)
-    if seeds is not None:
-        variables += [generator.state for generator in seeds.generators(with_global=True)]
+    runtime = runtime_of(model)
+    if runtime is not None:
+        variables += [generator.state for generator in runtime.seeds.generators(with_global=True)]
     return list({id(copy): copy for variable in variables for copy in components(variable)}.values())
 
 

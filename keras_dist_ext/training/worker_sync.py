@@ -1,4 +1,4 @@
-"""Keep the workers of a run in step: they begin alike, end after the same epoch, and only the chief writes files."""
+"""Keep the workers of a run alike: equal state when it begins, an end after the same epoch, files from the chief."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import initial_epoch, set_initial_epoch
@@ -20,8 +20,9 @@ from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.step.pass_through import PassThrough
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.strategy.workers import Workers
+from keras_dist_ext.training.run_callback import RunCallback, callbacks_in
 
-__all__ = ["WorkerSync", "StopSignal", "without_collectives", "callbacks_of_worker", "own_callback"]
+__all__ = ["StopSignal", "WorkerSync", "callbacks_of_worker", "own_callback", "without_collectives"]
 
 
 _WRITERS = (
@@ -38,7 +39,7 @@ def _is_for_chief(callback: Any) -> bool:
     return isinstance(callback, _WRITERS)
 
 
-class WorkerSync(keras.callbacks.Callback):  # type: ignore[misc]
+class WorkerSync(RunCallback):
     """The last callback of each worker: begins with the chief's state, and ends all workers after the same epoch.
 
     Args:
@@ -81,8 +82,9 @@ class WorkerSync(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """End training on all workers where one has asked for it; see that their learning rates are equal."""
         workers = self._workers
-        if workers.sum([float(self.model._stop.is_requested)])[0]:
-            self.model._stop.confirm()
+        stop = self.model.replica_runtime.stop
+        if workers.sum([float(stop.is_requested)])[0]:
+            stop.confirm()
         rates = {name: _learning_rate(optimizer) for name, optimizer in optimizers(self.model)}
         if workers.all_equal(zlib.crc32(str([f"{rate:.5g}" for rate in rates.values()]).encode())):
             return
@@ -111,7 +113,7 @@ def callbacks_of_worker(callbacks: Any, workers: Workers) -> list[Any]:
     Raises:
         WorkersError: one of them can run neither on the chief alone nor on all workers.
     """
-    callbacks = tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []
+    callbacks = callbacks_in(callbacks)
     if any(isinstance(callback, _ORBAX) for callback in callbacks):
         raise WorkersError(
             "OrbaxCheckpoint is among the callbacks of several workers. All of them would write into one folder and "
@@ -130,7 +132,7 @@ def own_callback(callback: Any) -> Any:
 
 
 class ChiefOnlyCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """A callback that one worker alone runs: what it assigns must not wait for the others.
+    """A callback that one worker runs by itself: what it assigns must not wait for the others.
 
     TensorFlow broadcasts an assignment to variables like ``optimizer.iterations``, which BackupAndRestore loads; and
     the first value of any variable made in scope, as Keras makes some to look at them while it saves.
@@ -145,7 +147,7 @@ class ChiefOnlyCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def without_collectives(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method as one worker alone may call it: in no scope, and with assignments to its own copies only."""
+    """Return a method as one worker may call it by itself: in no scope, and assigning to its own copies only."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -168,6 +170,11 @@ class StopSignal:
         self.is_requested = False
         self.is_confirmed = False
         self.needs_confirmation = False
+
+    @property
+    def is_set(self) -> bool:
+        """Whether training ends: with several workers only once all of them know."""
+        return self.is_confirmed if self.needs_confirmation else self.is_requested
 
     def request(self, value: bool) -> None:
         """Wish to end training, or to begin anew."""

@@ -155,7 +155,7 @@ def couple(model: Any, values: CoupledValues) -> None:
     check_fixed_batch(model, values.global_batch_size)
     if values.steps_per_execution is not None:
         model.steps_per_execution = values.steps_per_execution
-        model._steps_per_execution_is_auto = False
+        model.replica_runtime.chooses_num_steps = False
     if values.learning_rate_factor == 1.0 and values.accumulation == 1:
         return
     optimizer = getattr(model, "optimizer", None)

@@ -14,7 +14,7 @@ from keras_dist_ext._keras.keras_tuner import keras_tuner
 from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.strategy.scope import check_scope
 from keras_dist_ext.training.adoption.adopt import adopt, clone_model
-from keras_dist_ext.training.model import Model
+from keras_dist_ext.training.runtime import runtime_of
 
 __all__ = ["ScopedHyperModel", "build_in_scope"]
 
@@ -37,7 +37,7 @@ def build_in_scope(build: Callable[[Any], Any], hp: Any, strategy: tf.distribute
         model = build(hp)
     if not isinstance(model, keras.Model):
         return model
-    if isinstance(model, Model):
+    if runtime_of(model) is not None:
         check_scope(model, strategy).raise_if_bad()
         return model
     return adopt(model, strategy) if model.built else clone_model(model, strategy)

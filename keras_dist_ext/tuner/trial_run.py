@@ -21,7 +21,8 @@ from keras_dist_ext.messages import counted
 from keras_dist_ext.monitoring.monitor import ReplicaMonitor
 from keras_dist_ext.strategy.pick import StrategyChoice
 from keras_dist_ext.strategy.scope import describe_strategy
-from keras_dist_ext.training.run_callback import RunCallback, allow_multi_step
+from keras_dist_ext.training.execution_sizer import allow_multi_step
+from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.tuner.coupled import CoupledValues, batched, check_fixed_batch
 from keras_dist_ext.tuner.failures import Failure, Infeasible, failure_of
 from keras_dist_ext.tuner.meter import Meter

@@ -14,76 +14,77 @@ from hypothesis import strategies as st
 import keras_dist_ext as kde
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.training import feed
-from keras_dist_ext.training.feed import Feed, Pace
+from keras_dist_ext.training.execution_sizer import ExecutionSizer
+from keras_dist_ext.training.feed import Feed
 from keras_dist_ext.training.source import Source
 
 TARGET = 0.12  # seconds
 
 
-# Pace
+# ExecutionSizer
 
 
 def test_a_fixed_pace_ignores_the_clock():
-    pace = Pace(7)
+    sizer = ExecutionSizer(7)
     for seconds in (0.0, 1e-9, 100.0):
-        pace.record(7, seconds)
-        assert pace.num_steps == 7
-    assert not pace.follows_clock
+        sizer.record(7, seconds)
+        assert sizer.num_steps == 7
+    assert not sizer.follows_clock
 
 
 def test_a_pace_that_follows_the_clock_starts_with_one_step_and_grows_to_its_target():
-    pace, made = Pace(), []
-    assert pace.follows_clock
+    sizer, made = ExecutionSizer(), []
+    assert sizer.follows_clock
     for _ in range(8):
-        made.append(pace.num_steps)
-        pace.record(pace.num_steps, pace.num_steps / 1024)
+        made.append(sizer.num_steps)
+        sizer.record(sizer.num_steps, sizer.num_steps / 1024)
     assert made == [1, 1, 8, 64, 122, 122, 122, 122]
 
 
 def test_the_first_execution_was_compiled_and_does_not_count():
-    pace = Pace()
-    pace.record(1, 1e-6)
-    assert pace.num_steps == 1
+    sizer = ExecutionSizer()
+    sizer.record(1, 1e-6)
+    assert sizer.num_steps == 1
 
 
 def test_an_execution_without_steps_does_not_count():
-    pace = Pace()
-    pace.record(1, 5.0)
-    pace.record(0, 0.0)
-    pace.record(0, 100.0)
-    assert pace.num_steps == 1
-    pace.record(1, 0.001)
-    assert pace.num_steps == 8
+    sizer = ExecutionSizer()
+    sizer.record(1, 5.0)
+    sizer.record(0, 0.0)
+    sizer.record(0, 100.0)
+    assert sizer.num_steps == 1
+    sizer.record(1, 0.001)
+    assert sizer.num_steps == 8
 
 
 def test_an_execution_too_short_for_the_clock_grows_too():
-    pace = Pace()
-    pace.record(1, 1.0)
-    pace.record(1, 0.0)
-    assert pace.num_steps == 8
+    sizer = ExecutionSizer()
+    sizer.record(1, 1.0)
+    sizer.record(1, 0.0)
+    assert sizer.num_steps == 8
 
 
 @given(st.lists(st.floats(1e-6, 10.0), min_size=3, max_size=40))
 @example([1e-6] * 6 + [10.0] * 3)
 def test_executions_never_keep_being_longer_than_their_target(step_seconds):
     """Steps of changing length: an execution is too long once, when they grow, and the next one fits."""
-    pace, before = Pace(), None
+    sizer, before = ExecutionSizer(), None
     for seconds in step_seconds:
-        num_steps = pace.num_steps
+        num_steps = sizer.num_steps
         assert num_steps >= 1
         if before is not None and seconds <= before[1]:
             assert num_steps == 1 or num_steps * seconds <= TARGET * 1.001
         if before is not None:
             assert num_steps <= 8 * before[0]
-        pace.record(num_steps, num_steps * seconds)
+        sizer.record(num_steps, num_steps * seconds)
         before = num_steps, seconds
 
 
 def test_another_target_is_aimed_at():
-    pace = Pace(seconds=1.0)
+    sizer = ExecutionSizer(seconds=1.0)
     for _ in range(6):
-        pace.record(pace.num_steps, pace.num_steps * 0.1)
-    assert pace.num_steps == 10
+        sizer.record(sizer.num_steps, sizer.num_steps * 0.1)
+    assert sizer.num_steps == 10
 
 
 # Feed
@@ -107,7 +108,7 @@ class Program:
 
 
 def make_feed(dataset, pace=3, **arguments):
-    return Feed(tf.distribute.get_strategy(), Pace(pace), x=dataset, steps_per_execution=1, **arguments)
+    return Feed(tf.distribute.get_strategy(), ExecutionSizer(pace), x=dataset, steps_per_execution=1, **arguments)
 
 
 def run_epochs(feed, num_epochs=1):

@@ -256,7 +256,7 @@ def test_other_runs_in_the_middle_of_training_are_neither_shown_nor_in_the_way(m
     fit(model, monitor, callbacks=[Looks(), monitor], validation_data=(X[:9], Y[:9]))
     assert [(stats.step, stats.examples.sum()) for stats in memory.train] == [(7, 50), (14, 50)]
     assert [(stats.step, stats.examples.sum()) for stats in memory.test] == [(7, 9), (7, 5), (14, 9), (14, 5)]
-    assert model.replica_recorders == ()
+    assert model.replica_runtime.recorders == ()
 
 
 def test_watched_and_unwatched_runs_are_traced_once_each(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -392,7 +392,7 @@ def test_short_steps_are_recorded_for_a_while_only(mirrored: Any, monkeypatch: p
 
     class Recorders(keras.callbacks.Callback):  # type: ignore[misc]
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            seen.append(len(self.model.replica_recorders))
+            seen.append(len(self.model.replica_runtime.recorders))
 
     report = train(mirrored, doctor_runs.tiny, pipeline(), Recorders(), num_steps=1000)
     assert seen == [0, 0]

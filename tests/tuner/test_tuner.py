@@ -50,7 +50,7 @@ from tuner_runs import (
 
 import keras_dist_ext as kde
 from keras_dist_ext._keras.keras_tuner import callbacks_with_empty_batch_hooks
-from keras_dist_ext.training.run_callback import allow_multi_step, looks_at_batches
+from keras_dist_ext.training.execution_sizer import allow_multi_step, looks_at_batches
 from keras_dist_ext.tuner.avoidance import _Known
 from keras_dist_ext.tuner.coupled import CoupledValues, ScaledLearningRate, batched, couple
 from keras_dist_ext.tuner.failures import Failure, Infeasible, failure_of
@@ -1077,7 +1077,7 @@ def test_the_learning_rate_follows_the_examples_of_an_update_exactly(
     class Look(keras.callbacks.Callback):
         def on_train_begin(self, logs: Any = None) -> None:
             seen.append((self.model.steps_per_execution, rate_of(self.model)))
-            assert not self.model._steps_per_execution_is_auto
+            assert not self.model.replica_runtime.chooses_num_steps
 
         def on_train_end(self, logs: Any = None) -> None:
             seen.append((self.params["steps"], int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))))

@@ -29,7 +29,7 @@ from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.diagnosis.certificate.gaps import Array, Part, SlotKind, Values
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_variables
-from keras_dist_ext.training.model import Model
+from keras_dist_ext.training.runtime import runtime_of
 
 __all__ = ["RowsAlike", "Side", "State", "bounds_of_tensorflow", "even_bounds", "on_one_device", "rows_at"]
 
@@ -53,7 +53,7 @@ class Side:
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             self.model = build_model()
         self._check_model()
-        self.is_ours = isinstance(self.model, Model)
+        self.is_ours = runtime_of(self.model) is not None
         self._kept = [GradientSlots(optimizer) for _, optimizer in optimizers(self.model)]
         self.trouble_of_fit: Exception | None = None
         self._build(batch)
@@ -190,7 +190,7 @@ class Side:
                 self._trace_for_any_rows(batch)
             logs = self.model.train_function(iter([self.split(batch, bounds) if splits else batch]))
         if self.is_ours:
-            self.model._settle()
+            self.model.replica_runtime.synchronize()
         seen: dict[Part, tuple[Array, ...]] = {}
         for variable, kept in self._gradients():
             seen["gradient", paths.get(id(variable), variable.path)] = _copies(kept)

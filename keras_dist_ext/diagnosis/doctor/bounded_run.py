@@ -17,6 +17,7 @@ from keras_dist_ext.diagnosis.doctor.setting import read_setting
 from keras_dist_ext.errors import KerasDistError, MonitorError
 from keras_dist_ext.training.adoption.adopt import adopt
 from keras_dist_ext.training.run_callback import RunCallback
+from keras_dist_ext.training.runtime import runtime_of
 from keras_dist_ext.training.snapshot import kept_pass, kept_state
 
 __all__ = ["diagnose"]
@@ -66,7 +67,7 @@ def diagnose(
         raise MonitorError(f"'{getattr(model, 'name', model)}' is not compiled, so no step can be made. Compile it.")
     if data is None:
         return judge(Examination(read_setting(model, strategy=strategy)))
-    if not hasattr(model, "replica_recorders"):
+    if runtime_of(model) is None:
         return _examined_copy(model, data, y, num_steps, interventions, strategy, callbacks, fit_arguments)
     doctor = ParallelismDoctor(interventions=interventions, show=False, strategy=strategy, num_steps=num_steps)
     doctor.is_asked = True

@@ -47,7 +47,7 @@ def experiment(model: Any, dataset: tf.data.Dataset, *, steps_per_execution: int
     conditions = _Conditions(model, steps_per_execution)
     batch = dataset.take(1).cache()  # its shapes are as unknown as the data's, so that both run the same trace
     with kept_state(model):
-        model.replica_recorders = ()
+        model.replica_runtime.recorders = ()
         conditions.add("as it was", batch)
         conditions.add("data", dataset, drain_seconds=_DRAIN_SECONDS)
         if model.run_eagerly or tf.config.functions_run_eagerly():
@@ -133,7 +133,7 @@ class _Conditions:
             self.skipped["one device"] = str(error).partition(". ")[0]
             return
         assert is_default_strategy(copy.distribute_strategy)
-        copy._batch_spec = self._model._batch_spec
+        copy.replica_runtime.batch_spec = self._model.replica_runtime.batch_spec
         self.add("one device", batch, model=copy)
 
     def measure(self) -> Trials:

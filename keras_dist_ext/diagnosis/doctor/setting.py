@@ -20,6 +20,7 @@ from keras_dist_ext.monitoring.manifest import num_cores, replica_devices
 from keras_dist_ext.strategy.resources import find_resources, list_devices
 from keras_dist_ext.strategy.scope import ScopeReport, check_scope
 from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.runtime import runtime_of
 
 __all__ = ["read_setting", "strays_in"]
 
@@ -48,11 +49,12 @@ def read_setting(
     cluster = _cluster(environ)
     devices = _names(own.extended.worker_devices if not is_default_strategy(own) else replica_devices(own))
     strays, share = strays_in(graphs, devices, [layer.name for layer in flat_layers(model)])
-    automatic = getattr(model, "_steps_per_execution_is_auto", False)
+    runtime = runtime_of(model)
+    automatic = runtime is not None and runtime.chooses_num_steps
     compiled_eagerly = bool(getattr(model, "run_eagerly", False))
     return Setting(
         model=model.name,
-        is_ours=hasattr(model, "replica_recorders"),
+        is_ours=runtime is not None,
         strategy=_kind(own),
         num_replicas=own.num_replicas_in_sync,
         num_workers=1 if workers is None else workers.num_workers,

@@ -21,7 +21,7 @@ from keras_dist_ext.monitoring.exchange import gather_intervals
 from keras_dist_ext.monitoring.monitor import ReplicaMonitor
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.strategy.workers import workers_of
-from keras_dist_ext.training.run_callback import looks_at_batches
+from keras_dist_ext.training.execution_sizer import looks_at_batches
 from keras_dist_ext.training.snapshot import kept_pass
 from keras_dist_ext.training.worker_sync import own_callback
 

@@ -13,6 +13,7 @@ from keras_dist_ext._keras.models import KerasFunctional, input_like
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, first_init, make_again
 from keras_dist_ext.training.adoption.stand_in import OwnClasses, class_of_ours
 from keras_dist_ext.training.adoption.twins import side_by_side, take_over_trainable, variable_pairs
+from keras_dist_ext.training.runtime import runtime_of
 
 __all__ = ["Rebuilt", "rebuild"]
 
@@ -72,7 +73,7 @@ class Rebuilt:
             return self.sequential(layer, cls)
         if not isinstance(layer, keras.Layer):
             return _stateless(layer)
-        return make_again(layer, cls, records_arguments=isinstance(layer, self._own.model))
+        return make_again(layer, cls, records_arguments=runtime_of(layer) is not None)
 
     def is_functional_by_base(self, layer: Any) -> bool:
         """Whether a user's class leaves construction to the functional model: `class Net(keras.Model)`, `Net(x, y)`."""
@@ -111,7 +112,7 @@ class Rebuilt:
         Raises:
             CannotRebuildError: It cannot.
         """
-        twin = make_again(model, cls, records_arguments=isinstance(model, self._own.model))
+        twin = make_again(model, cls, records_arguments=runtime_of(model) is not None)
         if model.built:
             _build_alike(twin, model)
         return self._keep(model, twin, is_graph=False)

@@ -17,6 +17,7 @@ from keras_dist_ext.training.adoption.rebuild import rebuild
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, label
 from keras_dist_ext.training.adoption.stand_in import OwnClasses
 from keras_dist_ext.training.adoption.twins import take_over_state
+from keras_dist_ext.training.runtime import runtime_of
 
 __all__ = ["explained", "refuse_nesting", "scope_of", "take_over"]
 
@@ -48,7 +49,7 @@ def take_over(model: Any, strategy: tf.distribute.Strategy, own: OwnClasses, *, 
                 compile_alike(rebuilt.twin)
                 take_over_optimizers(rebuilt.twin, model, variables)
     check_scope(rebuilt.twin, strategy).raise_if_bad()
-    if isinstance(model, own.model):
+    if runtime_of(model) is not None:
         rebuilt.twin.replica_seeds.go_on_from(model.replica_seeds)
     return rebuilt.twin
 

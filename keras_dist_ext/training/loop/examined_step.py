@@ -325,7 +325,7 @@ def _trace(
             graph = tf.function(traced, autograph=False).get_concrete_function(spec).graph
             break
         except UnbuiltOptimizer as unbuilt:
-            with loop._in_scope():
+            with loop.replica_runtime.in_scope():
                 unbuilt.build()
         except Exception as error:
             explained = _explained(name, error, is_eager=loop.run_eagerly)

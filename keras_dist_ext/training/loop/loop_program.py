@@ -12,17 +12,18 @@ from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.step.logs import pooled_state
 from keras_dist_ext.step.replica_step import ReplicaStep
-from keras_dist_ext.training.pace import Pace
+from keras_dist_ext.step.stats import Kind
+from keras_dist_ext.training.execution_sizer import ExecutionSizer
 from keras_dist_ext.training.prediction import gather_rows
 from keras_dist_ext.training.program import StepProgram
 
 __all__ = ["LoopProgram", "OneStepWhereKept"]
 
 
-class OneStepWhereKept(Pace):
+class OneStepWhereKept(ExecutionSizer):
     """Makes one step at a time where its values are kept for all rows."""
 
-    def __init__(self, pace: Pace, keeps: Callable[[], bool]) -> None:
+    def __init__(self, pace: ExecutionSizer, keeps: Callable[[], bool]) -> None:
         super().__init__()
         self._pace = pace
         self._keeps = keeps
@@ -45,13 +46,17 @@ class OneStepWhereKept(Pace):
 class LoopProgram(StepProgram):
     """The compiled loop over a step that is a function; its logs are what was declared."""
 
-    def __init__(self, model: Any, kind: str) -> None:
+    def __init__(self, model: Any, kind: Kind) -> None:
         super().__init__(model, kind)
         self._plain_logs = True
         self._degrees = None  # a step was examined: what it differentiates is a mean
         self._kept = model.kept(kind)
         if self._kept:
             self.go_alone()
+
+    def learn_loss_exponents(self) -> None:
+        """Know of none: the step adds up its own losses."""
+        self._runtime.loss_exponents[self.kind] = {}
 
     def _step_of_replica(self, step: ReplicaStep, batch: Any) -> tuple[Any, list[tf.Tensor]]:
         values = self._user_step(batch)

@@ -83,7 +83,6 @@ class TrainLoop(Model):
         StrategyError: the strategy is a ParameterServerStrategy, and a reduction is not "mean" or "sum".
     """
 
-    _cuts_batches = False
     _tallies: MutableMapping[str, dict[str, Tally]] = {}  # noqa: RUF012 (by kind, then by name; of each loop its own)
     _kind: Kind = "train"
 
@@ -116,11 +115,12 @@ class TrainLoop(Model):
             "_collected": {},
         }.items():
             object.__setattr__(self, attribute, value)  # past Keras, which would track what is in them
+        self.replica_runtime.can_split_batches = False
         named = parts_by_name(parts)
         made = [part for part in named.values() if isinstance(part, keras.optimizers.Optimizer)]
         own_metrics = [part for part in named.values() if isinstance(part, keras.metrics.Metric)]
         object.__setattr__(self, "_own_metrics", own_metrics)
-        with self._in_scope():
+        with self.replica_runtime.in_scope():
             for part in (*made, *own_metrics):
                 move_into_scope(part)
         for part_name, part in named.items():
@@ -142,10 +142,6 @@ class TrainLoop(Model):
     _signatures: dict[Kind, list[Any]]  # ranks of the data that the step was examined with
     _updated: dict[Kind, list[Any]]
     _collected: dict[Kind, dict[str, list[Any]]]
-
-    @property
-    def _is_asynchronous(self) -> bool:
-        return isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy)
 
     def _check_asynchronous(self, reduce: Mapping[str, Reduction]) -> None:
         others = [f"{name!r} by {how!r}" for name, how in reduce.items() if how not in ("mean", "sum")]
@@ -201,11 +197,8 @@ class TrainLoop(Model):
         declared = {name: tally.result() for name, tally in self._tallies[self._kind].items()}
         return {**declared, **{metric.name: metric.result() for metric in self._updated[self._kind]}}
 
-    def _program(self, kind: str) -> Any:
-        return super()._program(kind) if kind == "predict" or self._is_asynchronous else LoopProgram(self, kind)
-
-    def _find_loss_degrees(self, batch_spec: Any, kind: str) -> None:
-        self._loss_degrees[kind] = {}  # the step adds up its own losses
+    def _program(self, kind: Kind) -> Any:
+        return super()._program(kind) if self._is_asynchronous else LoopProgram(self, kind)
 
     def _build_for_run(self, iterator: Any, batch: Any) -> None:
         spec = iterator.given.element_spec if iterator is not None else tree.map_structure(_spec_of, batch)
@@ -213,14 +206,14 @@ class TrainLoop(Model):
         signature = [leaf.shape.rank for leaf in tree.flatten(spec) if leaf is not None]
         if self._signatures.get(kind) != signature:
             outputs, updated = examine(self, kind, self._steps[kind], self._reduce, spec)
-            with self._in_scope():
+            with self.replica_runtime.in_scope():
                 self._tallies[kind] = {
                     name: tally_of(name, self._reduce[name], output.spec, has_rows=output.has_rows)
                     for name, output in outputs.items()
                     if self._reduce[name] != "concat"
                 }
             if kind in self._signatures:
-                self._functions[kind].clear()  # what was traced adds up to the tallies before
+                self.replica_runtime.functions[kind].clear()  # what was traced adds up to the tallies before
                 setattr(self, f"{kind}_function", None)
             self._outputs[kind], self._updated[kind], self._signatures[kind] = outputs, updated, signature
         self.replica_seeds.begin()
@@ -237,13 +230,13 @@ class TrainLoop(Model):
         """
         return {name: _joined(name, parts) for name, parts in self._collected.get(kind, {}).items()}
 
-    def kept(self, kind: str) -> list[str]:
+    def kept(self, kind: Kind) -> list[str]:
         """Return which values of a step are kept for all rows, as far as it is known.
 
         Args:
-            kind: "train", "test" or "predict".
+            kind: "train" or "test".
         """
-        outputs = self._outputs.get(kind, {})  # type: ignore[call-overload]
+        outputs = self._outputs.get(kind, {})
         return [name for name in outputs if self._reduce[name] == "concat"]
 
     def reset_metrics(self) -> None:
@@ -251,7 +244,7 @@ class TrainLoop(Model):
         super().reset_metrics()
         self._collected[self._kind] = {}
 
-    def _recording_function(self, kind: str, is_new: bool) -> Any:
+    def _recording_function(self, kind: Kind, is_new: bool) -> Any:
         run = super()._recording_function(kind, is_new)
         kept = self.kept(kind)
         if not kept:
@@ -266,11 +259,11 @@ class TrainLoop(Model):
         keeping.program = run.program  # type: ignore[attr-defined]
         return keeping
 
-    def _paces(self, callbacks: Any, workers: Any, *kinds: str) -> Any:
-        made = super()._paces(callbacks, workers, *kinds)
+    def _sizers(self, callbacks: Any, workers: Any, *kinds: Kind) -> Any:
+        made = super()._sizers(callbacks, workers, *kinds)
         return [OneStepWhereKept(p, functools.partial(self._keeps, k)) for p, k in zip(made, kinds, strict=True)]
 
-    def _keeps(self, kind: str) -> bool:
+    def _keeps(self, kind: Kind) -> bool:
         return bool(self.kept(kind))
 
     # Keras' loops

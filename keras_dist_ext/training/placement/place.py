@@ -29,12 +29,12 @@ from keras_dist_ext.errors import PlacementError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted, warn_once
 from keras_dist_ext.strategy.virtual import VirtualReplicas
-from keras_dist_ext.training.model import Model
 from keras_dist_ext.training.placement import groups, verdict
 from keras_dist_ext.training.placement.parts import Part, check_not_shared, find_layers, layer_names, layers_left_over
 from keras_dist_ext.training.placement.timeline import Timeline, measure
 from keras_dist_ext.training.placement.trace import Trace
 from keras_dist_ext.training.placement.variables import bytes_by_device, move_variables, stuck_variables
+from keras_dist_ext.training.runtime import runtime_of
 
 __all__ = ["Placement", "place"]
 
@@ -65,7 +65,7 @@ def place(model: Any, parts: Mapping[str, str | Sequence[str]], *, micro_batches
         PlacementError: there is no such part, a layer would have to live on two devices, or the model cannot be placed.
         StrategyError: there is no such device, or not one for each replica.
     """
-    if not isinstance(model, Model):
+    if runtime_of(model) is None:
         raise PlacementError(
             f"place was given {type(model).__name__}, whose step is not ours, so that gradients would be computed on "
             "the first device. Derive the model from kde.Model, or take it over by kde.adopt(model, strategy)."
@@ -234,7 +234,7 @@ def _check_turns(model: Any, micro_batches: int) -> None:
             f"micro_batches={micro_batches}, and the model is compiled with virtual_replicas={virtual.count}, which "
             "cut its batches already, and make one after the other. Leave one of the two out."
         )
-    if not model._cuts_batches:
+    if not model.replica_runtime.can_split_batches:
         raise PlacementError(
             f"micro_batches={micro_batches} for '{model.name}', a TrainLoop: its step is a function that sees all rows "
             "of a replica. Leave micro_batches out, or cut the rows in the step; ops of several cuts run side by side."

@@ -64,11 +64,11 @@ def _remade_optimizers(model: Any) -> Iterator[None]:
     built = [optimizer for _, optimizer in optimizers(model) if optimizer.built]
     held = [[[copy.numpy() for copy in components(v)] for v in optimizer.variables] for optimizer in built]
     trained = [optimized_variables(optimizer) for optimizer in built]
-    with model._in_scope():
+    with model.replica_runtime.in_scope():
         made = [_like(optimizer) for optimizer in built]
     yield
     for old, new, variables, values in zip(built, made, trained, held, strict=True):
-        with model._in_scope():
+        with model.replica_runtime.in_scope():
             new.build(variables)
         vars(old).clear()
         vars(old).update(vars(new))

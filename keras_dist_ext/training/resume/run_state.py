@@ -66,12 +66,12 @@ def capture(model: Any, workers: Workers | None) -> Snapshot:
             values[name] = copies[0].read_value()
     local = {name: np.stack(copies) for name, copies in parts.items()}
     local.update({f"host/{name}": value[None] for name, value in _host_state().items()})
-    local["stops"] = np.array([[float(model._stop.is_requested)]])
+    local["stops"] = np.array([[float(model.replica_runtime.stop.is_requested)]])
     for name, array in (local if workers is None else _gather(workers, local)).items():
         values[name] = array
     stops = bool(values.pop("stops").any())
     facts["parts"] = list(parts)
-    facts["gradients_are_parts"] = bool(model._gradients_are_parts)
+    facts["gradients_are_parts"] = bool(model.replica_runtime.accumulators_are_split)
     facts["seeds"] = model.replica_seeds.state()
     return Snapshot(facts, values, stops)
 
@@ -107,7 +107,7 @@ def _is_in_parts(model: Any, name: str, variable: Any) -> bool:
     """Whether each replica holds a part: a variable to be summed when read, or gradients that are being accumulated."""
     if is_sync_on_read(variable):
         return len(components(variable)) > 1 or model.distribute_strategy.num_replicas_in_sync > 1
-    if not model._gradients_are_parts or not name.startswith("of "):
+    if not model.replica_runtime.accumulators_are_split or not name.startswith("of "):
         return False
     accumulated = (gradient for _, optimizer in optimizers(model) for gradient in accumulated_gradients(optimizer))
     return any(gradient is variable for gradient in accumulated)
@@ -194,7 +194,7 @@ def restore(
         _assign(model, variable, arrays[name], in_parts=name in facts["parts"])
     num_replicas = model.distribute_strategy.num_replicas_in_sync
     has_all_parts = all(len(arrays[name]) == num_replicas for name in facts["parts"])
-    model._gradients_are_parts = bool(facts["gradients_are_parts"]) and has_all_parts
+    model.replica_runtime.accumulators_are_split = bool(facts["gradients_are_parts"]) and has_all_parts
     model.replica_seeds.load(facts["seeds"])
     num_workers, index = (1, 0) if workers is None else (workers.num_workers, workers.index)
     if len(arrays["host/python"]) == num_workers:
@@ -208,7 +208,7 @@ def _build_optimizers(model: Any, saved: Mapping[str, Mapping[str, Any]]) -> Non
         of = saved.get(name, {}).get("of", ())
         is_here = all(0 <= number < len(weights) for number in of)
         if of and not optimizer.built and type(optimizer).__name__ == saved[name]["class"] and is_here:
-            with model._in_scope():
+            with model.replica_runtime.in_scope():
                 optimizer.build([weights[number] for number in of])
 
 

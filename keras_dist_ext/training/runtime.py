@@ -1,0 +1,214 @@
+"""What a model holds for its runs on replicas, apart from its layers: scope, seeds, recorders, traced functions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_dist_ext._keras.optimizers import accumulated_gradients, inner_optimizer, num_batches_used
+from keras_dist_ext._keras.strategies import strategy_of_model
+from keras_dist_ext.cluster import heartbeat
+from keras_dist_ext.step.means import Degrees
+from keras_dist_ext.step.nan_guard import Guard
+from keras_dist_ext.step.recorder import Recorder
+from keras_dist_ext.step.reduce import keep_first_part, sum_parts
+from keras_dist_ext.step.seeds import Seeds
+from keras_dist_ext.strategy.scope import optimizers
+from keras_dist_ext.strategy.virtual import num_replicas_of
+from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.divergence import Divergence
+from keras_dist_ext.training.run_callback import RunCallback, callbacks_in
+from keras_dist_ext.training.worker_sync import StopSignal
+
+if TYPE_CHECKING:
+    from keras_dist_ext.training.parameter_server.coordinator import Coordinator
+
+__all__ = ["ReplicaRuntime", "runtime_of"]
+
+
+class ReplicaRuntime:
+    """What a model of this package holds for its runs, as ``model.replica_runtime``.
+
+    Args:
+        model: that owns it.
+
+    Attributes:
+        model: see above.
+        seeds: of the model's random generators.
+        stop: the wish to end training, and whether all workers know of it.
+        recorders: of the steps of the run that is under way.
+        guard: of those steps, if they are guarded.
+        functions: what Keras calls for each execution, by the kind of step, then by what its steps record.
+        batch_spec: of the batch that the model was built for: shapes with an unknown number of rows.
+        loss_exponents: how losses given to ``add_loss`` grow with the rows, by the kind of step and the layer's id.
+        exponents: how other numbers of a step do, by the kind of step.
+        chooses_num_steps: whether the number of steps of an execution is ours to choose (``"auto"``).
+        can_split_batches: whether steps can be made of parts of a replica's rows.
+        accumulators_are_split: whether each replica holds a part of the gradients that are being accumulated.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.seeds = Seeds(model)
+        self.stop = StopSignal()
+        self.recorders: tuple[Recorder, ...] = ()
+        self.guard: Guard | None = None
+        self.functions: dict[str, dict[tuple[bool, ...], Callable[[Any], Any]]] = {"train": {}, "test": {}}
+        self.batch_spec: Any = None
+        self.loss_exponents: dict[str, dict[int, list[Fraction]]] = {}
+        self.exponents: dict[str, Degrees] = {}
+        self.chooses_num_steps = True
+        self.can_split_batches = True
+        self.accumulators_are_split = False
+        self._guard: Guard | None = None  # made once, because traced steps hold it
+        self._divergence: Divergence | None = None  # likewise
+        self._coordinator: Coordinator | None = None
+
+    @property
+    def strategy(self) -> tf.distribute.Strategy:
+        """The strategy that the model lives under."""
+        return self.model.distribute_strategy
+
+    @contextlib.contextmanager
+    def in_scope(self) -> Iterator[None]:
+        """Enter the strategy's scope, unless one is entered already."""
+        strategy = strategy_of_model(self.model)
+        if strategy is None or tf.distribute.has_strategy():
+            yield
+        else:
+            with strategy.scope():
+                yield
+
+    # Steps that were traced
+
+    def forget_traces(self) -> None:
+        """Have all that is known of the model's steps found out anew: it was compiled again."""
+        self.loss_exponents.clear()
+        self.exponents.clear()
+        if self._coordinator is not None:
+            self._coordinator.close()
+            self._coordinator = None
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The coordinator of a ParameterServerStrategy's workers; made when it is first asked for."""
+        if self._coordinator is None:
+            from keras_dist_ext.training.parameter_server.coordinator import Coordinator
+
+            self._coordinator = Coordinator(self.model)
+        return self._coordinator
+
+    # What a run asks for
+
+    def add_recorder(self, recorder: Recorder) -> None:
+        """Have the steps of the run that is about to begin recorded."""
+        recorder.begin()
+        self.recorders = (*self.recorders, recorder)
+
+    def drop_recorder(self, recorder: Recorder) -> None:
+        """Have the steps of the run that is under way recorded no longer, from the next execution on."""
+        self.recorders = tuple(other for other in self.recorders if other is not recorder)
+        self.model.make_train_function()
+
+    def guard_steps(self, most_in_a_row: int) -> Guard:
+        """Have steps of the run that is about to begin left out if something in them is not finite."""
+        num_replicas = num_replicas_of(self.model)
+        if self._guard is None or self._guard.num_replicas != num_replicas:
+            with self.in_scope():
+                self._guard = Guard(num_replicas)
+        self._guard.begin(most_in_a_row)
+        self.guard = self._guard
+        return self._guard
+
+    @contextlib.contextmanager
+    def prepared(self, callbacks: Any) -> Iterator[None]:
+        """Let callbacks say what a run needs before it begins, and clean up after it, however it ended.
+
+        A callback may begin another run, say predict, in the middle of one.
+        """
+        recorders, self.recorders = self.recorders, ()
+        guard, self.guard = self.guard, None
+        try:
+            with heartbeat.running(), contextlib.ExitStack() as stack:
+                for callback in callbacks_in(callbacks):
+                    if isinstance(callback, RunCallback):
+                        callback.on_run_prepare(self.model)
+                        stack.callback(callback.on_run_end)
+                self.seeds.will_begin()
+                yield
+        finally:
+            self.recorders, self.guard = recorders, guard
+
+    def changing_attributes(self) -> tuple[tuple[object, tuple[str, ...]], ...]:
+        """Name what runs change, beside variables: objects, and attributes of each."""
+        return (
+            (self, ("accumulators_are_split", "recorders")),
+            (self.seeds, ("num_passes", "_is_to_begin", "wanted")),
+            (self.stop, ("is_requested", "is_confirmed")),
+        )
+
+    # Between executions
+
+    def end_epoch(self) -> None:
+        """Hold what one device would hold, and record the next epoch from its beginning."""
+        self.synchronize()
+        for recorder in self.recorders:
+            recorder.begin()
+
+    def synchronize(self) -> None:
+        """Hold what one device would hold, at the end of an epoch, and before saving.
+
+        During an accumulation of gradients each replica has a part of the sum. Metrics of a parameter server's workers
+        are on their way.
+        """
+        if self._coordinator is not None:
+            self._coordinator.join()
+        self._gather_accumulators()
+
+    def _gather_accumulators(self) -> None:
+        if self.accumulators_are_split:
+            self.accumulators_are_split = False
+            for optimizer in _accumulating(self.model):
+                sum_parts(self.strategy, accumulated_gradients(optimizer))
+
+    def scatter_accumulators(self) -> None:
+        """Before training goes on in the middle of an accumulation: the first replica holds the sum, the others 0."""
+        if self.accumulators_are_split:
+            return
+        virtual = self.model.virtual_replicas
+        sums_each_batch = virtual is not None and virtual.is_ordered
+        self.accumulators_are_split = self.strategy.num_replicas_in_sync > 1 and not sums_each_batch
+        if self.accumulators_are_split:
+            workers = workers_of(self.strategy)
+            for optimizer in _accumulating(self.model):
+                for accumulator in accumulated_gradients(optimizer):
+                    keep_first_part(accumulator, is_chief=workers is None or workers.is_chief)
+
+    def find_divergence(self) -> str | None:
+        """Say what differs between replicas, over all workers; None where nothing does."""
+        if self._divergence is None:
+            self._divergence = Divergence(self.model)
+        finding = self._divergence.check(0)
+        return None if finding is None else str(finding["what"])
+
+
+def runtime_of(model: Any) -> ReplicaRuntime | None:
+    """Return the runtime of a model of this package; None for a model of stock Keras, and for anything else."""
+    runtime = getattr(model, "replica_runtime", None)
+    return runtime if isinstance(runtime, ReplicaRuntime) else None
+
+
+def _accumulating(model: Any) -> list[Any]:
+    """The optimizers of a model that are in the middle of an accumulation of gradients."""
+    found = [inner_optimizer(optimizer) for _, optimizer in optimizers(model)]
+    return [
+        optimizer
+        for optimizer in found
+        if optimizer.built
+        and optimizer.gradient_accumulation_steps
+        and num_batches_used(optimizer) % optimizer.gradient_accumulation_steps
+    ]
