@@ -13,12 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "keras_dist_ext"
 PAGES = sorted(
     str(path.relative_to(ROOT))
-    for path in [
-        ROOT / "README.md",
-        *ROOT.glob("*/README.md"),
-        *ROOT.glob("benchmarks/results/*.md"),
-        *(PACKAGE / "docs").rglob("*.md"),
-    ]
+    for pattern in ("README.md", "tests/*.md", "benchmarks/**/*.md", "keras_dist_ext/**/*.md")
+    for path in ROOT.glob(pattern)
 )
 CHEAP_PAGES = ["README.md", "keras_dist_ext/docs/guide/several_processes.md"]  # others take 4 to 10 s each
 TEXT_OF = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
