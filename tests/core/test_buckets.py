@@ -172,9 +172,7 @@ def forms(lengths: np.ndarray) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "form", rotating(forms(np.array([1])), ["ragged tensor", "tf.data of examples", "PyDataset of padded batches"])
-)
+@pytest.mark.parametrize("form", rotating(forms(np.array([1])), ["tf.data of examples"]))
 def test_each_example_comes_once_unchanged_with_little_padding(form: str, lengths: np.ndarray, mirrored: Any) -> None:
     batches = kde.bucket_by_length(forms(lengths)[form], strategy=mirrored, batch_size=16, seed=1)
     ragged = sequences(lengths)
@@ -224,7 +222,7 @@ def test_order_follows_from_seed_and_epoch(lengths: np.ndarray) -> None:
     assert orders(6, 0, 1) != three[:1]
 
 
-@pytest.mark.parametrize("pool", rotating([1, 50, 600, 10_000], [50, 10_000]))
+@pytest.mark.parametrize("pool", rotating([1, 50, 600, 10_000], [50]))
 def test_pools_of_any_size_lose_nothing(pool: int, lengths: np.ndarray) -> None:
     examples = tf.data.Dataset.from_tensor_slices((sequences(lengths), np.arange(len(lengths))))
     batches = kde.bucket_by_length(examples, batch_size=16, pool=pool, seed=1)
@@ -295,6 +293,7 @@ def test_empty_lists_say_nothing_of_what_the_others_hold() -> None:
     assert frames.shape == (3, 2, 2)
 
 
+@pytest.mark.rotating
 def test_leaves_keep_their_names_whatever_kind_of_structure_holds_them() -> None:
     named = collections.namedtuple("named", ["tokens", "extra"])
     tokens = np.pad(np.ones((4, 2), "i"), ((0, 0), (0, 3)))
@@ -320,6 +319,7 @@ def test_sequences_without_tokens_get_one_cell() -> None:
     assert batch.shape == (2, 1)
 
 
+@pytest.mark.rotating
 def test_a_model_of_ours_trains_on_it_as_on_one_device(lengths: np.ndarray, mirrored: Any) -> None:
     losses = []
     for strategy in (mirrored, tf.distribute.get_strategy()):

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import rotating
 
 import keras_dist_ext as kde
 from keras_dist_ext._keras.variables import components
@@ -107,7 +108,7 @@ def test_replicas_that_train_as_they_should_stay_equal(trained: Any) -> None:
     assert divergence.check(1) is None
 
 
-@pytest.mark.parametrize("optimizer", ["accumulating", "mixed"])
+@pytest.mark.parametrize("optimizer", rotating(["accumulating", "mixed"], ["accumulating"]))
 def test_gradients_that_accumulate_and_scaled_losses_make_no_difference(optimizer: str, mirrored: Any) -> None:
     model = build(mirrored, optimizer)
     fit(model)
@@ -146,6 +147,7 @@ def test_variables_of_the_optimizer_and_statistics_count_too(place: str, trained
     assert "at the first check" in finding["evidence"]
 
 
+@pytest.mark.rotating
 def test_variables_that_are_made_later_are_compared_too(trained: Any) -> None:
     divergence = Divergence(trained)
     assert divergence.check(1) is None

@@ -86,7 +86,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-QUICK = ("2 replicas, 3 steps at a time", "2 replicas for 4", "accumulated gradients")
+QUICK = ("2 replicas, 3 steps at a time",)
 
 
 @pytest.mark.parametrize("name", rotating(CONFIGURATIONS, QUICK))
@@ -138,11 +138,13 @@ def test_training_may_stop_there_instead(mirrored: Any) -> None:
     assert np.isfinite(again["history"]["loss"]).all()
 
 
+@pytest.mark.rotating
 def test_without_it_one_row_ruins_all_replicas(mirrored: Any) -> None:
     found = fit(make(mirrored), with_nan(NAN))
     assert np.isnan(found["0"]).all()
 
 
+@pytest.mark.rotating
 def test_it_costs_nothing_when_it_is_not_asked_for(mirrored: Any) -> None:
     def ops(*callbacks: Any) -> set[str]:
         model = make(mirrored)
@@ -155,6 +157,7 @@ def test_it_costs_nothing_when_it_is_not_asked_for(mirrored: Any) -> None:
     assert "IsFinite" not in ops()
 
 
+@pytest.mark.slow
 def test_many_bad_steps_in_a_row_are_no_bad_luck(mirrored: Any) -> None:
     data = with_nan((2, 3, 4, 5))
     skipped, said = said_while(lambda: fit(make(mirrored), data, kde.NonFinite("skip", most_in_a_row=4)))
@@ -190,6 +193,7 @@ def test_gradients_alone_may_be_the_fault(mirrored: Any) -> None:
         fit(model, (X, Y), kde.NonFinite())
 
 
+@pytest.mark.slow
 def test_a_loss_scale_deals_with_overflows_by_itself(mirrored: Any) -> None:
     def scaled() -> Any:
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0**120)
@@ -671,6 +675,7 @@ def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
         subprocess.run(["umount", str(disk)], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_costs_saves_and_records_and_nothing_else(mirrored: Any, small_disk: pathlib.Path) -> None:
     twin = fit(make(mirrored), (X, Y), epochs=6)
     callbacks = [

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import rotating
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -365,7 +366,7 @@ class SeenRows(kde.Model):
         return super().compute_metrics(x, y, y_pred, sample_weight)
 
 
-@pytest.mark.parametrize("num_epochs", [1, 3])
+@pytest.mark.parametrize("num_epochs", rotating([1, 3], [3]))
 def test_elements_of_a_generator_are_used_exactly_once(mirrored, num_epochs):
     def generate():
         for i in range(3 * num_epochs):
@@ -404,6 +405,7 @@ def test_callbacks_are_told_the_last_batch_of_unknown_length(mirrored):
     assert ends.test == [3, 5] * 2
 
 
+@pytest.mark.rotating
 def test_the_progress_bar_of_unknown_length_ends_at_the_last_batch(mirrored, capsys):
     dense(mirrored, steps_per_execution=4).fit(Reads(10).dataset(), epochs=2, verbose=2)
     _, first, _, second = [line for line in capsys.readouterr().out.splitlines() if line.strip()]

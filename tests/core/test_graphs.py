@@ -22,7 +22,7 @@ def _warnings_of_retracing(caplog, monkeypatch):
     return lambda: [r.getMessage() for r in caplog.records if "triggered tf.function retracing" in r.getMessage()]
 
 
-@pytest.mark.parametrize("jit_compile", rotating([False, True], [False]))
+@pytest.mark.parametrize("jit_compile", rotating([False, True], []))
 def test_models_one_after_another_are_not_taken_for_one_that_is_traced_again(
     strategies, warnings_of_retracing, jit_compile
 ):

@@ -12,14 +12,15 @@ from time import perf_counter
 from typing import Any
 
 import keras
+import loop_runs
 import numpy as np
 import pytest
 import tensorflow as tf
 from cases import rotating
+from two_workers import on_two_workers
 
 import keras_dist_ext as kde
 from keras_dist_ext._keras.variables import components
-from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.examples import gan, linear_no_keras, sequences
 from keras_dist_ext.strategy.scope import raw_variables
 
@@ -98,7 +99,7 @@ SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("one_devic
 
 
 @pytest.mark.parametrize("kind", [*SLOW_KINDS, "mirrored4"])
-@pytest.mark.parametrize("length_is_known", [True, False])
+@pytest.mark.parametrize("length_is_known", rotating([True, False], [False]))
 @pytest.mark.parametrize("is_weighted", rotating([False, True], [True]))
 def test_a_module_without_keras_trains_as_on_one_device(
     strategies: Any, kind: str, length_is_known: bool, is_weighted: bool
@@ -161,7 +162,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", rotating(OPTIMIZERS, ["clipping after the reduction", "accumulation"]))
+@pytest.mark.parametrize("name", rotating(OPTIMIZERS, ["clipping after the reduction"]))
 def test_keras_optimizers_give_what_they_give_on_one_device(strategies: Any, name: str) -> None:
     results = []
     for strategy in (DEFAULT, strategies.get("mirrored4")):
@@ -262,7 +263,7 @@ def test_a_replica_knows_its_place(mirrored: Any) -> None:
 # Examples
 
 
-@pytest.mark.parametrize("kind", ["mirrored2", "mirrored4"])
+@pytest.mark.parametrize("kind", rotating(["mirrored2", "mirrored4"], ["mirrored2"]))
 def test_example_without_keras_equals_its_single_device_twin(strategies: Any, kind: str) -> None:
     memory = kde.MemoryWriter()
     expected, single = linear_no_keras.train(DEFAULT, epochs=3)
@@ -280,6 +281,7 @@ def test_example_without_keras_equals_its_single_device_twin(strategies: Any, ki
     assert (memory.train[0].gradient_norm > 0).all()
 
 
+@pytest.mark.slow
 def test_example_with_two_optimizers_equals_its_single_device_twin(mirrored: Any) -> None:
     memory = kde.MemoryWriter()
     expected, single = gan.train(DEFAULT, epochs=2, num_images=200)
@@ -298,19 +300,12 @@ def test_example_with_two_optimizers_equals_its_single_device_twin(mirrored: Any
 # Workers
 
 
-@pytest.fixture(scope="module")
-def workers() -> tuple[Any, ...]:
-    from loop_runs import run_all
-
-    return launch(2, run_all, time_limit=200).values
-
-
-@pytest.mark.multiworker
 @pytest.mark.slow
-def test_example_of_sequences_on_two_workers_equals_its_single_device_twin(workers: Any) -> None:
+@on_two_workers(loop_runs.train_sequences)
+def test_example_of_sequences_on_two_workers_equals_its_single_device_twin(values: Any) -> None:
     loop, single = sequences.train(DEFAULT, epochs=2, num_images=230)
-    for worker in workers:
-        history, weights = worker["sequences"]
+    for worker in values:
+        history, weights = worker["history"], worker["weights"]
         assert [int(n) for n in history["examples"]] == [230, 230]
         np.testing.assert_allclose(history["loss"], single.history["loss"], rtol=1e-4)
         assert history["correct"][-1] == pytest.approx(single.history["correct"][-1], abs=1)
@@ -320,22 +315,19 @@ def test_example_of_sequences_on_two_workers_equals_its_single_device_twin(worke
         assert sum(sum(examples) for _, examples in worker["replicas"]) == 460
 
 
-@pytest.mark.multiworker
 @pytest.mark.slow
-def test_example_without_keras_on_two_workers_equals_its_single_device_twin(workers: Any) -> None:
+@on_two_workers(loop_runs.train_without_keras)
+def test_example_without_keras_on_two_workers_equals_its_single_device_twin(values: Any) -> None:
     model, single = linear_no_keras.train(DEFAULT, epochs=2)
-    for worker in workers:
-        history, weights = worker["linear"]
-        for name, values in single.history.items():
-            np.testing.assert_allclose(history[name], values, rtol=1e-4, atol=1e-5, err_msg=name)
+    for history, weights in values:
+        for name, expected in single.history.items():
+            np.testing.assert_allclose(history[name], expected, rtol=1e-4, atol=1e-5, err_msg=name)
         np.testing.assert_allclose(weights, model.weights.numpy(), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.multiworker
-@pytest.mark.slow
-def test_rows_of_all_workers_are_gathered_in_order(workers: Any) -> None:
-    for worker in workers:
-        gathered, kept = worker["gathered"]
+@on_two_workers(loop_runs.gathers)
+def test_rows_of_all_workers_are_gathered_in_order(values: Any) -> None:
+    for gathered, kept in values:
         assert gathered == [2.0 * i for i in range(7)]
         assert kept == [float(i) for i in range(7)]
 
@@ -354,7 +346,7 @@ def test_results_of_uneven_shards_are_gathered_in_order(strategies: Any, num_row
     np.testing.assert_array_equal(gathered["pair"], np.stack([rows, rows], 1))
 
 
-@pytest.mark.parametrize("length_is_known", [True, False])
+@pytest.mark.parametrize("length_is_known", rotating([True, False], [False]))
 def test_values_for_all_rows_are_kept_in_order_of_the_last_epoch_and_evaluation(
     strategies: Any, length_is_known: bool
 ) -> None:
@@ -621,6 +613,7 @@ def metric_loop(strategy: tf.distribute.Strategy, *, returns: bool = False, **na
     return TrainLoop(step, test=step, parts={"area": auc}, reduce=reduce, strategy=strategy)
 
 
+@pytest.mark.rotating
 def test_a_metric_among_the_parts_is_that_of_all_replicas_and_begins_anew_each_epoch(strategies: Any) -> None:
     logs = []
     for kind in ("default", "mirrored4"):

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import rotating
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import keras_dist_ext as kde
@@ -95,7 +96,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", rotating(WAYS, ["as many as fit"]))
 def test_losses_of_replicas_are_those_of_history_whatever_runs_a_step(way: str, mirrored: Any) -> None:
     model = build(mirrored, **WAYS[way])
     monitor, memory = remembered(update_freq=3)
@@ -147,6 +148,7 @@ def test_steps_are_updates_where_gradients_accumulate(mirrored: Any) -> None:
     assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 7
 
 
+@pytest.mark.rotating
 def test_an_automatic_interval_is_neither_a_step_nor_the_whole_run(
     mirrored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +203,7 @@ def test_steps_go_on_over_calls_and_after_a_resume(mirrored: Any, tmp_path: path
     assert resumed.runs["train"].step == 14
 
 
+@pytest.mark.rotating
 def test_steps_go_on_from_a_backup_that_another_callback_restores(mirrored: Any, tmp_path: pathlib.Path) -> None:
     class Fail(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -218,7 +221,9 @@ def test_steps_go_on_from_a_backup_that_another_callback_restores(mirrored: Any,
     assert [stats.step for stats in memory.train + resumed.train] == [5, 7, 10, 14]
 
 
-@pytest.mark.parametrize(("num_updates", "steps"), [(0, [7, 14]), (1, [7, 14]), (2, [14, 28])])
+@pytest.mark.parametrize(
+    ("num_updates", "steps"), rotating([(0, [7, 14]), (1, [7, 14]), (2, [14, 28])], [(2, [14, 28])])
+)
 def test_a_train_step_of_ones_own_may_update_as_it_likes(num_updates: int, steps: list[int], mirrored: Any) -> None:
     with mirrored.scope():
         model = OwnStep(num_updates=num_updates)
@@ -244,6 +249,7 @@ def test_updates_that_are_left_out_are_not_counted(mirrored: Any) -> None:
     assert memory.train[-1].step == updates
 
 
+@pytest.mark.rotating
 def test_other_runs_in_the_middle_of_training_are_neither_shown_nor_in_the_way(mirrored: Any) -> None:
     class Looks(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -259,6 +265,7 @@ def test_other_runs_in_the_middle_of_training_are_neither_shown_nor_in_the_way(m
     assert model.replica_runtime.recorders == ()
 
 
+@pytest.mark.rotating
 def test_watched_and_unwatched_runs_are_traced_once_each(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     program = kde.Model._program
@@ -328,6 +335,7 @@ def test_the_manifest_says_what_it_ran_on_and_why(mirrored: Any) -> None:
     json.dumps([manifest, dict(details)])
 
 
+@pytest.mark.rotating
 def test_sixteen_replicas_are_watched_and_seeded() -> None:
     code = """
 import json
@@ -353,6 +361,7 @@ print(json.dumps([history["loss"], *[[s.examples.tolist(), s.loss.tolist()] for 
         assert np.average(of_replicas, weights=examples) == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_events_up_to_the_last_flush(tmp_path: pathlib.Path) -> None:
     code = f"""
 import os, signal, time
@@ -453,6 +462,7 @@ def test_the_first_variable_that_differs_is_named_with_its_step(mirrored: Any) -
     assert "all were equal at step 6; up to 1 apart" in finding["evidence"]
 
 
+@pytest.mark.rotating
 def test_replicas_that_agree_are_no_finding(mirrored: Any) -> None:
     monitor, memory = remembered(check_divergence_every=1, straggler_threshold=0.0)
     fit(build(mirrored), monitor)

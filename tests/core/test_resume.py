@@ -25,6 +25,7 @@ import tensorflow as tf
 from cases import rotating
 from launching import wait_for_saves
 from resume_runs import BATCH, DATA, Crash, X, Y, assert_same, run
+from two_workers import on_two_workers
 
 import keras_dist_ext as kde
 from keras_dist_ext.cluster.launch import WorkerFailed, launch
@@ -62,7 +63,7 @@ def check_goes_on(strategy: Any, folder: pathlib.Path, after: int, **options: An
 # Any data, any step
 
 
-@pytest.mark.parametrize("data", rotating(KINDS, ["arrays", "longer than an epoch"]))
+@pytest.mark.parametrize("data", rotating(KINDS, ["arrays"]))
 def test_a_run_that_crashed_ends_as_one_that_did_not(data: str, strategies: Any, tmp_path: pathlib.Path) -> None:
     after = random.Random(data).randrange(4, NUM_BATCHES[data])
     check_goes_on(strategies.get("one_device"), tmp_path, after, data=data)
@@ -243,7 +244,7 @@ def test_a_run_goes_on_elsewhere_in_the_middle_of_an_epoch_and_of_an_accumulatio
 # A run that is over
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "averaging"])
+@pytest.mark.parametrize("optimizer", rotating(["adam", "averaging"], ["averaging"]))
 def test_a_run_that_is_over_gives_its_history_and_its_model_at_once(
     optimizer: str, strategies: Any, tmp_path: pathlib.Path
 ) -> None:
@@ -256,6 +257,7 @@ def test_a_run_that_is_over_gives_its_history_and_its_model_at_once(
     assert len(batches) == 18
 
 
+@pytest.mark.rotating
 def test_a_run_that_is_over_goes_on_with_more_epochs(strategies: Any, tmp_path: pathlib.Path) -> None:
     strategy, options = strategies.get("default"), {"replica_seeds": 5, "optimizer": "averaging"}
     run(strategy, tmp_path, epochs=2, **options)
@@ -264,6 +266,7 @@ def test_a_run_that_is_over_goes_on_with_more_epochs(strategies: Any, tmp_path: 
     assert_same(run(strategy, None, epochs=3, **options), longer)
 
 
+@pytest.mark.rotating
 def test_a_run_that_a_callback_has_stopped_stays_so(strategies: Any, tmp_path: pathlib.Path) -> None:
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -940,32 +943,27 @@ def test_what_is_read_is_never_unpickled(tmp_path: pathlib.Path, monkeypatch: py
 # Two workers
 
 
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("workers")
-    return launch(2, runs.work, args=(str(folder),), time_limit=200).values
-
-
 def but_for_random(values: dict[str, Any]) -> dict[str, Any]:
     """What callbacks keep comes from the chief, also what each worker's has drawn by itself before."""
     return {**values, "drawn": values["drawn"][-1]}
 
 
-@pytest.mark.multiworker
-def test_two_workers_go_on_together_from_what_the_chief_has_saved(workers: Any) -> None:
-    for worker in workers:
+@on_two_workers(runs.crash_and_resume)
+def test_two_workers_go_on_together_from_what_the_chief_has_saved(values: Any) -> None:
+    for worker in values:
         assert worker["resumed"]["resumed"] is not None
         assert_same(but_for_random(worker["twin"]), but_for_random(worker["resumed"]))
-    chief, other = (worker["resumed"] for worker in workers)
+    chief, other = (worker["resumed"] for worker in values)
     assert chief["resumed"] == other["resumed"]
     assert chief["history"] == other["history"]
     assert chief["drawn"][-1] != other["drawn"][-1]  # each worker has generators of its own, which went on
-    assert [worker["num_saves"] > 0 for worker in workers] == [True, False]
+    assert [worker["num_saves"] > 0 for worker in values] == [True, False]
 
 
-@pytest.mark.multiworker
-def test_all_workers_save_and_end_when_one_is_asked_to(workers: Any) -> None:
-    for worker in workers:
+@pytest.mark.slow
+@on_two_workers(runs.be_asked_to_end)
+def test_all_workers_save_and_end_when_one_is_asked_to(values: Any) -> None:
+    for worker in values:
         assert worker["code"] == 0
         assert worker["asked"]["resumed"] == (1, 4)
         assert_same(but_for_random(worker["twin"]), but_for_random(worker["asked"]))
@@ -1011,7 +1009,7 @@ def test_a_process_that_is_asked_to_end_saves_and_ends_well(
 
 
 @pytest.mark.parametrize("epoch", rotating([0, 1], [0]))  # of 2
-@pytest.mark.parametrize("when", ["on_test_begin", "on_train_batch_end"])
+@pytest.mark.parametrize("when", rotating(["on_test_begin", "on_train_batch_end"], ["on_train_batch_end"]))
 def test_a_process_that_is_asked_to_end_at_the_end_of_an_epoch_does(
     when: str, epoch: int, strategies: Any, tmp_path: pathlib.Path
 ) -> None:

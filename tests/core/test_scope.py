@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import rotating
 
 import keras_dist_ext as kde
 from keras_dist_ext.strategy.scope import ScopeEntry, ScopeReport, describe_strategy, optimizers
@@ -391,7 +392,7 @@ def run(net, method, guard):
 METHODS = pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 
 
-@METHODS
+@pytest.mark.parametrize("method", rotating(["fit", "evaluate", "predict"], ["fit"]))
 def test_guard_lets_a_model_in_scope_pass(mirrored, api, method):
     with mirrored.scope():
         net = sequential(api)
@@ -504,6 +505,7 @@ os._exit(0)  # in-process servers cannot be stopped
 """
 
 
+@pytest.mark.slow
 def test_multi_worker_and_parameter_server_variables_are_recognised():
     # A process of its own: the servers stay for as long as it lives.
     ran = subprocess.run(

@@ -71,6 +71,7 @@ def test_state_that_is_assigned_in_predict_is_that_of_one_device(strategies, run
     assert int(layer.counts) == 3 + 4
 
 
+@pytest.mark.rotating
 def test_threads_train_models_of_one_strategy_at_once(strategies):
     def train(strategy: Any, number: int, found: dict[int, Any]) -> None:
         with strategy.scope():

@@ -13,11 +13,23 @@ import pytest
 import tensorflow as tf
 from cases import rotating
 from strategies import strategies
-from virtual_runs import CASES, FIT, OF_WORKERS, QUICK, Case, X, Y, randomized, rows_of_worker, run_in_worker, values
+from two_workers import on_two_workers
+from virtual_runs import (
+    CASES,
+    FIT,
+    OF_WORKERS,
+    Case,
+    X,
+    Y,
+    randomized,
+    rows_of_worker,
+    run_on_both,
+    state_of,
+    train_on_rows_of_their_own,
+)
 
 import keras_dist_ext as kde
 from keras_dist_ext import messages
-from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.step import logs, reduce
 from keras_dist_ext.step import virtual_replicas as turns
 
@@ -46,24 +58,24 @@ def assert_close(one, other):
 # The same run
 
 
-@pytest.mark.parametrize("name", rotating(CASES, QUICK))
+@pytest.mark.parametrize("name", rotating(CASES, ["a mask"]))
 def test_ordered_sums_give_the_same_bits_on_one_and_two_replicas(name):
     assert_same_bits(run(name, 1, ORDERED)[0], run(name, 2, ORDERED)[0])
 
 
-@pytest.mark.parametrize("name", rotating(CASES, QUICK[:1]))
+@pytest.mark.parametrize("name", rotating(CASES, []))
 def test_four_virtual_replicas_on_one_train_as_four_real_ones(name):
     (on_one, logs_on_one), (plain, plain_logs) = run(name, 1, ORDERED), run(name, 4, None)
     assert_close(on_one, plain)
     assert_close(logs_on_one, plain_logs)
 
 
-@pytest.mark.parametrize("name", rotating(CASES, QUICK[:1]))
+@pytest.mark.parametrize("name", rotating(CASES, ["batch normalization and dropout"]))
 def test_ordered_sums_give_the_same_bits_on_four_replicas(name):
     assert_same_bits(run(name, 1, ORDERED)[0], run(name, 4, ORDERED)[0])
 
 
-@pytest.mark.parametrize("name", rotating(CASES, QUICK[:1]))
+@pytest.mark.parametrize("name", rotating(CASES, ["a mask"]))
 def test_fast_sums_give_the_same_numbers_to_rounding(name):
     for num_replicas in (1, 2):
         fast, logs = run(name, num_replicas, FAST)
@@ -80,16 +92,17 @@ def test_six_virtual_replicas_are_the_same_on_one_two_and_three():
     assert_same_bits(on_one, run(name, 3, six)[0])
 
 
+@pytest.mark.slow
 def test_batches_that_tensorflow_has_distributed_are_dealt_on(mirrored):
     batches = tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(8, drop_remainder=True)
     nets = [Case(randomized).build(strategy, ORDERED) for strategy in (mirrored, strategies.get("default"))]
     nets[0].fit(mirrored.experimental_distribute_dataset(batches), verbose=0)
     nets[1].fit(batches, verbose=0)
-    assert_same_bits(values(nets[0]), values(nets[1]))
+    assert_same_bits(state_of(nets[0]), state_of(nets[1]))
 
 
 @pytest.mark.parametrize(
-    "name", ["accumulation of gradients", pytest.param("sparse gradients", marks=pytest.mark.slow)]
+    "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("accumulation of gradients", "sparse gradients")]
 )
 def test_collectives_give_the_bits_that_memory_gives(name, monkeypatch):
     for module in (reduce, logs):
@@ -107,6 +120,7 @@ def test_collectives_give_the_bits_that_memory_gives(name, monkeypatch):
     assert_same_bits(gathered, run(name, 1, six)[0])
 
 
+@pytest.mark.rotating
 def test_a_run_goes_on_with_other_numbers_of_replicas(tmp_path):
     case = CASES["batch normalization and dropout"]
     net = case.build(strategies.get("mirrored2"), ORDERED)
@@ -114,7 +128,7 @@ def test_a_run_goes_on_with_other_numbers_of_replicas(tmp_path):
     net.save(tmp_path / "net.keras")
     net = kde.load_model(tmp_path / "net.keras", strategies.get("mirrored4"))
     net.fit(**case.data, **{**FIT, "epochs": 1})
-    assert_same_bits(values(net), run("batch normalization and dropout", 1, ORDERED)[0])  # two epochs
+    assert_same_bits(state_of(net), run("batch normalization and dropout", 1, ORDERED)[0])  # two epochs
 
 
 # What a virtual replica has for itself
@@ -171,7 +185,7 @@ def draws(layer, num_replicas, virtual, *, seed=None, **arguments):
     return np.asarray(drawn), np.asarray(net.layers[-1].seed.state)
 
 
-@pytest.mark.parametrize("layer", [Draw, DrawInFunction])
+@pytest.mark.parametrize("layer", rotating([Draw, DrawInFunction], [DrawInFunction]))
 def test_each_virtual_replica_draws_what_a_real_one_would(layer):
     drawn, state = draws(layer, 1, 4)
     expected, _ = draws(Draw, 4, None)
@@ -180,13 +194,14 @@ def test_each_virtual_replica_draws_what_a_real_one_would(layer):
     assert state[1] == 1, "the counter goes on as for one"
 
 
+@pytest.mark.rotating
 def test_ops_of_tensorflow_draw_for_each_virtual_replica_by_the_seed_of_the_model():
     drawn, _ = draws(DrawByOp, 2, 4, seed=42)
     np.testing.assert_array_equal(drawn, draws(DrawByOp, 4, None, seed=42)[0])
     assert len(np.unique(drawn)) == 8
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", rotating([1, 2], [2]))
 def test_batch_statistics_are_those_of_each_virtual_replica(num_replicas):
     with strategies.get(KINDS[num_replicas]).scope():
         normalize = keras.layers.BatchNormalization(momentum=0.0)
@@ -384,34 +399,30 @@ def test_a_tf_function_that_assigns_in_an_eager_run_is_refused():
 # Two workers
 
 
-@pytest.fixture(scope="module")
-def of_workers():
-    return launch(2, run_in_worker, time_limit=280).values
-
-
-@pytest.mark.multiworker
-@pytest.mark.parametrize("name", OF_WORKERS)
 @pytest.mark.slow
-def test_two_workers_come_to_the_bits_that_one_process_comes_to(name, of_workers):
-    on_one, logs = run(name, 1, ORDERED)
-    for worker in of_workers:
-        assert_same_bits(worker[name][0], on_one)
-        assert_close(worker[name][1], logs)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=on_two_workers(run_on_both, name, "ordered")) for name in OF_WORKERS],
+)
+def test_two_workers_come_to_the_bits_that_one_process_comes_to(name, values):
+    for (on_workers, their_logs), (on_one, its_logs) in values:
+        assert_same_bits(on_workers, on_one)
+        assert_close(their_logs, its_logs)
+        assert_close(on_one, run(name, 1, ORDERED)[0])
 
 
-@pytest.mark.multiworker
 @pytest.mark.slow
-def test_rows_that_a_worker_reads_are_dealt_to_the_virtual_replicas_that_it_carries(of_workers):
+@on_two_workers(train_on_rows_of_their_own)
+def test_rows_that_a_worker_reads_are_dealt_to_the_virtual_replicas_that_it_carries(values):
     net = CASES["accumulation of gradients"].build(strategies.get("default"), 4)
     batches = tf.data.Dataset.zip(rows_of_worker(0), rows_of_worker(1))
     net.fit(batches.map(lambda *parts: tuple(tf.concat(pair, 0) for pair in zip(*parts, strict=True))), verbose=0)
-    for worker in of_workers:
-        assert_same_bits(worker["rows of their own"], values(net))
+    for worker in values:
+        assert_same_bits(worker, state_of(net))
 
 
-@pytest.mark.multiworker
 @pytest.mark.slow
-def test_two_workers_come_to_the_same_numbers_by_fast_sums(of_workers):
-    for worker in of_workers:
-        assert_close(worker["fast"][0], run(OF_WORKERS[0], 1, ORDERED)[0])
-        assert "3 on 2 workers" not in worker
+@on_two_workers(run_on_both, OF_WORKERS[0], "fast")
+def test_two_workers_come_to_the_same_numbers_by_fast_sums(values):
+    for (on_workers, _), (on_one, _) in values:
+        assert_close(on_workers, on_one)

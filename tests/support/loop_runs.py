@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import numpy as np
 
 
-def run_all() -> dict[str, Any]:
-    """Run every case in this worker and return its values."""
+def train_sequences(strategy: Any, folder: pathlib.Path) -> dict[str, Any]:
+    """The example of sequences: its history, its weights, and how many examples each replica had in each step."""
     import keras_dist_ext as kde
-    from keras_dist_ext.examples import linear_no_keras, sequences
+    from keras_dist_ext.examples import sequences
 
-    strategy = kde.pick_strategy("multi_worker").strategy
     memory = kde.MemoryWriter()
     loop, history = sequences.train(
         strategy, epochs=2, num_images=230, callbacks=[kde.ReplicaMonitor(writers=[memory], update_freq=1)]
     )
-    values: dict[str, Any] = {
-        "sequences": (history.history, [weight.numpy() for weight in loop.reader.weights]),
+    return {
+        "history": history.history,
+        "weights": [weight.numpy() for weight in loop.reader.weights],
         "replicas": [(stats.num_replicas, stats.examples.tolist()) for stats in memory.train],
     }
+
+
+def train_without_keras(strategy: Any, folder: pathlib.Path) -> tuple[Any, np.ndarray]:
+    """The example without Keras: its history and its weights."""
+    from keras_dist_ext.examples import linear_no_keras
+
     model, history = linear_no_keras.train(strategy, epochs=2)
-    values["linear"] = (history.history, model.weights.numpy())
-    values["gathered"] = gathers(strategy)
-    return values
+    return history.history, model.weights.numpy()
 
 
-def gathers(strategy: Any) -> list[Any]:
+def gathers(strategy: Any, folder: pathlib.Path) -> list[Any]:
     """All rows of uneven batches, in order, by `gather` and by a reduction."""
     import tensorflow as tf
 

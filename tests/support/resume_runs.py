@@ -296,16 +296,28 @@ def learned(early: Any, plateau: Any, count: Any, history: Any) -> dict[str, Any
 # Workers
 
 
-def work(folder: str) -> dict[str, Any]:
-    """What each of two workers does: a run, one that crashes on both, and one that worker 1 is asked to end."""
+OF_WORKERS: dict[str, Any] = {
+    "data": "shuffled", "optimizer": "accumulating", "replica_seeds": 3, "resume": {"on_preemption": True}
+}  # fmt: skip
+
+
+def crash_and_resume(strategy: Any, folder: pathlib.Path) -> dict[str, Any]:
+    """What each of two workers does: a run, and one that crashes on both and goes on."""
+    here = folder / str(strategy.cluster_resolver.task_id)  # the workers share no directory
+    values: dict[str, Any] = {"twin": run(strategy, here / "twin", **OF_WORKERS)}
+    with contextlib.suppress(Crash):
+        run(strategy, here / "crashed", crash_after=10, **OF_WORKERS)
+    values["num_saves"] = len(list((here / "crashed").glob("*.kde")))
+    values["resumed"] = run(strategy, here / "crashed", **OF_WORKERS)
+    return values
+
+
+def be_asked_to_end(strategy: Any, folder: pathlib.Path) -> dict[str, Any]:
+    """What each of two workers does: a run, and one that worker 1 is asked to end, and that goes on."""
     import keras
 
-    import keras_dist_ext as kde
-
-    strategy = kde.pick_strategy("multi_worker").strategy
     worker = strategy.cluster_resolver.task_id
-    here = pathlib.Path(folder) / str(worker)  # the workers share no directory
-    options = {"data": "shuffled", "optimizer": "accumulating", "replica_seeds": 3, "resume": {"on_preemption": True}}
+    here = folder / str(worker)
 
     class Ask(keras.callbacks.Callback):
         num_batches = 0
@@ -315,16 +327,12 @@ def work(folder: str) -> dict[str, Any]:
             if self.num_batches == 9 and worker == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    values: dict[str, Any] = {"twin": run(strategy, here / "twin", **options)}
-    with contextlib.suppress(Crash):
-        run(strategy, here / "crashed", crash_after=10, **options)
-    values["num_saves"] = len(list((here / "crashed").glob("*.kde")))
-    values["resumed"] = run(strategy, here / "crashed", **options)
+    values: dict[str, Any] = {"twin": run(strategy, here / "twin", **OF_WORKERS)}
     try:
-        run(strategy, here / "asked", save_every="1h", more=[Ask()], **options)
+        run(strategy, here / "asked", save_every="1h", more=[Ask()], **OF_WORKERS)
     except SystemExit as ended:
         values["code"] = ended.code
-    values["asked"] = run(strategy, here / "asked", save_every="1h", **options)
+    values["asked"] = run(strategy, here / "asked", save_every="1h", **OF_WORKERS)
     return values
 
 

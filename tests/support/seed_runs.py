@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -144,15 +145,15 @@ def order_of_data(
     return met
 
 
-def worker_draws() -> dict[str, Any]:
-    """What one of two workers draws, in steps and outside of them."""
-    import tensorflow as tf
+def worker_draws(strategy: Any, folder: pathlib.Path) -> tuple[Draws, tuple[float, float]]:
+    """What one of two workers draws, in steps and then outside of them."""
+    return draws(strategy), (random.random(), float(np.random.random()))
 
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+
+def worker_draws_otherwise(strategy: Any, folder: pathlib.Path) -> dict[str, Any]:
+    """What one of two workers draws by other runs, and of its data."""
     return {
-        "draws": draws(strategy),
         "by one step an execution": draws(strategy, steps_per_execution=1),
-        "host": (random.random(), float(np.random.random())),
         "orders": {k: order_of_data(k, strategy=strategy) for k in ("numpy", "tf.data", "PyDataset, threads")},
         "weights": [w.tolist() for w in trained_weights(strategy)],
         "restored": restored_draws(strategy),

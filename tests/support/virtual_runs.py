@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import pathlib
 import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 RANDOM = np.random.default_rng(0)
 NUM_EXAMPLES = 21  # in batches of 8, 8 and 5, of which four virtual replicas have 1, 1, 1 and 2 rows
@@ -64,10 +65,10 @@ class Case:
         logs = dict(net.fit(**self.data, **FIT).history)
         if self.is_evaluated:
             logs["evaluated"] = net.evaluate(**self.data, batch_size=8, verbose=0)
-        return values(net), logs
+        return state_of(net), logs
 
 
-def values(net: Any) -> dict[str, Any]:
+def state_of(net: Any) -> dict[str, Any]:
     """Weights, moving statistics, slots and counters."""
     variables = enumerate([*net.weights, *net.optimizer.variables])
     return {f"{i} {re.sub('_[0-9]+', '', v.path)}": np.asarray(v) for i, v in variables}  # Keras' names count on
@@ -255,7 +256,6 @@ CASES: dict[str, Case] = {
     "steps per execution": Case(randomized, compile={"steps_per_execution": 2}),
     "convolution, LSTM and dropout": Case(deep, x=IMAGES, compile={"optimizer": adam}),
 }
-QUICK = tuple(CASES)[:4]
 OF_WORKERS = ("a convolution", "sample weights and additional losses", "sparse gradients")
 
 
@@ -269,19 +269,25 @@ def rows_of_worker(worker: int) -> Any:
     return dataset.with_options(options)
 
 
-def run_in_worker() -> dict[str, Any]:
-    """What each of two workers does: four virtual replicas, two of them on each."""
+def run_on_both(strategy: Any, folder: pathlib.Path, name: str, reduction: str) -> Any:
+    """What a case comes to with four virtual replicas, two of them on each of two workers, and by ordered sums on one.
+
+    Both in the same process: the bits of a convolution depend on its number of threads.
+    """
     import tensorflow as tf
 
     import keras_dist_ext as kde
 
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    results: dict[str, Any] = {name: CASES[name].run(strategy, 4) for name in OF_WORKERS}
-    results["fast"] = CASES[OF_WORKERS[0]].run(strategy, kde.VirtualReplicas(4, reduction="fast"))
+    on_workers = CASES[name].run(strategy, kde.VirtualReplicas(4, reduction=reduction))
+    return on_workers, CASES[name].run(tf.distribute.get_strategy(), kde.VirtualReplicas(4))
+
+
+def train_on_rows_of_their_own(strategy: Any, folder: pathlib.Path) -> Any:
+    """What a model holds whose workers read every second example each; three virtual replicas are refused before."""
+    import keras_dist_ext as kde
+
+    with pytest.raises(kde.StrategyError):
+        CASES[OF_WORKERS[0]].build(strategy, 3)
     net = CASES["accumulation of gradients"].build(strategy, 4)
     net.fit(rows_of_worker(strategy.cluster_resolver.task_id), epochs=1, verbose=0)
-    results["rows of their own"] = values(net)
-    with contextlib.suppress(kde.StrategyError):
-        CASES[OF_WORKERS[0]].build(strategy, 3)
-        results["3 on 2 workers"] = "not refused"
-    return results
+    return state_of(net)
