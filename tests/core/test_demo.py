@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -111,13 +110,10 @@ def test_a_log_directory_that_cannot_be_made_is_refused_before_training(tmp_path
 
 
 @pytest.mark.slow
-def test_with_the_defaults_two_replicas_of_a_bare_cpu_read_digits_in_less_than_a_minute(tmp_path):
-    begin = time.perf_counter()
+def test_with_the_defaults_two_replicas_of_a_bare_cpu_read_digits(tmp_path):
     output = run_demo(tmp_path)
-    seconds = time.perf_counter() - begin
     assert output.startswith("strategy  mirrored: 2 CPU devices for num_replicas=2, no TF_CONFIG\n")
     assert accuracy(output) >= 0.95
-    assert seconds < 60
     log_dir = Path(tmp_path, output.split()[-1])
     assert log_dir.parent.name == "logs"
     assert {path.name for path in log_dir.iterdir()} == {"train", "validation", "all", "replica_0", "replica_1"}

@@ -459,9 +459,12 @@ def test_executions_follow_the_clock_in_fit(mirrored, monkeypatch):
             super().__init__(source, num_steps, first)
             made.append(num_steps)
 
+        def run(self, program):
+            logs = super().run(program)
+            self.seconds = 0.001 * self.num_made
+            return logs
+
     monkeypatch.setattr(feed, "Execution", Execution)
     x = np.zeros((1200, 1), "float32")
     dense(mirrored).fit(x, x, batch_size=4, verbose=0)
-    assert made[:2] == [1, 1]
-    assert 4 < max(made) < 300
-    assert sum(made) == 300
+    assert made == [1, 1, 8, 64, 120, 106]

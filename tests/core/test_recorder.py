@@ -239,8 +239,8 @@ def scaled(rate: float) -> Any:
     return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate))
 
 
-@pytest.mark.parametrize("steps", [1, 3, "auto"])
-@pytest.mark.parametrize("kind", ["default", "mirrored2"])
+@pytest.mark.parametrize("steps", rotating([1, 3, "auto"], [1]))
+@pytest.mark.parametrize("kind", rotating(["default", "mirrored2"], ["mirrored2"]))
 def test_waiting_for_input_is_told_from_computing(kind: str, steps: Any, strategies: Any) -> None:
     net, recording = dense(strategies.get(kind), steps_per_execution=steps), Recording()
     net.fit(dataset(), verbose=0)  # trace
@@ -258,8 +258,8 @@ def test_waiting_for_input_is_told_from_computing(kind: str, steps: Any, strateg
     assert records.step_seconds.sum() + records.host_seconds <= took
 
 
-@pytest.mark.parametrize("is_dealt", [False, True], ids=["a dataset", "rows dealt before"])
-@pytest.mark.parametrize("slowest", [0, 1])
+@pytest.mark.parametrize("is_dealt", rotating([False, True], [True]), ids=["a dataset", "rows dealt before"])
+@pytest.mark.parametrize("slowest", rotating([0, 1], [1]))
 def test_a_slow_replica_computes_and_the_others_wait_for_it(slowest: int, is_dealt: bool, mirrored: Any) -> None:
     class Slow(kde.Model):
         def __init__(self) -> None:
@@ -293,16 +293,15 @@ def test_a_slow_replica_computes_and_the_others_wait_for_it(slowest: int, is_dea
     )
     net.fit(**data, verbose=0, callbacks=[recording])
     recording.recorder.fetch("train")
-    for _ in range(3):  # the machine may have a hiccup between two steps
-        net.fit(**data, verbose=0, callbacks=[recording])
-        records = recording.of()
-        if records.host_seconds < 5 * 0.05:
-            break
-    assert np.median(records.step_seconds) >= 0.05
-    assert records.host_seconds < 5 * 0.05  # which is what the slow one takes in all steps
+    net.fit(**data, verbose=0, callbacks=[recording])
+    records = recording.of()
+    assert (records.step_seconds >= 0.05).all()
+    assert records.host_seconds < records.step_seconds.sum()  # of which what the slow one takes is no part
     seconds = records.compute_seconds.T
     fast, slow = seconds[1 - slowest], seconds[slowest]
-    assert np.median(slow) >= 0.05 > np.median(fast)
+    assert (slow >= 0.05).all()
+    assert np.median(slow) > np.median(fast)
+    assert np.median(records.sync_seconds[:, 1 - slowest]) > np.median(records.sync_seconds[:, slowest])
 
 
 @pytest.mark.parametrize("kind", ["default", "mirrored2"])
