@@ -1,8 +1,8 @@
 """Tell whether a loss is a mean or a sum over the rows of a batch, from the graph that computes it.
 
-A scalar, such as what a layer gives to ``add_loss``, does not say how it was reduced. One device would take it as it
-is; with the batch split over replicas, means must be averaged and sums added. The degree of a scalar is the power of
-the number of rows with which it grows: 0 for a mean or a value of weights alone, 1 for a sum.
+A scalar, such as one given to ``add_loss``, does not say how it was reduced. On one device it is used as it is; with
+the batch split over replicas, means must be averaged and sums added. The exponent of a scalar in the batch size says
+which it is: it is 0 for a mean, or a value computed from weights only, and 1 for a sum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["additive_terms", "degree_in_rows"]
+__all__ = ["additive_terms", "batch_exponent"]
 
 _SAME = {
     "Abs", "Cast", "CheckNumerics", "EnsureShape", "ExpandDims", "Identity", "Neg", "PreventGradient", "Relu",
@@ -29,25 +29,25 @@ _POWERS = {
 }
 
 
-def degree_in_rows(value: tf.Tensor, means: Container[int] = ()) -> Fraction:
-    """Return the power of the number of rows with which ``value`` grows when its batch is repeated.
+def batch_exponent(value: tf.Tensor, means: Container[int] = ()) -> Fraction:
+    """Return the exponent of ``value`` in the batch size: with the batch repeated k times, it is k**exponent times it.
 
     Args:
         value: a tensor of a graph in which the first dimension of the batch, and of it only, is unknown.
-        means: ids of tensors that are means, however they are computed.
+        means: ids of tensors that are known to be means.
 
     Returns:
-        0 where nothing can be told, so that an unknown value counts as a mean.
+        0 where the graph does not tell, so that an unknown value counts as a mean.
     """
-    return _Reader(means).degree(value) or Fraction(0)
+    return _Reader(means).exponent(value) or Fraction(0)
 
 
 def additive_terms(value: tf.Tensor, means: Container[int] = ()) -> Iterator[tuple[tf.Tensor, int]]:
-    """Yield the scalars of which a scalar is the sum, each with its sign, as far as the graph tells.
+    """Yield the terms that a scalar is the sum of, each with its sign, as far as the graph tells.
 
     Args:
         value: a scalar.
-        means: ids of tensors that are not looked into.
+        means: ids of tensors that are not split.
     """
     parts = [] if id(value) in means else _parts(value.op)
     if not parts or any(part.shape.rank != 0 for part, _ in parts):
@@ -67,13 +67,13 @@ def _parts(op: Any) -> list[tuple[tf.Tensor, int]]:
 
 
 class _Reader:
-    """Reads degrees from a graph; None is one that cannot be told."""
+    """Reads exponents from a graph; None is an unknown one."""
 
     def __init__(self, means: Container[int]) -> None:
         self._means = means
         self._known: dict[int, Fraction | None] = {}
 
-    def degree(self, value: Any) -> Fraction | None:
+    def exponent(self, value: Any) -> Fraction | None:
         if id(value) in self._means:
             return Fraction(0)
         if id(value) not in self._known:
@@ -86,7 +86,7 @@ class _Reader:
         op = value.op
         if op.type in _PRODUCTS | _QUOTIENTS:
             return self._product(op)
-        return self.degree(op.inputs[0]) if op.type in _SAME and _has_rows(op.inputs[0]) else Fraction(0)
+        return self.exponent(op.inputs[0]) if op.type in _SAME and _has_rows(op.inputs[0]) else Fraction(0)
 
     def _of_op(self, value: tf.Tensor) -> Fraction | None:
         op = value.op
@@ -98,40 +98,40 @@ class _Reader:
             of_shape = self._entries(inputs[0])
             if of_shape:
                 return sum(of_shape, Fraction(0)) if op.type == "Prod" else max(of_shape)
-            inner = self.degree(inputs[0])
+            inner = self.exponent(inputs[0])
             is_sum = op.type == "Sum" and _has_rows(inputs[0]) and _reduces_rows(op)
             return inner if inner is None else inner + int(is_sum)
         if op.type == "Size":
             return Fraction(int(_has_rows(inputs[0])))
         if op.type in _SAME:
-            return self.degree(inputs[0])
+            return self.exponent(inputs[0])
         if op.type in _SUMS:
-            degrees = [self.degree(i) for i in inputs]
-            highest = max((d for d in degrees if d is not None), default=Fraction(0))
-            return highest if highest or None not in degrees else None
+            exponents = [self.exponent(i) for i in inputs]
+            highest = max((d for d in exponents if d is not None), default=Fraction(0))
+            return highest if highest or None not in exponents else None
         if op.type in _PRODUCTS | _QUOTIENTS:
             return self._product(op)
         if op.type in _POWERS:
-            inner = self.degree(inputs[0])
+            inner = self.exponent(inputs[0])
             return inner if inner is None else inner * _POWERS[op.type]
         if op.type == "L2Loss":
             return Fraction(int(_has_rows(inputs[0])))
         if op.type in ("MatMul", "BatchMatMulV2", "Einsum"):
             contracted = any(None in i.shape.as_list() for i in inputs if i.shape.rank is not None)
-            degrees = [self.degree(i) for i in inputs]
-            known = [degree for degree in degrees if degree is not None]
+            exponents = [self.exponent(i) for i in inputs]
+            known = [exponent for exponent in exponents if exponent is not None]
             is_sum = contracted and _is_static(value)
-            return sum(known, Fraction(int(is_sum))) if len(known) == len(degrees) else None
-        return Fraction(0) if all(self.degree(i) == 0 and not _has_rows(i) for i in inputs) else None
+            return sum(known, Fraction(int(is_sum))) if len(known) == len(exponents) else None
+        return Fraction(0) if all(self.exponent(i) == 0 and not _has_rows(i) for i in inputs) else None
 
     def _product(self, op: Any) -> Fraction | None:
-        one, other = (self.degree(i) for i in op.inputs)
+        one, other = (self.exponent(i) for i in op.inputs)
         if one is None or other is None:
             return None
         return one + other if op.type in _PRODUCTS else one - other
 
     def _entries(self, value: tf.Tensor) -> list[Fraction] | None:
-        """The degrees of the numbers in a vector that tells a shape, or of one of these numbers; None for others."""
+        """The exponents of the entries of a shape, or of one of them; None if the value is neither."""
         op = value.op
         if op.type == "Shape":
             rank = op.inputs[0].shape.rank

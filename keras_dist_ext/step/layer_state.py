@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras.variables import local_component
-from keras_dist_ext.step.reduce import times
+from keras_dist_ext.step.reduce import scale
 from keras_dist_ext.step.row_weights import RowWeights
 
 __all__ = ["LayerState"]
@@ -40,5 +40,5 @@ class LayerState:
         variables = list(self._assigned.values())
         self._assigned.clear()
         held = [tf.convert_to_tensor(local_component(v)) for v in variables]
-        values = [times(v if v.dtype.is_floating else tf.cast(v, tf.float64), self._weights.share) for v in held]
+        values = [scale(v if v.dtype.is_floating else tf.cast(v, tf.float64), self._weights.share) for v in held]
         return variables, self._weights.zero_if_empty(values)

@@ -16,7 +16,7 @@ from keras_dist_ext._keras.variables import components
 __all__ = [
     "OrderedSum",
     "PlainSum",
-    "apart",
+    "optimization_barrier",
     "as_float",
     "keep_first_part",
     "of_dtype",
@@ -24,7 +24,7 @@ __all__ = [
     "shares_memory",
     "sum_over_replicas",
     "sum_parts",
-    "times",
+    "scale",
 ]
 
 
@@ -115,7 +115,7 @@ class OrderedSum:
 
     def add(self, term: int, values: Sequence[Any]) -> None:
         """Add a term: one value for each of the sum's."""
-        self._place(term, 1, [apart(value) for value in values])
+        self._place(term, 1, [optimization_barrier(value) for value in values])
 
     def _place(self, first: int, size: int, values: list[Any]) -> None:
         while size < self._num_terms:
@@ -125,7 +125,7 @@ class OrderedSum:
                 if other is None:
                     break
                 pairs = zip(values, other, strict=True) if first < sibling else zip(other, values, strict=True)
-                values = [apart(_add(pair)) for pair in pairs]
+                values = [optimization_barrier(_add(pair)) for pair in pairs]
             first, size = min(first, sibling), 2 * size
         self._nodes[first, size] = values
 
@@ -147,7 +147,7 @@ class OrderedSum:
         blocks = [self._nodes_of_block(replica, num_replicas) for replica in range(num_replicas)]
         own = [[node[place] for place in places] for node in self._in_order()]
         if [len(nodes) for nodes in blocks] == [1, 1]:  # one addition is left, which has but one order
-            return [apart(value) for value in context.merge_call(sum_over_replicas, args=(own[0],))]
+            return [optimization_barrier(value) for value in context.merge_call(sum_over_replicas, args=(own[0],))]
         own += own[-1:] * (max(map(len, blocks)) - len(own))  # all gather as many; what is too many is not read
 
         def finish(by_replica: list[list[list[Any]]]) -> list[Any]:
@@ -176,7 +176,7 @@ class OrderedSum:
         return sorted(block._nodes)
 
 
-def apart(value: Any) -> Any:
+def optimization_barrier(value: Any) -> Any:
     """Keep what computes a value apart from what uses it, by an op that copies nothing.
 
     Grappler's arithmetic optimizer makes one AddN of a tree of additions, and takes common factors out of them
@@ -185,7 +185,7 @@ def apart(value: Any) -> Any:
     from another (common_runtime/mkl_layout_pass.cc).
     """
     if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(apart(value.values), value.indices, value.dense_shape)
+        return tf.IndexedSlices(optimization_barrier(value.values), value.indices, value.dense_shape)
     if isinstance(value, tf.SparseTensor | tf.RaggedTensor):
         return tf.identity(value)
     value = tf.convert_to_tensor(value)
@@ -213,10 +213,10 @@ def _gathered(context: tf.distribute.ReplicaContext, own: list[list[Any]]) -> li
     return everyones
 
 
-def times(value: Any, factor: float | tf.Tensor) -> Any:
+def scale(value: Any, factor: float | tf.Tensor) -> Any:
     """Multiply a tensor or ``IndexedSlices`` by a scalar."""
     if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(times(value.values, factor), value.indices, value.dense_shape)
+        return tf.IndexedSlices(scale(value.values, factor), value.indices, value.dense_shape)
     return value * of_dtype(factor, value.dtype)
 
 

@@ -19,7 +19,7 @@ from keras_dist_ext._keras.tracing import in_xla
 from keras_dist_ext._keras.variables import is_sync_on_read
 from keras_dist_ext.step.logs import pooled_result
 from keras_dist_ext.step.pass_through import LocalUpdate, PassThrough
-from keras_dist_ext.step.reduce import parts_of, shares_memory, sum_over_replicas, times
+from keras_dist_ext.step.reduce import parts_of, scale, shares_memory, sum_over_replicas
 from keras_dist_ext.step.update import (
     Update,
     assign_reduced,
@@ -125,7 +125,7 @@ class Reducer(abc.ABC):
             factor = 1.0 / self.num_replicas
         flat = tf.nest.flatten(value)
         summed = self._differentiable_sum(*[tf.convert_to_tensor(v) for v in flat])
-        return tf.nest.pack_sequence_as(value, [times(v, factor) if factor != 1.0 else v for v in summed])
+        return tf.nest.pack_sequence_as(value, [scale(v, factor) if factor != 1.0 else v for v in summed])
 
     def _differentiable_sum(self, *values: tf.Tensor) -> list[tf.Tensor]:
         @tf.custom_gradient  # type: ignore[untyped-decorator]

@@ -33,11 +33,11 @@ from keras_dist_ext.step.draws import RandomStreams
 from keras_dist_ext.step.gradients import Gradients
 from keras_dist_ext.step.layer_state import LayerState
 from keras_dist_ext.step.logs import Result
-from keras_dist_ext.step.means import Degrees
+from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.nan_guard import ReplicaGuard, StepGuard
 from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.recorder import StepNote
-from keras_dist_ext.step.reduce import as_float, times
+from keras_dist_ext.step.reduce import as_float, scale
 from keras_dist_ext.step.reducers import Reducer, reducer_of
 from keras_dist_ext.step.row_weights import RowWeights
 
@@ -55,7 +55,7 @@ class StepOptions:
         without_seed: the generator behind ``seed=None``.
         note: takes what is recorded of the step, if anything is.
         guard: leaves the step out if something in it is not finite, if that is wanted.
-        degrees: how numbers grow with the rows, where the graph does not tell; None takes all of them for means.
+        exponents: how numbers grow with the rows, where the graph does not tell; None takes all of them for means.
         observer: is told of what the step does while it is traced.
     """
 
@@ -64,7 +64,7 @@ class StepOptions:
     without_seed: Any = None
     note: StepNote | None = None
     guard: StepGuard | None = None
-    degrees: Degrees | None = None
+    exponents: BatchExponents | None = None
     observer: StepObserver = dataclasses.field(default_factory=StepObserver)
 
 
@@ -97,7 +97,7 @@ class ReplicaStep:
         self.note = options.note
         self.results: dict[int, Result] = {}
         self._reducer = reducer = reducer_of(model) if reducer is None else reducer
-        self.weights = RowWeights(model, rows, global_rows, reducer, options.degrees)
+        self.weights = RowWeights(model, rows, global_rows, reducer, options.exponents)
         self._streams = RandomStreams(model, reducer, options.without_seed)
         self._states = LayerState(self.weights)
         self._guard = (
@@ -259,4 +259,4 @@ class ReplicaStep:
         local = [leaf for leaf in tree.flatten(logs) if id(leaf) not in self.results]
         if self.num_replicas == 1:
             return [tf.convert_to_tensor(leaf) for leaf in local]
-        return self.weights.zero_if_empty([times(as_float(self.as_mean(leaf)), self.weights.share) for leaf in local])
+        return self.weights.zero_if_empty([scale(as_float(self.as_mean(leaf)), self.weights.share) for leaf in local])

@@ -17,8 +17,8 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.losses import apply_mask
 from keras_dist_ext._keras.models import tracks_loss
-from keras_dist_ext.step.means import Degrees, Means, Term
-from keras_dist_ext.step.reduce import as_float, of_dtype, times
+from keras_dist_ext.step.means import BatchExponents, Means, Term
+from keras_dist_ext.step.reduce import as_float, of_dtype, scale
 from keras_dist_ext.step.reducers import Reducer
 
 __all__ = ["RowWeights"]
@@ -32,7 +32,7 @@ class RowWeights:
         rows: n, an int where static.
         global_rows: N, an int where static.
         reducer: how the replica meets the others.
-        degrees: how numbers grow with the rows, where the graph does not tell. None takes all of them for means, and
+        exponents: how numbers grow with the rows, where the graph does not tell. None takes all of them for means, and
             leaves losses that an optimizer scales as they are: gradients are weighted when they are summed.
     """
 
@@ -42,7 +42,7 @@ class RowWeights:
         rows: int | tf.Tensor,
         global_rows: int | tf.Tensor,
         reducer: Reducer,
-        degrees: Degrees | None,
+        exponents: BatchExponents | None,
     ) -> None:
         self.rows = rows
         self.global_rows = global_rows
@@ -52,7 +52,7 @@ class RowWeights:
         self._can_be_empty = not (isinstance(rows, int) and rows > 0)
         self._scaled: set[int] = set()  # ids of optimizers that have scaled the loss by the share
         self._weighted: dict[int, Any] = {}  # by id: losses that were
-        self._means = Means(rows, degrees)
+        self._means = Means(rows, exponents)
         self._has_sums = False  # whether a loss was a sum over all rows, and was made a mean
 
     @property
@@ -81,7 +81,7 @@ class RowWeights:
         weighted = reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None)
         if reduction == "sum" or (weighted and mask is None and not _rank(sample_weight)):
             self._has_sums = True
-            return times(local, self.inverse_share)
+            return scale(local, self.inverse_share)
         if mask is None and not weighted:
             return local
         elements = tf.convert_to_tensor(apply_mask(sample_weight, mask, local.dtype, reduction)) if weighted else mask
@@ -96,22 +96,22 @@ class RowWeights:
             return True
         return self._means.are_read and any(layer is model for layer in flat_layers(self._model))
 
-    def additional_loss(self, local: tf.Tensor, degree: Any) -> tf.Tensor:
-        """Turn what a layer gave to ``add_loss`` into a mean: it grows with the rows to the power ``degree``."""
-        return self._means.mark_as_mean(times(local, self._factor(degree)) if degree else local)
+    def additional_loss(self, local: tf.Tensor, exponent: Any) -> tf.Tensor:
+        """Turn what a layer gave to ``add_loss`` into a mean: it grows with the rows to the power ``batch_scaling``."""
+        return self._means.mark_as_mean(scale(local, self._factor(exponent)) if exponent else local)
 
-    def _factor(self, degree: Any) -> float | tf.Tensor:
-        """What makes a mean of a number that grows with the rows to the power ``degree``."""
-        if degree < 0:  # a sum over all rows, divided by the rows at hand; else, it is of pairs of rows
-            return self.share ** -float(degree) if self._has_sums else 1.0
-        return self.inverse_share ** float(degree)
+    def _factor(self, exponent: Any) -> float | tf.Tensor:
+        """What makes a mean of a number that grows with the rows to the power ``batch_scaling``."""
+        if exponent < 0:  # a sum over all rows, divided by the rows at hand; else, it is of pairs of rows
+            return self.share ** -float(exponent) if self._has_sums else 1.0
+        return self.inverse_share ** float(exponent)
 
     def as_mean(self, value: Any) -> Any:
         """Turn a scalar of the user's code into one whose mean over replicas, weighted by share, is the global one."""
         if self._num_replicas == 1 or _rank(value) > 0:
             return value
         terms = self._means.terms(value)
-        if not any(term.degree for term in terms):
+        if not any(term.exponent for term in terms):
             return value
         return self._means.mark_as_mean(tf.add_n([self._mean_of(term, as_float(term.value)) for term in terms]))
 
@@ -120,8 +120,8 @@ class RowWeights:
         self._means.mark_as_mean(value)
 
     def _mean_of(self, term: Term, value: tf.Tensor) -> tf.Tensor:
-        factor = self._factor(term.degree) if term.degree else 1.0
-        return times(value, factor * term.sign)
+        factor = self._factor(term.exponent) if term.exponent else 1.0
+        return scale(value, factor * term.sign)
 
     def differentiate(self, gradient: Callable[[Any, Any], Any], target: Any, sources: Any) -> Any:
         """Differentiate losses of a step of the user's own as means.
@@ -140,14 +140,14 @@ class RowWeights:
             return gradient(target, None)
         terms = [term for value in flat for term in self._means.terms(value)]
         must_weigh = self._reducer.has_mixed and not any(id(value) in self._weighted for value in flat)
-        if not must_weigh and not any(term.degree for term in terms):
+        if not must_weigh and not any(term.exponent for term in terms):
             return gradient(target, None)
         values = [term.value for term in terms]
         factors = [self._mean_of(term, tf.ones_like(term.value)) for term in terms]
         if not must_weigh:
             return gradient(values, factors)
-        gradients = gradient(values, [times(factor, self.share) for factor in factors])
-        return tf.nest.map_structure(lambda g: None if g is None else times(g, self.inverse_share), gradients)
+        gradients = gradient(values, [scale(factor, self.share) for factor in factors])
+        return tf.nest.map_structure(lambda g: None if g is None else scale(g, self.inverse_share), gradients)
 
     def sum_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Make a scalar that a step gives to a ``Sum`` count once for the global batch, not once a replica."""
@@ -161,7 +161,7 @@ class RowWeights:
         """What a scalar weighs on this replica, so that all replicas together give it the weight on one device."""
         if isinstance(self.rows, int) and isinstance(sample_weight, int) and sample_weight == self.rows:
             return sample_weight
-        return times(tf.cast(self.as_mean(sample_weight), metric.dtype), self.share)
+        return scale(tf.cast(self.as_mean(sample_weight), metric.dtype), self.share)
 
     def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Make a scalar that a step gives to a ``Mean`` count once for the global batch, not once a replica."""
@@ -187,7 +187,7 @@ class RowWeights:
             return original(loss)
         scaled = original(self.as_mean(loss))
         self._scaled.add(id(optimizer))
-        weighted = times(scaled, self.share) if scaled.shape.rank == 0 else scaled
+        weighted = scale(scaled, self.share) if scaled.shape.rank == 0 else scaled
         self._weighted[id(weighted)] = weighted
         return self._means.mark_as_mean(weighted)
 
@@ -198,7 +198,7 @@ class RowWeights:
     def terms(self, optimizer: Any, gradients: list[Any]) -> list[Any]:
         """Return what this replica's gradients add to those of the global batch, those given to an optimizer."""
         if not self.is_weighted(optimizer):
-            gradients = [times(g, self.share) for g in gradients]
+            gradients = [scale(g, self.share) for g in gradients]
         self._scaled.discard(id(optimizer))
         return self.zero_if_empty(gradients)
 

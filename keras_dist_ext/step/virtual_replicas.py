@@ -30,7 +30,7 @@ from keras_dist_ext._keras.tracing import capture_thread_context
 from keras_dist_ext._keras.variables import is_sync_on_read, local_component
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import StrategyError
-from keras_dist_ext.step.reduce import OrderedSum, PlainSum, apart
+from keras_dist_ext.step.reduce import OrderedSum, PlainSum, optimization_barrier
 from keras_dist_ext.step.reducers import MirroredReducer, Reducer, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
 from keras_dist_ext.step.update import (
@@ -142,7 +142,7 @@ class _VirtualReplicas:
         step, part = self._steps[place], self._parts[place]
         with self._place(f"virtual_replica_{step.replica_id}"), intercept(step):
             with tf.control_dependencies(self._before):  # what the last one's gradients were made from is free by then
-                part = tree.map_structure(lambda leaf: leaf if leaf is None else apart(leaf), part)
+                part = tree.map_structure(lambda leaf: leaf if leaf is None else optimization_barrier(leaf), part)
             step.guard_batch(part)
             subject, values = run(step, part)
         return SyncPoint("end", values, subject)

@@ -72,7 +72,7 @@ class Model(HookedModel, metaclass=Scoped):
     Code inside ``train_step``, ``test_step``, ``compute_loss``, losses, layers and metrics sees the rows of one
     replica, and is written as for one device: losses are means over the rows at hand, or sums over them, and nothing
     is divided by the number of replicas. Gradients, losses and metrics of all replicas then add up to those of the
-    global batch. What cannot be told from the graph (see ``degree``) counts as a mean.
+    global batch. What cannot be told from the graph (see ``batch_scaling``) counts as a mean.
 
     Differences that mathematics imposes: ``BatchNormalization(synchronized=False)`` normalizes with the statistics of
     each replica's rows; its moving statistics, like all non-trainable float state that a layer assigns while it is

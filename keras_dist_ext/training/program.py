@@ -20,10 +20,10 @@ from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import is_default_strategy, regroup, replica_id
 from keras_dist_ext._keras.tracing import IteratorFunction, traced_graphs
 from keras_dist_ext.data import split as data
-from keras_dist_ext.step.added_losses import UnknownLossDegrees, find_degrees, placeholders
+from keras_dist_ext.step.added_losses import UnknownLossExponents, find_exponents, placeholders
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.step.logs import VALUE, ComputesWithResults, computes_with, noted_results, pooled_state
-from keras_dist_ext.step.means import Degrees
+from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.recorder import StepNote, now, when_updated
 from keras_dist_ext.step.reduce import sum_over_replicas
 from keras_dist_ext.step.reducers import Reducer, reducer_of
@@ -80,7 +80,7 @@ class StepProgram:
         self._guard = self._runtime.guard if kind == "train" else None
         self._goes_alone = False
         self._loops = False  # whether what is traced makes several steps
-        self._degrees: Degrees | None = self._runtime.exponents.setdefault(kind, Degrees())
+        self._exponents: BatchExponents | None = self._runtime.exponents.setdefault(kind, BatchExponents())
         self.waited_seconds = 0.0  # for the first batch of the next execution
         self._of_batch = wrap(self._on_batch)
         self._of_rows = wrap(self._on_rows_of_worker)
@@ -98,22 +98,22 @@ class StepProgram:
         """Make every step in an execution of its own from here on."""
         self._goes_alone = True
 
-    def learn_degrees(self) -> None:
+    def learn_exponents(self) -> None:
         """Trace a step aside, on batches of any size, to learn how its numbers grow with the rows.
 
         What a step of the user's own computes counts as means where it cannot be traced so.
         """
-        if self._degrees is None:
+        if self._exponents is None:
             return
         loops, self._loops = self._loops, False
         spec = self._runtime.batch_spec
         try:
-            with self._degrees.learn(), tf.__internal__.FuncGraph("degrees_of_a_step").as_default():
+            with self._exponents.learn(), tf.__internal__.FuncGraph("exponents_of_a_step").as_default():
                 self._one(placeholders(spec))
         except ComputesWithResults:
             self._pools_results = True
-            self.learn_degrees()
-        except (UnbuiltOptimizer, UnknownLossDegrees):
+            self.learn_exponents()
+        except (UnbuiltOptimizer, UnknownLossExponents):
             raise
         except Exception:  # code that needs a number of rows, or runs eagerly only
             return
@@ -123,7 +123,7 @@ class StepProgram:
     def learn_loss_exponents(self) -> None:
         """Trace the model aside, to learn which losses given to ``add_loss`` are sums over the rows."""
         spec = self._runtime.batch_spec
-        self._runtime.loss_exponents[self.kind] = find_degrees(self.model, spec, training=self.kind == "train")
+        self._runtime.loss_exponents[self.kind] = find_exponents(self.model, spec, training=self.kind == "train")
 
     def graphs(self) -> list[Any]:
         """Return the graphs that its loops were traced to so far."""
@@ -393,7 +393,7 @@ class StepProgram:
             without_seed=self._without_seed,
             note=note,
             guard=guard,
-            degrees=self._degrees,
+            exponents=self._exponents,
         )
         extra = self._extra_of_replica(batch, cut, options)
         if guard is not None:

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import tree
 from keras_dist_ext.cluster import heartbeat
-from keras_dist_ext.step.added_losses import UnknownLossDegrees
-from keras_dist_ext.step.means import UnknownDegrees
+from keras_dist_ext.step.added_losses import UnknownLossExponents
+from keras_dist_ext.step.means import UnknownExponents
 from keras_dist_ext.step.reducers import CannotCompile, CannotLoop
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.update import UnbuiltOptimizer
@@ -41,7 +41,7 @@ def runner(program: Any) -> Callable[[Any], Any]:
                 program.learn_loss_exponents()
             except Exception:  # code that only runs eagerly, and may have no such loss
                 runtime.loss_exponents[program.kind] = {}
-            _prepare(program, UnknownDegrees())
+            _prepare(program, UnknownExponents())
         if isinstance(iterator, feed.Execution):
             run_steps = functools.partial(_run, program, iterator)
         else:
@@ -51,7 +51,7 @@ def runner(program: Any) -> Callable[[Any], Any]:
         while True:
             try:
                 return run_steps()
-            except (UnbuiltOptimizer, UnknownLossDegrees, UnknownDegrees, CannotCompile, CannotLoop) as unprepared:
+            except (UnbuiltOptimizer, UnknownLossExponents, UnknownExponents, CannotCompile, CannotLoop) as unprepared:
                 _prepare(program, unprepared)  # they are raised while tracing, before any step is made
 
     run.program = program  # type: ignore[attr-defined]  # for who looks into what it has traced
@@ -90,15 +90,15 @@ def _prepare(program: Any, unprepared: Exception) -> None:
     if isinstance(unprepared, UnbuiltOptimizer):
         with runtime.in_scope():
             unprepared.build()
-    elif isinstance(unprepared, UnknownLossDegrees):
+    elif isinstance(unprepared, UnknownLossExponents):
         try:
             program.learn_loss_exponents()
         except NotImplementedError:  # by Keras: the model has no `call`, its step calls others
             runtime.loss_exponents[program.kind] = {}
-    elif isinstance(unprepared, UnknownDegrees):
+    elif isinstance(unprepared, UnknownExponents):
         try:
-            program.learn_degrees()
-        except (UnbuiltOptimizer, UnknownLossDegrees) as more:
+            program.learn_exponents()
+        except (UnbuiltOptimizer, UnknownLossExponents) as more:
             _prepare(program, more)
             _prepare(program, unprepared)
     elif isinstance(unprepared, CannotLoop):

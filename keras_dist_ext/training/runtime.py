@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_dist_ext._keras.optimizers import accumulated_gradients, inner_optimizer, num_batches_used
 from keras_dist_ext._keras.strategies import strategy_of_model
 from keras_dist_ext.cluster import heartbeat
-from keras_dist_ext.step.means import Degrees
+from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.nan_guard import Guard
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.step.reduce import keep_first_part, sum_parts
@@ -60,7 +60,7 @@ class ReplicaRuntime:
         self.functions: dict[str, dict[tuple[bool, ...], Callable[[Any], Any]]] = {"train": {}, "test": {}}
         self.batch_spec: Any = None
         self.loss_exponents: dict[str, dict[int, list[Fraction]]] = {}
-        self.exponents: dict[str, Degrees] = {}
+        self.exponents: dict[str, BatchExponents] = {}
         self.chooses_num_steps = True
         self.can_split_batches = True
         self.accumulators_are_split = False

@@ -88,7 +88,7 @@ def a_vector_is_a_mean() -> AbstractContextManager[Any]:
 
 def sums_count_as_means() -> AbstractContextManager[Any]:
     """A sum that a layer gives to `add_loss` is averaged over replicas."""
-    return patch.object(RowWeights, "additional_loss", lambda self, local, degree: local)
+    return patch.object(RowWeights, "additional_loss", lambda self, local, exponent: local)
 
 
 def penalties_once_a_replica() -> AbstractContextManager[Any]:

@@ -218,11 +218,11 @@ def test_a_virtual_replica_begins_when_the_gradients_of_the_last_are_there(monke
     waits = []
 
     def apart(value):
-        kept = reduce.apart(value)
+        kept = reduce.optimization_barrier(value)
         waits.append(sorted(op.name.split("/")[-1] for op in kept.op.control_inputs))
         return kept
 
-    monkeypatch.setattr(turns, "apart", apart)
+    monkeypatch.setattr(turns, "optimization_barrier", apart)
     net = Case(list).build(strategies.get("default"), 2)
     net.train_on_batch(X, Y)
     assert waits[:2] == [[], []], "the first one's inputs and targets wait for nothing"

@@ -49,7 +49,7 @@ class LoopProgram(StepProgram):
     def __init__(self, model: Any, kind: Kind) -> None:
         super().__init__(model, kind)
         self._plain_logs = True
-        self._degrees = None  # a step was examined: what it differentiates is a mean
+        self._exponents = None  # a step was examined: what it differentiates is a mean
         self._kept = model.kept(kind)
         if self._kept:
             self.go_alone()

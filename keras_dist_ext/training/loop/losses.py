@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.ancestry import Value, walk_back
-from keras_dist_ext.step.batch_scaling import degree_in_rows
+from keras_dist_ext.step.batch_scaling import batch_exponent
 
 __all__ = ["check_mean", "check_not_scaled", "multiples", "warn_of_own_divisor"]
 
@@ -28,7 +28,7 @@ def check_mean(what: str, value: Any, common: Container[int], num_replicas: int 
     Raises:
         LoopError: it is none.
     """
-    if degree_in_rows(value, common) >= 1:
+    if batch_exponent(value, common) >= 1:
         raise LoopError(
             f"{what} grows with the number of rows: it is a sum, divided by a constant or by the rows of all replicas "
             "if at all. A replica has a part of the rows, and another one in the last batch, so it and its gradients "
@@ -87,7 +87,7 @@ def warn_of_own_divisor(what: str, value: Any, common: Container[int]) -> None:
     """
     for term in _terms(value):
         averaged, divisor = _mean(term)
-        if averaged is None or (divisor is not None and degree_in_rows(divisor, common) < 1):
+        if averaged is None or (divisor is not None and batch_exponent(divisor, common) < 1):
             continue
         if divisor is not None and _adds_up_rows(divisor):
             how = "a sum over the rows at hand, divided by another one (of weights, or of a mask)"

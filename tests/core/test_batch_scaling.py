@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import ops
 from versions import KERAS_VERSION
 
-from keras_dist_ext.step.batch_scaling import degree_in_rows
+from keras_dist_ext.step.batch_scaling import batch_exponent
 
 ROWS = np.random.default_rng(0).normal(size=(4, 5)).astype("float32")
 KERNEL = tf.Variable(np.random.default_rng(1).normal(size=(5, 3)).astype("float32"))
@@ -17,9 +17,9 @@ HALF = Fraction(1, 2)
 
 
 def in_graph(function):
-    """Trace a function of a batch of unknown rows and return its degree."""
+    """Trace a function of a batch of unknown rows and return its exponent."""
     with tf.__internal__.FuncGraph("losses").as_default():
-        return degree_in_rows(tf.reduce_sum(function(tf.compat.v1.placeholder(tf.float32, [None, 5]))))
+        return batch_exponent(tf.reduce_sum(function(tf.compat.v1.placeholder(tf.float32, [None, 5]))))
 
 
 def num_rows(x):
@@ -102,11 +102,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_degree_is_the_power_of_the_rows_with_which_a_value_grows(name):
-    degree, function = CASES[name]
-    assert in_graph(function) == degree
+def test_the_exponent_is_the_power_of_the_rows_with_which_a_value_grows(name):
+    exponent, function = CASES[name]
+    assert in_graph(function) == exponent
     once, thrice = (float(ops.sum(function(tf.constant(np.tile(ROWS, (k, 1)))))) for k in (1, 3))
-    assert thrice == pytest.approx(once * 3 ** float(degree), rel=1e-4)  # what the word "degree" means
+    assert thrice == pytest.approx(once * 3 ** float(exponent), rel=1e-4)  # what the word "exponent" means
 
 
 def test_a_sum_and_a_constant_count_as_a_sum():
