@@ -1,4 +1,4 @@
-"""Append whole records to a file, some seconds at a time, and never leave half of one."""
+"""Append complete records to a file, every few seconds, and never a part of one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["AppendFile", "RecordsLost", "check_folder", "is_remote", "make_folde
 
 
 class RecordsLost(Exception):
-    """Records that could not be written, for the cause that it was raised from.
+    """Records could not be written; the cause is the exception that this was raised from.
 
     Attributes:
         num_records: how many.
@@ -25,16 +25,16 @@ class RecordsLost(Exception):
 class AppendFile:
     """A file that records are appended to; it is open only while it is written.
 
-    What was flushed outlives a killed process. Records wait for at most about ``flush_seconds``: one is written at once
-    when the next would come too late, going by the time since the last.
+    What was flushed survives a killed process. Records wait for at most about ``flush_seconds``: one is written at once
+    if the next one is expected too late, judging by the time since the last.
 
-    Where somebody removes it meanwhile, and its folder, both are made anew (but for URLs).
+    If the file, or its folder, is removed meanwhile, it is created again (except for URLs).
 
     Args:
         path: a path, or a URL that TensorFlow can write, such as ``gs://bucket/file``. Its folder must exist.
-        header: what it begins with, if it is new.
+        header: the start of a new file.
         flush_seconds: see above.
-        clock: seconds that only go forward.
+        clock: monotonic, in seconds.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class AppendFile:
         self._last_flush = self._last_add = clock()
 
     def add(self, record: bytes) -> None:
-        """Take a record.
+        """Add a record.
 
         Raises:
             RecordsLost: it was time to flush, and the file cannot be written.
@@ -66,10 +66,10 @@ class AppendFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was taken: all of it, or nothing.
+        """Write the records that were added: all of them, or none.
 
         Raises:
-            RecordsLost: the file cannot be written; what was taken is lost.
+            RecordsLost: the file cannot be written; these records are lost.
         """
         records, self._records = self._records, []
         self._last_flush = self._clock()
@@ -77,10 +77,12 @@ class AppendFile:
             try:
                 if is_remote(self.path):
                     _append_remote(self.path, self._header + b"".join(records))
-                    self._header = b""  # asking each time whether it is still there would take longer than writing
+                    self._header = (
+                        b""  # checking each time whether the file still exists would take longer than writing
+                    )
                 else:
                     _append(self.path, b"".join(records), self._header)
-            except Exception as error:  # OSError here, errors of its own in TensorFlow
+            except Exception as error:  # OSError here, TensorFlow's errors for URLs
                 raise RecordsLost(len(records)) from error
 
 
@@ -98,7 +100,7 @@ def _append(path: str, data: bytes, header: bytes = b"") -> None:
             rest = memoryview(data)
             while rest:
                 rest = rest[os.write(file, rest) :]
-        except BaseException:  # also a KeyboardInterrupt: a torn record would hide all that come after it
+        except BaseException:  # also a KeyboardInterrupt: an incomplete record would hide all later ones
             if len(rest) < len(data):
                 os.ftruncate(file, size)
             raise
@@ -114,7 +116,7 @@ def _append_remote(path: str, data: bytes) -> None:
 
 
 def is_remote(path: str) -> bool:
-    """Whether it is a URL for TensorFlow's file systems, and no path.
+    """Whether a path is a URL for TensorFlow's file systems.
 
     >>> is_remote("gs://bucket/logs"), is_remote("/var/logs"), is_remote("C:/logs")
     (True, False, False)
@@ -123,10 +125,10 @@ def is_remote(path: str) -> bool:
 
 
 def make_folder(path: str) -> None:
-    """Make a folder, and those above it, where there is none.
+    """Create a folder, and its parents, if it does not exist.
 
     Raises:
-        OSError: it cannot be made; of URLs, TensorFlow's errors.
+        OSError: it cannot be created; for URLs, TensorFlow's errors.
     """
     if is_remote(path):
         import tensorflow as tf
@@ -137,13 +139,13 @@ def make_folder(path: str) -> None:
 
 
 def check_folder(path: str) -> None:
-    """Make a folder and see whether files can be written there.
+    """Create a folder, and check that files can be written there.
 
     Raises:
-        OSError: they cannot; of URLs, TensorFlow's errors.
+        OSError: they cannot; for URLs, TensorFlow's errors.
     """
     if re.match(r"[A-Za-z][\w+.-]+:/(?!/)", path):
-        raise OSError("a URL of which pathlib.Path has made a path, with one slash for two; give it as a string")
+        raise OSError("pathlib.Path has replaced two slashes of a URL by one; give it as a string")
     make_folder(path)
     probe = f"{path.rstrip('/')}/.probe-{os.getpid()}"
     if is_remote(path):

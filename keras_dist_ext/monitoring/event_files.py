@@ -1,6 +1,6 @@
-"""Write records as TensorBoard's events: a run a replica, and one for them all, as ``dashboard.metadata`` names them.
+"""Write records as TensorBoard's events: a run for each replica, and one for all, as in ``dashboard.metadata``.
 
-Numbers are simple values: TensorBoard's Scalars tab, its Python readers, old and new, and its fast loader show them.
+Numbers are simple values, which TensorBoard's Scalars tab, both of its loaders and its Python readers support.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,12 +37,12 @@ from keras_dist_ext.step.stats import Kind, ReplicaStats
 
 __all__ = ["EventWriter", "overall_values", "replica_values"]
 
-SUMMARY_TAG = "run"  # a text for people, in TensorBoard's Text tab
+SUMMARY_TAG = "run"  # a description for TensorBoard's Text tab
 FINDINGS_TEXT_TAG = "findings"  # likewise
 
 
 class EventWriter(Writer):
-    """Writes TensorBoard's event files, which are valid at any time, whatever ends the process.
+    """Writes TensorBoard's event files, which are valid at any time, even if the process is killed.
 
     Each worker writes the runs of its own replicas, ``<log_dir>/<experiment>/replica_<id>``, and the chief the run
     ``all``; records of evaluation go to ``<experiment>/validation``. No directory has two writers, so TensorBoard's
@@ -60,7 +60,7 @@ class EventWriter(Writer):
         self._files: dict[str, AppendFile] = {}
 
     def check(self, experiment: str) -> None:
-        """Make the directory.
+        """Create the directory.
 
         Raises:
             MonitorError: files cannot be written there.
@@ -70,11 +70,11 @@ class EventWriter(Writer):
             check_folder(folder)
         except Exception as error:
             raise MonitorError(
-                f"TensorBoard's events cannot be written to {folder} ({error}). Give a log_dir that can be written."
+                f"TensorBoard's events cannot be written to {folder} ({error}). Give a log_dir that is writable."
             ) from error
 
     def begin(self, run: Run) -> None:
-        """Describe the run: what the dashboard shows at its top, and a text for people."""
+        """Write the manifest, which the dashboard shows at its top, and a description for the Text tab."""
         self._runs[run.kind] = run
         if run.is_chief:
             texts = [
@@ -136,13 +136,13 @@ _numbers = itertools.count()
 
 
 def _file_name() -> str:
-    """Return a name that sorts after those of files made before: TensorBoard reads files of a run in order."""
+    """Return a name that sorts after those of earlier files: TensorBoard reads the files of a run in order."""
     host = re.sub(r"[^\w.-]", "_", socket.gethostname())
     return f"events.out.tfevents.{int(time.time()):010d}.{host}.{os.getpid()}.{next(_numbers):04d}"
 
 
-def _each(calls: Any) -> None:
-    """Make all calls, and only then say how many records were lost."""
+def _each(calls: Iterable[Callable[[], None]]) -> None:
+    """Make all calls, and only then report how many records were lost."""
     lost: list[RecordsLost] = []
     for call in calls:
         try:
@@ -160,7 +160,7 @@ def _record(event: Event) -> bytes:
 
 
 def replica_values(stats: ReplicaStats, scores: Floats | None) -> list[dict[str, float]]:
-    """Return the scalars of each replica by tag: no loss where it had no examples, no score where there is none."""
+    """Return the scalars of each replica by tag: no loss where it had no examples, no score where it is unknown."""
     rate, total = stats.examples_per_second, stats.step_seconds
     return [
         {
@@ -251,7 +251,7 @@ def _markdown(run: Run) -> str:
 
 
 def _findings_markdown(findings: Sequence[FindingRecord]) -> str:
-    """Return findings as a table, as they came."""
+    """Return findings as a table, in their order."""
     if not findings:
         return "no findings"
     rows = [
@@ -263,10 +263,10 @@ def _findings_markdown(findings: Sequence[FindingRecord]) -> str:
         for f in findings
     ]
     lines = ["| " + " | ".join(_cell("" if value is None else value) for value in row) + " |" for row in rows]
-    return "\n".join(["| finding | lost | what | seen | what to do |", "| --- | --- | --- | --- | --- |", *lines])
+    return "\n".join(["| finding | lost | what | evidence | fix |", "| --- | --- | --- | --- | --- |", *lines])
 
 
 def _cell(value: Any) -> str:
-    """Return a value as Markdown that shows it as it is."""
+    """Return a value as Markdown that shows it literally."""
     text = re.sub(r"([\\`*_\[\]])", r"\\\1", html.escape(str(value), quote=False))
     return text.replace("|", "&#124;").replace("\n", " ")

@@ -1,6 +1,6 @@
-"""Say which optimizer step each batch ends with, and which batches make an interval.
+"""Count the optimizer steps of batches, and split batches into intervals.
 
-Batches and updates are the same unless gradients accumulate: the optimizer counts batches then, and a step is several.
+Batches and updates are the same unless gradients accumulate: then the optimizer counts batches, and a step has several.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from keras_dist_ext._keras.optimizers import num_batches_used
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.strategy.scope import optimizers
+from keras_dist_ext.training.model import Model
 
 __all__ = ["Intervals", "StepCounter", "UpdateFreq"]
 
@@ -24,26 +25,26 @@ Counts = npt.NDArray[np.int64]
 class StepCounter:
     """Counts the batches that a model's optimizer has used, across calls to ``fit`` and after a resume.
 
-    Of several optimizers the one that is ahead counts; where none moves, as with a ``train_step`` that keeps its own
-    elsewhere, batches are counted from where the first run began.
+    Of several optimizers the one with the most batches counts; where none advances, as with a ``train_step`` that has
+    its own elsewhere, batches are counted from the start of the first run.
 
     Attributes:
         count: batches up to the last one that was counted.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
         self._counts_itself = False
         self._batches_per_step = 1
         self.count = 0
 
     def begin(self) -> None:
-        """Take over where the optimizer is: it may have been restored."""
+        """Continue at the optimizer's count: it may have been restored."""
         if not self._counts_itself:
             self.count = self._read()
 
     def after(self, num_batches: int) -> Counts:
-        """Return the count after each of the batches since ``count``, the last of which the optimizer has just used."""
+        """Return the count after each batch since ``count``, the last of which the optimizer has just used."""
         now = self._read()
         counted = np.arange(1, num_batches + 1)
         if now > self.count:
@@ -64,7 +65,7 @@ class StepCounter:
         return self._batches_per_step
 
     def step(self, count: int) -> int:
-        """Return the optimizer step after so many batches."""
+        """Return the optimizer step after a number of batches."""
         return count // self._batches_per_step
 
     def _read(self) -> int:
@@ -85,12 +86,12 @@ def _inner(optimizer: Any) -> Any:
 
 
 class Intervals:
-    """Cuts batches into intervals.
+    """Splits batches into intervals.
 
     Args:
-        update_freq: the length in optimizer steps, to end at multiples of it; "epoch"; or "auto": a second or more,
-            so long that what is done at its end costs a tenth of 1% of it. The first automatic interval has one batch,
-            and none has more than 8 times as many as the one before.
+        update_freq: the length in optimizer steps, to end at multiples of it; "epoch"; or "auto": at least a second,
+            and long enough that the work at its end takes 0.1% of it. The first automatic interval has one batch, and
+            none has more than 8 times as many as the one before.
 
     Raises:
         MonitorError: it is none of these.
@@ -101,7 +102,7 @@ class Intervals:
             update_freq = int(update_freq)
         if update_freq not in ("auto", "epoch") and (type(update_freq) is not int or update_freq < 1):
             raise MonitorError(
-                f"update_freq is {update_freq!r}; it is a number of optimizer steps, at least 1, or 'epoch' or 'auto'."
+                f"update_freq must be a number of optimizer steps >= 1, 'epoch' or 'auto', got {update_freq!r}."
             )
         self._freq = update_freq
         self._num_auto = 1
@@ -109,18 +110,18 @@ class Intervals:
         self._cost_seconds = 0.0
 
     def length(self, counter: StepCounter) -> float:
-        """Return how many batches there are from ``counter.count`` to the end of the interval."""
+        """Return the number of batches from ``counter.count`` to the end of the interval."""
         if isinstance(self._freq, int):
             period = self._freq * counter.batches_per_step
             return period - counter.count % period
         return self._num_auto if self._freq == "auto" else float("inf")
 
     def ends(self, counter: StepCounter, counts: Counts, *, is_last: bool = False) -> list[int]:
-        """Return after how many of some batches intervals end.
+        """Return the numbers of batches after which intervals end.
 
         Args:
-            counter: stands before them.
-            counts: what it is after each.
+            counter: at its count before these batches.
+            counts: the count after each batch.
             is_last: whether the last interval ends with them, however long it is.
         """
         found: list[int] = []
@@ -133,29 +134,29 @@ class Intervals:
             found.append(len(counts))
         return found
 
-    def is_worth_it(self, num_batches: int) -> bool:
-        """Whether an epoch is to end an interval of so many batches: if that costs no more than 0.1% of its time."""
+    def is_worthwhile(self, num_batches: int) -> bool:
+        """Whether the end of an epoch ends an interval of this length: if that takes at most 0.1% of its time."""
         return self._freq != "auto" or num_batches >= self._least_auto
 
     def lengths(self, step_seconds: float, cost_seconds: float) -> tuple[int, int]:
-        """Return how many batches the next automatic interval is to have, and the least for one to be worth its cost.
+        """Return the length of the next automatic interval, and the least length that is worth its cost, in batches.
 
         Args:
             step_seconds: of a batch, in the last interval.
-            cost_seconds: of what was done at the end of one.
+            cost_seconds: of the work at the end of an interval.
         """
         self._cost_seconds = max(cost_seconds, 0.7 * self._cost_seconds)
-        worth_it = _TIMES_COST * self._cost_seconds
+        worthwhile = _TIMES_COST * self._cost_seconds
         fitting, least = (
             min(math.ceil(seconds / max(step_seconds, 1e-6)), 8 * self._num_auto)
-            for seconds in (max(_SECONDS, worth_it), worth_it)
+            for seconds in (max(_SECONDS, worthwhile), worthwhile)
         )
         return fitting, least
 
     def set_lengths(self, fitting: int, least: int) -> None:
-        """Give automatic intervals what ``lengths`` has returned, here or on the chief."""
+        """Set what ``lengths`` has returned, here or on the chief."""
         self._num_auto, self._least_auto = fitting, least
 
 
 _SECONDS = 1.0  # of an automatic interval, at least
-_TIMES_COST = 1000.0  # an interval that ends by itself takes at least so many times as long as its end: 0.1%
+_TIMES_COST = 1000.0  # an automatic interval takes at least this many times as long as the work at its end: 0.1%

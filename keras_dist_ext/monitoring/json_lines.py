@@ -1,12 +1,12 @@
-"""Write records as lines of JSON, one an interval, and replay them into other writers.
+"""Write records as lines of JSON, one per interval, and replay them into other writers.
 
 Each line is an object with "version" 1 and a "type":
 
     run        kind, experiment, manifest, details, step, wall_time
-    record     the fields of stats.ReplicaStats and "scores"; lists have an entry a replica, by global id
+    record     the fields of stats.ReplicaStats and "scores"; lists have an entry per replica, by global id
     findings   findings (all so far), step, wall_time
 
-A number that is not there is null; infinities are "Infinity" and "-Infinity". Lines are only ever appended.
+A missing number is null; infinities are "Infinity" and "-Infinity". Lines are only appended.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _VERSION = 1
 
 
 class JsonLinesWriter(Writer):
-    """Appends a line an interval to a file; of several workers, the chief alone.
+    """Appends a line per interval to a file; of several workers, only the chief does.
 
     Args:
-        path: the file; its folder is made.
+        path: the file; its folder is created.
         flush_seconds: how long lines may wait before they are in the file.
     """
 
@@ -47,7 +47,7 @@ class JsonLinesWriter(Writer):
         self._is_ready = False
 
     def check(self, experiment: str) -> None:
-        """Make the folder.
+        """Create the folder.
 
         Raises:
             MonitorError: the file cannot be written there.
@@ -59,7 +59,7 @@ class JsonLinesWriter(Writer):
             check_folder(os.path.dirname(path) or ".")
         except Exception as error:
             raise MonitorError(
-                f"Records cannot be written to {path} ({error}). Give JsonLinesWriter the path of a file that can be."
+                f"Records cannot be written to {path} ({error}). Give JsonLinesWriter a path that is writable."
             ) from error
 
     def begin(self, run: Run) -> None:
@@ -103,7 +103,7 @@ class JsonLinesWriter(Writer):
 
 
 def _end_of_torn_line(path: str) -> str:
-    """Return what must come first: a process that was killed may have left half a line."""
+    """Return a line end if the file has an incomplete line, which a killed process may leave."""
     if is_remote(path) or not os.path.isfile(path) or not os.path.getsize(path):
         return ""
     with open(path, "rb") as file:
@@ -112,7 +112,7 @@ def _end_of_torn_line(path: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of numbers, arrays, lists and dicts as strict JSON has it."""
+    """Return a value of numbers, arrays, lists and dicts as strict JSON represents it."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, np.ndarray)):
@@ -125,15 +125,15 @@ def _plain(value: Any) -> Any:
 
 
 def replay(path: str | os.PathLike[str], writer: Writer) -> int:
-    """Hand the records of a file to another writer, as if the run took place again.
+    """Write the records of a file to another writer, as if the run took place again.
 
         replay("records.jsonl", EventWriter("logs"))
 
-    Lines that are torn, where a process was killed, are left out with a warning.
+    Incomplete lines, where a process was killed, are left out with a warning.
 
     Args:
-        path: what a ``JsonLinesWriter`` has written.
-        writer: takes everything, and is closed at the end.
+        path: of a file that a ``JsonLinesWriter`` has written.
+        writer: gets everything, and is closed at the end.
 
     Returns:
         The number of records.
@@ -158,33 +158,33 @@ def replay(path: str | os.PathLike[str], writer: Writer) -> int:
     writer.close()
     if torn:
         warnings.warn(
-            f"{counted(len(torn), 'line')} of {os.fspath(path)} torn and left out: {', '.join(map(str, torn[:5]))}"
+            f"{counted(len(torn), 'incomplete line')} of {os.fspath(path)} left out: {', '.join(map(str, torn[:5]))}"
             f"{' ...' if len(torn) > 5 else ''}. A process that is killed while it writes leaves such a line.",
             stacklevel=2,
         )
     return num_records
 
 
-def _replay_line(value: Any, writer: Writer, begun: set[Any], place: str) -> int:
+def _replay_line(value: Any, writer: Writer, begun: set[Any], location: str) -> int:
     version = value.get("version") if isinstance(value, dict) else None
     if version != _VERSION:
         found = f"has version {version!r}" if version is not None else "has no version"
         raise DataError(
-            f"{place} {found}; this package reads version {_VERSION}. Give a file that JsonLinesWriter has written, "
-            "and read it with the package that wrote it, or a later one."
+            f"{location} {found}; this package reads version {_VERSION}. Give a file that JsonLinesWriter has written, "
+            "and read it with the version of the package that wrote it, or a later one."
         )
     fields = {key: item for key, item in value.items() if key not in ("version", "type")}
     try:
         call = _READERS[value["type"]](fields)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{place} is no {value.get('type')!r} of JsonLinesWriter: {error!r}.") from error
+        raise DataError(f"{location} is not a valid {value.get('type')!r} of JsonLinesWriter: {error!r}.") from error
     kind = fields.get("kind", "train")
     if value["type"] == "run":
         begun.add(kind)
     elif kind not in begun:
         raise DataError(
-            f'{place} is a {value["type"]!r}, but no line before it says of which run ("type": "run", "kind": '
-            f'"{kind}"). Give the file from the beginning of that run on.'
+            f'{location} is a {value["type"]!r}, but no line before it has its run ("type": "run", "kind": '
+            f'"{kind}"). Give the file from the beginning of that run.'
         )
     call(writer)
     return int(value["type"] == "record")

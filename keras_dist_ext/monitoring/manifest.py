@@ -1,4 +1,4 @@
-"""Describe a run: what it runs on, and with which settings."""
+"""Describe a run: its strategy, devices, seeds, versions and settings."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ from keras_dist_ext._keras.strategies import is_default_strategy, num_tasks
 from keras_dist_ext.monitoring.dashboard.metadata import MANIFEST_VERSION, Manifest, Strategy
 from keras_dist_ext.strategy.pick import reason_for
 from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.model import Model
 
 __all__ = ["describe_model", "replica_devices", "build_manifest", "num_cores"]
 
 
-def build_manifest(model: Any, experiment: str, *, batch_size: int | None = None) -> Manifest:
-    """Return what does not change while an experiment runs.
+def build_manifest(model: Model, experiment: str, *, batch_size: int | None = None) -> Manifest:
+    """Return the manifest, which does not change while an experiment runs.
 
     Args:
-        model: a model of ours.
+        model: that is trained.
         experiment: its name.
-        batch_size: of the global batch, if it is known.
+        batch_size: examples of a global batch, if known.
     """
     strategy = model.distribute_strategy
     workers = workers_of(strategy)
     num_replicas = strategy.num_replicas_in_sync
-    arrangement = Strategy(
+    strategy_entry = Strategy(
         name=type(strategy).__name__,
         num_replicas=num_replicas,
         num_workers=1 if workers is None else workers.num_workers,
     )
     reason = reason_for(strategy)
     if reason is not None:
-        arrangement["reason"] = reason
+        strategy_entry["reason"] = reason
     seed = model.replica_seeds.root
     return Manifest(
         version=MANIFEST_VERSION,
         experiment=experiment,
-        strategy=arrangement,
+        strategy=strategy_entry,
         devices=replica_devices(strategy),
         seeds=None if seed is None else {"global": seed, "replicas": [seed + i for i in range(num_replicas)]},
         versions=_versions(),
@@ -66,8 +67,8 @@ def replica_devices(strategy: tf.distribute.Strategy) -> list[str]:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux; in a container fewer than there are
+    """Return the number of cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux; in a container fewer than the machine has
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
@@ -81,8 +82,8 @@ def _versions() -> dict[str, str]:
     }
 
 
-def describe_model(model: Any) -> dict[str, str]:
-    """Return the settings of a model that decide how it trains, for people."""
+def describe_model(model: Model) -> dict[str, str]:
+    """Return the settings of a model that determine its training, to be read by people."""
     details = {"model": model.name}
     if model.built:
         details["parameters"] = f"{model.count_params():,}"
@@ -111,7 +112,7 @@ def describe_model(model: Any) -> dict[str, str]:
 
 
 def _short(value: Any) -> str:
-    """Return a setting of an optimizer in a few words; a schedule is a config."""
+    """Return a setting of an optimizer as short text; a schedule is a config."""
     if isinstance(value, dict) and "class_name" in value:
         return f"{value['class_name']} {value.get('config', '')}"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Watch what every replica does while Keras trains: a callback that records, judges and writes."""
+"""Monitor every replica while Keras trains: a callback that records, evaluates and writes."""
 
 from __future__ import annotations
 
@@ -18,43 +18,44 @@ from keras_dist_ext.monitoring.watch import Watch
 from keras_dist_ext.monitoring.writers import CompositeWriter, Writer
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.strategy.workers import Workers, workers_of
+from keras_dist_ext.training.model import Model
 from keras_dist_ext.training.run_callback import RunCallback
 
 __all__ = ["ReplicaMonitor"]
 
 
 class ReplicaMonitor(RunCallback):
-    """Show what each replica does: its loss, examples a second, and the time for input, computing and waiting.
+    """Show for each replica its loss, examples per second, and the time for input, computing and synchronization.
 
         model.fit(train, epochs=5, callbacks=[kde.ReplicaMonitor("logs")])
 
-    Then ``tensorboard --logdir logs`` has the tab *Replicas*, and the same numbers in its Scalars tab, a run a replica.
-    Steps are those of the optimizer; they go on over several calls to ``fit``, and where a resumed run does.
+    Then ``tensorboard --logdir logs`` has the tab *Replicas*, and the same numbers in its Scalars tab, one run per
+    replica. Steps are those of the optimizer; they continue over several calls to ``fit``, and in a resumed run.
     Evaluation, also inside of ``fit``, is the experiment ``validation`` below this one, with one point each time.
 
-    It also names replicas that hold the others up, and on request the first variable of which replicas hold different
-    values; as findings in the dashboard, and as one warning.
+    It also reports stragglers, and on request the first variable whose copies differ between replicas: as findings in
+    the dashboard, and as one warning.
 
-    With several workers, give it to each of them: each writes what its own replicas did.
+    With several workers, give it to each of them: each writes the data of its own replicas.
 
     Args:
         log_dir: where TensorBoard looks: a path, or a URL such as ``gs://bucket/logs``.
         experiment: a name for the run below ``log_dir``; it may have slashes.
-        update_freq: an interval for which numbers are written: so many optimizer steps, ``"epoch"``, or ``"auto"``:
-            a second or a few, so long that what is done at its end costs a tenth of 1% of it; an epoch ends one too,
-            where that costs no more than this.
-        writers: others to hand everything to, say ``MemoryWriter()`` or ``JsonLinesWriter("replicas.jsonl")``; with
-            these, ``log_dir`` may be left out.
+        update_freq: the interval for which numbers are written: a number of optimizer steps, ``"epoch"``, or
+            ``"auto"``: at least a second, and long enough that the work at its end takes 0.1% of it; the end of an
+            epoch ends an interval too, if that costs no more.
+        writers: further writers, such as ``MemoryWriter()`` or ``JsonLinesWriter("replicas.jsonl")``; with these,
+            ``log_dir`` may be left out.
         terminal: whether the chief shows a live table in the terminal; best with ``verbose=0``.
         gradient_norm: whether to record the norm of each replica's own gradients.
-        check_divergence_every: after how many optimizer steps to compare the replicas' copies of all variables, and
-            when training ends; None never does.
-        straggler_threshold: the score, from 0 to 1, below which a replica is named a straggler; see ``stragglers``.
-        flush_seconds: how long records may wait before they are in the files, and outlive a process that is killed.
+        check_divergence_every: the number of optimizer steps after which the replicas' copies of all variables are
+            compared, which also happens when training ends; None: never.
+        straggler_threshold: the score, from 0 to 1, below which a replica is a straggler; see ``stragglers``.
+        flush_seconds: how long records may wait before they are in the files, and survive a killed process.
 
     Raises:
-        MonitorError: when it is made, if an argument is not what it can be; when a run begins, if the model is not one
-            of ours, or there is nowhere to write.
+        MonitorError: in the constructor, if an argument is invalid; when a run begins, if the model is not derived from
+            ``kde.Model``, or a writer cannot write.
     """
 
     def __init__(
@@ -73,13 +74,13 @@ class ReplicaMonitor(RunCallback):
         super().__init__()
         self._experiment = _checked_experiment(experiment)
         if log_dir is None and not writers and not terminal:
-            raise MonitorError("ReplicaMonitor has nowhere to write. Give it a log_dir, or writers=[MemoryWriter()].")
+            raise MonitorError("ReplicaMonitor has no writer. Give it a log_dir, or writers=[MemoryWriter()].")
         every = check_divergence_every
         if every is not None and (type(every) is not int or every < 1):
             raise MonitorError(
-                f"check_divergence_every is {every!r}; it is a number of optimizer steps, at least 1, or None."
+                f"check_divergence_every must be a number of optimizer steps >= 1, or None, got {every!r}."
             )
-        Intervals(update_freq)  # these two check what they get
+        Intervals(update_freq)  # these two check their arguments
         Stragglers(straggler_threshold)
         self._writers = CompositeWriter(
             [
@@ -97,27 +98,27 @@ class ReplicaMonitor(RunCallback):
         }
         self._watch: Watch | None = None
 
-    def write_below(self, name: str) -> None:
-        """Write the runs to come into a folder below, say one of a trial.
+    def use_subdirectory(self, name: str) -> None:
+        """Write later runs into a subdirectory, such as that of a trial.
 
         Args:
-            name: of the folder; slashes make several.
+            name: of the subdirectory; it may have slashes.
 
         Raises:
-            MonitorError: it is no name for a folder.
+            MonitorError: it is not a valid name for a directory.
         """
         self._experiment = _checked_experiment(f"{self._experiment}/{name}".lstrip("/"))
         self._options["experiment"] = self._experiment
 
     supports_multi_step = True
 
-    def on_run_prepare(self, model: Any) -> None:
-        """See whether there is somewhere to write, and have steps recorded."""
+    def on_run_prepare(self, model: Model) -> None:
+        """Check that all writers can write, and record the steps of the run."""
         strategy = model.distribute_strategy
         if isinstance(strategy, tf.distribute.ParameterServerStrategy):
             raise MonitorError(
-                f"'{model.name}' lives under ParameterServerStrategy, whose workers make steps of their own, each at "
-                "its pace: there are no replicas to compare. Leave ReplicaMonitor out."
+                f"'{model.name}' lives under ParameterServerStrategy, whose workers run their steps asynchronously: "
+                "there are no replicas in sync to compare. Leave ReplicaMonitor out."
             )
         _check_on_all(self._writers, self._experiment, workers_of(strategy))
         model.add_recorder(self._recorder)
@@ -126,16 +127,16 @@ class ReplicaMonitor(RunCallback):
         self._watch.prepare()
 
     def on_run_end(self) -> None:
-        """Keep what there is of a run that an exception has broken off."""
+        """Write what was recorded before an exception."""
         if self._watch is not None:
             self._watch.release()
 
     def add_findings(self, kind: str, findings: Sequence[FindingRecord]) -> None:
-        """Take what another callback has found out, to be written with the monitor's own findings.
+        """Add another callback's findings, to be written with the monitor's own.
 
         Args:
-            kind: replaces what was found of this kind before, such as "diagnosis".
-            findings: all of that kind.
+            kind: such as "diagnosis"; these findings replace earlier ones of this kind.
+            findings: all of this kind.
         """
         self._watched().add_findings(kind, findings)
 
@@ -144,11 +145,11 @@ class ReplicaMonitor(RunCallback):
         self._watched()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Take over where the optimizer is."""
+        """Continue at the optimizer's step."""
         self._watched().begin_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """End intervals that are over. A model of ours calls it once an execution."""
+        """End intervals that are complete. Our models call it once per execution."""
         assert self._watch is not None
         self._watch.end_execution()
 
@@ -161,7 +162,7 @@ class ReplicaMonitor(RunCallback):
         self._watched().end_training()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Refuse models of stock Keras; before a validation, write what training did."""
+        """Refuse models of stock Keras; before a validation, write the records of training."""
         self._watched().begin_test()
 
     def on_test_end(self, logs: Any = None) -> None:
@@ -172,7 +173,7 @@ class ReplicaMonitor(RunCallback):
         if self._watch is None or self._watch.model is not self.model:
             raise MonitorError(
                 f"'{getattr(self.model, 'name', self.model)}' is a {type(self.model).__name__} of stock Keras, whose "
-                "steps ReplicaMonitor cannot see into. Derive it from kde.Model, or rebuild it by "
+                "steps ReplicaMonitor cannot record. Derive it from kde.Model, or rebuild it by "
                 "kde.adopt(model, strategy)."
             )
         return self._watch
@@ -182,7 +183,7 @@ def _checked_experiment(name: str) -> str:
     parts = name.split("/") if isinstance(name, str) and name else []
     if not isinstance(name, str) or any(part in ("", ".", "..") for part in parts) or "\\" in name or ":" in name:
         raise MonitorError(
-            f"experiment is {name!r}; it is a name for a folder below log_dir, such as 'mirrored' or 'night/3'."
+            f"experiment must be a name for a directory below log_dir, such as 'mirrored' or 'night/3', got {name!r}."
         )
     return name
 
@@ -191,24 +192,33 @@ def _checked_writers(writers: Sequence[Writer]) -> Sequence[Writer]:
     for writer in writers:
         if not isinstance(writer, Writer):
             raise MonitorError(
-                f"writers holds {writer!r}, which is no writer. "
+                f"writers has {writer!r}, which is not a Writer. "
                 "Derive it from keras_dist_ext.monitoring.writers.Writer."
             )
     return writers
 
 
 def _check_on_all(writer: Writer, experiment: str, workers: Workers | None) -> None:
-    """Raise on all workers what one of them finds: they would wait for it."""
+    """Raise an error on all workers if one of them cannot write: else they would wait for it."""
     failure: MonitorError | None = None
     try:
         writer.check(experiment)
     except MonitorError as error:
         failure = error
-    num_failed = 0 if workers is None else int(workers.sum([float(failure is not None)])[0])
+    failed = [failure is not None] if workers is None else _on_each(workers, failure is not None)
     if failure is not None:
         raise failure
-    if num_failed:
+    if any(failed):
+        listed = ", ".join(str(worker) for worker, has_failed in enumerate(failed) if has_failed)
         raise MonitorError(
-            "Another worker has nowhere to write what its replicas do (it says where and why), so none begins. Give a "
-            "log_dir that every worker can write."
+            f"log_dir is not writable on worker {listed} (which reports where and why); training was not started. Give "
+            "a log_dir that every worker can write."
         )
+
+
+def _on_each(workers: Workers, flag: bool) -> list[bool]:
+    """Return the flag of each worker."""
+    return [
+        bool(number)
+        for number in workers.sum([float(flag and index == workers.index) for index in range(workers.num_workers)])
+    ]

@@ -1,4 +1,4 @@
-"""Show what replicas do in the terminal: a table that is drawn anew, or lines where the output is no terminal."""
+"""Show replicas in the terminal: a live table, or lines of text where the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_dist_ext.findings import FindingRecord
-from keras_dist_ext.monitoring.stragglers import own_seconds
+from keras_dist_ext.monitoring.stragglers import busy_seconds
 from keras_dist_ext.monitoring.writers import Floats, Run, Writer
 from keras_dist_ext.step.stats import ReplicaStats
 
@@ -22,19 +22,19 @@ __all__ = ["TerminalWriter", "replica_table"]
 
 _PARTS = (("compute", "█", "green"), ("input", "▒", "yellow"), ("sync", "░", "blue"))
 _BAR_WIDTH = 24
-_NOTABLE = 1.05  # times as long as the fastest: from here on the slowest replica is marked
+_NOTABLE = 1.05  # times as long as the fastest: from here on the slowest replica is highlighted
 
 
 class TerminalWriter(Writer):
-    """Shows a live table of the replicas, the slowest one marked; of several workers, on the chief alone.
+    """Shows a live table of the replicas, with the slowest one highlighted; of several workers, only on the chief.
 
-    What is printed meanwhile appears above the table. Where the output is no terminal, it prints a line now and then.
+    Other output appears above the table. Where the output is not a terminal, a line is printed now and then.
 
     Args:
         console: where to show it; by default stdout.
-        seconds_between_lines: at least, where lines are printed.
-        seconds_between_frames: at least, where a table is drawn.
-        clock: seconds that only go forward.
+        seconds_between_lines: the least time between two lines.
+        seconds_between_frames: the least time between two updates of the table.
+        clock: monotonic, in seconds.
     """
 
     def __init__(
@@ -86,16 +86,18 @@ class TerminalWriter(Writer):
                     self._print(finding["what"])
 
     def close(self) -> None:
-        """Show the last state, and leave it there."""
+        """Show the last state, and keep it on the screen."""
         self._show()
         self._stop()
         self._last = {}
 
     @property
     def _is_live(self) -> bool:
-        """Whether tables can be drawn."""
+        """Whether a live table can be shown."""
         if self._console is None:
-            self._console = self._given_console or Console()  # now: a console cannot be copied, but this can
+            self._console = (
+                self._given_console or Console()
+            )  # not before: a console cannot be copied, but this writer can
         return self._console.is_terminal or self._console.is_jupyter
 
     def _print(self, text: str) -> None:
@@ -113,7 +115,7 @@ class TerminalWriter(Writer):
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-            atexit.register(self._stop)  # an exception that ends training must not leave the cursor hidden
+            atexit.register(self._stop)  # else an exception would leave the cursor hidden
         below = [] if self._test is None else [Text(_line(self._test), style="dim")]
         below += [Text(finding["what"], style="red") for finding in self._findings]
         max_rows = max(1, self._console.height - 7 - len(below))
@@ -127,17 +129,17 @@ class TerminalWriter(Writer):
 
 
 def replica_table(stats: ReplicaStats, max_rows: int = 100) -> Table:
-    """Return a table of an interval: a row a replica, the slowest ones where there is no room for all."""
-    own = own_seconds(stats)
-    slowest, times = _slowest(own)
+    """Return a table of an interval: a row per replica, or the slowest ones if there is no room for all."""
+    busy = busy_seconds(stats)
+    slowest, times = _slowest(busy)
     table = Table(title=_headline(stats), title_justify="left", caption=_legend(), caption_justify="left")
     for name in ("replica", "loss", "examples/s", "step"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("of a step", no_wrap=True)
+    table.add_column("time in a step", no_wrap=True)
     table.add_column("", no_wrap=True)
     shown = np.arange(stats.num_replicas)
     if len(shown) > max_rows:
-        shown = np.sort(np.argsort(-np.nan_to_num(own), kind="stable")[: max(1, max_rows - 1)])
+        shown = np.sort(np.argsort(-np.nan_to_num(busy), kind="stable")[: max(1, max_rows - 1)])
     for i in shown.tolist():
         table.add_row(
             str(i),
@@ -152,11 +154,11 @@ def replica_table(stats: ReplicaStats, max_rows: int = 100) -> Table:
     return table
 
 
-def _slowest(own: Floats) -> tuple[int | None, float]:
-    """Return the replica that takes longest on its own, if that is notable, and how many times the fastest."""
-    known = own[~np.isnan(own)]
+def _slowest(busy: Floats) -> tuple[int | None, float]:
+    """Return the slowest replica, if the difference is notable, and its time as a multiple of the fastest's."""
+    known = busy[~np.isnan(busy)]
     times = float(known.max() / known.min()) if len(known) > 1 else 1.0
-    return (int(np.nanargmax(own)) if times >= _NOTABLE else None), times
+    return (int(np.nanargmax(busy)) if times >= _NOTABLE else None), times
 
 
 def _headline(stats: ReplicaStats) -> Text:
@@ -171,10 +173,10 @@ def _summary(stats: ReplicaStats) -> str:
 
 
 def _line(stats: ReplicaStats) -> str:
-    """Return an interval in one line of text."""
+    """Return an interval as one line of text."""
     if stats.kind == "test":
         return f"validation at step {stats.step:,}: {_summary(stats)}"
-    slowest, times = _slowest(own_seconds(stats))
+    slowest, times = _slowest(busy_seconds(stats))
     tail = "" if slowest is None else f", slowest replica {slowest} ({times:.2f} times the fastest)"
     return f"step {stats.step:,}: {_summary(stats)}{tail}"
 

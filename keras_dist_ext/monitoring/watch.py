@@ -1,6 +1,6 @@
-"""Follow one model's runs: fetch what was recorded, cut it into intervals, judge them, and hand them to writers.
+"""Monitor one model's runs: fetch the records, split them into intervals, score these, and pass them to writers.
 
-Every worker does the same at the same points of its program, so that it can be exchanged between them.
+Every worker does the same at the same points of its program, so that they can use collectives.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext.findings import FindingRecord
@@ -23,29 +22,30 @@ from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.step.stats import Kind, ReplicaStats, StepRecords, join_records, summarize
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.divergence import Divergence
+from keras_dist_ext.training.model import Model
 
 __all__ = ["Watch"]
 
 
 class Watch:
-    """What is known of a model's runs so far.
+    """The monitoring of a model's runs.
 
     Attributes:
-        model: a model of ours.
+        model: the monitored model.
 
     Args:
         model: see above.
         recorder: of its steps.
-        writer: takes what comes out.
+        writer: gets the intervals and findings.
         experiment: the name of the runs.
         update_freq: see ``Intervals``.
-        check_divergence_every: after how many optimizer steps to compare the replicas' variables; None never does.
+        check_divergence_every: the number of optimizer steps between comparisons of the replicas' variables, or None.
         straggler_threshold: see ``Stragglers``.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         recorder: Recorder,
         writer: Writer,
         *,
@@ -70,56 +70,56 @@ class Watch:
         self._stragglers = Stragglers(
             straggler_threshold,
             num_workers=self._num_workers,
-            take_turns=num_local > num_cores() and "CPU" in replica_devices(model.distribute_strategy)[0],
+            shares_cores=num_local > num_cores() and "CPU" in replica_devices(model.distribute_strategy)[0],
         )
         self._divergence = None if check_divergence_every is None else Divergence(model)
         self._check_every = check_divergence_every or 0
         self._findings: list[FindingRecord] = []
-        self._told: list[FindingRecord] = []
+        self._reported: list[FindingRecord] = []
         self._cost_seconds = 0.0
-        self._num_runs = 0  # under way: a callback may evaluate in the middle of training
-        self._trains = False
+        self._num_runs = 0  # nested: a callback may evaluate in the middle of training
+        self._is_training = False
         self._described: set[Kind] = set()
-        self._begun: set[Kind] = set()  # ever
-        self._rest: StepRecords | None = None  # fetched, of the interval that is under way
-        self._num_missing: float = 0.0  # batches to be recorded until an interval ends
+        self._started: set[Kind] = set()  # in any run
+        self._remainder: StepRecords | None = None  # fetched, of the present interval
+        self._num_missing: float = 0.0  # batches until the interval ends
         self._num_unchecked = 0  # batches that were fetched since variables were compared
         self._batch_size: int | None = None
 
     def prepare(self) -> None:
-        """Take note that a run is about to begin."""
+        """Start a run."""
         self._num_runs += 1
         if self._num_runs == 1:
             for kind in ("train", "test"):
-                self._recorder.fetch(kind)  # what came after the last run
+                self._recorder.fetch(kind)  # steps after the last run
             self._described = set()
-            self._rest = None
+            self._remainder = None
             self._num_unchecked = 0
             self._batch_size = None
 
     def release(self) -> None:
-        """Take note that a run is over, and if it was broken off, write what is left.
+        """End a run, and if an exception has interrupted it, write the remaining records.
 
-        Other workers may be gone then, so they are not waited for.
+        Only for a single worker: others may have failed, and would be waited for.
         """
         self._num_runs -= 1
-        if self._num_runs == 0 and self._trains:
-            self._trains = False
+        if self._num_runs == 0 and self._is_training:
+            self._is_training = False
             if self._workers is None:
-                with contextlib.suppress(Exception):  # the one that broke it off says more
+                with contextlib.suppress(Exception):  # the first exception matters more
                     self._end_intervals(is_last=True)
             self._writer.close()
 
     def begin_epoch(self) -> None:
-        """Begin to count where the optimizer is, when the first epoch begins: callbacks may have restored it."""
-        if not self._trains:
-            self._trains = True
+        """Continue at the optimizer's step when the first epoch begins: callbacks may have restored it."""
+        if not self._is_training:
+            self._is_training = True
             self._counter.begin()
             self._begin("train")
-            self._expect()
+            self._count_missing()
 
     def end_execution(self) -> None:
-        """End intervals that are over, and compare variables when it is time."""
+        """End intervals that are complete, and compare variables when it is due."""
         if self._recorder.num_pending("train") >= self._num_missing:
             self._end_intervals()
         if self._divergence is not None:
@@ -128,25 +128,25 @@ class Watch:
                 self._compare(self._divergence)
 
     def end_epoch(self) -> None:
-        """End the interval with the epoch, and bring it to where it belongs."""
-        if self._num_pending and self._intervals.is_worth_it(self._num_pending):
+        """End the interval with the epoch, and write it."""
+        if self._num_pending and self._intervals.is_worthwhile(self._num_pending):
             self._end_intervals(is_last=True)
             began = time.perf_counter()
             self._writer.flush()
             self._cost_seconds += time.perf_counter() - began
 
     def end_training(self) -> None:
-        """Write what is left."""
+        """Write the remaining records."""
         self._end_intervals(is_last=True)
         if self._divergence is not None and self._num_unchecked:
             self._compare(self._divergence)
-        self._tell(self._counter.step(self._counter.count), is_last=True)
-        self._trains = False
+        self._report_findings(self._counter.step(self._counter.count), is_last=True)
+        self._is_training = False
         self._writer.close()
 
     def begin_test(self) -> None:
         """In ``fit``, end the interval: a validation takes time of its own."""
-        if self._trains:
+        if self._is_training:
             self.end_epoch()
         else:
             self._counter.begin()
@@ -157,7 +157,7 @@ class Watch:
         if records is not None:
             step = self._counter.latest(self._num_pending)
             self._write([summarize(records, step=step, wall_time=time.time())], records)
-        if self._trains:
+        if self._is_training:
             self._writer.flush()
         else:
             self._writer.close()
@@ -165,15 +165,17 @@ class Watch:
     @property
     def _num_pending(self) -> int:
         """Batches since ``StepCounter.count``."""
-        return self._recorder.num_pending("train") + (0 if self._rest is None else len(self._rest))
+        return self._recorder.num_pending("train") + (0 if self._remainder is None else len(self._remainder))
 
-    def _expect(self) -> None:
-        self._num_missing = self._intervals.length(self._counter) - (0 if self._rest is None else len(self._rest))
+    def _count_missing(self) -> None:
+        self._num_missing = self._intervals.length(self._counter) - (
+            0 if self._remainder is None else len(self._remainder)
+        )
 
     def _end_intervals(self, *, is_last: bool = False) -> None:
         began = time.perf_counter()
         fetched = self._recorder.fetch("train")
-        parts = [part for part in (self._rest, fetched) if part is not None]
+        parts = [part for part in (self._remainder, fetched) if part is not None]
         if not parts:
             return
         self._num_unchecked += 0 if fetched is None else len(fetched)
@@ -188,11 +190,11 @@ class Watch:
             exchange_seconds = self._write(_stamped(stats, time.time()), records)
             self._counter.count = int(counts[ends[-1] - 1])
             self._cost_seconds = time.perf_counter() - began - exchange_seconds
-        self._rest = records.steps(ends[-1] if ends else 0, len(records))
-        self._expect()
+        self._remainder = records.steps(ends[-1] if ends else 0, len(records))
+        self._count_missing()
 
     def _write(self, local: Sequence[ReplicaStats], records: StepRecords) -> float:
-        """Write intervals of one kind; return the seconds spent on the other workers."""
+        """Write intervals of one kind; return the seconds spent in collectives."""
         kind = local[0].kind
         last = local[-1]
         began = time.perf_counter()
@@ -202,12 +204,12 @@ class Watch:
             first=self._first_replica,
             num_replicas=self._num_replicas,
             broadcast=self._intervals.lengths(last.seconds / last.num_steps, self._cost_seconds),
-            add_up=[float(records.examples.sum(axis=1).max())],
+            to_sum=[float(records.examples.sum(axis=1).max())],
         )
         exchange_seconds = time.perf_counter() - began
         if kind == "train":
             self._intervals.set_lengths(*map(int, lengths))
-        if kind not in self._described:  # now that the model is built, and the size of a batch is known
+        if kind not in self._described:  # now the model is built, and the batch size is known
             self._described.add(kind)
             self._batch_size = self._batch_size or int(batch_size)
             self._begin(kind)
@@ -215,11 +217,11 @@ class Watch:
             scores = self._stragglers.score(stats).individual if kind == "train" else None
             self._writer.write(stats, scores)
         if kind == "train":
-            self._tell(last.step)
+            self._report_findings(last.step)
         return exchange_seconds
 
     def _begin(self, kind: Kind) -> None:
-        self._begun.add(kind)
+        self._started.add(kind)
         experiment = self._experiment
         if kind == "test":
             experiment = f"{experiment}/validation" if experiment else "validation"
@@ -241,32 +243,32 @@ class Watch:
         step = self._counter.latest(self._num_pending)
         finding = divergence.check(step)
         if finding is not None:
-            self._divergence = None  # from here on they differ
+            self._divergence = None  # they differ from here on
             self._findings.append(finding)
-            self._tell(step)
+            self._report_findings(step)
             if self._is_chief:
                 warnings.warn(f"{finding['what']} ({finding['evidence']}) {finding['fix']}", stacklevel=2)
 
     def add_findings(self, kind: str, findings: Sequence[FindingRecord]) -> None:
-        """Take what others have found out about the run, in place of what they said of this kind before."""
+        """Add findings of other callbacks, in place of their earlier ones of this kind."""
         self._findings = [finding for finding in self._findings if finding["kind"] != kind] + list(findings)
-        self._tell(self._counter.latest(self._num_pending), is_last=True)
+        self._report_findings(self._counter.latest(self._num_pending), is_last=True)
         self._writer.flush()
 
-    def _tell(self, step: int, *, is_last: bool = False) -> None:
-        """Write the findings if there is news: another one, or one that has become clearly worse."""
+    def _report_findings(self, step: int, *, is_last: bool = False) -> None:
+        """Write the findings if one is new, or has become clearly worse."""
         findings = [*self._findings, *self._stragglers.findings]
-        told = {finding["code"]: finding.get("seconds", 0.0) for finding in self._told}
+        reported = {finding["code"]: finding.get("seconds", 0.0) for finding in self._reported}
         worse = 1.0 if is_last else 1.5
-        if any(f["code"] not in told or f.get("seconds", 0.0) > worse * told[f["code"]] for f in findings):
-            self._told = findings
-            if "train" not in self._begun:  # what was found out without a step
+        if any(f["code"] not in reported or f.get("seconds", 0.0) > worse * reported[f["code"]] for f in findings):
+            self._reported = findings
+            if "train" not in self._started:  # findings before the first step
                 self._begin("train")
             self._writer.write_findings(findings, step=step, wall_time=time.time())
 
 
 def _stamped(stats: Sequence[ReplicaStats], now: float) -> list[ReplicaStats]:
-    """Return intervals with the time when each was over, the last of them now."""
+    """Return intervals with the time when each ended, the last of them now."""
     stamped: list[ReplicaStats] = []
     for interval in reversed(stats):
         stamped.append(dataclasses.replace(interval, wall_time=now))

@@ -1,4 +1,4 @@
-"""Write what replicas did: what writers have in common, one that keeps it in memory, and several at once.
+"""Write the records of replicas: the base class of writers, one that keeps them in memory, and several at once.
 
 The others are in `monitoring`: `event_files` (TensorBoard), `json_lines` and `terminal`. Letters: R = replicas in sync,
 over all workers.
@@ -26,75 +26,75 @@ Floats = npt.NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is known of a run beside its records."""
+    """What a run is, beside its records."""
 
     kind: Kind
     experiment: str
     manifest: Manifest
-    details: Mapping[str, str] = dataclasses.field(default_factory=dict)  # hyperparameters, for people
-    step: int = 0  # the optimizer step that it begins at
+    details: Mapping[str, str] = dataclasses.field(default_factory=dict)  # settings, to be read by people
+    step: int = 0  # the optimizer step at its start
     wall_time: float = 0.0  # seconds since 1970
     replicas: range = range(1)  # those of this worker, by global id
-    is_chief: bool = True  # which writes what is about all replicas
+    is_chief: bool = True  # whether this worker writes what is about all replicas
 
 
 class Writer:
-    """Takes the records of runs, in order.
+    """Writes the records of runs, in order.
 
-    Derive from it and write ``write``; the rest does nothing by default. With several workers each has its writers,
-    which get the records of all R replicas; see ``Run.replicas`` and ``Run.is_chief`` for who writes what.
+    Subclasses implement ``write``; the other methods do nothing by default. With several workers each has its writers,
+    which get the records of all R replicas; ``Run.replicas`` and ``Run.is_chief`` say which of them to write.
     """
 
     def check(self, experiment: str) -> None:
-        """See, before the first step, whether there is somewhere to write.
+        """Check, before the first step, that the writer can write.
 
         Args:
             experiment: a name, or several with slashes between; "" is the writer's own folder.
 
         Raises:
-            MonitorError: there is not.
+            MonitorError: it cannot.
         """
 
     def begin(self, run: Run) -> None:
-        """Take note that records of a kind belong to this run; called again when more is known of it.
+        """Start a run of a kind; called again when more is known of it.
 
         Args:
             run: its kind, experiment, devices and replicas.
         """
 
     def write(self, stats: ReplicaStats, scores: Floats | None) -> None:
-        """Take what all replicas did in an interval.
+        """Write the records of all replicas in an interval.
 
         Args:
             stats: of R replicas.
-            scores: of each against its own best, 1 = as fast as it ever was, NaN = unknown, [R]; None in evaluation.
+            scores: of each against its own best, 1 = as fast as ever, NaN = unknown, [R]; None in evaluation.
         """
         raise NotImplementedError
 
     def write_findings(self, findings: Sequence[FindingRecord], *, step: int, wall_time: float) -> None:
-        """Take the list of all that was found out about the run of training so far.
+        """Write all findings about the training run so far.
 
         Args:
-            findings: all of them, those of earlier calls too.
+            findings: all of them, including those of earlier calls.
             step: of the optimizer, now.
             wall_time: now, in seconds since 1970.
         """
 
     def flush(self) -> None:
-        """Bring everything that was taken to where it belongs."""
+        """Write everything that is buffered."""
 
     def close(self) -> None:
-        """End: everything has been taken. Another run may begin."""
+        """End the run. Another one may begin."""
 
 
 class MemoryWriter(Writer):
-    """Keeps everything, to be read in Python.
+    """Keeps everything in memory, to be read in Python.
 
     Attributes:
-        train: what replicas did in training, an entry an interval.
-        test: the same in evaluation, an entry an evaluation.
+        train: the records of training, one per interval.
+        test: those of evaluation, one per evaluation.
         scores: for each entry of ``train``, the replicas' scores against their own best, [R].
-        findings: what was found out.
+        findings: all findings.
         runs: the last run of each kind.
     """
 
@@ -123,16 +123,16 @@ class MemoryWriter(Writer):
 
 
 class CompositeWriter(Writer):
-    """Hands everything to several writers. One that fails is no reason to stop, for the others or the training.
+    """Passes everything to several writers. If one fails, the others and training continue.
 
-    The first failure of a writer is a warning that names the cause and the records dropped; when the run ends, another
-    says how many there were in all. A writer that failed is asked again: a full disk may have been cleared.
+    The first failure of a writer is a warning with the cause and the number of dropped records; when the run ends,
+    another one has the total. A writer that failed is tried again: a full disk may have been cleared.
     """
 
     def __init__(self, writers: Sequence[Writer]) -> None:
         self._writers = list(writers)
         self._dropped = [0] * len(self._writers)
-        self._said: list[int | None] = [None] * len(self._writers)  # as many were named when it was warned of last
+        self._reported: list[int | None] = [None] * len(self._writers)  # dropped records in the first warning
 
     def check(self, experiment: str) -> None:
         """See ``Writer.check``."""
@@ -158,28 +158,28 @@ class CompositeWriter(Writer):
     def close(self) -> None:
         """See ``Writer.close``."""
         self._each(lambda writer: writer.close(), takes_record=False)
-        for place, writer in enumerate(self._writers):
-            said, dropped = self._said[place], self._dropped[place]
-            if said is not None and dropped > said:
+        for index, writer in enumerate(self._writers):
+            reported, dropped = self._reported[index], self._dropped[index]
+            if reported is not None and dropped > reported:
                 warnings.warn(
-                    f"{type(writer).__name__} dropped {counted(dropped, 'record')} of this run in all.", stacklevel=2
+                    f"{type(writer).__name__} dropped {counted(dropped, 'record')} of this run in total.", stacklevel=2
                 )
-            self._said[place], self._dropped[place] = None, 0
+            self._reported[index], self._dropped[index] = None, 0
 
     def _each(self, call: Callable[[Writer], None], *, takes_record: bool = True) -> None:
-        for place, writer in enumerate(self._writers):
+        for index, writer in enumerate(self._writers):
             try:
                 call(writer)
             except Exception as error:
-                self._dropped[place] += error.num_records if isinstance(error, RecordsLost) else int(takes_record)
-                if self._said[place] is None:
-                    self._said[place] = self._dropped[place]
-                    warnings.warn(self._sentence(place, error), stacklevel=2)
+                self._dropped[index] += error.num_records if isinstance(error, RecordsLost) else int(takes_record)
+                if self._reported[index] is None:
+                    self._reported[index] = self._dropped[index]
+                    warnings.warn(self._warning(index, error), stacklevel=2)
 
-    def _sentence(self, place: int, error: Exception) -> str:
+    def _warning(self, index: int, error: Exception) -> str:
         cause = error.__cause__ if isinstance(error, RecordsLost) and error.__cause__ is not None else error
         return (
-            f"{type(self._writers[place]).__name__} failed: {type(cause).__name__}: {cause}. "
-            f"{counted(self._dropped[place], 'record')} dropped so far; training goes on, and so do other writers. "
-            "How many there were in all will be said when the run ends."
+            f"{type(self._writers[index]).__name__} failed: {type(cause).__name__}: {cause}. "
+            f"{counted(self._dropped[index], 'record')} dropped so far; training and other writers continue. "
+            "The total will be reported when the run ends."
         )

@@ -1,11 +1,11 @@
-"""Search hyperparameters with keras-tuner, the strategy among them: each trial lives under its own.
+"""Search hyperparameters with keras-tuner, the strategy among them: each trial runs under its own.
 
     tuner = kde.tuner.RandomSearch(build_model, objective="val_loss", strategies=["one_device", "mirrored"])
     tuner.search(x, y, validation_data=validation, epochs=5)
     tuner.strategy_report()
 
 Importing this package imports neither TensorFlow nor keras-tuner: each name below loads its module when it is first
-used. Without keras-tuner that says how to install it: the extra `keras_dist_ext[tuner]`.
+used. Without keras-tuner, that raises an error that says how to install it: the extra `keras_dist_ext[tuner]`.
 
 In reading order:
 
@@ -13,17 +13,21 @@ In reading order:
     strategies       the strategies of a search, as a hyperparameter
     coupled          Coupled: batch size and learning rate follow the number of replicas
     objectives       examples_per_second, seconds_to, cost
-    scoped           build a trial's model in the scope of its strategy
+    space            the order of hyperparameters, and whether a project has the same strategies
+    model_builder    build the model of some hyperparameters
+    scoped           in the scope of its strategy
     trial_run        follow a trial
-    meter            how fast it trains
-    failures         why it failed
-    records          what is kept in its folder
-    trial_logs       its logs
-    leftovers        what it leaves behind in the process
-    avoidance        keep the oracle from what cannot run
-    first_pass       FirstPass: drop slow strategies before the search
+    meter            measure how fast it trains
+    failures         classify why it failed
+    records          what is recorded in its folder
+    trial_logs       its logs for TensorBoard
+    global_state     restore Keras' and TensorFlow's settings after it
+    infeasible       keep the oracle away from what cannot run
+    screening        Screening: drop slow strategies before the search
+    model_benchmark  measure one of them
+    benchmark_log    log which one runs
     strategy_report  StrategyReport
-    processes        launch_search, SearchRun: a search of several processes
+    processes        launch_search, SearchRun: a search in several processes
 """
 
 import lazy_loader

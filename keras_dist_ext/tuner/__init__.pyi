@@ -1,12 +1,12 @@
 # The public names and where they are: type checkers read this file, and `lazy_loader` loads by it.
 
 from .coupled import Coupled as Coupled
-from .first_pass import FirstPass as FirstPass
 from .objectives import cost as cost
 from .objectives import examples_per_second as examples_per_second
 from .objectives import seconds_to as seconds_to
 from .processes.launch_search import SearchRun as SearchRun
 from .processes.launch_search import launch_search as launch_search
+from .screening import Screening as Screening
 from .search import BayesianOptimization as BayesianOptimization
 from .search import GridSearch as GridSearch
 from .search import Hyperband as Hyperband

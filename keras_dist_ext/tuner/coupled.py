@@ -9,10 +9,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.keras_tuner import keras_tuner
 from keras_dist_ext.errors import TunerError
-from keras_dist_ext.tuner.failures import Failure, Infeasible
+from keras_dist_ext.tuner.failures import Failure, InfeasibleError
 
-__all__ = ["Coupled", "CoupledValues", "ScaledLearningRate", "batched", "check_fixed_batch", "couple"]
+__all__ = ["Coupled", "CoupledValues", "ScaledLearningRate", "batch_data", "check_fixed_batch", "apply_coupled"]
 
 _RULES = ("none", "linear", "sqrt")
 _BATCH, _RULE, _WARM_UP = "batch_size_per_replica", "learning_rate_scaling", "warmup_steps"
@@ -21,27 +22,27 @@ _ACCUMULATION, _STEPS = "gradient_accumulation_steps", "steps_per_execution"
 
 @dataclass(frozen=True)
 class Coupled:
-    """Hyperparameters that belong to the strategy of a trial. Of each: one value for all trials, or a list to search.
+    """Hyperparameters that belong to the strategy of a trial; each has one value for all trials, or a list to search.
 
         kde.tuner.Coupled(batch_size_per_replica=[32, 64], learning_rate_scaling="linear", warmup_steps=100)
 
     They are hyperparameters under the names below, which a `build(hp)` may read.
 
     Args:
-        batch_size_per_replica: rows a replica takes in a step. The tuner batches the data: give `search` arrays, or a
+        batch_size_per_replica: examples of a replica in a step. The tuner batches the data: give `search` arrays, or a
             `tf.data.Dataset` of single examples; the global batch is this times the number of replicas.
-        learning_rate_scaling: ``"linear"`` multiplies the learning rate that the model was compiled with by how many
-            times `reference_batch_size` an update is made of, ``"sqrt"`` by the square root of it, ``"none"`` leaves
-            it. An update is made of the global batch, times the batches whose gradients are accumulated.
-        reference_batch_size: what the learning rate in `build` was chosen for; by default the first
+        learning_rate_scaling: ``"linear"`` multiplies the learning rate that the model was compiled with by the ratio
+            of an update's examples to `reference_batch_size`, ``"sqrt"`` by the square root of the ratio, ``"none"``
+            leaves it. An update has the examples of the global batch, times `gradient_accumulation_steps`.
+        reference_batch_size: the batch size that the learning rate in `build` was chosen for; by default the first
             `batch_size_per_replica`, on one replica.
-        warmup_steps: updates in which the learning rate goes from the one in `build` to the scaled one, in a line
-            (https://arxiv.org/abs/1706.02677, 2.2). A trial that Hyperband continues is warm.
-        gradient_accumulation_steps: batches that make an update; 1 is none.
+        warmup_steps: updates over which the learning rate grows linearly from the one in `build` to the scaled one
+            (https://arxiv.org/abs/1706.02677, 2.2). A trial that Hyperband continues has no warm-up.
+        gradient_accumulation_steps: batches in an update; 1 = no accumulation.
         steps_per_execution: of the compiled model; by default as many as fit into about a tenth of a second.
 
     Raises:
-        TunerError: a value is none that it can be, or scaling has no batch size to go by.
+        TunerError: a value is invalid, or the learning rate is to be scaled and there is no batch size to scale by.
     """
 
     batch_size_per_replica: int | Sequence[int] | None = None
@@ -55,35 +56,33 @@ class Coupled:
         """Check each value."""
         for name, least in ((_BATCH, 1), (_WARM_UP, 0), (_ACCUMULATION, 1), (_STEPS, 1)):
             if getattr(self, name) is not None and not _several(getattr(self, name)):
-                raise TunerError(f"{name} is empty: give a whole number, or a list of those to search.")
+                raise TunerError(f"{name} is empty: give an integer, or a list of integers to search.")
             for value in _several(getattr(self, name)):
                 if type(value) is not int or value < least:
-                    raise TunerError(f"{name} has the value {value!r}; give whole numbers from {least} up.")
+                    raise TunerError(f"{name} must be an integer >= {least}, got {value!r}.")
         if not _several(self.learning_rate_scaling):
-            raise TunerError(f"learning_rate_scaling is empty; there are {', '.join(_RULES)}.")
+            raise TunerError(f"learning_rate_scaling is empty; give one of {', '.join(_RULES)}.")
         for rule in _several(self.learning_rate_scaling):
             if rule not in _RULES:
-                raise TunerError(f"learning_rate_scaling is {rule!r}; there are {', '.join(_RULES)}.")
+                raise TunerError(f"learning_rate_scaling must be one of {', '.join(_RULES)}, got {rule!r}.")
         scales = any(rule != "none" for rule in _several(self.learning_rate_scaling))
         if scales and self.batch_size_per_replica is None:
             raise TunerError(
-                "learning_rate_scaling goes by the global batch, which the tuner knows only if it makes the batches. "
-                "Give batch_size_per_replica, too."
+                "learning_rate_scaling depends on the global batch size, which the tuner knows only if it makes the "
+                "batches. Give batch_size_per_replica, too."
             )
         if self.reference_batch_size is not None and (
             type(self.reference_batch_size) is not int or self.reference_batch_size < 1 or not scales
         ):
             raise TunerError(
-                f"reference_batch_size is {self.reference_batch_size!r}; it is a number of rows, for "
+                f"reference_batch_size is {self.reference_batch_size!r}; it must be an integer >= 1, and needs "
                 "learning_rate_scaling 'linear' or 'sqrt'."
             )
         if any(_several(self.warmup_steps)) and not scales:
-            raise TunerError(
-                "warmup_steps leads from the learning rate in build to the scaled one. Give learning_rate_scaling, too."
-            )
+            raise TunerError("warmup_steps grows the learning rate to the scaled one. Give learning_rate_scaling, too.")
 
-    def declare(self, hp: Any) -> None:
-        """Add the hyperparameters to ``hp``, a `keras_tuner.HyperParameters`."""
+    def declare(self, hp: keras_tuner.HyperParameters) -> None:
+        """Add those that were given to the hyperparameters of a trial."""
         for name in (_BATCH, _RULE, _WARM_UP, _ACCUMULATION, _STEPS):
             values = self._given(name)
             if name in hp or not values:
@@ -94,12 +93,12 @@ class Coupled:
                 hp.Choice(name, values)
 
     def _given(self, name: str) -> list[Any]:
-        """Return what was given; nothing where it is what goes without saying."""
+        """Return the values that were given; none where they are the default."""
         values = _several(getattr(self, name))
         return [] if values in ([0], ["none"]) else values
 
-    def values(self, hp: Any, num_replicas: int) -> CoupledValues:
-        """Return what the hyperparameters of a trial come to.
+    def values(self, hp: keras_tuner.HyperParameters, num_replicas: int) -> CoupledValues:
+        """Return the coupled values of a trial.
 
         Args:
             hp: the trial's.
@@ -107,7 +106,8 @@ class Coupled:
         """
 
         def read(name: str, default: Any) -> Any:
-            return hp.get(name) if self._given(name) and name in hp else default  # else one of the user's own
+            # Without the first condition, it would be a hyperparameter of the user's with the same name.
+            return hp.get(name) if self._given(name) and name in hp else default
 
         per_replica = read(_BATCH, None)
         accumulation = read(_ACCUMULATION, 1)
@@ -136,21 +136,21 @@ def _several(given: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class CoupledValues:
-    """What the coupled hyperparameters of one trial come to."""
+    """What is coupled to the strategy of one trial."""
 
-    global_batch_size: int | None = None  # None: not the tuner's to set
+    global_batch_size: int | None = None  # examples; None: not set by the tuner
     learning_rate_factor: float = 1.0
     warmup_steps: int = 0  # updates
-    accumulation: int = 1  # batches that make an update
+    accumulation: int = 1  # batches in an update
     steps_per_execution: int | None = None  # None: as compiled
 
 
-def couple(model: Any, values: CoupledValues) -> None:
-    """Set what was coupled on a model of ours that is compiled, and has not been trained.
+def apply_coupled(model: keras.Model, values: CoupledValues) -> None:
+    """Set the coupled values on a model that is compiled, and has not been trained.
 
     Raises:
-        TunerError: the model has no optimizer of which that can be set.
-        Infeasible: the model takes batches of a size that its replicas do not get.
+        TunerError: the model has no optimizer on which they can be set.
+        InfeasibleError: the model takes batches of a size that its replicas do not get.
     """
     check_fixed_batch(model, values.global_batch_size)
     if values.steps_per_execution is not None:
@@ -168,15 +168,15 @@ def couple(model: Any, values: CoupledValues) -> None:
     if values.accumulation > 1:
         if optimizer.built or optimizer.gradient_accumulation_steps:
             raise TunerError(
-                f"The optimizer of '{model.name}' accumulates gradients already, or was used: the tuner cannot set "
-                "gradient_accumulation_steps. Make it in build, without."
+                f"The optimizer of '{model.name}' already accumulates gradients, or was used: the tuner cannot set "
+                "gradient_accumulation_steps. Create it in build, without gradient_accumulation_steps."
             )
         optimizer.gradient_accumulation_steps = values.accumulation
     if values.learning_rate_factor != 1.0:
         _scale_learning_rate(model, optimizer, values)
 
 
-def _scale_learning_rate(model: Any, optimizer: Any, values: CoupledValues) -> None:
+def _scale_learning_rate(model: keras.Model, optimizer: keras.optimizers.Optimizer, values: CoupledValues) -> None:
     base = optimizer.get_config()["learning_rate"]
     schedule = base
     if not isinstance(base, float):
@@ -200,11 +200,16 @@ class ScaledLearningRate(keras.optimizers.schedules.LearningRateSchedule):  # ty
 
     Args:
         base: a number, or a schedule.
-        factor: see above.
-        warmup_steps: in which it grows.
+        factor: of the learning rate.
+        warmup_steps: over which it grows.
     """
 
-    def __init__(self, base: Any, factor: float, warmup_steps: int = 0) -> None:
+    def __init__(
+        self,
+        base: float | keras.optimizers.schedules.LearningRateSchedule | dict[str, Any],
+        factor: float,
+        warmup_steps: int = 0,
+    ) -> None:
         self.base = base if isinstance(base, float) else _schedule(base)
         self.factor = factor
         self.warmup_steps = warmup_steps
@@ -227,36 +232,36 @@ def _schedule(base: Any) -> Any:
     return keras.optimizers.schedules.deserialize(base) if isinstance(base, dict) else base
 
 
-def check_fixed_batch(model: Any, global_batch: int | None) -> None:
-    """Refuse a model whose inputs say how many rows a batch has, where a replica gets another number."""
+def check_fixed_batch(model: keras.Model, global_batch: int | None) -> None:
+    """Refuse a model whose inputs have a fixed batch size, where a replica gets another number of examples."""
     if global_batch is None or not getattr(model, "built", False):
         return
     num_replicas = model.distribute_strategy.num_replicas_in_sync
     for tensor in keras.tree.flatten(getattr(model, "inputs", None) or []):
-        rows = tensor.shape[0] if tensor.shape else None
-        if rows is not None and rows * num_replicas != global_batch:
-            raise Infeasible(
+        batch_size = tensor.shape[0] if tensor.shape else None
+        if batch_size is not None and batch_size * num_replicas != global_batch:
+            raise InfeasibleError(
                 Failure(
                     "indivisible batch",
-                    f"an input of '{model.name}' takes batches of {rows} rows, and each of {num_replicas} replicas "
-                    f"gets {global_batch / num_replicas:g} of {global_batch}",
+                    f"an input of '{model.name}' takes batches of {batch_size} examples, and each of {num_replicas} "
+                    f"replicas gets {global_batch / num_replicas:g} of {global_batch}",
                 )
             )
 
 
-def batched(
-    arguments: Sequence[Any], named: dict[str, Any], global_batch: int, model: Any = None
+def batch_data(
+    arguments: Sequence[Any], named: dict[str, Any], global_batch: int, model: keras.Model | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of `fit` with data in batches of so many rows.
+    """Return the arguments of `fit` with data in batches of a given size.
 
     Args:
         arguments: as given to `search`, by position: x, y, batch_size and so on.
         named: likewise, by name.
-        global_batch: rows of a batch.
-        model: whose inputs tell an example from a batch, if it has any yet.
+        global_batch: examples in a batch.
+        model: whose inputs, if it has any yet, show whether elements of a dataset are examples or batches.
 
     Raises:
-        TunerError: the data cannot be batched by the tuner, or a batch size was given.
+        TunerError: the tuner cannot batch the data, or a batch size was given.
     """
     given, named = list(arguments), dict(named)
     if len(given) > 2 or named.get("batch_size") is not None:
@@ -265,7 +270,7 @@ def batched(
         )
     x = given[0] if given else named.get("x")
     if isinstance(x, tf.data.Dataset):
-        x = _batched(x, global_batch, "x", model)
+        x = _batch_dataset(x, global_batch, "x", model)
         if given:
             given[0] = x
         else:
@@ -275,7 +280,7 @@ def batched(
         named["batch_size"] = global_batch
     validation = named.get("validation_data")
     if isinstance(validation, tf.data.Dataset):
-        named["validation_data"] = _batched(validation, global_batch, "validation_data", model)
+        named["validation_data"] = _batch_dataset(validation, global_batch, "validation_data", model)
     elif validation is not None:
         _check_arrays(validation, "validation_data")
         if named.get("validation_batch_size") is None:
@@ -283,18 +288,18 @@ def batched(
     return given, named
 
 
-def _batched(dataset: tf.data.Dataset, rows: int, name: str, model: Any) -> tf.data.Dataset:
+def _batch_dataset(dataset: tf.data.Dataset, batch_size: int, name: str, model: keras.Model | None) -> tf.data.Dataset:
     shapes = [spec.shape for spec in keras.tree.flatten(dataset.element_spec)]
     if all(shape.rank and shape[0] is None for shape in shapes) or _are_batches(dataset.element_spec, model):
         raise TunerError(
             f"{name} gives batches ({', '.join(map(str, shapes))}), which batch_size_per_replica has the tuner make. "
             "Give a dataset of single examples: without .batch(...), or with .unbatch()."
         )
-    return dataset.batch(rows).prefetch(tf.data.AUTOTUNE)
+    return dataset.batch(batch_size).prefetch(tf.data.AUTOTUNE)
 
 
-def _are_batches(spec: Any, model: Any) -> bool:
-    """Whether elements are as a model's inputs are: batches of a fixed size, of `.batch(32, drop_remainder=True)`."""
+def _are_batches(spec: Any, model: keras.Model | None) -> bool:
+    """Whether elements have the shapes of a model's inputs: batches of a fixed size, by `drop_remainder=True`."""
     inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
     given = keras.tree.flatten(spec[0] if isinstance(spec, tuple) else spec)
     return (
@@ -311,6 +316,6 @@ def _check_arrays(data: Any, name: str) -> None:
     leaves = keras.tree.flatten(data)
     if data is None or any(not hasattr(leaf, "shape") for leaf in leaves if leaf is not None):
         raise TunerError(
-            f"{name} is a {type(data).__name__}, whose batches the tuner cannot make; batch_size_per_replica takes "
+            f"{name} is a {type(data).__name__}, which the tuner cannot batch; with batch_size_per_replica give "
             "arrays, or a tf.data.Dataset of single examples."
         )

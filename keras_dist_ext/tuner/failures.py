@@ -1,4 +1,4 @@
-"""Class what made a trial fail: what cannot run at this point of the search, and the user's own errors."""
+"""Classify why a trial failed: it cannot run at this point of the search, or the user's code has an error."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import tensorflow as tf
 
 from keras_dist_ext.errors import NonFiniteError, ScopeError, StrategyError
 
-__all__ = ["Failure", "Infeasible", "Kind", "failure_of"]
+__all__ = ["Failure", "InfeasibleError", "Kind", "classify_failure"]
 
 Kind = Literal[
-    "scope",  # a model, or part of it, that cannot live under the strategy
+    "scope",  # the model, or part of it, cannot live under the strategy
     "out of memory",
-    "indivisible batch",  # replicas that cannot share the batch as the model needs it
-    "missing device",  # a strategy that cannot be had here
+    "indivisible batch",  # the batch cannot be split over the replicas as the model needs it
+    "missing device",  # the strategy is not available here
     "collective time-out",
     "worker lost",
     "NaN loss",
-    "own error",  # the user's own exception, or whatever else was not recognised
+    "user error",  # an exception in the user's code, or one that was not recognized
 ]
 
 
@@ -35,11 +35,11 @@ class Failure:
 
     @property
     def is_infeasible(self) -> bool:
-        """Whether this point of the search cannot run, so that others are to be tried instead."""
-        return self.kind != "own error"
+        """Whether this point of the search cannot run, so that others should be tried instead."""
+        return self.kind != "user error"
 
     @property
-    def may_pass(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether another attempt may succeed."""
         return self.kind in ("collective time-out", "worker lost")
 
@@ -47,35 +47,35 @@ class Failure:
         return f"{self.kind}: {self.cause}"
 
 
-class Infeasible(Exception):
-    """A trial that cannot go on, known without an exception of TensorFlow's."""
+class InfeasibleError(Exception):
+    """A trial cannot continue, as is known before TensorFlow raises an exception."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
         self.failure = failure
 
 
-def failure_of(error: BaseException) -> Failure:
-    """Class an exception that ended a trial, by its type, its message, and those of what caused it.
+def classify_failure(error: BaseException) -> Failure:
+    """Classify an exception that ended a trial, by its type, its message, and those of its causes.
 
-    >>> failure_of(MemoryError("OOM")).kind
+    >>> classify_failure(MemoryError("OOM")).kind
     'out of memory'
-    >>> failure_of(KeyError("units"))
-    Failure(kind='own error', cause="KeyError: 'units'")
+    >>> classify_failure(KeyError("units"))
+    Failure(kind='user error', cause="KeyError: 'units'")
     """
-    chain = list(_chain(error))
+    chain = list(_causes(error))
     for one in chain:
-        if isinstance(one, Infeasible):
+        if isinstance(one, InfeasibleError):
             return one.failure
-    for kind, types, words in _SIGNS:
+    for kind, types, words in _PATTERNS:
         for one in chain:
-            if isinstance(one, types) or (_speaks_for_tensorflow(one) and words.search(str(one))):
-                return Failure(kind, _line(one))
-    return Failure("own error", _line(error))
+            if isinstance(one, types) or (_raised_by_framework(one) and words.search(str(one))):
+                return Failure(kind, _summarize(one))
+    return Failure("user error", _summarize(error))
 
 
-def _speaks_for_tensorflow(error: BaseException) -> bool:
-    """Whether an exception says what TensorFlow has met: by its type, or as it was raised there, in Keras or here."""
+def _raised_by_framework(error: BaseException) -> bool:
+    """Whether an exception is TensorFlow's: by its type, or because it was raised there, in Keras or here."""
     if isinstance(error, tf.errors.OpError):
         return True
     if not isinstance(error, RuntimeError | ValueError | AssertionError | TypeError | IndexError):
@@ -84,7 +84,7 @@ def _speaks_for_tensorflow(error: BaseException) -> bool:
     return not frames or frames[-1].partition(".")[0] in ("tensorflow", "keras", "keras_dist_ext")
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -92,38 +92,38 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _line(error: BaseException) -> str:
-    """Return the type and what the message begins with; TensorFlow appends the graph and the stack to it."""
+def _summarize(error: BaseException) -> str:
+    """Return the type and the first line of the message; TensorFlow appends the graph and the stack to it."""
     lines = [line.strip() for line in str(error).splitlines()]
-    text = next((line for line in lines if line and not line.startswith(_PREAMBLES)), "")
+    text = next((line for line in lines if line and not line.startswith(_UNINFORMATIVE)), "")
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
-_PREAMBLES = ("Exception encountered when calling", "Graph execution error", "Detected at node", "in user code:")
+_UNINFORMATIVE = ("Exception encountered when calling", "Graph execution error", "Detected at node", "in user code:")
 
 _ERRORS = tf.errors
 
 
-def _words(*parts: str) -> Any:
+def _pattern(*parts: str) -> re.Pattern[str]:
     return re.compile("|".join(parts), re.IGNORECASE)
 
 
-# In this order: memory that one replica lacks makes the collectives of the others fail.
-_SIGNS: tuple[tuple[Kind, tuple[type[BaseException], ...], Any], ...] = (
+# In this order: when one replica runs out of memory, the collectives of the others fail.
+_PATTERNS: tuple[tuple[Kind, tuple[type[BaseException], ...], re.Pattern[str]], ...] = (
     (
         "out of memory",
         (_ERRORS.ResourceExhaustedError, MemoryError),
-        _words(r"\bOOM\b", "out of memory", "RESOURCE_EXHAUSTED", "failed to allocate memory"),
+        _pattern(r"\bOOM\b", "out of memory", "RESOURCE_EXHAUSTED", "failed to allocate memory"),
     ),
     (
         "missing device",
         (StrategyError,),
-        _words("could not satisfy (explicit )?device specification", "unknown device", "no such device"),
+        _pattern("could not satisfy (explicit )?device specification", "unknown device", "no such device"),
     ),
     (
         "scope",
         (ScopeError,),
-        _words(
+        _pattern(
             "mixing different tf.distribute.strategy objects",
             "colocate_vars_with",
             "trying to create optimizer slot variable under the scope",
@@ -133,17 +133,17 @@ _SIGNS: tuple[tuple[Kind, tuple[type[BaseException], ...], Any], ...] = (
     (
         "collective time-out",
         (_ERRORS.DeadlineExceededError,),
-        _words("collective.*(timed? ?out|deadline)", "barrier.*timed? ?out"),
+        _pattern("collective.*(timed? ?out|deadline)", "barrier.*timed? ?out"),
     ),
     (
         "worker lost",
         (_ERRORS.UnavailableError,),
-        _words("heartbeat", "connection (refused|reset)", "socket closed", "worker .*(lost|preempted|died)"),
+        _pattern("heartbeat", "connection (refused|reset)", "socket closed", "worker .*(lost|preempted|died)"),
     ),
     (
         "indivisible batch",
         (),
-        _words(
+        _pattern(
             r"(batch|replica).*\bdivisible by",
             r"\bdivisible by.*replica",
             "operation AddN of type AddN must have the same size and shape",
@@ -151,5 +151,5 @@ _SIGNS: tuple[tuple[Kind, tuple[type[BaseException], ...], Any], ...] = (
             "is stateful: it keeps a state for each row of a batch",
         ),
     ),
-    ("NaN loss", (NonFiniteError,), _words("tensor had (nan|inf)", "CheckNumerics")),
+    ("NaN loss", (NonFiniteError,), _pattern("tensor had (nan|inf)", "CheckNumerics")),
 )

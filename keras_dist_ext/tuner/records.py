@@ -1,4 +1,4 @@
-"""Keep, in a trial's folder, what keras-tuner does not: its strategy, its speed, and why it failed."""
+"""Record in a trial's folder what keras-tuner does not: its strategy, its speed, and why it failed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TrialRecord:
     trial_id: str
     strategy: str  # the name in the search
     description: str = ""  # such as "MirroredStrategy (2 replicas)"
-    num_replicas: int = 0  # 0: the strategy was not to be had
+    num_replicas: int = 0  # 0: the strategy was not available
     global_batch_size: int | None = None  # None: not set by the tuner
     examples_per_second: tuple[float, ...] = ()  # steady, of each execution that was measured
     seconds: tuple[float, ...] = ()  # of training after the first step, of each execution
@@ -67,8 +67,13 @@ class ProjectRecords:
         self.folder = Path(folder)
 
     def of_trial(self, trial_id: str) -> TrialRecord | None:
-        """Return what is known of a trial; it is read anew, for other processes write it."""
+        """Return what is known of a trial; it is read each time, because other processes write it."""
         return TrialRecord.load(self.folder / f"trial_{trial_id}")
+
+    def seconds_of(self, trial_id: str | None) -> float:
+        """Return how long a trial has trained, of several executions the longest; 0 where nothing is known."""
+        record = self.of_trial(trial_id) if trial_id else None
+        return max(record.seconds, default=0.0) if record else 0.0
 
     def all(self) -> dict[str, TrialRecord]:
         """Return all records, in the order of the trials."""

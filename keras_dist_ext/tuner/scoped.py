@@ -1,11 +1,11 @@
-"""Build a trial's model in the scope of its strategy, as one of ours."""
+"""Build a trial's model in the scope of its strategy, as a distributed one."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -16,11 +16,13 @@ from keras_dist_ext.strategy.scope import check_scope
 from keras_dist_ext.training.adoption.adopt import adopt, clone_model
 from keras_dist_ext.training.runtime import runtime_of
 
-__all__ = ["ScopedHyperModel", "build_in_scope"]
+__all__ = ["Build", "ScopedHyperModel", "build_in_scope"]
+
+Build: TypeAlias = Callable[[keras_tuner.HyperParameters], keras.Model]  # a user's `build`
 
 
-def build_in_scope(build: Callable[[Any], Any], hp: Any, strategy: tf.distribute.Strategy) -> Any:
-    """Build a model in a strategy's scope; one of stock Keras is rebuilt as one of ours.
+def build_in_scope(build: Build, hp: keras_tuner.HyperParameters, strategy: tf.distribute.Strategy) -> keras.Model:
+    """Build a model in a strategy's scope; a model of stock Keras is rebuilt as a distributed one.
 
     Args:
         build: the user's.
@@ -28,10 +30,10 @@ def build_in_scope(build: Callable[[Any], Any], hp: Any, strategy: tf.distribute
         strategy: of the trial.
 
     Returns:
-        The model; whatever else `build` returns is left to keras-tuner to refuse.
+        The model; anything else that `build` returns is left for keras-tuner to refuse.
 
     Raises:
-        ScopeError: part of the model was made elsewhere, or a stock model cannot be rebuilt; the message says why.
+        ScopeError: part of the model was created outside the scope, or a stock model cannot be rebuilt.
     """
     with contextlib.nullcontext() if is_default_strategy(strategy) else strategy.scope():
         model = build(hp)
@@ -44,9 +46,9 @@ def build_in_scope(build: Callable[[Any], Any], hp: Any, strategy: tf.distribute
 
 
 class ScopedHyperModel(keras_tuner.HyperModel):  # type: ignore[misc]
-    """A user's hypermodel, whose models are built in scope and trained as the tuner wants it.
+    """A user's hypermodel, whose models are built and trained through the tuner's functions.
 
-    Its other attributes are those of the user's.
+    Its other attributes are those of the user's hypermodel.
 
     Args:
         inner: the user's.
@@ -54,35 +56,40 @@ class ScopedHyperModel(keras_tuner.HyperModel):  # type: ignore[misc]
         fit: takes the user's `fit` and its arguments, and returns the results.
     """
 
-    def __init__(self, inner: Any, build: Callable[..., Any], fit: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        inner: keras_tuner.HyperModel,
+        build: Callable[[Build, keras_tuner.HyperParameters], keras.Model],
+        fit: Callable[..., Any],
+    ) -> None:
         self.inner = inner
         self._build_with = build
         self._fit_with = fit
         super().__init__(name=inner.name)
 
-    def build(self, hp: Any) -> Any:
+    def build(self, hp: keras_tuner.HyperParameters) -> keras.Model:
         """Build the model of a trial."""
         return self._build_with(self.inner.build, hp)
 
-    def declare_hyperparameters(self, hp: Any) -> None:
-        """Add the user's hyperparameters to some."""
+    def declare_hyperparameters(self, hp: keras_tuner.HyperParameters) -> None:
+        """Add the user's hyperparameters."""
         self.inner.declare_hyperparameters(hp)
 
-    def fit(self, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def fit(self, hp: keras_tuner.HyperParameters, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         """Train the model of a trial."""
         return self._fit_with(self.train, hp, model, *args, **kwargs)
 
-    def train(self, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Train a model as the user does. Models that `fit` builds by itself, say one a fold, are in scope, too."""
+    def train(self, hp: keras_tuner.HyperParameters, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        """Train a model by the user's `fit`. Models that it builds itself, such as one per fold, are in scope, too."""
         if not self.has_own_fit:
             return self.inner.fit(hp, model, *args, **kwargs)
         attributes = vars(self.inner)
-        own = attributes.get("build")
+        instance_build = attributes.get("build")
         attributes["build"] = functools.partial(self._build_with, self.inner.build)
         try:
             return self.inner.fit(hp, model, *args, **kwargs)
         finally:
-            attributes.pop("build") if own is None else attributes.update(build=own)
+            attributes.pop("build") if instance_build is None else attributes.update(build=instance_build)
 
     @property
     def has_own_fit(self) -> bool:

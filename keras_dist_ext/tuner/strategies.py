@@ -1,4 +1,4 @@
-"""Name the strategies of a search, make them the hyperparameter of its trials, and find the one of a trial."""
+"""Name the strategies of a search, declare them as a hyperparameter, and create the one of a trial."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from keras_dist_ext._keras.keras_tuner import keras_tuner
 from keras_dist_ext._keras.strategies import is_default_strategy, uses_collectives
 from keras_dist_ext.errors import KerasDistError, StrategyError, TunerError
 from keras_dist_ext.messages import close_name
@@ -24,7 +25,7 @@ StrategyEntry: TypeAlias = str | StrategyChoice | tf.distribute.Strategy | Calla
 
 
 class Strategies:
-    """The strategies that trials of a search may live under, by name.
+    """The strategies of a search, by name.
 
         >>> Strategies.of(["one_device", "mirrored(2)"]).names
         ('one_device', 'mirrored(2)')
@@ -32,25 +33,25 @@ class Strategies:
         Traceback (most recent call last):
         keras_dist_ext.errors.TunerError: There is no strategy 'miror'; did you mean 'mirrored'? There are auto, ...
 
-    A strategy is made when it is first asked for, and then kept. A `MirroredStrategy` that reduces by
-    collectives, as it does by default, is replaced by the one that its devices have already: TensorFlow takes no
-    second (tensorflow#62790).
+    A strategy is created when it is first needed, and then kept. A `MirroredStrategy` that reduces by collectives, as
+    it does by default, is replaced by an earlier one on the same devices: a second one would reuse its collective keys,
+    and fail (tensorflow#62790).
     """
 
     def __init__(self, entries: Mapping[str, StrategyEntry]) -> None:
         self._entries = dict(entries)
-        self._made: dict[str, StrategyChoice] = {}
+        self._choices: dict[str, StrategyChoice] = {}
 
     @staticmethod
     def of(given: Sequence[StrategyEntry] | Mapping[str, StrategyEntry] | StrategyEntry) -> Strategies:
-        """Take what a user gives.
+        """Return the strategies that a user gives.
 
         Args:
             given: names as `pick_strategy` takes them, with a number of replicas as in ``"mirrored(2)"``; choices that
-                it made; strategies; functions that return one of these. A mapping gives each a name of its own.
+                it made; strategies; functions that return one of these. A mapping gives each its own name.
 
         Raises:
-            TunerError: there is none, one cannot be understood, or two have the same name.
+            TunerError: there is none, one is invalid, or two have the same name.
         """
         if isinstance(given, Mapping):
             entries = dict(given)
@@ -61,15 +62,15 @@ class Strategies:
                 name = _name_of(entry)
                 if name in entries:
                     raise TunerError(
-                        f"Two strategies are called {name!r}, so a trial could not say which is its own. Name them: "
+                        f"Two strategies are called {name!r}, so a trial could not tell which is its own. Name them: "
                         "strategies={'first': ..., 'second': ...}."
                     )
                 entries[name] = entry
         if not entries:
-            raise TunerError(f"strategies is empty; give at least one, say 'auto'. There are {', '.join(NAMES)}.")
+            raise TunerError(f"strategies is empty; give at least one, such as 'auto'. There are {', '.join(NAMES)}.")
         for name, entry in entries.items():
             if not isinstance(name, str):
-                raise TunerError(f"strategies has the name {name!r}; names are strings.")
+                raise TunerError(f"strategies has the name {name!r}; names must be strings.")
             _name_of(entry, is_named=True)
         return Strategies(entries)
 
@@ -78,26 +79,25 @@ class Strategies:
         """The names, in the order given; the first is where a search begins."""
         return tuple(self._entries)
 
-    def declare(self, hp: Any, names: Sequence[str] | None = None) -> str:
-        """Add the hyperparameter to some, or read it, and return the name of the strategy."""
+    def declare(self, hp: keras_tuner.HyperParameters) -> str:
+        """Add the strategy to hyperparameters that do not have it yet, and return its name."""
         if HYPERPARAMETER not in hp:
-            names = list(names or self.names)
-            if len(names) == 1:
-                hp.Fixed(HYPERPARAMETER, names[0])
+            if len(self.names) == 1:
+                hp.Fixed(HYPERPARAMETER, self.names[0])
             else:
-                hp.Choice(HYPERPARAMETER, names)
+                hp.Choice(HYPERPARAMETER, list(self.names))
         return str(hp.get(HYPERPARAMETER))
 
-    def make_all(self) -> None:
-        """Make those that can be had here, now."""
+    def create_all(self) -> None:
+        """Create those that are available here, now."""
         for name in self.names:
             with contextlib.suppress(StrategyError):
                 self.get(name)
 
-    def make_room(self) -> None:
-        """Make those that say how many replicas they have, the largest first.
+    def reserve_devices(self) -> None:
+        """Create those whose name has a number of replicas, the largest first.
 
-        On CPUs they have logical devices, whose number TensorFlow fixes when it runs the first operation.
+        On CPUs they need logical devices, whose number TensorFlow fixes when it runs the first operation.
         """
         numbers = {name: _parsed(entry)[1] for name, entry in self._entries.items() if isinstance(entry, str)}
         for name in sorted(numbers, key=lambda name: numbers[name] or 0, reverse=True):
@@ -109,24 +109,31 @@ class Strategies:
         """Return a strategy by name, the same object each time.
 
         Raises:
-            StrategyError: it cannot be had here.
-            TunerError: no strategy has this name, or its function returned none.
+            StrategyError: it is not available here.
+            TunerError: no strategy has this name, or its function did not return one.
         """
-        if name not in self._made:
+        if name not in self._choices:
             if name not in self._entries:
                 raise TunerError(
-                    f"The trial is to live under {name!r}, which is none of the strategies of this search: "
-                    f"{', '.join(self.names)}. Give the strategies that the project was begun with."
+                    f"The trial needs the strategy {name!r}, which this search does not have; it has "
+                    f"{', '.join(self.names)}. Give the strategies that the project was started with."
                 )
-            self._made[name] = _checked(name, _made(name, self._entries[name]))
-        return self._made[name]
+            self._choices[name] = _on_existing_devices(name, _create(name, self._entries[name]))
+        return self._choices[name]
+
+    def first_available(self) -> StrategyChoice | None:
+        """Return the first strategy that is available here; None where none is."""
+        for name in self.names:
+            with contextlib.suppress(StrategyError):
+                return self.get(name)
+        return None
 
 
-def _name_of(entry: Any, *, is_named: bool = False) -> str:
-    """Name an entry.
+def _name_of(entry: StrategyEntry, *, is_named: bool = False) -> str:
+    """Return the name of an entry.
 
     Raises:
-        TunerError: it is none, or has no name.
+        TunerError: it is invalid, or has no name.
     """
     if isinstance(entry, str):
         base = _parsed(entry)[0]
@@ -140,14 +147,14 @@ def _name_of(entry: Any, *, is_named: bool = False) -> str:
         return describe_strategy(entry)
     if not callable(entry):
         raise TunerError(
-            f"strategies holds {entry!r}, of type {type(entry).__name__}. Give names as pick_strategy takes them, "
+            f"strategies has {entry!r}, of type {type(entry).__name__}. Give names as pick_strategy takes them, "
             "choices that it made, or functions that return a strategy."
         )
     name = getattr(entry, "__name__", "<none>")
     if name.startswith("<") and not is_named:
         raise TunerError(
-            "strategies holds a function without a name (a lambda or a partial), so a project that is loaded again "
-            "could not tell which it was. Name it: strategies={'a name': function}."
+            "strategies has a function without a name (a lambda or a partial), so a reloaded project could not tell "
+            "which it was. Name it: strategies={'a name': function}."
         )
     return str(name)
 
@@ -157,31 +164,35 @@ def _parsed(name: str) -> tuple[str, int | None]:
     return (match[1], int(match[2])) if match else (name, None)
 
 
-def _made(name: str, entry: Any) -> Any:
+def _create(name: str, entry: StrategyEntry) -> StrategyChoice | tf.distribute.Strategy:
     if isinstance(entry, str):
         base, num_replicas = _parsed(entry)
         return pick_strategy(base, num_replicas=num_replicas)
     if isinstance(entry, StrategyChoice | tf.distribute.Strategy):
         return entry
     try:
-        made = entry()
+        created = entry()
     except KerasDistError:
         raise
-    except (ValueError, RuntimeError, tf.errors.OpError) as error:  # what TensorFlow raises where it lacks a device
+    except (ValueError, RuntimeError, tf.errors.OpError) as error:  # TensorFlow's, where a device is missing
         raise StrategyError(
-            f"The strategy {name!r} cannot be had here: its function raised {type(error).__name__}: {error}"
+            f"The strategy {name!r} is not available here: its function raised {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(made, StrategyChoice | tf.distribute.Strategy):
+    if not isinstance(created, StrategyChoice | tf.distribute.Strategy):
         raise TunerError(
-            f"The function for the strategy {name!r} returned {made!r}. Let it return a tf.distribute.Strategy, or "
+            f"The function for the strategy {name!r} returned {created!r}. Let it return a tf.distribute.Strategy, or "
             "what kde.pick_strategy returns."
         )
-    return made
+    return created
 
 
-def _checked(name: str, made: Any) -> StrategyChoice:
-    """Return the choice, over devices that exist, with the one MirroredStrategy that these devices have."""
-    choice = made if isinstance(made, StrategyChoice) else StrategyChoice(made, name, "given to the search")
+def _on_existing_devices(name: str, created: StrategyChoice | tf.distribute.Strategy) -> StrategyChoice:
+    """Return the choice, with the one MirroredStrategy of its devices.
+
+    Raises:
+        StrategyError: it uses devices that do not exist.
+    """
+    choice = created if isinstance(created, StrategyChoice) else StrategyChoice(created, name, "given to the search")
     strategy = choice.strategy
     if is_default_strategy(strategy) or type(strategy).__name__ not in ("MirroredStrategy", "OneDeviceStrategy"):
         return choice
@@ -194,8 +205,9 @@ def _checked(name: str, made: Any) -> StrategyChoice:
             f"hang. TensorFlow has {', '.join(sorted(existing))}."
         )
     if type(strategy).__name__ == "MirroredStrategy" and uses_collectives(strategy):
-        strategy = _HELD.setdefault(frozenset(names), strategy)
+        strategy = _MIRRORED.setdefault(frozenset(names), strategy)
     return StrategyChoice(strategy, choice.name, choice.reason)
 
 
-_HELD: dict[frozenset[str], Any] = {}  # one MirroredStrategy with collectives for a set of devices
+# The one MirroredStrategy that uses collectives, by its set of devices.
+_MIRRORED: dict[frozenset[str], tf.distribute.Strategy] = {}

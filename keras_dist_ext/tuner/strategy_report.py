@@ -1,4 +1,4 @@
-"""Report what a search knows of each strategy: trials, best score, throughput, and failures with their causes."""
+"""Report on each strategy of a search: trials, best score, throughput, and failures with their causes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from keras_dist_ext._keras.keras_tuner import keras_tuner
 from keras_dist_ext.tuner.failures import Failure
-from keras_dist_ext.tuner.first_pass import Outcome
 from keras_dist_ext.tuner.meter import quartiles
 from keras_dist_ext.tuner.records import ProjectRecords, TrialRecord
+from keras_dist_ext.tuner.screening import ScreeningResult
 from keras_dist_ext.tuner.strategies import HYPERPARAMETER
 
-__all__ = ["FailureCount", "StrategyReport", "StrategyRow", "report_on"]
+__all__ = ["FailureCount", "StrategyReport", "StrategyRow", "build_report"]
 
 
 @dataclass(frozen=True)
 class FailureCount:
-    """Trials that failed alike."""
+    """Trials that failed for the same kind of reason."""
 
     kind: str
     count: int
@@ -38,7 +38,7 @@ class StrategyRow:
     best_trial: str | None
     examples_per_second: tuple[float, float, float] | None  # quartiles over trials, in the middle the median
     failures: tuple[FailureCount, ...]
-    note: str = ""  # why the first pass has dropped it
+    note: str = ""  # why the screening has dropped it
 
 
 @dataclass(frozen=True)
@@ -95,16 +95,16 @@ def _spread(quartiles: tuple[float, float, float] | None) -> str:
     return f"{middle:.4g} ({low:.4g} to {high:.4g})"
 
 
-def report_on(
-    strategies: Sequence[str], objective: Any, records: ProjectRecords, outcome: Outcome | None
+def build_report(
+    strategies: Sequence[str], objective: Any, records: ProjectRecords, result: ScreeningResult | None
 ) -> StrategyReport:
-    """Report on a project from its files, whichever processes have written them.
+    """Return the report on a project from its files, whichever processes have written them.
 
     Args:
         strategies: their names in the search.
         objective: of the search.
         records: of the project.
-        outcome: of the first pass, if there was one.
+        result: of the screening, if there was one.
     """
     trials = [
         keras_tuner.engine.trial.Trial.load(str(path)) for path in sorted(records.folder.glob("trial_*/trial.json"))
@@ -113,12 +113,12 @@ def report_on(
     rows = []
     for strategy in strategies:
         own = [trial for trial in trials if trial.hyperparameters.values.get(HYPERPARAMETER) == strategy]
-        rows.append(_row(strategy, own, known, objective.direction == "max", outcome))
+        rows.append(_row(strategy, own, known, objective.direction == "max", result))
     return StrategyReport(objective.name, tuple(rows))
 
 
 def _row(
-    strategy: str, trials: Sequence[Any], known: dict[str, TrialRecord], is_max: bool, outcome: Outcome | None
+    strategy: str, trials: Sequence[Any], known: dict[str, TrialRecord], is_max: bool, result: ScreeningResult | None
 ) -> StrategyRow:
     completed = [trial for trial in trials if trial.status == "COMPLETED"]
     best = (max if is_max else min)(completed, key=lambda trial: trial.score, default=None)
@@ -140,13 +140,13 @@ def _row(
             FailureCount(kind, count, tuple(dict.fromkeys(f.cause for f in failed if f.kind == kind)))
             for kind, count in counts.most_common()
         ),
-        note="" if outcome is None else outcome.dropped.get(strategy, ""),
+        note="" if result is None else result.dropped.get(strategy, ""),
     )
 
 
 def _failure_of(trial: Any, record: TrialRecord | None) -> Failure:
-    """Return what was recorded; else what keras-tuner says."""
+    """Return the recorded failure, or else the last line of keras-tuner's message."""
     if record is not None and record.failure is not None:
         return record.failure
     lines = [line.strip() for line in (trial.message or "").splitlines() if line.strip()]
-    return Failure("own error", lines[-1] if lines else "no cause was recorded")
+    return Failure("user error", lines[-1] if lines else "no cause was recorded")

@@ -1,4 +1,4 @@
-"""Write each trial's logs into a folder of its own: what each replica did, hyperparameters and results."""
+"""Write each trial's logs into its own folder: what each replica did, hyperparameters and results."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["TrialLogs"]
 class TrialLogs:
     """The logs of a search, for ``tensorboard --logdir``.
 
-    ``<log_dir>/trial_<id>`` holds the runs of a trial's replicas, for the tab Replicas; ``result`` beside them its
-    hyperparameters and results, for the tab HParams, which would take all that lies below it for metrics.
+    ``<log_dir>/trial_<id>`` has the runs of a trial's replicas, for the tab Replicas; ``result`` beside them has its
+    hyperparameters and results, for the tab HParams, which takes everything below its own folder for metrics.
 
     Args:
         log_dir: of the search.
-        several: whether a trial trains several models, each then in a folder of its own below the trial's.
+        several: whether a trial trains several models, each then in its own folder below the trial's.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], *, several: bool) -> None:
@@ -39,21 +39,21 @@ class TrialLogs:
         return f"{self.log_dir}/trial_{trial_id}"
 
     def monitor(self, trial_id: str, execution: int) -> ReplicaMonitor:
-        """Return what watches the replicas of one execution of a trial."""
+        """Return the callback that monitors the replicas of one execution of a trial."""
         name = f"execution_{execution}" if self._several else ""
         return ReplicaMonitor(self.folder(trial_id), experiment=name)
 
     def write(
         self, trial_id: str, values: Mapping[str, Any], metrics: Mapping[str, float], *, step: int, completed: bool
     ) -> None:
-        """Write a trial's hyperparameters and what it has reached.
+        """Write a trial's hyperparameters and results.
 
         Args:
             trial_id: of the trial.
             values: of its hyperparameters.
             metrics: by name.
             step: the epoch that they are of.
-            completed: whether it has not failed.
+            completed: False if it has failed.
         """
         shown = {name: value for name, value in values.items() if isinstance(value, bool | int | float | str)}
         status = api_pb2.STATUS_SUCCESS if completed else api_pb2.STATUS_FAILURE
@@ -63,7 +63,7 @@ class TrialLogs:
             try:
                 now = time.time()
                 for part in (summary_v2.hparams_pb(shown, trial_id=trial_id), scalars, summary.session_end_pb(status)):
-                    # Summaries of the plugin are of the same protocol, whichever package has compiled it.
+                    # The plugin's Summary class is compiled elsewhere, from the same protocol.
                     message = Summary.FromString(part.SerializeToString())
                     writer.add_event(Event(wall_time=now, step=step, summary=message))
             finally:
@@ -71,6 +71,6 @@ class TrialLogs:
         except (OSError, tf.errors.OpError) as error:
             warnings.warn(
                 f"The results of trial {trial_id} could not be logged to {self.folder(trial_id)} ({error}). The search "
-                "goes on, and keeps them in its project.",
+                "continues, and keeps them in its project.",
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""Follow one trial while it runs: measure it, log it, and say why it failed."""
+"""Follow one trial while it runs: measure it, log it, and report why it failed."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from keras_dist_ext._keras.keras_tuner import (
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.monitoring.monitor import ReplicaMonitor
-from keras_dist_ext.strategy.pick import StrategyChoice
 from keras_dist_ext.strategy.scope import describe_strategy
 from keras_dist_ext.training.execution_sizer import allow_multi_step
+from keras_dist_ext.training.model import Model
 from keras_dist_ext.training.run_callback import RunCallback
-from keras_dist_ext.tuner.coupled import CoupledValues, batched, check_fixed_batch
-from keras_dist_ext.tuner.failures import Failure, Infeasible, failure_of
+from keras_dist_ext.tuner.coupled import CoupledValues, batch_data, check_fixed_batch
+from keras_dist_ext.tuner.failures import Failure, InfeasibleError, classify_failure
 from keras_dist_ext.tuner.meter import Meter
-from keras_dist_ext.tuner.objectives import Measured
+from keras_dist_ext.tuner.model_builder import Built
+from keras_dist_ext.tuner.objectives import MeasuredObjective
 from keras_dist_ext.tuner.records import TrialRecord
 from keras_dist_ext.tuner.trial_logs import TrialLogs
 
-__all__ = ["Gauge", "TrialRun", "fit_coupled"]
+__all__ = ["ObjectiveLogger", "TrialRun", "fit_with_coupled"]
 
 
 class TrialRun:
@@ -39,68 +40,68 @@ class TrialRun:
     Args:
         trial: keras-tuner's.
         strategy: the name of its strategy in the search.
-        objectives: of the search, one by one.
+        built: what its models are built under; filled in when the first of them is built.
+        objectives: the single objectives of the search.
         logs: where to write what replicas do; None: nowhere.
         seconds_before: of training, in the trial that this one continues.
         tuner: whose hooks keras-tuner's callbacks call.
-
-    Attributes:
-        choice: the strategy, once a model is built under it.
-        values: what was coupled to it.
     """
 
     def __init__(
         self,
-        trial: Any,
+        trial: keras_tuner.engine.trial.Trial,
         strategy: str,
+        built: Built,
         *,
-        objectives: Sequence[Any],
+        objectives: Sequence[keras_tuner.Objective],
         logs: TrialLogs | None,
         seconds_before: float,
-        tuner: Any,
+        tuner: keras_tuner.Tuner,
     ) -> None:
         self._trial = trial
         self._strategy = strategy
+        self._built = built
         self._objectives = objectives
-        self._measured = [objective for objective in objectives if isinstance(objective, Measured)]
+        self._measured = [objective for objective in objectives if isinstance(objective, MeasuredObjective)]
         self._logs = logs
         self._seconds_before = seconds_before
         self._tuner = tuner
-        self.choice: StrategyChoice | None = None
-        self.values = CoupledValues()
         self._meters: list[Meter] = []
 
-    def fit(self, fit: Callable[..., Any], hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def fit(
+        self, fit: Callable[..., Any], hp: keras_tuner.HyperParameters, model: keras.Model, *args: Any, **kwargs: Any
+    ) -> Any:
         """Train a model by the user's `fit`, measured and logged.
 
         Raises:
-            Infeasible: the loss, or an objective, never was a number.
+            InfeasibleError: the loss, or an objective, was NaN in all epochs.
             TunerError: the objective could not be measured.
         """
         meter = Meter(seconds_before=self._seconds_before)
         callbacks = list(kwargs.pop("callbacks", None) or [])
         for callback in callbacks_with_empty_batch_hooks(callbacks, self._tuner):
             allow_multi_step(callback)
-        self._part_monitors(callbacks)
-        first: list[Any] = [Gauge(meter, self._measured)]
+        self._separate_monitors(callbacks)
+        first: list[keras.callbacks.Callback] = [ObjectiveLogger(meter, self._measured)]
         if self._logs is not None:
             first.append(self._logs.monitor(self._trial.trial_id, len(self._meters)))
         self._meters.append(meter)
         for objective in self._measured:
-            objective.begin()
-        results = fit_coupled(fit, hp, model, self.values, *args, callbacks=[*first, *callbacks], **kwargs)
-        results = self._settle(results, meter)
+            objective.reset()
+        values = self._built.values
+        results = fit_with_coupled(fit, hp, model, values, *args, callbacks=[*first, *callbacks], **kwargs)
+        results = self._add_measurements(results, meter)
         self._check_numbers(results)
         return results
 
-    def _part_monitors(self, callbacks: Sequence[Any]) -> None:
-        """Have the user's own monitors write each trial into a folder of its own, as keras-tuner does TensorBoard's."""
+    def _separate_monitors(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        """Let the user's monitors write each trial into its own folder, as keras-tuner does for TensorBoard."""
         name = f"trial_{self._trial.trial_id}"
         if self._tuner.executions_per_trial > 1:
             name += f"/execution_{len(self._meters)}"
         for callback in callbacks:
             if isinstance(callback, ReplicaMonitor):
-                callback.write_below(name)
+                callback.use_subdirectory(name)
 
     def _check_numbers(self, results: Any) -> None:
         if isinstance(results, list):
@@ -114,135 +115,144 @@ class TrialRun:
             numbers = values if isinstance(values, list) else [values]
             if not numbers or not all(isinstance(n, float | np.floating) and np.isnan(n) for n in numbers):
                 continue
-            if name in [objective.name for objective in self._measured if objective.is_of_steps]:
+            if name in [objective.name for objective in self._measured if objective.needs_steps]:
                 raise TunerError(
-                    f"The objective {name} could not be measured: it takes three steps of training at least, by a "
+                    f"The objective {name} could not be measured: that takes at least three steps of training, by a "
                     "model's own fit. Train longer."
                 )
             epochs = f" in {counted(len(numbers), 'epoch')} out of {len(numbers)}" if isinstance(values, list) else ""
-            raise Infeasible(Failure("NaN loss", f"{name} was NaN{epochs}"))
+            raise InfeasibleError(Failure("NaN loss", f"{name} was NaN{epochs}"))
 
-    def _settle(self, results: Any, meter: Meter) -> Any:
+    def _add_measurements(self, results: Any, meter: Meter) -> Any:
         """Return the results with what was measured, now that training has ended."""
         if isinstance(results, list):
-            return [self._settle(result, meter) for result in results]
+            return [self._add_measurements(result, meter) for result in results]
         for objective in self._measured:
             if isinstance(results, keras.callbacks.History) and objective.name in results.history:
-                results.history[objective.name] = objective.settled(results.history[objective.name], meter)
+                results.history[objective.name] = objective.final_values(results.history[objective.name], meter)
             elif isinstance(results, dict) and objective.name not in results:
                 results = {**results, objective.name: objective.value(results, meter)}
         return results
 
     def check(self, results: Any) -> None:
-        """See whether a score can be made of what `run_trial` has returned.
+        """Check that the results of `run_trial` have a score.
 
         Raises:
-            Infeasible: it would be NaN.
-            TunerError: nobody has measured what the trial is judged by.
+            InfeasibleError: the score is NaN.
+            TunerError: the objective was not measured.
         """
         for objective in self._measured:
-            if _lacks(results, objective.name):
+            if _is_missing(results, objective.name):
                 raise TunerError(
-                    f"Nobody has measured {objective.name}: run_trial has trained the model by itself. Train it by "
-                    f"self.hypermodel.fit(hp, model, ...), or return a dict that has {objective.name!r}."
+                    f"The objective {objective.name} was not measured, because run_trial has trained the model without "
+                    f"self.hypermodel.fit. Train it by self.hypermodel.fit(hp, model, ...), or return a dict that has "
+                    f"{objective.name!r}."
                 )
-        if self.choice is not None and not self._meters and self.values.global_batch_size is not None:
+        batch_size = self._built.values.global_batch_size
+        if self._built.choice is not None and not self._meters and batch_size is not None:
             warnings.warn(
                 "run_trial has trained the model without self.hypermodel.fit, so the batches are not those of "
-                f"batch_size_per_replica, unless it has made batches of {self.values.global_batch_size} rows itself.",
+                f"batch_size_per_replica, unless it has made batches of {batch_size} examples itself.",
                 stacklevel=3,
             )
         score = score_of(results, self._tuner.oracle.objective)
         if score is not None and math.isnan(score):
-            raise Infeasible(Failure("NaN loss", f"{self._tuner.oracle.objective.name} was NaN"))
+            raise InfeasibleError(Failure("NaN loss", f"{self._tuner.oracle.objective.name} was NaN"))
 
-    def failed(self, error: Exception) -> Exception | None:
-        """Return what keras-tuner is to be told instead of an exception; None: the exception itself."""
+    def error_for_tuner(self, error: Exception) -> Exception | None:
+        """Return the exception to raise to keras-tuner instead of one that ended the trial; None: that one itself."""
         if isinstance(error, keras_tuner.errors.FatalError | keras_tuner.errors.FailedTrialError):
             return None
         if isinstance(error, TunerError):
             fatal: Exception = FatalTunerError(str(error))
             return fatal
-        failure = failure_of(error)
-        if not failure.is_infeasible or failure.may_pass:
+        failure = classify_failure(error)
+        if not failure.is_infeasible or failure.is_transient:
             return None  # retried, and counted, as keras-tuner does
-        told: Exception = keras_tuner.errors.FailedTrialError(
-            f"Under the strategy {self._strategy!r} this trial cannot run. {failure}"
+        failed: Exception = keras_tuner.errors.FailedTrialError(
+            f"This trial cannot run under the strategy {self._strategy!r}. {failure}"
         )
-        return told
+        return failed
 
     def record(self, error: Exception | None = None) -> TrialRecord:
         """Return what is known of the trial, now that it has ended."""
-        strategy = None if self.choice is None else self.choice.strategy
+        strategy = None if self._built.choice is None else self._built.choice.strategy
         return TrialRecord(
             trial_id=self._trial.trial_id,
             strategy=self._strategy,
             description="" if strategy is None else describe_strategy(strategy),
             num_replicas=0 if strategy is None else strategy.num_replicas_in_sync,
-            global_batch_size=self.values.global_batch_size,
+            global_batch_size=self._built.values.global_batch_size,
             examples_per_second=tuple(
                 meter.examples_per_second for meter in self._meters if math.isfinite(meter.examples_per_second)
             ),
             seconds=tuple(meter.seconds for meter in self._meters),
-            failure=None if error is None else failure_of(error),
+            failure=None if error is None else classify_failure(error),
             values=dict(self._trial.hyperparameters.values),
         )
 
 
-def _lacks(results: Any, name: str) -> bool:
+def _is_missing(results: Any, name: str) -> bool:
     if isinstance(results, list):
-        return any(_lacks(result, name) for result in results)
+        return any(_is_missing(result, name) for result in results)
     results = results.history if isinstance(results, keras.callbacks.History) else results
     return isinstance(results, dict) and name not in results
 
 
-def fit_coupled(fit: Callable[..., Any], hp: Any, model: Any, values: CoupledValues, *args: Any, **kwargs: Any) -> Any:
-    """Train a model by the user's `fit`, on data in batches of the size that goes with the strategy."""
+def fit_with_coupled(
+    fit: Callable[..., Any],
+    hp: keras_tuner.HyperParameters,
+    model: keras.Model,
+    values: CoupledValues,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Train a model by the user's `fit`, on data in batches of the size that is coupled to the strategy."""
     given: Sequence[Any] = args
     if values.global_batch_size is not None:
-        given, kwargs = batched(args, kwargs, values.global_batch_size, model)
+        given, kwargs = batch_data(args, kwargs, values.global_batch_size, model)
     elif "batch_size" in kwargs:
         check_fixed_batch(model, kwargs["batch_size"])
     return fit(hp, model, *given, **kwargs)
 
 
-class Gauge(RunCallback):
-    """Adds what is measured to the logs of each epoch; it comes first, so that other callbacks see it."""
+class ObjectiveLogger(RunCallback):
+    """Adds measured objectives to the logs of each epoch; it comes first, so that other callbacks see them."""
 
     supports_multi_step = True
 
-    def __init__(self, meter: Meter, measured: Sequence[Measured]) -> None:
+    def __init__(self, meter: Meter, measured: Sequence[MeasuredObjective]) -> None:
         super().__init__()
         self._meter = meter
         self._measured = measured
 
-    def on_run_prepare(self, model: Any) -> None:
-        """Have steps recorded."""
+    def on_run_prepare(self, model: Model) -> None:
+        """Record the steps of the run."""
         self._meter.on_run_prepare(model)
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Begin."""
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Start the meter."""
         self._meter.on_train_begin()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count."""
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Measure."""
         self._meter.on_train_batch_end(batch)
 
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Count."""
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Measure."""
         self._meter.on_test_begin()
 
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count."""
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Measure."""
         self._meter.on_test_batch_end(batch)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Count, and add to the logs."""
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Measure, and add to the logs."""
         self._meter.on_epoch_end(epoch)
         if logs is not None:
             for objective in self._measured:
                 logs[objective.name] = objective.value(logs, self._meter)
 
-    def on_train_end(self, logs: Any = None) -> None:
-        """End."""
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Stop the meter."""
         self._meter.on_train_end()

@@ -473,7 +473,7 @@ def test_smoothing_is_tensorboards(page):
         last = 0.6 * last + 0.4 * value
         expected.append(last / (1 - 0.6**count))
     assert lines["replica 1"] == close(expected)
-    assert lines["replica 1 as it was"] == close(column(mirrored(), names.LOSS, 1))
+    assert lines["replica 1 unsmoothed"] == close(column(mirrored(), names.LOSS, 1))
     assert lines["highest"] == close(over(mirrored(), names.LOSS, "max")), "extremes are not smoothed away"
 
 

@@ -695,7 +695,7 @@ def test_a_disk_that_fills_up_costs_saves_and_records_and_nothing_else(mirrored:
     newest = CheckpointStore(small_disk / "saves", 20).newest()  # whole, without a warning
     assert newest is not None
     assert unpack(newest)[0]["position"]["num_run_batches"] >= 4
-    assert not list((small_disk / "saves").glob("*.aside"))
+    assert not list((small_disk / "saves").glob("*.tmp"))
 
 
 # Real workers

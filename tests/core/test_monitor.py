@@ -408,7 +408,7 @@ def test_a_writer_that_fails_stops_neither_training_nor_the_others(mirrored: Any
     said = [str(warning.message) for warning in caught if "JsonLinesWriter" in str(warning.message)]
     assert len(said) == 2
     assert "No space left on device. 1 record dropped so far" in said[0]
-    assert said[1] == "JsonLinesWriter dropped 6 records of this run in all."
+    assert said[1] == "JsonLinesWriter dropped 6 records of this run in total."
     assert len(history.history["loss"]) == 3
     assert len(memory.train) == 9
 

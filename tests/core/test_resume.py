@@ -361,8 +361,8 @@ def test_what_a_callback_keeps_and_cannot_be_saved_is_named_once(tmp_path: pathl
         fit_small(tmp_path, Keeps(), epochs=3)
     (said,) = [str(w.message) for w in caught if "Resume" in str(w.message)]
     assert said == (
-        "Resume cannot save what the callback Keeps keeps in thread (lock): a resumed run begins without. Keep it in "
-        "numbers, strings, lists, dicts or arrays, or give the callback methods get_state() and set_state(state)."
+        "Resume cannot save these attributes of the callback Keeps: thread (lock). A resumed run starts without them. "
+        "Use numbers, strings, lists, dicts or arrays, or give the callback methods get_state() and set_state(state)."
     )
 
 
@@ -412,7 +412,9 @@ def test_an_object_of_a_callback_that_changes_and_cannot_be_saved_is_named(tmp_p
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.tracker.seen.append(epoch)
 
-    with pytest.warns(UserWarning, match=r"what the callback Tracks keeps in tracker \(Tracker\): a resumed run"):
+    with pytest.warns(
+        UserWarning, match=r"these attributes of the callback Tracks: tracker \(Tracker\). A resumed run"
+    ):
         fit_small(tmp_path, Tracks(), epochs=2)
 
 
@@ -437,7 +439,7 @@ def test_a_callback_may_say_itself_what_its_state_is(tmp_path: pathlib.Path) -> 
         def get_state(self) -> Any:
             return {"lock": threading.Lock()}
 
-    with pytest.raises(TypeError, match=r"Wrong\[0\].get_state\(\) holds a lock, which Resume cannot save"):
+    with pytest.raises(TypeError, match=r"Wrong\[0\].get_state\(\) has a lock, which Resume cannot save"):
         fit_small(tmp_path / "other", Wrong())
 
 
@@ -525,10 +527,10 @@ def test_small_pipelines_go_on_without_being_read_again(tmp_path: pathlib.Path) 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (lambda: runs.batches(), "The data is a generator, which cannot be entered in the middle, .* seek"),
+        (lambda: runs.batches(), "The data is a generator, which cannot start in the middle, .* seek"),
         (
             lambda: runs.py_dataset(workers=2),
-            "PyDataset with 2 workers, .* after 2 of its 6 batches: .* Leave steps_per_epoch out, or take workers=1",
+            "PyDataset with 2 workers, .* after 2 of its 6 batches: .* Leave steps_per_epoch out, or set workers=1",
         ),
         (
             lambda: tf.distribute.get_strategy().experimental_distribute_dataset(runs.tf_data(lambda d: d.batch(8))),
@@ -558,17 +560,17 @@ def test_a_distributed_dataset_is_refused(mirrored: Any, tmp_path: pathlib.Path)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"units": 2}, r"weight/0 \(net/head/kernel\) is float32 \(4, 2\), and was float32 \(4, 1\); .* another dir"),
-        ({"optimizer": "adam"}, "optimizer is Adam, and was SGD; of optimizer/2 .* is new"),
+        ({"units": 2}, r"weight/0 \(net/head/kernel\) is float32 \(4, 2\), was float32 \(4, 1\); .* another dir"),
+        ({"optimizer": "adam"}, "optimizer is Adam, was SGD; of optimizer/2 .* is new"),
         ({"metrics": ["mae"]}, r"metric/2 \(.*/total, .*\) is new"),
-        ({"seed": 3}, "the seed is 3, and was none"),
-        ({"batch_size": 5}, "over other data, .* batch_size: 5, and was 8; batches of a pass: 9, and was 6"),
-        ({"steps_per_epoch": 2}, "steps_per_epoch: 2, and was None"),
-        ({"shuffle": False}, "shuffle: False, and was True"),
-        ({"rows": 43}, r"rows: 43, and was 44\. Give fit what it was given"),  # as many batches
-        ({"loss": "mae"}, "another run than that of 'net': loss is mae, and was mse. Build and compile"),
-        ({"activation": "tanh"}, r"layer \d is Dense\(.*activation=tanh.*, and was Dense\(.*=linear"),
-        ({"optimizer": keras.optimizers.SGD(0.02)}, "learning_rate of optimizer is 0.02, and was 0.01"),
+        ({"seed": 3}, "the seed is 3, was none"),
+        ({"batch_size": 5}, "over other data, .* batch_size: 5, was 8; batches of a pass: 9, was 6"),
+        ({"steps_per_epoch": 2}, "steps_per_epoch: 2, was None"),
+        ({"shuffle": False}, "shuffle: False, was True"),
+        ({"rows": 43}, r"rows: 43, was 44\. Give fit the same data"),  # as many batches
+        ({"loss": "mae"}, "not of this run of 'net': loss is mae, was mse. Build and compile"),
+        ({"activation": "tanh"}, r"layer \d is Dense\(.*activation=tanh.*, was Dense\(.*=linear"),
+        ({"optimizer": keras.optimizers.SGD(0.02)}, "learning_rate of optimizer is 0.02, was 0.01"),
     ],
 )
 def test_a_save_of_another_run_is_refused_with_what_differs(changed: Any, message: str, tmp_path: pathlib.Path) -> None:
@@ -593,10 +595,10 @@ def test_other_arrays_with_as_many_rows_are_warned_of(tmp_path: pathlib.Path) ->
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fit_small(tmp_path, x=x, y=y, epochs=2)
-        return [str(w.message) for w in caught if "as many rows" in str(w.message)]
+        return [str(w.message) for w in caught if "of the same length" in str(w.message)]
 
     assert said(X, Y) == [] == said(X, Y) == said(tf.constant(X), tf.constant(Y))
-    assert "over arrays with as many rows, but not these: the run goes on" in said(X, Y[::-1])[0]
+    assert "over other arrays of the same length: the run continues" in said(X, Y[::-1])[0]
 
 
 def test_data_whose_order_depends_on_timing_is_warned_of(tmp_path: pathlib.Path) -> None:
@@ -606,7 +608,7 @@ def test_data_whose_order_depends_on_timing_is_warned_of(tmp_path: pathlib.Path)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*depends on timing")
         fit_small(tmp_path / "one", x=pipeline(None), y=None, batch_size=None)
-    with pytest.warns(UserWarning, match=r"an order that depends on timing \(deterministic=False\), so a run"):
+    with pytest.warns(UserWarning, match=r"The order of the data depends on timing \(deterministic=False\), so a run"):
         fit_small(tmp_path / "other", x=pipeline(False), y=None, batch_size=None)
 
 
@@ -616,21 +618,24 @@ def test_other_batches_of_endless_data_are_other_data(tmp_path: pathlib.Path) ->
         return {"x": data, "y": None, "batch_size": None, "steps_per_epoch": 3}
 
     fit_small(tmp_path, **endless(8))
-    with pytest.raises(kde.ResumeError, match=r"batches of the pipeline: \[4\], and was \[8\]"):
+    with pytest.raises(kde.ResumeError, match=r"batches of the pipeline: \[4\], was \[8\]"):
         fit_small(tmp_path, **endless(4))
 
 
 def test_a_run_is_saved_by_one_callback_alone(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(kde.ResumeError, match=r"2 Resume callbacks \(.*/one, .*/two\), .* Give fit one of them"):
+    with pytest.raises(
+        kde.ResumeError,
+        match=r"Only one Resume callback is allowed, and fit was given 2 \(.*/one, .*/two\). Give fit one of them",
+    ):
         fit_small(tmp_path / "one", kde.Resume(tmp_path / "two"))
 
 
 def test_a_save_of_a_later_version_is_refused(tmp_path: pathlib.Path) -> None:
     fit_small(tmp_path)
     saves = CheckpointStore(tmp_path, 3)
-    facts, arrays = unpack(saves.newest() or b"")
-    saves.write({**facts, "version": 2}, arrays)
-    with pytest.raises(kde.ResumeError, match="holds saves of version 2; this package reads version 1"):
+    metadata, arrays = unpack(saves.newest() or b"")
+    saves.write({**metadata, "version": 2}, arrays)
+    with pytest.raises(kde.ResumeError, match="has checkpoints of version 2; this package reads version 1"):
         fit_small(tmp_path)
 
 
@@ -657,22 +662,28 @@ def test_numbers_of_numpy_in_the_arguments_of_fit_are_saved(tmp_path: pathlib.Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"save_every": 0}, "save_every is 0; it is 'epoch', a number of steps such as 500, or a time such as '30s'"),
-        ({"save_every": 60.0}, "save_every is 60.0"),
-        ({"save_every": "often"}, "save_every is 'often'"),
-        ({"save_every": "0s"}, "save_every is '0s'"),
-        ({"save_every": datetime.timedelta()}, "save_every is datetime.timedelta"),
-        ({"keep": 0}, "keep is 0; it is how many saves to keep, at least 1"),
-        ({"keep": True}, "keep is True"),
-        ({"save_every": True}, "save_every is True"),
-        ({"directory": ""}, "directory is ''; it is the path of a directory for the saves of this run alone"),
-        ({"directory": None}, "directory is None"),
+        (
+            {"save_every": 0},
+            "save_every must be 'epoch', a number of steps such as 500, or a time such as '30s', '10min' or '2h', got "
+            "0",
+        ),
+        ({"save_every": 60.0}, "got 60.0"),
+        ({"save_every": "often"}, "got 'often'"),
+        ({"save_every": "0s"}, "got '0s'"),
+        ({"save_every": datetime.timedelta()}, "got datetime.timedelta"),
+        ({"keep": 0}, "keep must be an integer >= 1, got 0"),
+        ({"keep": True}, "keep must be an integer >= 1, got True"),
+        ({"save_every": True}, "got True"),
+        ({"directory": ""}, "directory must be the path of a directory for the checkpoints of this run, got ''"),
+        ({"directory": None}, "got None"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(arguments: Any, message: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(kde.ResumeError, match=message):
         kde.Resume(**{"directory": tmp_path, **arguments})
-    with pytest.raises(kde.ResumeError, match="directory is 'gs://bucket/run'; files cannot be renamed there"):
+    with pytest.raises(
+        kde.ResumeError, match="directory is 'gs://bucket/run'; files cannot be renamed atomically there"
+    ):
         kde.Resume("gs://bucket/run")
 
 
@@ -729,7 +740,7 @@ def test_two_runs_in_one_directory_do_not_mix_their_saves(tmp_path: pathlib.Path
         warnings.simplefilter("always")
         fit_small(tmp_path, OtherRun(), resume=kde.Resume(tmp_path, "epoch"), epochs=3)
     said = [str(warning.message) for warning in caught if "could not be written to" in str(warning.message)]
-    assert re.search(r"FileExistsError: ckpt-\d+.kde is of another run, and each needs a directory of its own", said[0])
+    assert re.search(r"FileExistsError: ckpt-\d+.kde is of another run, and each run needs its own directory", said[0])
 
 
 # Checkpoints that are not whole
@@ -748,8 +759,8 @@ def test_arrays_of_all_kinds_come_back(tmp_path: pathlib.Path) -> None:
     saves = CheckpointStore(tmp_path / "a" / "b", 2)
     saves.prepare()
     saves.write({"n": 1, "list": [None, 1e-300, "ü"]}, arrays)
-    facts, back = unpack(saves.newest() or b"")
-    assert facts == {"n": 1, "list": [None, 1e-300, "ü"]}
+    metadata, back = unpack(saves.newest() or b"")
+    assert metadata == {"n": 1, "list": [None, 1e-300, "ü"]}
     for name, array in arrays.items():
         assert back[name].dtype == array.dtype.newbyteorder("=")
         np.testing.assert_array_equal(back[name], array)
@@ -781,8 +792,8 @@ def emptied(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (torn, "its checksum does not fit"),
-        pytest.param(flipped, "its checksum does not fit", marks=pytest.mark.slow),
+        (torn, "its checksum does not match"),
+        pytest.param(flipped, "its checksum does not match", marks=pytest.mark.slow),
         pytest.param(emptied, "it is empty", marks=pytest.mark.slow),
     ],
 )
@@ -800,7 +811,7 @@ def test_a_damaged_save_is_named_and_the_one_before_it_used(
         resumed = run(strategies.get("default"), tmp_path / "run", epochs=2, save_every=1)
     (said,) = [str(w.message) for w in caught if "cannot be used" in str(w.message)]
     assert said.startswith(f"{newest} cannot be used: {message}")
-    assert said.endswith(f"The run goes on from {before.name}.")
+    assert said.endswith(f"The run resumes from {before.name}.")
     assert resumed["resumed"] == (at["epoch"], at["step"])
     assert_same(twin, resumed)
     assert not newest.exists()
@@ -823,7 +834,9 @@ def test_damaged_saves_do_not_push_out_whole_ones(tmp_path: pathlib.Path) -> Non
 def test_where_no_save_is_whole_the_run_begins_anew_and_says_so(tmp_path: pathlib.Path) -> None:
     saves = CheckpointStore(tmp_path, 2)
     saves.write({}, {}).write_bytes(b"KDECKPT1")
-    with pytest.warns(UserWarning, match="ckpt-0000000001.kde cannot be used: .* no other, so the run begins anew"):
+    with pytest.warns(
+        UserWarning, match="ckpt-0000000001.kde cannot be used: .* no other, so the run starts from the beginning"
+    ):
         assert saves.newest() is None
 
 
@@ -857,8 +870,8 @@ def test_a_process_killed_while_it_saves_leaves_the_save_before_or_a_whole_one(
     ended = subprocess.run([sys.executable, "-c", DYING, str(tmp_path), function, str(count)], timeout=60)
     assert ended.returncode == -signal.SIGKILL
     saves = CheckpointStore(tmp_path, 3)
-    facts, arrays = unpack(saves.newest() or b"")
-    assert facts == {"number": left}
+    metadata, arrays = unpack(saves.newest() or b"")
+    assert metadata == {"number": left}
     np.testing.assert_array_equal(arrays["a"], np.arange(1000))
     saves.prepare()
     assert all(path.suffix == ".kde" for path in tmp_path.iterdir())
@@ -904,8 +917,8 @@ def test_a_full_disk_is_one_warning_and_saving_is_tried_again(
         history = fit_small(tmp_path, epochs=6)
     said = [str(warning.message) for warning in caught if "cannot" not in str(warning.message)]
     assert [text for text in said if "could not be written" in text] == [
-        f"{tmp_path} could not be written to: OSError: [Errno 28] No space left on device. What was saved before is as "
-        "it was; training goes on, and the next save is tried when it is due."
+        f"{tmp_path} could not be written to: OSError: [Errno 28] No space left on device. Earlier checkpoints are "
+        "unchanged; training continues, and the next checkpoint is tried when it is due."
     ]
     assert history.epoch == list(range(6))
     assert unpack(CheckpointStore(tmp_path, 3).newest() or b"")[0]["position"]["epoch"] == 6
@@ -923,7 +936,7 @@ def test_saves_that_fail_until_the_end_are_counted(tmp_path: pathlib.Path, monke
             fit_small(tmp_path, resume=resume, epochs=2)
     said = [str(warning.message) for warning in caught if "could not be written" in str(warning.message)]
     assert len(said) == 2
-    assert said[1] == f"{tmp_path} could not be written to: the last 2 saves of this run have failed."
+    assert said[1] == f"{tmp_path} could not be written to: the last 2 checkpoints of this run have failed."
 
 
 def test_what_is_read_is_never_unpickled(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -936,7 +949,7 @@ def test_what_is_read_is_never_unpickled(tmp_path: pathlib.Path, monkeypatch: py
     monkeypatch.setattr(pickle, "loads", refuse)
     monkeypatch.setattr(pickle, "load", refuse)
     fit_small(tmp_path)
-    with pytest.raises(InvalidCheckpoint, match="it does not begin as a save does"):
+    with pytest.raises(InvalidCheckpoint, match="it does not start like a checkpoint"):
         check(pickle.dumps({"a": 1}))
 
 
@@ -1063,7 +1076,7 @@ def test_signals_are_heard_in_the_main_thread_alone(tmp_path: pathlib.Path) -> N
     thread = threading.Thread(target=fit)
     thread.start()
     thread.join()
-    assert "in a thread: Python tells of signals in the main thread alone" in str(errors[0])
+    assert "in a thread: Python handles signals only in the main thread" in str(errors[0])
 
 
 def test_nothing_is_left_of_a_run(tmp_path: pathlib.Path) -> None:

@@ -11,31 +11,37 @@ import time
 from pathlib import Path
 
 from keras_dist_ext.tuner.processes.channel import Channel, Unreachable
-from keras_dist_ext.tuner.processes.place import place_of
+from keras_dist_ext.tuner.processes.process_role import process_role
 
 
 def worker(*acts: str) -> None:
-    place = place_of()
-    assert place is not None
-    channel = Channel(place.address, patience_seconds=60.0)
+    role = process_role()
+    assert role is not None
+    channel = Channel(role.address, retry_seconds=60.0)
     if acts[:1] == ("measure",):
-        measure(channel, place.tuner_id, *acts[1:])
-    for turn in range(1, 1000):
-        request = {"tuner_id": place.tuner_id, "start": place.start, "turn": turn, "member": 0, "num_members": 1}
+        measure(channel, role.tuner_id, *acts[1:])
+    for trial_number in range(1, 1000):
+        request = {
+            "tuner_id": role.tuner_id,
+            "start": role.start,
+            "trial_number": trial_number,
+            "worker_index": 0,
+            "num_workers": 1,
+        }
         while (trial := channel.call("create_trial", **request)) is None:
             time.sleep(0.02)
         if trial["status"] == "STOPPED":
             return
-        act(trial, place.start, *acts)
+        act(trial, role.start, *acts)
         channel.call("update_trial", trial_id=trial["trial_id"], metrics={"score": 1.0}, step=0)
         done = {**trial, "status": "COMPLETED"}
         channel.call("end_trial", **request, trial=done)
 
 
 def measure(channel: Channel, tuner_id: str, how: str, folder: str) -> None:
-    """Make the first pass, or wait for it; who is the first to begin it will "hang" or "die"."""
+    """Screen, or wait for the result; the first to begin will "hang" or "die"."""
     asking = {"tuner_id": tuner_id, "measures": False}
-    while "outcome" not in (reply := channel.call("ask_first_pass", **asking)):
+    while "result" not in (reply := channel.call("request_screening", **asking)):
         if reply["may_measure"]:
             begun = Path(folder, "begun")
             if not begun.exists():
@@ -43,8 +49,8 @@ def measure(channel: Channel, tuner_id: str, how: str, folder: str) -> None:
                 if how == "die":
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(200)
-            outcome = {"survivors": ["a"], "dropped": {}, "examples_per_second": {}}
-            channel.call("end_first_pass", outcome=outcome)
+            result = {"survivors": ["a"], "dropped": {}, "examples_per_second": {}}
+            channel.call("finish_screening", result=result)
         time.sleep(0.02)
 
 
@@ -67,9 +73,9 @@ def act(trial: dict, start: int, what: str = "work", *args: str) -> None:
 
 
 def chief() -> None:
-    place = place_of()
-    assert place is not None
-    channel = Channel(place.address)
+    role = process_role()
+    assert role is not None
+    channel = Channel(role.address)
     while True:
         try:
             channel.call("status")
@@ -80,7 +86,7 @@ def chief() -> None:
 
 
 if __name__ == "__main__":
-    role, *rest = sys.argv[1:]
-    if role == "crash":
+    what, *rest = sys.argv[1:]
+    if what == "crash":
         sys.exit("this machine lacks a library")
-    {"worker": worker, "chief": chief}[role](*rest)
+    {"worker": worker, "chief": chief}[what](*rest)

@@ -27,7 +27,7 @@ def search(
     strategies: Any = "one_device",
     doom: dict[str, Any] | None = None,
     epochs: int = 2,
-    first_pass: dict[str, Any] | None = None,
+    screening: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Search, and return what the chief finds.
@@ -38,24 +38,24 @@ def search(
         strategies: of the trials.
         doom: who dies where, see `_Digits`.
         epochs: of each trial.
-        first_pass: its rules, if there is to be one.
+        screening: its rules, if there is to be one.
         options: of the tuner.
     """
     import keras_dist_ext as kde  # noqa: F401 - the launcher hears of this process
     from keras_dist_ext import tuner as tuners
-    from keras_dist_ext.tuner.processes.measuring import Turnstile
-    from keras_dist_ext.tuner.processes.place import place_of
+    from keras_dist_ext.tuner.processes.process_role import process_role
+    from keras_dist_ext.tuner.processes.screening_lease import ScreeningLease
 
-    Turnstile.LEASE_SECONDS = 300.0  # who measures may take long to start again on a busy machine
+    ScreeningLease.LEASE_SECONDS = 300.0  # who measures may take long to start again on a busy machine
 
-    place = place_of()
-    if place is not None and place.is_chief:
+    role = process_role()
+    if role is not None and role.is_chief:
         Path(folder, "chief.pid").write_text(str(os.getpid()))
     tuner = getattr(tuners, kind)(
         _digits(folder, doom or {}),
         objective="val_loss",
         strategies=strategies,
-        first_pass=None if first_pass is None else tuners.FirstPass(**first_pass),
+        screening=None if screening is None else tuners.Screening(**screening),
         directory=folder,
         project_name="project",
         seed=7,
@@ -131,14 +131,14 @@ def _digits(folder: str, doom: dict[str, Any]) -> Any:
             line = {
                 "what": what,
                 "tuner": environ.get("KERASTUNER_TUNER_ID"),
-                "member": task,
+                "worker_index": task,
                 "units": self.units,
                 "replicas": replicas,
                 "threads": environ.get("TF_NUM_INTRAOP_THREADS"),
                 "listening": _listening(environ.get("KERASTUNER_ORACLE_PORT")) if what == "begin" else None,
                 "time": time.time(),
             }
-            with open(Path(self.folder, "diary.jsonl"), "a", encoding="utf-8") as file:
+            with open(Path(self.folder, "log.jsonl"), "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
     return Digits()
@@ -152,6 +152,6 @@ def _listening(port: str | None) -> list[str]:
     return sorted(c.laddr.ip.removeprefix("::ffff:") for c in listening if port and c.laddr.port == int(port))
 
 
-def diary(folder: Any) -> list[dict[str, Any]]:
+def log(folder: Any) -> list[dict[str, Any]]:
     """Return what the processes of a search have written down."""
-    return [json.loads(line) for line in Path(folder, "diary.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in Path(folder, "log.jsonl").read_text(encoding="utf-8").splitlines()]

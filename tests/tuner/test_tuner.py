@@ -51,13 +51,13 @@ from tuner_runs import (
 import keras_dist_ext as kde
 from keras_dist_ext._keras.keras_tuner import callbacks_with_empty_batch_hooks
 from keras_dist_ext.training.execution_sizer import allow_multi_step, looks_at_batches
-from keras_dist_ext.tuner.avoidance import _Known
-from keras_dist_ext.tuner.coupled import CoupledValues, ScaledLearningRate, batched, couple
-from keras_dist_ext.tuner.failures import Failure, Infeasible, failure_of
-from keras_dist_ext.tuner.first_pass import Outcome, race
+from keras_dist_ext.tuner.coupled import CoupledValues, ScaledLearningRate, apply_coupled, batch_data
+from keras_dist_ext.tuner.failures import Failure, InfeasibleError, classify_failure
+from keras_dist_ext.tuner.infeasible import _FailedTrials
 from keras_dist_ext.tuner.meter import Meter
 from keras_dist_ext.tuner.objectives import UNREACHED
 from keras_dist_ext.tuner.records import TrialRecord
+from keras_dist_ext.tuner.screening import ScreeningResult, screen_strategies
 from keras_dist_ext.tuner.strategies import Strategies
 from keras_dist_ext.tuner.strategy_report import StrategyReport
 from keras_dist_ext.tuner.trial_logs import TrialLogs
@@ -208,13 +208,13 @@ def test_a_project_of_other_strategies_or_of_none_is_refused(tmp_path: pathlib.P
 
     make(kde.tuner.RandomSearch, "a", strategies=TWO).save()
     with pytest.raises(
-        kde.TunerError, match=r"begun with the strategies one_device, mirrored\(2\).*does not have mirr"
+        kde.TunerError, match=r"started with the strategies one_device, mirrored\(2\).*does not have mirr"
     ):
         make(kde.tuner.RandomSearch, "a", strategies=["one_device"])
     make(keras_tuner.RandomSearch, "b").save()
-    with pytest.raises(kde.TunerError, match=r"begun with the strategies one_device, .* would get mirrored\(3\)"):
+    with pytest.raises(kde.TunerError, match=r"started with the strategies one_device, .* would get mirrored\(3\)"):
         make(kde.tuner.RandomSearch, "a", strategies=[*TWO, "mirrored(3)"])
-    with pytest.raises(kde.TunerError, match="was begun without strategies"):
+    with pytest.raises(kde.TunerError, match="was started without strategies"):
         make(kde.tuner.RandomSearch, "b", strategies=TWO)
     make(kde.tuner.RandomSearch, "b", strategies=TWO, overwrite=True)
 
@@ -251,7 +251,9 @@ def test_hyperparameters_that_were_given_may_be_given_again(tmp_path: pathlib.Pa
 def test_a_tuner_in_a_scope_is_refused(tmp_path: pathlib.Path, mirrored: Any) -> None:
     with (
         mirrored.scope(),
-        pytest.raises(kde.TunerError, match=r"was made inside the scope of MirroredStrategy .2 rep.*Leave the scope"),
+        pytest.raises(
+            kde.TunerError, match=r"was created inside the scope of MirroredStrategy .2 rep.*Leave the scope"
+        ),
     ):
         kde.tuner.RandomSearch(stock_model, "val_loss", strategies=["mirrored(2)"], directory=tmp_path)
     tuner = kde.tuner.RandomSearch(stock_model, "val_loss", strategies=["mirrored(2)"], directory=tmp_path)
@@ -314,7 +316,7 @@ def test_strategies_are_names_choices_strategies_and_functions(mirrored: Any) ->
         (["miror"], "There is no strategy 'miror'; did you mean 'mirrored'"),
         (["mirrored", "mirrored"], "Two strategies are called 'mirrored'"),
         ([lambda: None], "a function without a name"),
-        ([3], "strategies holds 3, of type int"),
+        ([3], "strategies has 3, of type int"),
     ],
 )
 def test_what_is_no_strategy_is_refused_at_once(given: Any, message: str, tmp_path: pathlib.Path) -> None:
@@ -337,7 +339,7 @@ def test_a_function_that_cannot_make_its_strategy_here_is_no_bug() -> None:
         raise ValueError("Please provide a TPU Name to connect to.")
 
     with pytest.raises(
-        kde.StrategyError, match="'tpu' cannot be had here: its function raised ValueError: Please prov"
+        kde.StrategyError, match="'tpu' is not available here: its function raised ValueError: Please prov"
     ):
         Strategies.of([tpu]).get("tpu")
     with pytest.raises(kde.StrategyError, match="^num_replicas=9 needs 9"):
@@ -358,8 +360,10 @@ def test_hyperparameters_may_depend_on_the_strategy(tmp_path: pathlib.Path) -> N
     hp.values["distribution_strategy"] = "mirrored(2)"
     hp.ensure_active_values()
     assert hp.get("only_mirrored") in (1, 2, 3)
-    racers = [tuner._racer("mirrored(2)", TRAIN, {}) for _ in range(4)]
-    assert {racer._hp.get("only_mirrored") for racer in racers} == {1}  # a race is of the default hyperparameters
+    benchmarks = [tuner._benchmark("mirrored(2)", TRAIN, {}) for _ in range(4)]
+    assert {benchmark._hp.get("only_mirrored") for benchmark in benchmarks} == {
+        1
+    }  # a benchmark has the default hyperparameters
 
 
 def test_space_is_discovered_under_another_strategy_where_the_first_is_not_to_be_had(tmp_path: pathlib.Path) -> None:
@@ -420,7 +424,7 @@ def test_a_tuner_of_ones_own_with_a_hypermodel_of_ones_own_is_served(tmp_path: p
     model = tuner.hypermodel.build(tuner.get_best_hyperparameters()[0])  # to be trained anew, as keras-tuner advises
     assert model.distribute_strategy.num_replicas_in_sync == 2
     for wrong in (keras_tuner.SklearnTuner, 3):
-        with pytest.raises(kde.TunerError, match="(SklearnTuner|3) is no keras_tuner.Tuner"):
+        with pytest.raises(kde.TunerError, match="Expected a keras_tuner.Tuner, got (SklearnTuner|3)"):
             kde.tuner.with_strategies(wrong)
     assert kde.tuner.with_strategies(Tuner) is Tuner
 
@@ -501,14 +505,16 @@ def test_a_run_trial_of_ones_own_hears_what_it_leaves_undone(tmp_path: pathlib.P
             **given,
         )
 
-    with pytest.raises(kde.TunerError, match=r"Nobody has measured examples_per_second: .*self.hypermodel.fit"):
+    with pytest.raises(
+        kde.TunerError, match=r"The objective examples_per_second was not measured, .*self.hypermodel.fit"
+    ):
         make("a", kde.tuner.examples_per_second()).search(verbose=0)
     tuner = make("b", "val_loss", coupled=kde.tuner.Coupled(batch_size_per_replica=8))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         tuner.search(verbose=0)
     (told,) = [str(warning.message) for warning in caught if "run_trial" in str(warning.message)]
-    assert "not those of batch_size_per_replica, unless it has made batches of 16 rows itself" in told
+    assert "not those of batch_size_per_replica, unless it has made batches of 16 examples itself" in told
 
 
 def test_an_objective_is_measured_over_all_that_a_fit_of_ones_own_trains_and_returns(tmp_path: pathlib.Path) -> None:
@@ -521,13 +527,13 @@ def test_an_objective_is_measured_over_all_that_a_fit_of_ones_own_trains_and_ret
                 model.fit(x, y, **kwargs)
             return [{"q": 1.0}, {"q": 3.0}]
 
-    begun: list[int] = []
+    resets: list[int] = []
     objective = kde.tuner.cost("q", seconds=1e-9, direction="min")
-    objective.begin = lambda: begun.append(1)  # type: ignore[method-assign]
+    objective.reset = lambda: resets.append(1)  # type: ignore[method-assign]
     objective.value = lambda logs, times: logs.get("q", 9.0)  # type: ignore[method-assign]
     tuner = searched(tmp_path, Several(), strategies="one_device", objective=objective, max_trials=1)
     assert only(tuner).score == 2.0
-    assert begun == [1]
+    assert resets == [1]
 
 
 def test_a_meter_leaves_out_the_first_execution_of_validation() -> None:
@@ -651,46 +657,48 @@ CAUSES: dict[str, tuple[BaseException, str]] = {
     ),
     "TPU": (ValueError("The batch size (15) must be divisible by the number of replicas (2)"), "indivisible batch"),
     "check_numerics": (tf.errors.InvalidArgumentError(None, None, "y : Tensor had NaN values"), "NaN loss"),
-    "known": (Infeasible(Failure("NaN loss", "loss was NaN")), "NaN loss"),
+    "known": (InfeasibleError(Failure("NaN loss", "loss was NaN")), "NaN loss"),
     "NonFinite": (kde.NonFiniteError("Step 6 of epoch 1: loss of replica 1 is not finite."), "NaN loss"),
     "stateful": (
         kde.DataError("'rnn' is stateful: it keeps a state for each row of a batch, and each of the 2 replicas has"),
         "indivisible batch",
     ),
-    "heads": (ValueError("`num_query_heads` must be divisible by `num_key_value_heads`."), "own error"),
-    "shapes": (ValueError("Input 0 of layer dense is incompatible with the layer"), "own error"),
-    "a key": (KeyError("heartbeat"), "own error"),
-    "user's device": (FileNotFoundError("No such device: camera"), "own error"),
+    "heads": (ValueError("`num_query_heads` must be divisible by `num_key_value_heads`."), "user error"),
+    "shapes": (ValueError("Input 0 of layer dense is incompatible with the layer"), "user error"),
+    "a key": (KeyError("heartbeat"), "user error"),
+    "user's device": (FileNotFoundError("No such device: camera"), "user error"),
 }
 
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_a_failure_is_classed_by_its_type_or_its_words_also_as_a_cause(name: str) -> None:
     error, kind = CAUSES[name]
-    assert failure_of(error).kind == kind
+    assert classify_failure(error).kind == kind
     wrapped = RuntimeError("fit failed")
     wrapped.__cause__ = error
-    assert failure_of(wrapped).kind == kind
-    assert failure_of(error).is_infeasible == (kind != "own error")
+    assert classify_failure(wrapped).kind == kind
+    assert classify_failure(error).is_infeasible == (kind != "user error")
 
 
 def test_words_of_tensorflow_count_where_tensorflow_says_them() -> None:
     def of_raised(call: Any, *args: Any) -> str:
         with pytest.raises((IndexError, ValueError)) as caught:
             call(*args)
-        return failure_of(caught.value).kind
+        return classify_failure(caught.value).kind
 
-    assert of_raised(lambda: [].pop()) == "own error"
-    assert failure_of(IndexError("pop from empty list")).kind == "scope"  # what stock keras-tuner meets in a scope
+    assert of_raised(lambda: [].pop()) == "user error"
+    assert (
+        classify_failure(IndexError("pop from empty list")).kind == "scope"
+    )  # what stock keras-tuner meets in a scope
     one = tf.distribute.OneDeviceStrategy("CPU:0")
     with one.scope(), pytest.raises(RuntimeError) as caught, tf.distribute.OneDeviceStrategy("CPU:0").scope():
         pass
-    assert failure_of(caught.value).kind == "scope"
+    assert classify_failure(caught.value).kind == "scope"
 
 
 def test_out_of_memory_on_one_replica_is_not_taken_for_a_collective_that_failed() -> None:
     aborted = tf.errors.InternalError(None, None, "Collective ops is aborted by: OOM when allocating; timed out")
-    assert failure_of(aborted).kind == "out of memory"
+    assert classify_failure(aborted).kind == "out of memory"
 
 
 def _too_large(hp: Any) -> Any:
@@ -729,7 +737,7 @@ INFEASIBLE: dict[str, tuple[Any, str, str]] = {
     "indivisible batch": (
         _fixed_batch,
         "mirrored(2)",
-        "takes batches of 40 rows, and each of 2 replicas gets 20 of 40",
+        "takes batches of 40 examples, and each of 2 replicas gets 20 of 40",
     ),
 }
 
@@ -742,7 +750,7 @@ def test_a_point_that_cannot_run_fails_with_the_cause_and_the_search_goes_on(kin
     first, second = sorted(tuner.oracle.trials.values(), key=lambda trial: trial.trial_id)
     assert (first.status, second.status) == ("COMPLETED", "FAILED")
     assert strategy_of(second) == strategy
-    assert f"Under the strategy '{strategy}' this trial cannot run. {kind}: " in second.message
+    assert f"This trial cannot run under the strategy '{strategy}'. {kind}: " in second.message
     (failure,) = tuner.strategy_report()[strategy].failures
     assert (failure.kind, failure.count) == (kind, 1)
     assert cause in failure.causes[0]
@@ -808,7 +816,9 @@ def test_what_a_strategy_cannot_do_once_it_may_do_with_other_values(tmp_path: pa
 
 
 def _is_hopeless(tuner: Any, values: dict[str, Any]) -> bool:
-    return _Known(tuner.oracle, tuner._records).is_hopeless({"distribution_strategy": "mirrored(2)", **values})
+    return _FailedTrials(tuner.oracle, tuner._records).is_known_infeasible(
+        {"distribution_strategy": "mirrored(2)", **values}
+    )
 
 
 def test_what_may_pass_is_tried_again(tmp_path: pathlib.Path) -> None:
@@ -908,7 +918,9 @@ def test_bayesian_optimization_takes_no_large_score_for_a_failure_but_a_quality_
 
 def test_mistakes_in_setting_up_a_search_end_it_with_the_message(tmp_path: pathlib.Path) -> None:
     given = {"strategies": "one_device", "max_trials": 1, "objective": kde.tuner.examples_per_second()}
-    with pytest.raises(kde.TunerError, match="examples_per_second could not be measured: it takes three steps"):
+    with pytest.raises(
+        kde.TunerError, match="examples_per_second could not be measured: that takes at least three steps"
+    ):
         searched(tmp_path / "b", search={"batch_size": 120}, **given)
     with pytest.raises(kde.TunerError, match="search was given a batch_size, and batch_size_per_replica is coupled"):
         searched(tmp_path, strategies="one_device", coupled=kde.tuner.Coupled(batch_size_per_replica=8), max_trials=1)
@@ -977,7 +989,7 @@ def test_seconds_to_a_quality_count_until_it_is_first_reached_and_else_by_how_fa
     for times.seconds, accuracy in ((1.0, 0.45), (2.0, 0.81), (3.0, 0.9), (4.0, 0.95)):
         values.append(objective.value({"val_accuracy": accuracy}, times))
     assert values == [pytest.approx(1.5 * UNREACHED), pytest.approx(1.1 * UNREACHED), 3.0, 3.0]
-    objective.begin()
+    objective.reset()
     assert objective.value({"val_accuracy": math.nan}, times) > 2 * UNREACHED
     down = kde.tuner.seconds_to("val_loss", 0.5)
     assert down.value({"val_loss": 0.4}, times) == 4.0
@@ -990,19 +1002,19 @@ def test_a_cost_adds_a_price_for_time_to_quality() -> None:
     assert kde.tuner.cost("val_accuracy", seconds=0.1).value({"val_accuracy": 0.5}, times) == pytest.approx(1.5)
     with pytest.raises(kde.TunerError, match="give what a second costs, a positive number"):
         kde.tuner.cost("val_loss", seconds=0)
-    with pytest.raises(kde.TunerError, match="Whether 'mine' is the better the greater or the less is not known"):
+    with pytest.raises(kde.TunerError, match="Whether to maximize or to minimize 'mine' is not known"):
         kde.tuner.cost("mine", seconds=1)
-    with pytest.raises(kde.TunerError, match="looks at 'val_loss', which is not logged; there are loss, accuracy"):
+    with pytest.raises(kde.TunerError, match="needs 'val_loss', which is not logged; logged are loss, accuracy"):
         kde.tuner.cost("val_loss", seconds=1).value({"loss": 1.0, "accuracy": 1.0}, times)
 
 
 def test_a_first_pass_drops_the_slow_strategy_and_what_cannot_run(tmp_path: pathlib.Path) -> None:
-    rules = kde.tuner.FirstPass(seconds=0.2, samples=3, rungs=1)
-    given = {"strategies": [*TWO, "mirrored(9)"], "first_pass": rules, "max_trials": 2}
+    rules = kde.tuner.Screening(seconds=0.2, samples=3, rungs=1)
+    given = {"strategies": [*TWO, "mirrored(9)"], "screening": rules, "max_trials": 2}
     tuner = searched(tmp_path, slowed("mirrored(2)", 0.1), **given)
     assert set(of_trials(tuner, strategy_of)) == {"one_device"}
     report = tuner.strategy_report()
-    assert "times slower than one_device, in each of 3 turns" in report["mirrored(2)"].note
+    assert "times slower than one_device, in each of 3 rounds" in report["mirrored(2)"].note
     assert report["mirrored(9)"].note.startswith("missing device: ")
     assert report["one_device"].note == ""
     reopened = searched(tmp_path, slowed("mirrored(2)", 0.1), **{**given, "max_trials": 3})
@@ -1025,10 +1037,10 @@ def test_a_race_keeps_what_is_equal_within_noise_and_gives_the_rest_twice_the_ti
         "d": [99, 80, 103, 99, 80, 99],  # slower in some turns only
     }
     runs: list[tuple[str, float]] = []
-    outcome = race(kde.tuner.FirstPass(seconds=1.0, samples=3, rungs=2), list(RATES), Runner)
-    assert set(outcome.survivors) == {"a", "d"}
-    assert outcome.dropped["c"] == "2.0 times slower than a, in each of 3 turns"
-    assert set(outcome.dropped) == {"b", "c"}
+    result = screen_strategies(kde.tuner.Screening(seconds=1.0, samples=3, rungs=2), list(RATES), Runner)
+    assert set(result.survivors) == {"a", "d"}
+    assert result.dropped["c"] == "2.0 times slower than a, in each of 3 rounds"
+    assert set(result.dropped) == {"b", "c"}
     assert {seconds for name, seconds in runs if name == "c"} == {1.0}
     assert {seconds for name, seconds in runs[-9:]} == {2.0}
     assert [name for name, _ in runs[:8]] == ["a", "b", "c", "d", "b", "c", "d", "a"]  # another one begins each turn
@@ -1042,11 +1054,11 @@ def test_a_race_that_nobody_can_run_and_a_bug_in_it_are_errors() -> None:
         raise KeyError("a bug")
 
     with pytest.raises(kde.TunerError, match="None of the strategies can train .* a: out of memory: MemoryError: OOM"):
-        race(kde.tuner.FirstPass(), ["a"], full)
+        screen_strategies(kde.tuner.Screening(), ["a"], full)
     with pytest.raises(KeyError, match="a bug"):
-        race(kde.tuner.FirstPass(), ["a"], wrong)
-    with pytest.raises(kde.TunerError, match="samples 3 or more"):
-        kde.tuner.FirstPass(samples=2)
+        screen_strategies(kde.tuner.Screening(), ["a"], wrong)
+    with pytest.raises(kde.TunerError, match="samples >= 3"):
+        kde.tuner.Screening(samples=2)
 
 
 # What goes with the strategy
@@ -1146,7 +1158,7 @@ def test_warm_up_counts_updates_and_is_over_where_hyperband_continues(tmp_path: 
         (
             {"gradient_accumulation_steps": 2},
             CoupledValues(accumulation=4),
-            "The optimizer of .* accumulates gradients already",
+            "The optimizer of .* already accumulates gradients",
         ),
         ({"learning_rate": _rate}, CoupledValues(learning_rate_factor=2.0), "is a function, which cannot be scaled"),
     ],
@@ -1156,45 +1168,45 @@ def test_what_cannot_be_coupled_is_an_error(optimizer: Any, values: CoupledValue
     if optimizer is not None:
         model.compile(keras.optimizers.SGD(**optimizer), "mse")
     with pytest.raises(kde.TunerError, match=message):
-        couple(model, values)
+        apply_coupled(model, values)
 
 
 def test_a_batch_that_a_model_does_not_take_is_known_when_it_is_built() -> None:
     model = _fixed_batch(None)
-    couple(model, CoupledValues(global_batch_size=40))
-    with pytest.raises(Infeasible, match="takes batches of 40 rows, and each of 1 replicas gets 80 of 80"):
-        couple(model, CoupledValues(global_batch_size=80))
+    apply_coupled(model, CoupledValues(global_batch_size=40))
+    with pytest.raises(InfeasibleError, match="takes batches of 40 examples, and each of 1 replicas gets 80 of 80"):
+        apply_coupled(model, CoupledValues(global_batch_size=80))
 
 
 def test_the_tuner_batches_arrays_and_datasets_of_examples() -> None:
     examples = tf.data.Dataset.from_tensor_slices(TRAIN)
-    (data,), named = batched([examples], {"validation_data": tf.data.Dataset.from_tensor_slices(HELD_OUT)}, 50)
+    (data,), named = batch_data([examples], {"validation_data": tf.data.Dataset.from_tensor_slices(HELD_OUT)}, 50)
     assert [len(x) for x, _ in data] == [50, 50, 20]
     assert [len(x) for x, _ in named["validation_data"]] == [30]
-    arrays, named = batched(TRAIN, {"validation_data": HELD_OUT, "epochs": 3}, 50)
+    arrays, named = batch_data(TRAIN, {"validation_data": HELD_OUT, "epochs": 3}, 50)
     assert arrays == list(TRAIN)
     assert named == {"validation_data": HELD_OUT, "epochs": 3, "batch_size": 50, "validation_batch_size": 50}
     with pytest.raises(kde.TunerError, match=r"x gives batches .* Give a dataset of single examples: without .batch"):
-        batched([examples.batch(5)], {}, 50)
+        batch_data([examples.batch(5)], {}, 50)
     whole = examples.batch(5, drop_remainder=True)
     with pytest.raises(kde.TunerError, match=r"x gives batches \(\(5, 4\), \(5,\)\), which"):
-        batched([whole], {}, 50, our_model(keras_tuner.HyperParameters()))
-    batched([examples], {}, 50, our_model(keras_tuner.HyperParameters()))
-    with pytest.raises(kde.TunerError, match="x is a generator, whose batches the tuner cannot make"):
-        batched([(pair for pair in ())], {}, 50)
+        batch_data([whole], {}, 50, our_model(keras_tuner.HyperParameters()))
+    batch_data([examples], {}, 50, our_model(keras_tuner.HyperParameters()))
+    with pytest.raises(kde.TunerError, match="x is a generator, which the tuner cannot batch"):
+        batch_data([(pair for pair in ())], {}, 50)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"batch_size_per_replica": 0}, "batch_size_per_replica has the value 0; give whole numbers from 1 up"),
-        ({"steps_per_execution": [1, 2.5]}, "steps_per_execution has the value 2.5"),
+        ({"batch_size_per_replica": 0}, "batch_size_per_replica must be an integer >= 1, got 0"),
+        ({"steps_per_execution": [1, 2.5]}, "steps_per_execution must be an integer >= 1, got 2.5"),
         ({"batch_size_per_replica": [], "learning_rate_scaling": "linear"}, "batch_size_per_replica is empty"),
         ({"batch_size_per_replica": 8, "learning_rate_scaling": []}, "learning_rate_scaling is empty"),
-        ({"learning_rate_scaling": "cubic"}, "learning_rate_scaling is 'cubic'; there are none, linear, sqrt"),
+        ({"learning_rate_scaling": "cubic"}, "learning_rate_scaling must be one of none, linear, sqrt, got 'cubic'"),
         ({"learning_rate_scaling": "linear"}, "Give batch_size_per_replica, too"),
         ({"batch_size_per_replica": 8, "warmup_steps": 3}, "Give learning_rate_scaling, too"),
-        ({"batch_size_per_replica": 8, "reference_batch_size": 8}, "for learning_rate_scaling 'linear' or 'sqrt'"),
+        ({"batch_size_per_replica": 8, "reference_batch_size": 8}, "needs learning_rate_scaling 'linear' or 'sqrt'"),
     ],
 )
 def test_coupled_values_that_cannot_be_are_refused(given: Any, message: str) -> None:
@@ -1298,7 +1310,7 @@ def _of_hparams_tab(log_dir: str) -> list[tuple[str, Any, dict[str, float]]]:
 def test_logs_that_cannot_be_written_do_not_end_a_search(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").touch()
     logs = TrialLogs(tmp_path / "file", several=False)
-    with pytest.warns(UserWarning, match=r"The results of trial 0 could not be logged to .*The search goes on"):
+    with pytest.warns(UserWarning, match=r"The results of trial 0 could not be logged to .*The search continues"):
         logs.write("0", {"units": 4}, {"loss": 1.0}, step=0, completed=True)
 
 
@@ -1390,10 +1402,10 @@ def test_a_record_is_read_as_it_was_written(tmp_path: pathlib.Path) -> None:
 
 
 def test_an_outcome_is_read_as_it_was_written(tmp_path: pathlib.Path) -> None:
-    assert Outcome.load(tmp_path) is None
-    outcome = Outcome(("a", "b"), {"c": "slow"}, {"a": 1.0})
-    outcome.save(tmp_path)
-    assert Outcome.load(tmp_path) == outcome
+    assert ScreeningResult.load(tmp_path) is None
+    result = ScreeningResult(("a", "b"), {"c": "slow"}, {"a": 1.0})
+    result.save(tmp_path)
+    assert ScreeningResult.load(tmp_path) == result
 
 
 def test_a_meter_that_saw_nothing_does_not_know() -> None:

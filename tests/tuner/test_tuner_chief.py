@@ -15,12 +15,12 @@ from keras_tuner.engine.trial import Trial, TrialStatus
 from keras_dist_ext._keras.keras_tuner import repair_reloaded, replace_space, save_files_atomically
 from keras_dist_ext.cluster.tasks import cluster
 from keras_dist_ext.errors import LaunchError
-from keras_dist_ext.tuner.first_pass import Outcome
 from keras_dist_ext.tuner.processes.channel import Channel, Unreachable
-from keras_dist_ext.tuner.processes.chief import OracleServer, SearchEnded
-from keras_dist_ext.tuner.processes.measuring import Turnstile, measured_by_one
-from keras_dist_ext.tuner.processes.place import Place
+from keras_dist_ext.tuner.processes.oracle_server import OracleServer, SearchEnded
+from keras_dist_ext.tuner.processes.process_role import ProcessRole
 from keras_dist_ext.tuner.processes.remote_oracle import RemoteOracle
+from keras_dist_ext.tuner.processes.screening_lease import ScreeningLease, screen_on_one_worker
+from keras_dist_ext.tuner.screening import ScreeningResult
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -41,8 +41,8 @@ def oracle_in(folder, kind="RandomSearchOracle", **options):
 class Served:
     """An oracle that is served while a `with` lasts, and workers' oracles before it."""
 
-    def __init__(self, oracle, turnstile=None):
-        self._turnstile = turnstile
+    def __init__(self, oracle, lease=None):
+        self._screening_lease = lease
         self._port = ExitStack()
         (task,) = self._port.enter_context(cluster(1, 0))  # a port that stays ours, as the launcher keeps it
         self.address = task.address
@@ -58,14 +58,14 @@ class Served:
         self.closed[trial.trial_id] = reason
 
     def __enter__(self):
-        self.server = OracleServer(self.oracle, self.address, self._close, self._turnstile)
+        self.server = OracleServer(self.oracle, self.address, self._close, self._screening_lease)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         return self
 
     def __exit__(self, *_):
         self.server.abort("the test is over")
-        self.server._look_whether_over()
+        self.server._check_finished()
         self._port.close()
         self.wait()
 
@@ -73,10 +73,10 @@ class Served:
         self._thread.join(30)
         assert not self._thread.is_alive()
 
-    def worker(self, tuner_id="tuner0", start=1, member=0, num_members=1):
-        remote = RemoteOracle(self.oracle, Place(tuner_id, self.address, start, member, num_members))
+    def worker(self, tuner_id="tuner0", start=1, worker_index=0, num_workers=1):
+        remote = RemoteOracle(self.oracle, ProcessRole(tuner_id, self.address, start, worker_index, num_workers))
         remote.POLL_SECONDS = 0.02
-        remote._channel = Channel(self.address, patience_seconds=30.0)
+        remote._channel = Channel(self.address, retry_seconds=30.0)
         return remote
 
     def call(self, method, **request):
@@ -167,9 +167,9 @@ def test_metrics_that_lack_the_objective_are_the_workers_error_and_the_chief_goe
 def test_a_closed_trial_has_failed_with_the_reason_and_is_not_retried(tmp_path):
     with Served(oracle_in(tmp_path, max_trials=2, max_retries_per_trial=3)) as served:
         served.worker("tuner0").create_trial("tuner0")
-        assert served.call("state_of", tuner_id="tuner0")["trial_id"] == "0"
-        served.call("close_trial", tuner_id="tuner0", reason="killed twice")
-        assert served.call("state_of", tuner_id="tuner0")["trial_id"] is None
+        assert served.call("worker_state", tuner_id="tuner0")["trial_id"] == "0"
+        served.call("fail_trial", tuner_id="tuner0", reason="killed twice")
+        assert served.call("worker_state", tuner_id="tuner0")["trial_id"] is None
         assert served.worker("tuner0", start=2).create_trial("tuner0").trial_id == "1"
     assert served.closed == {"0": "killed twice"}
     assert (served.oracle.trials["0"].status, served.oracle.trials["0"].message) == ("FAILED", "killed twice")
@@ -182,8 +182,8 @@ def test_a_search_does_not_wait_for_a_worker_that_was_given_up(tmp_path):
         lost.create_trial("tuner1")
         complete(worker, mine)
         assert worker.create_trial("tuner0").status == TrialStatus.STOPPED
-        served.call("close_trial", tuner_id="tuner1", reason="gone")
-        served.call("retire", tuner_id="tuner1")
+        served.call("fail_trial", tuner_id="tuner1", reason="gone")
+        served.call("remove_worker", tuner_id="tuner1")
         served.wait()
     assert served.error is None
 
@@ -205,7 +205,7 @@ def test_a_reply_that_was_lost_does_not_end_a_trial_twice_or_skip_one(tmp_path):
     with Served(oracle_in(tmp_path, max_trials=4)) as served:
         worker = served.worker()
         trial = worker.create_trial("tuner0")
-        worker._turn -= 1
+        worker._trial_number -= 1
         assert worker.create_trial("tuner0").trial_id == trial.trial_id
         complete(worker, trial)
         complete(worker, trial)
@@ -223,7 +223,7 @@ def test_an_error_that_is_no_trials_fault_ends_the_search_for_all(tmp_path):
     assert str(served.error) == "the user's own bug"
 
 
-# The first pass.
+# Screening
 
 
 def test_workers_have_one_of_them_measure_and_go_on_with_what_is_left(tmp_path):
@@ -231,29 +231,29 @@ def test_workers_have_one_of_them_measure_and_go_on_with_what_is_left(tmp_path):
     oracle.hyperparameters.Choice("distribution_strategy", ["a", "b"])
     refused = threading.Event()
 
-    class Refusing(Turnstile):
-        def ask(self, tuner_id, *, measures):
-            reply = super().ask(tuner_id, measures=measures)
+    class Refusing(ScreeningLease):
+        def request(self, tuner_id, *, measures):
+            reply = super().request(tuner_id, measures=measures)
             if reply == {"may_measure": False}:
                 refused.set()
             return reply
 
-    turnstile = Refusing(tmp_path, lambda outcome: replace_space(oracle, outcome.narrowed), workers_live=False)
+    lease = Refusing(tmp_path, lambda result: replace_space(oracle, result.narrowed), workers_live=False)
     measured, began = [], threading.Event()
 
     def measure():
         measured.append(1)
         began.set()
         assert refused.wait(30)
-        return Outcome(("b",), {"a": "slow"}, {"b": 1.0})
+        return ScreeningResult(("b",), {"a": "slow"}, {"b": 1.0})
 
-    with Served(oracle, turnstile) as served, ThreadPoolExecutor(2) as threads:
+    with Served(oracle, lease) as served, ThreadPoolExecutor(2) as threads:
         first, second = served.worker("tuner0"), served.worker("tuner1")
-        measuring = threads.submit(measured_by_one, first, measure)
+        measuring = threads.submit(screen_on_one_worker, first, measure)
         assert began.wait(30)
-        assert served.call("state_of", tuner_id="tuner0")["first_pass_seconds"] > 0.0
-        assert served.call("state_of", tuner_id="tuner1")["first_pass_seconds"] == 0.0
-        waiting = threads.submit(measured_by_one, second, measure)
+        assert served.call("worker_state", tuner_id="tuner0")["screening_seconds"] > 0.0
+        assert served.call("worker_state", tuner_id="tuner1")["screening_seconds"] == 0.0
+        waiting = threads.submit(screen_on_one_worker, second, measure)
         for worker in (measuring, waiting):
             worker.result(30)
         trials = [first.create_trial("tuner0"), second.create_trial("tuner1")]
@@ -264,20 +264,20 @@ def test_workers_have_one_of_them_measure_and_go_on_with_what_is_left(tmp_path):
 
 
 def test_a_worker_that_is_given_up_measures_no_more(tmp_path):
-    turnstile = Turnstile(tmp_path, lambda _: None, workers_live=False)
-    with Served(oracle_in(tmp_path, max_trials=1), turnstile) as served:
-        assert served.worker("tuner0").ask_first_pass(measures=False) == {"may_measure": True}
-        assert served.worker("tuner1").ask_first_pass(measures=False) == {"may_measure": False}
-        served.call("retire", tuner_id="tuner0")
-        assert served.worker("tuner1").ask_first_pass(measures=False) == {"may_measure": True}
+    lease = ScreeningLease(tmp_path, lambda _: None, workers_live=False)
+    with Served(oracle_in(tmp_path, max_trials=1), lease) as served:
+        assert served.worker("tuner0").request_screening(measures=False) == {"may_measure": True}
+        assert served.worker("tuner1").request_screening(measures=False) == {"may_measure": False}
+        served.call("remove_worker", tuner_id="tuner0")
+        assert served.worker("tuner1").request_screening(measures=False) == {"may_measure": True}
 
 
-def test_a_worker_that_wants_a_first_pass_which_the_chief_does_not_know_is_told(tmp_path):
+def test_a_worker_that_asks_for_a_screening_that_the_chief_does_not_have_is_refused(tmp_path):
     with Served(oracle_in(tmp_path, max_trials=1)) as served:
         worker = served.worker()
-        with pytest.raises(RuntimeError, match="the chief was given none: their programs differ"):
-            worker.ask_first_pass(measures=False)
-        assert worker.ask_first_pass(measures=True, once=True) is None
+        with pytest.raises(RuntimeError, match="the chief has none: their programs differ"):
+            worker.request_screening(measures=False)
+        assert worker.request_screening(measures=True, once=True) is None
 
 
 # Several workers that run each trial together.
@@ -285,28 +285,28 @@ def test_a_worker_that_wants_a_first_pass_which_the_chief_does_not_know_is_told(
 
 def test_a_team_gets_one_trial_and_the_next_begins_when_all_have_ended_it(tmp_path):
     with Served(oracle_in(tmp_path, max_trials=3)) as served, ThreadPoolExecutor(2) as threads:
-        team = [served.worker(member=member, num_members=2) for member in (0, 1)]
+        group = [served.worker(worker_index=worker_index, num_workers=2) for worker_index in (0, 1)]
         for number in range(3):
-            trials = list(threads.map(lambda worker: worker.create_trial("tuner0"), team))
+            trials = list(threads.map(lambda worker: worker.create_trial("tuner0"), group))
             assert [trial.trial_id for trial in trials] == [str(number)] * 2
             assert trials[0].hyperparameters.values == trials[1].hyperparameters.values
-            early = threads.submit(complete, team[0], trials[0])
+            early = threads.submit(complete, group[0], trials[0])
             time.sleep(0.3)
             assert not early.done()
             assert served.call("status")["ended"] == number
-            complete(team[1], trials[1], score=99.0)
+            complete(group[1], trials[1], score=99.0)
             early.result(30)
-        assert [worker.create_trial("tuner0").status for worker in team] == ["STOPPED"] * 2
+        assert [worker.create_trial("tuner0").status for worker in group] == ["STOPPED"] * 2
         served.wait()
     assert [trial.score for trial in served.oracle.trials.values()] == [1.0] * 3  # the first alone reports
 
 
 def test_a_trial_that_fails_on_all_of_a_team_has_failed_and_the_team_goes_on(tmp_path):
     with Served(oracle_in(tmp_path, max_trials=3)) as served, ThreadPoolExecutor(2) as threads:
-        team = [served.worker(member=member, num_members=2) for member in (0, 1)]
-        trials = list(threads.map(lambda worker: worker.create_trial("tuner0"), team))
-        list(threads.map(fail, team, trials, ["too large, says 0", "too large, says 1"]))
-        assert [w.create_trial("tuner0").trial_id for w in team] == ["1", "1"]
+        group = [served.worker(worker_index=worker_index, num_workers=2) for worker_index in (0, 1)]
+        trials = list(threads.map(lambda worker: worker.create_trial("tuner0"), group))
+        list(threads.map(fail, group, trials, ["too large, says 0", "too large, says 1"]))
+        assert [w.create_trial("tuner0").trial_id for w in group] == ["1", "1"]
     assert (served.oracle.trials["0"].status, served.oracle.trials["0"].message) == ("FAILED", "too large, says 0")
 
 
@@ -319,12 +319,12 @@ def test_a_member_that_fails_alone_ends_and_its_message_is_kept(tmp_path, monkey
 
     monkeypatch.setattr("os._exit", leave)
     with Served(oracle_in(tmp_path, max_trials=3)) as served:
-        team = [served.worker(member=member, num_members=2) for member in (0, 1)]
-        trials = [worker.create_trial("tuner0") for worker in team]
-        team[1].TEAM_SECONDS = 0.1
+        group = [served.worker(worker_index=worker_index, num_workers=2) for worker_index in (0, 1)]
+        trials = [worker.create_trial("tuner0") for worker in group]
+        group[1].GROUP_FAILURE_SECONDS = 0.1
         with pytest.raises(Exit, match=str(os.EX_TEMPFAIL)):
-            fail(team[1], trials[1], "no memory here")
-        assert served.call("state_of", tuner_id="tuner0")["message"] == "no memory here"
+            fail(group[1], trials[1], "no memory here")
+        assert served.call("worker_state", tuner_id="tuner0")["message"] == "no memory here"
     assert "Trial 0 has failed here, but not on the other workers that run it" in capsys.readouterr().err
 
 
@@ -343,7 +343,7 @@ def test_the_chief_listens_on_its_address_alone_and_nobody_can_share_its_port(tm
 def test_a_chief_that_does_not_answer_is_an_error_in_bounded_time(tmp_path):
     begin = time.monotonic()
     with pytest.raises(Unreachable, match="has not answered for . s .[A-Z_]+.: it has ended or was killed"):
-        Channel("127.0.0.1:9", patience_seconds=1.0).call("status")
+        Channel("127.0.0.1:9", retry_seconds=1.0).call("status")
     assert 0.9 < time.monotonic() - begin < 30
 
 
@@ -383,7 +383,7 @@ def test_trials_under_way_go_on_when_the_workers_have_lived(tmp_path):
     assert oracle._retry_queue == []
     with Served(oracle) as served:
         worker = served.worker("tuner1")
-        worker._turn = 7  # it asks on as if nothing had been
+        worker._trial_number = 7  # it asks on as if nothing had been
         complete(worker, oracle.trials["2"], score=5.0)
         assert worker.get_trial("2").score == 5.0
         assert worker.create_trial("tuner1").trial_id == "3"

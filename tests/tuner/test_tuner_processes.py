@@ -1,4 +1,4 @@
-"""Search over several processes: who dies, what becomes of the trial, and that the search ends as it was asked to."""
+"""Search in several processes: which die, what happens to their trials, and that the search ends as it should."""
 
 import io
 import json
@@ -21,14 +21,14 @@ from launching import environ_with, processes_with, script, wait_until
 from keras_dist_ext.cli import main
 from keras_dist_ext.cluster.tasks import cluster
 from keras_dist_ext.errors import LaunchError
-from keras_dist_ext.tuner.first_pass import Outcome
 from keras_dist_ext.tuner.processes.channel import Channel
-from keras_dist_ext.tuner.processes.chief import OracleServer, SearchEnded
-from keras_dist_ext.tuner.processes.crew import Crew, Output
 from keras_dist_ext.tuner.processes.launch_search import launch_search
-from keras_dist_ext.tuner.processes.measuring import Turnstile
-from keras_dist_ext.tuner.processes.place import Place
+from keras_dist_ext.tuner.processes.oracle_server import OracleServer, SearchEnded
+from keras_dist_ext.tuner.processes.process_role import ProcessRole
+from keras_dist_ext.tuner.processes.screening_lease import ScreeningLease
 from keras_dist_ext.tuner.processes.supervisor import Limits, Supervisor
+from keras_dist_ext.tuner.processes.worker_group import Output, WorkerGroup
+from keras_dist_ext.tuner.screening import ScreeningResult
 
 pytestmark = [
     pytest.mark.multiworker,
@@ -45,10 +45,10 @@ STALL_SECONDS = 5.0  # far more than a worker that works takes for a trial, even
 class LightSearch:
     """A real supervisor over light processes, and a real oracle that this process serves.
 
-    The file "given-up" of the folder is there once a worker was given up: others may wait for it in their trials.
+    The file "removed" in the folder exists once a worker was removed: others may wait for it in their trials.
     """
 
-    def __init__(self, folder, *workers, max_trials=6, max_restarts=1, hang_seconds=None, turnstile=None):
+    def __init__(self, folder, *workers, max_trials=6, max_restarts=1, hang_seconds=None, lease=None):
         hyperparameters = keras_tuner.HyperParameters()
         hyperparameters.Int("units", 1, 10**6)
         self.oracle = keras_tuner.oracles.RandomSearchOracle(
@@ -62,41 +62,41 @@ class LightSearch:
         self.closed, self.error, self.shown = [], None, io.StringIO()
         self._folder = folder
         with cluster(1, 0) as (task,):
-            server = OracleServer(
-                self.oracle, task.address, lambda trial, _: self.closed.append(trial.trial_id), turnstile
-            )
-            serving = threading.Thread(target=self._serve, args=(server,))
+            server = OracleServer(self.oracle, task.address, lambda trial, _: self.closed.append(trial.trial_id), lease)
+            serving = threading.Thread(target=self._run_chief, args=(server,))
             serving.start()
-            crews = [self._crew("chief", task.address, "chief")]
-            crews += [self._crew(f"tuner {number}", task.address, *words) for number, words in enumerate(workers)]
+            groups = [self._group("chief", task.address, "chief")]
+            groups += [self._group(f"tuner {number}", task.address, *words) for number, words in enumerate(workers)]
             channel = Channel(task.address)
             limits = Limits(max_restarts, time.monotonic() + 120, hang_seconds)
-            supervisor = Supervisor(crews[0], crews[1:], channel, limits, [], self._say)
+            supervisor = Supervisor(groups[0], groups[1:], channel, limits, [], self._show_line)
             try:
                 self.failure = supervisor.run()
             finally:
-                for crew in crews:
-                    crew.end(grace_seconds=0)
+                for group in groups:
+                    group.end(grace_seconds=0)
                 server.abort("the test is over")
-                server._look_whether_over()
+                server._check_finished()
                 serving.join(30)
                 channel.close()
         self.deaths = supervisor.deaths
 
-    def _say(self, text):
+    def _show_line(self, text):
         self.shown.write(text)
-        if "was given up" in text:
-            (self._folder / "given-up").touch()
+        if "was removed" in text:
+            (self._folder / "removed").touch()
 
-    def _serve(self, server):
+    def _run_chief(self, server):
         try:
             server.run()
         except Exception as error:
             self.error = error
 
-    def _crew(self, name, address, *words):
+    def _group(self, name, address, *words):
         program = [sys.executable, light_search.__file__, *words]
-        return Crew(name, Place(name.replace(" ", ""), address), program, [dict(os.environ)], Output(self.shown, None))
+        return WorkerGroup(
+            name, ProcessRole(name.replace(" ", ""), address), program, [dict(os.environ)], Output(self.shown, None)
+        )
 
     @property
     def statuses(self):
@@ -117,7 +117,7 @@ def test_a_worker_that_is_killed_in_a_trial_gets_it_again_and_nothing_else_is_lo
     assert death.trial_id == "2"
     assert "failed with SIGKILL" in death.cause
     assert "about to die" in death.cause
-    assert death.consequence == "It was started again, with the same trial."
+    assert death.action == "It was restarted, with the same trial."
 
 
 def test_a_trial_that_kills_its_worker_again_is_closed_as_failed_with_the_reason(tmp_path):
@@ -128,33 +128,33 @@ def test_a_trial_that_kills_its_worker_again_is_closed_as_failed_with_the_reason
     assert search.oracle.trials["3"].message.startswith(
         "The worker died 2 times in this trial, the last time so: tuner "
     )
-    assert [death.consequence for death in search.deaths] == [
-        "It was started again, with the same trial.",
-        "Trial 3 was closed as failed, and the worker was started again.",
+    assert [death.action for death in search.deaths] == [
+        "It was restarted, with the same trial.",
+        "Trial 3 ended as failed, and the worker was restarted.",
     ]
 
 
-def test_a_worker_that_always_dies_is_given_up_and_the_others_end_the_search(tmp_path):
-    waits = ["worker", "wait", str(tmp_path / "given-up")]
+def test_a_worker_that_always_dies_is_removed_and_the_others_end_the_search(tmp_path):
+    waits = ["worker", "wait", str(tmp_path / "removed")]
     search = LightSearch(tmp_path, ["worker", "die"], waits, max_restarts=0)
     assert (search.failure, search.error) == (None, None)
     assert sorted(search.statuses) == ["COMPLETED"] * 3 + ["FAILED"] * 3
     assert {death.name for death in search.deaths} == {"tuner 0"}
-    assert search.deaths[-1].consequence.endswith("was closed as failed, as the 2 before it. The worker was given up.")
+    assert search.deaths[-1].action.endswith("ended as failed, like the 2 before it. The worker was removed.")
 
 
 def test_a_worker_that_never_gets_to_a_trial_is_given_up_with_its_reason(tmp_path):
-    search = LightSearch(tmp_path, ["crash"], ["worker", "wait", str(tmp_path / "given-up")])
+    search = LightSearch(tmp_path, ["crash"], ["worker", "wait", str(tmp_path / "removed")])
     assert (search.failure, search.error) == (None, None)
     assert search.statuses == ["COMPLETED"] * 6
-    assert [death.consequence for death in search.deaths] == ["It was started again.", "The worker was given up."]
+    assert [death.action for death in search.deaths] == ["It was restarted.", "The worker was removed."]
     assert "this machine lacks a library" in search.deaths[-1].cause
 
 
 def test_a_search_without_workers_ends_with_their_reasons(tmp_path):
     search = LightSearch(tmp_path, ["crash"], ["crash"], max_restarts=0)
     assert isinstance(search.error, SearchEnded)
-    assert "No worker is left, though trials are." in str(search.error)
+    assert "No worker is left to run the remaining trials." in str(search.error)
     assert str(search.error).count("this machine lacks a library") == 2
 
 
@@ -168,28 +168,26 @@ def test_a_trial_that_hangs_is_ended_and_tried_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("how", "max_restarts", "cause", "consequence"),
+    ("how", "max_restarts", "cause", "action"),
     [
         ("hang", 1, f"No step was finished for {STALL_SECONDS:g} s", "It was started again."),
         ("die", 1, "failed with SIGKILL", "It was started again."),
         ("die", 0, "failed with SIGKILL", "The worker was given up."),
     ],
 )
-def test_a_first_pass_comes_to_its_end_whatever_becomes_of_who_makes_it(
-    how, max_restarts, cause, consequence, tmp_path
-):
-    turnstile = Turnstile(tmp_path, lambda _: None, workers_live=False)
+def test_a_first_pass_comes_to_its_end_whatever_becomes_of_who_makes_it(how, max_restarts, cause, action, tmp_path):
+    lease = ScreeningLease(tmp_path, lambda _: None, workers_live=False)
     search = LightSearch(
         tmp_path,
         *[["worker", "measure", how, str(tmp_path)]] * 2,
         max_restarts=max_restarts,
         hang_seconds=STALL_SECONDS if how == "hang" else None,
-        turnstile=turnstile,
+        lease=lease,
     )
     assert (search.failure, search.error) == (None, None)
     assert search.statuses == ["COMPLETED"] * 6
     (death,) = search.deaths
-    assert (death.trial_id, death.consequence) == (None, consequence)
+    assert (death.trial_id, death.action) == (None, action)
     assert cause in death.cause
 
 
@@ -197,7 +195,7 @@ def test_a_worker_that_leaves_in_a_trial_has_died(tmp_path):
     search = LightSearch(tmp_path, ["worker", "leave", "1", "1"], ["worker", "leave", "1", "1"])
     assert search.statuses == ["COMPLETED"] * 6
     assert [death.cause for death in search.deaths] == [
-        f"{search.deaths[0].name} ended, with exit code 0, in the middle of a trial."
+        f"{search.deaths[0].name} exited with code 0 in the middle of a trial."
     ]
 
 
@@ -207,7 +205,9 @@ def test_a_worker_that_leaves_in_a_trial_has_died(tmp_path):
 def supervise(address, *program):
     """Watch over a chief alone."""
     output = io.StringIO()
-    chief = Crew("chief", Place("chief", address), [sys.executable, *program], [dict(os.environ)], Output(output, None))
+    chief = WorkerGroup(
+        "chief", ProcessRole("chief", address), [sys.executable, *program], [dict(os.environ)], Output(output, None)
+    )
     channel = Channel(address)
     try:
         return Supervisor(chief, [], channel, Limits(1, time.monotonic() + 60, None), [], output.write).run()
@@ -312,49 +312,49 @@ def test_a_search_over_two_workers_survives_the_loss_of_one(tmp_path, temporary)
     assert sorted(found["end_order"]) == sorted(found["trials"]) == ["0", "1", "2", "3", "4"]
     assert found["evaluated"] == pytest.approx(found["best_score"], rel=1e-5)
     assert found["weights"] == [f"trial_{name}" for name in sorted(found["trials"])]
-    lines = search_runs.diary(tmp_path)
+    lines = search_runs.log(tmp_path)
     assert {line["tuner"] for line in lines} == {"tuner0", "tuner1"}
     assert {tuple(line["listening"]) for line in lines if line["what"] == "begin"} == {("127.0.0.1",)}
-    assert [death.consequence for death in result.deaths] == ["It was started again, with the same trial."]
+    assert [death.action for death in result.deaths] == ["It was restarted, with the same trial."]
     assert len([line for line in lines if line["what"] == "begin"]) == 6
 
 
 @pytest.mark.slow
 def test_a_first_pass_survives_the_worker_that_measures(tmp_path, temporary):
-    first_pass = {"seconds": 0.1, "samples": 3, "rungs": 1}
+    screening = {"seconds": 0.1, "samples": 3, "rungs": 1}
     result = run(
         tmp_path,
         max_trials=4,
         strategies=["one_device", "mirrored(2)"],
-        first_pass=first_pass,
+        screening=screening,
         doom={"who": "worker"},
         max_restarts=1,
     )
     assert [status for status, _, _ in result.value["trials"].values()] == ["COMPLETED"] * 4
     (death,) = result.deaths
-    assert (death.trial_id, death.consequence) == (None, "It was started again.")
-    outcome = Outcome.load(tmp_path / "project")
-    assert {*outcome.survivors, *outcome.dropped} == {"one_device", "mirrored(2)"}
-    assert set(outcome.examples_per_second) == {"one_device", "mirrored(2)"}
-    begun = [line["tuner"] for line in search_runs.diary(tmp_path) if line["what"] == "begin"]
+    assert (death.trial_id, death.action) == (None, "It was started again.")
+    result = ScreeningResult.load(tmp_path / "project")
+    assert {*result.survivors, *result.dropped} == {"one_device", "mirrored(2)"}
+    assert set(result.examples_per_second) == {"one_device", "mirrored(2)"}
+    begun = [line["tuner"] for line in search_runs.log(tmp_path) if line["what"] == "begin"]
     assert begun[0] == begun[1] == death.name.replace(" ", "")  # who died has measured
 
 
 @pytest.mark.slow
 def test_a_strategy_that_kills_who_measures_it_is_dropped(tmp_path, temporary):
-    first_pass = {"seconds": 0.1, "samples": 3, "rungs": 1}
+    screening = {"seconds": 0.1, "samples": 3, "rungs": 1}
     result = run(
         tmp_path,
         max_trials=3,
         strategies=["one_device", "mirrored(2)"],
-        first_pass=first_pass,
+        screening=screening,
         doom={"who": "worker", "replicas": 2, "times": 9},
     )
     assert [status for status, _, _ in result.value["trials"].values()] == ["COMPLETED"] * 3
     assert [death.trial_id for death in result.deaths] == [None, None]
-    outcome = Outcome.load(tmp_path / "project")
-    assert outcome.survivors == ("one_device",)
-    assert outcome.dropped["mirrored(2)"].startswith("worker lost: the process died 2 times")
+    result = ScreeningResult.load(tmp_path / "project")
+    assert result.survivors == ("one_device",)
+    assert result.dropped["mirrored(2)"].startswith("worker lost: the process died 2 times")
 
 
 @pytest.mark.slow
@@ -380,8 +380,8 @@ def test_a_chief_that_is_killed_goes_on_where_its_project_stands(kind, tmp_path,
     assert kind == "Hyperband" or len(found["trials"]) == 5
     assert kind != "GridSearch" or {units for _, _, units in found["trials"].values()} == set(search_runs.UNITS[:5])
     assert [death.name for death in result.deaths] == ["chief"]
-    assert result.deaths[0].consequence == "It was started again, and goes on with what it has saved."
-    begun = [line for line in search_runs.diary(tmp_path) if line["what"] == "begin"]
+    assert result.deaths[0].action == "It was restarted, and continues from what it has saved."
+    begun = [line for line in search_runs.log(tmp_path) if line["what"] == "begin"]
     assert len(begun) == len(found["trials"])  # the trials that were under way went on
 
 
@@ -392,10 +392,13 @@ def test_workers_that_run_each_trial_together_agree_and_one_of_them_reports(tmp_
     assert {status for status, _, _ in found["trials"].values()} == {"COMPLETED"}
     assert len(found["trials"]) == 3
     assert result.deaths == ()
-    lines = search_runs.diary(tmp_path)
+    lines = search_runs.log(tmp_path)
     assert {line["replicas"] for line in lines} == {2}
     begins, ends = (
-        [[line for line in lines if line["member"] == member and line["what"] == what] for member in (0, 1)]
+        [
+            [line for line in lines if line["worker_index"] == worker_index and line["what"] == what]
+            for worker_index in (0, 1)
+        ]
         for what in ("begin", "end")
     )
     assert [line["units"] for line in begins[0]] == [line["units"] for line in begins[1]]

@@ -148,7 +148,7 @@ def test_experiments_are_listed_with_replicas_manifest_and_the_newest_findings(a
     broken = found[""]
     assert (broken["replicas"], broken["manifest"], broken["findings"]) == ([0, 1], None, [])
     assert "replicas/manifest is not JSON (Expecting property name" in broken["notes"][0]
-    assert broken["notes"][1] == "replicas/findings holds dict, not a list; it is not shown."
+    assert broken["notes"][1] == "replicas/findings is a dict, not a list; it is not shown."
 
 
 def test_a_chart_has_every_number_of_the_log(ask):
@@ -424,7 +424,7 @@ def test_series_are_read_again_only_when_tensorboard_has_read_more(tmp_path):
 
 
 def test_charts_that_ask_at_once_wait_for_one_reading():
-    kept, started, reads = source_module._Kept(1000), threading.Event(), []
+    kept, started, reads = source_module._SeriesCache(1000), threading.Event(), []
 
     def read():
         reads.append(1)
@@ -441,7 +441,7 @@ def test_charts_that_ask_at_once_wait_for_one_reading():
 
 
 def test_the_series_used_longest_ago_go_first_when_memory_is_full():
-    kept, reads = source_module._Kept(25), []
+    kept, reads = source_module._SeriesCache(25), []
 
     def get_(key):
         return kept.get(key, 1, lambda: reads.append(key) or {"run": newest(range(10), range(10), [0.0] * 10)})

@@ -244,7 +244,7 @@ def test_a_full_disk_costs_records_and_is_said(tmp_path: pathlib.Path, monkeypat
         file.unlink()
         (tmp_path / folder.name).rename(file)
     several.write(interval(step=40), None)
-    with pytest.warns(UserWarning, match="EventWriter dropped 6 records of this run in all"):
+    with pytest.warns(UserWarning, match="EventWriter dropped 6 records of this run in total"):
         several.close()
     assert [step for step, _ in scalars(tmp_path / "night" / "3" / "replica_1")[names.LOSS]] == [10, 40]
 

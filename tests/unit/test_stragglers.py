@@ -58,7 +58,7 @@ def test_the_slowest_replica_is_named_with_its_share_and_what_it_costs() -> None
     (finding,) = stragglers.findings
     assert finding["kind"] == "straggler"
     assert finding["code"] == "slow-replica"
-    assert finding["what"] == "Replica 2 is slow: 1.50 times as long a step as the fastest."
+    assert finding["what"] == "Replica 2 is slow: a step takes 1.50 times as long as on the fastest replica."
     assert finding["evidence"] == (
         "43 ms computing and 2 ms waiting for input in a step, the fastest 30 ms together; 40 steps in a row"
     )
@@ -94,7 +94,10 @@ def test_a_replica_that_gets_slower_is_named_even_when_all_do() -> None:
     judge(stragglers, [0.010, 0.010], *[[0.018, 0.018]] * 3)
     (finding,) = stragglers.findings
     assert finding["code"] == "slower-than-before"
-    assert finding["what"] == "All replicas got slower: 1.80 times as long a step as at best (the worst, replica 1)."
+    assert (
+        finding["what"]
+        == "All replicas became slower: a step takes 1.80 times as long as at best (the worst, replica 1)."
+    )
     assert finding["seconds"] == pytest.approx(30 * 0.008)
 
 
@@ -113,7 +116,7 @@ def test_a_slow_replica_that_costs_nothing_is_named_too() -> None:
     stragglers = Stragglers()
     judge(stragglers, *[[0.020, 0.010, 0.010, 0.040]] * 3, examples=[80, 80, 80, 320])  # all wait for the last
     (finding,) = stragglers.findings
-    assert finding["what"] == "Replica 0 is slow: 2.00 times as long a step as the fastest."
+    assert finding["what"] == "Replica 0 is slow: a step takes 2.00 times as long as on the fastest replica."
     assert finding["seconds"] == 0
 
 
@@ -126,8 +129,8 @@ def test_if_most_are_slower_than_one_that_one_is_fast() -> None:
     assert finding["what"].startswith("Replica 3 is slow: 2.17 times")
 
 
-def test_replicas_that_take_turns_on_few_cores_are_compared_with_themselves_alone() -> None:
-    stragglers = Stragglers(take_turns=True)
+def test_replicas_that_shares_cores_on_few_cores_are_compared_with_themselves_alone() -> None:
+    stragglers = Stragglers(shares_cores=True)
     scores = judge(stragglers, *[[0.010, 0.040]] * 5)
     assert scores.relative.tolist() == [1.0, 0.25]
     assert stragglers.findings == []
@@ -149,7 +152,7 @@ def test_a_slow_replica_of_several_workers_is_named_with_its_worker() -> None:
     assert finding["what"].startswith("Replica 3 (of worker 1) is slow: 2.00 times as long")
 
 
-def test_replicas_that_take_turns_at_being_slow_are_listed_together() -> None:
+def test_replicas_that_shares_cores_at_being_slow_are_listed_together() -> None:
     stragglers = Stragglers()
     judge(stragglers, *[[0.02, 0.01, 0.01]] * 3, *[[0.01, 0.03, 0.01]] * 3)
     finding = next(f for f in stragglers.findings if f["code"] == "slow-replica")
@@ -160,5 +163,5 @@ def test_replicas_that_take_turns_at_being_slow_are_listed_together() -> None:
 
 @pytest.mark.parametrize("threshold", [-0.1, 1.5, float("nan")])
 def test_a_threshold_that_is_no_score_is_refused(threshold: float) -> None:
-    with pytest.raises(kde.MonitorError, match="straggler_threshold is .*; scores are from 0 to 1"):
+    with pytest.raises(kde.MonitorError, match="straggler_threshold must be from 0 to 1, got"):
         Stragglers(threshold)

@@ -1,20 +1,20 @@
-"""Show every replica in TensorBoard: the tab *Replicas*, and the names that writers share with it.
+"""TensorBoard's tab *Replicas*, and the names of runs and tags that writers share with it.
 
-Nothing here imports TensorFlow or Keras, now or later; TensorBoard imports `loader` when it starts, and that imports
-the rest when it is asked for the plugin.
+Nothing here ever imports TensorFlow or Keras; TensorBoard imports `loader` when it starts, and that imports the rest
+when the plugin is needed.
 
-    metadata     what runs and tags are called, and what the manifest holds; writers import it
-    loader       what the entry point `tensorboard_plugins` names
+    metadata     the names of runs and tags, and the manifest; writers import it
+    loader       the entry point `tensorboard_plugins`
     plugin       the routes
-    query        what a request asks for, checked
-    source       what TensorBoard has read, kept until it reads more
-    reading      how it is read: columns instead of points
+    query        the arguments of a request, checked
+    source       the data that TensorBoard has read, cached until it reads more
+    reading      reads columns instead of points
     points       one series: sorted, each step once
     experiments  runs that belong together, their manifest and findings
-    lines        series reduced to as many points as a chart has pixels, extremes kept
+    lines        series reduced to the pixels of a chart, with their extremes
     summary      numbers of each replica for tables and bars
     export       every point as CSV
-    view, clock  one experiment during one request, and when its steps were
+    view, clock  one experiment during one request, and the times of its steps
     chart        lines for one tag
     wire         numbers as JSON
     static_files, static/   the page: ES modules without a build step, and uPlot

@@ -1,4 +1,4 @@
-"""Answer what a chart of one tag draws: a line for each replica, and mean, min, max and total over all."""
+"""Return the lines of a chart of one tag: one for each replica, and mean, min, max and total over all."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from keras_dist_ext.monitoring.dashboard.view import View
 
 __all__ = ["chart"]
 
-_COARSE = 8  # points that each replica should have in a bin when TensorBoard kept other steps of each
+_COARSE = 8  # points of each replica in a bin, where TensorBoard kept different steps of each
 
 
 def chart(view: View, tag: str, query: Query) -> dict[str, Any]:
@@ -20,8 +20,8 @@ def chart(view: View, tag: str, query: Query) -> dict[str, Any]:
 
     `steps` and `ends` are the first and the last step of each bin, `walls` and `wall_ends` their times; `start` is the
     time of the experiment's first step. `replicas` has a line for each replica that has the tag. `overall` has lines
-    over all replicas, also of those that the page hides: as recorded when training, or else, with `source` "derived",
-    from what TensorBoard kept of the replicas' own lines.
+    over all replicas, including hidden ones: as recorded in training, or else, with `source` "derived", computed from
+    the points of the replicas' lines that TensorBoard kept.
     """
     replicas, recorded, gaps = view.replicas(tag), view.recorded(tag), view.gaps(tag)
     steps = union_of_steps([points.steps for points in (*replicas.values(), *recorded.values())] + list(gaps.values()))
@@ -29,7 +29,7 @@ def chart(view: View, tag: str, query: Query) -> dict[str, Any]:
     width = query.width
     has_recorded = {"mean", "min", "max"} <= recorded.keys()
     if not has_recorded and _differ_by_chance(replicas, view.limit):
-        # A mean over whichever replicas kept a step would jump from one to the other (and its band open and close).
+        # A mean over only the replicas that kept a step would jump between them (and so would the band).
         width = max(1, min(width, min(points.steps.size for points in replicas.values()) // _COARSE))
     bins = bins_of(steps, positions, query.low, query.high, width)
     lines = {replica: reduce(points, bins, *_of(gaps, replica)) for replica, points in replicas.items()}
@@ -62,7 +62,7 @@ def _of(gaps: dict[int, Any], replica: int) -> tuple[Any, ...]:
 
 
 def _sent(statistic: str, line: Line, bins: Bins) -> dict[str, Any]:
-    """Return a line over all replicas: of the lowest only its lowest value counts, of the highest its highest."""
+    """Return a line over all replicas: of `min` only the lowest value of a bin counts, of `max` the highest."""
     values = {"min": line.low, "max": line.high}.get(statistic)
     if values is not None:
         line = Line(values, values, values, line.known, line.bad)
@@ -83,7 +83,7 @@ def _seconds(view: View, steps: Any) -> list[float]:
 
 
 def _extent(view: View, steps: Any) -> dict[str, list[float]] | None:
-    """Return from where to where the whole series goes, on both axes."""
+    """Return the range of the whole series on both axes."""
     if not steps.size:
         return None
     ends = steps[[0, -1]]
@@ -91,7 +91,7 @@ def _extent(view: View, steps: Any) -> dict[str, list[float]] | None:
 
 
 def _sampled(view: View, series: list[Points]) -> dict[str, int] | None:
-    """Return how much is missing because TensorBoard samples, or None when nothing is."""
+    """Return how TensorBoard has sampled the series, or None where it has kept all points."""
     if not any(points.is_sampled(view.limit) for points in series):
         return None
     last = max(int(points.steps[-1]) for points in series)

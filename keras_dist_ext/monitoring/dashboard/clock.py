@@ -1,4 +1,4 @@
-"""Say when a step was: one time for each step of an experiment, whichever replica wrote it first.
+"""Map steps to times: one time for each step of an experiment, that of the replica that wrote it first.
 
 Shapes: M = steps that are known.
 """
@@ -18,36 +18,36 @@ __all__ = ["Clock", "clock_of"]
 
 @dataclass(frozen=True)
 class Clock:
-    """Steps and when they were; both rise, so that a chart may have either for its axis."""
+    """Steps and their times; both increase, so that either can be the axis of a chart."""
 
     steps: NDArray[np.int64]  # [M]
     walls: NDArray[np.float64]  # [M], seconds since 1970
 
     def wall_at(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the times of steps, between known ones in proportion."""
+        """Return the times of steps, interpolated between known ones."""
         return np.interp(steps, self.steps, self.walls) if self.steps.size else np.zeros(len(steps))
 
     @cached_property
     def spans(self) -> NDArray[np.float64]:
-        """How many steps each known one stands for: those since the one before, [M]."""
+        """The number of steps since the previous known one, for each, [M]."""
         steps = self.steps.astype(np.float64)
         gaps = np.maximum(np.diff(steps), 1)
         first = np.clip(steps[:1], 1, gaps[0] if gaps.size else 1)
         return np.concatenate([first, gaps])
 
     def span_at(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return how many steps each of these stands for."""
+        """Return the number of steps that each of these represents."""
         if np.array_equal(steps, self.steps):
             return self.spans
         at = np.searchsorted(self.steps, steps).clip(max=self.steps.size - 1)
         return np.take(self.spans, at)
 
     def positions(self, steps: NDArray[np.int64], axis: str) -> NDArray[np.float64]:
-        """Return where steps are on an axis, step or wall."""
+        """Return the positions of steps on an axis, step or wall."""
         return self.wall_at(steps) if axis == "wall" else steps.astype(np.float64)
 
     def steps_between(self, axis: str, low: float, high: float) -> tuple[float, float]:
-        """Return the first and the last step of a part of an axis; the first is above the last where it holds none."""
+        """Return the first and the last step of a part of an axis; the first is above the last where it is empty."""
         if axis == "step":
             return low, high
         inside = self.steps[(self.walls >= low) & (self.walls <= high)]

@@ -1,4 +1,4 @@
-"""Group TensorBoard's runs into experiments, and read what their manifest and findings say."""
+"""Group TensorBoard's runs into experiments, and parse their manifests and findings."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ __all__ = ["Newest", "Experiment", "group", "parse_manifest", "parse_findings"]
 
 
 class Newest(NamedTuple):
-    """How far a series has been read."""
+    """The newest point of a series that was read."""
 
     step: int
     wall: float  # seconds since 1970
@@ -21,7 +21,7 @@ class Newest(NamedTuple):
 
 @dataclass
 class Experiment:
-    """The runs of one experiment, and what they hold."""
+    """The runs of one experiment, and their tags."""
 
     name: str  # "" for runs directly in the log directory
     runs: dict[int, str] = field(default_factory=dict)  # by replica
@@ -41,7 +41,7 @@ class Experiment:
         return sorted(tag for tag, by_run in self.tags.items() if runs & by_run.keys())
 
     def version(self) -> str:
-        """Return a word that changes when there is anything new to draw."""
+        """Return a hash that changes when there is new data."""
         held = sorted(
             (tag, run, *end) for tags in (self.tags, self.texts) for tag, by in tags.items() for run, end in by.items()
         )
@@ -51,9 +51,9 @@ class Experiment:
 def group(
     scalars: Mapping[str, Mapping[str, Newest]], texts: Mapping[str, Mapping[str, Newest]]
 ) -> dict[str, Experiment]:
-    """Return experiments by name, from what TensorBoard lists: run -> tag -> how far.
+    """Return experiments by name, from TensorBoard's lists: run -> tag -> newest point.
 
-    A run called `all` makes no experiment on its own, unless it holds our own marker: other people have such runs too.
+    A run called `all` is an experiment only if it has our own marker: other programs write such runs, too.
     """
     found: dict[str, Experiment] = {}
     for run, tags in sorted(_merged(scalars, texts).items()):
@@ -81,23 +81,23 @@ def _merged(*listings: Mapping[str, Mapping[str, Newest]]) -> dict[str, set[str]
 
 
 def parse_manifest(text: str | None) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the manifest that a text holds, and what is wrong with it: one of the two is None, or both."""
+    """Return the manifest in a text, and the error in it; at most one of the two is not None."""
     value, wrong = _parsed(text, MANIFEST_TAG)
     if wrong is None and value is not None and not isinstance(value, dict):
-        return None, f"{MANIFEST_TAG} holds {type(value).__name__}, not an object; it is not shown."
+        return None, f"{MANIFEST_TAG} is a {type(value).__name__}, not an object; it is not shown."
     return value, wrong
 
 
 def parse_findings(text: str | None) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the findings that a text holds, and what is wrong with it, if anything."""
+    """Return the findings in a text, and the error in it, if there is one."""
     value, wrong = _parsed(text, FINDINGS_TAG)
     if wrong is not None or value is None:
         return [], wrong
     if not isinstance(value, list):
-        return [], f"{FINDINGS_TAG} holds {type(value).__name__}, not a list; it is not shown."
+        return [], f"{FINDINGS_TAG} is a {type(value).__name__}, not a list; it is not shown."
     findings = [finding for finding in value if isinstance(finding, dict)]
     dropped = len(value) - len(findings)
-    return findings, f"{dropped} of {len(value)} entries of {FINDINGS_TAG} are no objects." if dropped else None
+    return findings, f"{dropped} of {len(value)} entries of {FINDINGS_TAG} are not objects." if dropped else None
 
 
 def _parsed(text: str | None, tag: str) -> tuple[Any, str | None]:

@@ -1,7 +1,7 @@
-"""Write every point of a chart as CSV: a row a step, a column a replica.
+"""Export every point of a chart as CSV: a row per step, a column per replica.
 
-Unlike what is drawn, nothing is reduced: it is all that TensorBoard kept. A cell is empty where there is no point; NaN
-and Infinity are spelled so. Numbers have as many digits as tell a float32 from its neighbours.
+Unlike the chart, nothing is reduced: these are all points that TensorBoard kept. A cell is empty where there is no
+point; NaN and Infinity are written as such. Numbers have as many digits as a float32 needs.
 """
 
 from collections.abc import Collection

@@ -1,9 +1,9 @@
-"""Reduce series to as many points as a chart has pixels, and keep their extremes.
+"""Reduce series to the number of pixels of a chart, and keep their extremes.
 
     bins = bins_of(steps, positions, low, high, width)
     line = reduce(points, bins)           # min, mean and max of each bin; the value itself where a bin is one step
 
-All lines of a chart share its bins, so that they can be drawn, stacked and read off at the same place.
+All lines of a chart share its bins, so that they can be drawn, stacked and read at the same positions.
 
 Shapes: N = points of a series; U = steps that any line of the chart has; B = bins.
 """
@@ -26,7 +26,7 @@ _DIGITS = 6  # of what was reduced to the pixels of a chart
 
 @dataclass(frozen=True)
 class Bins:
-    """Stretches of steps, none of them empty."""
+    """Ranges of steps, none of them empty."""
 
     first: NDArray[np.int64]  # [B], first step that some line has
     last: NDArray[np.int64]  # [B], last one
@@ -38,19 +38,20 @@ class Bins:
 
     @property
     def edges(self) -> NDArray[np.int64]:
-        """[B + 1], where bins begin, and the step after the last."""
+        """[B + 1], the first steps of bins, and the step after the last."""
         return np.append(self.first, self.last[-1:] + 1)
 
 
 def bins_of(steps: NDArray[np.int64], positions: NDArray[np.float64], low: float, high: float, width: int) -> Bins:
-    """Return the bins of a chart: a step each while they fit, else stretches of equal length on the axis.
+    """Return the bins of a chart: a bin per step if they fit, else ranges of equal length on the axis.
 
     Args:
-        steps: [U], rising.
-        positions: [U], where they are on the axis, not falling.
-        low: where the chart begins on the axis.
-        high: where it ends. The neighbours on both sides are in, so that lines go on to the chart's edges.
-        width: bins at most, but for neighbours; a bin is drawn with two points, so twice as many steps fit.
+        steps: [U], increasing.
+        positions: [U], of the steps on the axis, not decreasing.
+        low: the start of the chart on the axis.
+        high: its end. The neighbours on both sides are included, so that lines continue to the chart's edges.
+        width: the largest number of bins, without the neighbours; a bin is drawn with two points, so twice as many
+            steps fit.
     """
     start = max(int(np.searchsorted(positions, low, "left")) - 1, 0)
     end = int(np.searchsorted(positions, high, "right")) + 1
@@ -69,17 +70,17 @@ def bins_of(steps: NDArray[np.int64], positions: NDArray[np.float64], low: float
 
 @dataclass(frozen=True)
 class Line:
-    """A series in bins; NaN where a bin holds nothing finite."""
+    """A series in bins; NaN where a bin has no finite value."""
 
     low: NDArray[np.float64]  # [B]
     mean: NDArray[np.float64]  # [B]
     high: NDArray[np.float64]  # [B]
-    known: NDArray[np.bool_]  # [B], the bin holds a point, or a gap; elsewhere a line just goes on
-    bad: dict[int, str]  # bins that hold something not finite, and the word for it
+    known: NDArray[np.bool_]  # [B], the bin has a point, or a gap; elsewhere the line continues
+    bad: dict[int, str]  # bins with a value that is not finite, and its name
 
 
 def reduce(points: Points, bins: Bins, gaps: NDArray[np.int64] = _NO_STEPS) -> Line:
-    """Return a series in bins; `gaps` are steps at which the line is broken, unless the bin has a point."""
+    """Return a series in bins; `gaps` are steps at which the line is interrupted, unless the bin has a point."""
     num_bins = bins.first.size
     low, mean, high = (np.full(num_bins, np.nan) for _ in range(3))
     known = np.zeros(num_bins, np.bool_)
@@ -101,7 +102,7 @@ def reduce(points: Points, bins: Bins, gaps: NDArray[np.int64] = _NO_STEPS) -> L
             mean[known] = total / np.add.reduceat(is_finite.astype(np.float64), at)
         nothing = np.isnan(mean)
         low[nothing] = high[nothing] = np.nan
-        # A mean that rounding put outside would draw a point that the series never had.
+        # Rounding may put the mean outside, where the series has no point.
         mean = np.clip(mean, low, high)
     if gaps.size:
         inside = gaps[(gaps >= bins.first[0]) & (gaps <= bins.last[-1])]
@@ -119,7 +120,7 @@ def _bad(values: NDArray[np.float64], is_finite: NDArray[np.bool_], bin_of: NDAr
 
 
 def over(lines: Mapping[int, Line]) -> dict[str, Line]:
-    """Return mean, min, max and total over replicas, for logs without the run that has them exactly."""
+    """Return mean, min, max and total over replicas, for logs without the run `all`, which has exact ones."""
     if not lines:
         return {}
     known = np.logical_or.reduce([line.known for line in lines.values()])
@@ -141,9 +142,9 @@ def over(lines: Mapping[int, Line]) -> dict[str, Line]:
 def line_to_wire(line: Line, exact: bool) -> dict[str, Any]:
     """Return a line for JSON.
 
-    `at` lists the bins that the arrays are about; all of them where it is missing. null there is a gap, and a bin that
-    is not listed is one that the line passes without a point. `values` where bins are single steps, else `min`, `mean`
-    and `max`. `bad` lists bins with something not finite, and the word for it.
+    `at` lists the bins of the arrays; all bins where it is missing. null in an array is a gap, and at a bin that is not
+    listed the line continues without a point. `values` where bins are single steps, else `min`, `mean` and `max`.
+    `bad` lists bins with a value that is not finite, and its name.
     """
     sent: dict[str, Any] = {}
     known = line.known

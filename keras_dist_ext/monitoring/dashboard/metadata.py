@@ -1,7 +1,7 @@
 """Name what writers write and the dashboard reads: runs, tags, manifest and findings.
 
-    <log_dir>/<experiment>/replica_<id>   one TensorBoard run a replica: scalars, tags REPLICA_TAGS
-    <log_dir>/<experiment>/all            one run for them all: scalars, tags ALL_TAGS, and two texts of our own plugin,
+    <log_dir>/<experiment>/replica_<id>   one TensorBoard run per replica: scalars, tags REPLICA_TAGS
+    <log_dir>/<experiment>/all            one run for all of them: scalars, tags ALL_TAGS, and two texts of our plugin,
                                           MANIFEST_TAG and FINDINGS_TAG: JSON in a string tensor
 
 `<experiment>` may be empty, and may have slashes. A step is an optimizer step. A replica that got no examples in an
@@ -54,7 +54,7 @@ INPUT_SECONDS = "replica/input_seconds"
 SYNC_SECONDS = "replica/sync_seconds"
 EXAMPLES = "replica/examples"  # in the interval that ends at this step
 GRADIENT_NORM = "replica/gradient_norm"  # optional
-SCORE = "replica/score"  # optional: 1 = as fast as it ever was, less = slower
+SCORE = "replica/score"  # optional: 1 = as fast as ever, less = slower
 REPLICA_TAGS = (
     LOSS,
     EXAMPLES_PER_SECOND,
@@ -75,7 +75,7 @@ def over_replicas(tag: str, statistic: str) -> str:
     """Return the tag that holds a statistic of a replica tag over all replicas, exact at each logged step.
 
     Raises:
-        ValueError: `tag` is none of REPLICA_TAGS, or `statistic` none of STATISTICS.
+        ValueError: `tag` is not in REPLICA_TAGS, or `statistic` not in STATISTICS.
 
     >>> over_replicas("replica/step_seconds", "max")
     'all/step_seconds_max'
@@ -99,14 +99,14 @@ ALL_TAGS = (
     *(over_replicas(tag, statistic) for tag in REPLICA_TAGS for statistic in STATISTICS),
 )
 
-# Of the experiment, in the run `all`, with our own plugin name: that they exist is what switches the tab on.
+# Of the experiment, in the run `all`, with our plugin name: their presence activates the tab.
 MANIFEST_TAG = "replicas/manifest"
 FINDINGS_TAG = "replicas/findings"
 MANIFEST_VERSION = 1
 
 
 class Strategy(TypedDict, total=False):
-    """How the replicas are arranged, and why."""
+    """The strategy, its numbers of replicas and workers, and why it was chosen."""
 
     name: str
     reason: str
@@ -115,12 +115,12 @@ class Strategy(TypedDict, total=False):
 
 
 class Manifest(TypedDict, total=False):
-    """What does not change while an experiment runs; the dashboard shows what is there."""
+    """What does not change while an experiment runs; the dashboard shows the entries that exist."""
 
     version: int  # MANIFEST_VERSION
     experiment: str
     strategy: Strategy
-    devices: list[str]  # one a replica
+    devices: list[str]  # one per replica
     seeds: dict[str, Any] | None
     versions: dict[str, str]
     batch_size: int | None  # global
@@ -137,12 +137,12 @@ def replica_run(experiment: str, replica: int) -> str:
 
 
 def all_run(experiment: str) -> str:
-    """Return the run of what is known of all replicas together, as a path under the log directory."""
+    """Return the run of all replicas together, as a path under the log directory."""
     return f"{experiment}/all" if experiment else "all"
 
 
 class RunName(NamedTuple):
-    """What the name of a run says."""
+    """The experiment and the replica of a run."""
 
     experiment: str
     replica: int | None  # None: of all replicas
@@ -152,7 +152,7 @@ _RUN = re.compile(r"(?:(?P<experiment>.*)[/\\])?(?:replica_(?P<replica>0|[1-9][0
 
 
 def parse_run(run: str) -> RunName | None:
-    """Return what the name of a run says, or None for a run that is not ours. Undoes `replica_run` and `all_run`.
+    """Parse the name of a run; None for a run that is not ours. The inverse of `replica_run` and `all_run`.
 
     >>> parse_run("night/3/replica_7"), parse_run("all"), parse_run("train")
     (RunName(experiment='night/3', replica=7), RunName(experiment='', replica=None), None)

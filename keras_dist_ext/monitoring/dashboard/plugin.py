@@ -1,8 +1,8 @@
-"""Answer the page of the Replicas tab: experiments, series, summaries, CSV, and the page itself.
+"""Serve the Replicas tab: experiments, series, summaries, CSV, and the page itself.
 
 All under `data/plugin/replicas/`, read only:
 
-    experiments                                          what there is, with manifest and findings; reads anew
+    experiments                                          all of them, with manifest and findings; reads again
     series?experiment=&tag=&axis=&low=&high=&width=      the lines of a chart (chart.py)
     summary?experiment=&axis=&low=&high=                 numbers of each replica (summary.py)
     csv?experiment=&tag=&axis=&low=&high=&hidden=        every point (export.py)
@@ -45,11 +45,11 @@ class ReplicasPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard
         self._logdir = context.logdir or getattr(context.flags, "logdir_spec", "") or ""
 
     def is_active(self) -> bool:
-        """Tell whether there is something to show where no marker says so: a log of replicas without the chief's."""
+        """Whether there are runs of replicas, even without the marker, as in a log without the chief's."""
         return self._source.has_runs(tb_context.RequestContext(), "")
 
     def frontend_metadata(self) -> Any:
-        """Name the tab and the module that draws it."""
+        """Return the name of the tab and its module."""
         return base_plugin.FrontendMetadata(es_module_path="/static/index.js", tab_name="Replicas")
 
     def get_plugin_apps(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class ReplicasPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard
         experiments = self._source.experiments(ctx, experiment_id)
         if query.experiment not in experiments:
             raise _NotHere(
-                f"There is no experiment {query.experiment!r} in {str(self._logdir)!r} (any more); there are "
+                f"There is no experiment {query.experiment!r} in {str(self._logdir)!r} (anymore); there are "
                 f"{', '.join(map(repr, experiments)) or 'none'}. Reload the page."
             )
         return View(self._source, ctx, experiment_id, experiments[query.experiment])
@@ -127,7 +127,7 @@ def _described(experiment: Experiment, texts: Mapping[tuple[str, str], str | Non
 
 
 class _NotHere(QueryError):
-    """An experiment that has gone."""
+    """An experiment does not exist anymore."""
 
 
 def _asked_by(request: wrappers.Request) -> tuple[Any, str]:
@@ -139,7 +139,7 @@ def _json(request: wrappers.Request, value: Any) -> Any:
 
 
 def _app(answer: Callable[[wrappers.Request], Any]) -> Any:
-    """Return a WSGI application of a route: what a page cannot mean is told to it, with what would do."""
+    """Return a WSGI application for a route; an invalid query gets its error as the response."""
 
     @wrappers.Request.application
     def respond(request: wrappers.Request) -> Any:

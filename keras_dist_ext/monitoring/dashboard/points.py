@@ -1,4 +1,4 @@
-"""Hold one series of numbers over steps: sorted, each step once.
+"""One series of numbers over steps: sorted, each step once.
 
 Shapes: N = points of the series.
 """
@@ -14,17 +14,17 @@ __all__ = ["Points", "newest", "union_of_steps"]
 
 @dataclass(frozen=True)
 class Points:
-    """A series as TensorBoard holds it; steps rise strictly."""
+    """A series as TensorBoard has it; steps increase strictly."""
 
     steps: NDArray[np.int64]  # [N], optimizer steps
     walls: NDArray[np.float64]  # [N], seconds since 1970
     values: NDArray[np.float32]  # [N], may be NaN or infinite
-    num_read: int  # points that TensorBoard handed over, those of abandoned steps among them
+    num_read: int  # points that TensorBoard returned, including those of abandoned steps
 
     def is_sampled(self, limit: int) -> bool:
-        """Tell whether TensorBoard dropped points: it keeps `limit` of a series (0: all), chosen at random.
+        """Whether TensorBoard dropped points: it keeps `limit` of a series (0: all), chosen at random.
 
-        A series of exactly that many points that are evenly spaced is a whole one: chance does not choose so.
+        A series of exactly that many points that are evenly spaced is complete: a random choice would not be.
         """
         if not limit or self.num_read < limit:
             return False
@@ -33,17 +33,17 @@ class Points:
 
 
 def newest(steps: ArrayLike, walls: ArrayLike, values: ArrayLike) -> Points:
-    """Return the series as it stands after the last restart, from points in the order in which they were written.
+    """Return the series after the last restart, from points in the order in which they were written.
 
-    Where steps go back, training went on from an earlier checkpoint: what was written before at that step and after it
-    is of a past that did not happen. TensorBoard's fast loader drops it in the same way, its other loader keeps it.
+    Where steps go back, training resumed from an earlier checkpoint: earlier points at that step and after it are
+    abandoned. TensorBoard's fast loader drops them in the same way, its other loader keeps them.
 
     >>> newest([1, 2, 3, 2], [10, 11, 12, 13], [0.1, 0.2, 0.3, 0.4]).steps
     array([1, 2])
     """
     steps_ = np.asarray(steps, dtype=np.int64)
     walls_ = np.asarray(walls, dtype=np.float64)
-    walls_ = np.where(np.isfinite(walls_), walls_, 0.0)  # a file can say anything
+    walls_ = np.where(np.isfinite(walls_), walls_, 0.0)  # a file may have any value
     values_ = np.asarray(values, dtype=np.float32)
     num_read = len(steps_)
     if num_read > 1 and (np.diff(steps_) <= 0).any():

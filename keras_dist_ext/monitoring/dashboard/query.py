@@ -1,4 +1,4 @@
-"""Read what a request asks for, and refuse what cannot be meant."""
+"""Parse the query of a request, and refuse invalid ones."""
 
 import math
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ _MAX_DIGITS = 9  # of a replica's id; Python refuses to read numbers of thousand
 
 
 class QueryError(KerasDistError, ValueError):
-    """A request that no page of ours would make."""
+    """An invalid request, which our page does not make."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """Which part of an experiment, and how fine."""
+    """The part of an experiment, and its resolution."""
 
     experiment: str
     axis: str = "step"  # one of AXES: the unit of `low` and `high`; wall: seconds since 1970
@@ -36,18 +36,18 @@ def parse_query(args: Mapping[str, str]) -> Query:
         args: experiment (required, may be empty), axis, low, high, width.
 
     Raises:
-        QueryError: one is missing or makes no sense; the message names it and what it may be.
+        QueryError: one is missing or invalid; the message has its name and the valid values.
     """
     if "experiment" not in args:
         raise QueryError(
-            "The request names no experiment. Add `experiment=`, empty for runs in the log directory itself."
+            "The request has no experiment. Add `experiment=`, empty for runs in the log directory itself."
         )
     axis = args.get("axis", "step")
     if axis not in AXES:
         raise QueryError(f"axis={axis!r}: there are {' and '.join(AXES)}.")
     low, high = (_number(args, name, default) for name, default in (("low", -math.inf), ("high", math.inf)))
     if not low <= high:
-        raise QueryError(f"low={low:g} is above high={high:g}: nothing lies between. Swap them.")
+        raise QueryError(f"low={low:g} is above high={high:g}. Swap them.")
     width = _number(args, "width", 600)
     if not 1 <= width <= MAX_WIDTH:
         raise QueryError(f"width={width:g} pixels: give 1 to {MAX_WIDTH}.")
@@ -63,7 +63,7 @@ def _number(args: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise QueryError(f"{name}={text!r} is no finite number.")
+        raise QueryError(f"{name}={text!r} is not a finite number.")
     return value
 
 
@@ -71,7 +71,7 @@ def parse_tag(args: Mapping[str, str]) -> str:
     """Return the tag of a request.
 
     Raises:
-        QueryError: it names none, or one that replicas do not have.
+        QueryError: it is missing, or not a tag of replicas.
     """
     tag = args.get("tag", "")
     if tag not in REPLICA_TAGS:
@@ -80,12 +80,12 @@ def parse_tag(args: Mapping[str, str]) -> str:
 
 
 def parse_hidden(args: Mapping[str, str]) -> frozenset[int]:
-    """Return the replicas that a page hides: ids, with commas between.
+    """Return the replicas that a page hides: ids, separated by commas.
 
     Raises:
-        QueryError: something else.
+        QueryError: it is anything else.
     """
     words = [word for word in args.get("hidden", "").split(",") if word]
     if not all(word.isascii() and word.isdigit() and len(word) <= _MAX_DIGITS for word in words):
-        raise QueryError(f"hidden={args['hidden']!r}: give ids of replicas, with commas between.")
+        raise QueryError(f"hidden={args['hidden']!r}: give ids of replicas, separated by commas.")
     return frozenset(map(int, words))

@@ -1,8 +1,8 @@
-"""Read scalars out of TensorBoard as columns, in a way that is fast enough for millions of points.
+"""Read scalars from TensorBoard as columns, fast enough for millions of points.
 
-TensorBoard's public way wraps each point in an object of its own: 1.9 s for 64 replicas x 20,000 steps of one tag with
-its fast loader, and 10 us a point with its other one. Both loaders hold the points in a form that is quick to take
-over, in private attributes. Where these are not as expected, the public way is taken; tests fail when that happens.
+TensorBoard's public API creates an object for each point: 1.9 s for 64 replicas x 20,000 steps of one tag with its fast
+loader, and 10 us a point with its other one. Both loaders have the points as arrays in private attributes. Where these
+are not as expected, the public API is used; tests fail when that happens.
 """
 
 import logging
@@ -35,14 +35,14 @@ def read_scalars(provider: Any, ctx: Any, experiment_id: str, runs: list[str], t
 
 
 def read_columns(provider: Any, experiment_id: str, runs: list[str], tag: str) -> dict[str, Columns] | None:
-    """Return the columns of a tag by run, the fast way; None where TensorBoard is not as expected."""
+    """Return the columns of a tag by run, from private attributes; None where these are not as expected."""
     for attribute, read in (("_stub", _from_data_server), ("_multiplexer", _from_multiplexer)):
         held = getattr(provider, attribute, None)
         if held is None:
             continue
         try:
             return read(held, experiment_id, runs, tag)
-        except Exception as error:  # the public way reports what is wrong in TensorBoard's own terms
+        except Exception as error:  # the public API reports the error in TensorBoard's terms
             _log.info("Replicas: reading %s point by point (%s: %s)", tag, type(error).__name__, error)
     return None
 
@@ -80,14 +80,14 @@ def _from_multiplexer(multiplexer: Any, experiment_id: str, runs: list[str], tag
 
 
 def _scalar(tensor: Any) -> float:
-    """Return the number of a scalar tensor: TensorBoard turns simple values into such, tf.summary writes them."""
+    """Return the number of a scalar tensor, to which TensorBoard converts simple values; tf.summary writes tensors."""
     if tensor.dtype == _FLOAT and len(tensor.float_val) == 1:
         return float(tensor.float_val[0])
     return float(tensor_util.make_ndarray(tensor).item())
 
 
 def read_publicly(provider: Any, ctx: Any, experiment_id: str, runs: list[str], tag: str) -> dict[str, Columns]:
-    """Return the columns of a tag by run, the way that TensorBoard offers."""
+    """Return the columns of a tag by run, from TensorBoard's public API."""
     read = provider.read_scalars(
         ctx,
         experiment_id=experiment_id,
@@ -103,7 +103,7 @@ def read_publicly(provider: Any, ctx: Any, experiment_id: str, runs: list[str], 
 
 
 def _with_shared_steps(series: dict[str, Points]) -> dict[str, Points]:
-    """Return the same series, with one array where replicas have the same steps: 8 bytes a point less."""
+    """Return the same series, with one array where replicas have the same steps, which saves 8 bytes per point."""
     first: dict[tuple[int, int, int], Any] = {}
     shared = {}
     for run, points in series.items():

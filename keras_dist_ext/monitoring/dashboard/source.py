@@ -1,8 +1,8 @@
-"""Read what TensorBoard has read, as arrays, and keep it until TensorBoard has read more.
+"""Read TensorBoard's data as arrays, and cache it until TensorBoard has read more.
 
-TensorBoard samples before anyone can ask: of each series it keeps as many points as `--samples_per_plugin scalars=N`
-says (1000 unless given; 0: all, but then its own Scalars tab stays empty). What it kept is all that can be had, and all
-of it is asked for here; `Points.is_sampled` tells when something is missing.
+TensorBoard samples when it reads: of each series it keeps as many points as `--samples_per_plugin scalars=N` (1000 by
+default; 0: all, but then its own Scalars tab stays empty). Everything that it kept is read here; `Points.is_sampled`
+tells whether points are missing.
 """
 
 import logging
@@ -32,8 +32,8 @@ from keras_dist_ext.monitoring.dashboard.reading import ALL, read_scalars
 
 __all__ = ["DEFAULT_LIMIT", "Source"]
 
-DEFAULT_LIMIT = 1000  # what TensorBoard keeps of a scalar series, unless --samples_per_plugin says otherwise
-_LISTING_SECONDS = 5.0  # for requests that come with no reload: a zoom asks for several series at once
+DEFAULT_LIMIT = 1000  # points of a scalar series that TensorBoard keeps by default; see --samples_per_plugin
+_LISTING_SECONDS = 5.0  # for requests without a reload: a zoom requests several series at the same time
 _MAX_POINTS = 24_000_000  # in memory: 20 bytes each
 
 _log = logging.getLogger("tensorboard")
@@ -45,7 +45,7 @@ class Source:
     Args:
         provider: TensorBoard's data provider.
         limit: points that TensorBoard keeps of a scalar series; 0: all.
-        clock: seconds that only go forward.
+        clock: monotonic, in seconds.
     """
 
     def __init__(self, provider: Any, limit: int = DEFAULT_LIMIT, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,15 +53,15 @@ class Source:
         self._provider = provider
         self._clock = clock
         self._listings: dict[str, tuple[float, dict[str, Experiment]]] = {}
-        self._kept = _Kept(_MAX_POINTS)
-        self._warming = False
+        self._cache = _SeriesCache(_MAX_POINTS)
+        self._is_warming = False
 
     def has_runs(self, ctx: Any, experiment_id: str) -> bool:
-        """Tell whether there is an experiment to show."""
+        """Whether there is an experiment."""
         return bool(self.experiments(ctx, experiment_id))
 
     def experiments(self, ctx: Any, experiment_id: str, *, refresh: bool = False) -> dict[str, Experiment]:
-        """Return experiments by name; as of a few seconds ago, unless told to `refresh`."""
+        """Return experiments by name; a few seconds old, unless `refresh`."""
         then, found = self._listings.get(experiment_id, (-_LISTING_SECONDS, {}))
         now = self._clock()
         if refresh or now - then >= _LISTING_SECONDS or not found:
@@ -91,33 +91,33 @@ class Source:
         ends = experiment.tags.get(tag)
         if not ends:
             return {}
-        return self._kept.get(
+        return self._cache.get(
             (experiment_id, experiment.name, tag),
             tuple(sorted(ends.items())),
             lambda: read_scalars(self._provider, ctx, experiment_id, sorted(ends), tag),
         )
 
     def warm(self, ctx: Any, experiment_id: str, experiment: Experiment) -> None:
-        """Begin to read what a page that opens now will ask for, while its scripts are still loading."""
-        if self._warming or self._kept.has(experiment_id):
+        """Start to read what a page that is opened now will request, while its scripts are loading."""
+        if self._is_warming or self._cache.has(experiment_id):
             return
-        self._warming = True
+        self._is_warming = True
 
         def read() -> None:
             try:
                 for tag in _FIRST_TAGS:
                     self.points(ctx, experiment_id, experiment, tag)
-            except Exception as error:  # the page will ask again, and be told
+            except Exception as error:  # the page requests it again, and gets the error
                 _log.info("Replicas: could not read ahead: %s", error)
             finally:
-                self._warming = False
+                self._is_warming = False
 
         threading.Thread(target=read, name="replicas-read-ahead", daemon=True).start()
 
     def texts(
         self, ctx: Any, experiment_id: str, experiments: Iterable[Experiment]
     ) -> dict[tuple[str, str], str | None]:
-        """Return the newest text of each tag of our own plugin, by experiment and tag; one reading, however many."""
+        """Return the newest text of each tag of our own plugin, by experiment and tag, in a single read."""
         experiments = list(experiments)
         runs = sorted({run for experiment in experiments for by_run in experiment.texts.values() for run in by_run})
         read = {}
@@ -142,8 +142,8 @@ _SCALAR_TAGS = [*REPLICA_TAGS, *ALL_TAGS]
 _TEXT_TAGS = [MANIFEST_TAG, FINDINGS_TAG]
 
 
-class _Kept:
-    """Series by key, as long as their fingerprint is the same; the least recently used go first."""
+class _SeriesCache:
+    """A cache of series by key, valid while their fingerprint is the same; drops the least recently used."""
 
     def __init__(self, max_points: int) -> None:
         self._max_points = max_points
@@ -152,12 +152,12 @@ class _Kept:
         self._lock = threading.Lock()
 
     def has(self, experiment_id: str) -> bool:
-        """Tell whether anything of a TensorBoard experiment is kept."""
+        """Whether a series of a TensorBoard experiment is in the cache."""
         with self._lock:
             return any(key[0] == experiment_id for key in self._series)
 
     def get(self, key: Any, fingerprint: Any, read: Callable[[], dict[str, Points]]) -> dict[str, Points]:
-        """Return what is kept, or what `read` returns; charts that ask for the same at once wait for one reading."""
+        """Return the cached series, or what `read` returns; simultaneous requests for the same wait for one read."""
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:

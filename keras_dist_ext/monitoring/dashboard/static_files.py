@@ -24,7 +24,7 @@ class StaticFiles:
         return sorted(self._files)
 
     def read(self, path: str) -> tuple[bytes, str] | None:
-        """Return what a file holds and its type; None when there is no such file: a path is looked up, never joined."""
+        """Return the content of a file and its type; None if it does not exist: a path is looked up, never joined."""
         file = self._files.get(path)
         if file is None:
             return None

@@ -1,11 +1,11 @@
-"""Sum up each replica in numbers: for the table, the bars, and the comparison of experiments.
+"""Summarize each replica in numbers: for the table, the bars, and the comparison of experiments.
 
-`score` is what training recorded: a replica against its own best. `relative` is worked out here: a replica against the
-fastest one, by the time that it spends on its own, waiting for input and computing; in the other part of a step it
-waits for the slowest. Both are 1 at best (the two scores of NVIDIA's resiliency-ext).
+`score` was recorded in training: a replica compared with its own best. `relative` is computed here: a replica compared
+with the fastest one, by its busy time, in which it waits for input and computes; in the rest of a step it waits for the
+slowest replica. Both are 1 at best (the two scores of NVIDIA's resiliency-ext).
 
-Points are of intervals that may differ in length. A mean is over their steps; that of a rate or of a share over their
-time: examples in all by seconds in all, so that it fits the mean seconds of a step.
+Points are of intervals that may differ in length. A mean is over their steps; that of a rate or of a share is over
+their time: all examples by all seconds, consistent with the mean seconds of a step.
 """
 
 from typing import Any
@@ -54,7 +54,7 @@ def summary(view: View, query: Query) -> dict[str, Any]:
         }
         for replica in sorted(view.experiment.runs)
     }
-    relative = _relative({replica: _own_seconds(tags) for replica, tags in numbers.items()})
+    relative = _relative({replica: _busy_seconds(tags) for replica, tags in numbers.items()})
     examples = series[EXAMPLES]
     return {
         "replicas": [
@@ -100,7 +100,7 @@ def _numbers(
 
 
 def _weights(view: View, tag: str, steps: NDArray[np.int64], seconds: Points | None) -> NDArray[np.float64]:
-    """Return for how much each point stands: the steps of its interval, or their seconds."""
+    """Return the weight of each point: the steps of its interval, or their seconds."""
     spans = view.clock.span_at(steps)
     known = None if tag not in _OVER_TIME or seconds is None else np.isfinite(seconds.values) & (seconds.values > 0)
     if known is None or seconds is None or not known.any():
@@ -117,16 +117,16 @@ def _to_wire(numbers: dict[str, float]) -> dict[str, Any]:
 _WHOLE = {"count", "bad", "last_step", "min_step", "max_step"}
 
 
-def _own_seconds(numbers: dict[str, dict[str, float]]) -> float | None:
-    """Return the seconds of a step that a replica spends on its own; of the whole step where they are not recorded."""
-    own = [numbers[tag]["mean"] for tag in (COMPUTE_SECONDS, INPUT_SECONDS) if "mean" in numbers.get(tag, {})]
+def _busy_seconds(numbers: dict[str, dict[str, float]]) -> float | None:
+    """Return the busy seconds of a replica in a step; of the whole step where they are not recorded."""
+    busy = [numbers[tag]["mean"] for tag in (COMPUTE_SECONDS, INPUT_SECONDS) if "mean" in numbers.get(tag, {})]
     if COMPUTE_SECONDS not in numbers:
-        own = [numbers[STEP_SECONDS]["mean"]] if "mean" in numbers.get(STEP_SECONDS, {}) else []
-    return sum(own) if own else None
+        busy = [numbers[STEP_SECONDS]["mean"]] if "mean" in numbers.get(STEP_SECONDS, {}) else []
+    return sum(busy) if busy else None
 
 
-def _relative(own_seconds: dict[int, float | None]) -> dict[int, float]:
-    known = {replica: seconds for replica, seconds in own_seconds.items() if seconds is not None and seconds > 0}
+def _relative(busy_seconds: dict[int, float | None]) -> dict[int, float]:
+    known = {replica: seconds for replica, seconds in busy_seconds.items() if seconds is not None and seconds > 0}
     fastest = min(known.values(), default=0.0)
     return {replica: fastest / seconds for replica, seconds in known.items()}
 

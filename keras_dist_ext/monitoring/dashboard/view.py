@@ -1,4 +1,4 @@
-"""Look at one experiment during one request: series by replica, gaps, and the clock they share."""
+"""One experiment during one request: series by replica, gaps, and their common clock."""
 
 from functools import cached_property
 from typing import Any
@@ -28,19 +28,19 @@ _CLOCK_TAGS = (STEP_SECONDS, EXAMPLES_PER_SECOND, LOSS, *REPLICA_TAGS, ALL_LOSS,
 
 
 def recorded_tags(tag: str) -> dict[str, tuple[str, ...]]:
-    """Return which tags of the run `all` hold mean, min, max and total of a replica tag, best first."""
+    """Return the tags of the run `all` with mean, min, max and total of a replica tag, best first."""
     tags: dict[str, tuple[str, ...]] = {
         statistic: (over_replicas(tag, statistic),) for statistic in ("mean", "min", "max")
     }
     if tag == LOSS:
-        tags["mean"] = ALL_LOSS, *tags["mean"]  # weighted by examples, as History has it
+        tags["mean"] = ALL_LOSS, *tags["mean"]  # weighted by examples, as in History
     if tag == EXAMPLES_PER_SECOND:
         tags["total"] = (ALL_EXAMPLES_PER_SECOND,)
     return tags
 
 
 class View:
-    """One experiment, as TensorBoard holds it while a request is answered."""
+    """One experiment, with TensorBoard's data during one request."""
 
     def __init__(self, source: Source, ctx: Any, experiment_id: str, experiment: Experiment) -> None:
         self.experiment = experiment
@@ -55,7 +55,7 @@ class View:
         return {replica: by_run[run] for replica, run in sorted(self.experiment.runs.items()) if run in by_run}
 
     def recorded(self, tag: str) -> dict[str, Points]:
-        """Return what was recorded over all replicas of a replica tag: some of mean, min, max, total."""
+        """Return the series recorded over all replicas for a replica tag: some of mean, min, max, total."""
         found = {}
         for statistic, tags in recorded_tags(tag).items():
             held = next((points for tag in tags if (points := self.overall(tag)) is not None), None)
@@ -70,7 +70,7 @@ class View:
 
     @cached_property
     def clock(self) -> Clock:
-        """When each step was."""
+        """The times of steps."""
         for tag in _CLOCK_TAGS:
             points = self._points(tag)
             if points:
@@ -80,8 +80,8 @@ class View:
     def gaps(self, tag: str) -> dict[int, NDArray[np.int64]]:
         """Return, by replica, the steps at which it has no number because it got no examples.
 
-        That is where it says so (`replica/examples` is 0); for a log without examples, where it has a step time and
-        TensorBoard has dropped nothing that could be the number.
+        These are the steps where `replica/examples` is 0; for a log without examples, those where it has a step time
+        and TensorBoard has not dropped points.
         """
         found = {}
         examples, seconds = self.replicas(EXAMPLES), self.replicas(STEP_SECONDS)

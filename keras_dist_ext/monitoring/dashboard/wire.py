@@ -1,7 +1,7 @@
-"""Turn numbers into JSON that every browser reads: no NaN, no Infinity, no seventeen digits.
+"""Convert numbers to strict JSON: no NaN, no Infinity, no more digits than needed.
 
-A number that is not finite is null in lists and the string "NaN", "Infinity" or "-Infinity" where it stands alone, so
-that a page can say which it was.
+A number that is not finite is null in lists and the string "NaN", "Infinity" or "-Infinity" where it is a single value,
+so that a page can show which it was.
 """
 
 import json
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 __all__ = ["numbers", "number", "spelled", "finite", "to_json", "round_up"]
 
-_DIGITS = 8  # what a float32 can tell apart
+_DIGITS = 8  # that a float32 can distinguish
 
 
 def numbers(values: NDArray[Any], digits: int = _DIGITS) -> list[float | None]:
-    """Return values for JSON: rounded to what a float32 holds, or coarser; null where not finite."""
+    """Return values for JSON: rounded to the digits of a float32, or fewer; null where not finite."""
     values = np.asarray(values, dtype=np.float64)
     is_finite = np.isfinite(values)
     safe = np.where(is_finite, values, 0.0)
@@ -34,7 +34,7 @@ def numbers(values: NDArray[Any], digits: int = _DIGITS) -> list[float | None]:
 
 
 def number(value: float | None) -> float | str | None:
-    """Return one value for JSON: a number, null for none, a word for what is not finite.
+    """Return one value for JSON: a number, null for None, a string where not finite.
 
     >>> number(0.25), number(None), number(float("nan")), number(float("-inf"))
     (0.25, None, 'NaN', '-Infinity')
@@ -45,12 +45,12 @@ def number(value: float | None) -> float | str | None:
 
 
 def spelled(value: float) -> str:
-    """Return the word for a number that is not finite, as JavaScript spells it."""
+    """Return the name of a number that is not finite, as in JavaScript."""
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def finite(value: Any) -> Any:
-    """Return a value that came from a file, with words for numbers that are not finite, so that it is strict JSON."""
+    """Return a value from a file, with strings for numbers that are not finite, so that it is strict JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return spelled(value)
     if isinstance(value, Mapping):
@@ -68,7 +68,7 @@ def to_json(value: Any) -> bytes:
 
 
 def round_up(value: int) -> int:
-    """Return the next number that starts with 1, 2 or 5 and goes on with zeros: one to type.
+    """Return the next number that is 1, 2 or 5 times a power of ten.
 
     >>> round_up(19_999), round_up(20_001)
     (20000, 50000)

@@ -1,14 +1,14 @@
-"""Go on after a crash from the last checkpoint of a run: ``kde.Resume``.
+"""Resume a run after a crash from its last checkpoint: ``kde.Resume``.
 
 In reading order:
 
     callback           ``kde.Resume``
-    run_state          what a model's training depends on
-    callback_state     what callbacks keep
-    position           where in its data a run is
-    checkpoints        the newest few checkpoints of a run
-    background_writer  write while training goes on
-    preemption         notice that the process is asked to end
+    run_state          the state that a model's training depends on
+    callback_state     the state of callbacks
+    position           the position of a run in its data
+    checkpoints        the newest checkpoints of a run
+    background_writer  write while training continues
+    preemption         notice that the process is asked to exit
 """
 
 __all__: list[str] = []

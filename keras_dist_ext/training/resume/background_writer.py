@@ -1,4 +1,4 @@
-"""Write while training goes on: one job at a time, in a thread."""
+"""Write while training continues: one job at a time, in a thread."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ class BackgroundWriter:
     Warnings come from the thread that calls these methods, some time after the failure.
 
     Args:
-        where: what is written to, for people.
+        target: what is written to, for messages.
     """
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, target: str) -> None:
+        self._target = target
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._num_failed = 0
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job is under way."""
+        """Whether a job is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], object]) -> None:
-        """Run a job when the one before is over."""
+        """Run a job after the one before has ended."""
         self.wait()
 
         def run() -> None:
             try:
                 job()
-            except BaseException as error:  # said by whoever waits: a thread has nobody to tell
+            except BaseException as error:  # reported by `wait`, in the thread that calls it
                 self._error = error
 
         self._thread = threading.Thread(target=run, name="keras_dist_ext.save")
         self._thread.start()
 
     def wait(self) -> bool:
-        """Wait for the job that is under way; return whether the last one has succeeded."""
+        """Wait for the running job; return whether the last one has succeeded."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -54,17 +54,18 @@ class BackgroundWriter:
                 self._num_failed += 1
                 if self._num_failed == 1:
                     warnings.warn(
-                        f"{self._where} could not be written to: {type(error).__name__}: {error}. What was saved "
-                        "before is as it was; training goes on, and the next save is tried when it is due.",
+                        f"{self._target} could not be written to: {type(error).__name__}: {error}. Earlier checkpoints "
+                        "are unchanged; training continues, and the next checkpoint is tried when it is due.",
                         stacklevel=2,
                     )
         return self._num_failed == 0
 
     def close(self) -> None:
-        """Wait for the job that is under way, and say how many have failed at the end."""
+        """Wait for the running job, and warn of how many have failed in a row at the end."""
         if not self.wait() and self._num_failed > 1:
             warnings.warn(
-                f"{self._where} could not be written to: the last {self._num_failed} saves of this run have failed.",
+                f"{self._target} could not be written to: the last {self._num_failed} checkpoints of this run have "
+                "failed.",
                 stacklevel=2,
             )
         self._num_failed = 0

@@ -1,8 +1,8 @@
-"""Keep the newest few saves of a run in a directory, each whole or not there.
+"""Keep the newest checkpoints of a run in a directory, each complete or absent.
 
-A save is written aside, synced to the disk, and renamed; then its directory is synced. It ends with a SHA-256 of all
-that comes before, so that a file that was torn or has rotted is known for what it is. Its parts are JSON and plain
-arrays: nothing in it is ever run or unpickled.
+A checkpoint is written to a temporary file, synced to the disk, and renamed; then its directory is synced. It ends with
+a SHA-256 of everything before, so that a truncated or corrupted file is detected. It consists of JSON and plain arrays:
+nothing in it is executed or unpickled.
 
     KDECKPT1 | length of the header, 8 bytes | header, JSON | arrays, each at a multiple of 64 bytes | SHA-256
 """
@@ -31,14 +31,14 @@ _NAME = re.compile(r"ckpt-(\d{10})\.kde")
 
 
 class InvalidCheckpoint(Exception):
-    """A file that is no whole save; says why."""
+    """A file is not a complete checkpoint; the message says why."""
 
 
 class CheckpointStore:
-    """The saves in a directory. One process at a time writes there.
+    """The checkpoints in a directory. One process at a time writes there.
 
     Args:
-        directory: is made when it is first needed.
+        directory: is created when it is first needed.
         keep: how many of the newest to keep, at least 1.
     """
 
@@ -46,45 +46,45 @@ class CheckpointStore:
         self.directory = Path(directory)
         self._keep = keep
         self._bad: set[Path] = set()
-        self._last: int | None = None  # number of the newest save that this object knows of, once it has looked
+        self._last: int | None = None  # number of the newest known checkpoint, after the first look
 
     def prepare(self) -> None:
-        """Make the directory, see that files can be written there, and remove what killed processes have left aside.
+        """Create the directory, check that it can be written to, and remove temporary files of killed processes.
 
         Raises:
-            OSError: they cannot.
+            OSError: it cannot be written to.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        for aside in self.directory.glob("ckpt-*.kde.aside"):
-            aside.unlink(missing_ok=True)
+        for temporary in self.directory.glob("ckpt-*.kde.tmp"):
+            temporary.unlink(missing_ok=True)
         probe = self.directory / f".probe-{os.getpid()}"
         try:
             probe.write_bytes(b"\n")
         finally:
             probe.unlink(missing_ok=True)
 
-    def write(self, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> Path:
-        """Write a save as the newest, and remove those that are too many.
+    def write(self, metadata: Mapping[str, Any], arrays: Mapping[str, Array]) -> Path:
+        """Write a checkpoint as the newest, and remove the oldest beyond `keep`.
 
         Args:
-            facts: what JSON can hold.
+            metadata: values that JSON can represent.
             arrays: of numbers, by name.
 
         Raises:
-            OSError: it cannot be written, or another run has; what was there before is as it was.
+            OSError: it cannot be written, or another run has written one; earlier checkpoints are unchanged.
         """
         paths = self._paths()
         number = 1 + (_number(paths[-1]) if paths else 0)
         if self._last is not None and number > self._last + 1:
-            raise FileExistsError(f"{paths[-1].name} is of another run, and each needs a directory of its own")
+            raise FileExistsError(f"{paths[-1].name} is of another run, and each run needs its own directory")
         path = self.directory / f"ckpt-{number:010d}.kde"
-        aside = path.with_name(f"{path.name}.aside")
+        temporary = path.with_name(f"{path.name}.tmp")
         try:
-            _write_synced(aside, _pack(facts, arrays))
-            os.replace(aside, path)
+            _write_synced(temporary, _pack(metadata, arrays))
+            os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             raise
         _sync_directory(self.directory)
         self._last = number if self._last is not None else None
@@ -96,10 +96,10 @@ class CheckpointStore:
         return path
 
     def newest(self) -> bytes | None:
-        """Return the newest save that is whole, and warn of each that is not; None where there is none."""
+        """Return the newest complete checkpoint, and warn of each that is not; None where there is none."""
         causes: dict[Path, Exception] = {}
         found: bytes | None = None
-        instead = "There is no other, so the run begins anew."
+        instead = "There is no other, so the run starts from the beginning."
         paths = self._paths()
         self._last = _number(paths[-1]) if paths else 0
         for path in reversed(paths):
@@ -109,7 +109,7 @@ class CheckpointStore:
             except (OSError, InvalidCheckpoint) as error:
                 causes[path] = error
             else:
-                found, instead = content, f"The run goes on from {path.name}."
+                found, instead = content, f"The run resumes from {path.name}."
                 break
         self._bad = {path for path, cause in causes.items() if isinstance(cause, InvalidCheckpoint)}
         for path, cause in causes.items():
@@ -130,14 +130,14 @@ def _number(path: Path) -> int:
     return int(match[1])
 
 
-def _pack(facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> Iterator[Any]:
-    """Yield the parts of a save up to its checksum."""
-    places: list[dict[str, Any]] = []
+def _pack(metadata: Mapping[str, Any], arrays: Mapping[str, Array]) -> Iterator[Any]:
+    """Yield the parts of a checkpoint up to its checksum."""
+    entries: list[dict[str, Any]] = []
     offset = 0
     for name, array in arrays.items():
-        places.append({"name": name, "dtype": array.dtype.name, "shape": array.shape, "offset": offset})
+        entries.append({"name": name, "dtype": array.dtype.name, "shape": array.shape, "offset": offset})
         offset += array.nbytes + -array.nbytes % _ALIGNED
-    header = json.dumps({"facts": facts, "arrays": places}, default=_of_python).encode()
+    header = json.dumps({"metadata": metadata, "arrays": entries}, default=_to_python).encode()
     header += b" " * (-(len(_MAGIC) + 8 + len(header)) % _ALIGNED)
     yield _MAGIC + len(header).to_bytes(8, "little") + header
     for array in arrays.values():
@@ -146,8 +146,8 @@ def _pack(facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> Iterator[Any
         yield b"\0" * (-array.nbytes % _ALIGNED)
 
 
-def _of_python(value: Any) -> Any:
-    """Return a number of numpy's, as users give them, as one that JSON can hold."""
+def _to_python(value: Any) -> Any:
+    """Return a NumPy number, as users may give, as a Python number."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"a {type(value).__name__} cannot be saved")
@@ -169,11 +169,11 @@ def _write_synced(path: Path, parts: Iterator[Any]) -> None:
 def _write_all(file: int, data: Any) -> None:
     rest = memoryview(data)
     while rest:
-        rest = rest[os.write(file, rest[: 1 << 24]) :]  # 16 MiB: a thread that waits for the interpreter gets it
+        rest = rest[os.write(file, rest[: 1 << 24]) :]  # 16 MiB: lets threads that wait for the interpreter run
 
 
 def _sync_directory(directory: Path) -> None:
-    """Have the new name outlive a power cut, where directories can be synced."""
+    """Make the new name survive a power failure, where directories can be synced."""
     with contextlib.suppress(OSError):
         file = os.open(directory, os.O_RDONLY)
         try:
@@ -183,29 +183,31 @@ def _sync_directory(directory: Path) -> None:
 
 
 def check(content: bytes) -> None:
-    """See that a save is whole.
+    """Check that a checkpoint is complete.
 
     Raises:
         InvalidCheckpoint: it is not.
     """
     if not content.startswith(_MAGIC):
-        raise InvalidCheckpoint("it does not begin as a save does" if content else "it is empty")
+        raise InvalidCheckpoint("it does not start like a checkpoint" if content else "it is empty")
     if hashlib.sha256(memoryview(content)[:-32]).digest() != content[-32:]:
-        raise InvalidCheckpoint(f"its checksum does not fit its {len(content)} bytes, so it is torn or was changed")
+        raise InvalidCheckpoint(
+            f"its checksum does not match its {len(content)} bytes, so it is truncated or was changed"
+        )
 
 
 def unpack(content: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return the facts and the arrays of a save that is whole."""
+    """Return the metadata and the arrays of a complete checkpoint."""
     begin = len(_MAGIC) + 8
     length = int.from_bytes(content[len(_MAGIC) : begin], "little")
     header = json.loads(content[begin : begin + length])
     arrays: dict[str, Array] = {}
-    for place in header["arrays"]:
-        dtype, shape = _dtype(place["dtype"]), tuple(place["shape"])
+    for entry in header["arrays"]:
+        dtype, shape = _dtype(entry["dtype"]), tuple(entry["shape"])
         count = int(np.prod(shape, dtype=np.int64))
-        offset = begin + length + place["offset"]
-        arrays[place["name"]] = np.frombuffer(content, dtype, count, offset).reshape(shape)
-    return header["facts"], arrays
+        offset = begin + length + entry["offset"]
+        arrays[entry["name"]] = np.frombuffer(content, dtype, count, offset).reshape(shape)
+    return header["metadata"], arrays
 
 
 def _dtype(name: str) -> np.dtype[Any]:

@@ -1,8 +1,7 @@
-"""Say where in its data a run is, and bring other data of the same kind there without computing anything.
+"""Describe the position of a run in its data, and move new data of the same kind there without training steps.
 
-A position counts batches of global size, so it means the same for any number of replicas and workers. What comes after
-it follows from the data and the seeds of its order: arrays and PyDatasets are entered at the batch, tf.data is read up
-to it.
+A position counts global batches, so it means the same for any number of replicas and workers. What follows it depends
+on the data and the seeds of its order: arrays and PyDatasets start at the batch, tf.data is read up to it.
 """
 
 from __future__ import annotations
@@ -45,31 +44,31 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where training is: after a step, or between two epochs."""
+    """The position of training: after a step, or between two epochs."""
 
-    epoch: int  # that is under way or comes next, counted from 0
-    step: int  # batches of that epoch that were used; 0 = it has not begun
+    epoch: int  # the present or the next one, counted from 0
+    step: int  # batches used in that epoch; 0 = it has not started
     num_epochs: int  # that have ended in this run
-    num_passes: int  # times that the data was begun in this run
-    num_pass_batches: int  # batches of the last pass that were used; 0 = the next epoch begins another one
+    num_passes: int  # times that the data was iterated from its start in this run
+    num_pass_batches: int  # batches used in the last pass; 0 = the next epoch starts a new pass
     num_run_batches: int  # batches used in this run
-    order: int  # number of the order that the last pass had
-    num_tests: int  # passes that evaluation has made over its data
+    order: int  # number of the order of the last pass
+    num_tests: int  # passes of evaluation over its data
 
 
 @runtime_checkable
 class Seekable(Protocol):
-    """An iterator over batches that can go anywhere: ``fit`` of ours takes it where Keras takes a generator."""
+    """An iterator over batches that can seek: ``kde.Model.fit`` takes it where Keras takes a generator."""
 
     def __next__(self) -> Any:
         """Return the next batch, a tuple."""
 
     def seek(self, batch: int) -> None:
-        """Have the next batch be that with this number, counted from 0 in the first epoch, on through all epochs."""
+        """Continue with this batch, counted from 0 at the first batch of the first epoch, through all epochs."""
 
 
 def take_seekable(arguments: dict[str, Any]) -> Seekable | None:
-    """Return the data if it is take_seekable, and put a generator over it in its place, which Keras takes."""
+    """Return the data if it is seekable, and replace it by a generator, which Keras takes."""
     x = arguments.get("x")
     if not isinstance(x, Seekable) or isinstance(x, types.GeneratorType):
         return None
@@ -93,12 +92,12 @@ def check_seekable(adapter: Any, dataset: Any, given: Seekable | None, steps_per
 
     Args:
         adapter: Keras' own.
-        dataset: that it has made of the data.
-        given: what the user has given, if that can go anywhere.
+        dataset: that the adapter made of the data.
+        given: the user's data, if it can seek.
         steps_per_epoch: of `fit`.
 
     Raises:
-        DataError: nobody can say where in it a run is, or go there.
+        DataError: a run cannot resume in the middle of this data.
     """
     if isinstance(adapter, ArrayDataAdapter):
         return "arrays"
@@ -107,47 +106,47 @@ def check_seekable(adapter: Any, dataset: Any, given: Seekable | None, steps_per
     if hasattr(adapter, "py_dataset"):
         num_batches = adapter.num_batches
         if adapter.enqueuer is not None and steps_per_epoch not in (None, num_batches):
-            whole = "batches without end" if num_batches is None else f"{num_batches} batches"
+            whole = "infinitely many batches" if num_batches is None else f"{num_batches} batches"
             raise DataError(
-                f"The data is a PyDataset with {adapter.py_dataset.workers} workers, which Keras ends and starts again "
-                f"at each epoch, here after {steps_per_epoch} of its {whole}: what they have made ahead by then is "
-                "lost, and how much that is differs from run to run. Leave steps_per_epoch out, or take workers=1."
+                f"The data is a PyDataset with {adapter.py_dataset.workers} workers, which Keras restarts "
+                f"at each epoch, here after {steps_per_epoch} of its {whole}: the batches that they have prefetched by "
+                "then are lost, and their number differs from run to run. Leave steps_per_epoch out, or set workers=1."
             )
         return "PyDataset"
     if hasattr(adapter, "generator"):
         raise DataError(
-            "The data is a generator, which cannot be entered in the middle, so a resumed run would begin it anew and "
-            "see other batches. Give fit tf.data.Dataset.from_generator(a function that makes the generator), a "
-            "keras.utils.PyDataset, or an iterator with a method seek(batch)."
+            "The data is a generator, which cannot start in the middle, so a resumed run would start it from the "
+            "beginning and see other batches. Give fit tf.data.Dataset.from_generator(a function that returns the "
+            "generator), a keras.utils.PyDataset, or an iterator with a method seek(batch)."
         )
     if not isinstance(dataset, tf.data.Dataset):
         raise DataError(
-            f"The data is a {type(dataset).__name__}, whose batches TensorFlow has dealt to replicas already; it "
-            "cannot be entered in the middle. Give fit the dataset itself: its batches are cut for the replicas."
+            f"The data is a {type(dataset).__name__}, whose batches TensorFlow has already distributed to replicas; it "
+            "cannot start in the middle. Give fit the dataset itself: its batches are split over the replicas."
         )
     if not isinstance(adapter, TFDatasetAdapter):
         raise DataError(
-            f"The data is read through Keras' {type(adapter).__name__}, which cannot be entered in the middle. Give "
+            f"The data is read through Keras' {type(adapter).__name__}, which cannot start in the middle. Give "
             "fit arrays, a tf.data.Dataset or a keras.utils.PyDataset."
         )
     if has_unseeded_shuffle(dataset) and dataset_graph(dataset) is None:
         raise DataError(
-            "The data is shuffled without a seed, in a pipeline whose graph TensorFlow cannot write down (it holds "
-            "more than 2 GB, or depends on what lives in this process), so its order could not be found again. Give "
-            "its shuffle a seed."
+            "The data is shuffled without a seed, in a pipeline whose graph TensorFlow cannot serialize (it has more "
+            "than 2 GB, or depends on state of this process), so its order could not be reproduced. Give its shuffle "
+            "a seed."
         )
     return "tf.data"
 
 
 def batch_sizes(dataset: Any) -> list[int]:
-    """Return how many elements each stage of a pipeline that batches takes, as far as TensorFlow tells."""
+    """Return the batch size of each batching stage of a pipeline, as far as its graph shows it."""
     graph = read_graph(dataset) if isinstance(dataset, tf.data.Dataset) else None
     stages = [] if graph is None else graph.stages.values()
     return [int(stage.batch_size) for stage in stages if stage.batch_size is not None]
 
 
 def example_checksum(adapter: Any) -> int | None:
-    """Return a checksum of some rows of arrays, to tell others of the same number; None where they cannot be taken."""
+    """Return a checksum of some examples of arrays, to detect other arrays of the same length; None if unavailable."""
     if not num_array_examples(adapter):
         return None
     rows = np.unique(np.linspace(0, num_array_examples(adapter) - 1, 64).astype(np.int64))
@@ -162,7 +161,7 @@ def example_checksum(adapter: Any) -> int | None:
 
 
 def is_deterministic(dataset: Any) -> bool:
-    """Whether a pipeline gives its elements in an order that does not depend on how long each takes."""
+    """Whether the order of a pipeline's elements does not depend on timing."""
     graph = dataset_graph(dataset) if isinstance(dataset, tf.data.Dataset) else None
     if graph is None:
         return True
@@ -172,7 +171,7 @@ def is_deterministic(dataset: Any) -> bool:
 
 
 def replay_epochs(adapter: Any, position: Position) -> None:
-    """Tell a PyDataset of the epochs that were: some choose their batches then."""
+    """Call a PyDataset's hooks for the epochs that have ended: some choose their batches there."""
     py_dataset = getattr(adapter, "py_dataset", None)
     if py_dataset is not None:
         for _ in range(position.num_epochs):
@@ -181,16 +180,16 @@ def replay_epochs(adapter: Any, position: Position) -> None:
 
 
 def skip_to(batch: int, adapter: Any, seed: int | None) -> Any:
-    """Return a dataset that begins with a batch of the pass; None where it has to be read up to there."""
+    """Return a dataset that starts with a batch of the pass; None where it has to be read up to there."""
     if batch and getattr(adapter, "py_dataset", None) is not None and adapter.enqueuer is None:
         return resume_py_dataset(adapter, batch, seed)
     return None
 
 
 def has_resumable_iterator(adapter: Any, dataset: Any) -> bool:
-    """Whether what an iterator over the data holds brings back all that comes after it.
+    """Whether an iterator over the data can be saved and restored exactly.
 
-    Where there is a shuffle it does not, and where there is a cache it may be large.
+    With a shuffle it cannot be restored, and with a cache it may be large.
     """
     if not isinstance(adapter, TFDatasetAdapter) or not isinstance(dataset, tf.data.Dataset):
         return False
@@ -199,15 +198,15 @@ def has_resumable_iterator(adapter: Any, dataset: Any) -> bool:
 
 
 def replay_passes(num_passes: int, dataset: Any, ordered: Any) -> None:
-    """Have a dataset give the pass that comes after so many others.
+    """Make the next pass over a dataset the one after a number of earlier passes.
 
-    A shuffle with a seed of the user's has another order each time that the dataset is iterated over, read or not
+    A shuffle with the user's seed has another order each time that an iterator is created, even if it is not read
     (tensorflow/core/kernels/data/shuffle_dataset_op.cc); a cache in memory is filled by the first pass.
 
     Args:
-        num_passes: that were made in an earlier process.
+        num_passes: in an earlier process.
         dataset: as it was given.
-        ordered: what the first pass was made over, if that follows a seed.
+        ordered: the dataset of the first pass, if its order follows a seed.
     """
     if not isinstance(dataset, tf.data.Dataset):
         return
@@ -218,6 +217,6 @@ def replay_passes(num_passes: int, dataset: Any, ordered: Any) -> None:
             pass
         num_passes -= 1
     elif read is not dataset:
-        return  # it is made anew for each pass
+        return  # it is created again for each pass
     for _ in range(num_passes):
         iter(read)

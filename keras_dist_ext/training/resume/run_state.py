@@ -1,9 +1,9 @@
-"""Take down what a model's training depends on, and put it back: variables, seeds, and the host's random numbers.
+"""Capture the state that a model's training depends on, and restore it: variables, seeds, the host's random numbers.
 
-A variable is known by what it is for and by its number there, since Keras' names count on from models that were made
-before. Most are alike on all replicas. Metrics, and gradients in the middle of an accumulation, are a part on each,
-and kept as such: adding them up would round otherwise than a run that goes on. On another number of replicas the first
-one gets the sum.
+A variable is identified by its role and its index there, because Keras' names depend on the models that were built
+before. Most have equal copies on all replicas. Metrics, and gradients in the middle of an accumulation, have a local
+term on each, and are saved per replica: summing them would round otherwise than the uninterrupted run. On another
+number of replicas the first one gets the sum.
 
 Letters: R = replicas in sync, over all workers; L = replicas of this worker; W = workers.
 """
@@ -27,6 +27,7 @@ from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.strategy.workers import Workers
+from keras_dist_ext.training.model import Model
 
 __all__ = ["Snapshot", "restore", "capture"]
 
@@ -35,49 +36,49 @@ _LISTED = 5  # differences that a message names before it counts the rest
 
 
 class Snapshot(NamedTuple):
-    """What a run depends on, at one moment."""
+    """The state of a run at one moment."""
 
-    facts: dict[str, Any]  # what JSON can hold
-    values: dict[str, Any]  # arrays, and tensors that nothing will change: copying them can wait
+    metadata: dict[str, Any]  # values that JSON can represent
+    values: dict[str, Array | tf.Tensor]  # tensors are immutable, so they can be copied later
     stops: bool  # whether a worker has asked to end training
 
 
 class _Variable(NamedTuple):
     role: str
     path: str
-    variable: Any
+    variable: tf.Variable | keras.Variable
 
 
-def capture(model: Any, workers: Workers | None) -> Snapshot:
-    """Take down all that training depends on. All workers take part; the chief gets what all have.
+def capture(model: Model, workers: Workers | None) -> Snapshot:
+    """Capture the state that training depends on. All workers participate; the chief gets the state of all.
 
-    It takes about as long as a look at each variable: their values are copied when somebody reads them, or when a step
-    assigns new ones.
+    It takes about as long as reading each variable: a value is copied later, when it is used, or when a step assigns a
+    new one.
     """
-    facts: dict[str, Any] = {"optimizers": _optimizers(model), "variables": [], "parts": []}
+    metadata: dict[str, Any] = {"optimizers": _optimizers(model), "variables": [], "per_replica": []}
     values: dict[str, Any] = {}
-    parts: dict[str, list[Any]] = {}
+    per_replica: dict[str, list[Array]] = {}
     for name, (_, path, variable) in _variables(model).items():
         copies = components(variable)
-        facts["variables"].append([name, path, copies[0].dtype.name, copies[0].shape.as_list()])
-        if _is_in_parts(model, name, variable):
-            parts[name] = [copy.read_value().numpy() for copy in copies]
+        metadata["variables"].append([name, path, copies[0].dtype.name, copies[0].shape.as_list()])
+        if _is_per_replica(model, name, variable):
+            per_replica[name] = [copy.read_value().numpy() for copy in copies]
         else:
             values[name] = copies[0].read_value()
-    local = {name: np.stack(copies) for name, copies in parts.items()}
+    local = {name: np.stack(copies) for name, copies in per_replica.items()}
     local.update({f"host/{name}": value[None] for name, value in _host_state().items()})
     local["stops"] = np.array([[float(model.replica_runtime.stop.is_requested)]])
     for name, array in (local if workers is None else _gather(workers, local)).items():
         values[name] = array
     stops = bool(values.pop("stops").any())
-    facts["parts"] = list(parts)
-    facts["gradients_are_parts"] = bool(model.replica_runtime.accumulators_are_split)
-    facts["seeds"] = model.replica_seeds.state()
-    return Snapshot(facts, values, stops)
+    metadata["per_replica"] = list(per_replica)
+    metadata["accumulators_are_split"] = bool(model.replica_runtime.accumulators_are_split)
+    metadata["seeds"] = model.replica_seeds.state()
+    return Snapshot(metadata, values, stops)
 
 
-def _variables(model: Any) -> dict[str, _Variable]:
-    """All variables of a model, its optimizers and metrics, by role and number; seeds speak for themselves."""
+def _variables(model: Model) -> dict[str, _Variable]:
+    """All variables of a model, its optimizers and metrics, by role and index; seeds have their own state."""
     found: dict[str, _Variable] = {}
     counts: dict[str, int] = {}
     seen = {id(generator.state) for generator in model.replica_seeds.generators(with_global=True)}
@@ -90,7 +91,7 @@ def _variables(model: Any) -> dict[str, _Variable]:
     return found
 
 
-def _listed(model: Any) -> Iterator[_Variable]:
+def _listed(model: Model) -> Iterator[_Variable]:
     for variable in model.weights:
         yield _Variable("weight", variable.path, variable)
     for layer in flat_layers(model):
@@ -103,8 +104,8 @@ def _listed(model: Any) -> Iterator[_Variable]:
         yield _Variable("metric", variable.path, variable)
 
 
-def _is_in_parts(model: Any, name: str, variable: Any) -> bool:
-    """Whether each replica holds a part: a variable to be summed when read, or gradients that are being accumulated."""
+def _is_per_replica(model: Model, name: str, variable: tf.Variable | keras.Variable) -> bool:
+    """Whether each replica has a local term: a variable that is summed when read, or gradients being accumulated."""
     if is_sync_on_read(variable):
         return len(components(variable)) > 1 or model.distribute_strategy.num_replicas_in_sync > 1
     if not model.replica_runtime.accumulators_are_split or not name.startswith("of "):
@@ -113,8 +114,8 @@ def _is_in_parts(model: Any, name: str, variable: Any) -> bool:
     return any(gradient is variable for gradient in accumulated)
 
 
-def _held_optimizers(model: Any) -> Iterator[tuple[str, Any]]:
-    """The optimizers of a model, and those of the models in it."""
+def _held_optimizers(model: Model) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
+    """The optimizers of a model, and those of its submodels."""
     seen: set[int] = set()
     for number, layer in enumerate(flat_layers(model)):
         for name, optimizer in optimizers(layer):
@@ -123,13 +124,17 @@ def _held_optimizers(model: Any) -> Iterator[tuple[str, Any]]:
                 yield name if layer is model else f"{name} of layer {number}", optimizer
 
 
-def _optimizers(model: Any) -> dict[str, dict[str, Any]]:
-    """Class, and the weights it was built for, of each optimizer that is built."""
-    places = {id(weight): number for number, weight in enumerate(model.weights)}
+def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _optimizers(model: Model) -> dict[str, dict[str, Any]]:
+    """The class of each optimizer that is built, and the indices of the weights that it was built for."""
+    indices = {id(weight): number for number, weight in enumerate(model.weights)}
     found: dict[str, dict[str, Any]] = {}
     for name, optimizer in _held_optimizers(model):
         if optimizer.built:
-            of = [places.get(id(variable), -1) for variable in optimized_variables(optimizer)]
+            of = [indices.get(id(variable), -1) for variable in optimized_variables(optimizer)]
             found[name] = {"class": type(optimizer).__name__, "of": of}
     return found
 
@@ -153,56 +158,56 @@ def _set_host_state(python: Array, numpy: Array) -> None:
 
 
 def _gather(workers: Workers, local: Mapping[str, Array]) -> dict[str, Array]:
-    """Join what all workers have, along the first axis, in one collective; numbers of 53 bits at most."""
+    """Concatenate the arrays of all workers along the first axis, in one collective; exact for up to 53 bits."""
     sizes = [array.size for array in local.values()]
-    mine = np.concatenate([np.asarray(array, np.float64).ravel() for array in local.values()])
-    everyones = np.zeros([workers.num_workers, sum(sizes)])
-    everyones[workers.index] = mine
-    everyones = workers.sum(everyones.ravel()).reshape(everyones.shape)
+    local_flat = np.concatenate([np.asarray(array, np.float64).ravel() for array in local.values()])
+    gathered_flat = np.zeros([workers.num_workers, sum(sizes)])
+    gathered_flat[workers.index] = local_flat
+    gathered_flat = workers.sum(gathered_flat.ravel()).reshape(gathered_flat.shape)
     gathered: dict[str, Array] = {}
-    for (name, array), flat in zip(local.items(), np.split(everyones, np.cumsum(sizes)[:-1], axis=1), strict=True):
+    for (name, array), flat in zip(local.items(), np.split(gathered_flat, np.cumsum(sizes)[:-1], axis=1), strict=True):
         gathered[name] = flat.reshape(-1, *array.shape[1:]).astype(array.dtype)
     return gathered
 
 
-# Back
+# Restoring
 
 
 def restore(
-    model: Any,
-    facts: Mapping[str, Any],
+    model: Model,
+    metadata: Mapping[str, Any],
     arrays: Mapping[str, Array],
     workers: Workers | None,
-    computes: Mapping[str, str],
+    fingerprint: Mapping[str, str],
 ) -> None:
-    """Put back what was taken down, on this worker's replicas.
+    """Restore a captured state on this worker's replicas.
 
     Args:
-        model: it is put into.
-        facts: what was taken down, with what the model that it was taken of computes.
-        arrays: likewise.
+        model: to be restored.
+        metadata: of the state, with the fingerprint of its model.
+        arrays: of the state.
         workers: if there are several.
-        computes: what this model computes, see ``model_fingerprint``.
+        fingerprint: of this model.
 
     Raises:
-        ResumeError: it is that of another model, optimizer or seed; says what differs. Nothing was changed then.
+        ResumeError: the state is of another model, optimizer or seed; says what differs. Nothing was changed then.
     """
-    _build_optimizers(model, facts["optimizers"])
+    _build_optimizers(model, metadata["optimizers"])
     variables = _variables(model)
-    _check_same(model, facts, variables, computes)
+    _check_same(model, metadata, variables, fingerprint)
     for name, (_, _, variable) in variables.items():
-        _assign(model, variable, arrays[name], in_parts=name in facts["parts"])
+        _assign(model, variable, arrays[name], is_per_replica=name in metadata["per_replica"])
     num_replicas = model.distribute_strategy.num_replicas_in_sync
-    has_all_parts = all(len(arrays[name]) == num_replicas for name in facts["parts"])
-    model.replica_runtime.accumulators_are_split = bool(facts["gradients_are_parts"]) and has_all_parts
-    model.replica_seeds.load(facts["seeds"])
+    has_all_replicas = all(len(arrays[name]) == num_replicas for name in metadata["per_replica"])
+    model.replica_runtime.accumulators_are_split = bool(metadata["accumulators_are_split"]) and has_all_replicas
+    model.replica_seeds.load(metadata["seeds"])
     num_workers, index = (1, 0) if workers is None else (workers.num_workers, workers.index)
     if len(arrays["host/python"]) == num_workers:
         _set_host_state(arrays["host/python"][index], arrays["host/numpy"][index])
 
 
-def _build_optimizers(model: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Build optimizers that are built in their first step: one of the user's own beside that of `compile`."""
+def _build_optimizers(model: Model, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Build optimizers that are otherwise built in their first step: the user's own beside that of `compile`."""
     weights = model.weights
     for name, optimizer in _held_optimizers(model):
         of = saved.get(name, {}).get("of", ())
@@ -213,18 +218,18 @@ def _build_optimizers(model: Any, saved: Mapping[str, Mapping[str, Any]]) -> Non
 
 
 def _check_same(
-    model: Any, facts: Mapping[str, Any], variables: Mapping[str, _Variable], computes: Mapping[str, str]
+    model: Model, metadata: Mapping[str, Any], variables: Mapping[str, _Variable], fingerprint: Mapping[str, str]
 ) -> None:
-    saved = {name: (path, f"{dtype} {tuple(shape)}") for name, path, dtype, shape in facts["variables"]}
+    saved = {name: (path, f"{dtype} {tuple(shape)}") for name, path, dtype, shape in metadata["variables"]}
     now: dict[str, tuple[str, str]] = {}
     for name, (_, path, variable) in variables.items():
         copy = components(variable)[0]
         now[name] = (path, f"{copy.dtype.name} {tuple(copy.shape.as_list())}")
     differences: list[str] = []
-    for name, given in facts["optimizers"].items():
+    for name, given in metadata["optimizers"].items():
         found = _optimizers(model).get(name, {}).get("class", "none")
         if found != given["class"]:
-            differences.append(f"{name} is {found}, and was {given['class']}")
+            differences.append(f"{name} is {found}, was {given['class']}")
     for name in {**now, **saved}:
         here, there = now.get(name), saved.get(name)
         if here is None and there is not None:
@@ -232,44 +237,44 @@ def _check_same(
         elif there is None and here is not None:
             differences.append(f"{name} ({here[0]}, {here[1]}) is new")
         elif here is not None and there is not None and here[1] != there[1]:
-            differences.append(f"{name} ({here[0]}) is {here[1]}, and was {there[1]}")
+            differences.append(f"{name} ({here[0]}) is {here[1]}, was {there[1]}")
     seeds = (
-        facts["seeds"].get("run", [-1])[0],
+        metadata["seeds"].get("run", [-1])[0],
         (model.replica_seeds.root if model.replica_seeds.root is not None else -1),
     )
     if seeds[0] != seeds[1]:
-        differences.append("the seed is {1}, and was {0}".format(*("none" if seed < 0 else seed for seed in seeds)))
-    computed = facts.get("computes", {})
+        differences.append("the seed is {1}, was {0}".format(*("none" if seed < 0 else seed for seed in seeds)))
+    saved_fingerprint = metadata.get("fingerprint", {})
     differences += [
-        f"{name} is {computes[name]}, and was {was}"
-        for name, was in computed.items()
-        if name in computes and computes[name] != was
+        f"{name} is {fingerprint[name]}, was {was}"
+        for name, was in saved_fingerprint.items()
+        if name in fingerprint and fingerprint[name] != was
     ]
     if differences:
         more = f"; and {counted(len(differences) - _LISTED, 'other')}" if len(differences) > _LISTED else ""
         raise ResumeError(
-            f"The save is of another run than that of '{model.name}': {'; '.join(differences[:_LISTED])}{more}. "
+            f"The checkpoint is not of this run of '{model.name}': {'; '.join(differences[:_LISTED])}{more}. "
             "Build and compile the model as it was, or give Resume another directory."
         )
 
 
-def _assign(model: Any, variable: Any, value: Array, *, in_parts: bool) -> None:
+def _assign(model: Model, variable: tf.Variable | keras.Variable, value: Array, *, is_per_replica: bool) -> None:
     copies = components(variable)
     first = first_replica(model.distribute_strategy)
-    if in_parts and len(value) == model.distribute_strategy.num_replicas_in_sync:
+    if is_per_replica and len(value) == model.distribute_strategy.num_replicas_in_sync:
         values = list(value[first : first + len(copies)])
     else:
-        adds_up = _adds_up(variable)
-        if in_parts:
-            value = value.sum(axis=0, dtype=value.dtype) if adds_up else value[0]
-        is_for_first = is_sync_on_read(variable) and adds_up
+        is_summed = _is_summed(variable)
+        if is_per_replica:
+            value = value.sum(axis=0, dtype=value.dtype) if is_summed else value[0]
+        is_for_first = is_sync_on_read(variable) and is_summed
         values = [np.zeros_like(value) if is_for_first and first + i else value for i in range(len(copies))]
     for copy, part in zip(copies, values, strict=True):
         copy.assign(tf.constant(part, copy.dtype))
 
 
-def _adds_up(variable: Any) -> bool:
-    """Whether the parts of a variable are summed when it is read: what Keras' metrics ask for."""
+def _is_summed(variable: tf.Variable | keras.Variable) -> bool:
+    """Whether a variable's local terms are summed when it is read, as for Keras' metrics."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     aggregation = getattr(value, "aggregation", tf.VariableAggregation.SUM)
     return not is_sync_on_read(variable) or aggregation == tf.VariableAggregation.SUM

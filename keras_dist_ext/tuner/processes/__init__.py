@@ -1,16 +1,17 @@
-"""Run a search as several processes.
+"""Run a search in several processes: a chief, and workers that train its trials.
 
 In reading order:
 
-    launch_search   ``kde.tuner.launch_search``
-    parallel        divide the machine among trials
-    supervisor      start processes again that die
-    crew            the processes of one tuner id
-    place, part     which process this is, and what it does
-    chief           serves the oracle
-    remote_oracle   stands for the oracle in a worker
-    channel         calls between the processes
-    measuring       one worker makes the first pass
+    launch_search     ``kde.tuner.launch_search``
+    allocation        GPUs or cores for each trial
+    supervisor        restart processes that die
+    worker_group      the processes of one tuner id
+    process_role      which process this is
+    role_entry        enter a search in that role
+    oracle_server     serves the oracle, in the chief
+    remote_oracle     the oracle of a worker, which asks the chief
+    channel           calls between the processes
+    screening_lease   one worker screens the strategies for all
 """
 
 __all__: list[str] = []

@@ -1,6 +1,6 @@
 """Carry calls between the processes of a search: JSON over gRPC, from workers and supervisor to the chief.
 
-Nothing is unpickled, and nobody but the chief listens.
+Nothing is unpickled, and only the chief listens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from keras_dist_ext.errors import LaunchError
 __all__ = ["Channel", "Unreachable", "handlers"]
 
 _SERVICE = "keras_dist_ext.Search"
-_NOT_THERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+_UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 class Unreachable(LaunchError):
@@ -33,61 +33,64 @@ class Unreachable(LaunchError):
 
 
 class Channel:
-    """The way to a chief.
+    """A connection to a chief.
 
     Args:
         address: host:port.
-        patience_seconds: how long a call waits for a chief that does not answer; 0: it asks once.
+        retry_seconds: how long a call is retried while the chief does not answer; 0: it is tried once.
     """
 
-    CALL_SECONDS = 30.0  # for one attempt: a Bayesian proposal takes seconds
-    PAUSE_SECONDS = 0.2
+    CALL_SECONDS = 30.0  # time limit of one attempt: a Bayesian proposal takes seconds
+    RETRY_PAUSE_SECONDS = 0.2
 
-    def __init__(self, address: str, patience_seconds: float = 0.0):
-        self.address, self._patience_seconds = address, patience_seconds
-        # A chief that was started again is found at once; gRPC would wait for up to two minutes.
+    def __init__(self, address: str, retry_seconds: float = 0.0):
+        self.address, self._retry_seconds = address, retry_seconds
+        # Finds a restarted chief at once; gRPC would wait for up to two minutes.
         options = [(f"grpc.{name}_reconnect_backoff_ms", 200) for name in ("initial", "min", "max")]
         self._channel = grpc.insecure_channel(address, [*options, ("grpc.enable_http_proxy", 0)])
 
     def call(self, method: str, **request: Any) -> Any:
-        """Have the chief do something and return its reply.
+        """Call a method of the chief, and return its reply.
 
         Raises:
-            Unreachable: it has not answered in time.
-            RuntimeError: it could not; the message is its own.
-            NotImplementedError: who answers serves keras-tuner's oracle, but not this.
+            Unreachable: it did not answer in time.
+            RuntimeError: the method failed, with its message.
+            NotImplementedError: keras-tuner's own chief answers there.
         """
-        send, data = self._channel.unary_unary(f"/{_SERVICE}/{method}"), json.dumps(request, default=_plain).encode()
+        send, data = (
+            self._channel.unary_unary(f"/{_SERVICE}/{method}"),
+            json.dumps(request, default=_to_python).encode(),
+        )
         begin = time.monotonic()
         while True:
-            left = self._patience_seconds - (time.monotonic() - begin)
-            seconds = self.CALL_SECONDS if self._patience_seconds == 0 else min(self.CALL_SECONDS, max(left, 1.0))
+            left = self._retry_seconds - (time.monotonic() - begin)
+            seconds = self.CALL_SECONDS if self._retry_seconds == 0 else min(self.CALL_SECONDS, max(left, 1.0))
             try:
-                reply = json.loads(send(data, timeout=seconds, wait_for_ready=self._patience_seconds > 0))
+                reply = json.loads(send(data, timeout=seconds, wait_for_ready=self._retry_seconds > 0))
             except grpc.RpcError as error:
                 if error.code() == grpc.StatusCode.UNIMPLEMENTED:
                     raise NotImplementedError(method) from error
                 waited = time.monotonic() - begin
-                if error.code() not in _NOT_THERE or waited >= self._patience_seconds:
+                if error.code() not in _UNAVAILABLE or waited >= self._retry_seconds:
                     raise Unreachable(
                         f"The chief of the search at {self.address} has not answered for {waited:.0f} s "
                         f"({error.code().name}): it has ended or was killed, so this process gets no more trials. "
-                        "Start the search again: it goes on where the project stands.",
+                        "Restart the search: it continues from the saved project.",
                         is_busy=error.code() == grpc.StatusCode.DEADLINE_EXCEEDED,
                     ) from error
-                time.sleep(self.PAUSE_SECONDS)
+                time.sleep(self.RETRY_PAUSE_SECONDS)
             else:
                 if "error" in reply:
                     raise RuntimeError(reply["error"])
                 return reply["value"]
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._channel.close()
 
 
 def handlers(methods: Mapping[str, Callable[..., Any]], after_each: Callable[[], None]) -> grpc.GenericRpcHandler:
-    """Return what serves methods by name: keyword arguments come in, and a value or what was raised goes out."""
+    """Return a gRPC handler for methods by name: requests are keyword arguments, replies a value or an error."""
 
     def served(method: Callable[..., Any]) -> grpc.RpcMethodHandler:
         def answer(request: bytes, context: Any) -> bytes:
@@ -97,13 +100,13 @@ def handlers(methods: Mapping[str, Callable[..., Any]], after_each: Callable[[],
             except Exception as error:
                 reply = {"error": f"{type(error).__name__}: {error}"}
             after_each()
-            return json.dumps(reply, default=_plain).encode()
+            return json.dumps(reply, default=_to_python).encode()
 
         return grpc.unary_unary_rpc_method_handler(answer)
 
     return grpc.method_handlers_generic_handler(_SERVICE, {name: served(method) for name, method in methods.items()})
 
 
-def _plain(value: Any) -> Any:
-    """Return a NumPy number as Python's own."""
+def _to_python(value: Any) -> Any:
+    """Return a NumPy number as a Python number."""
     return value.item()

@@ -1,13 +1,13 @@
-"""Run a search as several processes of this machine: a chief that proposes trials, and workers that run them.
+"""Run a search in several processes on this machine: a chief that proposes trials, and workers that run them.
 
     run = launch_search(["search.py"], trials_in_parallel=2)    # run.exit_code, as a shell would give it
     best = launch_search(find_best, args=(data_file,)).value    # what the function returned in the chief
 
-Every process runs the same program. In a worker it ends inside of the tuner's `search`; so what follows `search` in the
-program runs once, in the chief, when all trials have ended: there `get_best_models` and `strategy_report` ask nobody.
+Every process runs the same program. A worker exits inside of the tuner's `search`; so the code after `search` runs
+once, in the chief, when all trials have ended: there `get_best_models` and `strategy_report` need no other process.
 
-Nothing outlives a search, as with `keras_dist_ext.cluster.launch`. The chief listens on 127.0.0.1, unless
-KERASTUNER_ORACLE_IP says otherwise; whoever can connect to it can take part, without a password.
+No process outlives a search, as with `keras_dist_ext.cluster.launch`. The chief listens on 127.0.0.1, unless
+KERASTUNER_ORACLE_IP is set to another address; anyone who can connect to it can participate, without a password.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from keras_dist_ext.cluster.process import show
 from keras_dist_ext.cluster.signals import caught_signals
 from keras_dist_ext.cluster.tasks import cluster
 from keras_dist_ext.errors import LaunchError
+from keras_dist_ext.tuner.processes.allocation import Allocation, allocate, detect_machine
 from keras_dist_ext.tuner.processes.channel import Channel
-from keras_dist_ext.tuner.processes.crew import Crew, Output
-from keras_dist_ext.tuner.processes.parallel import Division, divide, this_machine
-from keras_dist_ext.tuner.processes.place import Place
+from keras_dist_ext.tuner.processes.process_role import ProcessRole
 from keras_dist_ext.tuner.processes.supervisor import Death, Limits, Supervisor
+from keras_dist_ext.tuner.processes.worker_group import Output, WorkerGroup
 
 __all__ = ["Death", "SearchRun", "launch_search"]
 
 
 @dataclass(frozen=True)
 class SearchRun:
-    """What became of a search over several processes."""
+    """The result of a search in several processes."""
 
-    exit_code: int  # 0, or of what ended it, fit for sys.exit: 128 + n for signal n, 124 for the time limit
+    exit_code: int  # for sys.exit: 0, or that of the failure; 128 + n for signal n, 124 for the time limit
     seconds: float  # from the start of the first process to the end of the last
-    failure: str | None  # what ended it, with its last lines
-    deaths: tuple[Death, ...]  # of processes, and what was done about each
-    division: str  # how the machine was divided
+    failure: str | None  # what ended it early, with the last lines of the output
+    deaths: tuple[Death, ...]  # of processes, and what was done after each
+    allocation: str  # how cores and GPUs were allocated to trials
     value: Any = None  # what the function returned in the chief; None for a command
 
 
@@ -66,34 +66,34 @@ def launch_search(
 ) -> SearchRun:
     """Run a program that searches with a tuner of `keras_dist_ext.tuner` in several processes, and wait for the end.
 
-    A worker that dies is started again and gets its trial once more; a trial that kills its worker again and again ends
-    as failed, with the reason. A chief that is killed is started again, and goes on with what it has saved. Signals are
-    treated as by `keras_dist_ext.cluster.launch`.
+    A worker that dies is restarted and gets its trial again; a trial that kills its worker repeatedly ends as failed,
+    with the reason. A chief that is killed is restarted, and continues from what it has saved. Signals are handled as
+    by `keras_dist_ext.cluster.launch`.
 
     Args:
         work: a command, as a list of strings (a script that ends in `.py` runs under this Python), or a function that
             other processes can import.
-        trials_in_parallel: how many trials run at once. "auto": as many as there are GPUs for; without GPUs one for
-            each core, as far as memory goes. GPUs and threads are divided among them.
+        trials_in_parallel: how many trials run at once. "auto": as many as there are GPUs for; without GPUs one per
+            core, as far as memory allows. GPUs and threads are divided among them.
         workers_per_trial: processes that run each trial together, each with its TF_CONFIG, for
             tf.distribute.MultiWorkerMirroredStrategy.
-        gpus_per_trial: 1 a worker if not given.
+        gpus_per_trial: one per worker if not given.
         args: for the function; they and its value are pickled.
         kwargs: for the function.
-        max_restarts: how many times a worker starts again with the same trial, or outside of trials, and how many
-            times the chief does.
-        timeout: seconds after which a trial that has finished no step is taken to hang, and its worker is killed.
-            Known are the steps of ``kde.Model``, which trials train, and those that ``kde.heartbeat`` tells of.
-        time_limit: seconds that the whole may take.
-        grace_seconds: from the signal that came here, or the end of the search, to SIGKILL.
+        max_restarts: how many times a worker is restarted with the same trial, or outside of trials, and how many
+            times the chief is.
+        timeout: seconds after which a trial that has not finished a step counts as hanging, and its worker is killed.
+            Steps are reported by ``kde.Model``, which trials train, and by ``kde.heartbeat``.
+        time_limit: seconds that the whole search may take.
+        grace_seconds: from a signal to this process, or the end of the search, to SIGKILL.
         environ: the environment of the processes, instead of `os.environ`.
-        log_dir: where to keep the output of each, as `chief.log`, `tuner-0.log` and so on.
-        quiet: do not show the output as it comes.
+        log_dir: where to write the output of each, as `chief.log`, `tuner-0.log` and so on.
+        quiet: whether not to show the output.
         stream: where to show it, each line with the name of its process; `sys.stdout` if not given.
 
     Raises:
-        LaunchError: the arguments make no search, or a function's search has failed. A command whose search fails
-            raises nothing: see `exit_code` and `failure` of the result.
+        LaunchError: the arguments are invalid, or a function's search has failed. A command whose search fails raises
+            no error: see `exit_code` and `failure` of the result.
     """
     started = time.monotonic()
     base = dict(os.environ if environ is None else environ)
@@ -102,31 +102,31 @@ def launch_search(
     check_environment(base)
     _check_no_search(base)
     program = program_for(work, args, kwargs or {}, base)
-    division = divide(
-        this_machine(base), trials_in_parallel, gpus_per_trial=gpus_per_trial, workers_per_trial=workers_per_trial
+    allocation = allocate(
+        detect_machine(base), trials_in_parallel, gpus_per_trial=gpus_per_trial, workers_per_trial=workers_per_trial
     )
     stream = sys.stdout if stream is None else stream
     limits = Limits(max_restarts, None if time_limit is None else started + time_limit, timeout)
     with ExitStack() as stack:
         signals = stack.enter_context(caught_signals())
         address = stack.enter_context(_address(base))
-        chief, workers = _crews(program, division, base, address, Output(None if quiet else stream, log_dir))
-        for crew in (chief, *workers):
-            stack.callback(crew.end, grace_seconds=0.0)  # does nothing where it has ended
+        chief, workers = _groups(program, allocation, base, address, Output(None if quiet else stream, log_dir))
+        for group in (chief, *workers):
+            stack.callback(group.end, grace_seconds=0.0)  # does nothing after it has ended
         channel = Channel(address)
         stack.callback(channel.close)
         supervisor = Supervisor(
             chief, workers, channel, limits, signals, lambda text: show(f"launch: {text}\n", stream)
         )
-        show(f"launch: {division.reason}.\n", stream)
+        show(f"launch: {allocation.reason}.\n", stream)
         failure = supervisor.run()
         value = chief.value() if failure is None else None
         deadline = time.monotonic() + grace_seconds
-        for crew in (*workers, chief):
-            crew.end(signals, max(0.0, deadline - time.monotonic()))
-        message = None if failure is None else failure.message  # with the last lines of who failed
+        for group in (*workers, chief):
+            group.end(signals, max(0.0, deadline - time.monotonic()))
+        message = None if failure is None else failure.message  # with the last lines of the process that failed
     if signals:
-        signal.raise_signal(signals[0])  # every process is gone: now the signal takes its usual course
+        signal.raise_signal(signals[0])  # all processes have ended: now the signal has its usual effect
     if message is not None and callable(work):
         raise LaunchError(message)
     if message is not None:
@@ -136,7 +136,7 @@ def launch_search(
         time.monotonic() - started,
         message,
         tuple(supervisor.deaths),
-        division.reason,
+        allocation.reason,
         value,
     )
 
@@ -145,28 +145,34 @@ def _check_no_search(environ: Mapping[str, str]) -> None:
     if "KERASTUNER_TUNER_ID" in environ:
         raise LaunchError(
             f"KERASTUNER_TUNER_ID is already set ({environ['KERASTUNER_TUNER_ID']}): this process is part of a search, "
-            "and cannot start the processes of another. Run the program itself, or unset the KERASTUNER_ variables."
+            "and cannot start another one. Run the program itself, or unset the KERASTUNER_ variables."
         )
 
 
 @contextmanager
 def _address(environ: Mapping[str, str]) -> Iterator[str]:
-    """Give the chief an address: on loopback, with a port that stays ours, unless the environment says otherwise."""
+    """Reserve an address for the chief: on loopback, with a free port, unless the environment has another."""
     ip, port = environ.get("KERASTUNER_ORACLE_IP", "127.0.0.1"), environ.get("KERASTUNER_ORACLE_PORT")
     with cluster(1, 0) as (task,):
         yield f"{ip}:{port or task.address.rpartition(':')[2]}"
 
 
-def _crews(
-    program: Sequence[str] | bytes, division: Division, base: Mapping[str, str], address: str, output: Output
-) -> tuple[Crew, list[Crew]]:
+def _groups(
+    program: Sequence[str] | bytes, allocation: Allocation, base: Mapping[str, str], address: str, output: Output
+) -> tuple[WorkerGroup, list[WorkerGroup]]:
     base = {**base, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     # The chief builds models, but trains none until the search is over.
-    chief = Crew("chief", Place("chief", address), program, [{**base, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}], output)
+    chief = WorkerGroup(
+        "chief", ProcessRole("chief", address), program, [{**base, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}], output
+    )
     workers = [
-        Crew(
-            f"tuner {number}", Place(f"tuner{number}", address), program, [{**base, **own} for own in environs], output
+        WorkerGroup(
+            f"tuner {number}",
+            ProcessRole(f"tuner{number}", address),
+            program,
+            [{**base, **own} for own in environs],
+            output,
         )
-        for number, environs in enumerate(division.environs)
+        for number, environs in enumerate(allocation.environs)
     ]
     return chief, workers

@@ -1,4 +1,4 @@
-/** Two or more experiments against each other: their curves in one chart, and their numbers against the first one's. */
+/** A comparison of two or more experiments: their curves in one chart, and their numbers relative to the first. */
 import { experimentColor, faint } from "./colors.js";
 import { Card } from "./charts/card.js";
 import { band, Plot } from "./charts/plot.js";
@@ -25,7 +25,7 @@ const ROWS = [
   ],
   ["Waiting for input", ({ summary }) => summary.overall["all/input_share"]?.mean, percent, -1],
   [
-    "Slowest replica’s time to the fastest’s",
+    "Slowest replica’s time over the fastest’s",
     ({ summary }) => {
       const slowest = slowestOf(summary);
       return slowest ? 1 / slowest.relative : null;
@@ -42,7 +42,7 @@ export class Comparison {
     this.table = h("table", { class: "comparison" });
     this.numbers = new Card({
       kind: "comparison",
-      title: "Against the first",
+      title: "Compared with the first",
       about,
       csv: () => ({ text: this.csv() }),
     });
@@ -166,7 +166,7 @@ function change(value, base, better) {
   return h("span", { class: good ? "change better" : "change worse" }, `${size} ${good ? "better" : "worse"}`);
 }
 
-/** One line an experiment. */
+/** One line per experiment. */
 class Overlay {
   constructor(page, kind, title, source, line, text, about) {
     Object.assign(this, { page, kind, source, line, text });
@@ -229,7 +229,7 @@ class Overlay {
       }
       if (state.smoothing)
         series.push({
-          name: `${panel.title} as it was`,
+          name: `${panel.title} unsmoothed`,
           values: spread(column, column.line.mean),
           color: faint(color, 0.25),
           width: 1,
@@ -252,7 +252,7 @@ class Overlay {
     this.plot.draw(this.drawing);
   }
 
-  /** What each experiment has nearest to the cursor, at its left. */
+  /** The nearest value of each experiment at or before the cursor. */
   read(index, u) {
     if (index === null) return void (this.card.readout.textContent = "");
     const at = u.data[0][index];

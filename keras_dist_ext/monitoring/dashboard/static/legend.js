@@ -1,4 +1,4 @@
-/** Which replicas show: one button each. Click hides and shows; Shift and click, or double click, shows one alone. */
+/** Buttons that choose the visible replicas. Click hides or shows; Shift and click, or double click, shows only one. */
 import { fill, h, setProps } from "./dom.js";
 import { hiddenOf, setHidden } from "./state.js";
 
@@ -52,7 +52,7 @@ export class Legend {
         "data-replica": id,
         tabindex: index ? -1 : 0,
         "aria-label": `replica ${id}`,
-        title: `replica ${id}${device ? ` on ${device}` : ""}: click hides or shows, Shift and click shows it alone`,
+        title: `replica ${id}${device ? ` on ${device}` : ""}: click hides or shows it, Shift and click shows only this one`,
         onclick: (event) => (event.shiftKey ? this.alone(id) : this.flip(id)),
         ondblclick: () => this.alone(id),
         onpointerenter: () => this.panel.highlight(id),

@@ -1,4 +1,4 @@
-/** One experiment on the page: what it is, what was found, its charts and its table, and the data behind them. */
+/** One experiment on the page: its setup, findings, charts and table, and their data. */
 import { getSeries, getSummary } from "./api.js";
 import { cssColor, experimentColor, replicaColor } from "./colors.js";
 import { Heatmap } from "./charts/heatmap.js";
@@ -16,7 +16,7 @@ import { tilesView } from "./tiles.js";
 let lastId = 0;
 
 export class Panel {
-  /** `page` tells which panels there are, and is told when one has new data. */
+  /** `page` has all panels, and is notified when one has new data. */
   constructor(page, experiment) {
     this.page = page;
     this.name = experiment.name;
@@ -89,7 +89,7 @@ export class Panel {
     return this.charts.find((chart) => chart.kind === kind);
   }
 
-  /** Take what the server says now; load what is new. */
+  /** Update from the server's list of experiments, and load new data. */
   update(experiment) {
     const isNew = experiment.version !== this.experiment.version;
     this.describe(experiment);
@@ -123,7 +123,7 @@ export class Panel {
     for (const chart of this.series) chart.zoom();
   }
 
-  /** Fetch what is in view, as fine as the charts can show it. */
+  /** Fetch the visible part, at the resolution of the charts. */
   async load() {
     this.controller?.abort();
     const controller = (this.controller = new AbortController());
@@ -169,7 +169,7 @@ export class Panel {
     }
   }
 
-  /** What is in view, as the server wants it. */
+  /** The query for the visible part. */
   range() {
     const axis = state.axis === "step" ? "step" : "wall";
     if (!state.zoom) return { axis };
@@ -197,7 +197,7 @@ export class Panel {
       set({ extents: new Map(state.extents).set(this.name, extent) });
   }
 
-  /** The same part of the run on another axis, as near as the points that are drawn tell. */
+  /** The same part of the run on another axis, estimated from the points that are drawn. */
   convert(zoom, from, to) {
     const response = this.series.map((chart) => chart.response).find((one) => one?.steps.length > 1);
     if (!response) return null;
@@ -242,7 +242,7 @@ export class Panel {
     return steps ? `steps ${whole(steps[0])} to ${whole(steps[1])}` : "";
   }
 
-  /** Where something was found, on the axis. */
+  /** The positions of findings on the axis. */
   findingMarks() {
     const response = this.chart("loss")?.response;
     const marks = [];
@@ -267,7 +267,7 @@ export class Panel {
     this.grid.scrollIntoView({ block: "start", behavior: "smooth" });
   }
 
-  /** What the same chart of other experiments needs of a scale that all have in common; null where each has its own. */
+  /** The range that the same chart of other experiments needs on a shared scale; null where each has its own. */
   union(chart) {
     const extents = this.page
       .linked(this)
@@ -293,8 +293,8 @@ export class Panel {
       h(
         "p",
         { class: "hint sampled", role: "note" },
-        `TensorBoard keeps ${whole(limit)} points of a series, and has dropped others of this run before this page `,
-        "could ask. To see every step, start it with ",
+        `TensorBoard keeps ${whole(limit)} points per series, and has dropped others of this run. `,
+        "To see every step, start it with ",
         h("code", {}, `--samples_per_plugin scalars=${suggested}`),
         ".",
       ),

@@ -1,4 +1,4 @@
-/** The table of replicas: last, mean, spread and worst of what matters, all examples, and scores; sortable. */
+/** The table of replicas: last, mean, spread and worst value of each metric, all examples, and scores; sortable. */
 import { csvText } from "./download.js";
 import { fill, h } from "./dom.js";
 import { METRICS, number, whole } from "./format.js";
@@ -24,15 +24,15 @@ function columnsOf(summary) {
         value: (replica) => (replica.numbers[tag] ? value(replica.numbers[tag]) : null),
       });
     stat("last", "Last", "the newest value", (n) => n.last, null);
-    stat("mean", "Mean", "mean over the steps in view", (n) => n.mean, worst);
-    stat("spread", "Spread", "standard deviation over the steps in view", (n) => n.std, null);
-    stat("worst", "Worst", `${worst === "max" ? "highest" : "lowest"} value in view`, (n) => n[worst], worst);
+    stat("mean", "Mean", "mean over the visible steps", (n) => n.mean, worst);
+    stat("spread", "Spread", "standard deviation over the visible steps", (n) => n.std, null);
+    stat("worst", "Worst", `${worst === "max" ? "highest" : "lowest"} visible value`, (n) => n[worst], worst);
   }
   columns.push({
     key: "examples",
     group: "Examples",
     label: "Total",
-    title: "Examples that the replica got in the steps in view",
+    title: "Examples of the replica in the visible steps",
     text: whole,
     worst: "min",
     value: (replica) => replica.examples,
@@ -41,8 +41,8 @@ function columnsOf(summary) {
   columns.push({
     key: "relative",
     group: "Score",
-    label: "To fastest",
-    title: "Own time of a step (compute and input) of the fastest replica, over that of this one: 1 is as fast",
+    label: "vs fastest",
+    title: "Busy time of a step (compute and input) of the fastest replica, divided by that of this one: 1 is as fast",
     text: (value) => number(value, 3),
     worst: "min",
     value: (replica) => replica.relative,
@@ -50,8 +50,8 @@ function columnsOf(summary) {
   columns.push({
     key: "score",
     group: "Score",
-    label: "To own best",
-    title: "Score as recorded when training: the replica against its own best; 1 is as fast as ever",
+    label: "vs own best",
+    title: "Score recorded in training: the replica compared with its own best; 1 is as fast as ever",
     text: (value) => number(value, 3),
     worst: "min",
     value: (replica) => replica.score,
@@ -189,7 +189,7 @@ export class ReplicaTable {
             class: classes || null,
             "data-key": column.key,
             title: isWorst
-              ? "Worst of the replicas shown"
+              ? "Worst of the visible replicas"
               : column.atLeast?.(row)
                 ? "At least: TensorBoard dropped points"
                 : null,
@@ -230,12 +230,12 @@ export class ReplicaTable {
   destroy() {}
 }
 
-/** What is not a number goes last, whichever way a column is sorted. */
+/** Missing numbers are last in either sort order. */
 function sortable(value, descending) {
   return typeof value === "number" ? value : descending ? -Infinity : Infinity;
 }
 
-/** The replica that is worst in a column, if it is one, and can be seen to be worse than the best. */
+/** The worst replica of a column, if there is one that is visibly worse than the best. */
 export function worstOf({ value, text, worst }, rows) {
   if (!worst || rows.length < 2) return null;
   const known = rows.filter((row) => typeof value(row) === "number");

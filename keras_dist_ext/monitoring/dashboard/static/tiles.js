@@ -1,8 +1,8 @@
-/** The few numbers that one looks at first. */
+/** The most important numbers. */
 import { h } from "./dom.js";
 import { number, percent, seconds, short } from "./format.js";
 
-/** The numbers of a panel's summary that are there, as tiles. */
+/** The available numbers of a panel's summary, as tiles. */
 export function tilesView(panel) {
   return facts(panel.summary)
     .filter(Boolean)
@@ -47,7 +47,7 @@ function facts(summary) {
       key: "efficiency",
       label: "Scaling efficiency",
       value: percent(efficiency.mean),
-      note: "of the fastest replica alone",
+      note: "relative to the fastest replica",
       level: efficiency.mean < 0.6 ? "warn" : "",
     },
     waiting && {
@@ -61,13 +61,13 @@ function facts(summary) {
       key: "slowest",
       label: "Slowest replica",
       value: String(slowest.id),
-      note: `${number(1 / slowest.relative, 3)} × the fastest’s own time`,
+      note: `${number(1 / slowest.relative, 3)} × the busy time of the fastest`,
       level: slowest.relative < 0.75 ? "warn" : "",
     },
   ];
 }
 
-/** The replica that takes longest for its own part of a step; null for one replica, or where nobody knows. */
+/** The replica with the longest busy time; null for a single replica, or where it is unknown. */
 export function slowestOf({ replicas }) {
   const known = replicas.filter(({ relative }) => typeof relative === "number" && relative > 0);
   if (known.length < 2) return null;

@@ -13,13 +13,13 @@ const KEYS = [
   ["Drag", "zoom all charts to a part of the axis"],
   ["Double click", "show everything again"],
   ["← →", "read the values of a focused chart"],
-  ["Page Up, Page Down", "ten points back or on"],
+  ["Page Up, Page Down", "ten points back or forward"],
   ["+ −", "zoom in and out"],
   ["Shift ← →", "move along the axis"],
   ["0", "show everything again"],
-  ["Esc", "put the cursor away"],
+  ["Esc", "hide the cursor"],
   ["Click a replica", "hide or show it"],
-  ["Shift and click", "show this replica alone"],
+  ["Shift and click", "show only this replica"],
 ];
 
 export class Toolbar {
@@ -156,8 +156,7 @@ class Picker extends Popover {
       h(
         "p",
         { class: "note" },
-        "Click a name to open it. Tick several to compare them side by side: the first one ticked is what the others ",
-        "are measured against.",
+        "Click a name to open it. Tick several to compare them side by side: the first one ticked is the baseline.",
       ),
     );
     super(button, content, "Experiments");

@@ -1,4 +1,4 @@
-/** The heat map: a row a replica, time from left to right, colour for the seconds of a step. Stragglers stand out. */
+/** The heat map: a row per replica, time from left to right, colour for the seconds of a step. */
 import { csvUrl } from "../api.js";
 import { cssColor, heatColor, heatGradient } from "../colors.js";
 import { fill, h, segmented } from "../dom.js";
@@ -11,10 +11,10 @@ import { binsOf, carry, expand } from "./series.js";
 import { hideTooltip, showTooltip } from "./tooltip.js";
 
 const TAGS = [
-  ["replica/step_seconds", "Step", "The whole step, with waiting for the others"],
+  ["replica/step_seconds", "Step", "The whole step, including waiting for other replicas"],
   ["replica/compute_seconds", "Compute", "Forward and backward pass"],
   ["replica/input_seconds", "Input", "Waiting for input"],
-  ["replica/sync_seconds", "Sync", "All-reduce and update, with waiting for the others"],
+  ["replica/sync_seconds", "Sync", "All-reduce and update, including waiting for other replicas"],
 ];
 
 export class Heatmap {
@@ -92,7 +92,7 @@ export class Heatmap {
     this.advise();
   }
 
-  /** From which seconds to which the colours go. Rare peaks (the first step compiles) must not make all else alike. */
+  /** The range of the colours, in seconds. Rare peaks (the first step compiles) must not hide other differences. */
   extent() {
     if (!this.lines) return null;
     const all = [];
@@ -195,11 +195,11 @@ export class Heatmap {
       hides
         ? [
             "Step times include waiting for the slowest replica. ",
-            `Replica ${slowest.id} takes longest for its own part: `,
+            `Replica ${slowest.id} has the longest busy time: `,
             h(
               "button",
               { type: "button", class: "link", onclick: () => set({ heat: "replica/compute_seconds" }) },
-              "look at compute",
+              "check compute",
             ),
           ]
         : null,

@@ -13,9 +13,9 @@ const MODES = [
   [
     "replicas",
     "Per replica",
-    "A line for each replica, with their mean and the band between the lowest and the highest",
+    "A line for each replica, with their mean and the band from lowest to highest",
   ],
-  ["stacked", "Stacked", "Replicas on top of each other: the upper edge is what all of them do together"],
+  ["stacked", "Stacked", "Replicas stacked: the upper edge is their total"],
   ["total", "Total", "All replicas together"],
 ];
 
@@ -123,7 +123,7 @@ export class LinesChart {
       entries.push([
         "",
         "",
-        `the upper edge is all replicas shown together${state.log ? "; linear, as stacked logs mean nothing" : ""}`,
+        `the upper edge is the total of the visible replicas${state.log ? "; linear, as a log scale has no meaning for stacked areas" : ""}`,
       ]);
     if (this.crosses().length) entries.push(["", "", "✕ not a finite number"]);
     fill(
@@ -140,7 +140,7 @@ export class LinesChart {
   }
 
   derived(statistic) {
-    return this.response.overall[statistic]?.source === "derived" ? " (worked out from what TensorBoard kept)" : "";
+    return this.response.overall[statistic]?.source === "derived" ? " (computed from the points that TensorBoard kept)" : "";
   }
 
   drawReplicas() {
@@ -165,7 +165,7 @@ export class LinesChart {
       const look = { replica: id, color, width: many ? 1 : 1.5, focus: true, alpha: many ? 0.75 : 1 };
       if (state.smoothing && !many) {
         series.push({
-          name: `replica ${id} as it was`,
+          name: `replica ${id} unsmoothed`,
           values: line.mean,
           color: faint(color, 0.22),
           width: 1,
@@ -215,7 +215,7 @@ export class LinesChart {
     const paired = !this.response.exact && !state.smoothing;
     const series = [];
     if (state.smoothing)
-      series.push({ name: "total as it was", values: total.mean, color: faint(color, 0.25), width: 1 });
+      series.push({ name: "total unsmoothed", values: total.mean, color: faint(color, 0.25), width: 1 });
     series.push({
       name: "total",
       values: paired ? pairedY(this.bins, total) : smooth(total.mean, state.smoothing),

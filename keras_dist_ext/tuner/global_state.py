@@ -1,4 +1,4 @@
-"""Put back what a trial leaves behind in the process, so that the next one begins as the first did."""
+"""Restore the global state of Keras and TensorFlow after a trial, so that the next one starts as the first did."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 
-__all__ = ["cleared", "keras_settings"]
+__all__ = ["restored_global_state", "capture_keras_settings"]
 
 
 @contextlib.contextmanager
-def cleared() -> Iterator[None]:
-    """Restore, in the end, the global settings of Keras and TensorFlow that code may change in between.
+def restored_global_state() -> Iterator[None]:
+    """Restore, at the end of a `with`, the global settings of Keras and TensorFlow that code within it may change.
 
-    Left alone are random generators (trials are to differ), and what TensorFlow cannot take back, such as
+    Random generators keep their state (trials should differ), and so does what TensorFlow cannot undo, such as
     `enable_op_determinism`.
     """
-    restore = keras_settings()
+    restore = capture_keras_settings()
     eagerly, soft = tf.config.functions_run_eagerly(), tf.config.get_soft_device_placement()
     jit = tf.config.optimizer.get_jit()
     try:
@@ -34,11 +34,11 @@ def cleared() -> Iterator[None]:
             tf.config.optimizer.set_jit(jit or False)
 
 
-def keras_settings() -> Callable[[], None]:
-    """Return what sets Keras' global settings to what they are now.
+def capture_keras_settings() -> Callable[[], None]:
+    """Return a function that restores the present global settings of Keras.
 
-    keras-tuner calls `clear_session` before each build, which forgets some of them: models would be float32 where
-    the user has asked for mixed precision, and the progress bar would be back.
+    keras-tuner calls `clear_session` before each build, which resets some of them: models would be float32 where the
+    user has set mixed precision, and the progress bar would be on again.
     """
     policy = keras.config.dtype_policy()
     floatx, epsilon = keras.config.floatx(), keras.config.epsilon()

@@ -1,4 +1,4 @@
-"""Keep an oracle from points that cannot run: what failed there before, and under a strategy that is not to be had."""
+"""Keep an oracle away from points that cannot run: those that failed before, and unavailable strategies."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ __all__ = ["avoid_infeasible"]
 
 
 def avoid_infeasible(oracle: Any, records: ProjectRecords, executions_per_trial: int = 1) -> None:
-    """Have an oracle learn from infeasible trials, and go on.
+    """Let an oracle learn from infeasible trials, and continue after them.
 
-    It draws again where it has drawn what failed before; BayesianOptimization's model counts failures as bad; and only
-    failures that are the user's own count for `max_consecutive_failed_trials`.
+    It draws again where it has drawn a point that failed before; BayesianOptimization's model counts failures as bad;
+    and only user errors count for `max_consecutive_failed_trials`.
 
     Args:
         oracle: of the process that proposes trials.
-        records: of its project, which say why a trial failed.
-        executions_per_trial: whose mean is a trial's score.
+        records: of its project, with the reason why a trial failed.
+        executions_per_trial: over which a trial's score is averaged.
     """
-    known = _Known(oracle, records)
-    redraw(oracle, known.is_hopeless)
+    known = _FailedTrials(oracle, records)
+    redraw(oracle, known.is_known_infeasible)
     may_not_reach = any(isinstance(objective, SecondsTo) for objective in objectives_of(oracle.objective))
     learn_from_failures(oracle, unreached=UNREACHED / executions_per_trial if may_not_reach else math.inf)
-    count_failures(oracle, known.is_own)
+    count_failures(oracle, known.is_user_error)
 
 
-class _Known:
-    """What is known of failed trials."""
+class _FailedTrials:
+    """The records of failed trials."""
 
     def __init__(self, oracle: Any, records: ProjectRecords) -> None:
         self._oracle = oracle
         self._records = records
-        self._of_failed: dict[str, TrialRecord | None] = {}  # which do not change any more
+        self._of_failed: dict[str, TrialRecord | None] = {}  # which do not change anymore
 
-    def is_hopeless(self, values: Mapping[str, Any]) -> bool:
+    def is_known_infeasible(self, values: Mapping[str, Any]) -> bool:
         """Whether a trial with these values is known to fail."""
-        return any(_is_alike(record, values) for record in self._infeasible())
+        return any(_matches(record, values) for record in self._infeasible())
 
-    def is_own(self, trial: Any) -> bool:
-        """Whether a failed trial failed by an error of the user's own."""
+    def is_user_error(self, trial: Any) -> bool:
+        """Whether a failed trial failed by an error in the user's code."""
         record = self._record(trial)
         return record is None or record.failure is None or not record.failure.is_infeasible
 
@@ -60,9 +60,9 @@ class _Known:
         return self._of_failed[trial.trial_id]
 
 
-def _is_alike(record: TrialRecord, values: Mapping[str, Any]) -> bool:
+def _matches(record: TrialRecord, values: Mapping[str, Any]) -> bool:
     assert record.failure is not None
-    if record.failure.kind == "missing device" and record.num_replicas == 0:  # the strategy was not to be had
+    if record.failure.kind == "missing device" and record.num_replicas == 0:  # the strategy was unavailable
         return values.get(HYPERPARAMETER) == record.strategy
     return {k: v for k, v in values.items() if not k.startswith("tuner/")} == {
         k: v for k, v in record.values.items() if not k.startswith("tuner/")

@@ -1,4 +1,4 @@
-"""Divide a machine among the trials that run at once: accelerators are handed out, or else cores."""
+"""Allocate the GPUs of a machine, or else its cores, to the trials that run at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Literal
 
 from keras_dist_ext.errors import LaunchError
 
-__all__ = ["Division", "Machine", "divide", "this_machine"]
+__all__ = ["Allocation", "Machine", "allocate", "detect_machine"]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to be divided."""
+    """The resources of a machine."""
 
     gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
     num_cores: int
@@ -24,30 +24,30 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Division:
-    """Who gets what: for each trial that runs at once, the environment of each of its worker processes."""
+class Allocation:
+    """For each trial that runs at once, the environment of each of its worker processes."""
 
     environs: tuple[tuple[Mapping[str, str], ...], ...]  # [trial][worker]
     reason: str
 
     @property
     def num_trials(self) -> int:
-        """How many trials run at once."""
+        """The number of trials that run at once."""
         return len(self.environs)
 
 
-def this_machine(environ: Mapping[str, str]) -> Machine:
-    """Look at this machine, without TensorFlow.
+def detect_machine(environ: Mapping[str, str]) -> Machine:
+    """Return the resources of this machine, without importing TensorFlow.
 
     Args:
-        environ: the environment that processes will have; its CUDA_VISIBLE_DEVICES limits what they see.
+        environ: the environment that processes will have; its CUDA_VISIBLE_DEVICES limits their GPUs.
     """
     import psutil
 
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     gpus = _installed_gpus(environ) if listed is None else [name.strip() for name in listed.split(",") if name.strip()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # CUDA takes a name that it does not know, such as -1, for the end of the list.
+    # CUDA ignores the list from the first invalid name on, such as -1.
     known = gpus[: gpus.index("-1")] if "-1" in gpus else gpus
     return Machine(tuple(known), cores, psutil.virtual_memory().available)
 
@@ -72,58 +72,60 @@ def _installed_gpus(environ: Mapping[str, str]) -> list[str]:
 _BYTES_PER_PROCESS = 1 << 30  # TensorFlow and a small model take 0.6 GB
 
 
-def divide(
+def allocate(
     machine: Machine,
     trials_in_parallel: int | Literal["auto"] = "auto",
     *,
     gpus_per_trial: int | None = None,
     workers_per_trial: int = 1,
-) -> Division:
-    """Give each of the trials that run at once its share of a machine.
+) -> Allocation:
+    """Allocate a machine to the trials that run at once.
 
-    With GPUs, each trial gets some of its own, and no trial sees another's. Without, cores are divided.
+    With GPUs, each trial gets its own, and sees no others. Without, cores are divided.
 
         >>> machine = Machine(gpus=("0", "1", "2"), num_cores=8, memory_bytes=32 << 30)
-        >>> division = divide(machine)
-        >>> division.reason
+        >>> allocation = allocate(machine)
+        >>> allocation.reason
         '3 trials at once, each on 1 of 3 GPUs'
-        >>> [environ["CUDA_VISIBLE_DEVICES"] for (environ,) in division.environs]
+        >>> [environ["CUDA_VISIBLE_DEVICES"] for (environ,) in allocation.environs]
         ['0', '1', '2']
 
     Args:
-        machine: to be divided.
-        trials_in_parallel: how many trials run at once; "auto": as many as there are devices for, or else cores.
-        gpus_per_trial: 1 if not given.
-        workers_per_trial: processes that run each trial together; its share is divided among them.
+        machine: the resources.
+        trials_in_parallel: how many trials run at once; "auto": as many as there are GPUs for, or else cores.
+        gpus_per_trial: one per worker if not given.
+        workers_per_trial: processes that run each trial together; its GPUs or cores are divided among them.
 
     Raises:
-        LaunchError: there is less than is asked for.
+        LaunchError: the machine has less than was asked for.
     """
     for name, value in (("trials_in_parallel", trials_in_parallel), ("workers_per_trial", workers_per_trial)):
         if value != "auto" and (not isinstance(value, int) or value < 1):
-            raise LaunchError(f"{name}={value!r} makes no search: give a whole number, 1 or more.")
+            raise LaunchError(f"{name} must be an integer >= 1, got {value!r}.")
     if machine.gpus:
-        return _divide_gpus(machine, trials_in_parallel, gpus_per_trial or workers_per_trial, workers_per_trial)
+        return _allocate_gpus(machine, trials_in_parallel, gpus_per_trial or workers_per_trial, workers_per_trial)
     if gpus_per_trial:
-        raise LaunchError(f"gpus_per_trial={gpus_per_trial}, but there is no GPU here. Leave it out to divide cores.")
-    return _divide_cores(machine, trials_in_parallel, workers_per_trial)
+        raise LaunchError(
+            f"gpus_per_trial={gpus_per_trial}, but this machine has no GPU. Leave it out to allocate cores."
+        )
+    return _allocate_cores(machine, trials_in_parallel, workers_per_trial)
 
 
-def _divide_gpus(
+def _allocate_gpus(
     machine: Machine, trials_in_parallel: int | Literal["auto"], per_trial: int, workers_per_trial: int
-) -> Division:
+) -> Allocation:
     gpus, has = machine.gpus, f"This machine has {_counted(len(machine.gpus), 'GPU')} ({', '.join(machine.gpus)})"
     if per_trial % workers_per_trial:
         raise LaunchError(
             f"gpus_per_trial={per_trial} cannot be divided among {workers_per_trial} workers of a trial: each must "
-            f"have equally many. Give a multiple of {workers_per_trial}."
+            f"get equally many. Give a multiple of {workers_per_trial}."
         )
     most = len(gpus) // per_trial
     num_trials = most if trials_in_parallel == "auto" else trials_in_parallel
     if not 1 <= num_trials <= most:
         raise LaunchError(
             f"{has}, and {_counted(max(num_trials, 1), 'trial')} at once with {per_trial} each would need "
-            f"{max(num_trials, 1) * per_trial}. Trials on one GPU would take each other's memory, so give "
+            f"{max(num_trials, 1) * per_trial}. Trials cannot share the memory of one GPU, so give "
             + (f"{most} or fewer trials at once." if most else f"gpus_per_trial={len(gpus)} or less.")
         )
     each = per_trial // workers_per_trial
@@ -135,13 +137,13 @@ def _divide_gpus(
             {"CUDA_VISIBLE_DEVICES": ",".join(next(shares)), **_threads(threads)} for _ in range(workers_per_trial)
         )
 
-    return Division(
+    return Allocation(
         tuple(environs() for _ in range(num_trials)),
         f"{_counted(num_trials, 'trial')} at once, each on {per_trial} of {_counted(len(gpus), 'GPU')}",
     )
 
 
-def _divide_cores(machine: Machine, trials_in_parallel: int | Literal["auto"], workers_per_trial: int) -> Division:
+def _allocate_cores(machine: Machine, trials_in_parallel: int | Literal["auto"], workers_per_trial: int) -> Allocation:
     cores = machine.num_cores
     if trials_in_parallel == "auto":
         num_processes = max(1, min(cores, machine.memory_bytes // _BYTES_PER_PROCESS))
@@ -149,9 +151,9 @@ def _divide_cores(machine: Machine, trials_in_parallel: int | Literal["auto"], w
     else:
         num_trials = trials_in_parallel
     threads = max(1, cores // (num_trials * workers_per_trial))
-    return Division(
+    return Allocation(
         ((dict(_threads(threads)),) * workers_per_trial,) * num_trials,
-        f"{_counted(num_trials, 'trial')} at once on {_counted(cores, 'core')}, {threads} of them for each process",
+        f"{_counted(num_trials, 'trial')} at once on {_counted(cores, 'core')}, {threads} for each process",
     )
 
 

@@ -1,4 +1,4 @@
-"""Start the processes of a search that share a tuner id, see what becomes of them, and start them again."""
+"""Start the processes of a search that share a tuner id, watch how they end, and restart them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from keras_dist_ext.cluster.process import Process
 from keras_dist_ext.cluster.process_group import ProcessGroup
 from keras_dist_ext.cluster.tasks import cluster, tf_config
 from keras_dist_ext.errors import LaunchError
-from keras_dist_ext.tuner.processes.place import Place
+from keras_dist_ext.tuner.processes.process_role import ProcessRole
 
-__all__ = ["Crew", "Output"]
+__all__ = ["WorkerGroup", "Output"]
 
 
 @dataclass(frozen=True)
@@ -28,28 +28,28 @@ class Output:
     log_dir: str | os.PathLike[str] | None  # None: it is not kept
 
 
-class Crew:
+class WorkerGroup:
     """The chief of a search, a worker, or the workers that run each trial together: they start and end as one.
 
     Args:
         name: "chief" or "tuner 0".
-        place: of them in the search.
+        role: of the processes in the search.
         program: a command, or a packed call.
-        environs: the environment of each process, without its place.
-        output: where theirs goes.
+        environs: the environment of each process, without its role.
+        output: where their output goes.
     """
 
-    FAILURE_GRACE_SECONDS = 3.0  # for those that may wait in a collective for one that is gone
+    FAILURE_GRACE_SECONDS = 3.0  # for those that may wait in a collective for one that has failed
 
     def __init__(
         self,
         name: str,
-        place: Place,
+        role: ProcessRole,
         program: Sequence[str] | bytes,
         environs: Sequence[Mapping[str, str]],
         output: Output,
     ):
-        self.name, self.place = name, place
+        self.name, self.role = name, role
         self._program, self._environs, self._output = program, environs, output
         self._stack = ExitStack()
         self._group: ProcessGroup | None = None
@@ -57,30 +57,30 @@ class Crew:
     @property
     def num_starts(self) -> int:
         """How often they were started."""
-        return self.place.start
+        return self.role.start
 
     @property
     def processes(self) -> Sequence[Process]:
-        """Those that were started last; none before, and after `end`."""
+        """Those that were started last; none before `begin` and after `end`."""
         return self._group.working if self._group else ()
 
     @property
     def failed(self) -> Process | None:
-        """The one that failed, if any did."""
+        """The one that failed, if one did."""
         return next((process for process in self.processes if process.failure_code is not None), None)
 
     @property
-    def has_left(self) -> bool:
-        """Whether all have ended well."""
+    def has_exited(self) -> bool:
+        """Whether all have exited with code 0."""
         return bool(self.processes) and all(process.exit_code == 0 for process in self.processes)
 
     def begin(self) -> None:
-        """Start them, for the first time or again.
+        """Start the processes, for the first time or again.
 
         Raises:
             LaunchError: a log cannot be written.
         """
-        self.place = replace(self.place, start=self.place.start + 1)
+        self.role = replace(self.role, start=self.role.start + 1)
         log_dir, appends = self._output.log_dir, self.num_starts > 1
         num_processes = len(self._environs)
         with ExitStack() as stack:
@@ -89,21 +89,21 @@ class Crew:
             for number, environ in enumerate(self._environs):
                 own = {"TF_CONFIG": tf_config(tasks[number], tasks)} if tasks else {}
                 name = f"{self.name} worker {number}" if tasks else self.name
-                group.start(name, self._program, {**environ, **self.place.environ(), **own})
+                group.start(name, self._program, {**environ, **self.role.environ(), **own})
             self._stack, self._group = stack.pop_all(), group
 
     def pump(self) -> None:
-        """Pass on what they print, and see which have ended."""
+        """Forward their output, and note which have ended."""
         if self._group:
             self._group.pump(0)
 
     def kill(self) -> None:
-        """End them without asking."""
+        """Kill them."""
         for process in self.processes:
             process.send(signal.SIGKILL)
 
     def end(self, signals: Sequence[int] = (), grace_seconds: float = FAILURE_GRACE_SECONDS) -> Failure | None:
-        """End what still runs and whatever they have started, and say how they failed, if one did."""
+        """End what still runs, and all their children, and return the failure, if one of them failed."""
         if self._group is None:
             return None
         failed = self.failed
