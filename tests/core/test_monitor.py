@@ -179,8 +179,8 @@ def test_automatic_intervals_are_as_long_as_their_end_costs(cost_seconds: float,
     for _ in range(5):  # each has at most 8 times as many batches as the one before
         intervals.set_lengths(*intervals.lengths(1e-2, cost_seconds))
     assert intervals.lengths(1e-2, cost_seconds) == (fitting, least)
-    assert intervals.is_worth_it(least)
-    assert not intervals.is_worth_it(least - 1)
+    assert intervals.is_worthwhile(least)
+    assert not intervals.is_worthwhile(least - 1)
 
 
 # Steps go on
@@ -526,16 +526,28 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_the_first_step(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"log_dir": "logs", "experiment": 5}, "experiment is 5; it is a name for a folder below log_dir"),
-        ({}, "nowhere to write. Give it a log_dir, or writers="),
-        ({"log_dir": "x", "update_freq": 0}, "update_freq is 0; it is a number of optimizer steps, at least 1, or"),
-        ({"log_dir": "x", "update_freq": "batch"}, "update_freq is 'batch'"),
-        ({"log_dir": "x", "update_freq": True}, "update_freq is True"),
-        ({"log_dir": "x", "experiment": "../y"}, "experiment is '../y'; it is a name for a folder below log_dir"),
-        ({"log_dir": "x", "experiment": "/y"}, "experiment is '/y'"),
-        ({"log_dir": "x", "straggler_threshold": 2}, "straggler_threshold is 2"),
-        ({"log_dir": "x", "check_divergence_every": 0}, "check_divergence_every is 0"),
-        ({"writers": [print]}, "writers holds <built-in function print>, which is no writer"),
+        (
+            {"log_dir": "logs", "experiment": 5},
+            "experiment must be a name for a directory below log_dir, such as 'mirrored' or 'night/3', got 5",
+        ),
+        ({}, "ReplicaMonitor has no writer. Give it a log_dir, or writers="),
+        (
+            {"log_dir": "x", "update_freq": 0},
+            "update_freq must be a number of optimizer steps >= 1, 'epoch' or 'auto', got 0",
+        ),
+        ({"log_dir": "x", "update_freq": "batch"}, "'epoch' or 'auto', got 'batch'"),
+        ({"log_dir": "x", "update_freq": True}, "'epoch' or 'auto', got True"),
+        (
+            {"log_dir": "x", "experiment": "../y"},
+            "experiment must be a name for a directory below log_dir, such as 'mirrored' or 'night/3', got '../y'",
+        ),
+        ({"log_dir": "x", "experiment": "/y"}, "'night/3', got '/y'"),
+        ({"log_dir": "x", "straggler_threshold": 2}, "straggler_threshold must be from 0 to 1, got 2"),
+        (
+            {"log_dir": "x", "check_divergence_every": 0},
+            "check_divergence_every must be a number of optimizer steps >= 1, or None, got 0",
+        ),
+        ({"writers": [print]}, "writers has <built-in function print>, which is not a Writer"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:

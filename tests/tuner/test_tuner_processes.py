@@ -120,14 +120,12 @@ def test_a_worker_that_is_killed_in_a_trial_gets_it_again_and_nothing_else_is_lo
     assert death.action == "It was restarted, with the same trial."
 
 
-def test_a_trial_that_kills_its_worker_again_is_closed_as_failed_with_the_reason(tmp_path):
+def test_a_trial_that_kills_its_worker_again_ends_as_failed_with_the_reason(tmp_path):
     search = LightSearch(tmp_path, ["worker", "die", "3"], ["worker", "die", "3"])
     assert (search.failure, search.error) == (None, None)
     assert search.statuses == [*["COMPLETED"] * 3, "FAILED", *["COMPLETED"] * 2]
     assert search.closed == ["3"]
-    assert search.oracle.trials["3"].message.startswith(
-        "The worker died 2 times in this trial, the last time so: tuner "
-    )
+    assert search.oracle.trials["3"].message.startswith("The worker died 2 times in this trial, the last time: tuner ")
     assert [death.action for death in search.deaths] == [
         "It was restarted, with the same trial.",
         "Trial 3 ended as failed, and the worker was restarted.",
@@ -170,12 +168,12 @@ def test_a_trial_that_hangs_is_ended_and_tried_again(tmp_path):
 @pytest.mark.parametrize(
     ("how", "max_restarts", "cause", "action"),
     [
-        ("hang", 1, f"No step was finished for {STALL_SECONDS:g} s", "It was started again."),
-        ("die", 1, "failed with SIGKILL", "It was started again."),
-        ("die", 0, "failed with SIGKILL", "The worker was given up."),
+        ("hang", 1, f"No step was finished for {STALL_SECONDS:g} s", "It was restarted."),
+        ("die", 1, "failed with SIGKILL", "It was restarted."),
+        ("die", 0, "failed with SIGKILL", "The worker was removed."),
     ],
 )
-def test_a_first_pass_comes_to_its_end_whatever_becomes_of_who_makes_it(how, max_restarts, cause, action, tmp_path):
+def test_a_screening_ends_even_if_its_worker_dies_or_hangs(how, max_restarts, cause, action, tmp_path):
     lease = ScreeningLease(tmp_path, lambda _: None, workers_live=False)
     search = LightSearch(
         tmp_path,
@@ -216,7 +214,7 @@ def supervise(address, *program):
         channel.close()
 
 
-def test_a_tuner_of_keras_tuners_own_is_refused_with_what_to_take_instead():
+def test_a_tuner_of_keras_tuner_itself_is_refused_with_what_to_use_instead():
     server = grpc.server(futures.ThreadPoolExecutor(1))  # which does not know our calls either
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -225,7 +223,7 @@ def test_a_tuner_of_keras_tuners_own_is_refused_with_what_to_take_instead():
     finally:
         server.stop(0).wait()
     assert failure is not None
-    assert "The chief serves keras-tuner's own oracle, which waits for ever for a worker that dies." in failure.message
+    assert "The chief serves keras-tuner's own oracle, which waits forever for a worker that dies." in failure.message
     assert "Search with a tuner of `keras_dist_ext.tuner`" in failure.message
 
 
@@ -233,7 +231,7 @@ def test_a_program_that_does_not_search_says_so(tmp_path, capfd):
     assert main(["launch", "--tuner", "--workers", "2", script(tmp_path, "print('trains')")]) == 1
     shown = capfd.readouterr().out
     assert "[chief] trains" in shown
-    assert "The chief ended before it searched: its program must call the tuner's `search`." in shown
+    assert "The chief exited without a search: its program must call the tuner's `search`." in shown
 
 
 def test_a_program_that_fails_before_it_searches_gives_its_traceback_and_exit_code(tmp_path, capfd):
@@ -249,7 +247,7 @@ def test_a_program_that_fails_before_it_searches_gives_its_traceback_and_exit_co
             "--workers auto, --workers-per-trial and --gpus-per-trial are for a search: add --tuner.",
         ),
         (["--workers", "2", "--tuner", "--ps", "1"], "--ps, --threads and --affinity are not for a search"),
-        (["--workers", "2", "--tuner", "--gpus-per-trial", "1"], "there is no GPU here"),
+        (["--workers", "2", "--tuner", "--gpus-per-trial", "1"], "this machine has no GPU"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(words, message, tmp_path, capsys, monkeypatch):
@@ -332,7 +330,7 @@ def test_a_first_pass_survives_the_worker_that_measures(tmp_path, temporary):
     )
     assert [status for status, _, _ in result.value["trials"].values()] == ["COMPLETED"] * 4
     (death,) = result.deaths
-    assert (death.trial_id, death.action) == (None, "It was started again.")
+    assert (death.trial_id, death.action) == (None, "It was restarted.")
     result = ScreeningResult.load(tmp_path / "project")
     assert {*result.survivors, *result.dropped} == {"one_device", "mirrored(2)"}
     assert set(result.examples_per_second) == {"one_device", "mirrored(2)"}
@@ -365,7 +363,7 @@ def test_a_trial_that_always_kills_its_worker_fails_with_the_reason_in_the_repor
     assert len(found["trials"]) == 6
     ((name, (status, message, units)),) = failed.items()
     assert (status, units) == ("FAILED", 5)
-    assert "The worker died 2 times in this trial, the last time so: tuner " in message
+    assert "The worker died 2 times in this trial, the last time: tuner " in message
     assert found["failures"][name].startswith("worker lost: The worker died 2 times in this trial")
 
 

@@ -301,19 +301,17 @@ def test_the_name_of_a_csv_file_is_harmless():
 @pytest.mark.parametrize(
     ("parameters", "status", "words"),
     [
-        ({"tag": names.LOSS}, 400, "names no experiment"),
+        ({"tag": names.LOSS}, 400, "has no experiment"),
         ({"experiment": "a/b", "tag": "nope"}, 400, "tag='nope': there are replica/loss, "),
         ({"experiment": "a/b", "tag": names.LOSS, "axis": "up"}, 400, "axis='up': there are step and wall."),
-        ({"experiment": "a/b", "tag": names.LOSS, "low": "nan"}, 400, "low='nan' is no finite number."),
+        ({"experiment": "a/b", "tag": names.LOSS, "low": "nan"}, 400, "low='nan' is not a finite number."),
         ({"experiment": "a/b", "tag": names.LOSS, "low": 5, "high": 1}, 400, "low=5 is above high=1"),
         ({"experiment": "a/b", "tag": names.LOSS, "width": 0}, 400, "width=0 pixels: give 1 to 4000."),
         ({"experiment": "a/b", "tag": names.LOSS, "width": "9e9"}, 400, "width=9e+09 pixels"),
         ({"experiment": "gone", "tag": names.LOSS}, 404, "There is no experiment 'gone' in "),
     ],
 )
-def test_a_request_that_cannot_be_meant_is_refused_with_what_would_do(
-    slow_provider, log_dir, parameters, status, words
-):
+def test_an_invalid_request_is_refused_with_the_valid_values(slow_provider, log_dir, parameters, status, words):
     response = get(plugin_of(slow_provider, log_dir), "/series", **parameters)
     assert response.status_code == status
     assert words in json.loads(response.get_data())["error"]

@@ -60,7 +60,7 @@ def test_the_slowest_replica_is_named_with_its_share_and_what_it_costs() -> None
     assert finding["code"] == "slow-replica"
     assert finding["what"] == "Replica 2 is slow: a step takes 1.50 times as long as on the fastest replica."
     assert finding["evidence"] == (
-        "43 ms computing and 2 ms waiting for input in a step, the fastest 30 ms together; 40 steps in a row"
+        "43 ms computing and 2 ms waiting for input per step, the fastest 30 ms together; 40 steps in a row"
     )
     assert finding["step"] == 30
     assert finding["seconds"] == pytest.approx(40 * (0.045 - 0.032))  # steps would take as long as replica 1
@@ -105,7 +105,9 @@ def test_a_hiccup_in_a_slow_time_does_not_stand_for_all_of_it() -> None:
     stragglers = Stragglers()
     judge(stragglers, [0.010, 0.010], *[[0.018, 0.018]] * 9, [0.218, 0.218])
     (finding,) = stragglers.findings
-    assert finding["what"].startswith("All replicas got slower: 3.80 times as long a step as at best")  # not 21.8
+    assert finding["what"].startswith(
+        "All replicas became slower: a step takes 3.80 times as long as at best"
+    )  # not 21.8
     assert finding["evidence"] == (
         "38 ms computing and 0 ms waiting for input in a step, at best 10 ms together; 100 steps in a row"
     )
@@ -126,7 +128,7 @@ def test_if_most_are_slower_than_one_that_one_is_fast() -> None:
     assert stragglers.findings == []
     judge(stragglers, *[[0.003, 0.0045, 0.005, 0.0065]] * 5)
     (finding,) = (f for f in stragglers.findings if f["code"] == "slow-replica")
-    assert finding["what"].startswith("Replica 3 is slow: 2.17 times")
+    assert finding["what"].startswith("Replica 3 is slow: a step takes 2.17 times")
 
 
 def test_replicas_that_shares_cores_on_few_cores_are_compared_with_themselves_alone() -> None:
@@ -142,21 +144,21 @@ def test_a_slow_worker_is_named_as_one() -> None:
     stragglers = Stragglers(num_workers=2)
     judge(stragglers, *[[0.010, 0.011, 0.021, 0.020]] * 3)
     (finding,) = stragglers.findings
-    assert finding["what"].startswith("Worker 1 (replicas 2 and 3) is slow: 2.10 times as long")
+    assert finding["what"].startswith("Worker 1 (replicas 2 and 3) is slow: a step takes 2.10 times as long")
 
 
 def test_a_slow_replica_of_several_workers_is_named_with_its_worker() -> None:
     stragglers = Stragglers(num_workers=2)
     judge(stragglers, *[[0.010, 0.011, 0.010, 0.020]] * 3)
     (finding,) = stragglers.findings
-    assert finding["what"].startswith("Replica 3 (of worker 1) is slow: 2.00 times as long")
+    assert finding["what"].startswith("Replica 3 (of worker 1) is slow: a step takes 2.00 times as long")
 
 
-def test_replicas_that_shares_cores_at_being_slow_are_listed_together() -> None:
+def test_replicas_that_take_turns_at_being_slow_are_listed_together() -> None:
     stragglers = Stragglers()
     judge(stragglers, *[[0.02, 0.01, 0.01]] * 3, *[[0.01, 0.03, 0.01]] * 3)
     finding = next(f for f in stragglers.findings if f["code"] == "slow-replica")
-    assert finding["what"].startswith("Replicas 0 and 1 are slow: 3.00 times")
+    assert finding["what"].startswith("Replicas 0 and 1 are slow: a step takes 3.00 times")
     assert finding["step"] == 30
     assert finding["seconds"] == pytest.approx(30 * 0.01 + 30 * 0.02)
 

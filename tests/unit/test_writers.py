@@ -80,8 +80,8 @@ def test_a_writer_that_fails_is_one_warning_with_its_cause_and_a_count_at_the_en
         several.close()
     first, last = (str(warning.message) for warning in caught)
     assert first == (
-        "Failing failed: OSError: [Errno 28] No space left on device. 1 record dropped so far; training goes on, and "
-        "so do other writers. How many there were in all will be said when the run ends."
+        "Failing failed: OSError: [Errno 28] No space left on device. 1 record dropped so far; training and other "
+        "writers continue. The total will be reported when the run ends."
     )
     assert last == "Failing dropped 3 records of this run in total."
     assert failing.taken == [1, 4]
@@ -268,8 +268,11 @@ def test_a_torn_line_is_left_out_with_a_message_and_a_resumed_run_goes_on_after_
     [
         ('{"version": 2, "type": "record"}', "line 1 of .* has version 2; this package reads version 1"),
         ("[1]", "line 1 of .* has no version"),
-        ('{"version": 1, "type": "record", "step": 1}', "line 1 of .* is no 'record' of JsonLinesWriter: KeyError"),
-        ('{"version": 1, "type": "song"}', "line 1 of .* is no 'song' of JsonLinesWriter"),
+        (
+            '{"version": 1, "type": "record", "step": 1}',
+            "line 1 of .* is not a valid 'record' of JsonLinesWriter: KeyError",
+        ),
+        ('{"version": 1, "type": "song"}', "line 1 of .* is not a valid 'song' of JsonLinesWriter"),
     ],
 )
 def test_a_file_of_another_format_is_refused(line: str, message: str, tmp_path: pathlib.Path) -> None:

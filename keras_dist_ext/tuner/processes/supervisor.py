@@ -258,9 +258,7 @@ class Supervisor:
 
     def _fail_trial(self, worker: _Worker, trial_id: str, cause: str) -> str:
         deaths = self._num_deaths[trial_id]
-        reason = (
-            cause if deaths == 1 else f"The worker died {deaths} times in this trial, the last time because: {cause}"
-        )
+        reason = cause if deaths == 1 else f"The worker died {deaths} times in this trial, the last time: {cause}"
         self._channel.call("fail_trial", tuner_id=worker.group.role.tuner_id, reason=reason)
         worker.num_consecutive_failed_trials += 1
         ended = f"Trial {trial_id} ended as failed"
