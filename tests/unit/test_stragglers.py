@@ -109,7 +109,7 @@ def test_a_hiccup_in_a_slow_time_does_not_stand_for_all_of_it() -> None:
         "All replicas became slower: a step takes 3.80 times as long as at best"
     )  # not 21.8
     assert finding["evidence"] == (
-        "38 ms computing and 0 ms waiting for input in a step, at best 10 ms together; 100 steps in a row"
+        "38 ms computing and 0 ms waiting for input per step, at best 10 ms together; 100 steps in a row"
     )
     assert finding["seconds"] == pytest.approx(90 * 0.008 + 10 * 0.208)
 
