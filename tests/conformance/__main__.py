@@ -17,6 +17,7 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from conformance.causes import cause_of
+from conformance.definition import digest
 from conformance.rows import ROWS
 from conformance.run import Row
 from conformance.seen import PASSES, RECORD, SECONDS, look
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         ours.append(seen)
         print(f"{row.name} | {cause_of(row).__name__} | {seen}", flush=True)
     for (row, seen), on_ours in zip(see("stock", [] if given.ours else rows), ours, strict=not given.ours):
-        lines.append(f"{row.name} | {cause_of(row).__name__} | {on_ours} | {seen}")
+        lines.append(f"{row.name} | {cause_of(row).__name__} | {digest(row)} | {on_ours} | {seen}")
         print(f"{row.name} | stock Keras | {seen}", flush=True)
     if given.write:
         kept = RECORD.read_text().splitlines() if RECORD.exists() else []

@@ -17,7 +17,7 @@ from conformance.run import Row, differences, run, run_on_one_device
 __all__ = ["PASSES", "RECORD", "SECONDS", "look", "seen"]
 
 RECORD = Path(__file__).with_name("seen.txt")
-"""A line a row: its name, its cause, what was seen of ours with the cause put back, and what of stock Keras."""
+"""A line a row: its name, its cause, a digest of both, what was seen of ours with the cause put back, and of stock."""
 PASSES = "passes"
 SECONDS = 120
 """How long a row may take before it is said to hang."""
