@@ -9,7 +9,7 @@ def count(text: str) -> int:
     """Read an integer >= 1.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: it is something else.
     """
     return _integer(text, least=1)
 
@@ -18,7 +18,7 @@ def count_or_auto(text: str) -> int | str:
     """Read an integer >= 1, or ``auto``.
 
     Raises:
-        argparse.ArgumentTypeError: it is neither.
+        argparse.ArgumentTypeError: it is something else.
     """
     return text if text == "auto" else count(text)
 
@@ -27,7 +27,7 @@ def count_or_zero(text: str) -> int:
     """Read an integer >= 0.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: it is something else.
     """
     return _integer(text, least=0)
 
@@ -42,7 +42,7 @@ def seconds(text: str) -> float:
     """Read a finite number of seconds above 0.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: it is something else.
     """
     try:
         number = float(text)

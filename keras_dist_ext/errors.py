@@ -1,7 +1,7 @@
 """Name everything that this package refuses to do.
 
     KerasDistError                      whatever this package raises on purpose
-    ├── StrategyError (ValueError)      a strategy that cannot be had here
+    ├── StrategyError (ValueError)      a strategy that is not available here
     │   └── ClusterError                TF_CONFIG or the scheduler describes no usable cluster
     ├── ScopeError (ValueError)         something lives outside the strategy's scope
     ├── SeedError (ValueError)          a seed that cannot be used, or streams that would repeat
@@ -48,11 +48,11 @@ class KerasDistError(Exception):
 
 
 class StrategyError(KerasDistError, ValueError):
-    """A strategy that cannot be had on this machine, with these devices, in this process."""
+    """A strategy that is not available on this machine, with these devices, in this process."""
 
 
 class ClusterError(StrategyError):
-    """TF_CONFIG, or what the scheduler says, describes no cluster that could train."""
+    """TF_CONFIG, or what the scheduler says, does not describe a cluster that could train."""
 
 
 class ScopeError(KerasDistError, ValueError):

@@ -26,7 +26,7 @@ def checked_seed(seed: Any) -> int:
     except TypeError:
         number = None
     if number is None or isinstance(seed, bool):
-        raise SeedError(f"A seed is an integer; this seed is {seed!r}, of type {type(seed).__name__}.")
+        raise SeedError(f"A seed must be an integer, got {seed!r} of type {type(seed).__name__}.")
     if not 0 <= number < MODULUS:
         raise SeedError(
             f"The seed is {number}. Keras takes seeds modulo {MODULUS} (2**31 - 2), so seeds outside of 0 to "

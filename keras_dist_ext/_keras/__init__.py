@@ -7,6 +7,7 @@ Written against Keras 3.15.1, TensorFlow 2.21.0 and keras-tuner 1.4.8.
 - ``hooks``, ``layer_hooks``: what Keras' code does while the step of a replica is traced (``interception`` sends it)
 - ``random``, ``variables``, ``losses``, ``optimizers``, ``layers``, ``models``, ``saving``: parts of a model
 - ``datasets``, ``adapters``: its data
+- ``callbacks``: what watches it
 - ``tracing``: its graphs
 - ``strategies``, ``cluster``: where it runs
 - ``keras_tuner``: what searches it

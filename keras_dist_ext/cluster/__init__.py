@@ -1,4 +1,4 @@
-"""Start the processes of a cluster and watch them, and read which processes take part in one.
+"""Start the processes of a cluster and watch them, and read which processes participate in one.
 
 Nothing here imports TensorFlow when it is imported. In reading order:
 

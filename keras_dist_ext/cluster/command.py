@@ -40,7 +40,7 @@ def _command(
     """Return the command line of a process, after a look whether it can run."""
     is_list = isinstance(work, Sequence) and not isinstance(work, str | bytes)
     if not is_list or not work or not all(isinstance(word, str | os.PathLike) for word in work):
-        raise LaunchError(f"{work!r} is no command: give a list of strings such as ['train.py', '--epochs', '3'].")
+        raise LaunchError(f"{work!r} is not a command. Give a list of strings such as ['train.py', '--epochs', '3'].")
     if args or kwargs:
         raise LaunchError("args and kwargs are for a function: put a command's arguments into its list.")
     program, *rest = (os.fspath(word) for word in work)
@@ -54,12 +54,12 @@ def _command(
     if shutil.which(program, path=environ.get("PATH")) is None:
         if os.path.isfile(program):
             raise LaunchError(
-                f"The file {program!r} may not be executed, or not under that name, so no worker could start. Make "
+                f"The file {program!r} is not executable, or not under that name, so no worker could start. Make "
                 f"it executable and give its path, as './{os.path.basename(program)}'; or give what runs it, as "
                 f"['bash', {program!r}]."
             )
         raise LaunchError(
-            f"{program!r} is no program that PATH knows, so no worker could start. A Python script ends in .py, "
+            f"{program!r} is not a program on PATH, so no worker could start. A Python script ends in .py, "
             "a module runs as ['-m', NAME]."
         )
     return [program, *rest]
@@ -67,7 +67,7 @@ def _command(
 
 def _check_module(words: Sequence[str], environ: Mapping[str, str]) -> None:
     if not words:
-        raise LaunchError("['-m'] names no module: give ['-m', NAME].")
+        raise LaunchError("['-m'] is missing the name of a module: give ['-m', NAME].")
     package = words[0].partition(".")[0]  # looking further would import it
     places = [os.getcwd(), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
     if not package or (PathFinder.find_spec(package, places) is None and importlib.util.find_spec(package) is None):
@@ -88,33 +88,33 @@ def check_counts(**given: tuple[Any, int]) -> None:
     """Check numbers, each given with the least it may be.
 
     Raises:
-        LaunchError: one is no whole number, or too small.
+        LaunchError: one is not an integer, or too small.
     """
     for name, (value, least) in given.items():
         if not isinstance(value, int) or value < least:
-            raise LaunchError(f"{name}={value!r} makes no launch: give a whole number, {least} or more.")
+            raise LaunchError(f"{name} must be an integer >= {least}, got {value!r}.")
 
 
 def check_seconds(**given: float | None) -> None:
     """Check times, None for no limit.
 
     Raises:
-        LaunchError: one leaves no time.
+        LaunchError: one is not a number of seconds > 0.
     """
     for name, value in given.items():
         if value is not None and not (isinstance(value, int | float) and value > 0):
-            raise LaunchError(f"{name}={value!r} leaves no time to run: give seconds above 0, or None for no limit.")
+            raise LaunchError(f"{name} must be a number of seconds > 0, or None for no limit; got {value!r}.")
 
 
 def check_waits(**given: float) -> None:
     """Check how long to wait for something.
 
     Raises:
-        LaunchError: one is no time.
+        LaunchError: one is not a number of seconds >= 0.
     """
     for name, value in given.items():
         if not (isinstance(value, int | float) and value >= 0):
-            raise LaunchError(f"{name}={value!r} is no time to wait: give seconds, 0 or more.")
+            raise LaunchError(f"{name} must be a number of seconds >= 0, got {value!r}.")
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
@@ -125,11 +125,11 @@ def check_environment(environ: Mapping[str, str]) -> None:
     """
     for name, value in environ.items():
         if not (isinstance(name, str) and isinstance(value, str)):
-            raise LaunchError(f"environ has {name!r}: {value!r}, and holds strings alone: give str({value!r}).")
+            raise LaunchError(f"environ has {name!r}: {value!r}, but takes strings only: give str({value!r}).")
     is_in_cluster = environ.get("TF_CONFIG", "").strip() not in ("", "{}")
     if is_in_cluster and worker.LAUNCH_IDS in environ:
         raise LaunchError(
-            "This process is a worker of a launch itself, so that launch would start another cluster in it. Workers "
+            "This process is itself a worker of a launch, so launch would start another cluster in it. Workers "
             "that run a function import the script that has launched them: put its own call of launch under "
             "`if __name__ == '__main__':`. For a cluster within a cluster, give environ without TF_CONFIG."
         )
@@ -139,4 +139,4 @@ def check_environment(environ: Mapping[str, str]) -> None:
             "would start a cluster of its own. Run the script itself, without launch, or unset TF_CONFIG."
         )
     if os.name != "posix":
-        raise LaunchError("launch needs sessions and signals as Linux and macOS have them; on Windows, use it in WSL.")
+        raise LaunchError("launch needs the sessions and signals of Linux and macOS; on Windows, use it in WSL.")

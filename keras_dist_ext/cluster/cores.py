@@ -16,7 +16,7 @@ def usable_cpus() -> list[int]:
         LaunchError: this system ties no process to CPUs.
     """
     if not hasattr(os, "sched_getaffinity"):
-        raise LaunchError("affinity=True ties processes to CPUs, which Linux alone can. Leave it out here.")
+        raise LaunchError("affinity=True pins processes to CPUs, which only Linux supports. Leave it out here.")
     return sorted(
         os.sched_getaffinity(0), key=lambda cpu: (_topology(cpu, "physical_package"), _topology(cpu, "core"), cpu)
     )

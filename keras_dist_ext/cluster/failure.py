@@ -1,4 +1,4 @@
-"""Say why a set of processes did not come to its end, in words for who started it."""
+"""Say why a launch failed, for the user who started it."""
 
 import signal
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ __all__ = ["Failure"]
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a launch did not come to its end."""
+    """Why a launch failed."""
 
     exit_code: int  # of the launch: positive, 128 + n for signal n
     reason: str
@@ -56,7 +56,7 @@ class Failure:
         return cls(
             124,
             f"{process.name} was stopped, as by SIGSTOP{progress(process.heartbeat)}, for {seconds:g} s, so that the "
-            "others could not go on, and the launch ended all.",
+            "others could not continue, and the launch ended all.",
         )
 
     @classmethod

@@ -195,7 +195,7 @@ def _say_hello(cluster: Cluster, address: str, first: str, patience: _Patience) 
                     return  # TensorFlow's server, of a program that does not meet
                 if banner:
                     connection.sendall(hello)
-                    answer = _answer(connection, patience, {first: f"{address}: it is there, and waits for others"})
+                    answer = _answer(connection, patience, {first: f"{address}: it is up, and waits for others"})
                     if answer == b"\n":
                         return
                     if answer:
@@ -255,8 +255,8 @@ def _gather(cluster: Cluster, patience: _Patience) -> None:
                     continue  # whoever that was
                 if task not in addresses or digest != _digest(cluster):
                     guests.refuse_all(
-                        f"{task} has come to {cluster.task}, but its cluster is another one. {cluster.source} must be "
-                        "the same on all tasks, but for the task itself."
+                        f"{task} has connected to {cluster.task}, but with another cluster. {cluster.source} must be "
+                        "the same on all tasks, except for the task itself."
                     )
                 came[task] = connection
             came = {task: connection for task, connection in came.items() if guests.has(connection)}
@@ -282,7 +282,7 @@ def _knock(address: str) -> str:
     try:
         _connect(address).close()
     except OSError as error:
-        return f"{address}: it has come, but cannot be reached there: {_cause(error)}"
+        return f"{address}: it has connected, but cannot be reached there: {_cause(error)}"
     return ""
 
 
@@ -304,7 +304,7 @@ def _listener(cluster: Cluster) -> socket.socket:
         listener.close()
         raise ClusterError(
             f"{cluster.source} gives {cluster.task} the address {address}, but its port cannot be opened here "
-            f"({_cause(error)}). Has another process of this machine the same task? Give each a task of its own."
+            f"({_cause(error)}). Does another process of this machine have the same task? Give each a task of its own."
         ) from error
     return listener
 

@@ -138,7 +138,7 @@ def _check_address(source: str, task: str, address: object) -> None:
         match[1].encode("idna")
     except UnicodeError as error:
         raise ClusterError(
-            f"{source} gives {task} the address {address!r}, whose host is no name of one ({error}). Correct it."
+            f"{source} gives {task} the address {address!r}, whose host is not a valid host name ({error}). Correct it."
         ) from error
 
 
@@ -150,13 +150,13 @@ def cluster_of(make_resolver: Callable[[], tf.distribute.cluster_resolver.Cluste
         source: what messages call it.
 
     Raises:
-        ClusterError: it describes no cluster, or one that could not train.
+        ClusterError: it does not describe a cluster, or one that could not train.
     """
     try:
         resolver = make_resolver()
         jobs: dict[str, Any] = resolver.cluster_spec().as_dict()  # Slurm's knows its task only after this
     except Exception as error:  # those of Kubernetes' client derive from nothing else
-        raise ClusterError(f"{source} describes no cluster: {error}. Correct that, or set TF_CONFIG.") from error
+        raise ClusterError(f"{source} does not describe a cluster: {error}. Correct that, or set TF_CONFIG.") from error
     for job in jobs:
         if job not in JOBS:
             raise ClusterError(
@@ -191,7 +191,9 @@ def _check_tf_config(text: str) -> None:
 
     def refuse(found: str) -> NoReturn:
         shown = text if len(text) <= 200 else f"{text[:200]}..."
-        raise ClusterError(f"TF_CONFIG {found}: {shown!r}. Unset it to train alone, or write, say, {TF_CONFIG_EXAMPLE}")
+        raise ClusterError(
+            f"TF_CONFIG {found}: {shown!r}. Unset it to train in one process, or set it like {TF_CONFIG_EXAMPLE}"
+        )
 
     try:
         config = json.loads(text)
@@ -215,7 +217,7 @@ def _check_tf_config(text: str) -> None:
         if key not in config["task"]:
             refuse(f"lacks {key!r} in its 'task'")
     if not re.fullmatch("-?[0-9]+", str(config["task"]["index"])):
-        refuse(f"has the task index {config['task']['index']!r}, which is no whole number")
+        refuse(f"has the task index {config['task']['index']!r}, which is not an integer")
 
 
 def _json_type(value: object) -> str:
@@ -247,7 +249,7 @@ def slurm_cluster(environ: Mapping[str, str]) -> Cluster:
     """Read what `srun` tells each of its tasks.
 
     Raises:
-        ClusterError: it describes no cluster, or TensorFlow's resolver puts this task on another host.
+        ClusterError: it does not describe a cluster, or TensorFlow's resolver puts this task on another host.
     """
     import tensorflow as tf
 
@@ -275,11 +277,11 @@ def task_count(environ: Mapping[str, str], variable: str) -> int:
     """Read a number of tasks; 0 where there is none.
 
     Raises:
-        ClusterError: the variable is no number.
+        ClusterError: the variable is not a number.
     """
     text = environ.get(variable, "0")
     if not re.fullmatch("[0-9]+", text):
-        raise ClusterError(f"{variable} is {text!r}, which is no number of tasks. Unset it, or start with srun.")
+        raise ClusterError(f"{variable} is {text!r}, which is not a number of tasks. Unset it, or start with srun.")
     return int(text)
 
 
@@ -307,7 +309,7 @@ def mpi_size(environ: Mapping[str, str]) -> int:
     """Return how many processes `mpirun` has started with this one; 0 where it was not started by `mpirun`.
 
     Raises:
-        ClusterError: the variable is no number.
+        ClusterError: the variable is not a number.
     """
     variables = _mpi_variables(environ)
     return 0 if variables is None else task_count(environ, variables.size)
@@ -325,13 +327,13 @@ def mpi_cluster(environ: Mapping[str, str], tell: Callable[[str], Sequence[str]]
         tell: gives this process' address to all, and returns those of all, by rank; by default `mpi4py` does.
 
     Raises:
-        ClusterError: it describes no cluster, or the addresses cannot be known.
+        ClusterError: it does not describe a cluster, or the addresses are not known.
     """
     variables = _mpi_variables(environ)
     assert variables is not None
     if variables.rank not in environ:
         raise ClusterError(
-            f"{variables.size} says that mpirun has started several processes, but {variables.rank}, which tells which "
+            f"{variables.size} says that mpirun has started several processes, but {variables.rank}, which says which "
             "one this is, is not set. Start it by mpirun, or set TF_CONFIG."
         )
     size, rank, local_size = (
@@ -366,7 +368,7 @@ def _tell_by_mpi4py(address: str) -> list[str]:
     except ImportError as error:
         raise ClusterError(
             "mpirun started processes on several hosts, and MPI does not tell them each other's addresses. Install "
-            "mpi4py, by which they tell them each other, or set TF_CONFIG for each."
+            "mpi4py, through which they exchange them, or set TF_CONFIG for each."
         ) from error
     addresses: list[str] = MPI.COMM_WORLD.allgather(address)
     return addresses

@@ -75,7 +75,7 @@ def train(num_replicas: int | None, epochs: int, log_dir: Path, console: Console
     """Do what a training script does, and print what came out on the chief."""
     choice = pick_strategy(num_replicas)
     strategy = choice.strategy
-    workers = workers_of(strategy)  # None: this process trains alone
+    workers = workers_of(strategy)  # None: this process trains by itself
     is_chief = workers is None or workers.is_chief
     if is_chief:
         make_folder(log_dir)

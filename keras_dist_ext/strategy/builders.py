@@ -35,7 +35,7 @@ class Communication:
     def __post_init__(self) -> None:
         """Check each option."""
         if not isinstance(self.implementation, str) or self.implementation.lower() not in ("auto", "ring", "nccl"):
-            raise StrategyError(f"implementation is {self.implementation!r}; there are 'auto', 'ring' and 'nccl'.")
+            raise StrategyError(f"implementation must be 'auto', 'ring' or 'nccl', got {self.implementation!r}.")
         if type(self.bytes_per_pack) is not int or self.bytes_per_pack < 0:
             raise StrategyError(
                 f"bytes_per_pack is {self.bytes_per_pack!r}; give a number of bytes, or 0 for TensorFlow's own."
@@ -61,8 +61,8 @@ def build(
         wait_seconds: for the other tasks of a cluster.
 
     Raises:
-        StrategyError: TensorFlow is initialised already where it must not be, or the TPU cannot be had.
-        ClusterError: the port of this task is taken, or other tasks do not come in time.
+        StrategyError: TensorFlow is initialised already where it must not be, or the TPU is not available.
+        ClusterError: the port of this task is taken, or other tasks do not start in time.
     """
     if decision.name == "one_device":
         _make_cpu_devices(decision.num_cpus_to_make, resources.devices)
@@ -122,8 +122,9 @@ def _tpu(tpu: str) -> tf.distribute.Strategy:
         return tf.distribute.TPUStrategy(resolver_class.connect(tpu))
     except (OSError, ImportError, RuntimeError, ValueError, tf.errors.OpError) as error:
         raise StrategyError(
-            f"The TPU {tpu!r} cannot be had: {str(error).partition(chr(10))[0]}. Check its name or address (argument "
-            f"tpu, or one of {', '.join(TPU_VARIABLES)}), that it runs, and that this TensorFlow is built for TPUs."
+            f"The TPU {tpu!r} is not available: {str(error).partition(chr(10))[0]}. Check its name or address "
+            f"(argument tpu, or one of {', '.join(TPU_VARIABLES)}), that it runs, and that this TensorFlow is built "
+            "for TPUs."
         ) from error
 
 
@@ -163,7 +164,7 @@ def _join(cluster: Cluster, num_gpus: int, communication: Communication, wait_se
         )
     except tf.errors.DeadlineExceededError as error:
         raise ClusterError(
-            f"{cluster.task} and the others had come together, and then not all have joined within {wait_seconds:g} s. "
+            f"{cluster.task} and the others had found each other, but not all joined within {wait_seconds:g} s. "
             "Look for the first worker that has failed, and start all of them again."
         ) from error
 
@@ -201,8 +202,8 @@ def _check_port_is_free(cluster: Cluster) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise ClusterError(
-                f"{cluster.source} gives {cluster.task} the address {address}, but port {port} of this machine cannot "
-                f"be had ({error.strerror}). Is another run still alive? End it, or give the cluster another port."
+                f"{cluster.source} gives {cluster.task} the address {address}, but port {port} of this machine is not "
+                f"available ({error.strerror}). Is another run still alive? End it, or give the cluster another port."
             ) from error
 
 

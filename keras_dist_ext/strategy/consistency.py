@@ -254,9 +254,9 @@ def exchange_fingerprints(
         waited = clock() - begin
         if missing and waited >= wait_seconds:
             raise WorkersError(
-                f"Worker {store.index} is about to {what}, and {_named(missing)} did not come for {wait_seconds:g} "
-                "s: a worker runs another program, has not loaded its data yet, or waits for the others somewhere "
-                "else. Start the same program on all workers. Where one needs longer, give "
+                f"Worker {store.index} is about to {what}, and {_named(missing)} did not arrive within "
+                f"{wait_seconds:g} s: a worker runs another program, has not loaded its data yet, or waits for the "
+                "others somewhere else. Start the same program on all workers. Where one needs longer, give "
                 "pick_strategy(wait_seconds=...)."
             )
         if missing and waited >= _NOTICE_SECONDS and not is_noticed:
@@ -288,7 +288,7 @@ def check_consistency(
     if found:
         more = f"; and {counted(len(found) - _LISTED, 'other difference')}" if len(found) > _LISTED else ""
         raise WorkersError(
-            f"The workers are about to {what}, but not alike, so that they would wait for each other without end, or "
+            f"The workers are about to {what}, and disagree, so that they would deadlock, or "
             f"train different models: {'; '.join(found[:_LISTED])}{more}. Start the same program with the same "
             "arguments, packages and data on all workers."
         )

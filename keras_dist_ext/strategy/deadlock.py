@@ -104,14 +104,14 @@ class DeadlockWatch:
         return num_made
 
     def mismatch_message(self, what: str) -> str:
-        """Say that another worker was met that is somewhere else.
+        """Say that another worker was met that is in another collective.
 
         Args:
             what: this worker is in.
         """
         return (
             f"Worker {self._store.index} is in {what}{_line_of(threading.get_ident())}, and met another worker that "
-            f"is somewhere else. {_ADVICE}"
+            f"is in another collective. {_ADVICE}"
         )
 
     def _watch(self) -> None:
@@ -165,7 +165,7 @@ class DeadlockWatch:
         if len({(place.number, place.what) for place in places.values()}) == 1:
             return None
         where = "; ".join(f"worker {worker} in {place.what}{place.line}" for worker, place in places.items())
-        return f"The workers wait for each other at different places, and would for ever: {where}. {_ADVICE}"
+        return f"The workers wait for each other in different places, a deadlock: {where}. {_ADVICE}"
 
 
 _ADVICE = (

@@ -34,12 +34,12 @@ def decide(
         '2 GPUs, no TF_CONFIG'
 
     Raises:
-        StrategyError: the strategy cannot be had with these resources; the message names what there is.
+        StrategyError: the strategy is not available with these resources; the message lists them.
         ClusterError: the strategy and the cluster do not go together.
     """
     _check_name(name)
     if num_replicas is not None and (type(num_replicas) is not int or num_replicas < 1):
-        raise StrategyError(f"num_replicas is {num_replicas!r}; give a whole number from 1 up.")
+        raise StrategyError(f"num_replicas must be an integer >= 1, got {num_replicas!r}.")
     asked = None if devices is None else _check_devices(devices, resources.devices, num_replicas)
     why = "asked for by name"
     if name == "auto":
@@ -91,7 +91,7 @@ def canonical_device(device: object, existing: Sequence[str]) -> str:
     name = str(getattr(device, "name", device))
     match = re.fullmatch(r"(?i)(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z_]+):([0-9]+)", name)
     if match is None:
-        raise StrategyError(f"{name!r} is not how a device of this process is named. {_there_are(existing)}")
+        raise StrategyError(f"{name!r} is not the name of a device. {_there_are(existing)}")
     return f"{match[1].upper()}:{int(match[2])}"
 
 
@@ -106,7 +106,7 @@ def _auto(resources: Resources, asked: tuple[str, ...] | None, num_replicas: int
     if resources.num_slurm_tasks:
         raise ClusterError(
             f"SLURM allocated {resources.num_slurm_tasks} tasks, but srun did not start this process (no "
-            "SLURM_STEP_NUM_TASKS), so it would train alone. Start the program with srun, or name the strategy."
+            "SLURM_STEP_NUM_TASKS), so it would train by itself. Start the program with srun, or name the strategy."
         )
     if asked is not None or num_replicas is not None:
         return "one_device" if (num_replicas or len(asked or ())) == 1 else "mirrored"
@@ -124,7 +124,7 @@ def _describe(cluster: Cluster | None) -> str:
     if cluster is None:
         return "no TF_CONFIG"
     if cluster.task_type == "evaluator":
-        return f"{cluster.source} says {cluster.task}, which works alone"
+        return f"{cluster.source} says {cluster.task}, which runs by itself"
     return f"{cluster.source} lists {counted(cluster.num_workers, 'worker')}"
 
 
@@ -137,9 +137,10 @@ def _decide_local(
         if cluster.source not in ("SLURM", "MPI"):
             raise ClusterError(
                 f"{name!r} trains in one process, but {_describe(cluster)}, of which this is {cluster.task}: each "
-                f"would train alone, on all the data. Take 'multi_worker' or 'auto', or do without {cluster.source}."
+                "would train by itself, on all the data. Take 'multi_worker' or 'auto', or do without "
+                f"{cluster.source}."
             )
-        why += f"; each of {cluster.source}'s {cluster.num_workers} tasks trains alone"
+        why += f"; each of {cluster.source}'s {cluster.num_workers} tasks trains by itself"
     num_asked = num_replicas or len(asked or ())
     if name == "one_device" and num_asked > 1:
         raise StrategyError(f"'one_device' is one replica, not {num_asked}. Take 'mirrored', or name one device.")
@@ -182,12 +183,12 @@ def _decide_cluster(name: str, cluster: Cluster | None) -> Decision:
             f"say, {TF_CONFIG_EXAMPLE}"
         )
     if cluster.task_type == "evaluator":
-        raise ClusterError(f"{_describe(cluster)}; it cannot take part in {name!r}. Take 'auto'.")
+        raise ClusterError(f"{_describe(cluster)}; it cannot participate in {name!r}. Take 'auto'.")
     workers = f"{cluster.source} lists {counted(cluster.num_workers, 'worker')}"
     if name == "multi_worker":
         if cluster.ps:
             raise ClusterError(
-                f"{workers} and {len(cluster.ps)} ps, which 'multi_worker' has no use for. Take 'parameter_server', or "
+                f"{workers} and {len(cluster.ps)} ps, which 'multi_worker' does not use. Take 'parameter_server', or "
                 "list only a chief and workers."
             )
         return Decision(name, f"{workers}, this is {cluster.task}")

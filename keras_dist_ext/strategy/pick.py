@@ -86,8 +86,8 @@ def pick_strategy(
         device_lister: lists the logical devices of this process.
 
     Raises:
-        StrategyError: the strategy cannot be had here; the message names what there is.
-        ClusterError: TF_CONFIG, SLURM or the resolver describes no cluster that could train.
+        StrategyError: the strategy is not available here; the message names what is.
+        ClusterError: TF_CONFIG, SLURM or the resolver does not describe a cluster that could train.
     """
     communication = Communication(implementation, bytes_per_pack, timeout_seconds)
     wait_seconds = checked_wait_seconds(wait_seconds)

@@ -38,7 +38,7 @@ class Resources:
     """What a choice depends on."""
 
     devices: tuple[str, ...]  # logical devices of this process
-    cluster: Cluster | None = None  # None: this process trains alone
+    cluster: Cluster | None = None  # None: this process trains by itself
     tpu: str | None = None  # how to reach it: "local", a name, or grpc://host:port
     num_slurm_tasks: int = 0  # tasks of the SLURM allocation, when srun did not start this process; 0: no such thing
 
@@ -53,7 +53,7 @@ def find_resources(
     """Read what a choice depends on; start and connect nothing.
 
     Raises:
-        ClusterError: TF_CONFIG, MPI, SLURM or the resolver describes no cluster that could train.
+        ClusterError: TF_CONFIG, MPI, SLURM or the resolver does not describe a cluster that could train.
     """
     devices = tuple(device_lister())
     cluster, num_slurm_tasks = None, 0

@@ -61,11 +61,11 @@ def check_scope(model: Any, strategy: tf.distribute.Strategy | None) -> ScopeRep
         The report, as values; `report.raise_if_bad()` turns it into an error.
 
     Raises:
-        StrategyError: `strategy` is none.
+        StrategyError: `strategy` is not a tf.distribute.Strategy.
         TypeError: `model` is not a Keras layer or model.
     """
     if not isinstance(model, keras.Layer):
-        raise TypeError(f"check_scope looks into Keras models and layers, and got {type(model).__name__}: {model!r}.")
+        raise TypeError(f"check_scope expects a Keras model or layer, got {type(model).__name__}: {model!r}.")
     expected = _no_default(checked_strategy(strategy))
     entries: list[ScopeEntry] = []
     seen: set[int] = set()
@@ -152,7 +152,7 @@ def checked_strategy(strategy: Any) -> Any:
     """
     if strategy is not None and not hasattr(strategy, "extended"):
         own = f"; it has one: `{type(strategy).__name__}.strategy`" if hasattr(strategy, "strategy") else ""
-        raise StrategyError(f"A tf.distribute.Strategy is wanted, and {strategy!r} is none{own}.")
+        raise StrategyError(f"Expected a tf.distribute.Strategy, got {strategy!r}{own}.")
     return strategy
 
 
@@ -220,7 +220,7 @@ def _advice(roles: set[Role], outside: tuple[ScopeEntry, ...], strategy: str) ->
 
 
 def _no_default(strategy: tf.distribute.Strategy | None) -> tf.distribute.Strategy | None:
-    """TensorFlow's strategy that stands for none is none."""
+    """Return None for TensorFlow's default strategy."""
     return None if is_default_strategy(strategy) else strategy
 
 

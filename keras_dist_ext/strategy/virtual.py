@@ -47,7 +47,7 @@ class VirtualReplicas:
             reducing them to one. "fast" adds up as TensorFlow does: the weights are equal to float32 rounding.
 
     Raises:
-        StrategyError: ``count`` is no number of replicas, or ``reduction`` is neither.
+        StrategyError: ``count`` is not an integer >= 1, or ``reduction`` is neither.
     """
 
     count: int
@@ -59,12 +59,10 @@ class VirtualReplicas:
         except TypeError:
             count = 0
         if count < 1 or isinstance(self.count, bool):
-            raise StrategyError(
-                f"virtual_replicas={self.count!r} is no number of replicas, so nothing can run. Give an integer, as 4."
-            )
+            raise StrategyError(f"virtual_replicas must be an integer >= 1, got {self.count!r}.")
         if self.reduction not in ("ordered", "fast"):
             raise StrategyError(
-                f'VirtualReplicas({count}, reduction={self.reduction!r}): there is no such reduction. Take "ordered" '
+                f'VirtualReplicas({count}, reduction={self.reduction!r}): there is no such reduction. Use "ordered" '
                 'for the same bits on any number of replicas, or "fast" for the same numbers to rounding.'
             )
         object.__setattr__(self, "count", count)
@@ -78,7 +76,7 @@ class VirtualReplicas:
             strategy: of the model.
 
         Raises:
-            StrategyError: it is no number of replicas, or those of the strategy cannot carry them.
+            StrategyError: it is not an integer >= 1, or the replicas of the strategy cannot run them.
         """
         if value is None:
             return None
@@ -98,14 +96,14 @@ class VirtualReplicas:
         kind, num_replicas = type(strategy).__name__, strategy.num_replicas_in_sync
         if isinstance(strategy, tf.distribute.ParameterServerStrategy | tf.distribute.TPUStrategy):
             raise StrategyError(
-                f"virtual_replicas={self.count} under {kind}, whose replicas cannot take turns, so the run would be "
-                "another elsewhere. Compile without virtual_replicas, or under a mirrored strategy."
+                f"virtual_replicas={self.count} under {kind}, which cannot run virtual replicas, so the result would "
+                "differ from that of others. Compile without virtual_replicas, or under a mirrored strategy."
             )
         if self.count % num_replicas:
             fitting = [str(n) for n in range(1, self.count + 1) if self.count % n == 0]
             raise StrategyError(
-                f"virtual_replicas={self.count} cannot be dealt evenly to the {num_replicas} replicas of {kind}. Use "
-                f"{' or '.join(fitting)} replicas, or a multiple of {num_replicas} as virtual_replicas."
+                f"virtual_replicas={self.count} cannot be divided evenly among the {num_replicas} replicas of {kind}. "
+                f"Use {' or '.join(fitting)} replicas, or a multiple of {num_replicas} as virtual_replicas."
             )
 
     @property

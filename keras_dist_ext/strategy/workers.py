@@ -89,12 +89,12 @@ class Workers:
         """
         here = _caller(self)
         tag = float(zlib.crc32(here.encode()) & 0xFFFF)
-        with heartbeat.waiting(), self.watch.waiting(f"an agreement ({here})"):
+        with heartbeat.waiting(), self.watch.waiting(f"a worker sync ({here})"):
             told = [tag, tag * tag, *values]
             told += [0.0] * (_SMALL - len(told))  # where shapes differ, TensorFlow tells one of the workers alone
             total, squares, *sums = np.asarray(self._sum(tf.constant(told, tf.float64)))
         if self.num_workers * squares != total * total:
-            raise WorkersError(self.watch.mismatch_message(f"an agreement ({here})"))
+            raise WorkersError(self.watch.mismatch_message(f"a worker sync ({here})"))
         return np.asarray(sums[: len(values)])
 
     def broadcast(self, values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -124,7 +124,7 @@ class Workers:
 
     def broadcast_state(self, variables: Sequence[Any]) -> None:
         """Give the chief's values of ``variables`` to all workers."""
-        with self.watch.waiting("an agreement (state of the chief)"):
+        with self.watch.waiting("a worker sync (state of the chief)"):
             self._broadcast_state(variables)
 
     def _broadcast_state(self, variables: Sequence[Any]) -> None:
@@ -181,9 +181,9 @@ class Workers:
         """Warn where a checksum of what all read differs between workers: much of it would not be used."""
         if not self.all_equal(checksum) and self.is_chief:
             warnings.warn(
-                "The workers were given data that differs. Each takes its rows of every batch, as if all had the same "
-                f"batches, so that of each worker's data 1/{self.num_workers} is used. Give all workers the same data, "
-                "made alike (with a seed, if it is random); or, for rows of their own, a Dataset.shard each, or "
+                "The workers were given data that differs. Each takes its examples of every batch, as if all had the "
+                f"same batches, so that of each worker's data 1/{self.num_workers} is used. Give all workers the same "
+                "data, made alike (with a seed, if it is random); or, for data of their own, a Dataset.shard each, or "
                 "AutoShardPolicy.OFF.",
                 stacklevel=2,
             )

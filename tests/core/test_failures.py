@@ -421,7 +421,7 @@ def test_workers_that_are_not_alike_all_get_the_same_error() -> None:
     for thread in threads:
         thread.join()
     assert errors[0] == errors[1]
-    assert "The workers are about to call fit, but not alike" in errors[0]
+    assert "The workers are about to call fit, and disagree" in errors[0]
     assert "epochs is 1 on worker 1, and 0 on worker 0" in errors[0]
 
 
@@ -429,7 +429,7 @@ def test_a_worker_that_does_not_come_is_named_once_it_is_late_and_in_the_end() -
     now = iter(float(n) for n in range(0, 10_000, 7))
     with (
         pytest.warns(UserWarning, match=r"Worker 0 is about to call fit and waits for workers 1, 2, for \d+ s so far"),
-        pytest.raises(kde.WorkersError, match="workers 1, 2 did not come for 100 s: .*pick_strategy.wait_seconds"),
+        pytest.raises(kde.WorkersError, match="workers 1, 2 did not arrive within 100 s: .*pick_strategy.wait_seconds"),
     ):
         check_consistency(Stores().of(0, 3), "run/1", {}, what="call fit", wait_seconds=100, clock=lambda: next(now))
 
@@ -456,7 +456,7 @@ def test_workers_that_wait_at_different_places_are_told_where(watches: Any) -> N
     over = threading.Event()
 
     def evaluate() -> None:
-        with second.waiting("an agreement (feed.evaluate)"):
+        with second.waiting("a worker sync (feed.evaluate)"):
             over.wait(60)
 
     other = threading.Thread(target=evaluate)
@@ -467,15 +467,13 @@ def test_workers_that_wait_at_different_places_are_told_where(watches: Any) -> N
             both.wait(60)  # in one line of this program, which the verdicts name
             raise tf.errors.InternalError(None, None, aborted[0])
 
-    with pytest.raises(
-        kde.WorkersError, match="wait for each other at different places, and would for ever: "
-    ) as raised:
+    with pytest.raises(kde.WorkersError, match="wait for each other in different places, a deadlock: ") as raised:
         wait_in_vain()
     over.set()
     other.join()
     text = str(raised.value)
     assert "worker 0 in steps 1 to 8 of training (test_failures.py:" in text
-    assert "worker 1 in an agreement (feed.evaluate) (test_failures.py:" in text
+    assert "worker 1 in a worker sync (feed.evaluate) (test_failures.py:" in text
     assert aborted == [text, text]
 
 
@@ -568,7 +566,7 @@ def test_a_worker_that_comes_and_cannot_be_reached_at_its_address_is_named(
     clusters = [Cluster("TF_CONFIG", worker=addresses, task_type="worker", task_index=index) for index in (0, 1)]
     errors = meeting((), [], 1000.0, *clusters, clock=late_once_knocked)
     assert errors[0] == errors[1]
-    assert f"for worker 1 (192.0.2.1:{two_ports[1]}: it has come, but cannot be reached there: " in errors[0]
+    assert f"for worker 1 (192.0.2.1:{two_ports[1]}: it has connected, but cannot be reached there: " in errors[0]
 
 
 def test_a_port_that_another_process_has_opened_meanwhile_is_an_error(two_ports: tuple[int, int]) -> None:
@@ -618,7 +616,7 @@ def test_workers_of_different_clusters_are_refused(two_ports: tuple[int, int]) -
     )
     errors = meeting(two_ports, [0], 50.0, other)
     assert errors[0] == errors[1]
-    assert "worker 1 has come to worker 0, but its cluster is another one. TF_CONFIG must be the same" in errors[0]
+    assert "worker 1 has connected to worker 0, but with another cluster. TF_CONFIG must be the same" in errors[0]
 
 
 def test_programs_that_do_not_meet_are_not_in_the_way(two_ports: tuple[int, int]) -> None:
@@ -728,13 +726,13 @@ def test_workers_that_begin_other_runs_are_refused_alike_and_may_go_on() -> None
     [
         (
             "another length, not known before",
-            "wait for each other at different places, and would for ever: worker 0 in",
+            "wait for each other in different places, a deadlock: worker 0 in",
         ),
         (
             "one evaluates alone",
-            "is somewhere else. Every worker must make the same calls of fit, evaluate and predict",
+            "is in another collective. Every worker must make the same calls of fit, evaluate and predict",
         ),
-        ("one does not train", "Worker 0 is about to call fit, and worker 1 did not come for 20 s"),
+        ("one does not train", "Worker 0 is about to call fit, and worker 1 did not arrive within 20 s"),
     ],
 )
 def test_workers_that_go_different_ways_are_told_so(case: str, message: str, tmp_path: pathlib.Path) -> None:
@@ -764,7 +762,4 @@ def test_a_worker_that_is_lost_after_all_have_met_is_not_waited_for_without_end(
         pytest.skip("in this TensorFlow the first worker waits an hour for what the others tell of their devices")
     values = launch(2, runs.lost_before_it_joins, args=(lost, 15.0), time_limit=150).values
     assert "it has met the others, and leaves" in values[lost]
-    assert (
-        f"worker {1 - lost} and the others had come together, and then not all have joined within 15 s"
-        in values[1 - lost]
-    )
+    assert f"worker {1 - lost} and the others had found each other, but not all joined within 15 s" in values[1 - lost]

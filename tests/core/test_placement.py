@@ -510,7 +510,7 @@ def test_workers_that_are_groups_train_as_one_device(micro_batches):
             kde.StrategyError,
             "Part 'decoder' is to live on CPU:4, which this process does not have. TensorFlow has CPU:0, CPU:1, CPU:2",
         ),
-        ({"decoder": "second"}, kde.StrategyError, "'second' is not how a device of this process is named."),
+        ({"decoder": "second"}, kde.StrategyError, "'second' is not the name of a device."),
         (
             {"decoder": ["CPU:1", "CPU:3"]},
             kde.StrategyError,

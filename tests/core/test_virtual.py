@@ -254,18 +254,18 @@ def test_a_virtual_replica_for_each_real_one_adds_nothing_to_a_fast_step():
 @pytest.mark.parametrize(
     ("virtual", "kind", "message"),
     [
-        (0, "default", "virtual_replicas=0 is no number of replicas, so nothing can run. Give an integer, as 4."),
-        (-4, "default", "virtual_replicas=-4 is no number of replicas"),
-        (True, "default", "virtual_replicas=True is no number of replicas"),
-        (2.0, "default", "virtual_replicas=2.0 is no number of replicas"),
-        ("4", "default", "virtual_replicas='4' is no number of replicas"),
+        (0, "default", "virtual_replicas must be an integer >= 1, got 0"),
+        (-4, "default", "virtual_replicas must be an integer >= 1, got -4"),
+        (True, "default", "virtual_replicas must be an integer >= 1, got True"),
+        (2.0, "default", "virtual_replicas must be an integer >= 1, got 2.0"),
+        ("4", "default", "virtual_replicas must be an integer >= 1, got '4'"),
         (
             6,
             "mirrored4",
-            "virtual_replicas=6 cannot be dealt evenly to the 4 replicas of MirroredStrategy. Use 1 or 2 or 3 or 6 "
-            "replicas, or a multiple of 4 as virtual_replicas.",
+            "virtual_replicas=6 cannot be divided evenly among the 4 replicas of MirroredStrategy. Use 1 or 2 or 3 or 6"
+            " replicas, or a multiple of 4 as virtual_replicas.",
         ),
-        (1, "mirrored2", "virtual_replicas=1 cannot be dealt evenly to the 2 replicas of MirroredStrategy."),
+        (1, "mirrored2", "virtual_replicas=1 cannot be divided evenly among the 2 replicas of MirroredStrategy."),
     ],
 )
 def test_compile_refuses_what_replicas_cannot_carry_and_changes_nothing(virtual, kind, message):
@@ -288,7 +288,7 @@ def test_an_unknown_reduction_is_refused():
 @pytest.mark.parametrize("cls", [tf.distribute.ParameterServerStrategy, tf.distribute.TPUStrategy])
 def test_strategies_whose_replicas_cannot_take_turns_are_refused(cls):
     strategy = mock.Mock(spec=cls, num_replicas_in_sync=2)
-    with pytest.raises(kde.StrategyError, match="whose replicas cannot take turns"):
+    with pytest.raises(kde.StrategyError, match="which cannot run virtual replicas"):
         ORDERED.check(strategy)
 
 
@@ -327,7 +327,7 @@ def test_files_pickles_and_copies_carry_the_number_of_virtual_replicas(make, mir
     assert pickle.loads(pickle.dumps(net)).virtual_replicas == FAST
     assert kde.adopt(net, default).virtual_replicas == FAST
     assert kde.clone_model(net).virtual_replicas == FAST
-    with pytest.raises(kde.StrategyError, match="virtual_replicas=4 cannot be dealt evenly to the 3 replicas"):
+    with pytest.raises(kde.StrategyError, match="virtual_replicas=4 cannot be divided evenly among the 3 replicas"):
         kde.load_model(tmp_path / "net.keras", strategies.get("mirrored3"))
 
 
@@ -341,7 +341,7 @@ def test_stock_keras_loads_the_files(make, tmp_path):
     stock.fit(X, Y, **FIT)
 
 
-# What cannot be had
+# What is refused
 
 
 class Faulty(kde.Sequential):

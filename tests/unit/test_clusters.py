@@ -120,7 +120,7 @@ def test_several_hosts_without_mpi4py_are_an_error_that_says_what_to_install(mon
     ("changes", "message"),
     [
         ({"OMPI_COMM_WORLD_RANK": "2"}, "MPI calls this process 2 of 2, counted from 0"),
-        ({"OMPI_COMM_WORLD_RANK": "one"}, "OMPI_COMM_WORLD_RANK is 'one', which is no number"),
+        ({"OMPI_COMM_WORLD_RANK": "one"}, "OMPI_COMM_WORLD_RANK is 'one', which is not a number"),
     ],
 )
 def test_an_mpi_that_contradicts_itself_is_refused(changes, message):
@@ -130,7 +130,7 @@ def test_an_mpi_that_contradicts_itself_is_refused(changes, message):
 
 def test_an_mpi_that_does_not_say_which_process_this_is_is_refused():
     environ = {key: value for key, value in OPEN_MPI.items() if key != "OMPI_COMM_WORLD_RANK"}
-    with pytest.raises(ClusterError, match="but OMPI_COMM_WORLD_RANK, which tells which one this is, is not set"):
+    with pytest.raises(ClusterError, match="but OMPI_COMM_WORLD_RANK, which says which one this is, is not set"):
         choice_in(environ)
 
 
@@ -146,7 +146,7 @@ def test_one_process_of_mpirun_works_alone_and_so_do_several_that_ask_for_it():
     assert choice_in(alone).name == "one_device"
     resources = find_resources(OPEN_MPI, device_lister=lambda: ("CPU:0",))
     assert decide("one_device", resources).reason == (
-        "1 CPU device, asked for by name; each of MPI's 2 tasks trains alone"
+        "1 CPU device, asked for by name; each of MPI's 2 tasks trains by itself"
     )
 
 

@@ -1,4 +1,4 @@
-"""pick_strategy takes what is there, says why, and refuses what cannot be had before TensorFlow would hang."""
+"""pick_strategy takes what is there, says why, and refuses what is not available before TensorFlow would hang."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def test_a_single_worker_and_an_evaluator_work_alone():
     single = resources_of(cluster_with(worker=["a:1"]), TWO_GPUS)
     assert decide("auto", single) == Decision("mirrored", "2 GPUs, TF_CONFIG lists 1 worker", ("GPU:0", "GPU:1"))
     evaluator = resources_of(cluster_with({"type": "evaluator", "index": 0}, worker=["a:1", "b:1"]))
-    assert decide("auto", evaluator).reason == "1 CPU device, TF_CONFIG says evaluator 0, which works alone"
+    assert decide("auto", evaluator).reason == "1 CPU device, TF_CONFIG says evaluator 0, which runs by itself"
     assert decide("mirrored", evaluator).name == "mirrored"
 
 
@@ -136,7 +136,7 @@ def test_a_resolver_that_finds_no_cluster_is_named():
     client = SimpleNamespace(list_pod_for_all_namespaces=lambda label_selector: SimpleNamespace(items=[pod]))
     resolver = tf.distribute.cluster_resolver.KubernetesClusterResolver(override_client=client)
     with pytest.raises(
-        ClusterError, match='KubernetesClusterResolver describes no cluster: Pod "pod-0" is not running'
+        ClusterError, match='KubernetesClusterResolver does not describe a cluster: Pod "pod-0" is not running'
     ):
         resources_of({}, cluster_resolver=resolver)
 
@@ -144,7 +144,7 @@ def test_a_resolver_that_finds_no_cluster_is_named():
 @pytest.mark.parametrize(
     ("resolver", "message"),
     [
-        ("a:1,b:1", "str describes no cluster: 'str' object has no attribute 'cluster_spec'"),
+        ("a:1,b:1", "str does not describe a cluster: 'str' object has no attribute 'cluster_spec'"),
         (
             tf.distribute.cluster_resolver.SimpleClusterResolver(
                 tf.train.ClusterSpec({"worker": ["a:1", "b:1"]}), task_type="worker"
@@ -199,20 +199,20 @@ def test_the_devices_that_tensorflow_lists_can_be_given_as_they_are():
         (["GPU:0", "/gpu:0"], None, "devices names GPU:0 more than once"),
         ("GPU:0", None, r"devices is the string 'GPU:0'; give a list: devices=\['GPU:0'\]"),
         ([], None, "devices is empty; name at least one. TensorFlow has CPU:0, GPU:0, GPU:1"),
-        (["the fast one"], None, "'the fast one' is not how a device of this process is named. TensorFlow has CPU:0"),
-        (["/job:worker/task:1/device:GPU:0"], None, "is not how a device of this process is named"),
+        (["the fast one"], None, "'the fast one' is not the name of a device. TensorFlow has CPU:0"),
+        (["/job:worker/task:1/device:GPU:0"], None, "is not the name of a device"),
         (["GPU:0", "GPU:1"], 3, "num_replicas is 3, but devices names 2: GPU:0, GPU:1. Give one of the two"),
         (
             None,
             3,
             "num_replicas is 3, but there are fewer GPUs. TensorFlow has CPU:0, GPU:0, GPU:1.*CUDA_VISIBLE_DEVICES",
         ),
-        (None, 0, "num_replicas is 0; give a whole number from 1 up"),
-        (None, True, "num_replicas is True; give a whole number"),
-        (None, 1.5, "num_replicas is 1.5; give a whole number"),
+        (None, 0, "num_replicas must be an integer >= 1, got 0"),
+        (None, True, "num_replicas must be an integer >= 1, got True"),
+        (None, 1.5, "num_replicas must be an integer >= 1, got 1.5"),
     ],
 )
-def test_devices_that_cannot_be_had_are_refused_with_those_there_are(devices, num_replicas, message):
+def test_devices_that_are_not_available_are_refused_with_those_there_are(devices, num_replicas, message):
     with pytest.raises(StrategyError, match=message):
         decide("mirrored", Resources(TWO_GPUS), devices=devices, num_replicas=num_replicas)
 
@@ -234,11 +234,11 @@ def test_replicas_take_the_first_gpus_or_else_cpu_devices_that_are_made():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "TF_CONFIG is set but empty: ''. Unset it to train alone"),
+        ("", "TF_CONFIG is set but empty: ''. Unset it to train in one process"),
         ("{oops", r"TF_CONFIG is not JSON \(Expecting property name.*\): '{oops'"),
         ('{"cluster": ' + "9" * 5000 + "}", r"TF_CONFIG is not JSON \(Exceeds the limit"),
         ('["a:1"]', "TF_CONFIG is a JSON list, not an object"),
-        ("{}", "TF_CONFIG lacks 'cluster': '{}'. Unset it to train alone, or write, say, {\"cluster\""),
+        ("{}", "TF_CONFIG lacks 'cluster': '{}'. Unset it to train in one process, or set it like {\"cluster\""),
         ('{"cluster": ["a:1"], "task": {}}', "has a JSON list, not an object, as its 'cluster'"),
         ('{"cluster": {}, "task": {}}', "has an empty 'cluster'"),
         ('{"cluster": {"worker": []}, "task": {}}', "has an empty 'cluster'"),
@@ -249,7 +249,7 @@ def test_replicas_take_the_first_gpus_or_else_cpu_devices_that_are_made():
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}', "lacks 'index' in its 'task'"),
         (
             '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": "x"}}',
-            "task index 'x', which is no whole",
+            "task index 'x', which is not an integer",
         ),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": true}}', "task index True, which is no"),
     ],
@@ -275,7 +275,7 @@ def test_a_port_that_is_no_port_number_is_refused(port):
 
 @pytest.mark.parametrize("host", ["a..b", ".a", "a" * 64, "w\u00f6rker-" + "1" * 60])
 def test_a_host_that_no_machine_is_called_is_refused(host):
-    with pytest.raises(ClusterError, match=rf"worker 1 the address '{host}:1', whose host is no name of one \("):
+    with pytest.raises(ClusterError, match=rf"worker 1 the address '{host}:1', whose host is not a valid host name \("):
         resources_of(cluster_with(worker=["a.b.c.:1", f"{host}:1"]))
 
 
@@ -314,8 +314,11 @@ def test_an_ipv6_address_is_understood():
         (cluster_with(master=["a:1"]), "TF_CONFIG lists a job 'master'. There are chief, worker, ps, evaluator"),
         (cluster_with(chief=["a:1", "b:1"]), "lists 2 chiefs; there can be one"),
         (cluster_with({"type": "ps", "index": 0}, ps=["a:1"]), "TF_CONFIG lists no worker"),
-        ({**SLURM, "SLURM_STEP_NODELIST": "n[1"}, r"SLURM describes no cluster: Invalid hostlist format \"n\[1\""),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS is 'two', which is no number of tasks"),
+        (
+            {**SLURM, "SLURM_STEP_NODELIST": "n[1"},
+            r"SLURM does not describe a cluster: Invalid hostlist format \"n\[1\"",
+        ),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS is 'two', which is not a number of tasks"),
         ({**SLURM, "SLURM_PROCID": "9"}, "SLURM does not say which task this process is"),
         ({**SLURM, "SLURMD_NODENAME": "n2"}, "puts task 1 on n1, but it runs on n2: .*Set TF_CONFIG"),
         ({key: SLURM[key] for key in ["SLURM_STEP_NUM_TASKS"]}, "SLURM_PROCID not found in environment"),
@@ -335,7 +338,7 @@ def test_a_strategy_of_one_process_is_refused_while_tf_config_lists_several_work
 
 def test_a_strategy_of_one_process_under_srun_says_that_each_task_trains_alone():
     assert decide("mirrored", resources_of(SLURM)).reason == (
-        "1 CPU device, asked for by name; each of SLURM's 3 tasks trains alone"
+        "1 CPU device, asked for by name; each of SLURM's 3 tasks trains by itself"
     )
 
 
@@ -360,12 +363,12 @@ def test_a_strategy_of_several_processes_needs_a_cluster(name):
         (
             "multi_worker",
             cluster_with(worker=["a:1"], ps=["b:1"]),
-            "1 worker and 1 ps, which 'multi_worker' has no use",
+            "1 worker and 1 ps, which 'multi_worker' does not use",
         ),
         (
             "multi_worker",
             cluster_with({"type": "evaluator", "index": 0}, worker=["a:1"]),
-            "evaluator 0, which works alone; it cannot take part in 'multi_worker'",
+            "evaluator 0, which runs by itself; it cannot participate in 'multi_worker'",
         ),
         ("parameter_server", cluster_with(worker=["a:1"]), "'parameter_server' needs .* lists 1 worker and 0 ps"),
         (
@@ -395,7 +398,7 @@ def test_a_tpu_that_is_not_there_is_refused_with_what_is_there():
 
 def test_a_tpu_that_does_not_answer_is_refused_at_once(free_port):
     address = f"grpc://127.0.0.1:{free_port}"
-    with pytest.raises(StrategyError, match=f"The TPU '{address}' cannot be had: .*refused.*argument tpu, or one of"):
+    with pytest.raises(StrategyError, match=f"The TPU '{address}' is not available: .*refused.*argument tpu"):
         pick_strategy("tpu", environ={"TPU_NAME": address})
 
 
@@ -413,7 +416,7 @@ def test_a_tpu_that_answers_is_connected_and_used(monkeypatch, free_port):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"implementation": "mpi"}, "implementation is 'mpi'; there are 'auto', 'ring' and 'nccl'"),
+        ({"implementation": "mpi"}, "implementation must be 'auto', 'ring' or 'nccl', got 'mpi'"),
         ({"bytes_per_pack": -1}, "bytes_per_pack is -1; give a number of bytes"),
         ({"bytes_per_pack": 1.5}, "bytes_per_pack is 1.5; give a number of bytes"),
         ({"timeout_seconds": 0}, "timeout_seconds is 0; give a positive number of seconds"),

@@ -313,7 +313,7 @@ def test_each_worker_is_tied_to_its_share_of_the_cpus():
 
 def test_affinity_is_refused_where_there_is_none(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    with pytest.raises(kde.LaunchError, match="affinity=True ties processes to CPUs, which Linux alone can"):
+    with pytest.raises(kde.LaunchError, match="affinity=True pins processes to CPUs, which only Linux supports"):
         launch(2, ["sleep", "1"], affinity=True)
 
 

@@ -63,7 +63,7 @@ def _cluster_ignored(examination: Examination) -> Finding | None:
     return Finding(
         "cluster-ignored",
         f"{setting.cluster_source} lists {workers} workers, but {_name(setting)} trains in one process: each worker "
-        "would train alone, on all the data.",
+        "would train by itself, on all the data.",
         f"{setting.cluster_source} with {workers} workers; {counted(setting.num_replicas, 'replica')}, all of this "
         "process",
         'Take `strategy = kde.pick_strategy("multi_worker").strategy`, before anything else uses TensorFlow; or unset '
