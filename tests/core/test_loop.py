@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pathlib
 import random
 import signal
-import warnings
-from time import perf_counter
 from typing import Any
 
 import keras
@@ -940,41 +937,6 @@ def test_python_that_would_run_once_is_refused(mirrored: Any) -> None:
     counter.count = 0
     loop.fit(batches(), verbose=0)
     assert counter.count >= 8
-
-
-def test_print_is_warned_about(mirrored: Any) -> None:
-    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
-        print(end="")  # noqa: T201
-        return {"loss": replica.mean_loss(batch[1])}
-
-    with pytest.warns(UserWarning, match="calls print, which Python does once, when the step is compiled"):
-        small_loop(mirrored, step).fit(batches(), verbose=0, shuffle=False)
-
-
-def test_what_tensorflow_prints_is_not_warned_about(mirrored: Any) -> None:
-    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
-        loss = replica.mean_loss(batch[1])
-        tf.print(loss, output_stream="file:///dev/null")
-        return {"loss": loss}
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        small_loop(mirrored, step).fit(X, Y, verbose=0)
-
-
-def test_reading_the_clock_and_logging_are_warned_about(mirrored: Any) -> None:
-    def waits(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
-        logging.getLogger("step").debug("now")
-        return {"loss": replica.mean_loss(batch[1]) + 0 * perf_counter()}
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        small_loop(mirrored, waits).fit(X, Y, verbose=0)
-    said = [str(warning.message) for warning in caught]
-    assert [name for name in ("logging", "perf_counter") if any(f"'waits' calls {name}, which" in s for s in said)] == [
-        "logging",
-        "perf_counter",
-    ]
 
 
 @pytest.mark.parametrize("generator", [np.random.default_rng(1), random.Random(1)], ids=lambda g: type(g).__name__)

@@ -409,7 +409,7 @@ def test_micro_batches_of_integers_have_an_order_too():
     with tf.Graph().as_default() as graph:
         words = tf.compat.v1.placeholder(tf.int32, [3])
         for turn in range(3):
-            with intercept(types.SimpleNamespace(turn=turn)):
+            with intercept(types.SimpleNamespace(virtual_replica=turn)):
                 made.append(trace.call("words", "CPU:1", 0, lambda words: tf.one_hot(words, 7), words))
         assert made[1].op.name in ancestors(graph, made[2].op)
         assert made[0].op.name in ancestors(graph, made[1].op)

@@ -19,7 +19,6 @@ from keras_dist_ext._keras.strategies import replica_id
 from keras_dist_ext._keras.variables import distributed_variable, local_component
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import KerasDistError, LoopError
-from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.ancestry import assignments, operations
 from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.reducers import Reducer, reducer_of
@@ -28,7 +27,7 @@ from keras_dist_ext.step.seeds import generator_without_seed
 from keras_dist_ext.step.update import UnbuiltOptimizer, Update, assign_reduced, build_optimizer, run_optimizer
 from keras_dist_ext.training.loop.losses import check_mean, check_not_scaled, multiples, warn_of_own_divisor
 from keras_dist_ext.training.loop.origins import Origins, draws
-from keras_dist_ext.training.loop.python_effects import calls_done_once, effects_of, names_used
+from keras_dist_ext.training.loop.python_effects import effects_of, names_used
 from keras_dist_ext.training.loop.replica import Replica
 from keras_dist_ext.training.loop.step_variables import check_assigned, check_known, check_results, updated_metrics
 
@@ -124,12 +123,6 @@ def _check_names(name: str, function: Callable[..., Any]) -> None:
                 "gradients would be scaled a second time. Write the loss as for one device: "
                 "replica.mean_loss(per_example), a loss of Keras, or a mean over the rows at hand."
             )
-    for called in calls_done_once(function):
-        instead = "Use tf.print, or return the value." if called == "print" else "Do it in a callback."
-        warn_once(
-            f"The step {name!r} calls {called}, which Python does once, when the step is compiled, and not at every "
-            f"step. {instead}"
-        )
 
 
 class _ExaminedReducer(Reducer):

@@ -1,13 +1,10 @@
-"""See what a function of the user's does in Python: which names it uses, what it calls, what it changes meanwhile."""
+"""See what a user's function does in Python: which names it uses, and what it changes while it is traced."""
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import dis
 import functools
 import io
-import logging
 import random
 import types
 from collections import deque
@@ -16,48 +13,19 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["calls_done_once", "effects_of", "names_used"]
+__all__ = ["effects_of", "names_used"]
 
 _FOREIGN = ("tensorflow", "keras", "numpy", "keras_dist_ext", "builtins")
 
 
 def names_used(function: Callable[..., Any]) -> set[str]:
-    """Return the global names and attributes in a function's code, and in functions of the user's that it calls."""
+    """Return the global names and attributes in a function's code, and in user functions that it refers to."""
     return {name for part in _functions(function) for code in _codes(part.__code__) for name in code.co_names}
 
 
-_ONCE = {"builtins": ("print", "open", "input"), "time": None, "datetime": None, "logging": None}
-
-
-def calls_done_once(function: Callable[..., Any]) -> list[str]:
-    """Name what a function refers to that tells the time, prints or writes: Python does so once, not at every step."""
-    found = dict.fromkeys(
-        name
-        for part in _functions(function)
-        for code in _codes(part.__code__)
-        for name in _global_names(code)
-        if _is_done_once(part.__globals__.get(name, getattr(builtins, name, None)))
-    )
-    for part in _functions(function):
-        found.update((name, None) for name, value in _references(part) if _is_done_once(value))
-    return list(found)
-
-
-def _global_names(code: types.CodeType) -> set[str]:
-    """Names that are looked up as globals, not as attributes (``tf.print``)."""
-    return {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-
-
-def _is_done_once(value: Any) -> bool:
-    if isinstance(value, types.ModuleType | logging.Logger):
-        return isinstance(value, logging.Logger) or value.__name__ in _ONCE
-    names = _ONCE.get(str(getattr(value, "__module__", None)), ())
-    return callable(value) and (names is None or getattr(value, "__name__", "") in names)
-
-
-def _functions(function: Any) -> list[Any]:
+def _functions(function: Any) -> list[types.FunctionType]:
     """A function, and those of the user's that it refers to by a global name or from an enclosing function."""
-    found: dict[int, Any] = {}
+    found: dict[int, types.FunctionType] = {}
     pending = [function]
     while pending:
         part = pending.pop()
@@ -88,12 +56,12 @@ def _is_foreign(value: Any) -> bool:
 
 
 def _references(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function refers to outside of itself, by name."""
+    """What a function refers to outside of itself, by name: perhaps also globals called as attributes that it uses."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not assigned yet
             yield name, cell.cell_contents
     for code in _codes(function.__code__):
-        for name in _global_names(code):
+        for name in code.co_names:
             if name in function.__globals__:
                 yield name, function.__globals__[name]
 
@@ -102,7 +70,7 @@ def _references(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 def effects_of(function: Callable[..., Any]) -> Iterator[list[str]]:
     """Fill a list with what a function has changed while this was entered: names, and generators of random numbers.
 
-    Looked at are numbers, texts and containers that the function refers to, and those that are attributes of objects
+    Compared are numbers, strings and containers that the function refers to, and those that are attributes of objects
     that it refers to.
     """
     changed: list[str] = []
@@ -130,7 +98,7 @@ def _state(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _is_tool(value: Any) -> bool:
-    """Whether an object or its class is none of the user's: a tf.function says that it is what it wraps."""
+    """Whether an object or its class is not the user's: a tf.function says that it is what it wraps."""
     return _is_foreign(value) or _is_foreign(type(value))
 
 
