@@ -82,7 +82,7 @@ class Coupled:
             raise TunerError("warmup_steps grows the learning rate to the scaled one. Give learning_rate_scaling, too.")
 
     def declare(self, hp: keras_tuner.HyperParameters) -> None:
-        """Add those that were given to the hyperparameters of a trial."""
+        """Add those that were given to `hp`, the hyperparameters of a trial."""
         for name in (_BATCH, _RULE, _WARM_UP, _ACCUMULATION, _STEPS):
             values = self._given(name)
             if name in hp or not values:
