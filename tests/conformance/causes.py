@@ -26,6 +26,7 @@ from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.step.row_weights import RowWeights
 from keras_dist_ext.training import feed, prediction, program
 from keras_dist_ext.training.model import Model
+from keras_dist_ext.training.runtime import ReplicaRuntime
 
 __all__ = ["CAUSES", "Cause", "cause_of"]
 
@@ -188,7 +189,7 @@ def moments_of_each() -> AbstractContextManager[Any]:
 
 def built_out_of_scope() -> AbstractContextManager[Any]:
     """What is built late is built outside of the strategy's scope (fault 15)."""
-    return patch.object(Model, "_in_scope", lambda self: contextlib.nullcontext())
+    return patch.object(ReplicaRuntime, "in_scope", lambda self: contextlib.nullcontext())
 
 
 def compiled_in_one_piece() -> AbstractContextManager[Any]:
@@ -368,11 +369,11 @@ def the_end_counts_as_a_step() -> AbstractContextManager[Any]:
     def settle(original: Any) -> Any:
         def changed(self: Any) -> None:
             original(self)
-            self.optimizer.iterations.assign_add(1)
+            self.model.optimizer.iterations.assign_add(1)
 
         return changed
 
-    return instead(Model, "_settle", settle)
+    return instead(ReplicaRuntime, "end_epoch", settle)
 
 
 def instead(owner: Any, name: str, change: Callable[[Any], Any]) -> AbstractContextManager[Any]:
