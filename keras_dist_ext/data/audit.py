@@ -122,7 +122,7 @@ def audit(
         dataset: what would be given to `fit` of our models: a tf.data.Dataset, arrays, a generator (which is used up)
             or a PyDataset; or what `distribute` has made.
         strategy: to deal to; by default the one whose scope is entered, or that of `distribute`.
-        ids: given features, labels and weights of a batch, returns the ids of its rows: integers [rows]. By default
+        ids: given features, labels and weights of a batch, returns the ids of its examples: integers [n]. By default
             an example is known by a hash of its content, so that equal examples are told apart by their number only.
         expected: the ids that should be given once each, a number n for 0 to n - 1. By default those in the batches
             that are dealt, for ``stock_policy`` those that a plain pass over the data gives; where each worker reads
@@ -132,8 +132,11 @@ def audit(
         batch_size: of arrays; 32 by default, as in `fit`.
         max_steps: how many steps to look at; by default all of an epoch.
 
+    Returns:
+        Who got what, and what is wrong with it: print it, or call ``raise_if_bad()``.
+
     Raises:
-        DataError: the data is endless and max_steps was not given, or its ids are not one integer a row.
+        DataError: the data is endless and max_steps was not given, or its ids are not one integer an example.
     """
     if strategy is None:
         strategy = dataset.strategy if isinstance(dataset, SharedDataset) else tf.distribute.get_strategy()

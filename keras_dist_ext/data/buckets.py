@@ -111,7 +111,7 @@ def bucket_by_length(
     sequences: Sequence[str] | None = None,
     seed: int | None = None,
 ) -> BucketedDataset:
-    """Batch sequences with others of similar length, and deal the rows of a batch so that replicas get equal work.
+    """Batch sequences with others of similar length, and split each batch so that replicas get equal work.
 
         batches = kde.bucket_by_length((ragged, labels), strategy=strategy, batch_size=64, seed=1)
         print(batches.report)  # 20000 examples: padding 72.4% -> 5.6%, imbalance 6.3% -> 0.0%, steps 313 -> 313
@@ -119,8 +119,8 @@ def bucket_by_length(
 
     Every example comes exactly once in a pass, also those that do not fill a batch of their bucket: they are put
     together in the order of their length, and the batch that is not full comes last. Batches are padded to their
-    longest row. Which examples meet within a bucket, and the order of the batches, are others in each pass, and follow
-    from the seed and the number of the pass.
+    longest example. Which examples meet within a bucket, and the order of the batches, are others in each pass, and
+    follow from the seed and the number of the pass.
 
     The examples are taken up in pools, and sorted within a pool. Arrays are one pool; other data are read ``pool``
     examples at a time, each pool ending with at most one batch that is not full.
@@ -133,9 +133,9 @@ def bucket_by_length(
             keep padding below ``max_padding``.
         strategy: its replicas share each batch; by default the one whose scope is entered. With several workers all
             must call this at the same point, with the same data.
-        batch_size: rows of a global batch.
-        tokens: rows times the longest row of a global batch, at most; the rows of full batches are a multiple of the
-            replicas. With ``batch_size``, whichever allows less.
+        batch_size: examples of a global batch.
+        tokens: examples times the length of the longest one in a global batch, at most; the number of examples of full
+            batches is a multiple of the replicas. With ``batch_size``, whichever allows less.
         length: given an example's features, labels and weights, returns its length; by default that of the longest
             sequence among its features.
         pool: how many examples to sort at once; 16384 by default. They are held in memory.
@@ -147,10 +147,13 @@ def bucket_by_length(
             features. Ragged data shows it.
         seed: of the order; by default drawn by chance.
 
+    Returns:
+        A `tf.data.Dataset` of global batches for `fit`, whose ``report`` says what became of padding and imbalance.
+
     Raises:
         DataError: neither batch_size nor tokens is given, boundaries do not ascend, a sequence is longer than tokens,
             or it cannot be told which leaves are sequences.
-        SeedError: the seed is none.
+        SeedError: the seed is not an integer from 0 to 2**31 - 3.
     """
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
     if sample < 1:

@@ -121,7 +121,7 @@ def distribute(
     seed: int | None = None,
     shuffle: bool | None = None,
 ) -> SharedDataset:
-    """Deal data to the replicas of a strategy, whatever it is; say how and why, and what to look out for.
+    """Distribute data of any kind to the replicas of a strategy; say how and why, and what to look out for.
 
         train = kde.distribute((x, y), strategy, per_replica_batch_size=32, seed=1)
         print(train)                                # rows: 2 workers read the same batches, and ...
@@ -131,8 +131,8 @@ def distribute(
 
     The result is a `tf.data.Dataset` with a prefetch at its end. Policies:
 
-    - "rows": all workers read the same batches, and each takes its rows. The batches are those that one device would
-      train on, each example is used once, and any number of replicas gives the same run.
+    - "rows": all workers read the same batches, and each takes its examples. The batches are those that one device
+      would train on, each example is used once, and any number of replicas gives the same run.
     - "file": each worker reads files of its own, so that each is read once. Batches are others than on one device.
     - "data": each worker reads everything, and keeps every W-th example, or batch, of W workers.
     - "off": the data is the worker's own as it is given.
@@ -144,9 +144,9 @@ def distribute(
     Args:
         dataset: a tf.data.Dataset; arrays, as x, (x, y) or (x, y, sample_weight), each a structure of arrays [N, ...];
             a generator or a PyDataset of batches.
-        strategy: to deal to; by default the one whose scope is entered.
-        batch_size: rows of a global batch. Data that comes in batches of another size is batched anew; by default they
-            are the global batches. Arrays have 32 by default, as in `fit`.
+        strategy: whose replicas get it; by default the one whose scope is entered.
+        batch_size: examples of a global batch. Data that comes in batches of another size is batched anew; by default
+            they are the global batches. Arrays have 32 by default, as in `fit`.
         per_replica_batch_size: the same, divided by the number of replicas.
         policy: see above.
         seed: makes the order repeatable: shuffles and random ops of the pipeline get one that have none, or only that
@@ -155,10 +155,13 @@ def distribute(
             order of a PyDataset's batches; so is which call of a parallel map draws which number, which is reported.
         shuffle: whether arrays, and the batches of a PyDataset, are shuffled; by default they are, as in `fit`.
 
+    Returns:
+        A `tf.data.Dataset` of batches, which has ``policy``, ``reason`` and ``findings``, and ``per_replica()``.
+
     Raises:
-        DataError: the data cannot be dealt as asked, is in no batches, or differs between workers that should read
-            the same.
-        SeedError: the seed is none.
+        DataError: the data cannot be distributed as asked, is in no batches, or differs between workers that should
+            read the same.
+        SeedError: the seed is not an integer from 0 to 2**31 - 3.
     """
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
     rows = _checked_rows(batch_size, per_replica_batch_size, strategy.num_replicas_in_sync)

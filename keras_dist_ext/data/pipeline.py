@@ -80,6 +80,9 @@ def inspect(
         seconds: to spend on it, at most; a batch that is under way is waited for.
         batch_size: of arrays; 32 by default, as in `fit`.
 
+    Returns:
+        The stages with what each costs, and findings: print it.
+
     Raises:
         DataError: there is no batch.
     """

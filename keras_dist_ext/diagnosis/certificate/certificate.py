@@ -51,9 +51,9 @@ def certify(
     rounding moves one device further. Then the steps that are off are made again without parts of them, to find the
     cause.
 
-    Random numbers cannot be equal. While steps are compared, each random op draws one row for all rows, the same on
-    both sides. How each replica draws is looked at in two more steps: replicas must differ, and dropout must keep its
-    share. Traces of a `tf.function` of your own, made meanwhile, stay with it: certify in a process that does
+    Random numbers cannot be equal. While steps are compared, each random op draws the same numbers for each example,
+    and on both sides. How each replica draws is looked at in two more steps: replicas must differ, and dropout must
+    keep its share. Traces of a `tf.function` of your own, made meanwhile, stay with it: certify in a process that does
     nothing else.
 
     Of arrays, a ``PyDataset``, and a dataset of known length (up to 1000 batches) the last batch, which may be partial,
@@ -67,7 +67,7 @@ def certify(
         data: global batches: a `tf.data.Dataset`, a `keras.utils.PyDataset`, an iterable of batches, or arrays
             ``(x, y)`` or ``(x, y, sample_weight)``.
         steps: how many steps to make; data is begun again when it has fewer batches.
-        batch_size: the rows of a global batch of arrays.
+        batch_size: examples of a global batch, of arrays.
         allow: codes of findings that do not count, such as "local-batch-statistics".
 
     Returns:
