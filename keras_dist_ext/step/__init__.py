@@ -11,6 +11,7 @@ In reading order:
     update            let every replica run an optimizer
     observer          what may be told of a step while it is traced
     ancestry          what a value in a graph is computed from
+    distributed_model what a step needs of a model, as a type
     means             which numbers are means over examples
     batch_scaling     whether a loss is a mean or a sum over examples
     added_losses      what layers give to ``add_loss``

@@ -15,6 +15,7 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import current_step, intercept
 from keras_dist_ext._keras.layers import call_with_training, clear_losses, flat_layers, layer_losses
 from keras_dist_ext.step.batch_scaling import batch_exponent
+from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.replica_step import ReplicaStep
 
 __all__ = ["UnknownLossExponents", "find_exponents", "losses_as_means", "placeholders"]
@@ -24,7 +25,7 @@ class UnknownLossExponents(Exception):
     """A layer has called ``add_loss``, and the exponents of such losses in the batch size are not known yet."""
 
 
-def losses_as_means(model: Any, losses: list[Any]) -> list[Any]:
+def losses_as_means(model: DistributedModel, losses: list[Any]) -> list[Any]:
     """Return the losses of a model; in a step, each as a mean whose mean over replicas is that of one device.
 
     Raises:
@@ -49,7 +50,7 @@ def losses_as_means(model: Any, losses: list[Any]) -> list[Any]:
     return [exact(loss) for loss in losses]
 
 
-def find_exponents(model: Any, batch_spec: Any, *, training: bool) -> dict[int, list[Any]]:
+def find_exponents(model: DistributedModel, batch_spec: Any, *, training: bool) -> dict[int, list[Any]]:
     """Trace a model without running it; return the exponents of the losses that each layer adds, by the layer's id."""
     with tf.__internal__.FuncGraph("additional_losses").as_default(), intercept(None):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(placeholders(batch_spec))

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_dist_ext._keras.tracing import in_xla
 from keras_dist_ext.hashing import fold_in, replica_offset
 from keras_dist_ext.messages import warn_once
+from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.reducers import Reducer
 from keras_dist_ext.step.xla import draw_as_uncompiled
 
@@ -28,7 +29,7 @@ class RandomStreams:
         without_seed: the generator behind ``seed=None``.
     """
 
-    def __init__(self, model: Any, reducer: Reducer, without_seed: Any) -> None:
+    def __init__(self, model: DistributedModel, reducer: Reducer, without_seed: Any) -> None:
         self.is_drawing = False
         self._model = model
         self._reducer = reducer

@@ -13,6 +13,7 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import current_step
 from keras_dist_ext._keras.strategies import regroup
 from keras_dist_ext._keras.variables import components, is_sync_on_read, local_component
+from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.reduce import as_float, shares_memory, sum_over_replicas
 
 __all__ = ["VALUE", "ComputesWithResults", "Result", "computes_with", "noted_results", "pooled_result", "pooled_state"]
@@ -94,7 +95,7 @@ def pooled_result(metric: Any, sum_over_replicas: Callable[[Sequence[Any]], list
 
 
 @contextlib.contextmanager
-def pooled_state(model: Any, strategy: tf.distribute.Strategy) -> Iterator[None]:
+def pooled_state(model: DistributedModel, strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Let reads of the model's metric variables give their sum over all replicas, in one reduction."""
     if strategy.num_replicas_in_sync == 1:
         yield

@@ -17,6 +17,7 @@ from keras_dist_ext._keras.layers import preserve_losses
 from keras_dist_ext._keras.strategies import regroup, replica_id
 from keras_dist_ext._keras.tracing import in_xla
 from keras_dist_ext._keras.variables import is_sync_on_read
+from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.logs import pooled_result
 from keras_dist_ext.step.pass_through import LocalUpdate, PassThrough
 from keras_dist_ext.step.reduce import parts_of, scale, shares_memory, sum_over_replicas
@@ -52,7 +53,7 @@ class CannotLoop(Exception):
     """
 
 
-def reducer_of(model: Any, *, loops: bool = False) -> Reducer:
+def reducer_of(model: DistributedModel, *, loops: bool = False) -> Reducer:
     """Return how the replica that is entered meets the others.
 
     Args:
@@ -219,7 +220,7 @@ class MirroredReducer(Reducer):
         loops: whether one execution may make several steps.
     """
 
-    def __init__(self, model: Any, strategy: tf.distribute.Strategy, *, loops: bool) -> None:
+    def __init__(self, model: DistributedModel, strategy: tf.distribute.Strategy, *, loops: bool) -> None:
         self.num_replicas = strategy.num_replicas_in_sync
         self._model = model
         self._strategy = strategy

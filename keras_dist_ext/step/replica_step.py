@@ -29,6 +29,7 @@ from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.tracing import clone_function
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step import pass_through
+from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.draws import RandomStreams
 from keras_dist_ext.step.gradients import Gradients
 from keras_dist_ext.step.layer_state import LayerState
@@ -85,7 +86,7 @@ class ReplicaStep:
 
     def __init__(
         self,
-        model: Any,
+        model: DistributedModel,
         rows: int | tf.Tensor,
         global_rows: int | tf.Tensor,
         options: StepOptions | None = None,

@@ -17,6 +17,7 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.losses import apply_mask
 from keras_dist_ext._keras.models import tracks_loss
+from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.means import BatchExponents, Means, Term
 from keras_dist_ext.step.reduce import as_float, of_dtype, scale
 from keras_dist_ext.step.reducers import Reducer
@@ -38,7 +39,7 @@ class RowWeights:
 
     def __init__(
         self,
-        model: Any,
+        model: DistributedModel,
         rows: int | tf.Tensor,
         global_rows: int | tf.Tensor,
         reducer: Reducer,
@@ -90,7 +91,7 @@ class RowWeights:
         factor = tf.math.divide_no_nan(count, global_count) * of_dtype(self.inverse_share, count.dtype)
         return local * tf.cast(tf.stop_gradient(factor), local.dtype)
 
-    def adds_losses_of(self, model: Any) -> bool:
+    def adds_losses_of(self, model: DistributedModel) -> bool:
         """Whether what layers of a model have added to the loss is part of this step, and is made means by it."""
         if model is self._model:
             return True

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_dist_ext.hashing import MODULUS, replica_offset
+from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.seeds import Generator, seeds_of
 from keras_dist_ext.strategy.virtual import num_replicas_of
 
@@ -55,7 +56,7 @@ class SeedTable:
         return table
 
 
-def describe_seeds(model: Any) -> SeedTable:
+def describe_seeds(model: DistributedModel) -> SeedTable:
     """Print and return the streams of a model's random generators.
 
     Args:

@@ -30,6 +30,7 @@ from keras_dist_ext._keras.tracing import capture_thread_context
 from keras_dist_ext._keras.variables import is_sync_on_read, local_component
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import StrategyError
+from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.reduce import OrderedSum, PlainSum, optimization_barrier
 from keras_dist_ext.step.reducers import MirroredReducer, Reducer, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
@@ -51,7 +52,7 @@ Run = Callable[[ReplicaStep, Any], tuple[Any, list[Any]]]
 
 def run_virtual_replicas(
     virtual: VirtualReplicas,
-    model: Any,
+    model: DistributedModel,
     parts: Sequence[Any],
     global_rows: int | tf.Tensor,
     run: Run,
@@ -94,7 +95,7 @@ class _VirtualReplicas:
     def __init__(
         self,
         virtual: VirtualReplicas,
-        model: Any,
+        model: DistributedModel,
         parts: Sequence[Any],
         global_rows: int | tf.Tensor,
         options: StepOptions,
@@ -285,7 +286,7 @@ class _VirtualReducer(Reducer):
 class _State:
     """What virtual replicas assign to variables and give to ``add_loss``, each for itself."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: DistributedModel) -> None:
         self._model = model
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._variables: dict[int, Any] = {}

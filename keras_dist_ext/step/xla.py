@@ -16,6 +16,7 @@ from keras_dist_ext._keras.layers import call_with_training
 from keras_dist_ext._keras.models import compute_loss, overrides, update_loss_tracker
 from keras_dist_ext.data import split as data
 from keras_dist_ext.messages import warn_once
+from keras_dist_ext.step.distributed_model import DistributedModel
 
 __all__ = ["can_compile", "compiled", "compiled_step", "draw_as_uncompiled"]
 
@@ -44,7 +45,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return tf.function(function, jit_compile=True, autograph=False, reduce_retracing=True)  # type: ignore[no-any-return]
 
 
-def compiled_step(model: Any, kind: str) -> Callable[[Any], Any]:
+def compiled_step(model: DistributedModel, kind: str) -> Callable[[Any], Any]:
     """Return ``train_step`` or ``test_step``, compiled: all of it on one device, else what each replica computes."""
     name, num_replicas = f"{kind}_step", model.distribute_strategy.num_replicas_in_sync
     if num_replicas == 1:
@@ -80,7 +81,7 @@ def _note() -> Any:
     return getattr(_step(), "note", None)
 
 
-def _forward(model: Any, training: bool, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
+def _forward(model: DistributedModel, training: bool, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
     """What a replica computes by itself: prediction, loss and, to train, gradients of its own rows.
 
     With ``_train`` and ``_test`` this is ``train_step`` and ``test_step`` of keras/src/backend/tensorflow/trainer.py,
@@ -98,7 +99,7 @@ def _step() -> Any:
     return current_step()
 
 
-def _train(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
+def _train(model: DistributedModel, forward: Callable[..., Any], batch: Any) -> Any:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     y_pred, loss, gradients = forward(x, y, sample_weight)
     _step().weights.mark_as_mean(loss)
@@ -107,7 +108,7 @@ def _train(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
-def _test(model: Any, forward: Callable[..., Any], batch: Any) -> Any:
+def _test(model: DistributedModel, forward: Callable[..., Any], batch: Any) -> Any:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     y_pred, loss, _ = forward(x, y, sample_weight)
     _step().weights.mark_as_mean(loss)

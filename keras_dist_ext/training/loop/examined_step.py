@@ -20,6 +20,7 @@ from keras_dist_ext._keras.variables import distributed_variable, local_componen
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import KerasDistError, LoopError
 from keras_dist_ext.step.ancestry import assignments, operations
+from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.reducers import Reducer, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
@@ -44,12 +45,18 @@ class Output(NamedTuple):
 
 
 def examine(
-    loop: Any, kind: str, function: Callable[..., Any], reduce: Mapping[str, str], batch_spec: Any
+    loop: DistributedModel,
+    own_metrics: Sequence[Any],
+    kind: str,
+    function: Callable[..., Any],
+    reduce: Mapping[str, str],
+    batch_spec: Any,
 ) -> tuple[dict[str, Output], list[Any]]:
     """Return what a step returns, by name, and the metrics among the loop's parts that it updates.
 
     Args:
         loop: the ``TrainLoop``.
+        own_metrics: those among its parts.
         kind: "train" or "test".
         function: the step.
         reduce: the declared reductions.
@@ -76,10 +83,12 @@ def examine(
     check_assigned(loop, name, kind, assigned, seen.origins, seen.averaged)
     check_results(loop, name, graph, values)
     outputs = _outputs(name, values, reduce, seen)
-    return outputs, updated_metrics(loop, name, assigned, outputs)
+    return outputs, updated_metrics(own_metrics, name, assigned, outputs)
 
 
-def _trace_for_effects(loop: Any, name: str, function: Callable[..., Any], spec: Any) -> tuple[Any, list[str]]:
+def _trace_for_effects(
+    loop: DistributedModel, name: str, function: Callable[..., Any], spec: Any
+) -> tuple[Any, list[str]]:
     """Trace a step, and again if Python has changed something meanwhile, which others may have done, or once for all.
 
     Returns:
@@ -98,7 +107,7 @@ def _trace_for_effects(loop: Any, name: str, function: Callable[..., Any], spec:
     return traced, [effect for effect in effects if effect in again]
 
 
-def _check_built(loop: Any) -> None:
+def _check_built(loop: DistributedModel) -> None:
     unbuilt = [layer for layer in flat_layers(loop) if layer is not loop and needs_build(layer)]
     if unbuilt:
         raise LoopError(
@@ -268,7 +277,7 @@ class _Examination(StepObserver):
 
 
 def _trace(
-    loop: Any, name: str, function: Callable[..., Any], spec: Any, *, scales: bool
+    loop: DistributedModel, name: str, function: Callable[..., Any], spec: Any, *, scales: bool
 ) -> tuple[Any, dict[str, Any], _Examination]:
     """Return the graph of a step, what the first replica returns, and what was seen."""
     strategy = loop.distribute_strategy

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_dist_ext._keras.strategies import regroup
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.errors import LoopError
+from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.logs import pooled_state
 from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.step.stats import Kind
@@ -46,11 +47,11 @@ class OneStepWhereKept(ExecutionSizer):
 class LoopProgram(StepProgram):
     """The compiled loop over a step that is a function; its logs are what was declared."""
 
-    def __init__(self, model: Any, kind: Kind) -> None:
+    def __init__(self, model: DistributedModel, kind: Kind, kept: Sequence[str]) -> None:
         super().__init__(model, kind)
         self._plain_logs = True
         self._exponents = None  # a step was examined: what it differentiates is a mean
-        self._kept = model.kept(kind)
+        self._kept = kept
         if self._kept:
             self.go_alone()
 

@@ -19,6 +19,7 @@ from keras_dist_ext._keras.variables import (
 )
 from keras_dist_ext.errors import LoopError, ScopeError
 from keras_dist_ext.step.ancestry import Assignment
+from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.seeds import generator_without_seed
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_variables
 from keras_dist_ext.training.loop.origins import Origins, read_parts
@@ -28,7 +29,7 @@ __all__ = ["check_assigned", "check_known", "check_results", "updated_metrics"]
 _LISTED = 5  # variables that a message names before it counts the rest
 
 
-def check_known(loop: Any, name: str, graph: Any, assigned: set[int]) -> None:
+def check_known(loop: DistributedModel, name: str, graph: Any, assigned: set[int]) -> None:
     """Refuse variables that were made elsewhere, or that no part holds though the step changes or trains them."""
     strategy = loop.distribute_strategy
     without_seed = generator_without_seed(strategy, is_seeded=loop.replica_seeds.root is not None).state
@@ -62,7 +63,12 @@ def check_known(loop: Any, name: str, graph: Any, assigned: set[int]) -> None:
 
 
 def check_assigned(
-    loop: Any, name: str, kind: str, assigned: Sequence[Assignment], origins: Origins, averaged: Mapping[int, Any]
+    loop: DistributedModel,
+    name: str,
+    kind: str,
+    assigned: Sequence[Assignment],
+    origins: Origins,
+    averaged: Mapping[int, Any],
 ) -> None:
     """Refuse to assign what only one replica has computed, and to train where a step evaluates."""
     strategy = loop.distribute_strategy
@@ -107,7 +113,7 @@ def check_assigned(
         )
 
 
-def check_results(loop: Any, name: str, graph: Any, values: Mapping[str, tf.Tensor]) -> None:
+def check_results(loop: DistributedModel, name: str, graph: Any, values: Mapping[str, tf.Tensor]) -> None:
     """Refuse to return what is computed from a part of a sum that one replica holds, such as the result of a metric."""
     of_metrics = {id(copy) for variable in loop.metrics_variables for copy in components(variable)}
 
@@ -125,14 +131,16 @@ def check_results(loop: Any, name: str, graph: Any, values: Mapping[str, tf.Tens
             )
 
 
-def updated_metrics(loop: Any, name: str, assigned: Sequence[Assignment], outputs: Iterable[str]) -> list[Any]:
-    """Return the metrics among the loop's parts that a step updates.
+def updated_metrics(
+    metrics: Sequence[Any], name: str, assigned: Sequence[Assignment], outputs: Iterable[str]
+) -> list[Any]:
+    """Return the metrics among a loop's parts that a step updates.
 
     Raises:
         LoopError: one has the name of something else.
     """
     changed = {id(distributed_variable(one.variable)) for one in assigned}
-    updated = [m for m in loop._own_metrics if any(id(tf_variable(v)) in changed for v in m.variables)]
+    updated = [m for m in metrics if any(id(tf_variable(v)) in changed for v in m.variables)]
     taken = set(outputs)
     for metric in updated:
         if metric.name in taken:
@@ -151,7 +159,7 @@ def _labels(variables: Iterable[Any]) -> list[str]:
     return [f"{re.sub(':.*', '', variable.name)} {tuple(variable.shape)}" for variable in variables]
 
 
-def _of_parts(loop: Any) -> list[Any]:
+def _of_parts(loop: DistributedModel) -> list[Any]:
     variables = [variable for layer in flat_layers(loop) for _, variable in raw_variables(layer)]
     made = [optimizer for _, optimizer in optimizers(loop)]
     made += [inner for optimizer in made for _, inner in optimizers(optimizer)]

@@ -198,14 +198,14 @@ class TrainLoop(Model):
         return {**declared, **{metric.name: metric.result() for metric in self._updated[self._kind]}}
 
     def _program(self, kind: Kind) -> Any:
-        return super()._program(kind) if self._is_asynchronous else LoopProgram(self, kind)
+        return super()._program(kind) if self._is_asynchronous else LoopProgram(self, kind, self.kept(kind))
 
     def _build_for_run(self, iterator: Any, batch: Any) -> None:
         spec = iterator.given.element_spec if iterator is not None else tree.map_structure(_spec_of, batch)
         kind, spec = self._kind, tree.map_structure(_any_rows, spec)
         signature = [leaf.shape.rank for leaf in tree.flatten(spec) if leaf is not None]
         if self._signatures.get(kind) != signature:
-            outputs, updated = examine(self, kind, self._steps[kind], self._reduce, spec)
+            outputs, updated = examine(self, self._own_metrics, kind, self._steps[kind], self._reduce, spec)
             with self.replica_runtime.in_scope():
                 self._tallies[kind] = {
                     name: tally_of(name, self._reduce[name], output.spec, has_rows=output.has_rows)

@@ -43,6 +43,7 @@ import tensorflow as tf
 
 from keras_dist_ext.data.split import without_optionals
 from keras_dist_ext.errors import DataError, StrategyError
+from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.training.parameter_server.pool import Pool
 from keras_dist_ext.training.parameter_server.worker_calls import WorkerCalls, lost_servers_named
 from keras_dist_ext.training.parameter_server.worker_data import WorkerData
@@ -67,7 +68,7 @@ class Coordinator:
         StrategyError: the model or its strategy asks for something that asynchronous training cannot do.
     """
 
-    def __init__(self, model: Any, *, ahead: int = 3, timeout_seconds: float = 600.0) -> None:
+    def __init__(self, model: DistributedModel, *, ahead: int = 3, timeout_seconds: float = 600.0) -> None:
         self.strategy: tf.distribute.ParameterServerStrategy = model.distribute_strategy
         check_asynchronous(model)
         self.model = model
@@ -247,7 +248,7 @@ def _as_tensors(batch: Any) -> Any:
     return tf.nest.map_structure(lambda v: v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v), batch)
 
 
-def check_asynchronous(model: Any) -> None:
+def check_asynchronous(model: DistributedModel) -> None:
     """Refuse what a model asks for and asynchronous training cannot give.
 
     Raises:

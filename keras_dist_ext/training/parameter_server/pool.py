@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext.step.distributed_model import DistributedModel
 
 __all__ = ["Pool"]
 
@@ -39,7 +40,7 @@ class Pool:
         dtypes = [tf.as_dtype(variable.dtype).as_numpy_dtype for variable in self.variables]
         return [total.astype(dtype) for total, dtype in zip(self._totals, dtypes, strict=True)]
 
-    def logs(self, model: Any) -> dict[str, Any]:
+    def logs(self, model: DistributedModel) -> dict[str, Any]:
         """Compute the metrics' results here, without a word to the parameter server."""
         with keras.StatelessScope(state_mapping=list(zip(self.variables, self.values(), strict=True))):
             return {**self._extra, **model.get_metrics_result()}

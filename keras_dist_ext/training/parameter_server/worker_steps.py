@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext.data.split import without_optionals
 from keras_dist_ext.errors import StrategyError
+from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.strategy.scope import optimizers
 
@@ -36,7 +37,7 @@ class WorkerSteps:
         StrategyError: the model is not built, its metrics do not add up, or its optimizer counts steps.
     """
 
-    def __init__(self, model: Any, kind: str) -> None:
+    def __init__(self, model: DistributedModel, kind: str) -> None:
         _check_built(model, kind)
         used = [optimizer for _, optimizer in optimizers(model)] if kind == "train" else []
         for optimizer in used:
@@ -124,7 +125,7 @@ class WorkerSteps:
         return [scope.get_current_value(variable) for variable in self._metrics], extra
 
 
-def _check_built(model: Any, kind: str) -> None:
+def _check_built(model: DistributedModel, kind: str) -> None:
     """Refuse to trace a step that would have to make variables, or whose metrics do not add up."""
     metrics, variables = ([], []) if kind == "predict" else (model.metrics, model.metrics_variables)
     parts = {f"the model {model.name!r}": model, "its optimizer": model.optimizer if kind == "train" else None}

@@ -1,0 +1,75 @@
+"""What a step needs of a model of this package: to type checkers, Keras' own classes have no attributes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from keras_dist_ext.step.seeds import Seeds
+
+__all__ = ["DistributedModel", "StepRuntime"]
+
+
+class StepRuntime(Protocol):
+    """What a model holds for its steps."""
+
+    @property
+    def loss_exponents(self) -> Mapping[str, Mapping[int, Sequence[Fraction]]]:
+        """Exponents in the batch size of losses given to ``add_loss``, by the kind of step and the layer's id."""
+
+    def in_scope(self) -> contextlib.AbstractContextManager[None]:
+        """Enter the strategy's scope, unless one is entered already."""
+
+
+class DistributedModel(Protocol):
+    """A model of this package; see ``keras.Model``, and ``kde.Model`` for what it adds."""
+
+    name: str
+    optimizer: Any
+    run_eagerly: bool
+    jit_compile: bool
+    train_function: Any
+    test_function: Any
+    predict_function: Any
+
+    @property
+    def distribute_strategy(self) -> tf.distribute.Strategy:
+        """The strategy that it lives under."""
+
+    @property
+    def replica_seeds(self) -> Seeds:
+        """The seeds of its random generators."""
+
+    @property
+    def replica_runtime(self) -> StepRuntime:
+        """What it holds for its runs."""
+
+    @property
+    def metrics(self) -> list[Any]:
+        """Its metrics."""
+
+    @property
+    def metrics_variables(self) -> list[Any]:
+        """Their variables."""
+
+    @property
+    def variables(self) -> list[Any]:
+        """Its variables, without those of metrics."""
+
+    @property
+    def weights(self) -> list[Any]:
+        """These without the state of random generators."""
+
+    @property
+    def trainable_weights(self) -> list[Any]:
+        """Those that are trained."""
+
+    def get_metrics_result(self) -> dict[str, Any]:
+        """Compute the results of its metrics."""
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+        """Update its metrics, and compute their results."""
