@@ -1,12 +1,16 @@
-"""Have the workers of a cluster meet before TensorFlow connects them, and name those that do not come.
+"""Wait for the workers of a cluster before TensorFlow connects them, and name those that are missing.
 
-TensorFlow waits for them for an hour, without a word, and without letting Python hear of Ctrl-C. So the first worker
-opens its port for a moment; the others say there who they are and which cluster they belong to; and once all have come,
-it lets them go and closes the port, for TensorFlow's server to open it again. The others open theirs meanwhile, and the
-first one knocks there: TensorFlow must reach them by these addresses. A port at which TensorFlow's server answers
-already, that of a program that does without this, is one that has come.
+What TensorFlow does by itself is not enough, measured with a limit of 8 s (``set_cluster_timeout``): the first worker
+of TensorFlow 2.16.2 waits on for up to an hour, and the others' error names nobody; TensorFlow 2.21.0 names workers
+that are missing, unless it is the first one. Neither lets Python hear of Ctrl-C meanwhile, and workers that were given
+different clusters are connected without a word.
 
-    the first: "KDE-MEETS 1"    another: {"task": "worker 1", "cluster": ...}    the first: nothing, or what is wrong
+So the first worker opens its port for a moment; the others connect there and say which task they are, of which cluster;
+and once all have, it releases them and closes the port, for TensorFlow's server to open it again. The others open
+theirs meanwhile, and the first one connects to each: TensorFlow must reach them by these addresses. A port at which
+TensorFlow's server answers already, that of a program without a rendezvous, counts as that worker.
+
+    the first: "KDE-RENDEZVOUS 1"    another: {"task": "worker 1", "cluster": ...}    the first: nothing, or the error
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ __all__ = [
     "wait_for_ports",
     "checked_wait_seconds",
     "set_wait_seconds",
-    "meet",
+    "wait_for_workers",
     "other_tasks",
     "wait_seconds_of",
 ]
@@ -40,7 +44,7 @@ _LONGEST = 366 * 24 * 3600.0  # TensorFlow counts in milliseconds
 _NOTICE_SECONDS = 30.0
 _PROBE_SECONDS = 2.0
 _SLACK_SECONDS = 10.0  # for the first worker to say who is missing
-_BANNER = b"KDE-MEETS 1\n"
+_BANNER = b"KDE-RENDEZVOUS 1\n"
 _MOST_BYTES = 4096  # of a line
 
 
@@ -69,7 +73,7 @@ _WAITS: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 
 
 def other_tasks(cluster: Cluster) -> list[str]:
-    """Return the other tasks that take part."""
+    """Return the other tasks that participate."""
     return [task for task in _addresses(cluster) if task != cluster.task]
 
 
@@ -78,8 +82,8 @@ def _addresses(cluster: Cluster) -> dict[str, str]:
     return {f"{job} {index}": address for job in jobs for index, address in enumerate(cluster.addresses(job))}
 
 
-class _Patience:
-    """How long to wait, and saying once that it takes long."""
+class _WaitLimit:
+    """How long to wait, with one warning that it takes long."""
 
     def __init__(self, cluster: Cluster, seconds: float, clock: Callable[[], float]) -> None:
         self._cluster = cluster
@@ -89,7 +93,7 @@ class _Patience:
         self._is_noticed = False
 
     def check(self, missing: dict[str, str], *, more_seconds: float = 0.0) -> None:
-        """Raise when it is over.
+        """Raise when the time is over.
 
         Args:
             missing: tasks with their addresses, and what is known of them.
@@ -126,7 +130,7 @@ def wait_for_ports(
     Raises:
         ClusterError: they have not opened in time; names them.
     """
-    patience = _Patience(cluster, wait_seconds, clock)
+    limit = _WaitLimit(cluster, wait_seconds, clock)
     addresses = _addresses(cluster)
     while True:
         closed: dict[str, str] = {}
@@ -137,7 +141,7 @@ def wait_for_ports(
                 closed[task] = f"{addresses[task]}: {_cause(error)}"
         if not closed:
             return
-        patience.check(closed)
+        limit.check(closed)
         time.sleep(0.2)
 
 
@@ -150,8 +154,8 @@ def _cause(error: OSError) -> str:
     return error.strerror or str(error) or "no answer"
 
 
-def meet(cluster: Cluster, wait_seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-    """Return once all workers of the cluster are there.
+def wait_for_workers(cluster: Cluster, wait_seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+    """Return once all workers of the cluster are up.
 
     Args:
         cluster: of workers alone, whose port on this machine is free.
@@ -159,16 +163,16 @@ def meet(cluster: Cluster, wait_seconds: float, *, clock: Callable[[], float] = 
         clock: seconds that only go forward.
 
     Raises:
-        ClusterError: some do not come in time, or belong to another cluster; the same on all that have come.
+        ClusterError: some do not connect in time, or belong to another cluster; the same on all that have connected.
     """
     if not other_tasks(cluster):
         return
-    patience = _Patience(cluster, wait_seconds, clock)
+    limit = _WaitLimit(cluster, wait_seconds, clock)
     first = "chief 0" if cluster.chief else "worker 0"
     if cluster.task == first:
-        _gather(cluster, patience)
+        _lead(cluster, limit)
     else:
-        _come(cluster, _addresses(cluster)[first], first, patience)
+        _join(cluster, _addresses(cluster)[first], first, limit)
 
 
 def _digest(cluster: Cluster) -> str:
@@ -178,13 +182,13 @@ def _digest(cluster: Cluster) -> str:
 # The others
 
 
-def _come(cluster: Cluster, address: str, first: str, patience: _Patience) -> None:
-    """Say to the first worker that this one is there, and wait for what it says."""
-    with _listener(cluster):  # for the first one to knock
-        _say_hello(cluster, address, first, patience)
+def _join(cluster: Cluster, address: str, first: str, limit: _WaitLimit) -> None:
+    """Register with the first worker, and wait for its answer."""
+    with _listener(cluster):  # for the first one to probe
+        _register(cluster, address, first, limit)
 
 
-def _say_hello(cluster: Cluster, address: str, first: str, patience: _Patience) -> None:
+def _register(cluster: Cluster, address: str, first: str, limit: _WaitLimit) -> None:
     hello = json.dumps({"task": cluster.task, "cluster": _digest(cluster)}).encode() + b"\n"
     why = "no answer"
     while True:
@@ -192,10 +196,10 @@ def _say_hello(cluster: Cluster, address: str, first: str, patience: _Patience) 
             with _connect(address) as connection:
                 banner = _line(connection, len(_BANNER))
                 if banner not in (b"", _BANNER):
-                    return  # TensorFlow's server, of a program that does not meet
+                    return  # TensorFlow's server, of a program without a rendezvous
                 if banner:
                     connection.sendall(hello)
-                    answer = _answer(connection, patience, {first: f"{address}: it is up, and waits for others"})
+                    answer = _answer(connection, limit, {first: f"{address}: it is up, and waits for others"})
                     if answer == b"\n":
                         return
                     if answer:
@@ -203,7 +207,7 @@ def _say_hello(cluster: Cluster, address: str, first: str, patience: _Patience) 
                 why = "it has closed the connection"
         except OSError as error:
             why = _cause(error)
-        patience.check({first: f"{address}: {why}"})
+        limit.check({first: f"{address}: {why}"})
         time.sleep(0.2)
 
 
@@ -221,11 +225,11 @@ def _line(connection: socket.socket, most: int) -> bytes:
     return data
 
 
-def _answer(connection: socket.socket, patience: _Patience, waits_for: dict[str, str]) -> bytes:
-    """Wait for the line that lets this worker go; empty where the connection is closed before."""
+def _answer(connection: socket.socket, limit: _WaitLimit, waits_for: dict[str, str]) -> bytes:
+    """Wait for the line that releases this worker; empty where the connection is closed before."""
     connection.settimeout(0.5)
     while True:
-        patience.check(waits_for, more_seconds=_SLACK_SECONDS)
+        limit.check(waits_for, more_seconds=_SLACK_SECONDS)
         with contextlib.suppress(TimeoutError):
             if not connection.recv(1, socket.MSG_PEEK):
                 return b""
@@ -235,50 +239,50 @@ def _answer(connection: socket.socket, patience: _Patience, waits_for: dict[str,
 # The first
 
 
-def _gather(cluster: Cluster, patience: _Patience) -> None:
-    """Wait until all others have come, and can be reached, and let them go."""
+def _lead(cluster: Cluster, limit: _WaitLimit) -> None:
+    """Wait until all others have registered and can be reached, and release them."""
     addresses = {task: address for task, address in _addresses(cluster).items() if task != cluster.task}
-    came: dict[str, socket.socket] = {}
+    registered: dict[str, socket.socket] = {}
     reached: set[str] = set()
-    num_strangers = 0  # TensorFlow's clients, of programs that do not meet
+    num_other_clients = 0  # TensorFlow's clients, of programs without a rendezvous
     with contextlib.ExitStack() as stack:
-        guests = stack.enter_context(_Guests(_listener(cluster)))
+        connections = stack.enter_context(_Connections(_listener(cluster)))
         while True:
-            for connection, line in guests.lines():
+            for connection, line in connections.lines():
                 if line.startswith(b"PRI "):  # how HTTP/2 begins, and with it gRPC
-                    num_strangers += 1
+                    num_other_clients += 1
                     continue
                 try:
                     hello = json.loads(line)
                     task, digest = str(hello["task"]), str(hello["cluster"])
                 except (ValueError, LookupError, TypeError):
-                    continue  # whoever that was
+                    continue  # a stranger
                 if task not in addresses or digest != _digest(cluster):
-                    guests.refuse_all(
+                    connections.refuse_all(
                         f"{task} has connected to {cluster.task}, but with another cluster. {cluster.source} must be "
                         "the same on all tasks, except for the task itself."
                     )
-                came[task] = connection
-            came = {task: connection for task, connection in came.items() if guests.has(connection)}
+                registered[task] = connection
+            registered = {task: connection for task, connection in registered.items() if connections.has(connection)}
             missing: dict[str, str] = {}
             for task, address in addresses.items():
-                if task not in came:
+                if task not in registered:
                     missing[task] = address
-                elif task not in reached and (why := _knock(address)):
+                elif task not in reached and (why := _probe(address)):
                     missing[task] = why
                 else:
                     reached.add(task)
-            if len(missing) <= num_strangers:
-                guests.let_go()
+            if len(missing) <= num_other_clients:
+                connections.release_all()
                 return
             try:
-                patience.check(missing)
+                limit.check(missing)
             except ClusterError as error:
-                guests.refuse_all(str(error), error)
+                connections.refuse_all(str(error), error)
 
 
-def _knock(address: str) -> str:
-    """Say why a worker that has come cannot be reached; empty where it can."""
+def _probe(address: str) -> str:
+    """Say why a worker that has registered cannot be reached; empty where it can."""
     try:
         _connect(address).close()
     except OSError as error:
@@ -309,8 +313,8 @@ def _listener(cluster: Cluster) -> socket.socket:
     return listener
 
 
-class _Guests:
-    """Who has connected to a port, and the first line of each."""
+class _Connections:
+    """The connections to a port, and the first line of each."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -318,7 +322,7 @@ class _Guests:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._received: dict[socket.socket, bytes] = {}
 
-    def __enter__(self) -> _Guests:
+    def __enter__(self) -> _Connections:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -328,15 +332,15 @@ class _Guests:
         self._listener.close()
 
     def has(self, connection: socket.socket) -> bool:
-        """Whether a guest is still there."""
+        """Whether a connection is still open."""
         return connection in self._received
 
     def lines(self) -> Iterator[tuple[socket.socket, bytes]]:
-        """Wait a moment, and give out lines that have come."""
+        """Wait a moment, and yield lines that have arrived."""
         for key, _ in self._selector.select(timeout=0.2):
-            guest = key.fileobj
-            assert isinstance(guest, socket.socket)
-            if guest is self._listener:
+            connection = key.fileobj
+            assert isinstance(connection, socket.socket)
+            if connection is self._listener:
                 connection, _ = self._listener.accept()
                 connection.settimeout(_PROBE_SECONDS)
                 self._received[connection] = b""
@@ -345,32 +349,32 @@ class _Guests:
                     connection.sendall(_BANNER)
                 continue
             try:
-                data = guest.recv(_MOST_BYTES)
+                data = connection.recv(_MOST_BYTES)
             except OSError:
                 data = b""
-            before = self._received[guest]
+            before = self._received[connection]
             if not data or len(before) > _MOST_BYTES:
-                self._drop(guest)
+                self._drop(connection)
                 continue
-            self._received[guest] = before + data
+            self._received[connection] = before + data
             if b"\n" in data and b"\n" not in before:
-                yield guest, self._received[guest].partition(b"\n")[0]
+                yield connection, self._received[connection].partition(b"\n")[0]
 
-    def let_go(self) -> None:
-        """Say to all that they may go on."""
-        self._say(b"\n")
+    def release_all(self) -> None:
+        """Release all workers."""
+        self._send(b"\n")
 
     def refuse_all(self, message: str, error: ClusterError | None = None) -> None:
-        """Say to all what is wrong, and raise it.
+        """Send an error to all workers, and raise it.
 
         Raises:
             ClusterError: always.
         """
-        self._say(message.encode() + b"\n")
+        self._send(message.encode() + b"\n")
         raise error or ClusterError(message)
 
-    def _say(self, line: bytes) -> None:
-        """Say something, and let them hang up first: so no port here is kept busy by a connection that was closed."""
+    def _send(self, line: bytes) -> None:
+        """Send a line, and let them hang up first: so no port here is kept busy by a connection that was closed."""
         for connection in self._received:
             with contextlib.suppress(OSError):
                 connection.sendall(line)

@@ -9,7 +9,13 @@ import tensorflow as tf
 
 from keras_dist_ext._keras.cluster import is_initialized, set_cluster_timeout
 from keras_dist_ext._keras.strategies import make_mirrored
-from keras_dist_ext.cluster.rendezvous import WAIT_SECONDS, meet, other_tasks, set_wait_seconds, wait_for_ports
+from keras_dist_ext.cluster.rendezvous import (
+    WAIT_SECONDS,
+    other_tasks,
+    set_wait_seconds,
+    wait_for_ports,
+    wait_for_workers,
+)
 from keras_dist_ext.cluster.spec import JOBS, Cluster
 from keras_dist_ext.errors import ClusterError, StrategyError
 from keras_dist_ext.strategy.decision import Decision
@@ -151,7 +157,7 @@ def _join(cluster: Cluster, num_gpus: int, communication: Communication, wait_se
         raise StrategyError("implementation='nccl' needs GPUs, and this worker has none. Use 'ring' or 'auto'.")
     _check_port_is_free(cluster)
     _check_not_started()
-    meet(cluster, wait_seconds)
+    wait_for_workers(cluster, wait_seconds)
     set_cluster_timeout({"chief": len(cluster.chief), "worker": len(cluster.worker)}, wait_seconds)
     try:
         return tf.distribute.MultiWorkerMirroredStrategy(

@@ -535,59 +535,59 @@ def test_a_time_to_wait_is_a_positive_number(wait_seconds: Any) -> None:
 
 
 @pytest.fixture
-def late_once_knocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
-    """A clock of the first worker by which it is late as soon as it has knocked at another one that has come."""
-    seconds, knock = 0.0, rendezvous._knock
+def late_once_probed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
+    """A clock of the first worker by which it is late as soon as it has probed another one that has registered."""
+    seconds, probe = 0.0, rendezvous._probe
 
-    def knock_and_be_late(address: str) -> str:
+    def probe_and_be_late(address: str) -> str:
         nonlocal seconds
-        why = knock(address)
+        why = probe(address)
         seconds = 2000.0
         return why
 
-    monkeypatch.setattr(rendezvous, "_knock", knock_and_be_late)
+    monkeypatch.setattr(rendezvous, "_probe", probe_and_be_late)
     return lambda: seconds
 
 
 def test_all_workers_get_the_first_ones_verdict_when_one_does_not_come(
-    two_ports: tuple[int, int], late_once_knocked: Callable[[], float]
+    two_ports: tuple[int, int], late_once_probed: Callable[[], float]
 ) -> None:
     with cluster(1, 0) as (third,):
         ports = (*two_ports, int(third.address.rpartition(":")[2]))
-        errors = meeting(ports, [0, 1], 1000.0, clock=late_once_knocked)
+        errors = rendezvous_of(ports, [0, 1], 1000.0, clock=late_once_probed)
     assert errors[0] == errors[1]
     assert f"worker 0 has waited 1000 s for worker 2 (127.0.0.1:{ports[2]}). Start the program there" in errors[0]
 
 
 def test_a_worker_that_comes_and_cannot_be_reached_at_its_address_is_named(
-    two_ports: tuple[int, int], late_once_knocked: Callable[[], float]
+    two_ports: tuple[int, int], late_once_probed: Callable[[], float]
 ) -> None:
     addresses = f"127.0.0.1:{two_ports[0]}", f"192.0.2.1:{two_ports[1]}"  # the second is nobody's (RFC 5737)
     clusters = [Cluster("TF_CONFIG", worker=addresses, task_type="worker", task_index=index) for index in (0, 1)]
-    errors = meeting((), [], 1000.0, *clusters, clock=late_once_knocked)
+    errors = rendezvous_of((), [], 1000.0, *clusters, clock=late_once_probed)
     assert errors[0] == errors[1]
     assert f"for worker 1 (192.0.2.1:{two_ports[1]}: it has connected, but cannot be reached there: " in errors[0]
 
 
 def test_a_port_that_another_process_has_opened_meanwhile_is_an_error(two_ports: tuple[int, int]) -> None:
     with socket.create_server(("", two_ports[0])):
-        errors = meeting(two_ports, [0], 1.0)
+        errors = rendezvous_of(two_ports, [0], 1.0)
     assert f"gives worker 0 the address 127.0.0.1:{two_ports[0]}, but its port cannot be opened here" in errors[0]
 
 
-def meeting(
+def rendezvous_of(
     ports: tuple[int, ...],
     indices: list[int],
     wait_seconds: float,
     *others: Cluster,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[int, str]:
-    """Have some workers of a cluster meet, the first one by a clock of its own; return their errors."""
+    """Have some workers of a cluster wait for each other, the first one by a clock of its own; return their errors."""
     errors: dict[int, str] = {}
 
     def come(worker: Cluster) -> None:
         try:
-            rendezvous.meet(worker, wait_seconds, clock=time.monotonic if worker.task_index else clock)
+            rendezvous.wait_for_workers(worker, wait_seconds, clock=time.monotonic if worker.task_index else clock)
         except kde.ClusterError as error:
             errors[worker.task_index] = str(error)
 
@@ -602,8 +602,8 @@ def meeting(
     return errors
 
 
-def test_workers_meet_and_the_port_is_free_again(two_ports: tuple[int, int]) -> None:
-    assert meeting(two_ports, [0, 1], 50.0) == {}
+def test_workers_find_each_other_and_the_port_is_free_again(two_ports: tuple[int, int]) -> None:
+    assert rendezvous_of(two_ports, [0, 1], 50.0) == {}
     socket.create_server(("", two_ports[0])).close()
 
 
@@ -614,12 +614,12 @@ def test_workers_of_different_clusters_are_refused(two_ports: tuple[int, int]) -
         task_type="worker",
         task_index=1,
     )
-    errors = meeting(two_ports, [0], 50.0, other)
+    errors = rendezvous_of(two_ports, [0], 50.0, other)
     assert errors[0] == errors[1]
     assert "worker 1 has connected to worker 0, but with another cluster. TF_CONFIG must be the same" in errors[0]
 
 
-def test_programs_that_do_not_meet_are_not_in_the_way(two_ports: tuple[int, int]) -> None:
+def test_programs_without_a_rendezvous_are_not_in_the_way(two_ports: tuple[int, int]) -> None:
     with socket.create_server(("127.0.0.1", two_ports[0])) as server:  # TensorFlow's, on worker 0
 
         def serve() -> None:
@@ -630,7 +630,7 @@ def test_programs_that_do_not_meet_are_not_in_the_way(two_ports: tuple[int, int]
 
         thread = threading.Thread(target=serve)
         thread.start()
-        assert meeting(two_ports, [1], 50.0) == {}
+        assert rendezvous_of(two_ports, [1], 50.0) == {}
         thread.join()
 
     def connect() -> None:  # TensorFlow's client, on worker 1
@@ -650,7 +650,7 @@ def test_programs_that_do_not_meet_are_not_in_the_way(two_ports: tuple[int, int]
 
     client = threading.Thread(target=connect)
     client.start()
-    assert meeting(two_ports, [0], 50.0) == {}
+    assert rendezvous_of(two_ports, [0], 50.0) == {}
     client.join()
 
 

@@ -193,7 +193,7 @@ def late(how: float | str, wait_seconds: float) -> str:
 
 
 def lost_before_it_joins(lost: int, wait_seconds: float) -> str:
-    """One worker meets the others, and leaves before TensorFlow connects it."""
+    """One worker finds the others, and leaves before TensorFlow connects it."""
     import time
 
     import keras_dist_ext as kde
@@ -202,13 +202,13 @@ def lost_before_it_joins(lost: int, wait_seconds: float) -> str:
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     begin = time.monotonic()
     if index == lost:
-        meet = builders.meet
+        wait_for_workers = builders.wait_for_workers
 
-        def meet_and_leave(*arguments: Any) -> None:
-            meet(*arguments)
-            raise kde.ClusterError("it has met the others, and leaves")
+        def wait_and_leave(*arguments: Any) -> None:
+            wait_for_workers(*arguments)
+            raise kde.ClusterError("it has found the others, and leaves")
 
-        builders.meet = meet_and_leave
+        builders.wait_for_workers = wait_and_leave
     text = ""
     try:
         kde.pick_strategy(wait_seconds=wait_seconds)
