@@ -8,7 +8,11 @@ In reading order:
     program           the compiled loops of training and evaluation
     prediction        the compiled loop of ``predict``
     runners           what Keras calls for each execution
-    feed, source      the batches of an epoch
+    epoch_data        the executions of an epoch: Keras' epoch iterator over our reader
+    execution         some steps to be made at once
+    batch_reader      the batches of a pass
+    batch_spec        their shapes, with any number of rows
+    data_order        a pass in the order of a seed
     execution_sizer   how many steps an execution makes
     run_callback      ``kde.RunCallback``
     callbacks         ``kde.ScopeGuard`` and ``kde.ReplicaSeeds``

@@ -142,8 +142,8 @@ class RunCallbackList(LateCallbackList):
         self._is_set_up = False
         self._run_callbacks: list[RunCallback] = []
         self._on_execution_end: list[Callable[[], None]] = []  # only those that do something: they are called often
-        self.feed: Any = None  # the one of training, or of evaluation where nothing is trained
-        self.test_feed: Any = None
+        self.data: Any = None  # the one of training, or of evaluation where nothing is trained
+        self.test_data: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Set up, and begin training."""
@@ -162,7 +162,7 @@ class RunCallbackList(LateCallbackList):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """End an execution of training at the batch that was its last."""
-        super().on_train_batch_end(min(batch, self.feed.last_step), logs)
+        super().on_train_batch_end(min(batch, self.data.last_step), logs)
         for on_execution_end in self._on_execution_end:
             on_execution_end()
 
@@ -185,12 +185,12 @@ class RunCallbackList(LateCallbackList):
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """End an execution of evaluation at the batch that was its last."""
-        super().on_test_batch_end(min(batch, (self.test_feed or self.feed).last_step), logs)
+        super().on_test_batch_end(min(batch, (self.test_data or self.data).last_step), logs)
 
     def _set_up(self) -> None:
         if not self._is_set_up:
             self._is_set_up = True
-            super().__init__(**self._arguments, steps=self.feed.num_batches)
+            super().__init__(**self._arguments, steps=self.data.num_batches)
             self._run_callbacks = [callback for callback in self.callbacks if isinstance(callback, RunCallback)]
             self._on_execution_end = [
                 callback.on_execution_end
@@ -198,4 +198,4 @@ class RunCallbackList(LateCallbackList):
                 if type(callback).on_execution_end is not RunCallback.on_execution_end
             ]
             for callback in self._run_callbacks:
-                callback.on_run_begin(self.callbacks, self.feed)
+                callback.on_run_begin(self.callbacks, self.data)

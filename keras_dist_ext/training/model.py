@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -33,11 +33,12 @@ from keras_dist_ext.strategy.consistency import run_fingerprint
 from keras_dist_ext.strategy.scope import check_scope, move_into_scope
 from keras_dist_ext.strategy.virtual import VirtualReplicas
 from keras_dist_ext.strategy.workers import Workers, workers_of
-from keras_dist_ext.training import feed
 from keras_dist_ext.training.adoption.stand_in import OwnClasses
 from keras_dist_ext.training.adoption.take_over import take_over
+from keras_dist_ext.training.batch_spec import any_number_of_rows
 from keras_dist_ext.training.callbacks import RunCallbackList
 from keras_dist_ext.training.construction import Scoped
+from keras_dist_ext.training.epoch_data import EpochData
 from keras_dist_ext.training.execution_sizer import ExecutionSizer, looks_at_batches
 from keras_dist_ext.training.prediction import PredictProgram
 from keras_dist_ext.training.program import StepProgram
@@ -299,37 +300,29 @@ class Model(HookedModel, metaclass=Scoped):
         self.replica_runtime.stop.request(value)
 
     @contextlib.contextmanager
-    def _feeds(
-        self, sizers: list[ExecutionSizer], callbacks: Any, *, stop: Callable[[], bool], trains: bool = False
-    ) -> Iterator[None]:
-        made = iter([*sizers, *[sizers[-1]] * 8])
-        workers = workers_of(self.distribute_strategy)
-        on_stop = self.replica_runtime.stop.confirm if workers else lambda: None
-        orders = iter([self.replica_seeds.order_of_next_pass] if trains else [])
-        feeds: list[feed.Feed] = []
+    def _epoch_data(self, sizers: Mapping[Any, ExecutionSizer], callbacks: Any) -> Iterator[None]:
+        """Have Keras' loops read the data of a run as ``EpochData``.
 
-        def make(distribute_strategy: Any = None, steps_per_execution: int = 1, **arguments: Any) -> feed.Feed:
-            new = feed.Feed(
-                self.distribute_strategy,
-                next(made),
-                workers=workers,
-                wants_stop=stop,
-                on_stop=on_stop,
-                on_epoch_end=self.replica_runtime.end_epoch,
-                order_seed=next(orders, self.replica_seeds.order_of_evaluation),
-                is_seeded=lambda: self.replica_seeds.root is not None,
-                **arguments,
-            )
+        Args:
+            sizers: by the kind of the run, then by that of what Keras' loops read beside, for all that they read.
+            callbacks: of the run.
+        """
+        kinds = iter([*sizers, *[list(sizers)[-1]] * 8])
+        made: list[EpochData] = []
+
+        def make(distribute_strategy: Any = None, steps_per_execution: int = 1, **arguments: Any) -> EpochData:
+            kind = next(kinds)
+            new = EpochData(self.replica_runtime, kind, sizers[kind], **arguments)
             if isinstance(callbacks, RunCallbackList):
-                callbacks.feed, callbacks.test_feed = callbacks.feed or new, new
-            feeds.append(new)
+                callbacks.data, callbacks.test_data = callbacks.data or new, new
+            made.append(new)
             return new
 
         try:
             with use_epoch_iterator(make), preserve_py_dataset_order():
                 yield
         finally:
-            for each in feeds:
+            for each in made:
                 each.close()
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
@@ -357,12 +350,14 @@ class Model(HookedModel, metaclass=Scoped):
         adopted.virtual_replicas = VirtualReplicas.read_from_file(file)
         return adopted
 
-    def _sizers(self, callbacks: Any, workers: Workers | None, *kinds: Kind) -> list[ExecutionSizer]:
+    def _sizers(self, callbacks: Any, workers: Workers | None, *kinds: Kind) -> dict[Kind, ExecutionSizer]:
         """Return how many steps an execution makes: each by itself where a callback of any worker looks at it."""
         if not self.replica_runtime.chooses_num_steps:
-            return [ExecutionSizer(self.steps_per_execution) for _ in kinds]
+            return {kind: ExecutionSizer(self.steps_per_execution) for kind in kinds}
         looks = [float(looks_at_batches(callbacks, kind)) for kind in kinds]
-        return [ExecutionSizer(1 if look else None) for look in (looks if workers is None else workers.sum(looks))]
+        if workers is not None:
+            looks = list(workers.sum(looks))
+        return {kind: ExecutionSizer(1 if look else None) for kind, look in zip(kinds, looks, strict=True)}
 
     def add_recorder(self, recorder: Recorder) -> None:
         """Have the steps of the run that is about to begin recorded.
@@ -415,7 +410,7 @@ class Model(HookedModel, metaclass=Scoped):
             call.arguments["callbacks"] = callbacks
             runtime.stop.needs_confirmation = workers is not None
             try:
-                with self._feeds(sizers, callbacks, stop=lambda: runtime.stop.is_requested, trains=True):
+                with self._epoch_data(sizers, callbacks):
                     return super().fit(*call.args[1:], **call.kwargs)
             finally:
                 runtime.stop.needs_confirmation = False
@@ -436,7 +431,7 @@ class Model(HookedModel, metaclass=Scoped):
                 callbacks = RunCallbackList(callbacks, self, verbose=verbose, epochs=1, add_history=False)
                 call.arguments["callbacks"] = callbacks
             sizers = self._sizers(given, workers, "test")
-            stack.enter_context(self._feeds(sizers, callbacks, stop=lambda: getattr(self, "stop_evaluating", False)))
+            stack.enter_context(self._epoch_data(sizers, callbacks))
             return super().evaluate(*call.args[1:], **call.kwargs)
 
     @_documented_as(keras.Model.predict)
@@ -451,7 +446,7 @@ class Model(HookedModel, metaclass=Scoped):
                 call.arguments["verbose"] = 0
             ahead = 64 if self._is_asynchronous else 1
             sizer = ExecutionSizer(max(ahead, self.steps_per_execution))
-            with self._feeds([sizer], None, stop=lambda: getattr(self, "stop_predicting", False)):
+            with self._epoch_data({"predict": sizer}, None):
                 return super().predict(*call.args[1:], **call.kwargs)
 
 
@@ -478,7 +473,7 @@ def _with_defaults(call: inspect.BoundArguments) -> inspect.BoundArguments:
 
 def _spec_of(value: Any) -> Any:
     """The spec of an array of any number of rows, or of a number that all of them share."""
-    return None if value is None else feed.any_number_of_rows(value if hasattr(value, "shape") else np.asarray(value))
+    return None if value is None else any_number_of_rows(value if hasattr(value, "shape") else np.asarray(value))
 
 
 _FIT = inspect.signature(keras.Model.fit)

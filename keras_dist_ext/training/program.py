@@ -35,6 +35,7 @@ from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
 from keras_dist_ext.step.xla import can_compile, compiled_step
 from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.batch_reader import BatchReader
 from keras_dist_ext.training.runtime import ReplicaRuntime
 
 __all__ = ["StepProgram", "is_per_replica", "rows_of_replica"]
@@ -78,7 +79,7 @@ class StepProgram:
         )
         self._buffer = StepBuffer(self._devices, gradient_norm=self._records_norm) if self._runtime.recorders else None
         self._guard = self._runtime.guard if kind == "train" else None
-        self._goes_alone = False
+        self._has_one_step = False
         self._loops = False  # whether what is traced makes several steps
         self._exponents: BatchExponents | None = self._runtime.exponents.setdefault(kind, BatchExponents())
         self.waited_seconds = 0.0  # for the first batch of the next execution
@@ -94,9 +95,9 @@ class StepProgram:
         """Go on uncompiled."""
         self._user_step = getattr(self.model, f"{self.kind}_step")
 
-    def go_alone(self) -> None:
+    def make_single_steps(self) -> None:
         """Make every step in an execution of its own from here on."""
-        self._goes_alone = True
+        self._has_one_step = True
 
     def learn_exponents(self) -> None:
         """Trace a step aside, on batches of any size, to learn how its numbers grow with the rows.
@@ -132,6 +133,26 @@ class StepProgram:
 
     # Entry points
 
+    def run(self, reader: BatchReader, num_steps: int) -> tuple[int, Any]:
+        """Run up to ``num_steps`` steps on the batches of a reader; return how many were made, and the logs."""
+        if reader.is_read_by_host:
+            made, logs = 0, None
+            run = self.on_batches_like(reader.spec, of_worker=reader.is_of_worker)
+            while made < num_steps and reader.has_more:
+                batch = reader.next_batch()
+                self.waited_seconds = reader.take_waited()
+                logs = run(batch)
+                made += 1
+            return made, logs
+        if reader.length_is_known:
+            return num_steps, self.on_iterator(reader.iterator, num_steps, one_step=reader.one_step)
+        self.waited_seconds = reader.take_waited()
+        made, ahead, has_more, logs = self.on_optional(
+            reader.ahead, reader.iterator, num_steps, one_step=reader.one_step
+        )
+        reader.advance(ahead, has_more=has_more)
+        return made, logs
+
     def on_batch(self, batch: Any) -> Any:
         """Run one step on a batch (global, or per replica) and return its logs."""
         return self._run(1, self._of_batch, batch)
@@ -151,16 +172,16 @@ class StepProgram:
             run = run.get_concrete_function(spec)
         return lambda batch: self._run(1, run, batch)
 
-    def on_iterator(self, iterator: Any, num_steps: int, *, alone: bool = False) -> Any:
+    def on_iterator(self, iterator: Any, num_steps: int, *, one_step: bool = False) -> Any:
         """Run exactly ``num_steps`` steps in the graph and return the logs of the last.
 
         Args:
             iterator: over batches.
             num_steps: see above.
-            alone: whether all executions have one step, for which there is a graph without a loop.
+            one_step: whether all executions have one step, for which there is a graph without a loop.
         """
         logs = None
-        if self._goes_alone or alone:
+        if self._has_one_step or one_step:
             for _ in range(num_steps):
                 logs = self._run(1, self._of_iterator_alone, iterator)
             return logs
@@ -170,7 +191,7 @@ class StepProgram:
         return logs
 
     def on_optional(
-        self, optional: Any, iterator: Any, num_steps: int, *, alone: bool = False
+        self, optional: Any, iterator: Any, num_steps: int, *, one_step: bool = False
     ) -> tuple[int, Any, bool, Any]:
         """Run up to ``num_steps`` steps; return how many were made, the batch after them, if it is there, and logs.
 
@@ -178,11 +199,11 @@ class StepProgram:
             optional: the first batch.
             iterator: over those that follow.
             num_steps: see above.
-            alone: see ``on_iterator``.
+            one_step: see ``on_iterator``.
         """
         total, has_more, logs = 0, True, None
         while total < num_steps and has_more:
-            if self._goes_alone or alone:
+            if self._has_one_step or one_step:
                 self._begin(1)
                 optional, more, logs = self._of_optional_alone(iterator, optional)
                 made, end = 1, None  # its record says when it ended

@@ -18,7 +18,8 @@ from keras_dist_ext.step.reducers import CannotCompile, CannotLoop
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.strategy.workers import workers_of
-from keras_dist_ext.training import feed
+from keras_dist_ext.training.batch_reader import BatchReader
+from keras_dist_ext.training.execution import Execution
 from keras_dist_ext.training.prediction import PredictProgram, concat_outputs
 
 __all__ = ["CoordinatorProgram", "predictor", "runner"]
@@ -42,7 +43,7 @@ def runner(program: Any) -> Callable[[Any], Any]:
             except Exception:  # code that only runs eagerly, and may have no such loss
                 runtime.loss_exponents[program.kind] = {}
             _prepare(program, UnknownExponents())
-        if isinstance(iterator, feed.Execution):
+        if isinstance(iterator, Execution):
             run_steps = functools.partial(_run, program, iterator)
         else:
             batch = tree.map_structure(_as_tensor, next(iterator))
@@ -58,7 +59,7 @@ def runner(program: Any) -> Callable[[Any], Any]:
     return run
 
 
-def _run(program: Any, execution: feed.Execution) -> Any:
+def _run(program: Any, execution: Execution) -> Any:
     """Run steps, and say so to who has launched this process."""
     heartbeat.steps_begin(program.kind, execution.first, execution.num_steps)
     with _watched(program, execution):
@@ -75,7 +76,7 @@ def _compare_first_batch(program: Any, batch: Any) -> None:
         workers.compare_batch(batch)
 
 
-def _watched(program: Any, execution: feed.Execution) -> contextlib.AbstractContextManager[None]:
+def _watched(program: Any, execution: Execution) -> contextlib.AbstractContextManager[None]:
     """Have steps in which workers wait for each other watched: those of training, where each step does."""
     workers = workers_of(program.strategy) if program.kind == "train" else None
     if workers is None:
@@ -102,7 +103,7 @@ def _prepare(program: Any, unprepared: Exception) -> None:
             _prepare(program, more)
             _prepare(program, unprepared)
     elif isinstance(unprepared, CannotLoop):
-        program.go_alone()
+        program.make_single_steps()
     else:
         warnings.warn(
             f"jit_compile=True: '{model.name}' has a loss with a mask or sample weights, or a layer, that sums over "
@@ -116,10 +117,10 @@ def predictor(program: PredictProgram | CoordinatorProgram) -> Callable[[Any], A
     """Return Keras' ``predict_function``: it takes a list, of an ``Execution`` or of batches."""
 
     def run(batches: Any) -> Any:
-        if isinstance(batches[0], feed.Execution):
+        if isinstance(batches[0], Execution):
             (execution,) = batches
             heartbeat.steps_begin("predict", execution.first, execution.num_steps)
-            outputs = program.on_batches(list(execution.batches()), of_worker=execution.source.is_of_worker)
+            outputs = program.on_batches(list(execution.batches()), of_worker=execution.reader.is_of_worker)
             heartbeat.steps_end(execution.num_made)
             return outputs
         return program.on_batches([tree.map_structure(_as_tensor, batch) for batch in batches])
@@ -140,14 +141,17 @@ class CoordinatorProgram:
         self.strategy = model.distribute_strategy
         self._coordinator = model.replica_runtime.coordinator
 
-    def run_source(self, batches: Iterator[Any], num_steps: int) -> tuple[int, Any]:
+    def run(self, reader: BatchReader, num_steps: int) -> tuple[int, Any]:
         """Hand out up to ``num_steps`` steps; return how many there were, and the logs of those that are done."""
+        return self._hand_out(iter(reader), num_steps)
+
+    def _hand_out(self, batches: Iterator[Any], num_steps: int) -> tuple[int, Any]:
         made = getattr(self._coordinator, self.kind)(batches, num_steps)
         return made, self._coordinator.logs()
 
     def on_batch(self, batch: Any) -> Any:
         """Run one step and wait for it."""
-        self.run_source(iter([batch]), 1)
+        self._hand_out(iter([batch]), 1)
         return self._coordinator.join()
 
     def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
@@ -17,6 +17,7 @@ from keras_dist_ext.step.nan_guard import Guard
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.step.reduce import keep_first_part, sum_parts
 from keras_dist_ext.step.seeds import Seeds
+from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.strategy.scope import optimizers
 from keras_dist_ext.strategy.virtual import num_replicas_of
 from keras_dist_ext.strategy.workers import workers_of
@@ -150,6 +151,16 @@ class ReplicaRuntime:
             (self.seeds, ("num_passes", "_is_to_begin", "wanted")),
             (self.stop, ("is_requested", "is_confirmed")),
         )
+
+    def wants_stop(self, kind: Kind | Literal["predict"]) -> bool:
+        """Whether a callback of this worker has asked to end a run of this kind."""
+        if kind == "train":
+            return self.stop.is_requested
+        return bool(getattr(self.model, "stop_evaluating" if kind == "test" else "stop_predicting", False))
+
+    def order_seed(self, kind: Kind | Literal["predict"]) -> int | None:
+        """Return the seed of the data's order in the pass that begins; None leaves the order to chance."""
+        return self.seeds.order_of_next_pass() if kind == "train" else self.seeds.order_of_evaluation()
 
     # Between executions
 

@@ -24,7 +24,7 @@ from keras_dist_ext.step.pass_through import LocalUpdate, PassThrough
 from keras_dist_ext.step.reducers import MirroredReducer
 from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.step.row_weights import RowWeights
-from keras_dist_ext.training import feed, prediction, program
+from keras_dist_ext.training import batch_reader, epoch_data, prediction, program
 from keras_dist_ext.training.model import Model
 from keras_dist_ext.training.runtime import ReplicaRuntime
 
@@ -322,7 +322,7 @@ def a_pass_begins_twice() -> AbstractContextManager[Any]:
 
         return changed
 
-    return instead(feed.Source, "__init__", init)
+    return instead(batch_reader.BatchReader, "__init__", init)
 
 
 def an_epoch_begins_anew() -> AbstractContextManager[Any]:
@@ -330,37 +330,37 @@ def an_epoch_begins_anew() -> AbstractContextManager[Any]:
 
     def enumerate_iterator(original: Any) -> Any:
         def changed(self: Any) -> Any:
-            self._source = None
+            self._reader = None
             return original(self)
 
         return changed
 
-    return instead(feed.Feed, "_enumerate_iterator", enumerate_iterator)
+    return instead(epoch_data.EpochData, "_enumerate_iterator", enumerate_iterator)
 
 
 def an_execution_leaves_its_last_batch_out() -> AbstractContextManager[Any]:
     """Of several steps at once, the last is not made."""
 
     def run(original: Any) -> Any:
-        def changed(self: Any, program: Any, num_steps: int) -> Any:
-            made, logs = original(self, program, max(1, num_steps - 1))
-            if made == num_steps - 1 and self.has_more:
-                self.next_batch()
+        def changed(self: Any, reader: Any, num_steps: int) -> Any:
+            made, logs = original(self, reader, max(1, num_steps - 1))
+            if made == num_steps - 1 and reader.has_more:
+                reader.next_batch()
                 made += 1
             return made, logs
 
         return changed
 
-    return instead(feed.Source, "run", run)
+    return instead(program.StepProgram, "run", run)
 
 
 def executions_do_not_end_with_the_data() -> AbstractContextManager[Any]:
     """An execution makes as many steps as it was asked for, also where fewer batches are left."""
 
     def run(original: Any) -> Any:
-        return lambda self, program, num_steps: original(self, program, program.model.steps_per_execution)
+        return lambda self, reader, num_steps: original(self, reader, self.model.steps_per_execution)
 
-    return instead(feed.Source, "run", run)
+    return instead(program.StepProgram, "run", run)
 
 
 def the_end_counts_as_a_step() -> AbstractContextManager[Any]:

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 import keras_dist_ext as kde
 from keras_dist_ext.errors import DataError
-from keras_dist_ext.training import feed
+from keras_dist_ext.training import epoch_data
+from keras_dist_ext.training.batch_reader import BatchReader
+from keras_dist_ext.training.epoch_data import EpochData
+from keras_dist_ext.training.execution import Execution
 from keras_dist_ext.training.execution_sizer import ExecutionSizer
-from keras_dist_ext.training.feed import Feed
-from keras_dist_ext.training.source import Source
+from keras_dist_ext.training.program import StepProgram
 
 TARGET = 0.12  # seconds
 
@@ -88,19 +90,19 @@ def test_another_target_is_aimed_at():
     assert sizer.num_steps == 10
 
 
-# Feed
+# EpochData
 
 
-class Program:
+class Program(StepProgram):
     """Notes what a compiled loop would be given, in its place: the batches of each execution, and how they came."""
 
     def __init__(self):
         self.executions = []
 
-    def on_iterator(self, iterator, num_steps, alone=False):
+    def on_iterator(self, iterator, num_steps, one_step=False):
         self.executions.append([int(next(iterator)[0]) for _ in range(int(num_steps))])
 
-    def on_optional(self, ahead, iterator, num_steps, alone=False):
+    def on_optional(self, ahead, iterator, num_steps, one_step=False):
         self.executions.append([])
         while len(self.executions[-1]) < int(num_steps) and ahead.has_value():
             self.executions[-1].append(int(ahead.get_value()[0]))
@@ -108,19 +110,20 @@ class Program:
         return len(self.executions[-1]), ahead, bool(ahead.has_value()), None
 
 
-def make_feed(dataset, pace=3, **arguments):
-    return Feed(tf.distribute.get_strategy(), ExecutionSizer(pace), x=dataset, steps_per_execution=1, **arguments)
+def make_data(dataset, num_steps=3, **arguments):
+    runtime = kde.Sequential([keras.layers.Dense(1)]).replica_runtime
+    return EpochData(runtime, "train", ExecutionSizer(num_steps), x=dataset, steps_per_execution=1, **arguments)
 
 
-def run_epochs(feed, num_epochs=1):
+def run_epochs(data, num_epochs=1):
     """Run epochs as Keras' loops do; return for each the (first, last) step that was announced, and what was used."""
     epochs = []
     for _ in range(num_epochs):
         program, announced, made = Program(), [], []
-        for first, last, execution in feed:
+        for first, last, execution in data:
             announced.append((first, last))
             execution.run(program)
-            made.append(feed.last_step)
+            made.append(data.last_step)
         epochs.append((announced, made, program.executions))
     return epochs
 
@@ -135,14 +138,14 @@ def of_unknown_length(count):
 
 
 def test_an_epoch_of_known_length_is_cut_into_executions():
-    ((announced, made, used),) = run_epochs(make_feed(numbers(8)))
+    ((announced, made, used),) = run_epochs(make_data(numbers(8)))
     assert announced == [(0, 2), (3, 5), (6, 7)]
     assert made == [2, 5, 7]
     assert used == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
 def test_the_last_step_of_unknown_length_is_the_one_that_was_made():
-    ((announced, made, used),) = run_epochs(make_feed(of_unknown_length(8)))
+    ((announced, made, used),) = run_epochs(make_data(of_unknown_length(8)))
     assert announced == [(0, 2), (3, 5), (6, 8)]  # nobody can know before
     assert made == [2, 5, 7]
     assert used == [[0, 1, 2], [3, 4, 5], [6, 7]]
@@ -150,19 +153,19 @@ def test_the_last_step_of_unknown_length_is_the_one_that_was_made():
 
 @pytest.mark.parametrize("make", [numbers, of_unknown_length])
 def test_the_end_of_an_epoch_makes_no_empty_execution(make):
-    ((announced, _made, used),) = run_epochs(make_feed(make(6)))
+    ((announced, _made, used),) = run_epochs(make_data(make(6)))
     assert announced == [(0, 2), (3, 5)]
     assert used == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize("make", [numbers, of_unknown_length])
 def test_every_epoch_begins_at_the_beginning(make):
-    epochs = run_epochs(make_feed(make(4)), num_epochs=3)
+    epochs = run_epochs(make_data(make(4)), num_epochs=3)
     assert [used for _, _, used in epochs] == [[[0, 1, 2], [3]]] * 3
 
 
 def test_steps_per_epoch_go_on_through_one_iterator():
-    epochs = run_epochs(make_feed(numbers(), steps_per_epoch=5), num_epochs=3)
+    epochs = run_epochs(make_data(numbers(), steps_per_epoch=5), num_epochs=3)
     assert [announced for announced, _, _ in epochs] == [[(0, 2), (3, 4)]] * 3  # steps are counted in each epoch
     assert [used for _, _, used in epochs] == [
         [[0, 1, 2], [3, 4]],
@@ -173,37 +176,37 @@ def test_steps_per_epoch_go_on_through_one_iterator():
 
 @pytest.mark.parametrize("make", [numbers, of_unknown_length])
 def test_data_that_runs_out_before_steps_per_epoch_warns_and_begins_again(make):
-    feed = make_feed(make(7), steps_per_epoch=5)
-    assert run_epochs(feed)[0][2] == [[0, 1, 2], [3, 4]]
+    data = make_data(make(7), steps_per_epoch=5)
+    assert run_epochs(data)[0][2] == [[0, 1, 2], [3, 4]]
     with pytest.warns(UserWarning, match="Your input ran out of data; interrupting training"):
-        assert run_epochs(feed)[0][2] == [[5, 6]]
-    assert run_epochs(feed)[0][2] == [[0, 1, 2], [3, 4]]
+        assert run_epochs(data)[0][2] == [[5, 6]]
+    assert run_epochs(data)[0][2] == [[0, 1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize("make", [numbers, of_unknown_length])
 def test_data_that_runs_out_with_the_epoch_begins_again_without_a_warning(make):
-    epochs = run_epochs(make_feed(make(5), steps_per_epoch=5), num_epochs=2 if make is numbers else 1)
+    epochs = run_epochs(make_data(make(5), steps_per_epoch=5), num_epochs=2 if make is numbers else 1)
     assert [used for _, _, used in epochs] == [[[0, 1, 2], [3, 4]]] * len(epochs)
 
 
 @pytest.mark.parametrize("make", [numbers, of_unknown_length])
 def test_an_empty_dataset_is_an_error(make):
     with pytest.raises(DataError, match=re.escape("The dataset has no batch: there is nothing to compute.")):
-        run_epochs(make_feed(make(0)))
+        run_epochs(make_data(make(0)))
 
 
 def test_an_execution_is_given_once():
-    feed = make_feed(numbers(3))
-    _, _, execution = next(iter(feed))
+    data = make_data(numbers(3))
+    _, _, execution = next(iter(data))
     assert next(execution) is execution
     with pytest.raises(StopIteration):
         next(execution)
 
 
 def test_batches_of_an_execution_are_counted_as_they_are_taken():
-    feed = make_feed(of_unknown_length(4))
+    data = make_data(of_unknown_length(4))
     taken = []
-    for _first, _last, execution in feed:
+    for _first, _last, execution in data:
         taken.append([int(batch[0]) for batch in execution.batches()])
         assert execution.num_made == len(taken[-1])
     assert taken == [[0, 1, 2], [3]]
@@ -215,8 +218,8 @@ def test_specs_have_any_number_of_rows_and_read_no_data():
         yield
 
     signature = (tf.TensorSpec((8, 3)), {"label": tf.TensorSpec((8,), tf.int32)})
-    feed = make_feed(tf.data.Dataset.from_generator(generate, output_signature=signature))
-    assert feed.batch_spec == (tf.TensorSpec((None, 3)), {"label": tf.TensorSpec((None,), tf.int32)})
+    data = make_data(tf.data.Dataset.from_generator(generate, output_signature=signature))
+    assert data.batch_spec == (tf.TensorSpec((None, 3)), {"label": tf.TensorSpec((None,), tf.int32)})
 
 
 class Peers:
@@ -239,8 +242,8 @@ class Peers:
     ids=["dense", "ragged", "ragged twice", "ragged, then dense", "sparse"],
 )
 def test_a_worker_that_has_run_out_gives_batches_without_rows_of_the_same_kind(rows):
-    source = Source(tf.data.Dataset.from_tensors({"x": rows}), 1, Peers())
-    batch, none = source.next_batch()["x"], source.next_batch()["x"]
+    reader = BatchReader(tf.data.Dataset.from_tensors({"x": rows}), 1, Peers())
+    batch, none = reader.next_batch()["x"], reader.next_batch()["x"]
     assert tf.type_spec_from_value(batch).most_specific_common_supertype([tf.type_spec_from_value(none)]) is not None
     concat = tf.sparse.concat if isinstance(batch, tf.SparseTensor) else lambda axis, values: tf.concat(values, axis)
     np.testing.assert_array_equal(as_dense(concat(0, [batch, none])), as_dense(rows))
@@ -261,7 +264,7 @@ def test_nobody_waits_for_an_iterator_that_takes_long_to_end():
         def __del__(self):
             ended.append(may_end.wait(60))
 
-    Source(Slow(), 2**40, on_tpu=True).close()
+    BatchReader(Slow(), 2**40, on_tpu=True).close()
     assert ended == []
     may_end.set()
     wait_for_iterators()
@@ -454,9 +457,9 @@ def test_a_tensor_of_unknown_rank_is_refused(mirrored):
 def test_executions_follow_the_clock_in_fit(mirrored, monkeypatch):
     made = []
 
-    class Execution(feed.Execution):
-        def __init__(self, source, num_steps, first=1):
-            super().__init__(source, num_steps, first)
+    class Counted(Execution):
+        def __init__(self, reader, num_steps, first=1):
+            super().__init__(reader, num_steps, first)
             made.append(num_steps)
 
         def run(self, program):
@@ -464,7 +467,7 @@ def test_executions_follow_the_clock_in_fit(mirrored, monkeypatch):
             self.seconds = 0.001 * self.num_made
             return logs
 
-    monkeypatch.setattr(feed, "Execution", Execution)
+    monkeypatch.setattr(epoch_data, "Execution", Counted)
     x = np.zeros((1200, 1), "float32")
     dense(mirrored).fit(x, x, batch_size=4, verbose=0)
     assert made == [1, 1, 8, 64, 120, 106]

@@ -21,7 +21,8 @@ import keras_dist_ext as kde
 from keras_dist_ext._keras.models import HookedModel
 from keras_dist_ext._keras.strategies import strategy_of_variable
 from keras_dist_ext._keras.variables import components
-from keras_dist_ext.training import feed
+from keras_dist_ext.training import epoch_data
+from keras_dist_ext.training.execution import Execution
 from keras_dist_ext.training.model import Functional
 
 X = np.random.default_rng(0).normal(size=(21, 3)).astype("float32")
@@ -590,12 +591,12 @@ def executions(monkeypatch):
     """How many steps each execution was to make."""
     found = []
 
-    class Execution(feed.Execution):
-        def __init__(self, source, num_steps, first=1):
-            super().__init__(source, num_steps, first)
+    class Counted(Execution):
+        def __init__(self, reader, num_steps, first=1):
+            super().__init__(reader, num_steps, first)
             found.append(num_steps)
 
-    monkeypatch.setattr(feed, "Execution", Execution)
+    monkeypatch.setattr(epoch_data, "Execution", Counted)
     return found
 
 

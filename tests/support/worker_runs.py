@@ -293,7 +293,7 @@ def steps_at_once(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
     """The most steps of an execution, with a callback that saves after each epoch."""
     import keras
 
-    from keras_dist_ext.training.feed import Execution
+    from keras_dist_ext.training.execution import Execution
 
     most = 0
     run = Execution.run

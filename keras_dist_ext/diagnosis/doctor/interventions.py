@@ -20,12 +20,12 @@ from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.diagnosis.doctor.examination import Trials
 from keras_dist_ext.errors import KerasDistError
 from keras_dist_ext.step.reducers import MirroredReducer
-from keras_dist_ext.training import feed
 from keras_dist_ext.training.adoption.adopt import adopt
+from keras_dist_ext.training.batch_reader import BatchReader
+from keras_dist_ext.training.execution import Execution
 from keras_dist_ext.training.program import StepProgram
 from keras_dist_ext.training.runners import runner
 from keras_dist_ext.training.snapshot import kept_state
-from keras_dist_ext.training.source import Source
 
 __all__ = ["experiment"]
 
@@ -170,7 +170,7 @@ class _Trial:
         self.num_steps = num_steps
         self._drain_seconds = drain_seconds
         self._run = run
-        self._source = Source(dataset, 2**40, alone=num_steps == 1)
+        self._source = BatchReader(dataset, 2**40, one_step=num_steps == 1)
         self._condition = condition
         self._num_executions = 1
         self._execute()  # traces
@@ -183,7 +183,7 @@ class _Trial:
         self._source.close()
 
     def _execute(self) -> None:
-        self._run(feed.Execution(self._source, self.num_steps))
+        self._run(Execution(self._source, self.num_steps))
 
     def time(self) -> float:
         """Return the seconds a step of a block."""

@@ -53,7 +53,7 @@ class LoopProgram(StepProgram):
         self._exponents = None  # a step was examined: what it differentiates is a mean
         self._kept = kept
         if self._kept:
-            self.go_alone()
+            self.make_single_steps()
 
     def learn_loss_exponents(self) -> None:
         """Know of none: the step adds up its own losses."""

@@ -261,7 +261,7 @@ class TrainLoop(Model):
 
     def _sizers(self, callbacks: Any, workers: Any, *kinds: Kind) -> Any:
         made = super()._sizers(callbacks, workers, *kinds)
-        return [OneStepWhereKept(p, functools.partial(self._keeps, k)) for p, k in zip(made, kinds, strict=True)]
+        return {kind: OneStepWhereKept(made[kind], functools.partial(self._keeps, kind)) for kind in kinds}
 
     def _keeps(self, kind: Kind) -> bool:
         return bool(self.kept(kind))

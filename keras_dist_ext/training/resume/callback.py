@@ -161,9 +161,9 @@ class Resume(RunCallback):
         """Let evaluation continue with its data, too."""
         if self._callbacks is None or self.resumed_from is None:
             return
-        feed, test_feed = self._callbacks.feed, self._callbacks.test_feed
-        if test_feed is not feed and not test_feed.num_passes:
-            test_feed.begin_after(self.resumed_from.num_tests, self.model.replica_seeds.order_of_evaluation())
+        data, test_data = self._callbacks.data, self._callbacks.test_data
+        if test_data is not data and not test_data.num_passes:
+            test_data.begin_after(self.resumed_from.num_tests, self.model.replica_seeds.order_of_evaluation())
 
     # Before and after all other callbacks
 
@@ -179,8 +179,8 @@ class Resume(RunCallback):
         self._others = [own_callback(c) for c in callbacks.callbacks if not isinstance(c, Resume)]
         self._workers = workers_of(self.model.distribute_strategy)
         self._fingerprint = model_fingerprint(self.model)
-        data = callbacks.feed.data_facts  # refuses a generator
-        if callbacks.feed.is_pipeline and not is_deterministic(callbacks.feed.given):
+        data = callbacks.data.data_facts  # refuses a generator
+        if callbacks.data.is_pipeline and not is_deterministic(callbacks.data.given):
             warnings.warn(
                 "The order of the data depends on timing (deterministic=False), so a run that resumes in the middle of "
                 "an epoch may use some examples twice and others not at all. Give the pipeline deterministic=True.",
@@ -199,7 +199,7 @@ class Resume(RunCallback):
         """Resume from the checkpoint, and start to write checkpoints."""
         self._states.begin(self._others)
         self.resumed_from = None
-        feed = self._callbacks.feed
+        data = self._callbacks.data
         if self._loaded is not None:
             metadata = self._loaded[0]
             self.resumed_from = position = Position(**metadata["position"])
@@ -207,13 +207,13 @@ class Resume(RunCallback):
             set_initial_epoch(self.model, max(position.epoch, self.params["epochs"]) if is_over else position.epoch)
             if not is_over:
                 state = _to_parts(self._loaded[1].get("iterator"))
-                feed.seek(position, self.model.replica_seeds.order_of_pass, state)
+                data.seek(position, self.model.replica_seeds.order_of_pass, state)
             self._restore(position)
-            self._warn_of_other_arrays(metadata["data"].get("checksum"), feed.data_facts["checksum"])
-        self._batches_at_save = feed.num_batches_used
+            self._warn_of_other_arrays(metadata["data"].get("checksum"), data.data_facts["checksum"])
+        self._batches_at_save = data.num_batches_used
         self._saved_at = time.monotonic()
         self._num_checkpoints = 0
-        feed.plan = self._plan
+        data.plan = self._plan
         if self.on_preemption:
             self._preemption.install()
 
@@ -231,8 +231,8 @@ class Resume(RunCallback):
 
     def on_execution_end(self) -> None:
         """Write a checkpoint if it is due; at the end of an epoch, `on_after_epoch_end` does."""
-        feed = self._callbacks.feed
-        if feed.agreed_wish and not feed.ends_epoch and self._save(self._epoch) and feed.agreed_wish >= _EXIT:
+        data = self._callbacks.data
+        if data.agreed_wish and not data.ends_epoch and self._save(self._epoch) and data.agreed_wish >= _EXIT:
             self._exit()
 
     def on_after_epoch_end(self, epoch: int) -> None:
@@ -240,7 +240,7 @@ class Resume(RunCallback):
         stopped = bool(self.model.stop_training)
         is_last = stopped or epoch + 1 >= self.params["epochs"]
         must_exit = self._must_exit()
-        is_due = is_last or must_exit or bool(self._callbacks.feed.agreed_wish)
+        is_due = is_last or must_exit or bool(self._callbacks.data.agreed_wish)
         if is_due or (not self._steps and not self._seconds and self._is_due_after_epoch()):
             self._save(epoch + 1, stopped=stopped)
         if must_exit and not is_last:
@@ -260,10 +260,10 @@ class Resume(RunCallback):
             return num_steps, _EXIT
         if not self._is_chief:
             return num_steps, 0
-        feed = self._callbacks.feed
+        data = self._callbacks.data
         if self._steps:
-            left = max(1, self._steps - (feed.num_batches_used - self._batches_at_save))
-            num_steps = min(num_steps, left) if feed.follows_clock else num_steps
+            left = max(1, self._steps - (data.num_batches_used - self._batches_at_save))
+            num_steps = min(num_steps, left) if data.follows_clock else num_steps
             is_due = num_steps >= left
         else:
             is_due = bool(self._seconds) and time.monotonic() - self._saved_at >= self._seconds
@@ -294,17 +294,17 @@ class Resume(RunCallback):
     def _save(self, epoch: int, *, stopped: bool = False) -> bool:
         """Write a checkpoint, except where a worker has just stopped training: then the end of the epoch is saved."""
         began = time.perf_counter()
-        seeds, feed, test_feed = self.model.replica_seeds, self._callbacks.feed, self._callbacks.test_feed
+        seeds, data, test_data = self.model.replica_seeds, self._callbacks.data, self._callbacks.test_data
         num_tests = 0 if self.resumed_from is None else self.resumed_from.num_tests
-        if test_feed is not feed:
-            num_tests = test_feed.num_passes
-        position = feed.position(epoch, order=seeds.num_passes, num_tests=num_tests)
+        if test_data is not data:
+            num_tests = test_data.num_passes
+        position = data.position(epoch, order=seeds.num_passes, num_tests=num_tests)
         snapshot = capture(self.model, self._workers)
         if snapshot.stops and not stopped:
             return False
         if self._is_chief:
             self._write(position, snapshot, stopped)
-        self._batches_at_save = feed.num_batches_used
+        self._batches_at_save = data.num_batches_used
         self._saved_at = time.monotonic()
         self._cost_seconds = max(time.perf_counter() - began, 0.7 * self._cost_seconds)
         self._num_checkpoints += 1
@@ -312,7 +312,7 @@ class Resume(RunCallback):
 
     def _write(self, position: Position, snapshot: Snapshot, stopped: bool) -> None:
         states, arrays = self._states.pack()
-        iterator = self._callbacks.feed.iterator_state()
+        iterator = self._callbacks.data.iterator_state()
         if iterator is not None:
             arrays["iterator"] = _to_array(iterator)
         metadata = {
@@ -323,7 +323,7 @@ class Resume(RunCallback):
             "position": dataclasses.asdict(position),
             "stopped": stopped,
             "order_root": self.model.replica_seeds.order_root,
-            "data": self._callbacks.feed.data_facts,
+            "data": self._callbacks.data.data_facts,
             "callbacks": states,
         }
         self._writer.start(functools.partial(_write, self._checkpoints, metadata, {**snapshot.values, **arrays}))

@@ -1,8 +1,8 @@
 """Hand the data of an epoch to the compiled loop, some steps at a time.
 
 Keras' ``fit``, ``evaluate`` and ``predict`` ask an epoch iterator for ``(first step, last step, iterator)`` and give
-the iterator to the step function. ``Feed`` gives them an ``Execution`` instead: a source of batches, and how many steps
-to make of it. Nothing is pulled ahead of time: data begins once an epoch, and each element is used once.
+the iterator to the step function. ``EpochData`` gives them an ``Execution`` instead: a reader of batches, and how many
+steps to make of it. Nothing is pulled ahead of time: data begins once an epoch, and each element is used once.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
@@ -26,24 +25,18 @@ from keras_dist_ext._keras.adapters import (
     array_shuffle,
     first_batch_of_generator,
     num_array_examples,
-    seed_array_shuffles,
     seed_py_datasets,
 )
-from keras_dist_ext._keras.datasets import (
-    caches_in_memory,
-    captures_variables,
-    dataset_graph,
-    generator_states,
-    unseeded_random_ops,
-    with_seeds,
-)
-from keras_dist_ext._keras.strategies import first_replica, spec_of_replica
+from keras_dist_ext._keras.strategies import spec_of_replica
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.errors import DataError
-from keras_dist_ext.hashing import fold_in
-from keras_dist_ext.messages import warn_once
+from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.strategy.consistency import data_fingerprint
-from keras_dist_ext.strategy.workers import Workers, checksum_of
+from keras_dist_ext.strategy.workers import Workers, checksum_of, workers_of
+from keras_dist_ext.training.batch_reader import BatchReader
+from keras_dist_ext.training.batch_spec import any_number_of_rows
+from keras_dist_ext.training.data_order import DataOrder
+from keras_dist_ext.training.execution import Execution
 from keras_dist_ext.training.execution_sizer import ExecutionSizer
 from keras_dist_ext.training.resume.position import (
     Position,
@@ -57,102 +50,51 @@ from keras_dist_ext.training.resume.position import (
     skip_to,
     take_seekable,
 )
-from keras_dist_ext.training.source import Source
+from keras_dist_ext.training.runtime import ReplicaRuntime
 
-__all__ = ["Execution", "Feed"]
-
-
-class Execution:
-    """Some steps of a source, to be run once; the first of them has a number, counted from 1 in the run."""
-
-    def __init__(self, source: Source, num_steps: int, first: int = 1) -> None:
-        self.source = source
-        self.num_steps = num_steps
-        self.first = first
-        self.num_made = 0
-        self.seconds = 0.0
-        self._is_taken = False
-
-    def run(self, program: Any) -> Any:
-        """Run the steps and return their logs."""
-        begin = time.perf_counter()
-        self.num_made, logs = self.source.run(program, self.num_steps)
-        for leaf in tree.flatten(logs)[:1]:
-            if hasattr(leaf, "numpy"):
-                leaf.numpy()  # wait for the device
-        self.seconds = time.perf_counter() - begin
-        return logs
-
-    def batches(self) -> Iterator[Any]:
-        """Yield the batches one by one."""
-        begin = time.perf_counter()
-        while self.num_made < self.num_steps and self.source.has_more:
-            self.num_made += 1
-            yield self.source.next_batch()
-        self.seconds = time.perf_counter() - begin
-
-    def __next__(self) -> Execution:
-        """Give itself once: Keras' ``predict`` collects what an iterator yields before it calls the step function."""
-        if self._is_taken:
-            raise StopIteration
-        self._is_taken = True
-        return self
+__all__ = ["EpochData"]
 
 
-_ORDERED: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-class Feed(CustomEpochIterator):
+class EpochData(CustomEpochIterator):
     """Keras' epoch iterator over a dataset that is read as it is: replicas cut their rows in the step.
 
     Args:
-        strategy: decides whether the dataset must be handed to devices by TensorFlow (TPU).
-        pace: how many steps an execution makes.
-        workers: the workers that take each step together, if there are several.
-        wants_stop: asked before each execution of several workers.
-        on_stop: called when a worker has asked to stop; no further execution is made.
-        on_epoch_end: called when an epoch has no more steps.
-        order_seed: asked for the seed of the data's order when a pass begins; None leaves the order to chance.
-        is_seeded: asked whether that seed is the run's, and stands above TensorFlow's global one.
+        runtime: of the model that runs.
+        kind: what the data is for.
+        sizer: how many steps an execution makes.
         arguments: those of Keras' ``EpochIterator``.
     """
 
     def __init__(
-        self,
-        strategy: tf.distribute.Strategy,
-        pace: ExecutionSizer,
-        *,
-        workers: Workers | None = None,
-        wants_stop: Callable[[], bool] = lambda: False,
-        on_stop: Callable[[], None] = lambda: None,
-        on_epoch_end: Callable[[], None] = lambda: None,
-        order_seed: Callable[[], int | None] = lambda: None,
-        is_seeded: Callable[[], bool] = lambda: False,
-        **arguments: Any,
+        self, runtime: ReplicaRuntime, kind: Kind | Literal["predict"], sizer: ExecutionSizer, **arguments: Any
     ) -> None:
         self._seekable = take_seekable(arguments)
         super().__init__(**arguments)
-        self._order = 0
-        self._arrays: Any = None
+        self._runtime = runtime
+        self._kind: Kind | Literal["predict"] = kind
+        self._sizer = sizer
+        strategy = runtime.strategy
+        workers = self._workers = workers_of(strategy)
         self._own_rows = False
+        self._common_seed: int | None = None  # of all workers
         dataset = self._given = self.data_adapter.get_tf_dataset()
         if workers is not None:
-            dataset, self._own_rows, self._order = workers.align_data(dataset, _sample_of(self.data_adapter))
+            dataset, self._own_rows, seed = workers.align_data(dataset, _sample_of(self.data_adapter))
+            self._common_seed = seed
             self._dataset = dataset
             self._check_same_data(workers)
-        self._strategy = strategy
         self._is_on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
         if self._is_on_tpu and isinstance(dataset, tf.data.Dataset):
             dataset = strategy.experimental_distribute_dataset(dataset)
         self._dataset = dataset
-        self._pace = pace
-        self._workers = workers
-        self._wants_stop = wants_stop
-        self._on_stop = on_stop
-        self._on_epoch_end = on_epoch_end
-        self._order_seed = order_seed
-        self._is_seeded = is_seeded
-        self._source: Source | None = None
+        self._order = DataOrder(
+            self.data_adapter,
+            self._given,
+            strategy,
+            is_seeded=lambda: runtime.seeds.root is not None,
+            has_own_rows=self._own_rows,
+        )
+        self._reader: BatchReader | None = None
         self._start: Position | None = None
         self._state: Sequence[bytes] | None = None
         self._saves_iterator: bool | None = None
@@ -219,9 +161,9 @@ class Feed(CustomEpochIterator):
         Nothing else would, soon: what Keras' epoch iterators iterate over refers to them, so they are left to Python's
         collector of garbage.
         """
-        source, self._source = self._source, None
-        if source is not None:
-            source.close()
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
 
     # Where a run is, and how to get there
 
@@ -234,7 +176,7 @@ class Feed(CustomEpochIterator):
             num_tests: how many passes evaluation has made over its data.
         """
         made = self._execution.num_made if self._is_running else 0
-        in_pass = self._is_running or (self._source is not None and self.steps_per_epoch is not None)
+        in_pass = self._is_running or (self._reader is not None and self.steps_per_epoch is not None)
         return Position(
             epoch=epoch,
             step=self._first_step + made if self._is_running else 0,
@@ -254,15 +196,15 @@ class Feed(CustomEpochIterator):
     @property
     def follows_clock(self) -> bool:
         """Whether the number of steps of an execution is tuned."""
-        return self._pace.follows_clock
+        return self._sizer.follows_clock
 
     @property
     def ends_epoch(self) -> bool:
         """Whether the last execution was the last one of its epoch."""
-        source, made = self._source, self._execution.num_made
-        if source is None or not source.has_more or made < self._execution.num_steps:
+        reader, made = self._reader, self._execution.num_made
+        if reader is None or not reader.has_more or made < self._execution.num_steps:
             return True
-        length = self.pass_length if source.length_is_known else None
+        length = self.pass_length if reader.length_is_known else None
         is_used = length is not None and self.num_read + made >= length
         return is_used or self._first_step + made == (self.steps_per_epoch or -1)
 
@@ -294,10 +236,10 @@ class Feed(CustomEpochIterator):
         """
         if self._saves_iterator is None:
             self._saves_iterator = has_resumable_iterator(self.data_adapter, self._given)
-        if not self._saves_iterator or self._source is None or not self._is_running:
+        if not self._saves_iterator or self._reader is None or not self._is_running:
             return None
         begin = time.perf_counter()
-        state = self._source.iterator_state()
+        state = self._reader.iterator_state()
         self._saves_iterator = state is not None and time.perf_counter() - begin < 0.05
         return state
 
@@ -329,8 +271,8 @@ class Feed(CustomEpochIterator):
         length = self.pass_length
         start, self._start = self._start, None
         in_pass = start is not None and start.num_pass_batches > 0
-        begins_pass = not in_pass and (self._source is None or self.steps_per_epoch is None)
-        seed = self._order_seed() if begins_pass else None
+        begins_pass = not in_pass and (self._reader is None or self.steps_per_epoch is None)
+        seed = self._runtime.order_seed(self._kind) if begins_pass else None
         if start is not None and in_pass:
             seed = self._order_of(start.order)
         if seed is not None:
@@ -339,33 +281,33 @@ class Feed(CustomEpochIterator):
         if begins_pass or in_pass:
             self._begin_pass(seed, start)
         step = 0 if start is None else start.step
-        known = self._source is not None and self._source.length_is_known
+        known = self._reader is not None and self._reader.length_is_known
         target = self.steps_per_epoch or (length if known else None)
         while not target or step < target:  # no batch at all is an error too
-            source = self._source
-            assert source is not None
-            num_steps = self._pace.num_steps if target is None else min(self._pace.num_steps, target - step)
-            if length is not None and source.length_is_known:
+            reader = self._reader
+            assert reader is not None
+            num_steps = self._sizer.num_steps if target is None else min(self._sizer.num_steps, target - step)
+            if length is not None and reader.length_is_known:
                 num_steps = min(num_steps, length - self.num_read)
             num_steps, self.agreed_wish = self.plan(num_steps)
             if self._workers is not None:
-                stop, num_steps = self._agree(num_steps)
+                stop, num_steps = self._agree_on_steps(num_steps)
                 if stop:
-                    self._on_stop()
+                    self._runtime.stop.confirm()
                     break
-            if num_steps == 0 or not source.has_more:
+            if num_steps == 0 or not reader.has_more:
                 if step == 0 and self.num_read == 0:
                     raise DataError("The dataset has no batch: there is nothing to compute.")
                 if self.steps_per_epoch:
                     self.warn_of_interruption()
                     self.close()
                 break
-            execution = self._execution = Execution(source, num_steps, self._num_batches_used + 1)
+            execution = self._execution = Execution(reader, num_steps, self._num_batches_used + 1)
             self._first_step = step
             self._is_running = True
             yield step, step + num_steps - 1, execution
             self._is_running = False
-            self._pace.record(execution.num_made, execution.seconds)
+            self._sizer.record(execution.num_made, execution.seconds)
             step += execution.num_made
             self.num_read += execution.num_made
             self._num_batches_used += execution.num_made
@@ -373,25 +315,21 @@ class Feed(CustomEpochIterator):
             self.close()
         self._num_epochs += 1
         heartbeat.data_ends()
-        self._on_epoch_end()
+        self._runtime.end_epoch()
         self.data_adapter.on_epoch_end()
 
     def _begin_pass(self, seed: int | None, start: Position | None = None) -> None:
         self.close()
-        dataset = None
         if self._num_missed and self.is_pipeline:
-            ordered = None if self._first_order is None else self._ordered(self._first_order)
+            ordered = None if self._first_order is None else self._order.of_pipeline(self._first_order)
             replay_passes(self._num_missed, self._given, ordered)
         self._num_missed = 0
-        if isinstance(self.data_adapter, ArrayDataAdapter):
-            if seed is None and self._workers is not None:
-                seed = self._order + 1  # of the seed that the workers have agreed on
-            if seed is not None and array_shuffle(self.data_adapter):
-                dataset = self._arrays_in_order(seed)
-        elif seed is not None:
-            dataset = self._ordered(seed)
+        if seed is None and self._common_seed is not None and isinstance(self.data_adapter, ArrayDataAdapter):
+            seed = self._common_seed = self._common_seed + 1
+        dataset = self._order.dataset(seed)
+        if dataset is None:
+            dataset = self._dataset
         workers = self._workers if self._own_rows else None
-        dataset = self._dataset if dataset is None else dataset
         self.num_passes += 1
         skip = self.num_read = 0 if start is None else start.num_pass_batches
         self._num_batches_used += skip
@@ -405,62 +343,26 @@ class Feed(CustomEpochIterator):
         entered = skip_to(skip, self.data_adapter, seed)
         if entered is not None:
             dataset, skip = entered, 0
-        self._source = Source(
+        self._reader = BatchReader(
             dataset,
             self.pass_length,
             workers,
             on_tpu=self._is_on_tpu,
             skip=skip,
             state=state,
-            alone=self._pace.num_steps == 1 and not self._pace.follows_clock,
+            one_step=self._sizer.num_steps == 1 and not self._sizer.follows_clock,
         )
 
-    def _arrays_in_order(self, seed: int) -> Any:
-        self._order = seed
-        if self._arrays is None:
-            with seed_array_shuffles(lambda: self._order):
-                self._arrays = self.data_adapter.get_tf_dataset()
-        return self._arrays
-
-    def _ordered(self, seed: int) -> Any:
-        """The dataset with what is random in it drawn by a seed; None where nothing is, or TensorFlow hides it."""
-        if self._is_on_tpu or not isinstance(self._given, tf.data.Dataset):
-            return None
-        graph = dataset_graph(self._given)
-        if graph is None:
-            return None
-        if caches_in_memory(graph):  # made once, it keeps what it has cached, and reshuffles by itself
-            if self._given not in _ORDERED:
-                if unseeded_random_ops(graph, over_global=self._is_seeded()) or generator_states(graph):
-                    warn_once(
-                        "The pipeline keeps elements in memory (cache()) and draws random numbers in its functions, "
-                        "which therefore cannot follow the seed of the run: they differ from run to run. Draw in the "
-                        "model, by Keras' layers or keras.random, or by tf.random.stateless_* ops."
-                    )
-                _ORDERED[self._given] = with_seeds(self._given, graph, seed, over_global=self._is_seeded())
-            return _ORDERED[self._given]
-        worker = first_replica(self._strategy) if self._own_rows else 0
-        map_seed = fold_in(seed, "map", worker)
-        holds_variables = captures_variables(graph)
-        ordered = with_seeds(self._given, graph, seed, map_seed, over_global=self._is_seeded())
-        if holds_variables and ordered is not self._given:
-            warn_once(
-                "The pipeline's functions read a tf.Variable. To have its order follow a seed, it is made anew for "
-                "each pass, with a copy of the variable: what is assigned in the middle of a pass is seen in the next "
-                "one. Give its shuffles seeds of their own if that matters."
-            )
-        return ordered
-
-    def _agree(self, num_steps: int) -> tuple[bool, int]:
+    def _agree_on_steps(self, num_steps: int) -> tuple[bool, int]:
         assert self._workers is not None
-        stop, wish = float(self._wants_stop()), float(self.agreed_wish)
+        stop, wish = float(self._runtime.wants_stop(self._kind)), float(self.agreed_wish)
         stops, wishes, steps = self._workers.sum([stop, wish, float(num_steps) if self._workers.is_chief else 0.0])
         self.agreed_wish = int(wishes)
         return stops > 0, int(steps)
 
     @contextlib.contextmanager
     def catch_stop_iteration(self) -> Iterator[None]:
-        """Let everything through: a pass ends where ``Feed`` says so."""
+        """Let everything through: a pass ends where ``EpochData`` says so."""
         yield
 
 
@@ -471,23 +373,3 @@ def _sample_of(adapter: Any) -> int | None:
     if isinstance(adapter, GeneratorDataAdapter):
         return checksum_of(first_batch_of_generator(adapter))
     return None
-
-
-def any_number_of_rows(spec: Any) -> Any:
-    """Return a dense ``TensorSpec`` like ``spec`` with an unknown first dimension.
-
-    Raises:
-        DataError: it does not say how many dimensions there are.
-    """
-    if spec is None:
-        return None
-    shape = tf.TensorShape(spec.shape)
-    if shape.rank is None:
-        raise DataError(
-            f"The dataset gives a tensor of {tf.as_dtype(spec.dtype).name} whose number of dimensions is unknown, so "
-            "that no model can be built for it, nor rows be cut. Say its shape where it is made, as after "
-            "tf.py_function: `tf.ensure_shape(tensor, [None, ...])`."
-        )
-    if shape.rank > 0:
-        shape = tf.TensorShape([None]).concatenate(shape[1:])
-    return tf.TensorSpec(shape, tf.as_dtype(spec.dtype))

@@ -14,10 +14,10 @@ from keras_dist_ext._keras.datasets import iterator_state, set_iterator_state
 from keras_dist_ext.data.iterators import release_iterator
 from keras_dist_ext.strategy.workers import Workers
 
-__all__ = ["Source"]
+__all__ = ["BatchReader"]
 
 
-class Source:
+class BatchReader:
     """Batches of one pass over a dataset, one ahead where the end cannot be foreseen.
 
     Args:
@@ -26,7 +26,7 @@ class Source:
         workers: given where each worker reads rows of its own; they take part in a step until all have none left.
         skip: how many of the first batches were used before.
         state: what an iterator held after these, to be put back instead of reading up to there.
-        alone: whether all executions have one step.
+        one_step: whether all executions have one step, for which there is a graph without a loop.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class Source:
         on_tpu: bool = False,
         skip: int = 0,
         state: Sequence[bytes] | None = None,
-        alone: bool = False,
+        one_step: bool = False,
     ) -> None:
-        self._alone = alone
+        self.one_step = one_step
         if state is not None:
             self.iterator = iter(dataset)
             if not set_iterator_state(self.iterator, state):
@@ -60,10 +60,10 @@ class Source:
         # What TensorFlow has distributed does not know its length for sure; on a TPU it must, to loop there.
         self._looks_ahead = length is None or workers is not None or not (self._is_plain or on_tpu)
         self._workers = workers
-        self._spec = dataset.element_spec
+        self.spec = dataset.element_spec
         if workers is not None:
-            self._spec = tree.map_structure(_any_rows, self._spec)
-        self._ahead: Any = None
+            self.spec = tree.map_structure(_any_rows, self.spec)
+        self.ahead: Any = None
         self._has_more = True
         self._waited_seconds = 0.0  # for a batch of this worker's, since that was asked for
         if self._looks_ahead:
@@ -88,33 +88,27 @@ class Source:
         """Whether another batch is there; True where the length is known and the caller counts."""
         return self._has_more
 
-    def run(self, program: Any, num_steps: int) -> tuple[int, Any]:
-        """Run up to ``num_steps`` steps; return how many were made, and the logs."""
-        if hasattr(program, "run_source"):
-            return program.run_source(self._batches(), num_steps)  # type: ignore[no-any-return]
-        if self._workers is not None or not (self._is_plain or self._is_on_tpu):
-            made, logs = 0, None
-            run = program.on_batches_like(self._spec, of_worker=self.is_of_worker)
-            while made < num_steps and self.has_more:
-                batch = self.next_batch()
-                program.waited_seconds = self._take_waited()
-                logs = run(batch)
-                made += 1
-            return made, logs
-        if not self._looks_ahead:
-            return num_steps, program.on_iterator(self.iterator, num_steps, alone=self._alone)
-        program.waited_seconds = self._take_waited()
-        made, self._ahead, self._has_more, logs = program.on_optional(
-            self._ahead, self.iterator, num_steps, alone=self._alone
-        )
-        return made, logs
+    @property
+    def is_read_by_host(self) -> bool:
+        """Whether each batch is read by Python before its step, because the graph cannot."""
+        return self._workers is not None or not (self._is_plain or self._is_on_tpu)
 
-    def _take_waited(self) -> float:
-        """Return once how long batches have taken that were pulled ahead."""
+    def advance(self, ahead: Any, *, has_more: bool) -> None:
+        """Go on after steps that have read for themselves.
+
+        Args:
+            ahead: the batch that they have read ahead, an optional.
+            has_more: whether it is there.
+        """
+        self.ahead, self._has_more = ahead, has_more
+
+    def take_waited(self) -> float:
+        """Return once how many seconds batches have taken that were read ahead."""
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return waited
 
-    def _batches(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches that are left."""
         while self.has_more:
             try:
                 yield self.next_batch()
@@ -126,11 +120,11 @@ class Source:
         if not self._looks_ahead:
             return next(self.iterator)
         if not self._is_plain:
-            batch = self._ahead
-        elif self._ahead.has_value():
-            batch = self._ahead.get_value()
+            batch = self.ahead
+        elif self.ahead.has_value():
+            batch = self.ahead.get_value()
         else:
-            batch = tree.map_structure(_no_rows, self._spec)
+            batch = tree.map_structure(_no_rows, self.spec)
         self._look_ahead()
         return batch
 
@@ -138,17 +132,17 @@ class Source:
         """Release the iterator: no more batches are asked for."""
         held = [self.iterator]
         del self.iterator
-        self._ahead, self._has_more = None, False
+        self.ahead, self._has_more = None, False
         release_iterator(held)
 
     def _look_ahead(self) -> None:
         begin = time.perf_counter()
         if self._is_plain:
-            self._ahead = self.iterator.get_next_as_optional()
-            self._has_more = bool(self._ahead.has_value())
+            self.ahead = self.iterator.get_next_as_optional()
+            self._has_more = bool(self.ahead.has_value())
         else:
-            self._ahead = next(self.iterator, None)
-            self._has_more = self._ahead is not None
+            self.ahead = next(self.iterator, None)
+            self._has_more = self.ahead is not None
         self._waited_seconds += time.perf_counter() - begin  # without what follows: waiting for other workers
         if self._workers is not None:
             self._has_more = self._workers.sum([float(self._has_more)])[0] > 0

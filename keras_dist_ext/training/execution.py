@@ -1,0 +1,56 @@
+"""Say which steps are to be made at once, on which batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from keras_dist_ext._keras import tree
+from keras_dist_ext.training.batch_reader import BatchReader
+
+__all__ = ["Execution", "Program"]
+
+
+class Program(Protocol):
+    """Makes steps of one kind on the batches of a reader."""
+
+    def run(self, reader: BatchReader, num_steps: int) -> tuple[int, Any]:
+        """Run up to so many steps; return how many were made, and the logs."""
+
+
+class Execution:
+    """Some steps on the batches of a reader, to be run once; the first has a number, counted from 1 in the run."""
+
+    def __init__(self, reader: BatchReader, num_steps: int, first: int = 1) -> None:
+        self.reader = reader
+        self.num_steps = num_steps
+        self.first = first
+        self.num_made = 0
+        self.seconds = 0.0
+        self._is_taken = False
+
+    def run(self, program: Program) -> Any:
+        """Run the steps and return their logs."""
+        begin = time.perf_counter()
+        self.num_made, logs = program.run(self.reader, self.num_steps)
+        for leaf in tree.flatten(logs)[:1]:
+            if hasattr(leaf, "numpy"):
+                leaf.numpy()  # wait for the device
+        self.seconds = time.perf_counter() - begin
+        return logs
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the batches one by one."""
+        begin = time.perf_counter()
+        while self.num_made < self.num_steps and self.reader.has_more:
+            self.num_made += 1
+            yield self.reader.next_batch()
+        self.seconds = time.perf_counter() - begin
+
+    def __next__(self) -> Execution:
+        """Give itself once: Keras' ``predict`` collects what an iterator yields before it calls the step function."""
+        if self._is_taken:
+            raise StopIteration
+        self._is_taken = True
+        return self
