@@ -1,4 +1,4 @@
-"""The messages that the guide quotes are those of the package."""
+"""The guide's pages are alike, and the messages that they quote are those of the package."""
 
 import ast
 import re
@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "keras_dist_ext"
-PAGE = (PACKAGE / "docs" / "guide" / "troubleshooting.md").read_text(encoding="utf-8")
+GUIDE = PACKAGE / "docs" / "guide"
+PAGE = (GUIDE / "troubleshooting.md").read_text(encoding="utf-8")
+SUBJECTS = sorted({path.stem for path in GUIDE.glob("*.md")} - {"index", "examples", "troubleshooting"})
 
 
 def messages():
@@ -39,3 +41,13 @@ def test_the_page_quotes_messages():
 def test_a_quoted_message_is_one_of_the_package(message):
     pattern = re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL)
     assert any(pattern.search(text) for text in TEXTS)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_a_page_begins_with_an_example_and_ends_with_limits(subject):
+    text = (GUIDE / f"{subject}.md").read_text(encoding="utf-8")
+    before_example, _, rest = text.partition("```py")
+    assert rest, f"{subject}.md has no example"
+    assert "\n## " not in before_example, f"the first example of {subject}.md comes after a heading"
+    assert "\n## Limits\n" in rest
+    assert f"]({subject}.md)" in (GUIDE / "index.md").read_text(encoding="utf-8")
