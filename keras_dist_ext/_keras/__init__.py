@@ -1,16 +1,28 @@
 """The one door to Keras, and to what Keras, TensorFlow and keras-tuner do not document.
 
-Every other module says ``from keras_dist_ext._keras import keras``. Whatever is private upstream is a function of one
-of the modules here, which names the upstream file that it stands on; ``tests/upstream`` fails when one of them changes.
-Written against Keras 3.15.1, TensorFlow 2.21.0 and keras-tuner 1.4.8.
+Every other module says ``from keras_dist_ext._keras import keras``. Whatever is private upstream is a function, or a
+class to derive from, of one of the modules here, which names the upstream file that it stands on; ``tests/upstream``
+fails when one of them changes. Written against Keras 3.15.1, TensorFlow 2.21.0 and keras-tuner 1.4.8.
 
-- ``hooks``, ``layer_hooks``: what Keras' code does while the step of a replica is traced (``interception`` sends it)
-- ``random``, ``variables``, ``losses``, ``optimizers``, ``layers``, ``models``, ``saving``: parts of a model
-- ``datasets``, ``adapters``: its data
-- ``callbacks``: what watches it
-- ``tracing``: its graphs
-- ``strategies``, ``cluster``: where it runs
-- ``keras_tuner``: what searches it
+In reading order:
+
+    interception  how calls of a thread in Keras' code get to the step whose replica it is tracing
+    hooks         which calls: losses, metrics, optimizers, variables, random numbers
+    layer_hooks   and those of layers
+    variables     copies of a variable, and variables made elsewhere
+    random        generators, and the ops that draw
+    losses        weights, masks, and steps without parts
+    optimizers    what they train, count and accumulate
+    layers        what they hold
+    models        what ``compile`` and ``fit`` know, and a model class to derive from
+    saving        how Keras saves an object
+    callbacks     what Keras' own look at
+    adapters      the data of ``fit``
+    datasets      graphs, iterators and shards of tf.data
+    tracing       graphs, and how functions are traced and called
+    strategies    replicas, and whose strategy is whose
+    cluster       the coordination service, and workers
+    keras_tuner   trials and oracles
 """
 
 from __future__ import annotations
