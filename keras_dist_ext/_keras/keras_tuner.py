@@ -31,6 +31,7 @@ except ImportError as error:
 __all__ = [
     "FatalTunerError",
     "keras_tuner",
+    "HookedTuner",
     "objectives_of",
     "score_of",
     "callbacks_with_empty_batch_hooks",
@@ -48,6 +49,35 @@ __all__ = [
 
 class FatalTunerError(TunerError, keras_tuner.errors.FatalError):  # type: ignore[misc]
     """A mistake in how a search was set up; keras-tuner does not take it for a failed trial."""
+
+
+class HookedTuner(keras_tuner.Tuner):  # type: ignore[misc]
+    """A tuner that asks its subclass what keras-tuner decides in private methods (engine/base_tuner.py, tuner.py)."""
+
+    def _discover_space(self) -> None:
+        """Find the hyperparameters to search, by building a model."""
+        super()._populate_initial_space()
+
+    def _build_for_trial(self, hp: Any) -> Any:
+        """Build a model with values after clearing Keras' session; raise FailedTrialError where it is too large."""
+        return super()._try_build(hp)
+
+    def _compile_for_trial(self, model: Any) -> None:
+        """Compile a model by the arguments that the tuner was given."""
+        super()._override_compile_args(model)
+
+    def _build_model(self, hp: Any) -> Any:
+        """Build and compile a model with values, once."""
+        return self._build_hypermodel(hp)
+
+    def _populate_initial_space(self) -> None:
+        self._discover_space()
+
+    def _try_build(self, hp: Any) -> Any:
+        return self._build_for_trial(hp)
+
+    def _override_compile_args(self, model: Any) -> None:
+        self._compile_for_trial(model)
 
 
 def objectives_of(objective: Any) -> list[Any]:

@@ -20,6 +20,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 __all__ = [
     "clone_function",
+    "scratch_graph",
     "functions_of_op",
     "set_op_device",
     "op_spans",
@@ -38,6 +39,11 @@ def clone_function(function: Any) -> Any:
     One that was loaded from a file has nothing but its traces (saved_model/function_deserialization.py), and is itself.
     """
     return function._clone(None) if type(function) is polymorphic_function.Function else function
+
+
+def scratch_graph(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Trace what follows aside, into a graph that nothing runs (tensorflow/python/framework/func_graph.py)."""
+    return tf.__internal__.FuncGraph(name).as_default()  # type: ignore[no-any-return]
 
 
 def functions_of_op(op: Any) -> list[Any]:

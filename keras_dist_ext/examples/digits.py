@@ -19,7 +19,6 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow starts: what it says about GPUs is not asked for
 
-import keras
 import numpy as np
 import tensorflow as tf
 from rich import box
@@ -27,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 import keras_dist_ext as kde
+from keras_dist_ext._keras import keras
 from keras_dist_ext.examples.demo_options import add_options, given_options
 from keras_dist_ext.monitoring.terminal import TerminalWriter
 from keras_dist_ext.step.stats import ReplicaStats

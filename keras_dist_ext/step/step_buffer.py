@@ -189,30 +189,27 @@ class _Reading:
 class BufferSlice:
     """The records of executions, in the buffer or read.
 
-    Attributes:
-        num_steps: n.
-
     Args:
         buffer: where they are.
+
+    Attributes:
         reading: what they are read with.
         first: the place of their first step in that.
-        num_steps: see above.
+        num_steps: n.
     """
 
-    __slots__ = ("_buffer", "_first", "_reading", "num_steps")
+    __slots__ = ("_buffer", "first", "num_steps", "reading")
 
     def __init__(self, buffer: StepBuffer, reading: _Reading, first: int, num_steps: int) -> None:
         self.num_steps = num_steps
         self._buffer = buffer
-        self._reading = reading
-        self._first = first
+        self.reading = reading
+        self.first = first
 
     def extend(self, buffer: StepBuffer, num_steps: int) -> bool:
         """Take in the last steps of a buffer, those of the last execution, if they follow directly; say whether."""
-        follows = (
-            self._reading is buffer._reading
-            and self._first + self.num_steps + num_steps == buffer._num_steps - buffer._first_unread
-        )
+        last = buffer.last(num_steps)
+        follows = self.reading is last.reading and self.first + self.num_steps == last.first
         if follows:
             self.num_steps += num_steps
         return follows
@@ -220,7 +217,7 @@ class BufferSlice:
     @property
     def steps(self) -> BufferedSteps:
         """What is recorded of them."""
-        if self._reading.tables is None:
+        if self.reading.tables is None:
             self._buffer.read()
-        assert self._reading.tables is not None
-        return self._buffer.named([table[self._first : self._first + self.num_steps] for table in self._reading.tables])
+        assert self.reading.tables is not None
+        return self._buffer.named([table[self.first : self.first + self.num_steps] for table in self.reading.tables])

@@ -18,7 +18,7 @@ from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.models import overrides
 from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import is_default_strategy, regroup, replica_id
-from keras_dist_ext._keras.tracing import IteratorFunction, traced_graphs
+from keras_dist_ext._keras.tracing import IteratorFunction, scratch_graph, traced_graphs
 from keras_dist_ext.data import split as data
 from keras_dist_ext.step.added_losses import UnknownLossExponents, find_exponents, placeholders
 from keras_dist_ext.step.graphs import in_graph
@@ -109,7 +109,7 @@ class StepProgram:
         loops, self._loops = self._loops, False
         spec = self._runtime.batch_spec
         try:
-            with self._exponents.learn(), tf.__internal__.FuncGraph("exponents_of_a_step").as_default():
+            with self._exponents.learn(), scratch_graph("exponents_of_a_step"):
                 self._one(placeholders(spec))
         except ComputesWithResults:
             self._pools_results = True
@@ -491,7 +491,7 @@ class StepProgram:
         if self._plain_logs or tf.executing_eagerly():
             return []
         try:
-            with tf.__internal__.FuncGraph("logs_of_a_step").as_default():
+            with scratch_graph("logs_of_a_step"):
                 extra, _ = self._one(next_batch(), of_worker=of_worker)
         except ComputesWithResults:
             self._pools_results = True

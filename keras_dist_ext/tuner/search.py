@@ -9,7 +9,13 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.keras_tuner import callbacks_of_worker, keras_tuner, objectives_of, replace_space
+from keras_dist_ext._keras.keras_tuner import (
+    HookedTuner,
+    callbacks_of_worker,
+    keras_tuner,
+    objectives_of,
+    replace_space,
+)
 from keras_dist_ext._keras.models import compile_arguments
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.messages import counted
@@ -37,7 +43,7 @@ from keras_dist_ext.tuner.trial_run import TrialRun, fit_with_coupled
 __all__ = ["BayesianOptimization", "GridSearch", "Hyperband", "RandomSearch", "StrategySearch", "with_strategies"]
 
 
-class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
+class StrategySearch(HookedTuner):
     """A tuner that runs each trial under a strategy of its own; everything else is keras-tuner's.
 
     It comes first among the bases of a class, ``class Mine(StrategySearch, keras_tuner.RandomSearch)``, or by
@@ -115,12 +121,12 @@ class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
 
     # The space
 
-    def _populate_initial_space(self) -> None:
+    def _discover_space(self) -> None:
         self.oracle.hyperparameters = self.oracle.hyperparameters.copy()  # the user may give them to other tuners
         self._strategies.declare(self.oracle.hyperparameters)
         self._coupled.declare(self.oracle.hyperparameters)
         with self._builder.purpose(Purpose.DISCOVER):
-            super()._populate_initial_space()
+            super()._discover_space()
         if isinstance(self.oracle, keras_tuner.oracles.GridSearchOracle):
             replace_space(self.oracle, strategy_last)
         self._check_project(is_reloaded=False)
@@ -160,9 +166,9 @@ class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
             self._builder.couple(model)
         return model
 
-    def _try_build(self, hp: keras_tuner.HyperParameters) -> keras.Model:
+    def _build_for_trial(self, hp: keras_tuner.HyperParameters) -> keras.Model:
         with self._builder.kept_settings():
-            return super()._try_build(hp)
+            return super()._build_for_trial(hp)
 
     @property
     def _compile_overrides(self) -> dict[str, Any]:
@@ -170,7 +176,7 @@ class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
         given = {name: getattr(self, name, None) for name in ("optimizer", "loss", "metrics")}
         return {name: value for name, value in given.items() if value}
 
-    def _override_compile_args(self, model: keras.Model) -> None:
+    def _compile_for_trial(self, model: keras.Model) -> None:
         """Compile a model with the tuner's arguments; keras-tuner's own forgets the others, or fails without any."""
         given = self._compile_overrides
         if not given:
@@ -293,7 +299,7 @@ class StrategySearch(keras_tuner.Tuner):  # type: ignore[misc]
             if hp.is_active(one):
                 hp.values.setdefault(one.name, one.default)
         hp.ensure_active_values()
-        model, hypermodel = self._build_hypermodel(hp), self.hypermodel
+        model, hypermodel = self._build_model(hp), self.hypermodel
         assert hypermodel is not None
         values = self._builder.built.values
         return ModelBenchmark(model, hypermodel.train, hp, values, args, kwargs, has_own_fit=hypermodel.has_own_fit)

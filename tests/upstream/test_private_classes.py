@@ -169,3 +169,35 @@ def test_a_list_of_callbacks_may_be_deleted_before_it_is_set_up() -> None:
     keras.callbacks.CallbackList.__init__(unfinished, [keras.callbacks.History()], model=compiled())
     unfinished.on_train_begin()
     unfinished.on_train_end()
+
+
+def test_keras_tuner_asks_a_hooked_tuner_for_its_space_its_models_and_how_to_compile_them(tmp_path: Any) -> None:
+    keras_tuner = pytest.importorskip("keras_tuner")
+    from keras_dist_ext._keras.keras_tuner import HookedTuner
+
+    asked: list[str] = []
+
+    class Own(HookedTuner, keras_tuner.RandomSearch):  # type: ignore[misc]
+        def _discover_space(self) -> None:
+            asked.append("space")
+            super()._discover_space()
+
+        def _build_for_trial(self, hp: Any) -> Any:
+            asked.append("build")
+            return super()._build_for_trial(hp)
+
+        def _compile_for_trial(self, model: Any) -> None:
+            asked.append("compile")
+            super()._compile_for_trial(model)
+
+    def build(hp: Any) -> Any:
+        net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(hp.Int("units", 1, 3))])
+        net.compile("sgd", "mse")
+        return net
+
+    tuner = Own(build, "loss", max_trials=1, directory=tmp_path, project_name="search", loss="mae")
+    assert asked[0] == "space"
+    model = tuner._try_build(tuner.oracle.get_space())  # what a trial does
+    assert model.loss == "mae"
+    assert asked == ["space", "build", "compile"]
+    assert tuner._build_model(tuner.oracle.get_space()).loss == "mae"
