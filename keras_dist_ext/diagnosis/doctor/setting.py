@@ -149,7 +149,8 @@ def _num_time_steps(layer: Any, model: Any) -> int:
     try:
         shape = layer.input.shape
     except (AttributeError, ValueError):  # it was called in no graph of layers
-        leaves = keras.tree.flatten(getattr(model, "_batch_spec", None))
+        runtime = runtime_of(model)
+        leaves = [] if runtime is None else keras.tree.flatten(runtime.batch_spec)
         shapes = [tuple(leaf.shape) for leaf in leaves if getattr(leaf, "shape", None) is not None]
         shape = next((shape for shape in shapes if len(shape) == 3), (None, None))
     return int(shape[1] or 0)
