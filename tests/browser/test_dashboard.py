@@ -192,6 +192,7 @@ def wait_for(condition, timeout=60.0):
 # --- what is drawn
 
 
+@pytest.mark.slow
 def test_the_tab_is_there_and_opens_with_the_training_that_was_written_last(page, board):
     listing = board.get("data/plugins_listing")[1].decode()
     assert (
@@ -200,6 +201,7 @@ def test_the_tab_is_there_and_opens_with_the_training_that_was_written_last(page
     assert page.find("h2").text == MIRRORED  # its validation is newer, but not what one wants to see first
 
 
+@pytest.mark.slow
 def test_the_loss_of_every_replica_their_mean_and_their_band_are_drawn(page):
     loss = page.drawn(MIRRORED)["loss"]
     assert loss["x"] == list(range(120))
@@ -212,6 +214,7 @@ def test_the_loss_of_every_replica_their_mean_and_their_band_are_drawn(page):
     assert len({one["color"] for one in loss["series"] if one["name"].startswith("replica")}) == 4
 
 
+@pytest.mark.slow
 def test_the_band_is_there_without_the_replicas_too(page):
     assert band_pixels(page) < 3 * band_pixels(page, "none")
     assert band_pixels(page, "none") > 500
@@ -229,6 +232,7 @@ def band_pixels(page, replicas="all"):
     return int((np.abs(pixels - (221, 223, 225)).max(axis=-1) <= 2).sum())
 
 
+@pytest.mark.slow
 def test_throughput_is_drawn_for_each_replica_stacked_and_in_total(page):
     rates = [column(mirrored(), names.EXAMPLES_PER_SECOND, replica) for replica in range(4)]
     lines = page.lines("throughput", MIRRORED)
@@ -244,6 +248,7 @@ def test_throughput_is_drawn_for_each_replica_stacked_and_in_total(page):
     assert view["y"][0] == 0
 
 
+@pytest.mark.slow
 def test_the_heat_map_has_a_row_a_replica_and_darker_cells_for_longer_steps(page):
     for tag in (names.STEP_SECONDS, names.COMPUTE_SECONDS, names.INPUT_SECONDS, names.SYNC_SECONDS):
         page.click(f'.card[data-chart=heatmap] [data-value="{tag}"]')
@@ -273,6 +278,7 @@ def luminance(color):
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
+@pytest.mark.slow
 def test_one_long_first_step_does_not_make_all_others_look_alike(page):
     page.choose(LONG)
     heat = page.drawn(LONG)["heatmap"]
@@ -280,6 +286,7 @@ def test_one_long_first_step_does_not_make_all_others_look_alike(page):
     assert low < 0.11 < high <= most
 
 
+@pytest.mark.slow
 def test_bars_split_a_step_into_compute_input_and_sync(page):
     bars = page.drawn(MIRRORED)["split"]["bars"]
     tags = {"compute": names.COMPUTE_SECONDS, "input": names.INPUT_SECONDS, "sync": names.SYNC_SECONDS}
@@ -295,6 +302,7 @@ def test_bars_split_a_step_into_compute_input_and_sync(page):
     assert heights == pytest.approx([heights[0]] * 4)
 
 
+@pytest.mark.slow
 def test_the_table_has_the_numbers_of_each_replica_and_marks_the_worst(page):
     table = page.drawn(MIRRORED)["table"]
     rows = [dict(zip(table["columns"], row["values"], strict=True)) for row in table["rows"]]
@@ -327,6 +335,7 @@ def test_the_table_has_the_numbers_of_each_replica_and_marks_the_worst(page):
     assert "7,680" in cells
 
 
+@pytest.mark.slow
 def test_no_number_is_marked_the_worst_that_reads_like_the_best(page):
     worst_of = """
         const loaded = performance.getEntriesByType("resource").map(({ name }) => name);
@@ -338,6 +347,7 @@ def test_no_number_is_marked_the_worst_that_reads_like_the_best(page):
     assert page.run(worst_of, [1.0, 0.9999, 0.9998]) is None
 
 
+@pytest.mark.slow
 def test_the_table_sorts_by_any_column_both_ways(page):
     def order():
         return [row["replica"] for row in page.drawn(MIRRORED)["table"]["rows"]]
@@ -355,6 +365,7 @@ def test_the_table_sorts_by_any_column_both_ways(page):
     assert order() == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_strategy_reason_devices_seeds_and_versions_are_at_the_top(page):
     for details in page.all("details"):
         details.click()
@@ -380,6 +391,7 @@ def test_findings_are_shown_with_what_to_do_and_marked_in_the_charts(page):
     assert low < 60 < high < low + 20
 
 
+@pytest.mark.slow
 def test_the_numbers_one_looks_at_first(page):
     tiles = {tile.get_attribute("data-tile"): tile.text for tile in page.all(".tile")}
     loss = over(mirrored(), names.LOSS, "mean")[-1]
@@ -397,6 +409,7 @@ def views(page, experiment):
     return [found[chart]["view"]["x"] for chart in CHARTS]
 
 
+@pytest.mark.slow
 def test_a_zoom_is_shared_by_all_charts_and_a_double_click_ends_it(page):
     assert views(page, MIRRORED) == [[0, 119]] * 4
     page.drag("loss", 0.25, 0.5, MIRRORED)
@@ -414,6 +427,7 @@ def test_a_zoom_is_shared_by_all_charts_and_a_double_click_ends_it(page):
     assert views(page, MIRRORED) == [[0, 119]] * 4
 
 
+@pytest.mark.slow
 def test_a_zoom_fetches_every_step_and_what_is_reduced_has_its_extremes(page):
     page.choose(LONG)
     whole = page.drawn(LONG)["loss"]
@@ -433,6 +447,7 @@ def test_a_zoom_fetches_every_step_and_what_is_reduced_has_its_extremes(page):
     assert drawn == pytest.approx({step: written[step] for step in drawn}, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_hovering_reads_the_values_of_all_charts_at_the_same_step(page):
     page.hover("loss", 0.5, MIRRORED)
     wait_for(lambda: page.find('.card[data-chart="heatmap"] .readout').text)
@@ -451,6 +466,7 @@ def test_hovering_reads_the_values_of_all_charts_at_the_same_step(page):
     wait_for(lambda: "replica 2" in page.find(".tooltip").text or "replica 1" in page.find(".tooltip").text)
 
 
+@pytest.mark.slow
 def test_a_log_scale_is_for_lines_and_drops_what_it_cannot_show(page):
     page.choose(LONG)
     page.click("[data-control=log]")
@@ -465,6 +481,7 @@ def test_a_log_scale_is_for_lines_and_drops_what_it_cannot_show(page):
     assert not page.drawn(LONG)["loss"]["view"]["log"]
 
 
+@pytest.mark.slow
 def test_smoothing_is_tensorboards(page):
     page.run("const e = document.getElementById('smoothing'); e.value = 0.6; e.dispatchEvent(new Event('input'))")
     lines = page.lines("loss", MIRRORED)
@@ -477,6 +494,7 @@ def test_smoothing_is_tensorboards(page):
     assert lines["highest"] == close(over(mirrored(), names.LOSS, "max")), "extremes are not smoothed away"
 
 
+@pytest.mark.slow
 def test_the_axis_is_steps_or_time(page):
     page.drag("loss", 0.25, 0.5, MIRRORED)
     low, high = views(page, MIRRORED)[0]
@@ -492,6 +510,7 @@ def test_the_axis_is_steps_or_time(page):
     assert views(page, MIRRORED)[0] == pytest.approx([low, (low + high) / 2], abs=1)
 
 
+@pytest.mark.slow
 def test_a_click_on_a_replica_hides_it_everywhere(page):
     def shown():
         found = page.drawn(MIRRORED)
@@ -519,6 +538,7 @@ def test_a_click_on_a_replica_hides_it_everywhere(page):
     assert page.drawn(MIRRORED)["table"]["rows"] == []
 
 
+@pytest.mark.slow
 def test_what_was_chosen_is_remembered(page):
     page.click("[data-control=log]")
     page.click("[data-value=relative]")
@@ -528,6 +548,7 @@ def test_what_was_chosen_is_remembered(page):
     assert (loss["log"], loss["axis"]) == (True, "relative")
 
 
+@pytest.mark.slow
 def test_everything_works_with_the_keyboard(page):
     page.run("document.querySelector('.card[data-chart=loss] .plot').focus()")
     page.press(Keys.HOME)
@@ -560,6 +581,7 @@ def test_everything_works_with_the_keyboard(page):
     assert page.run("return document.activeElement.dataset.control") == "experiments"
 
 
+@pytest.mark.slow
 def test_tab_reaches_every_control_and_shows_where_it_is(page):
     page.run("document.querySelector('[data-control=experiments]').focus()")
     seen = []
@@ -582,6 +604,7 @@ def test_tab_reaches_every_control_and_shows_where_it_is(page):
         assert (style != "none", width >= 1) == (True, True), (name, label, "has no visible focus")
 
 
+@pytest.mark.slow
 def test_every_control_has_a_name_and_every_card_a_title(page):
     unnamed = page.run("""
         const named = (e) => e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length || e.title;
@@ -604,6 +627,7 @@ def test_every_control_has_a_name_and_every_card_a_title(page):
     ]
 
 
+@pytest.mark.slow
 def test_dark_mode_follows_tensorboards(page):
     def colors():
         style = "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
@@ -630,6 +654,7 @@ def contrast_color(color):
     return luminance("rgb(" + " ".join(part.strip() for part in color.split("(")[1].rstrip(")").split(",")[:3]) + ")")
 
 
+@pytest.mark.slow
 def test_dark_mode_is_there_from_the_start(chrome, board, tab):
     Dashboard(chrome, board.url, dark=True)
     assert chrome.execute_script("return document.documentElement.dataset.theme") == "dark"
@@ -637,6 +662,7 @@ def test_dark_mode_is_there_from_the_start(chrome, board, tab):
     assert chrome.execute_script("return document.documentElement.dataset.theme") == "light"
 
 
+@pytest.mark.slow
 def test_an_address_can_name_the_experiment(chrome, board, tab):
     assert Dashboard(chrome, board.url, address="&p.replicas.experiment=sixty-four").find("h2").text == WIDE
 
@@ -674,6 +700,7 @@ def test_csv_has_every_step_of_what_is_in_view(page, downloads):
     assert [int(row[0]) for row in rows] == list(range(math.ceil(low), math.floor(high) + 1))
 
 
+@pytest.mark.slow
 def test_csv_of_bars_and_table(page, downloads):
     page.click(".card[data-chart=split] [data-action=csv]")
     header, *rows = rows_of(downloaded(downloads, "night-mirrored-split.csv"))
@@ -687,6 +714,7 @@ def test_csv_of_bars_and_table(page, downloads):
     assert float(rows[3][2]) == pytest.approx(column(mirrored(), names.LOSS, 3)[-1], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chart", [*CHARTS, "split"])
 def test_png_is_a_picture_of_the_chart(page, downloads, chart):
     page.click(f".card[data-chart={chart}] [data-action=png]")
@@ -758,6 +786,7 @@ def test_names_from_files_are_text_and_never_markup(page):
     page.enter()
 
 
+@pytest.mark.slow
 def test_a_starved_replica_has_a_gap_and_what_is_not_finite_a_cross(page):
     page.choose(ODD)
     loss = page.drawn(ODD)["loss"]
@@ -774,6 +803,7 @@ def test_a_starved_replica_has_a_gap_and_what_is_not_finite_a_cross(page):
     assert rows[0][examples] == 50 * 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("experiment", "count"), [(ONE, 1), (WIDE, 64)])
 def test_one_replica_and_sixty_four_are_readable(page, experiment, count):
     page.choose(experiment)
@@ -789,6 +819,7 @@ def test_one_replica_and_sixty_four_are_readable(page, experiment, count):
     assert ("slowest" in tiles) == (count > 1)
 
 
+@pytest.mark.slow
 def test_an_experiment_without_a_manifest_says_so(page):
     page.choose(LONG)
     assert "Strategy not recorded" in page.find(".panel-header").text
@@ -833,6 +864,7 @@ def test_two_experiments_are_compared_side_by_side(page):
     assert views(page, ONE)[0][1] < 80
 
 
+@pytest.mark.slow
 def test_compared_experiments_share_their_scales_unless_told_not_to(page):
     page.choose(ONE, MIRRORED)
 
@@ -846,6 +878,7 @@ def test_compared_experiments_share_their_scales_unless_told_not_to(page):
     assert page.drawn(ONE)["heatmap"]["scale"] != page.drawn(MIRRORED)["heatmap"]["scale"]
 
 
+@pytest.mark.slow
 def test_the_picker_opens_an_experiment_by_its_name_and_compares_by_ticks(page):
     page.choose(ONE)
     assert [one.text for one in page.all("h2")] == [ONE]
@@ -859,6 +892,7 @@ def test_the_picker_opens_an_experiment_by_its_name_and_compares_by_ticks(page):
 # --- TensorBoard around it
 
 
+@pytest.mark.slow
 def test_a_reload_of_tensorboard_brings_new_steps_and_keeps_the_zoom(page, log_dir, board):
     name = "live"
     with Run(log_dir, "live/replica_0") as run:
@@ -893,6 +927,7 @@ def test_a_reload_of_tensorboard_brings_new_steps_and_keeps_the_zoom(page, log_d
         assert page.lines("loss", name)["replica 0"] == close(np.float32([5.0 - step / 10 for step in range(20)]))
 
 
+@pytest.mark.slow
 def test_a_reload_keeps_a_comparison(page):
     page.choose(ONE, MIRRORED)
     before = page.run("return window.replicasDashboard.comparison()")
@@ -911,6 +946,7 @@ def reload_with_button(page):
     page.settle()
 
 
+@pytest.mark.slow
 def test_the_page_asks_nobody_but_tensorboard(page, board):
     sources = page.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert len(sources) > 20
@@ -932,6 +968,7 @@ def test_a_path_prefix_and_the_other_loader_do(chrome, tmp_path, log_dir):
         assert page.errors() == []
 
 
+@pytest.mark.slow
 def test_numbers_without_neighbours_are_points(chrome, tmp_path):
     write_experiment(tmp_path / "logs", "one step", example_series(2, range(1)))
     lone = example_series(2, range(9))

@@ -124,6 +124,7 @@ def needs_rows(library: models.Library) -> keras.Model:
     return library.Sequential([layers.Input((5,)), NeedsRows(), layers.BatchNormalization(), layers.Dense(3)])
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_without_rows_is_named_and_so_is_what_was_off_before(mirrored: Strategy) -> None:
     stock = certify(compiled(needs_rows, keras), mirrored, regression(17), steps=3, batch_size=8)
     assert codes(stock) == ["empty-replica", "local-batch-statistics", "state-drifts"], str(stock)
@@ -147,6 +148,7 @@ def test_convolutions_without_rows_pass_with_ours_alone(mirrored: Strategy) -> N
     assert ours.is_equivalent, str(ours)
 
 
+@pytest.mark.slow
 def test_batch_normalization_passes_when_it_is_synchronized(mirrored: Strategy) -> None:
     build = compiled(models.synchronized_batch_norm, kde)
     assert certify(build, mirrored, regression(45), steps=6, batch_size=16).is_equivalent
@@ -465,6 +467,7 @@ class Undefined(metrics.MeanSquaredError):
         return super().result() * float("nan")
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_no_number_on_one_device_is_no_fault(mirrored: Strategy) -> None:
     def build() -> keras.Model:
         return compiled(models.dense, kde, metrics=[Undefined(name="undefined"), "mae"])()
@@ -475,6 +478,7 @@ def test_a_metric_that_is_no_number_on_one_device_is_no_fault(mirrored: Strategy
     assert {gap.name for gap in certificate.deviations if gap.part == "metric"} == {"loss", "undefined", "mae"}
 
 
+@pytest.mark.slow
 def test_a_gradient_that_cancels_is_rounding(strategies: Any) -> None:
     """The bias before a normalization has none: what is left is the rounding of large numbers."""
 
@@ -507,6 +511,7 @@ class EagerAdam(keras.optimizers.Adam):
         super().update_step(gradient, variable, learning_rate * tf.distribute.get_strategy().num_replicas_in_sync)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "found"), [(keras.optimizers.Adam, []), (EagerAdam, ["update-differs"])])
 def test_whole_steps_that_adam_makes_of_rounding_are_rounding(
     optimizer: Any, found: list[str], mirrored: Strategy
@@ -523,6 +528,7 @@ def test_whole_steps_that_adam_makes_of_rounding_are_rounding(
     assert offset.is_beyond is bool(found)
 
 
+@pytest.mark.slow
 def test_synchronized_statistics_of_inputs_far_from_0_are_named(mirrored: Strategy) -> None:
     def build() -> keras.Model:
         model = keras.Sequential([layers.Input((5,)), layers.BatchNormalization(synchronized=True), layers.Dense(3)])
@@ -637,6 +643,7 @@ def in_batches(x: np.ndarray, y: np.ndarray) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "rows"),
     [
@@ -667,6 +674,7 @@ def test_batches_of_stock_keras_are_split_as_tensorflow_does(strategies: Any) ->
         assert [tuple(np.diff(bounds_of_tensorflow(rows, 3))) for rows in (8, 8, 4)] == split
 
 
+@pytest.mark.slow
 def test_dropout_that_keeps_another_share_is_named(mirrored: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     right = tf_random.dropout
     monkeypatch.setattr(tf_random, "dropout", lambda inputs, rate, *args, **kw: right(inputs, rate / 2, *args, **kw))
@@ -710,6 +718,7 @@ def test_a_script_is_certified_as_it_is(library: str, expected: list[str], tmp_p
     assert codes(certify_script(str(script), [library], steps=2)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "weights"),
     [
@@ -733,6 +742,7 @@ def test_what_fit_makes_of_its_data_is_what_a_script_is_certified_on(data: str, 
     assert codes(found) == ["local-weight-count"], str(found)
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_certificate_and_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, file = tmp_path / "train.py", tmp_path / "certificate.json"
     script.write_text(SCRIPT)
@@ -743,6 +753,7 @@ def test_the_command_prints_a_certificate_and_ends_with_1(tmp_path: Path, capsys
     assert cli.main([*command, "--allow", "uneven-batch", str(script), "stock"]) == 0
 
 
+@pytest.mark.slow
 def test_one_code_may_be_allowed_without_a_list(mirrored: Strategy) -> None:
     certificate = certify(compiled(models.dense, keras), mirrored, regression(9), 2, batch_size=8, allow="uneven-batch")
     assert [finding.code for finding in certificate.allowed] == ["uneven-batch"]

@@ -36,22 +36,20 @@ def plain() -> Any:
     return tf.data.Dataset.range(NUM_EXAMPLES)
 
 
-def run_sharding(folder: str) -> dict[str, Any]:
+def run_sharding(strategy: Any, folder: pathlib.Path) -> dict[str, Any]:
     """Run the cases of tests/workers/test_sharding.py in this worker, and return their values."""
-    return _run({**SHARDING_CASES, **BUCKET_CASES, **FIT_CASES}, folder)
+    return _run(strategy, {**SHARDING_CASES, **BUCKET_CASES, **FIT_CASES}, folder)
 
 
-def run_audit(folder: str) -> dict[str, Any]:
+def run_audit(strategy: Any, folder: pathlib.Path) -> dict[str, Any]:
     """Run the cases of tests/workers/test_audit.py in this worker, and return their values."""
-    return _run(AUDIT_CASES, folder)
+    return _run(strategy, AUDIT_CASES, folder)
 
 
-def _run(cases: dict[str, Callable[[Any, int, str], Any]], folder: str) -> dict[str, Any]:
-    import tensorflow as tf
-
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+def _run(strategy: Any, cases: dict[str, Callable[[Any, int, str], Any]], folder: pathlib.Path) -> dict[str, Any]:
     worker = strategy.cluster_resolver.task_id
-    return {name: case(strategy, worker, folder) for name, case in cases.items()}
+    (folder / str(worker)).mkdir()
+    return {name: case(strategy, worker, str(folder)) for name, case in cases.items()}
 
 
 # distribute

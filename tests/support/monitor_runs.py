@@ -14,16 +14,10 @@ X = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
 Y = (X.sum(axis=1, keepdims=True) + 1).astype("float32")
 
 
-def run_all(folder: str) -> dict[str, Any]:
-    """Run every case in this worker and return its values."""
-    import tensorflow as tf
-
-    import keras_dist_ext as kde
-
-    strategy = kde.pick_strategy("multi_worker").strategy
+def run_all(strategy: Any, folder: pathlib.Path) -> dict[str, Any]:
+    """Run every case in this worker and return its values, and the folder for files."""
     worker = strategy.cluster_resolver.task_id
-    assert isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-    return {case.__name__: case(strategy, worker, pathlib.Path(folder)) for case in CASES}
+    return {"folder": folder} | {case.__name__: case(strategy, worker, folder) for case in CASES}
 
 
 def build(strategy: Any, **compiled: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pathlib
 import warnings
 import zlib
@@ -16,16 +15,11 @@ NUM_EXAMPLES = 29
 BROADCAST_SIZES = (0, 1, 8, 1001, (8 << 20) + 3)
 
 
-def run_all(folder: str) -> dict[str, Any]:
-    """Run every case in this worker and return its values, or the text of its error."""
-    import tensorflow as tf
-
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+def run_cases(strategy: Any, folder: pathlib.Path, *names: str) -> dict[str, Any]:
+    """Run cases in this worker, and return their values by name."""
     worker = strategy.cluster_resolver.task_id
-    values: dict[str, Any] = {}
-    for name, case in {**DATA_CASES, **RUN_CASES}.items():
-        values[name] = case(strategy, worker, pathlib.Path(folder))
-    return values
+    cases = {**DATA_CASES, **RUN_CASES}
+    return {name: cases[name](strategy, worker, folder) for name in names}
 
 
 def ids() -> np.ndarray:
@@ -339,6 +333,3 @@ RUN_CASES: dict[str, Case] = {
     "broadcasts bytes": broadcasts,
     "accumulates": accumulates,
 }
-
-if __name__ == "__main__":
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -158,6 +158,7 @@ def test_the_build_that_discovers_the_space_is_under_a_strategy(tmp_path: pathli
     assert seen[0] is mirrored
 
 
+@pytest.mark.slow
 def test_a_trial_that_hyperband_continues_begins_with_the_weights_and_the_time_of_the_first(
     tmp_path: pathlib.Path,
 ) -> None:
@@ -277,6 +278,7 @@ def test_mirrored_strategies_that_reduce_in_other_ways_are_kept_apart() -> None:
     assert known.get("default").strategy is known.get("name").strategy
 
 
+@pytest.mark.slow
 def test_a_fresh_process_has_the_devices_that_its_strategies_ask_for(tmp_path: pathlib.Path) -> None:
     code = (
         "import keras, keras_dist_ext as kde\n"
@@ -935,6 +937,7 @@ OBJECTIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", TWO)
 @pytest.mark.parametrize("objective", rotating(OBJECTIVES, ["examples_per_second"]))
 def test_a_slow_strategy_is_never_picked(objective: str, slow: str, tmp_path: pathlib.Path) -> None:
@@ -1008,6 +1011,7 @@ def test_a_cost_adds_a_price_for_time_to_quality() -> None:
         kde.tuner.cost("val_loss", seconds=1).value({"loss": 1.0, "accuracy": 1.0}, times)
 
 
+@pytest.mark.slow
 def test_a_first_pass_drops_the_slow_strategy_and_what_cannot_run(tmp_path: pathlib.Path) -> None:
     rules = kde.tuner.Screening(seconds=0.2, samples=3, rungs=1)
     given = {"strategies": [*TWO, "mirrored(9)"], "screening": rules, "max_trials": 2}
@@ -1370,6 +1374,7 @@ def test_memory_is_flat_over_thirty_trials(strategy: str, tmp_path: pathlib.Path
 # The package
 
 
+@pytest.mark.slow
 def test_keras_tuner_that_is_missing_is_named_with_its_extra_and_nothing_heavy_is_imported_before() -> None:
     code = (
         "import sys; sys.modules['keras_tuner'] = None\n"

@@ -120,6 +120,7 @@ def test_a_worker_that_is_killed_in_a_trial_gets_it_again_and_nothing_else_is_lo
     assert death.action == "It was restarted, with the same trial."
 
 
+@pytest.mark.slow
 def test_a_trial_that_kills_its_worker_again_ends_as_failed_with_the_reason(tmp_path):
     search = LightSearch(tmp_path, ["worker", "die", "3"], ["worker", "die", "3"])
     assert (search.failure, search.error) == (None, None)
@@ -132,6 +133,7 @@ def test_a_trial_that_kills_its_worker_again_ends_as_failed_with_the_reason(tmp_
     ]
 
 
+@pytest.mark.slow
 def test_a_worker_that_always_dies_is_removed_and_the_others_end_the_search(tmp_path):
     waits = ["worker", "wait", str(tmp_path / "removed")]
     search = LightSearch(tmp_path, ["worker", "die"], waits, max_restarts=0)
@@ -141,6 +143,7 @@ def test_a_worker_that_always_dies_is_removed_and_the_others_end_the_search(tmp_
     assert search.deaths[-1].action.endswith("ended as failed, like the 2 before it. The worker was removed.")
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_gets_to_a_trial_is_given_up_with_its_reason(tmp_path):
     search = LightSearch(tmp_path, ["crash"], ["worker", "wait", str(tmp_path / "removed")])
     assert (search.failure, search.error) == (None, None)
@@ -156,6 +159,7 @@ def test_a_search_without_workers_ends_with_their_reasons(tmp_path):
     assert str(search.error).count("this machine lacks a library") == 2
 
 
+@pytest.mark.slow
 def test_a_trial_that_hangs_is_ended_and_tried_again(tmp_path):
     hangs = ["worker", "hang", "1", "1"]
     search = LightSearch(tmp_path, hangs, hangs, hang_seconds=STALL_SECONDS)
@@ -165,6 +169,7 @@ def test_a_trial_that_hangs_is_ended_and_tried_again(tmp_path):
     assert f"No step was finished for {STALL_SECONDS:g} s" in death.cause
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "max_restarts", "cause", "action"),
     [
@@ -189,6 +194,7 @@ def test_a_screening_ends_even_if_its_worker_dies_or_hangs(how, max_restarts, ca
     assert cause in death.cause
 
 
+@pytest.mark.slow
 def test_a_worker_that_leaves_in_a_trial_has_died(tmp_path):
     search = LightSearch(tmp_path, ["worker", "leave", "1", "1"], ["worker", "leave", "1", "1"])
     assert search.statuses == ["COMPLETED"] * 6

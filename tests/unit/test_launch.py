@@ -559,6 +559,7 @@ def test_workers_die_with_a_launcher_that_takes_its_guard_along(tmp_path, tempor
             shutil.rmtree(path)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_does_not_wait_for_workers_that_ignore_the_first(tmp_path, temporary):
     with start_launcher(tmp_path, "twice", "--grace", "100", ignore="SIGINT") as launcher:
         launcher.send_signal(signal.SIGINT)
@@ -696,6 +697,7 @@ def test_importing_launch_and_the_command_line_imports_no_tensorflow():
 # TensorFlow.
 
 
+@pytest.mark.slow
 @pytest.mark.multiworker
 @pytest.mark.timeout(150)
 def test_two_workers_all_reduce(temporary):
@@ -704,6 +706,7 @@ def test_two_workers_all_reduce(temporary):
     assert result.values == ((3.0, 2), (3.0, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.multiworker
 @pytest.mark.timeout(150)
 def test_the_worker_that_fails_is_named_and_not_those_that_wait_for_it(temporary):

@@ -197,6 +197,7 @@ def test_several_workers_train_where_stock_dies_in_fit_and_behind_it() -> None:
         assert differences(one.predict(x, verbose=0), worker["predictions"], 1e-5) == []
 
 
+@pytest.mark.slow
 @pytest.mark.multiworker
 def test_parameter_servers_train_where_stock_dies() -> None:
     """Show fault 17."""
@@ -215,6 +216,7 @@ def starved_batch_norm(library: models.Library, strategy: Strategy) -> keras.Mod
     return model
 
 
+@pytest.mark.slow
 def test_batch_normalization_survives_an_empty_replica(mirrored: Strategy) -> None:
     """Show fault 10."""
     assert any(np.isnan(weight).any() for weight in starved_batch_norm(keras, mirrored).get_weights())
@@ -340,6 +342,7 @@ def test_a_loaded_model_lives_under_the_strategy_given(mirrored: Strategy, tmp_p
         assert kde.clone_model(ours).distribute_strategy is mirrored
 
 
+@pytest.mark.slow
 def test_an_optimizer_made_outside_of_the_scope_is_refused(mirrored: Strategy) -> None:
     """Show fault 16: SGD works, Adam dies."""
     x, y = feeds.regression(16, 1)
@@ -378,6 +381,7 @@ def test_iterations_count_steps_of_data_of_unknown_length(mirrored: Strategy) ->
     assert iterations(ours) == 10
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_what_tunes_the_data(mirrored: Strategy) -> None:
     """Show fault 19: TensorFlow does, here until 0.63 s after the first batch."""
     data = mirrored.experimental_distribute_dataset(tf.data.Dataset.from_tensors(feeds.regression(8, 1)).repeat())

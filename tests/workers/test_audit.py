@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from data_runs import NUM_EXAMPLES, arrays, generator, last_leaf, plain, py_dataset, run_audit
+from two_workers import on_two_workers
 
 import keras_dist_ext as kde
-from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.errors import DataError
 
 EVERYTHING = list(range(NUM_EXAMPLES))
@@ -125,12 +125,7 @@ def test_data_without_an_example_does_not_pass(mirrored: Any) -> None:
 # Two workers
 
 
-@pytest.fixture(scope="module")
-def values(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
-    folder = tmp_path_factory.mktemp("audit")
-    for worker in range(2):
-        (folder / str(worker)).mkdir()
-    return launch(2, run_audit, args=(str(folder),), time_limit=280).values
+on_both = on_two_workers(run_audit)
 
 
 WRONG_ORDER = ["examples-missed", "examples-repeated"]
@@ -156,6 +151,7 @@ STOCK = {
 @pytest.mark.multiworker
 @pytest.mark.parametrize("policy", STOCK)
 @pytest.mark.slow
+@on_both
 def test_two_workers_of_stock_get_what_each_policy_gives_them(policy: str, values: Any) -> None:
     for worker in values:
         found = worker[f"stock {policy}"]
@@ -170,6 +166,7 @@ def test_two_workers_of_stock_get_what_each_policy_gives_them(policy: str, value
 
 @pytest.mark.multiworker
 @pytest.mark.slow
+@on_both
 def test_stock_shares_files_by_file_and_fails_on_one_worker_where_there_are_too_few(values: Any) -> None:
     errors = values[0]["stock AUTO"]["one file"]["errors"]
     assert list(errors) == [0]
@@ -180,6 +177,7 @@ def test_stock_shares_files_by_file_and_fails_on_one_worker_where_there_are_too_
 
 @pytest.mark.multiworker
 @pytest.mark.slow
+@on_both
 def test_two_workers_of_ours_get_each_example_once(values: Any) -> None:
     for worker in values:
         for name in ("ours", "ours, a generator"):
@@ -190,6 +188,7 @@ def test_two_workers_of_ours_get_each_example_once(values: Any) -> None:
 
 @pytest.mark.multiworker
 @pytest.mark.slow
+@on_both
 def test_shards_that_overlap_or_are_unequal_are_reported(values: Any) -> None:
     for worker in values:
         overlap = worker["ours, shards that overlap"]

@@ -9,24 +9,12 @@ import numpy as np
 import pytest
 from monitor_runs import run_all
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from two_workers import on_two_workers
 
 import keras_dist_ext as kde
-from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.monitoring.dashboard import metadata as names
 
-pytestmark = [pytest.mark.multiworker, pytest.mark.timeout(400)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("workers")
-
-
-@pytest.fixture(scope="module")
-def values(folder: pathlib.Path) -> tuple[Any, ...]:
-    values = launch(2, run_all, args=(str(folder),), time_limit=380).values
-    assert len(values) == 2
-    return values
+on_both = on_two_workers(run_all)
 
 
 def scalars(folder: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
@@ -35,6 +23,7 @@ def scalars(folder: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
 
+@on_both
 def test_all_workers_know_what_all_replicas_did(values: Any) -> None:
     (chief, history), (other, _) = (worker["writes"] for worker in values)
     assert [stats.step for stats in chief.train] == [3, 6, 7, 9, 12, 14]
@@ -55,7 +44,10 @@ def test_all_workers_know_what_all_replicas_did(values: Any) -> None:
     assert manifest["batch_size"] == 8
 
 
-def test_each_worker_writes_its_own_replica_and_the_chief_what_is_about_all(folder: pathlib.Path, values: Any) -> None:
+@on_both
+@on_both
+def test_each_worker_writes_its_own_replica_and_the_chief_what_is_about_all(values: Any) -> None:
+    folder = values[0]["folder"]
     chief, _ = values[0]["writes"]
     for experiment in ("two", "two/validation"):
         for run in ("replica_0", "replica_1", "all"):
@@ -70,12 +62,16 @@ def test_each_worker_writes_its_own_replica_and_the_chief_what_is_about_all(fold
     assert len({pid for f in (folder / "logs").rglob("*tfevents*") for pid in [f.name.split(".")[-2]]}) == 2
 
 
-def test_lines_are_the_chiefs(folder: pathlib.Path, values: Any) -> None:
+@on_both
+@on_both
+def test_lines_are_the_chiefs(values: Any) -> None:
+    folder = values[0]["folder"]
     memory = kde.MemoryWriter()
     assert kde.replay(folder / "replicas.jsonl", memory) == 8
     assert [stats.step for stats in memory.train] == [3, 6, 7, 9, 12, 14]
 
 
+@on_both
 def test_automatic_intervals_end_at_the_same_steps_on_all_workers(values: Any) -> None:
     first, second = (worker["agrees_on_intervals"] for worker in values)
     assert first == second
@@ -83,6 +79,7 @@ def test_automatic_intervals_end_at_the_same_steps_on_all_workers(values: Any) -
     assert len(first) > 2
 
 
+@on_both
 def test_a_worker_that_waits_for_its_input_is_named(values: Any) -> None:
     for findings, waits in (worker["has_a_slow_worker"] for worker in values):
         finding = next(f for f in findings if f["code"] == "slow-replica")
@@ -91,6 +88,7 @@ def test_a_worker_that_waits_for_its_input_is_named(values: Any) -> None:
         assert its_own > 0.03 > others  # the other waits, but not for input
 
 
+@on_both
 def test_a_variable_that_differs_on_one_worker_is_found_by_all_and_said_by_the_chief(values: Any) -> None:
     (findings, said), (others, silent) = (worker["diverges"] for worker in values)
     assert findings == others
@@ -99,12 +97,14 @@ def test_a_variable_that_differs_on_one_worker_is_found_by_all_and_said_by_the_c
     assert silent == []
 
 
+@on_both
 def test_a_worker_that_cannot_write_keeps_none_waiting(values: Any) -> None:
     fine, failing = (worker["cannot_write"] for worker in values)
     assert "cannot be written to" in failing
     assert fine.startswith("Another worker has nowhere to write")
 
 
+@on_both
 def test_an_evaluation_by_itself_is_shown_on_all_workers(values: Any) -> None:
     for loss, (stats,) in (worker["evaluates"] for worker in values):
         assert stats.mean_loss == pytest.approx(loss, rel=1e-5)

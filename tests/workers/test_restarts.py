@@ -140,6 +140,7 @@ def test_when_restarts_are_used_up_the_last_failure_is_raised():
     assert caught.value.last_lines[-1] == "ValueError: second"
 
 
+@pytest.mark.slow
 @linux
 def test_a_worker_without_memory_fails_as_any_other():
     result, shown = run(2, act, args=[("run_out_of_memory",)], max_restarts=1, pause_seconds=0.01, grace_seconds=0.1)
@@ -147,6 +148,7 @@ def test_a_worker_without_memory_fails_as_any_other():
     assert "[worker 1] MemoryError\nlaunch: restart 1 of 1" in shown
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_a_command_is_that_of_its_last_attempt(tmp_path):
     path = script(
         tmp_path,
@@ -162,6 +164,7 @@ def test_the_exit_code_of_a_command_is_that_of_its_last_attempt(tmp_path):
     assert (result.exit_code, result.num_restarts, result.failure) == (0, 2, None)
 
 
+@pytest.mark.slow
 def test_pauses_grow_until_steps_are_made():
     actions = [("fail",), ("fail",), ("step_and_fail", 2), ("fail",)]
     _, shown = run(2, act, args=actions, max_restarts=4, pause_seconds=0.01, grace_seconds=0.1)
@@ -198,6 +201,7 @@ def test_a_signal_ends_a_pause_too(tmp_path):
 # Failures and hangs.
 
 
+@pytest.mark.slow
 def test_an_uncaught_exception_ends_the_others_though_its_process_lives_on(tmp_path):
     path = script(
         tmp_path,
@@ -214,6 +218,7 @@ def test_an_uncaught_exception_ends_the_others_though_its_process_lives_on(tmp_p
     assert shown.endswith("  [worker 1] ValueError: no more data\n")
 
 
+@pytest.mark.slow
 @linux
 def test_of_one_that_is_killed_and_one_that_fails_with_it_the_killed_one_is_the_cause(tmp_path):
     with pytest.raises(WorkerFailed, match="worker 1 failed with SIGKILL"):
@@ -320,6 +325,7 @@ def test_affinity_is_refused_where_there_is_none(monkeypatch):
 # Asked to end.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_workers_that_save_and_end_well_make_a_launch_that_ended_well(signum, tmp_path, temporary):
     """What a worker has started, such as processes that load its data, lives until it has saved."""

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from data_runs import NUM_EXAMPLES, SHARDING_CASES, arrays, generator, plain, py_dataset, run_sharding, write_files
+from two_workers import on_two_workers
 
 import keras_dist_ext as kde
-from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.errors import DataError, SeedError
 
 EVERYTHING = list(range(NUM_EXAMPLES))
@@ -217,12 +217,7 @@ def test_what_is_distributed_already_is_refused(mirrored: Any) -> None:
 # Two workers
 
 
-@pytest.fixture(scope="module")
-def values(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
-    folder = tmp_path_factory.mktemp("data")
-    for worker in range(2):
-        (folder / str(worker)).mkdir()
-    return launch(2, run_sharding, args=(str(folder),), time_limit=280).values
+on_both = on_two_workers(run_sharding)
 
 
 REFUSED = {
@@ -239,6 +234,7 @@ SIZES = {"examples": [6] * 6 + [4]}
 @pytest.mark.multiworker
 @pytest.mark.parametrize("name", [name for name in SHARDING_CASES if name not in REFUSED])
 @pytest.mark.slow
+@on_both
 def test_two_workers_use_each_example_once_in_fit_and_in_a_loop(name: str, values: Any) -> None:
     for worker in values:
         assert worker[name]["policy"] == POLICIES.get(name, "rows")
@@ -256,6 +252,7 @@ def test_two_workers_use_each_example_once_in_fit_and_in_a_loop(name: str, value
 @pytest.mark.multiworker
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.slow
+@on_both
 def test_what_workers_cannot_share_is_refused_by_all(name: str, values: Any) -> None:
     for worker in values:
         assert worker[name]["error"].startswith(REFUSED[name])
@@ -263,6 +260,7 @@ def test_what_workers_cannot_share_is_refused_by_all(name: str, values: Any) -> 
 
 @pytest.mark.multiworker
 @pytest.mark.slow
+@on_both
 def test_two_workers_hear_of_what_they_share(values: Any) -> None:
     codes = {name: value.get("codes") for name, value in values[0].items() if name in SHARDING_CASES}
     assert codes["shuffled without a seed"] == ["auto-falls-back", "shuffle-without-seed"]
@@ -276,6 +274,7 @@ def test_two_workers_hear_of_what_they_share(values: Any) -> None:
 
 @pytest.mark.multiworker
 @pytest.mark.slow
+@on_both
 def test_workers_agree_on_the_order_of_buckets(values: Any) -> None:
     for worker in values:
         found = worker["bucketed without a seed"]
@@ -286,6 +285,7 @@ def test_workers_agree_on_the_order_of_buckets(values: Any) -> None:
 
 @pytest.mark.multiworker
 @pytest.mark.slow
+@on_both
 def test_fit_on_two_workers_uses_each_example_once(values: Any) -> None:
     for worker in values:
         assert worker["fitted"] == dict.fromkeys(["rows", "data", "buckets"], [[1.0] * 29] * 2)

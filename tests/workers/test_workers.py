@@ -13,45 +13,48 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from worker_runs import BROADCAST_SIZES, DATA_CASES, NUM_EXAMPLES, ids, run_all
+from two_workers import on_two_workers
+from worker_runs import BROADCAST_SIZES, DATA_CASES, NUM_EXAMPLES, RUN_CASES, ids, run_cases
 
 import keras_dist_ext as kde
-from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.strategy.workers import Workers, checksum_of
 from keras_dist_ext.training import worker_sync
 from keras_dist_ext.training.worker_sync import callbacks_of_worker, own_callback
 
-pytestmark = [pytest.mark.multiworker, pytest.mark.timeout(600)]
+on_both = on_two_workers(run_cases, *RUN_CASES)
+QUICK = ("numpy, shuffled",)
 
 
-@pytest.fixture(scope="module")
-def values(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
-    folder = tmp_path_factory.mktemp("workers")
-    values = launch(2, run_all, args=(str(folder),), time_limit=540).values
-    assert len(values) == 2
-    return values
-
-
-@pytest.mark.parametrize("name", DATA_CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[on_two_workers(run_cases, name), *([] if name in QUICK else [pytest.mark.rotating])])
+        for name in DATA_CASES
+    ],
+)
 def test_each_example_is_used_once_an_epoch_over_all_workers(name: str, values: Any) -> None:
     for worker in values:
         assert worker[name] == [[1.0] * NUM_EXAMPLES] * 2
 
 
+@on_both
 def test_a_wish_to_stop_on_one_worker_ends_all_after_the_same_step(values: Any) -> None:
     assert values[0]["stops from worker 1"] == values[1]["stops from worker 1"] == (3, 1)
 
 
+@on_both
 def test_a_wish_to_stop_after_an_epoch_ends_all_after_it(values: Any) -> None:
     assert values[0]["stops after an epoch"] == values[1]["stops after an epoch"] == [0, 1]
 
 
+@on_both
 def test_files_are_written_by_the_chief_alone(values: Any) -> None:
     files = values[0]["writes from the chief"]
     assert {"model-1.keras", "model-2.keras", "by hand.keras"} <= set(files)
     assert len([f for f in files if "tfevents" in f]) == 1
 
 
+@on_both
 def test_an_interrupted_run_goes_on_from_the_chiefs_backup_on_all_workers(values: Any) -> None:
     for epochs, resumed, whole in (worker["restores from the chief"] for worker in values):
         assert epochs == [2, 3]
@@ -59,12 +62,14 @@ def test_an_interrupted_run_goes_on_from_the_chiefs_backup_on_all_workers(values
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+@on_both
 def test_bytes_of_the_chief_come_to_all_workers(values: Any) -> None:
     of_chief = {size: zlib.crc32(np.random.default_rng([size, 0]).bytes(size)) for size in BROADCAST_SIZES}
     for worker in values:
         assert worker["broadcasts bytes"] == of_chief
 
 
+@on_both
 def test_predictions_come_in_order_and_batches_are_split(values: Any) -> None:
     for predicted, on_batch, train_loss, test_loss in (worker["predicts in order"] for worker in values):
         np.testing.assert_array_equal(predicted, np.arange(NUM_EXAMPLES))
@@ -73,6 +78,7 @@ def test_predictions_come_in_order_and_batches_are_split(values: Any) -> None:
         assert test_loss == pytest.approx(0.0, abs=1e-6)
 
 
+@on_both
 def test_accumulated_gradients_are_whole_after_an_epoch(values: Any) -> None:
     stock = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
     stock.compile(keras.optimizers.SGD(1e-4, gradient_accumulation_steps=3), "mse")
@@ -83,12 +89,14 @@ def test_accumulated_gradients_are_whole_after_an_epoch(values: Any) -> None:
             np.testing.assert_allclose(accumulated, one_device, rtol=1e-6)
 
 
+@on_both
 def test_data_that_differs_between_workers_is_warned_of(values: Any) -> None:
     chiefs, others = (worker["warns of other data"] for worker in values)
     assert chiefs == {"arrays": 1, "tf.data": 1, "files": 0, "generator": 1, "a batch": 1, "the same": 0}
     assert set(others.values()) == {0}
 
 
+@on_both
 def test_a_run_begins_with_the_values_of_the_first_worker_everywhere(values: Any) -> None:
     (said, weights), (nothing, others) = (worker["takes over values"] for worker in values)
     assert weights == others
@@ -97,15 +105,18 @@ def test_a_run_begins_with_the_values_of_the_first_worker_everywhere(values: Any
     assert nothing == []
 
 
+@on_both
 def test_learning_rates_that_part_are_an_error_on_all_workers(values: Any) -> None:
     for worker in values:
         assert "learning rate of optimizer is 0.2 on worker 1 and 0.1 on worker 0 after epoch 2" in worker["rates part"]
 
 
+@on_both
 def test_a_callback_gets_every_batch_on_whatever_worker_it_is(values: Any) -> None:
     assert [worker["every batch"] for worker in values] == [[], list(range(15))]
 
 
+@on_both
 def test_a_checkpoint_an_epoch_does_not_slow_the_steps_down(values: Any) -> None:
     for worker in values:
         assert worker["steps at once"] > 1
