@@ -2,9 +2,10 @@
 
 import hashlib
 import operator
-from typing import Any
+from typing import SupportsIndex
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from keras_dist_ext.errors import SeedError
@@ -15,15 +16,15 @@ MODULUS = 2**31 - 2
 _GOLDEN = 0x9E3779B1 % MODULUS  # no common divisor with the modulus: i * _GOLDEN meets no number twice
 
 
-def checked_seed(seed: Any) -> int:
+def checked_seed(seed: object) -> int:
     """Return the seed as an int.
 
     Raises:
         SeedError: it is not an integer from 0 to 2**31 - 3.
     """
     try:
-        number = operator.index(seed)
-    except TypeError:
+        number = operator.index(seed) if isinstance(seed, SupportsIndex) else None
+    except TypeError:  # an array of several, which only looks like an index
         number = None
     if number is None or isinstance(seed, bool):
         raise SeedError(f"A seed must be an integer, got {seed!r} of type {type(seed).__name__}.")
@@ -65,7 +66,7 @@ def _written(part: int | str) -> bytes:
     return f"{kind}{len(data)}:".encode() + data
 
 
-def replica_offset(replica: Any) -> Any:
+def replica_offset(replica: int | tf.Tensor) -> npt.NDArray[np.int64] | tf.Tensor:
     """What replica i adds to a generator's ``[seed, counter]``: ``[i, i * 0x9E3779B1 mod (2**31 - 2)]``.
 
     Args:

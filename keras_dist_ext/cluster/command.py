@@ -84,7 +84,7 @@ def _packed_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
         raise LaunchError(str(error)) from error
 
 
-def check_counts(**given: tuple[Any, int]) -> None:
+def check_counts(**given: tuple[object, int]) -> None:
     """Check numbers, each given with the least it may be.
 
     Raises:

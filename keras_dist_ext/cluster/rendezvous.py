@@ -24,10 +24,13 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from keras_dist_ext.cluster.spec import JOBS, Cluster
 from keras_dist_ext.errors import ClusterError, StrategyError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 __all__ = [
     "WAIT_SECONDS",
@@ -59,17 +62,17 @@ def checked_wait_seconds(wait_seconds: object) -> float:
     return float(wait_seconds)
 
 
-def set_wait_seconds(strategy: Any, wait_seconds: float) -> None:
+def set_wait_seconds(strategy: tf.distribute.Strategy, wait_seconds: float) -> None:
     """Keep how long the workers of a strategy wait for each other where they begin something together."""
     _WAITS[strategy] = wait_seconds
 
 
-def wait_seconds_of(strategy: Any) -> float:
+def wait_seconds_of(strategy: tf.distribute.Strategy) -> float:
     """Return what was kept for a strategy."""
     return _WAITS.get(strategy, WAIT_SECONDS)
 
 
-_WAITS: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+_WAITS: weakref.WeakKeyDictionary[tf.distribute.Strategy, float] = weakref.WeakKeyDictionary()
 
 
 def other_tasks(cluster: Cluster) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from keras_dist_ext.step.seeds import Seeds
+from keras_dist_ext.strategy.virtual import VirtualReplicas
 
 __all__ = ["DistributedModel", "StepRuntime"]
 
@@ -39,6 +40,10 @@ class DistributedModel(Protocol):
     @property
     def distribute_strategy(self) -> tf.distribute.Strategy:
         """The strategy that it lives under."""
+
+    @property
+    def virtual_replicas(self) -> VirtualReplicas | None:
+        """For how many replicas it was compiled, if not for those of the strategy."""
 
     @property
     def replica_seeds(self) -> Seeds:

@@ -3,7 +3,6 @@
 import functools
 import socket
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
@@ -149,7 +148,8 @@ def _multi_worker(
     return _JOINED[key]
 
 
-_JOINED: dict[tuple[Any, ...], tf.distribute.Strategy] = {}  # how a process has joined its cluster, if it has
+# How this process has joined its cluster, if it has.
+_JOINED: dict[tuple[Cluster, int, Communication], tf.distribute.Strategy] = {}
 
 
 def _join(cluster: Cluster, num_gpus: int, communication: Communication, wait_seconds: float) -> tf.distribute.Strategy:
@@ -193,7 +193,7 @@ def _parameter_server(cluster: Cluster, num_gpus: int, wait_seconds: float) -> t
     return _LED[key]
 
 
-_LED: dict[tuple[Any, ...], tf.distribute.Strategy] = {}  # by this process, the chief
+_LED: dict[tuple[Cluster, int], tf.distribute.Strategy] = {}  # by this process, the chief
 
 
 def _check_port_is_free(cluster: Cluster) -> None:

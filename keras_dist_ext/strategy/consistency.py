@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -38,6 +38,15 @@ __all__ = [
 ]
 
 Fingerprint = Mapping[str, str | list[str]]
+
+
+class HasRunConfig(Protocol):
+    """A callback that tells what must be alike on all workers, as ``kde.RunCallback`` does."""
+
+    def get_run_config(self) -> Mapping[str, object]:
+        """Return its settings."""
+
+
 _NOTICE_SECONDS = 30.0
 _AT_ONCE_SECONDS = 1.0  # that TensorFlow waits: Python hears of Ctrl-C after that
 _LISTED = 5  # differences that a message names before it counts the rest
@@ -46,7 +55,9 @@ _LISTED = 5  # differences that a message names before it counts the rest
 # What a run depends on
 
 
-def run_fingerprint(model: Any, arguments: Mapping[str, Any], callbacks: Sequence[Any]) -> Fingerprint:
+def run_fingerprint(
+    model: keras.Model, arguments: Mapping[str, object], callbacks: Sequence[HasRunConfig]
+) -> Fingerprint:
     """Tell a run of training, as far as it must be alike on all workers.
 
     Names that Keras has made up are left out: they count on from models that were made before.
@@ -66,7 +77,7 @@ def run_fingerprint(model: Any, arguments: Mapping[str, Any], callbacks: Sequenc
         "replicas": str(num_replicas_of(model)),
         "class of the model": type(model).__name__,
         "layer": [_layer(layer) for layer in flat_layers(model)],
-        "weight": [_told(weight) for weight in model.weights],
+        "weight": [_weight(weight) for weight in model.weights],
         "loss": _loss_of(model),
         "jit_compile": str(model.jit_compile),
         "run_eagerly": str(model.run_eagerly),
@@ -82,7 +93,7 @@ def run_fingerprint(model: Any, arguments: Mapping[str, Any], callbacks: Sequenc
     return fingerprint
 
 
-def model_fingerprint(model: Any) -> dict[str, str]:
+def model_fingerprint(model: keras.Model) -> dict[str, str]:
     """Tell what a model computes, as far as it must be alike in a run that goes on.
 
     Not a learning rate that may have changed since: that of an optimizer which was used.
@@ -100,7 +111,7 @@ def model_fingerprint(model: Any) -> dict[str, str]:
 _RATES = ("learning_rate", "inner_optimizer")  # the config of a LossScaleOptimizer holds that of another one
 
 
-def _loss_of(model: Any) -> str:
+def _loss_of(model: keras.Model) -> str:
     return _name_of(compile_arguments(model).get("loss") if model.compiled else None)
 
 
@@ -118,12 +129,12 @@ _ARGUMENTS = (
 )
 
 
-def _callback(callback: Any) -> str:
+def _callback(callback: HasRunConfig) -> str:
     """Name a callback with what must be equal on all workers."""
     return f"{type(callback).__name__}({', '.join(map(str, callback.get_run_config().values()))})"
 
 
-def data_fingerprint(spec: Any, num_batches: int | None, *, own_rows: bool) -> Fingerprint:
+def data_fingerprint(spec: object, num_batches: int | None, *, own_rows: bool) -> Fingerprint:
     """Tell the data of a run, as far as it must be alike on all workers.
 
     Args:
@@ -147,7 +158,7 @@ def _own_version() -> str:
         return __version__
 
 
-def _layer(layer: Any) -> str:
+def _layer(layer: keras.Layer | keras.losses.Loss) -> str:
     """Name a layer or a loss with the numbers in its config: before it is built, these tell a layer's weights."""
     kind = type(layer).__name__
     if isinstance(layer, keras.Model):
@@ -163,7 +174,7 @@ def _layer(layer: Any) -> str:
 _NUMBER = r"-?\d+(\.\d+)?(e-?\d+)?|True|False"
 
 
-def _told(variable: Any) -> str:
+def _weight(variable: keras.Variable) -> str:
     kind = "" if variable.trainable else ", not trained"
     return f"{variable.dtype} {tuple(variable.shape)}{kind}{_NAMED}{variable.path}"
 
@@ -171,14 +182,14 @@ def _told(variable: Any) -> str:
 _NAMED = ", named "
 
 
-def _shape_of(spec: Any) -> str:
+def _shape_of(spec: object) -> str:
     if spec is None:
         return "none"
     shape = getattr(spec, "shape", None)
     return f"{getattr(getattr(spec, 'dtype', None), 'name', type(spec).__name__)} {shape}"
 
 
-def _name_of(thing: Any) -> str:
+def _name_of(thing: object) -> str:
     """Name a loss, or several, without what differs between processes."""
     if isinstance(thing, str) or thing is None:
         return str(thing)
@@ -191,7 +202,7 @@ def _name_of(thing: Any) -> str:
     return str(getattr(thing, "__name__", type(thing).__name__))
 
 
-def _config(thing: Any) -> dict[str, str]:
+def _config(thing: keras.Layer | keras.optimizers.Optimizer | keras.losses.Loss) -> dict[str, str]:
     try:
         config = thing.get_config()
     except Exception:  # the user's own class
@@ -199,7 +210,7 @@ def _config(thing: Any) -> dict[str, str]:
     return {name: _plain(value) for name, value in config.items() if name != "name"}
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     """Write a value of a config as text that is alike in all processes."""
     if isinstance(value, np.generic):
         value = value.item()
@@ -309,7 +320,7 @@ def differences(told: Sequence[Fingerprint]) -> list[str]:
     return found[True] or found[False]
 
 
-def _bare(value: str | list[str]) -> Any:
+def _bare(value: str | list[str]) -> str | list[str]:
     """Without the paths of variables: Keras' names count on from models that were made before."""
     return value if isinstance(value, str) else [item.partition(_NAMED)[0] for item in value]
 

@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, SupportsInt, TypeVar
 
 from keras_dist_ext._keras.cluster import abort_collectives, is_collective_mismatch
 from keras_dist_ext.errors import WorkersError
@@ -27,6 +27,7 @@ __all__ = ["DeadlockWatch"]
 _LOOK_SECONDS = 2.0
 _STUCK_SECONDS = 20.0
 _TOPIC = "waits"
+_Count = TypeVar("_Count", bound=SupportsInt)
 
 
 class _Place(NamedTuple):
@@ -98,7 +99,7 @@ class DeadlockWatch:
         finally:
             self._here = None
 
-    def note_steps(self, num_made: Any) -> Any:
+    def note_steps(self, num_made: _Count) -> _Count:
         """Note, while this worker waits, that its data had so many of the steps that it waits in."""
         self._data_ended = f", without data after {int(num_made)} of them"
         return num_made

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from keras_dist_ext._keras.cluster import delete_key, get_key, set_key
 
 __all__ = ["KeyValueStore"]
@@ -39,5 +37,5 @@ class KeyValueStore:
         delete_key(_name(topic, self.index))
 
 
-def _name(topic: str, worker: Any) -> str:
+def _name(topic: str, worker: int) -> str:
     return f"keras_dist_ext/{topic}/{worker}"

@@ -9,7 +9,6 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import tensorflow as tf
 
@@ -116,4 +115,4 @@ def reason_for(strategy: tf.distribute.Strategy) -> str | None:
     return _REASONS.get(strategy)
 
 
-_REASONS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_REASONS: weakref.WeakKeyDictionary[tf.distribute.Strategy, str] = weakref.WeakKeyDictionary()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import tensorflow as tf
 
@@ -41,11 +41,12 @@ __all__ = [
 Role = Literal[
     "model", "trainable", "non-trainable", "tf.Variable", "seed", "optimizer", "optimizer variable", "metric variable"
 ]
+_Part = tuple[str, Role, object, "tf.distribute.Strategy | None"]  # path, role, thing, its own strategy
 NO_STRATEGY = "no strategy"
 LISTED = 5  # paths that a message names before it counts the rest
 
 
-def check_scope(model: Any, strategy: tf.distribute.Strategy | None) -> ScopeReport:
+def check_scope(model: keras.Layer, strategy: tf.distribute.Strategy | None) -> ScopeReport:
     """Find out where everything that training `model` reads or writes was made.
 
     Looked at are the model and the models in it, the weights of all layers, `tf.Variable`s that layers hold, the
@@ -144,7 +145,7 @@ class ScopeReport:
         return f"{count} {verb} created {where}: {'; '.join(lists)}."
 
 
-def checked_strategy(strategy: Any) -> Any:
+def checked_strategy(strategy: object) -> tf.distribute.Strategy | None:
     """Return a strategy, or None.
 
     Raises:
@@ -235,7 +236,7 @@ def _place(own: tf.distribute.Strategy | None, expected: tf.distribute.Strategy 
     return f"another {place}" if not _is_same(own, expected) and place == describe_strategy(expected) else place
 
 
-def _parts(model: Any) -> Iterator[tuple[str, Role, Any, tf.distribute.Strategy | None]]:
+def _parts(model: keras.Layer) -> Iterator[_Part]:
     """(path, role, thing, its own strategy) of everything; the same thing may come twice."""
     layers = flat_layers(model)
     for layer in layers:
@@ -262,20 +263,20 @@ def _parts(model: Any) -> Iterator[tuple[str, Role, Any, tf.distribute.Strategy 
             yield from _of_variable(variable, "metric variable")
 
 
-def _of_variable(variable: Any, role: Role) -> Iterator[tuple[str, Role, Any, tf.distribute.Strategy | None]]:
+def _of_variable(variable: keras.Variable | tf.Variable, role: Role) -> Iterator[_Part]:
     value = variable.value if isinstance(variable, keras.Variable) else variable
     if isinstance(value, tf.Variable) or hasattr(value, "variables"):  # a ShardedVariable has variables
         yield getattr(variable, "path", variable.name), role, variable, _own_strategy(value)
 
 
-def _own_strategy(variable: Any) -> tf.distribute.Strategy | None:
+def _own_strategy(variable: keras.Variable | tf.Variable) -> tf.distribute.Strategy | None:
     return _no_default(strategy_of_variable(variable))
 
 
 _OPTIMIZER = keras.optimizers.Optimizer
 
 
-def optimizers(model: Any) -> list[tuple[str, Any]]:
+def optimizers(model: keras.Model) -> list[tuple[str, keras.optimizers.Optimizer]]:
     """The optimizers that a model holds, each once: `optimizer`, and those of the user's own, also in lists and dicts.
 
     Returns:
@@ -293,7 +294,7 @@ def optimizers(model: Any) -> list[tuple[str, Any]]:
     return list(found.values())
 
 
-def _optimizer_parts(optimizer: Any) -> Iterator[tuple[str, Role, Any, tf.distribute.Strategy | None]]:
+def _optimizer_parts(optimizer: keras.optimizers.Optimizer) -> Iterator[_Part]:
     # An optimizer remembers its strategy before it has slots, and makes them under it.
     yield optimizer.name, "optimizer", optimizer, _no_default(strategy_of_optimizer(optimizer))
     for variable in optimizer.variables:
@@ -302,7 +303,7 @@ def _optimizer_parts(optimizer: Any) -> Iterator[tuple[str, Role, Any, tf.distri
         yield from _optimizer_parts(inner)
 
 
-def raw_variables(layer: Any) -> Iterator[tuple[str, Any]]:
+def raw_variables(layer: keras.Layer) -> Iterator[tuple[str, tf.Variable]]:
     """`tf.Variable`s that a layer holds as attributes, in containers, `tf.Module`s and `tf.random.Generator`s."""
     pending = attributes(layer)
     while pending:
@@ -321,7 +322,7 @@ def raw_variables(layer: Any) -> Iterator[tuple[str, Any]]:
             pending.extend((f"{name}/{key}", item) for key, item in value.items())
 
 
-def move_into_scope(thing: Any) -> None:
+def move_into_scope(thing: keras.optimizers.Optimizer | keras.Metric) -> None:
     """Make the variables of an optimizer or a metric that was never used again, in the scope that is entered.
 
     It stays the same object. What has been used, lives under a strategy, or cannot be made from its config stays as it

@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+import os
 import zipfile
-from typing import Any, Literal
+from typing import IO, Any, Literal, Protocol
 
 import tensorflow as tf
 
@@ -128,7 +129,7 @@ class VirtualReplicas:
         return None if note is None else VirtualReplicas(**note)
 
     @staticmethod
-    def read_from_file(file: Any) -> VirtualReplicas | None:
+    def read_from_file(file: str | os.PathLike[str] | IO[bytes]) -> VirtualReplicas | None:
         """Return what a `.keras` file says of its model; legacy files say nothing.
 
         Args:
@@ -145,7 +146,19 @@ class VirtualReplicas:
         return 0 if turns == 1 and not self.is_ordered else turns
 
 
-def num_replicas_of(model: Any) -> int:
+class RunsOnReplicas(Protocol):
+    """A model of ours, as far as its number of replicas goes."""
+
+    @property
+    def virtual_replicas(self) -> VirtualReplicas | None:
+        """As it was compiled."""
+
+    @property
+    def distribute_strategy(self) -> tf.distribute.Strategy:
+        """The strategy that it lives under."""
+
+
+def num_replicas_of(model: RunsOnReplicas) -> int:
     """For how many replicas a model of ours runs: virtual ones, if it was compiled for these."""
-    virtual: VirtualReplicas | None = model.virtual_replicas
+    virtual = model.virtual_replicas
     return int(model.distribute_strategy.num_replicas_in_sync) if virtual is None else virtual.count

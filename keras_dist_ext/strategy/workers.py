@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.adapters import seed_py_datasets
 from keras_dist_ext._keras.datasets import checksum_of_constants, dataset_graph, shard_indices, with_seeds
 from keras_dist_ext._keras.strategies import first_replica, has_several_workers, replica_id
@@ -43,7 +45,7 @@ def workers_of(strategy: tf.distribute.Strategy) -> Workers | None:
     return _WORKERS[strategy]
 
 
-_WORKERS: weakref.WeakKeyDictionary[Any, Workers] = weakref.WeakKeyDictionary()
+_WORKERS: weakref.WeakKeyDictionary[tf.distribute.Strategy, Workers] = weakref.WeakKeyDictionary()
 
 
 class Workers:
@@ -81,7 +83,7 @@ class Workers:
         )
         self._store.delete(f"run/{self._num_checks - 1}")  # which all have read, since all have come here
 
-    def sum(self, values: Sequence[float] | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def sum(self, values: Sequence[float] | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Add up numbers over all workers. Every worker must call it, at the same point of its program.
 
         Raises:
@@ -97,7 +99,7 @@ class Workers:
             raise WorkersError(self.watch.mismatch_message(f"a worker sync ({here})"))
         return np.asarray(sums[: len(values)])
 
-    def broadcast(self, values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def broadcast(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Return the chief's numbers to all workers."""
         return self.sum(list(values) if self.is_chief else [0.0] * len(values))
 
@@ -122,12 +124,12 @@ class Workers:
             self.num_workers * squares == total * total for total, squares in zip(totals, (low, high), strict=True)
         )
 
-    def broadcast_state(self, variables: Sequence[Any]) -> None:
+    def broadcast_state(self, variables: Sequence[keras.Variable | tf.Variable]) -> None:
         """Give the chief's values of ``variables`` to all workers."""
         with self.watch.waiting("a worker sync (state of the chief)"):
             self._broadcast_state(variables)
 
-    def _broadcast_state(self, variables: Sequence[Any]) -> None:
+    def _broadcast_state(self, variables: Sequence[keras.Variable | tf.Variable]) -> None:
         for variable in variables:
             value = tf.convert_to_tensor(components(variable)[0])
             flat = tf.reshape(tf.cast(value, tf.float64), [-1])  # exact for all of Keras' dtypes but huge integers
@@ -173,7 +175,7 @@ class Workers:
         self.compare_data(made_of)
         return (dataset if graph is None else with_seeds(dataset, graph, seed)), False, seed
 
-    def compare_batch(self, batch: Any) -> None:
+    def compare_batch(self, batch: object) -> None:
         """Warn where workers make a step on batches that differ."""
         self.compare_data(checksum_of(batch))
 
@@ -201,7 +203,7 @@ _WORDS_AT_ONCE = 1 << 20
 _SMALL = 8  # numbers of an agreement that has fewer
 
 
-def checksum_of(batch: Any) -> int:
+def checksum_of(batch: object) -> int:
     """Return a checksum of a batch that is equal on all workers where the batch is."""
     checksum = 0
     for leaf in tf.nest.flatten(batch, expand_composites=True):
