@@ -756,10 +756,10 @@ def test_a_worker_that_never_starts_is_named_in_time_and_one_that_is_late_is_wai
 @pytest.mark.slow
 @pytest.mark.multiworker
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_worker_that_is_lost_after_all_have_met_is_not_waited_for_without_end(lost: int) -> None:
+def test_a_worker_that_is_lost_after_all_were_found_is_not_waited_for_without_end(lost: int) -> None:
     fields = tf_context.coordination_config_pb2.CoordinationServiceConfig.DESCRIPTOR.fields_by_name
     if lost == 1 and "cluster_register_with_barrier" not in fields:
         pytest.skip("in this TensorFlow the first worker waits an hour for what the others tell of their devices")
     values = launch(2, runs.lost_before_it_joins, args=(lost, 15.0), time_limit=150).values
-    assert "it has met the others, and leaves" in values[lost]
+    assert "it has found the others, and leaves" in values[lost]
     assert f"worker {1 - lost} and the others had found each other, but not all joined within 15 s" in values[1 - lost]
