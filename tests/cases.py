@@ -17,24 +17,28 @@ TURNS = 4
 """A case that rotates runs at one of so many commits."""
 
 
-def rotating(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+def rotating(cases: Iterable[Any], quick: Collection[Any], *, slow: Collection[Any] = ()) -> list[Any]:
     """Make parameters of a test: the default run has the cases in ``quick``, CI also a share of the others.
 
     The share changes with the commit, so that every case comes up over time; ``--every-case`` runs all of them.
 
+    Args:
+        cases: all of them.
+        quick: those that every run has.
+        slow: those that CI always has, because nothing else runs some lines.
+
     Raises:
-        ValueError: one of the quick ones is none of the cases: the default run would go without it.
+        ValueError: one of those named is none of the cases: runs would go without it.
     """
     cases = list(cases)
-    unknown = [case for case in quick if case not in cases]
+    unknown = [case for case in (*quick, *slow) if case not in cases]
     if unknown:
         raise ValueError(f"no such cases: {unknown}; there are {cases}")
-    return [
-        case
-        if case in quick
-        else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.rotating)
-        for case in cases
-    ]
+    return [case if case in quick else _marked(case, "slow" if case in slow else "rotating") for case in cases]
+
+
+def _marked(case: Any, name: str) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else [case]), marks=getattr(pytest.mark, name))
 
 
 def is_its_turn(name: str, turn: int = 0, turns: int = TURNS, *, commit: str) -> bool:

@@ -123,7 +123,7 @@ KINDS = {
 }
 
 
-QUICK = ("functional with its own step", "subclassed")
+QUICK = ("functional with its own step",)
 
 
 @pytest.fixture(params=rotating(KINDS, QUICK))

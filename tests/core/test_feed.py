@@ -11,6 +11,7 @@ import tensorflow as tf
 from cases import rotating
 from hypothesis import example, given
 from hypothesis import strategies as st
+from strategies import Strategies
 
 import keras_dist_ext as kde
 from keras_dist_ext.errors import DataError
@@ -293,7 +294,9 @@ def dense(strategy, **arguments):
     return net
 
 
-def test_the_data_is_let_go_when_a_run_ends(strategy):
+@pytest.mark.parametrize("kind", rotating(Strategies.KINDS, ["mirrored2"]))
+def test_the_data_is_let_go_when_a_run_ends(kind, strategies):
+    strategy = strategies.get(kind)
     events = []
 
     def rows():

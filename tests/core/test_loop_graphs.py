@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import rotating
 
 import keras_dist_ext as kde
 from keras_dist_ext._keras.variables import components
@@ -159,7 +160,7 @@ def test_functions_of_tensorflow_may_compute_and_assign_what_all_share(mirrored:
     assert results[0]["mean"] != [0.0, 0.0] != results[0]["state"][1:]
 
 
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("clips", rotating([False, True], [True]))
 def test_optimizers_update_at_different_rates(clips: bool, mirrored: Any) -> None:
     results = []
     for strategy in (DEFAULT, mirrored):
@@ -246,6 +247,7 @@ def test_the_mean_of_many_small_floats_is_one(mirrored: Any) -> None:
         assert loop.fit(tf.data.Dataset.from_tensors(rows), verbose=0).history == {"loss": [1.0], "weighted": [1.0]}
 
 
+@pytest.mark.slow
 def test_a_weight_of_a_row_counts_for_all_its_elements(mirrored: Any) -> None:
     rows = tf.ragged.constant([[1.0], [2.0, 3.0, 10.0], [], [4.0, 5.0], [6.0]])
     data = tf.data.Dataset.from_tensors((rows, tf.constant([1.0, 0.0, 5.0, 2.0, 3.0])))

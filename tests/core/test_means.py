@@ -142,7 +142,7 @@ def test_a_train_step_of_its_own_trains_on_sums_and_means_as_on_one_device(strat
     assert_equal(lambda lib: with_step_of_its_own(lib, LOSSES[name]), strategies, any_rows())
 
 
-@pytest.mark.parametrize("name", rotating(LOSSES, ["a sum and a penalty on weights"]))
+@pytest.mark.parametrize("name", rotating(LOSSES, []))
 def test_so_it_does_where_the_number_of_rows_is_a_constant_of_the_graph(strategies, name):
     assert_equal(lambda lib: with_step_of_its_own(lib, LOSSES[name]), strategies, static_rows())
 
@@ -167,7 +167,7 @@ THROUGH_SUMS = {
     ("name", "run_eagerly"),
     rotating(
         [*((name, False) for name in THROUGH_SUMS), ("a mean", True), ("a sum", True)],
-        [("a sum and a penalty on weights", False), ("a mean", True)],
+        [("a mean", True)],
     ),
 )
 def test_so_it_does_through_layers_that_sum_over_replicas(strategies, name, run_eagerly):
@@ -247,6 +247,7 @@ def test_a_gradient_of_inputs_is_left_alone(strategies):
     assert_equal(lambda lib: with_step_of_its_own(lib, penalized), strategies, any_rows())
 
 
+@pytest.mark.rotating
 def test_a_scalar_weight_divides_a_weighted_mean_as_on_one_device(strategies):
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
 

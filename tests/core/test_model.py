@@ -415,6 +415,7 @@ def test_a_graph_made_from_its_config_is_of_its_class_and_strategy(mirrored, mak
     assert lives_under(again, mirrored)
 
 
+@pytest.mark.rotating
 def test_a_functional_clone_by_keras_in_scope_is_trained_like_the_model(mirrored):
     net = made(functional, mirrored)  # of a Sequential, Keras makes its own class: kde.clone_model makes ours
     with mirrored.scope():
@@ -767,6 +768,7 @@ def test_a_validation_has_its_own_batch_size(mirrored):
     assert_close(history.values(), by_stock.values())
 
 
+@pytest.mark.rotating
 def test_evaluate_and_predict_before_fit(mirrored):
     net, expected = made(sequential, mirrored), stock()
     for _ in range(2):
@@ -804,6 +806,7 @@ def test_compiling_again_changes_loss_optimizer_and_metrics(mirrored):
     assert_same_state(net, expected)
 
 
+@pytest.mark.rotating
 def test_freezing_a_layer_and_compiling_again_trains_the_rest(mirrored):
     net, expected = made(sequential, mirrored), stock()
     for each in (net, expected):

@@ -128,7 +128,7 @@ def test_a_placed_model_is_watched_as_any():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "parts"), rotating([(default, ONE), (groups, GROUPS)], [(groups, GROUPS)]), ids=["one group", "2 x 2"]
+    ("strategy", "parts"), rotating([(default, ONE), (groups, GROUPS)], []), ids=["one group", "2 x 2"]
 )
 def test_evaluate_and_predict_give_what_one_device_gives(strategy, parts):
     model, plain = make(strategy()), make()
@@ -222,6 +222,7 @@ def test_ops_outside_of_parts_go_where_their_inputs_come_from_and_constants_to_w
 
 
 @pytest.mark.parametrize("is_scaled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.rotating
 def test_a_model_that_has_trained_takes_its_optimizer_along(is_scaled):
     def optimizer():
         adam = keras.optimizers.Adam(0.01)
@@ -337,7 +338,6 @@ def train_kind(name, strategy, parts, **options):
     return model
 
 
-QUICK = [("masked words", default, ONE, 2)]
 KINDS = [
     (name, strategy, parts, micro_batches)
     for name in ("convolutions", "masked words", "norms")
@@ -348,7 +348,7 @@ KINDS = [
 
 @pytest.mark.parametrize(
     ("name", "strategy", "parts", "micro_batches"),
-    rotating(KINDS, QUICK),
+    rotating(KINDS, [], slow=[("masked words", default, ONE, 2)]),
 )
 def test_layers_of_all_kinds_train_as_on_one_device(name, strategy, parts, micro_batches):
     model, plain = train_kind(name, strategy(), parts, micro_batches=micro_batches), train_kind(name, default(), None)
@@ -448,7 +448,10 @@ def make_loop(strategy, parts, **options):
     return loop
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [(default, "CPU:1"), (groups, ["CPU:1", "CPU:3"])])
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    rotating([(default, "CPU:1"), (groups, ["CPU:1", "CPU:3"])], [(default, "CPU:1")]),
+)
 def test_a_loop_with_a_placed_part_trains_as_on_one_device(strategy, devices):
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
     loop, plain = make_loop(strategy(), {"net/decoder": devices}), make_loop(default(), None)

@@ -111,6 +111,7 @@ class TwoOptimizers(kde.Model):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 def test_optimizers_in_lists_and_in_models_of_a_model_go_on(mirrored: Any, tmp_path: pathlib.Path) -> None:
     def train(folder: pathlib.Path, *callbacks: Any) -> Any:
         keras.utils.set_random_seed(1)
@@ -226,7 +227,7 @@ def test_with_virtual_replicas_a_run_goes_on_elsewhere_with_the_same_bits(
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("default", "mirrored2"), pytest.param("mirrored2", "default", marks=pytest.mark.slow)],
+    rotating([("default", "mirrored2"), ("mirrored2", "default")], []),
 )
 def test_a_run_goes_on_elsewhere_in_the_middle_of_an_epoch_and_of_an_accumulation(
     first: str, second: str, strategies: Any, tmp_path: pathlib.Path
@@ -1022,7 +1023,7 @@ def test_a_process_that_is_asked_to_end_saves_and_ends_well(
 
 
 @pytest.mark.parametrize("epoch", rotating([0, 1], [0]))  # of 2
-@pytest.mark.parametrize("when", rotating(["on_test_begin", "on_train_batch_end"], ["on_train_batch_end"]))
+@pytest.mark.parametrize("when", rotating(["on_test_begin", "on_train_batch_end"], []))
 def test_a_process_that_is_asked_to_end_at_the_end_of_an_epoch_does(
     when: str, epoch: int, strategies: Any, tmp_path: pathlib.Path
 ) -> None:

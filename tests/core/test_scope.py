@@ -533,10 +533,10 @@ MAKES = {
 }
 
 
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_compile_outside_of_scopes_moves_new_optimizers_and_metrics_into_the_models(make, mirrored):
+@pytest.mark.parametrize("name", rotating(MAKES, ["SGD", "a loss scale"]))
+def test_compile_outside_of_scopes_moves_new_optimizers_and_metrics_into_the_models(name, mirrored):
     model = kde.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)], strategy=mirrored)
-    optimizer, metric = make(), keras.metrics.MeanAbsoluteError()
+    optimizer, metric = MAKES[name](), keras.metrics.MeanAbsoluteError()
     model.compile(optimizer, "mse", metrics=[metric])
     model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
     assert model.optimizer is optimizer

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import rotating
 from keras import layers, ops
 
 import keras_dist_ext as kde
@@ -57,7 +58,7 @@ class Remembers(layers.Layer):
         return x
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", rotating([False, True], [False]))
 def test_state_that_is_assigned_in_predict_is_that_of_one_device(strategies, run_eagerly):
     with strategies.get("mirrored3").scope():
         layer = Remembers()

@@ -426,6 +426,7 @@ def test_replicas_draw_different_numbers_and_the_first_those_of_one_device(strat
 
 
 @pytest.mark.parametrize("has_generator", rotating([True, False], [False]), ids=["a SeedGenerator", "seed=None"])
+@pytest.mark.rotating
 def test_the_numbers_of_a_replica_do_not_depend_on_how_many_there_are(strategies, has_generator):
     drawn = {}
     for kind in ("mirrored2", "mirrored4"):
@@ -436,6 +437,7 @@ def test_the_numbers_of_a_replica_do_not_depend_on_how_many_there_are(strategies
 
 
 @pytest.mark.parametrize("has_generator", rotating([True, False], [True]), ids=["a SeedGenerator", "seed=None"])
+@pytest.mark.rotating
 def test_the_same_run_draws_the_same_numbers_again(mirrored, has_generator):
     drawn = []
     for _ in range(2):

@@ -33,9 +33,17 @@ def test_quick_cases_do_not_rotate_and_the_others_do():
     assert [mark.name for case in (one, two) for mark in case.marks] == ["rotating", "rotating"]
 
 
+def test_slow_cases_do_not_rotate():
+    one, two, three = rotating(["a", "b", "c"], ["a"], slow=["b"])
+    assert one == "a"
+    assert [[mark.name for mark in case.marks] for case in (two, three)] == [["slow"], ["rotating"]]
+
+
 def test_a_quick_case_that_is_none_of_the_cases_is_an_error():
     with pytest.raises(ValueError, match=r"no such cases: \['d'\]; there are \['a', 'b'\]"):
         rotating(["a", "b"], ["a", "d"])
+    with pytest.raises(ValueError, match=r"no such cases: \['d'\]"):
+        rotating(["a", "b"], ["a"], slow=["d"])
 
 
 def test_the_commit_is_the_one_that_is_checked_out(tmp_path):
