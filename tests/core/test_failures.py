@@ -23,6 +23,7 @@ from cases import rotating
 from failure_runs import BATCH, NUM_BATCHES, X, Y, fit, make, state, with_nan, without
 from launching import wait_for_saves, wait_until
 from tensorflow.python.eager import context as tf_context
+from two_workers import on_two_workers
 
 import keras_dist_ext as kde
 from keras_dist_ext.cluster import rendezvous
@@ -263,12 +264,15 @@ def test_a_model_of_stock_keras_is_refused_with_the_way_out() -> None:
         model.fit(X, Y, verbose=0, callbacks=[kde.NonFinite()])
 
 
-@pytest.mark.slow
-@pytest.mark.multiworker
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
-def test_all_workers_decide_alike(steps_per_execution: int) -> None:
-    workers = launch(2, runs.guarded, args=(steps_per_execution,), timeout=200).values
-    for index, worker in enumerate(workers):
+@pytest.mark.parametrize(
+    "steps_per_execution",
+    [
+        pytest.param(1, marks=[pytest.mark.rotating, on_two_workers(runs.guarded, 1)]),
+        pytest.param(3, marks=[pytest.mark.slow, on_two_workers(runs.guarded, 3)]),
+    ],
+)
+def test_all_workers_decide_alike(steps_per_execution: int, values: Any) -> None:
+    for index, worker in enumerate(values):
         assert_same(worker["twin"], worker["skip"])
         assert_same(worker["before"], worker["stop"])
         assert_same(worker["before"], worker["raise"])
@@ -700,9 +704,9 @@ def test_a_disk_that_fills_up_costs_saves_and_records_and_nothing_else(mirrored:
 
 
 @pytest.mark.slow
-@pytest.mark.multiworker
-def test_workers_that_begin_other_runs_are_refused_alike_and_may_go_on() -> None:
-    first, second = launch(2, runs.refused, timeout=200).values
+@on_two_workers(runs.refused)
+def test_workers_that_begin_other_runs_are_refused_alike_and_may_go_on(values: Any) -> None:
+    first, second = values
     expected = {
         "optimizer": "optimizer is SGD on worker 1, and Adam on worker 0",
         "momentum": "momentum of optimizer is 0.9 on worker 1, and 0.5 on worker 0",
@@ -713,28 +717,23 @@ def test_workers_that_begin_other_runs_are_refused_alike_and_may_go_on() -> None
         "nothing": "",
     }
     for name, text in expected.items():
-        assert text in first[name][0]
-        assert bool(text) == bool(first[name][0])
-        assert first[name][0] == second[name][0]
-        assert first[name][1] < 120  # that they might have waited for each other
+        assert text in first[name]
+        assert bool(text) == bool(first[name])
+        assert first[name] == second[name]
 
 
-@pytest.mark.slow
+DIFFERENT_WAYS = [
+    ("another length, not known before", "wait for each other in different places, a deadlock: worker 0 in"),
+    (
+        "one evaluates alone",
+        "is in another collective. Every worker must make the same calls of fit, evaluate and predict",
+    ),
+    ("one does not train", "Worker 0 is about to call fit, and worker 1 did not arrive within 20 s"),
+]
+
+
 @pytest.mark.multiworker
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (
-            "another length, not known before",
-            "wait for each other in different places, a deadlock: worker 0 in",
-        ),
-        (
-            "one evaluates alone",
-            "is in another collective. Every worker must make the same calls of fit, evaluate and predict",
-        ),
-        ("one does not train", "Worker 0 is about to call fit, and worker 1 did not arrive within 20 s"),
-    ],
-)
+@pytest.mark.parametrize(("case", "message"), rotating(DIFFERENT_WAYS, [], slow=DIFFERENT_WAYS[:1]))
 def test_workers_that_go_different_ways_are_told_so(case: str, message: str, tmp_path: pathlib.Path) -> None:
     values = launch(2, runs.parted, args=(case, str(tmp_path)), time_limit=150).values
     assert message in values[0]
@@ -753,9 +752,8 @@ def test_a_worker_that_never_starts_is_named_in_time_and_one_that_is_late_is_wai
     assert "worker 1 has waited 1 s for worker 0 (127.0.0.1:" in second
 
 
-@pytest.mark.slow
 @pytest.mark.multiworker
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", rotating([0, 1], [], slow=[1]))
 def test_a_worker_that_is_lost_after_all_were_found_is_not_waited_for_without_end(lost: int) -> None:
     fields = tf_context.coordination_config_pb2.CoordinationServiceConfig.DESCRIPTOR.fields_by_name
     if lost == 1 and "cluster_register_with_barrier" not in fields:

@@ -92,10 +92,7 @@ def small_loop(strategy: tf.distribute.Strategy, step: Any, parts: Any = None, *
 # What one device gives
 
 
-SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("one_device", "mirrored2")]
-
-
-@pytest.mark.parametrize("kind", [*SLOW_KINDS, "mirrored4"])
+@pytest.mark.parametrize("kind", rotating(["one_device", "mirrored2", "mirrored4"], ["mirrored4"]))
 @pytest.mark.parametrize("length_is_known", rotating([True, False], [False]))
 @pytest.mark.parametrize("is_weighted", rotating([False, True], [True]))
 def test_a_module_without_keras_trains_as_on_one_device(

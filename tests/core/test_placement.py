@@ -85,8 +85,11 @@ def test_a_placed_model_trains_as_on_one_device(strategy, parts, micro_batches):
         np.testing.assert_allclose(value, logs[name], rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "parts"), [(default, ONE), (groups, GROUPS)], ids=["one group", "2 x 2"])
+@pytest.mark.parametrize(
+    ("strategy", "parts"),
+    rotating([(default, ONE), (groups, GROUPS)], [], slow=[(groups, GROUPS)]),
+    ids=["one group", "2 x 2"],
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -221,7 +224,7 @@ def test_ops_outside_of_parts_go_where_their_inputs_come_from_and_constants_to_w
 # When it is placed
 
 
-@pytest.mark.parametrize("is_scaled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.rotating
 def test_a_model_that_has_trained_takes_its_optimizer_along(is_scaled):
     def optimizer():
@@ -472,8 +475,7 @@ def test_micro_batches_of_a_loop_are_refused():
 
 
 @pytest.mark.multiworker
-@pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", rotating([1, 2], [], slow=[2]))
 def test_workers_that_are_groups_train_as_one_device(micro_batches):
     expected, logs = on_one_device()
     for weights, devices, history in launch(

@@ -69,9 +69,8 @@ def test_a_run_that_crashed_ends_as_one_that_did_not(data: str, strategies: Any,
     check_goes_on(strategies.get("one_device"), tmp_path, after, data=data)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["default", "mirrored2"])
-@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("kind", rotating(["default", "mirrored2"], [], slow=["mirrored2"]))
+@pytest.mark.parametrize("data", rotating(DATA, [], slow=["PyDataset with threads"]))
 def test_a_run_over_any_data_goes_on_from_any_step(
     data: str, kind: str, strategies: Any, tmp_path: pathlib.Path
 ) -> None:
@@ -81,8 +80,7 @@ def test_a_run_over_any_data_goes_on_from_any_step(
         check_goes_on(strategies.get(kind), tmp_path / str(after), after, data=data, save_every=every)
 
 
-@pytest.mark.parametrize("optimizer", ["accumulating", "averaging", "scaled"])
-@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", rotating(["accumulating", "averaging", "scaled"], []))
 def test_all_that_an_optimizer_keeps_goes_on(optimizer: str, mirrored: Any, tmp_path: pathlib.Path) -> None:
     check_goes_on(mirrored, tmp_path, 10, optimizer=optimizer)
 
@@ -129,7 +127,7 @@ def test_optimizers_in_lists_and_in_models_of_a_model_go_on(mirrored: Any, tmp_p
     assert history["loss"][-1] == resumed_history["loss"][-1]
 
 
-@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_run_that_crashes_again_and_again_goes_on(strategies: Any, tmp_path: pathlib.Path) -> None:
     strategy = strategies.get("default")
     twin = run(strategy, tmp_path / "twin")
@@ -192,8 +190,9 @@ def test_a_process_that_was_killed_is_made_up_for_by_another(tmp_path: pathlib.P
     assert_same(one, other)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("data", ["arrays", "shuffled by a seed", "noisy", "PyDataset with threads"])
+@pytest.mark.parametrize(
+    "data", rotating(["arrays", "shuffled by a seed", "noisy", "PyDataset with threads"], [], slow=["noisy"])
+)
 def test_a_process_that_was_killed_three_times_ends_as_one_that_was_not(data: str, tmp_path: pathlib.Path) -> None:
     twin = process(tmp_path / "twin", data=data)
     for after in random.Random(data).sample(range(2, 7), 3):
@@ -209,9 +208,8 @@ def test_a_process_that_was_killed_three_times_ends_as_one_that_was_not(data: st
 
 @pytest.mark.parametrize(
     ("count", "first", "second"),
-    [(2, "mirrored2", "default"), (4, "mirrored4", "mirrored2")],
+    rotating([(2, "mirrored2", "default"), (4, "mirrored4", "mirrored2")], [], slow=[(2, "mirrored2", "default")]),
 )
-@pytest.mark.slow
 def test_with_virtual_replicas_a_run_goes_on_elsewhere_with_the_same_bits(
     count: int, first: str, second: str, strategies: Any, tmp_path: pathlib.Path
 ) -> None:
@@ -792,11 +790,10 @@ def emptied(content: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [
-        (torn, "its checksum does not match"),
-        pytest.param(flipped, "its checksum does not match", marks=pytest.mark.slow),
-        pytest.param(emptied, "it is empty", marks=pytest.mark.slow),
-    ],
+    rotating(
+        [(torn, "its checksum does not match"), (flipped, "its checksum does not match"), (emptied, "it is empty")],
+        [(torn, "its checksum does not match")],
+    ),
 )
 def test_a_damaged_save_is_named_and_the_one_before_it_used(
     damage: Any, message: str, strategies: Any, tmp_path: pathlib.Path

@@ -102,7 +102,7 @@ def test_batches_that_tensorflow_has_distributed_are_dealt_on(mirrored):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("accumulation of gradients", "sparse gradients")]
+    "name", rotating(["accumulation of gradients", "sparse gradients"], [], slow=["accumulation of gradients"])
 )
 def test_collectives_give_the_bits_that_memory_gives(name, monkeypatch):
     for module in (reduce, logs):
