@@ -10,6 +10,7 @@ import pathlib
 import pickle
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -556,6 +557,14 @@ def test_a_distributed_dataset_is_refused(mirrored: Any, tmp_path: pathlib.Path)
 # Another run
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A folder with what a run of `fit_small` has left; to be copied."""
+    folder = tmp_path_factory.mktemp("finished")
+    fit_small(folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -572,8 +581,10 @@ def test_a_distributed_dataset_is_refused(mirrored: Any, tmp_path: pathlib.Path)
         ({"optimizer": keras.optimizers.SGD(0.02)}, "learning_rate of optimizer is 0.02, was 0.01"),
     ],
 )
-def test_a_save_of_another_run_is_refused_with_what_differs(changed: Any, message: str, tmp_path: pathlib.Path) -> None:
-    fit_small(tmp_path)
+def test_a_save_of_another_run_is_refused_with_what_differs(
+    changed: Any, message: str, finished: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     model = small(tf.distribute.get_strategy(), changed.get("units", 1))
     model.layers[0].activation = keras.activations.get(changed.get("activation"))
     model.compile(changed.get("optimizer", "sgd"), changed.get("loss", "mse"), metrics=changed.get("metrics"))
