@@ -473,7 +473,7 @@ def test_early_stopping_and_schedules_of_keras_act_on_the_first_optimizer(mirror
     assert loop.opt.learning_rate.numpy() == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize("kind", rotating(["without Keras", "with Keras"], ["with Keras"]))
+@pytest.mark.parametrize("kind", rotating(["without Keras", "with Keras"], [], slow=["with Keras"]))
 def test_a_run_that_was_broken_off_in_an_epoch_goes_on_by_resume(
     kind: str, mirrored: Any, tmp_path: pathlib.Path
 ) -> None:

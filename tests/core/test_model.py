@@ -528,6 +528,7 @@ def normalized(lib=kde):
     return lib.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
 
 
+@pytest.mark.rotating
 def test_replicas_agree_on_batch_normalization_after_training_and_after_saving(tmp_path, strategies):
     mirrored = strategies.get("mirrored3")
     net = made(normalized, mirrored)

@@ -585,6 +585,7 @@ def test_data_made_under_a_global_seed_of_tensorflow_follows_the_seed_of_the_run
     assert first[0] != first[1] != first[2]
 
 
+@pytest.mark.rotating
 def test_pythons_and_numpys_generators_are_seeded(mirrored: Any) -> None:
     def after_fit(seed: int) -> tuple[float, float, float]:
         draws(mirrored, seed)

@@ -25,6 +25,7 @@ def assert_replicas_agree(variables: Any) -> None:
             np.testing.assert_array_equal(first, other, err_msg=variable.name)
 
 
+@pytest.mark.rotating
 def test_a_call_that_is_a_tf_function_agrees_in_every_loop_that_is_traced(strategies):
     class Net(kde.Model):
         def __init__(self) -> None:
