@@ -9,9 +9,9 @@
     ├── MonitorError (ValueError)       what a monitor cannot record, or has nowhere to write
     ├── CallbackError (ValueError)      an argument that a callback cannot have, or a run that it cannot be part of
     ├── NonFiniteError (ArithmeticError) a step whose loss or gradients are NaN or infinite
-    ├── WorkersError (RuntimeError)     workers that do not make the same run, or one that does not come to it
+    ├── WorkersError (RuntimeError)     workers that disagree about a run, or one that does not arrive
     ├── CertificateError (ValueError)   a model, data or strategy that no certificate can be made of
-    ├── ResumeError (ValueError)        a run that cannot be saved, or cannot go on from what was saved
+    ├── ResumeError (ValueError)        a run that cannot be saved, or cannot be resumed
     ├── LoopError (ValueError)          a step of your own that would not do what it seems to
     ├── PlacementError (ValueError)     a part of a model that cannot live where it is to
     ├── TunerError (ValueError)         a search that cannot be made as asked
@@ -80,7 +80,7 @@ class NonFiniteError(KerasDistError, ArithmeticError):
 
 
 class WorkersError(KerasDistError, RuntimeError):
-    """Workers that do not make the same run, so that they would wait for each other, or one that does not come."""
+    """Workers that disagree about a run, so that they would deadlock, or one that does not arrive."""
 
 
 class CertificateError(KerasDistError, ValueError):
@@ -88,7 +88,7 @@ class CertificateError(KerasDistError, ValueError):
 
 
 class ResumeError(KerasDistError, ValueError):
-    """A run that cannot be saved as asked, or that cannot go on from what was saved."""
+    """A run that cannot be saved as asked, or that cannot be resumed from its checkpoint."""
 
 
 class LoopError(KerasDistError, ValueError):

@@ -8,7 +8,7 @@ Nothing here imports TensorFlow when it is imported. In reading order:
     process_group  the processes of one launch, which end together
     process        one of them: its output, its end
     worker         what runs in it
-    heartbeat      what a worker says of its steps: ``kde.heartbeat``
+    heartbeat      what a worker reports of its steps: ``kde.heartbeat``
     hang_report    what workers do that make no progress
     failure        why a launch failed
     signals        the signals that ask a launch to end

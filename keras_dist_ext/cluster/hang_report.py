@@ -1,4 +1,4 @@
-"""Say what workers are at that make no progress: their last step, whom they wait for, and their stacks."""
+"""Describe workers that make no progress: their last step, what they wait for, and their stacks."""
 
 import os
 import re
@@ -25,10 +25,10 @@ def progress(heartbeat: Heartbeat) -> str:
 
 
 def describe(processes: Sequence[Process]) -> tuple[str, str]:
-    """Return a sentence on what each process is at, and the stacks of those that could be asked for them.
+    """Return a sentence on what each process does, and the stacks of those that could be asked for them.
 
-    It takes about half a second, for a look at who computes and who waits, and more where a busy machine holds up who
-    was asked.
+    It takes about half a second, to see which compute and which wait, and more where a busy machine delays the
+    stacks.
     """
     before = {process.pid: _cpu_seconds(process.pid) for process in processes}
     began = time.monotonic()

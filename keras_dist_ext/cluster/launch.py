@@ -10,7 +10,7 @@ the chief. With it, only the chief does, for tf.distribute.ParameterServerStrate
 `tf.distribute.Server(...).join()`, as TensorFlow's guide has them do, and end with the chief.
 
 The first process that fails ends all others, since none of TensorFlow's workers can join the others again. With
-`max_restarts` all start again, on new ports; `Resume` in the script has them go on from the last save. Nothing outlives
+`max_restarts` all start again, on new ports; with `Resume` in the script, from the last checkpoint. Nothing outlives
 a launch: not grandchildren, not after Ctrl-C, and not when the launcher itself is killed with SIGKILL (on Linux each
 process dies with it, and a guard process ends what those have started). What should live on, such as a TensorBoard,
 must be started elsewhere.
@@ -42,7 +42,7 @@ from keras_dist_ext.errors import LaunchError
 __all__ = ["launch", "LaunchResult", "WorkerRun", "WorkerFailed"]
 
 RESTART = "KERAS_DIST_EXT_RESTART"  # environment variable: how often all have started again, from 0
-_FAILURE_GRACE_SECONDS = 2.0  # for who may wait in a collective for one that is gone
+_FAILURE_GRACE_SECONDS = 2.0  # for workers that may wait in a collective for one that is gone
 _LONGEST_PAUSE_SECONDS = 60.0
 
 
@@ -86,7 +86,7 @@ def launch(
             KERAS_DIST_EXT_RESTART counts them, from 0.
         timeout: seconds after which a worker that has finished no step is taken to hang. What it does beside its steps
             counts too: starting, loading data, compiling, saving. Known are the steps of ``kde.Model`` and
-            ``kde.TrainLoop``, and those that ``kde.heartbeat`` tells of.
+            ``kde.TrainLoop``, and those that ``kde.heartbeat`` reports.
         time_limit: seconds that the whole may take, with all restarts.
         grace_seconds: from the signal that came here to SIGKILL. When a worker has failed, the others have 2 seconds
             at most: they wait for it, and TensorFlow's workers swallow SIGTERM.
@@ -155,7 +155,7 @@ def launch(
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """What became of a launch."""
+    """How a launch ended."""
 
     exit_code: int  # 0, or the first failure's, fit for sys.exit: 128 + n for signal n, 124 for a time-out or the limit
     workers: tuple["WorkerRun", ...]  # chief, workers, parameter servers
@@ -165,13 +165,13 @@ class LaunchResult:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """What the function returned: one value a worker, or the chief's alone."""
+        """What the function returned: one value a worker, or only the chief's."""
         return tuple(run.value for run in self.workers if not run.served)
 
 
 @dataclass(frozen=True)
 class WorkerRun:
-    """What became of one process."""
+    """How one process ended."""
 
     name: str  # "worker 0", "chief 0", "ps 1"
     served: bool  # it ran TensorFlow's server, not the command or function
@@ -204,7 +204,7 @@ class WorkerFailed(LaunchError):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What became of one attempt."""
+    """How one attempt ended."""
 
     failure: Failure | None
     runs: tuple[WorkerRun, ...]

@@ -165,7 +165,7 @@ class Process:
 
 
 class _Log:
-    """A file that takes what it is given, or says who could not be heard."""
+    """A file that takes what it is given, or raises, naming the log."""
 
     def __init__(self, path: Path, appends: bool):
         try:

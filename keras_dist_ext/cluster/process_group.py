@@ -33,7 +33,7 @@ class ProcessGroup:
     SETTLE_SECONDS = 0.3  # one that was killed is the cause, though others that fail with it may be seen before it
     DRAIN_SECONDS = 1.0  # for output, after the last process has ended: what it started may hold the pipe open
     STOPPED_SECONDS = 5.0  # by SIGSTOP, while others work: TensorFlow gives up a silent worker after ten
-    LOOK_SECONDS = 0.5  # between looks at who is stopped
+    LOOK_SECONDS = 0.5  # between looks at which are stopped
     KILL_SECONDS = 5.0  # SIGKILL acts at once, but on a process that is stuck in the kernel
 
     def __init__(self, stream: IO[str] | None, log_dir: str | os.PathLike[str] | None, *, appends: bool = False):
@@ -110,7 +110,7 @@ class ProcessGroup:
     def watch(
         self, signals: Sequence[int], deadline: float | None, hang_seconds: float | None = None
     ) -> Failure | None:
-        """Pass output on until all work is done, or something is amiss.
+        """Pass output on until all work is done, or something is wrong.
 
         Args:
             signals: that have come in; a first one ends the watch, and so do

@@ -46,7 +46,7 @@ WAIT_SECONDS = 600.0  # TensorFlow's own is an hour
 _LONGEST = 366 * 24 * 3600.0  # TensorFlow counts in milliseconds
 _NOTICE_SECONDS = 30.0
 _PROBE_SECONDS = 2.0
-_SLACK_SECONDS = 10.0  # for the first worker to say who is missing
+_SLACK_SECONDS = 10.0  # for the first worker to say which are missing
 _BANNER = b"KDE-RENDEZVOUS 1\n"
 _MOST_BYTES = 4096  # of a line
 
@@ -161,7 +161,7 @@ def wait_for_workers(cluster: Cluster, wait_seconds: float, *, clock: Callable[[
     """Return once all workers of the cluster are up.
 
     Args:
-        cluster: of workers alone, whose port on this machine is free.
+        cluster: of workers only, whose port on this machine is free.
         wait_seconds: for all of them.
         clock: seconds that only go forward.
 

@@ -42,13 +42,13 @@ TF_CONFIG_EXAMPLE = (
 
 @dataclass(frozen=True)
 class Cluster:
-    """Which processes train together, and which one this is; checked, so that TensorFlow will not wait in vain.
+    """Which processes train together, and which one this is; checked, so that TensorFlow will not hang.
 
     Raises:
         ClusterError: what TensorFlow would meet as a hang, or as an error that does not name the culprit.
     """
 
-    source: str  # who says so
+    source: str  # where this is from
     chief: tuple[str, ...] = ()  # addresses, host:port
     worker: tuple[str, ...] = ()
     ps: tuple[str, ...] = ()
@@ -146,7 +146,7 @@ def cluster_of(make_resolver: Callable[[], tf.distribute.cluster_resolver.Cluste
     """Ask one of TensorFlow's resolvers for the cluster.
 
     Args:
-        make_resolver: makes it; what goes wrong there is told as the source's fault too.
+        make_resolver: makes it; its errors are reported as the source's.
         source: what messages call it.
 
     Raises:
@@ -246,7 +246,7 @@ def _replace(old: Mapping[str, str], new: Mapping[str, str]) -> None:
 
 
 def slurm_cluster(environ: Mapping[str, str]) -> Cluster:
-    """Read what `srun` tells each of its tasks.
+    """Read what `srun` gives each of its tasks.
 
     Raises:
         ClusterError: it does not describe a cluster, or TensorFlow's resolver puts this task on another host.
@@ -294,7 +294,7 @@ _MPI_PORTS = range(20000, 30000)  # below those that Linux hands out by itself
 
 @dataclass(frozen=True)
 class _MpiVariables:
-    """How an MPI tells each process its place."""
+    """How an MPI gives each process its rank."""
 
     size: str
     rank: str
@@ -320,7 +320,7 @@ def _mpi_variables(environ: Mapping[str, str]) -> _MpiVariables | None:
 
 
 def mpi_cluster(environ: Mapping[str, str], tell: Callable[[str], Sequence[str]] | None = None) -> Cluster:
-    """Read what `mpirun` tells each of its processes; all of them must call this.
+    """Read what `mpirun` gives each of its processes; all of them must call this.
 
     Args:
         environ: where it is.

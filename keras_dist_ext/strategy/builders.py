@@ -62,7 +62,7 @@ def build(
     Args:
         decision: what to make.
         resources: what it was decided on.
-        communication: used by `multi_worker` alone.
+        communication: used only by `multi_worker`.
         wait_seconds: for the other tasks of a cluster.
 
     Raises:

@@ -1,4 +1,4 @@
-"""See that all workers are about to do the same, and say what differs; else they would wait for each other for ever.
+"""Check that all workers are about to do the same, and say what differs; else they would deadlock.
 
 What a worker is about to do is written as a fingerprint: names, each with a text or a list of texts. Workers exchange
 them without a collective, so that one that does something else, or does not come at all, is an error on all others.
@@ -41,7 +41,7 @@ Fingerprint = Mapping[str, str | list[str]]
 
 
 class HasRunConfig(Protocol):
-    """A callback that tells what must be alike on all workers, as ``kde.RunCallback`` does."""
+    """A callback that says what must be alike on all workers, as ``kde.RunCallback`` does."""
 
     def get_run_config(self) -> Mapping[str, object]:
         """Return its settings."""
@@ -58,7 +58,7 @@ _LISTED = 5  # differences that a message names before it counts the rest
 def run_fingerprint(
     model: keras.Model, arguments: Mapping[str, object], callbacks: Sequence[HasRunConfig]
 ) -> Fingerprint:
-    """Tell a run of training, as far as it must be alike on all workers.
+    """Describe a run of training, as far as it must be alike on all workers.
 
     Names that Keras has made up are left out: they count on from models that were made before.
 
@@ -94,7 +94,7 @@ def run_fingerprint(
 
 
 def model_fingerprint(model: keras.Model) -> dict[str, str]:
-    """Tell what a model computes, as far as it must be alike in a run that goes on.
+    """Describe what a model computes, as far as it must be alike in a run that is resumed.
 
     Not a learning rate that may have changed since: that of an optimizer which was used.
     """
@@ -135,12 +135,12 @@ def _callback(callback: HasRunConfig) -> str:
 
 
 def data_fingerprint(spec: object, num_batches: int | None, *, own_rows: bool) -> Fingerprint:
-    """Tell the data of a run, as far as it must be alike on all workers.
+    """Describe the data of a run, as far as it must be alike on all workers.
 
     Args:
-        spec: of a batch, with any number of rows.
+        spec: of a batch, with any number of examples.
         num_batches: of a pass, or None.
-        own_rows: whether each worker reads rows of its own, of which it may have any number.
+        own_rows: whether each worker reads its own examples, of which it may have any number.
     """
     leaves = tree.flatten_with_path(spec)
     return {
@@ -236,7 +236,7 @@ def exchange_fingerprints(
     wait_seconds: float,
     clock: Callable[[], float],
 ) -> list[Fingerprint]:
-    """Tell the others what this worker is about to do, and return what each has told, in their order.
+    """Publish what this worker is about to do, and return the fingerprints of all workers, in their order.
 
     Args:
         store: of the workers.
@@ -247,21 +247,21 @@ def exchange_fingerprints(
         clock: seconds that only go forward.
 
     Raises:
-        WorkersError: one has not come in time.
+        WorkersError: one has not published its own in time.
     """
     store.set(topic, json.dumps(fingerprint))
     begin = clock()
-    told: dict[int, Fingerprint] = {store.index: fingerprint}
+    fingerprints: dict[int, Fingerprint] = {store.index: fingerprint}
     is_noticed = False
-    while len(told) < store.num_workers:
+    while len(fingerprints) < store.num_workers:
         for worker in store.others:
-            if worker in told:
+            if worker in fingerprints:
                 continue
             left = wait_seconds - (clock() - begin)
             text = store.get(topic, worker, max(0.01, min(_AT_ONCE_SECONDS, left)))
             if text is not None:
-                told[worker] = json.loads(text)
-        missing = [worker for worker in store.others if worker not in told]
+                fingerprints[worker] = json.loads(text)
+        missing = [worker for worker in store.others if worker not in fingerprints]
         waited = clock() - begin
         if missing and waited >= wait_seconds:
             raise WorkersError(
@@ -277,7 +277,7 @@ def exchange_fingerprints(
                 f"far. It gives up after {wait_seconds:g} s.",
                 stacklevel=2,
             )
-    return [told[worker] for worker in range(store.num_workers)]
+    return [fingerprints[worker] for worker in range(store.num_workers)]
 
 
 def check_consistency(
@@ -289,13 +289,13 @@ def check_consistency(
     wait_seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """See that all workers are about to do the same; see ``exchange_fingerprints``.
+    """Check that all workers are about to do the same; see ``exchange_fingerprints``.
 
     Raises:
-        WorkersError: they are not, or one has not come; the same on all workers.
+        WorkersError: they are not, or one has not published its own in time; the same on all workers.
     """
-    told = exchange_fingerprints(store, topic, fingerprint, what=what, wait_seconds=wait_seconds, clock=clock)
-    found = differences(told)
+    fingerprints = exchange_fingerprints(store, topic, fingerprint, what=what, wait_seconds=wait_seconds, clock=clock)
+    found = differences(fingerprints)
     if found:
         more = f"; and {counted(len(found) - _LISTED, 'other difference')}" if len(found) > _LISTED else ""
         raise WorkersError(
@@ -305,17 +305,17 @@ def check_consistency(
         )
 
 
-def differences(told: Sequence[Fingerprint]) -> list[str]:
+def differences(fingerprints: Sequence[Fingerprint]) -> list[str]:
     """Say in what workers differ from the first one, a text for each fact that does.
 
     Entries that not all of them have, such as an option of another optimizer, count where nothing else differs.
     """
     found: dict[bool, list[str]] = {True: [], False: []}
-    for name in {name: None for fingerprint in told for name in fingerprint}:
-        values = [fingerprint.get(name, "none") for fingerprint in told]
+    for name in {name: None for fingerprint in fingerprints for name in fingerprint}:
+        values = [fingerprint.get(name, "none") for fingerprint in fingerprints]
         others = [worker for worker, value in enumerate(values) if _bare(value) != _bare(values[0])]
         if others:
-            is_known = all(name in fingerprint for fingerprint in told)
+            is_known = all(name in fingerprint for fingerprint in fingerprints)
             found[is_known].append(_difference(name, values[0], values[others[0]], others))
     return found[True] or found[False]
 
@@ -326,13 +326,13 @@ def _bare(value: str | list[str]) -> str | list[str]:
 
 
 def _difference(name: str, first: str | list[str], other: str | list[str], workers: Sequence[int]) -> str:
-    who = f"worker {workers[0]}" + (f" ({counted(len(workers) - 1, 'other')} too)" if len(workers) > 1 else "")
+    where = f"worker {workers[0]}" + (f" ({counted(len(workers) - 1, 'other')} too)" if len(workers) > 1 else "")
     if isinstance(first, str) or isinstance(other, str):
-        return f"{name} is {other} on {who}, and {first} on worker 0"
+        return f"{name} is {other} on {where}, and {first} on worker 0"
     pairs = zip([*first, *["none"] * len(other)], [*other, *["none"] * len(first)], strict=False)
     place, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs) if _bare([pair[0]]) != _bare([pair[1]]))
     counts = f" (of {len(other)} and {len(first)})" if len(first) != len(other) else ""
-    return f"{name} {place + 1}{counts} is {theirs} on {who}, and {mine} on worker 0"
+    return f"{name} {place + 1}{counts} is {theirs} on {where}, and {mine} on worker 0"
 
 
 def _named(workers: Sequence[int]) -> str:

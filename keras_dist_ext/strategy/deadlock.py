@@ -1,6 +1,6 @@
-"""Notice that workers wait for each other at different places of their programs, say where, and end the wait.
+"""Detect that workers wait for each other in different places of their programs, say where, and end the wait.
 
-A collective waits for ever for a worker that has gone another way: its data ended earlier, or it alone evaluates. Each
+A collective waits for ever for a worker that is elsewhere: its data ended earlier, or only it evaluates. Each
 worker's thread looks every few seconds whether this one still waits in the same place. If so it says where, with the
 line of the user's program; and if all workers have waited in places that cannot meet, each ends its own wait by an
 error that names all places. A worker that computes, or is busy in Python, is never held for stuck.
@@ -30,7 +30,7 @@ _TOPIC = "waits"
 _Count = TypeVar("_Count", bound=SupportsInt)
 
 
-class _Place(NamedTuple):
+class _Wait(NamedTuple):
     """Where a worker waits."""
 
     number: int  # of waits, in its program
@@ -39,7 +39,7 @@ class _Place(NamedTuple):
 
 
 class DeadlockWatch:
-    """Watches the waits of this worker, and listens to what others say of theirs.
+    """Watches the waits of this worker, and reads what others publish of theirs.
 
     Waits are counted, in the same order on all workers. One that has passed its k-th wait has had what it waited for
     from all the others, so a worker still in its k-th does not wait for that one. If nobody moves, and the numbers
@@ -58,12 +58,12 @@ class DeadlockWatch:
         self._num_looks = max(1, round(stuck_seconds / look_seconds))
         self._look_seconds = look_seconds
         self._number = 0
-        self._here: _Place | None = None
+        self._here: _Wait | None = None
         self._data_ended = ""
         self._waiting_thread = 0
-        self._verdict: str | None = None
-        self._said: list[str] = []  # what this worker has said so far, JSON of a place or empty
-        self._heard: dict[int, tuple[int, str]] = dict.fromkeys(store.others, (0, ""))  # how much, and the last
+        self._deadlock: str | None = None
+        self._published: list[str] = []  # what this worker has published so far, JSON of a wait or empty
+        self._read: dict[int, tuple[int, str]] = dict.fromkeys(store.others, (0, ""))  # how much, and the last
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -75,7 +75,7 @@ class DeadlockWatch:
             what: such as "step 5 of training"; workers at the same place say the same.
 
         Raises:
-            WorkersError: in place of TensorFlow's error, when the wait was found to be in vain.
+            WorkersError: instead of TensorFlow's error, when the wait was found to be a deadlock.
         """
         if self._here is not None:  # a wait within a wait is that one's
             yield
@@ -84,15 +84,15 @@ class DeadlockWatch:
         self._data_ended = ""
         self._waiting_thread = threading.get_ident()
         with self._lock:
-            self._here = _Place(self._number, what)
+            self._here = _Wait(self._number, what)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, daemon=True, name="keras_dist_ext.deadlock")
                 self._thread.start()
         try:
             yield
         except Exception as error:
-            if self._verdict is not None:
-                raise WorkersError(self._verdict) from error
+            if self._deadlock is not None:
+                raise WorkersError(self._deadlock) from error
             if is_collective_mismatch(error):
                 raise WorkersError(self.mismatch_message(what)) from error
             raise
@@ -118,16 +118,16 @@ class DeadlockWatch:
     def _watch(self) -> None:
         """Look every few seconds, until there was no wait for some time."""
         pause = threading.Event()
-        before, num_looks, suspicion = None, 0, None
-        with contextlib.suppress(Exception):  # the cluster is gone: who waits for it says so
-            while self._verdict is None:
+        before, num_looks, suspected = None, 0, None
+        with contextlib.suppress(Exception):  # the cluster is gone: what waits for it raises
+            while self._deadlock is None:
                 pause.wait(self._look_seconds)
                 here = self._here
                 num_looks = num_looks + 1 if here is before else 0
                 before = here
                 if num_looks < self._num_looks:
-                    suspicion = None
-                    self._say("")
+                    suspected = None
+                    self._publish("")
                 elif here is None:
                     with self._lock:
                         if self._here is None:
@@ -135,34 +135,34 @@ class DeadlockWatch:
                             return
                 else:
                     what = here.what + self._data_ended
-                    self._say(json.dumps(here._replace(what=what, line=_line_of(self._waiting_thread))))
-                    self._listen()
+                    self._publish(json.dumps(here._replace(what=what, line=_line_of(self._waiting_thread))))
+                    self._read_others()
                     found = self._find_deadlock()
-                    if found and found == suspicion:  # and nobody has moved since the last look
-                        self._verdict = found
+                    if found and found == suspected:  # and nobody has moved since the last look
+                        self._deadlock = found
                         pause.wait(self._look_seconds)  # until the others have found it, too
                         abort_collectives(found)
-                    suspicion = found
+                    suspected = found
 
-    def _say(self, text: str) -> None:
-        last = self._said[-1] if self._said else ""
+    def _publish(self, text: str) -> None:
+        last = self._published[-1] if self._published else ""
         if text != last:
-            self._store.set(f"{_TOPIC}/{len(self._said)}", text or "-")
-            self._said.append(text)
+            self._store.set(f"{_TOPIC}/{len(self._published)}", text or "-")
+            self._published.append(text)
 
-    def _listen(self) -> None:
-        for worker, (number, last) in self._heard.items():
+    def _read_others(self) -> None:
+        for worker, (number, last) in self._read.items():
             while (text := self._store.get(f"{_TOPIC}/{number}", worker, 0.01)) is not None:
                 number, last = number + 1, "" if text == "-" else text
-            self._heard[worker] = number, last
+            self._read[worker] = number, last
 
     def _find_deadlock(self) -> str | None:
         """Say where all workers wait, if they do and cannot meet."""
-        texts = {worker: last for worker, (_, last) in self._heard.items()}
-        texts[self._store.index] = self._said[-1]
+        texts = {worker: last for worker, (_, last) in self._read.items()}
+        texts[self._store.index] = self._published[-1]
         if not all(texts.values()):
             return None
-        places = {worker: _Place(*json.loads(texts[worker])) for worker in sorted(texts)}
+        places = {worker: _Wait(*json.loads(texts[worker])) for worker in sorted(texts)}
         if len({(place.number, place.what) for place in places.values()}) == 1:
             return None
         where = "; ".join(f"worker {worker} in {place.what}{place.line}" for worker, place in places.items())

@@ -28,7 +28,7 @@ class Decision:
 def decide(
     name: str, resources: Resources, *, devices: Sequence[str] | None = None, num_replicas: int | None = None
 ) -> Decision:
-    """Decide which strategy to build, from resources alone; see `pick_strategy`.
+    """Decide which strategy to build, from the resources only; see `pick_strategy`.
 
         >>> decide("auto", Resources(devices=("CPU:0", "GPU:0", "GPU:1"))).reason
         '2 GPUs, no TF_CONFIG'
@@ -116,7 +116,7 @@ def _auto(resources: Resources, asked: tuple[str, ...] | None, num_replicas: int
 
 
 def _pool(devices: Sequence[str]) -> tuple[str, ...]:
-    """Return the devices that take part when none is named: all GPUs, or else all CPU devices."""
+    """Return the devices that are used when none is named: all GPUs, or else all CPU devices."""
     return of_type("GPU", devices) or of_type("CPU", devices)
 
 
@@ -131,7 +131,7 @@ def _describe(cluster: Cluster | None) -> str:
 def _decide_local(
     name: str, resources: Resources, why: str, asked: tuple[str, ...] | None, num_replicas: int | None
 ) -> Decision:
-    """Decide on a strategy of this process alone."""
+    """Decide on a strategy for one process."""
     cluster = resources.cluster
     if cluster is not None and not cluster.is_independent:
         if cluster.source not in ("SLURM", "MPI"):

@@ -121,7 +121,7 @@ class ScopeReport:
         if not outside:
             return f"All {len(self.entries)} parts of '{self.model}' live under {self.strategy}."
         roles = {entry.role for entry in outside}
-        # The variables say more than their owner: name the owner where it is alone.
+        # The variables say more than their owner: name the owner where it is the only one.
         if roles & {"trainable", "non-trainable", "tf.Variable", "seed"}:
             outside = tuple(entry for entry in outside if entry.role != "model" or entry.path != self.model)
         if "optimizer" in roles:

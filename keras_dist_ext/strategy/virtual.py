@@ -1,7 +1,7 @@
 """Say for how many replicas a run is defined, whatever devices carry them.
 
 Virtual replicas as such are known from VirtualFlow (https://arxiv.org/abs/2009.09523), and an order of sums that does
-not depend on the devices from EasyScale (https://arxiv.org/abs/2208.14228). How they run is in ``turns``.
+not depend on the devices from EasyScale (https://arxiv.org/abs/2208.14228). ``step.virtual_replicas`` runs them.
 
 Letters: V = virtual replicas, P = real ones, both over all workers.
 """
@@ -30,7 +30,7 @@ class VirtualReplicas:
 
     ``model.compile(..., virtual_replicas=8)`` trains on 1, 2, 4 or 8 devices as on 8: each virtual replica has its rows
     of the global batch, its random streams and its batch statistics, and a device makes the steps of V / P of them, one
-    after the other. It is saved with the model, so that a run goes on elsewhere.
+    after the other. It is saved with the model, so that a run resumes elsewhere.
 
     What it covers: training, and evaluation, whose metrics are equal to rounding. State that layers assign becomes the
     mean over all, weighted by rows; integers must not depend on the rows. Of random numbers, those of ``keras.random``
@@ -43,7 +43,7 @@ class VirtualReplicas:
 
     Args:
         count: V, a multiple of the number of replicas of every strategy that is to carry the run.
-        reduction: "ordered" adds up gradients in an order that depends on V alone: the weights have the same bits on 1
+        reduction: "ordered" adds up gradients in an order that depends only on V: the weights have the same bits on 1
             or V replicas. On several GPUs or workers it gathers as many gradients as there are replicas, instead of
             reducing them to one. "fast" adds up as TensorFlow does: the weights are equal to float32 rounding.
 

@@ -1,8 +1,8 @@
-"""Let the workers of a run agree: on when to stop, how many steps to make, and what data they read.
+"""Keep the workers of a run in agreement: when to stop, how many steps to make, and what data to read.
 
 Every worker runs the same program, and a collective that one of them leaves out hangs the others. So whatever could
-differ between them (a clock, a callback's wish to stop, the length of the data) is summed over all before it is acted
-upon. Letters: W = workers.
+differ between them (a clock, a callback's request to stop, the length of the data) is summed over all before it is
+acted upon. Letters: W = workers.
 """
 
 from __future__ import annotations
@@ -68,20 +68,20 @@ class Workers:
         self.watch = DeadlockWatch(self._store)
 
     def check_consistency(self, what: str, fingerprint: Fingerprint) -> None:
-        """See that all workers are about to do the same. Every worker must call it, at the same point of its program.
+        """Check that all workers are about to do the same. Every worker must call it, at the same point of its program.
 
         Args:
             what: they are about to do, such as "call fit".
             fingerprint: of this worker.
 
         Raises:
-            WorkersError: they are not, or one does not come; says what differs.
+            WorkersError: they are not, or one does not arrive; says what differs.
         """
         self._num_checks += 1
         check_consistency(
             self._store, f"run/{self._num_checks}", fingerprint, what=what, wait_seconds=wait_seconds_of(self.strategy)
         )
-        self._store.delete(f"run/{self._num_checks - 1}")  # which all have read, since all have come here
+        self._store.delete(f"run/{self._num_checks - 1}")  # which all have read, since all have got here
 
     def sum(self, values: Sequence[float] | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Add up numbers over all workers. Every worker must call it, at the same point of its program.
@@ -92,9 +92,9 @@ class Workers:
         here = _caller(self)
         tag = float(zlib.crc32(here.encode()) & 0xFFFF)
         with heartbeat.waiting(), self.watch.waiting(f"a worker sync ({here})"):
-            told = [tag, tag * tag, *values]
-            told += [0.0] * (_SMALL - len(told))  # where shapes differ, TensorFlow tells one of the workers alone
-            total, squares, *sums = np.asarray(self._sum(tf.constant(told, tf.float64)))
+            numbers = [tag, tag * tag, *values]
+            numbers += [0.0] * (_SMALL - len(numbers))  # where shapes differ, TensorFlow raises on one worker only
+            total, squares, *sums = np.asarray(self._sum(tf.constant(numbers, tf.float64)))
         if self.num_workers * squares != total * total:
             raise WorkersError(self.watch.mismatch_message(f"a worker sync ({here})"))
         return np.asarray(sums[: len(values)])
@@ -148,15 +148,15 @@ class Workers:
     # Data
 
     def align_data(self, dataset: Any, sample: int | None = None) -> tuple[Any, bool, int]:
-        """Return the dataset to read, whether each worker reads rows of its own, and a common seed.
+        """Return the dataset to read, whether each worker reads its own examples, and a common seed.
 
-        By default all workers read the same batches and take their rows of each, so shuffles that were given no seed
-        get a common one. Data is a worker's own where the user has split it: under ``AutoShardPolicy.OFF`` with
+        By default all workers read the same batches and take their examples of each, so shuffles without a seed get a
+        common one. Data is a worker's own where the user has split it: under ``AutoShardPolicy.OFF`` with
         batches that differ, or by ``Dataset.shard`` with an index that differs.
 
         Args:
             dataset: of this worker.
-            sample: a checksum of some of its rows, where they are at hand, and no pipeline of the user's gives them.
+            sample: a checksum of some of its examples, where they are in memory, and not from a pipeline of the user's.
         """
         seed = int(self.broadcast([random.randrange(2**31)])[0])
         seed_py_datasets(seed)
