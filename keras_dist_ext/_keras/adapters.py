@@ -7,6 +7,7 @@ import functools
 import itertools
 import random
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -112,11 +113,15 @@ class CustomEpochIterator(EpochIterator):  # type: ignore[misc]
         self._interrupted_warning()
 
 
-class _PyDatasetOrder:
-    """Stands for the module `random` where Keras shuffles the batches of a PyDataset."""
+class _PyDatasetOrder(types.ModuleType):
+    """The module `random` as Keras sees it where it shuffles the batches of a PyDataset: only `shuffle` is another."""
 
     def __init__(self) -> None:
+        super().__init__(random.__name__, random.__doc__)
         self.generator: Any = random
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(random, name)
 
     def shuffle(self, indices: list[int]) -> None:
         """Shuffle in place."""

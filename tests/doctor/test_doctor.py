@@ -22,6 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 import keras_dist_ext as kde
+from keras_dist_ext.diagnosis.doctor import setting
 from keras_dist_ext.strategy.pick import pick_strategy
 from keras_dist_ext.training.snapshot import _copies
 
@@ -616,3 +617,19 @@ def test_experiments_do_not_set_off_tensorflows_warning_of_retracing(
     report = _diagnosed(mirrored, X, y=Y, batch_size=128)
     assert len(report.examination.trials.seconds) == 7, report.examination.trials
     assert [record.getMessage() for record in caplog.records if "retracing" in record.getMessage()] == []
+
+
+def test_the_number_of_time_steps_is_known_of_a_model_without_a_graph_of_layers() -> None:
+    class Net(kde.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = keras.layers.LSTM(2), keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            return self.head(self.lstm(x))
+
+    net = Net()
+    net.compile("sgd", "mse")
+    net.fit(np.ones((4, 7, 3), "float32"), np.ones((4, 1), "float32"), verbose=0)
+    (loop,) = setting._loops(net)
+    assert loop.num_steps == 7

@@ -504,7 +504,6 @@ def test_seeds_of_datasets_are_in_their_graphs() -> None:
 
 def test_the_order_of_py_datasets_is_drawn_by_a_seed() -> None:
     """keras/src/trainers/data_adapters/py_dataset_adapter.py shuffles by its module's `random`."""
-    from keras.src.trainers.data_adapters import py_dataset_adapter
 
     def order(seed: int | None) -> list[int]:
         seed_py_datasets(seed)
@@ -517,6 +516,17 @@ def test_the_order_of_py_datasets_is_drawn_by_a_seed() -> None:
     by_python = order(None)
     random.seed(3)
     assert order(None) == by_python
+
+
+def test_keras_finds_all_else_of_python_s_random_beside_the_order_of_py_datasets() -> None:
+    stood_for = py_dataset_adapter.random
+    assert inspect.ismodule(stood_for)
+    assert [name for name in vars(random) if not hasattr(stood_for, name)] == []
+    random.seed(3)
+    drawn = stood_for.random()
+    random.seed(3)
+    assert drawn == random.random()
+    assert stood_for.Random is random.Random
 
 
 def test_the_generator_behind_no_seed_is_the_threads_and_can_be_shared() -> None:
