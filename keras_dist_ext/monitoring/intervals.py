@@ -6,11 +6,12 @@ Batches and updates are the same unless gradients accumulate: then the optimizer
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.optimizers import num_batches_used
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.strategy.scope import optimizers
@@ -81,7 +82,7 @@ class StepCounter:
         return any(_inner(optimizer) is not optimizer for _, optimizer in optimizers(self._model))
 
 
-def _inner(optimizer: Any) -> Any:
+def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 

@@ -143,8 +143,8 @@ def replay(path: str | os.PathLike[str], writer: Writer) -> int:
         OSError: the file cannot be read.
     """
     num_records = 0
-    torn: list[int] = []
-    begun: set[Any] = set()  # the kinds of runs
+    incomplete: list[int] = []
+    started: set[Any] = set()  # the kinds of runs
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -152,20 +152,21 @@ def replay(path: str | os.PathLike[str], writer: Writer) -> int:
             try:
                 value = json.loads(line)
             except ValueError:
-                torn.append(number)
+                incomplete.append(number)
                 continue
-            num_records += _replay_line(value, writer, begun, f"line {number} of {os.fspath(path)}")
+            num_records += _replay_line(value, writer, started, f"line {number} of {os.fspath(path)}")
     writer.close()
-    if torn:
+    if incomplete:
         warnings.warn(
-            f"{counted(len(torn), 'incomplete line')} of {os.fspath(path)} left out: {', '.join(map(str, torn[:5]))}"
-            f"{' ...' if len(torn) > 5 else ''}. A process that is killed while it writes leaves such a line.",
+            f"{counted(len(incomplete), 'incomplete line')} of {os.fspath(path)} left out: "
+            f"{', '.join(map(str, incomplete[:5]))}{' ...' if len(incomplete) > 5 else ''}. A process that is killed "
+            "while it writes leaves such a line.",
             stacklevel=2,
         )
     return num_records
 
 
-def _replay_line(value: Any, writer: Writer, begun: set[Any], location: str) -> int:
+def _replay_line(value: Any, writer: Writer, started: set[Any], location: str) -> int:
     version = value.get("version") if isinstance(value, dict) else None
     if version != _VERSION:
         found = f"has version {version!r}" if version is not None else "has no version"
@@ -180,8 +181,8 @@ def _replay_line(value: Any, writer: Writer, begun: set[Any], location: str) -> 
         raise DataError(f"{location} is not a valid {value.get('type')!r} of JsonLinesWriter: {error!r}.") from error
     kind = fields.get("kind", "train")
     if value["type"] == "run":
-        begun.add(kind)
-    elif kind not in begun:
+        started.add(kind)
+    elif kind not in started:
         raise DataError(
             f'{location} is a {value["type"]!r}, but no line before it has its run ("type": "run", "kind": '
             f'"{kind}"). Give the file from the beginning of that run.'

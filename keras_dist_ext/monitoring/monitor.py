@@ -140,32 +140,32 @@ class ReplicaMonitor(RunCallback):
         """
         self._watched().add_findings(kind, findings)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse models of stock Keras."""
         self._watched()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Continue at the optimizer's step."""
         self._watched().begin_epoch()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """End intervals that are complete. Our models call it once per execution."""
         assert self._watch is not None
         self._watch.end_execution()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """End the interval."""
         self._watched().end_epoch()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Write what is left."""
         self._watched().end_training()
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse models of stock Keras; before a validation, write the records of training."""
         self._watched().begin_test()
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Write the evaluation."""
         self._watched().end_test()
 

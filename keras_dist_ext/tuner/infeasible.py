@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from keras_dist_ext._keras.keras_tuner import count_failures, learn_from_failures, objectives_of, redraw
+from keras_dist_ext._keras.keras_tuner import count_failures, keras_tuner, learn_from_failures, objectives_of, redraw
 from keras_dist_ext.tuner.objectives import UNREACHED, SecondsTo
 from keras_dist_ext.tuner.records import ProjectRecords, TrialRecord
 from keras_dist_ext.tuner.strategies import HYPERPARAMETER
@@ -14,7 +14,7 @@ from keras_dist_ext.tuner.strategies import HYPERPARAMETER
 __all__ = ["avoid_infeasible"]
 
 
-def avoid_infeasible(oracle: Any, records: ProjectRecords, executions_per_trial: int = 1) -> None:
+def avoid_infeasible(oracle: keras_tuner.Oracle, records: ProjectRecords, executions_per_trial: int = 1) -> None:
     """Let an oracle learn from infeasible trials, and continue after them.
 
     It draws again where it has drawn a point that failed before; BayesianOptimization's model counts failures as bad;
@@ -35,7 +35,7 @@ def avoid_infeasible(oracle: Any, records: ProjectRecords, executions_per_trial:
 class _FailedTrials:
     """The records of failed trials."""
 
-    def __init__(self, oracle: Any, records: ProjectRecords) -> None:
+    def __init__(self, oracle: keras_tuner.Oracle, records: ProjectRecords) -> None:
         self._oracle = oracle
         self._records = records
         self._of_failed: dict[str, TrialRecord | None] = {}  # which do not change anymore
@@ -44,7 +44,7 @@ class _FailedTrials:
         """Whether a trial with these values is known to fail."""
         return any(_matches(record, values) for record in self._infeasible())
 
-    def is_user_error(self, trial: Any) -> bool:
+    def is_user_error(self, trial: keras_tuner.engine.trial.Trial) -> bool:
         """Whether a failed trial failed by an error in the user's code."""
         record = self._record(trial)
         return record is None or record.failure is None or not record.failure.is_infeasible
@@ -54,7 +54,7 @@ class _FailedTrials:
         records = [self._record(trial) for trial in failed]
         return [record for record in records if record and record.failure and record.failure.is_infeasible]
 
-    def _record(self, trial: Any) -> TrialRecord | None:
+    def _record(self, trial: keras_tuner.engine.trial.Trial) -> TrialRecord | None:
         if trial.trial_id not in self._of_failed:
             self._of_failed[trial.trial_id] = self._records.of_trial(trial.trial_id)
         return self._of_failed[trial.trial_id]

@@ -19,7 +19,7 @@ __all__ = ["ModelBenchmark"]
 
 
 class ModelBenchmark:
-    """A model that trains on a search's data, for as long as `run` is told to.
+    """A model that trains on a search's data, for the seconds given to `run`.
 
     Args:
         model: of the default hyperparameters, under a strategy.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from keras_dist_ext._keras.keras_tuner import keras_tuner
 from keras_dist_ext.tuner.failures import Failure
@@ -13,6 +13,9 @@ from keras_dist_ext.tuner.meter import quartiles
 from keras_dist_ext.tuner.records import ProjectRecords, TrialRecord
 from keras_dist_ext.tuner.screening import ScreeningResult
 from keras_dist_ext.tuner.strategies import HYPERPARAMETER
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["FailureCount", "StrategyReport", "StrategyRow", "build_report"]
 
@@ -32,7 +35,7 @@ class StrategyRow:
 
     strategy: str  # its name in the search
     description: str  # such as "MirroredStrategy (2 replicas)"; "" where no trial ran under it
-    num_trials: int  # that have begun
+    num_trials: int  # that have started
     num_completed: int
     best_score: float | None
     best_trial: str | None
@@ -70,7 +73,7 @@ class StrategyReport:
             console.print(self)
         return capture.get()
 
-    def __rich__(self) -> Any:
+    def __rich__(self) -> Table:
         from rich.table import Table
         from rich.text import Text
 
@@ -96,7 +99,7 @@ def _spread(quartiles: tuple[float, float, float] | None) -> str:
 
 
 def build_report(
-    strategies: Sequence[str], objective: Any, records: ProjectRecords, result: ScreeningResult | None
+    strategies: Sequence[str], objective: keras_tuner.Objective, records: ProjectRecords, result: ScreeningResult | None
 ) -> StrategyReport:
     """Return the report on a project from its files, whichever processes have written them.
 
@@ -118,7 +121,11 @@ def build_report(
 
 
 def _row(
-    strategy: str, trials: Sequence[Any], known: dict[str, TrialRecord], is_max: bool, result: ScreeningResult | None
+    strategy: str,
+    trials: Sequence[keras_tuner.engine.trial.Trial],
+    known: dict[str, TrialRecord],
+    is_max: bool,
+    result: ScreeningResult | None,
 ) -> StrategyRow:
     completed = [trial for trial in trials if trial.status == "COMPLETED"]
     best = (max if is_max else min)(completed, key=lambda trial: trial.score, default=None)
@@ -144,7 +151,7 @@ def _row(
     )
 
 
-def _failure_of(trial: Any, record: TrialRecord | None) -> Failure:
+def _failure_of(trial: keras_tuner.engine.trial.Trial, record: TrialRecord | None) -> Failure:
     """Return the recorded failure, or else the last line of keras-tuner's message."""
     if record is not None and record.failure is not None:
         return record.failure

@@ -89,7 +89,7 @@ def over_replicas(tag: str, statistic: str) -> str:
 
 ALL_LOSS = "all/loss"  # weighted by examples: the loss in History
 ALL_EXAMPLES_PER_SECOND = "all/examples_per_second"
-SCALING_EFFICIENCY = "all/scaling_efficiency"  # 1 = N replicas are N times as fast as the fastest alone
+SCALING_EFFICIENCY = "all/scaling_efficiency"  # 1 = N replicas are N times as fast as the fastest one
 INPUT_SHARE = "all/input_share"  # share of the time spent waiting for input, 0 to 1
 ALL_TAGS = (
     ALL_LOSS,

@@ -17,10 +17,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.models import set_initial_epoch
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.strategy.consistency import model_fingerprint
 from keras_dist_ext.strategy.workers import Workers, workers_of
+from keras_dist_ext.training.callbacks import RunCallbackList
+from keras_dist_ext.training.epoch_data import EpochData
+from keras_dist_ext.training.model import Model
 from keras_dist_ext.training.resume.background_writer import BackgroundWriter
 from keras_dist_ext.training.resume.callback_state import CallbackStates
 from keras_dist_ext.training.resume.checkpoints import CheckpointStore, unpack
@@ -114,8 +118,8 @@ class Resume(RunCallback):
         self._writer = BackgroundWriter(directory)
         self._states = CallbackStates()
         self._preemption = Preemption()
-        self._callbacks: Any = None  # of the run that is under way
-        self._others: list[Any] = []
+        self._callbacks: RunCallbackList | None = None  # of the present run
+        self._others: list[keras.callbacks.Callback] = []
         self._workers: Workers | None = None
         self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._fingerprint: dict[str, str] = {}
@@ -131,7 +135,7 @@ class Resume(RunCallback):
         """See ``RunCallback``."""
         return {"save_every": self.save_every, "on_preemption": self.on_preemption}
 
-    def on_run_prepare(self, model: Any) -> None:
+    def on_run_prepare(self, model: Model) -> None:
         """Refuse what cannot be resumed exactly."""
         if isinstance(model.distribute_strategy, tf.distribute.ParameterServerStrategy):
             raise ResumeError(
@@ -148,7 +152,7 @@ class Resume(RunCallback):
             set_initial_epoch(self.model, None)
             self.model.replica_seeds.order_root = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse models of stock Keras."""
         if self._callbacks is None:
             raise ResumeError(
@@ -157,7 +161,7 @@ class Resume(RunCallback):
                 "kde.adopt(model, strategy), and give callbacks as a list."
             )
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Let evaluation continue with its data, too."""
         if self._callbacks is None or self.resumed_from is None:
             return
@@ -167,7 +171,7 @@ class Resume(RunCallback):
 
     # Before and after all other callbacks
 
-    def on_before_train_begin(self, callbacks: Any) -> None:
+    def on_before_train_begin(self, callbacks: RunCallbackList) -> None:
         """Find the checkpoint to resume from, before `on_train_begin` of any callback."""
         directories = [callback.directory for callback in callbacks.callbacks if isinstance(callback, Resume)]
         if len(directories) > 1:
@@ -199,7 +203,7 @@ class Resume(RunCallback):
         """Resume from the checkpoint, and start to write checkpoints."""
         self._states.begin(self._others)
         self.resumed_from = None
-        data = self._callbacks.data
+        data = self._data
         if self._loaded is not None:
             metadata = self._loaded[0]
             self.resumed_from = position = Position(**metadata["position"])
@@ -217,7 +221,7 @@ class Resume(RunCallback):
         if self.on_preemption:
             self._preemption.install()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember the epoch."""
         self._epoch = epoch
 
@@ -231,7 +235,7 @@ class Resume(RunCallback):
 
     def on_execution_end(self) -> None:
         """Write a checkpoint if it is due; at the end of an epoch, `on_after_epoch_end` does."""
-        data = self._callbacks.data
+        data = self._data
         if data.agreed_wish and not data.ends_epoch and self._save(self._epoch) and data.agreed_wish >= _EXIT:
             self._exit()
 
@@ -240,7 +244,7 @@ class Resume(RunCallback):
         stopped = bool(self.model.stop_training)
         is_last = stopped or epoch + 1 >= self.params["epochs"]
         must_exit = self._must_exit()
-        is_due = is_last or must_exit or bool(self._callbacks.data.agreed_wish)
+        is_due = is_last or must_exit or bool(self._data.agreed_wish)
         if is_due or (not self._steps and not self._seconds and self._is_due_after_epoch()):
             self._save(epoch + 1, stopped=stopped)
         if must_exit and not is_last:
@@ -252,6 +256,18 @@ class Resume(RunCallback):
             self._exit()
         self._writer.wait()
 
+    @property
+    def _data(self) -> EpochData:
+        assert self._callbacks is not None
+        data: EpochData = self._callbacks.data
+        return data
+
+    @property
+    def _test_data(self) -> EpochData:
+        assert self._callbacks is not None
+        data: EpochData = self._callbacks.test_data
+        return data
+
     # When to save
 
     def _plan(self, num_steps: int) -> tuple[int, int]:
@@ -260,7 +276,7 @@ class Resume(RunCallback):
             return num_steps, _EXIT
         if not self._is_chief:
             return num_steps, 0
-        data = self._callbacks.data
+        data = self._data
         if self._steps:
             left = max(1, self._steps - (data.num_batches_used - self._batches_at_save))
             num_steps = min(num_steps, left) if data.follows_clock else num_steps
@@ -294,7 +310,7 @@ class Resume(RunCallback):
     def _save(self, epoch: int, *, stopped: bool = False) -> bool:
         """Write a checkpoint, except where a worker has just stopped training: then the end of the epoch is saved."""
         began = time.perf_counter()
-        seeds, data, test_data = self.model.replica_seeds, self._callbacks.data, self._callbacks.test_data
+        seeds, data, test_data = self.model.replica_seeds, self._data, self._test_data
         num_tests = 0 if self.resumed_from is None else self.resumed_from.num_tests
         if test_data is not data:
             num_tests = test_data.num_passes
@@ -312,7 +328,7 @@ class Resume(RunCallback):
 
     def _write(self, position: Position, snapshot: Snapshot, stopped: bool) -> None:
         states, arrays = self._states.pack()
-        iterator = self._callbacks.data.iterator_state()
+        iterator = self._data.iterator_state()
         if iterator is not None:
             arrays["iterator"] = _to_array(iterator)
         metadata = {
@@ -323,7 +339,7 @@ class Resume(RunCallback):
             "position": dataclasses.asdict(position),
             "stopped": stopped,
             "order_root": self.model.replica_seeds.order_root,
-            "data": self._callbacks.data.data_facts,
+            "data": self._data.data_facts,
             "callbacks": states,
         }
         self._writer.start(functools.partial(_write, self._checkpoints, metadata, {**snapshot.values, **arrays}))

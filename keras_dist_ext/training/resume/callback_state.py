@@ -12,7 +12,7 @@ import types
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -39,8 +39,8 @@ class CallbackStates:
 
     def __init__(self) -> None:
         self._callbacks: dict[str, keras.callbacks.Callback] = {}
-        self._at_begin: dict[str, dict[str, Any]] = {}
-        self._initial: dict[int, tuple[keras.callbacks.Callback, dict[str, Any]]] = {}
+        self._at_begin: dict[str, dict[str, _Frozen]] = {}
+        self._initial: dict[int, tuple[keras.callbacks.Callback, dict[str, _Frozen]]] = {}
         self._warned: set[str] = set()
 
     def prepare(self, callbacks: Sequence[keras.callbacks.Callback], *, reset: bool) -> None:
@@ -95,7 +95,9 @@ class CallbackStates:
             for attribute, value in packed.items():
                 _set(callback, attribute, _unpack(value, arrays))
 
-    def _warn_of_lost_state(self, name: str, callback: keras.callbacks.Callback, changed: Mapping[str, Any]) -> None:
+    def _warn_of_lost_state(
+        self, name: str, callback: keras.callbacks.Callback, changed: Mapping[str, _Frozen]
+    ) -> None:
         if type(callback).__module__.partition(".")[0] in ("keras", "keras_dist_ext") or name in self._warned:
             return
         lost = {a: type(v.value).__name__ for a, v in changed.items() if isinstance(v, _Opaque) and not v.is_models}
@@ -153,6 +155,9 @@ def _assign(callback: keras.callbacks.Callback, name: str, variables: Sequence[A
             copy.assign(array)
 
 
+_Scalar: TypeAlias = "bool | int | float | str | None"
+_Frozen: TypeAlias = "_Scalar | tuple[np.ndarray[Any, Any], bool] | _Items | _Opaque | _Values"  # bool: a NumPy scalar
+
 # Values are frozen when they are read (copies, with arrays), packed for a file (arrays by name), and unpacked.
 
 
@@ -207,11 +212,11 @@ def _is_number(dtype: tf.DType) -> bool:
     return bool(dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex)
 
 
-def _frozen(callback: keras.callbacks.Callback, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _frozen(callback: keras.callbacks.Callback, before: Mapping[str, _Frozen] | None = None) -> dict[str, _Frozen]:
     """Return copies of a callback's attributes, except large arrays that have not changed."""
     # Keras negates min_delta when it chooses monitor_op, in the first epoch (callbacks/monitor_callback.py)
     left_out = {*_SET_BY_KERAS, *(["min_delta"] if hasattr(callback, "monitor_op") else [])}
-    frozen: dict[str, Any] = {}
+    frozen: dict[str, _Frozen] = {}
     for name, value in list(vars(callback).items()):
         if name in left_out:
             continue
@@ -238,11 +243,12 @@ def _variables_of_model(callback: keras.callbacks.Callback) -> set[int]:
     return {id(variable) for variable in known} | {id(getattr(variable, "value", None)) for variable in known}
 
 
-def _freeze(value: Any, required: str = "") -> Any:
+def _freeze(value: Any, required: str = "") -> _Frozen:
     """Return a copy that later changes do not affect; an `_Opaque` of what cannot be saved, unless it is required."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
-        return value
+        scalar: _Scalar = value
+        return scalar
     if isinstance(value, np.ndarray | np.generic | tf.Tensor):
         try:
             array = np.array(value.numpy() if isinstance(value, tf.Tensor) else value)
@@ -274,16 +280,17 @@ def _opaque(value: Any, required: str) -> _Opaque:
 class _Items:
     """The items of a container."""
 
-    def __init__(self, value: Any, items: list[Any]) -> None:
+    def __init__(self, value: Any, items: list[_Frozen]) -> None:
         self.kind = type(value).__name__
         self.length = getattr(value, "maxlen", None)
         self.items = sorted(items, key=repr) if isinstance(value, set | frozenset) else items
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: _Frozen, other: _Frozen) -> bool:
     if isinstance(one, _Opaque) or isinstance(other, _Opaque):
-        is_same = isinstance(one, _Opaque) and isinstance(other, _Opaque) and one.value is other.value
-        return is_same and one.marks == other.marks
+        if not (isinstance(one, _Opaque) and isinstance(other, _Opaque)):
+            return False
+        return one.value is other.value and one.marks == other.marks
     if isinstance(one, _Values) and isinstance(other, _Values):
         pairs = zip(one.arrays, other.arrays, strict=False)
         return len(one.arrays) == len(other.arrays) and all(a.tobytes() == b.tobytes() for a, b in pairs)
@@ -296,7 +303,7 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other or (one != one and other != other))
 
 
-def _pack(frozen: Any, arrays: dict[str, Any]) -> Any:
+def _pack(frozen: _Frozen, arrays: dict[str, Any]) -> Any:
     if isinstance(frozen, _Values):
         return {"kind": "variables", "parts": [_pack((array, False), arrays) for array in frozen.arrays]}
     if isinstance(frozen, _Items):
@@ -309,7 +316,7 @@ def _pack(frozen: Any, arrays: dict[str, Any]) -> Any:
     return frozen
 
 
-def _thaw(frozen: Any) -> Any:
+def _thaw(frozen: _Frozen) -> Any:
     arrays: dict[str, Any] = {}
     return _unpack(_pack(frozen, arrays), arrays)
 

@@ -8,16 +8,41 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import grpc
 
 from keras_dist_ext.errors import LaunchError
 
-__all__ = ["Channel", "Unreachable", "handlers"]
+__all__ = ["Channel", "ScreeningReply", "SearchStatus", "Unreachable", "WorkerState", "handlers"]
 
 _SERVICE = "keras_dist_ext.Search"
 _UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+
+class SearchStatus(TypedDict):
+    """The reply to "status": numbers of trials."""
+
+    trials: int
+    ended: int
+
+
+class WorkerState(TypedDict):
+    """The reply to "worker_state": what a worker, or a group of workers, is doing."""
+
+    trial_id: str | None  # None: it has no trial
+    trial_seconds: float  # since it has this trial
+    screening_seconds: float  # since it screens strategies
+    num_ended: int  # trials that it has ended
+    message: str | None  # of a failure on one worker of the group
+    is_finished: bool  # whether the search is
+
+
+class ScreeningReply(TypedDict, total=False):
+    """The reply to "request_screening": one of the two."""
+
+    result: dict[str, Any]  # of a `ScreeningResult`
+    may_measure: bool
 
 
 class Unreachable(LaunchError):

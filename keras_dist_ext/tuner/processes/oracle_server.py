@@ -17,7 +17,7 @@ import grpc
 
 from keras_dist_ext._keras.keras_tuner import keras_tuner, release_lock
 from keras_dist_ext.errors import LaunchError
-from keras_dist_ext.tuner.processes.channel import handlers
+from keras_dist_ext.tuner.processes.channel import ScreeningReply, SearchStatus, WorkerState, handlers
 from keras_dist_ext.tuner.processes.screening_lease import ScreeningLease
 
 __all__ = ["OracleServer", "SearchEnded"]
@@ -136,13 +136,13 @@ class OracleServer:
         """Return the best trials."""
         return [trial.get_state() for trial in self._oracle.get_best_trials(num_trials)]
 
-    def request_screening(self, tuner_id: str, measures: bool) -> Any:
+    def request_screening(self, tuner_id: str, measures: bool) -> ScreeningReply:
         """Return the result of the screening, or whether a worker may measure; see `ScreeningLease.request`."""
         if self._lease is None:
             raise LaunchError("A worker asks for a screening, and the chief has none: their programs differ.")
         return self._lease.request(tuner_id, measures=measures)
 
-    def finish_screening(self, result: Any) -> None:
+    def finish_screening(self, result: Mapping[str, Any]) -> None:
         """Take the result of the screening."""
         if self._lease is not None:
             self._lease.finish(result)
@@ -192,10 +192,8 @@ class OracleServer:
         is_stale = group is not None and (start, trial_number) < (group.start, group.trial_number)
         if ongoing is None or ongoing.trial_id != trial["trial_id"] or is_stale:
             return True  # a repeated call
-        if group is None or start > group.start:
-            group = self._groups[tuner_id] = _GroupState(
-                start, trial_number, num_workers, ongoing
-            )  # the chief has begun anew
+        if group is None or start > group.start:  # the chief was restarted
+            group = self._groups[tuner_id] = _GroupState(start, trial_number, num_workers, ongoing)
         group.reports[worker_index] = trial
         if len(group.reports) < num_workers:
             return False
@@ -217,11 +215,11 @@ class OracleServer:
 
     # Calls of the supervisor
 
-    def status(self) -> dict[str, int]:
+    def status(self) -> SearchStatus:
         """Return the number of trials, and how many of them have ended."""
         return {"trials": len(self._oracle.trials), "ended": len(self._oracle.end_order)}
 
-    def worker_state(self, tuner_id: str) -> dict[str, Any]:
+    def worker_state(self, tuner_id: str) -> WorkerState:
         """Return the trial of a worker group, how many it has ended, and the message of a worker that failed."""
         trial, group = self._oracle.ongoing_trials.get(tuner_id), self._groups.get(tuner_id)
         messages = [end["message"] for end in (group.reports.values() if group and trial else ()) if end["message"]]

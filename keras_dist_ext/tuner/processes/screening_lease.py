@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from keras_dist_ext.tuner.processes.channel import ScreeningReply
 from keras_dist_ext.tuner.processes.remote_oracle import RemoteOracle
 from keras_dist_ext.tuner.screening import ScreeningResult
 
@@ -36,7 +37,7 @@ class ScreeningLease:
         self._since = time.monotonic()
         self._until = self._since + self.LEASE_SECONDS if workers_live else self._since
 
-    def request(self, tuner_id: str, *, measures: bool) -> dict[str, Any]:
+    def request(self, tuner_id: str, *, measures: bool) -> ScreeningReply:
         """Return the result, or whether a worker may measure.
 
         Args:

@@ -7,10 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from keras_dist_ext.cluster.failure import Failure
-from keras_dist_ext.tuner.processes.channel import Channel, Unreachable
+from keras_dist_ext.tuner.processes.channel import Channel, Unreachable, WorkerState
 from keras_dist_ext.tuner.processes.worker_group import WorkerGroup
 
 __all__ = ["Death", "Limits", "Supervisor"]
@@ -214,7 +213,7 @@ class Supervisor:
             self._channel.call("remove_worker", tuner_id=worker.group.role.tuner_id)
             worker.has_exited = True
 
-    def _worker_state(self, worker: _Worker) -> dict[str, Any]:
+    def _worker_state(self, worker: _Worker) -> WorkerState:
         return self._channel.call("worker_state", tuner_id=worker.group.role.tuner_id)  # type: ignore[no-any-return]
 
     def _check_hang(self, worker: _Worker, hang_seconds: float) -> None:
