@@ -193,7 +193,7 @@ def wait_for(condition, timeout=60.0):
 
 
 @pytest.mark.slow
-def test_the_tab_is_there_and_opens_with_the_training_that_was_written_last(page, board):
+def test_the_tab_opens_with_the_training_that_was_written_last(page, board):
     listing = board.get("data/plugins_listing")[1].decode()
     assert (
         '"replicas": {"disable_reload": false, "enabled": true, "remove_dom": false, "tab_name": "Replicas"' in listing
@@ -215,7 +215,7 @@ def test_the_loss_of_every_replica_their_mean_and_their_band_are_drawn(page):
 
 
 @pytest.mark.slow
-def test_the_band_is_there_without_the_replicas_too(page):
+def test_the_band_is_drawn_without_the_replicas_too(page):
     assert band_pixels(page) < 3 * band_pixels(page, "none")
     assert band_pixels(page, "none") > 500
 
@@ -249,7 +249,7 @@ def test_throughput_is_drawn_for_each_replica_stacked_and_in_total(page):
 
 
 @pytest.mark.slow
-def test_the_heat_map_has_a_row_a_replica_and_darker_cells_for_longer_steps(page):
+def test_the_heat_map_has_a_row_per_replica_and_darker_cells_for_longer_steps(page):
     for tag in (names.STEP_SECONDS, names.COMPUTE_SECONDS, names.INPUT_SECONDS, names.SYNC_SECONDS):
         page.click(f'.card[data-chart=heatmap] [data-value="{tag}"]')
         heat = page.drawn(MIRRORED)["heatmap"]
@@ -392,7 +392,7 @@ def test_findings_are_shown_with_what_to_do_and_marked_in_the_charts(page):
 
 
 @pytest.mark.slow
-def test_the_numbers_one_looks_at_first(page):
+def test_the_most_important_numbers_are_tiles(page):
     tiles = {tile.get_attribute("data-tile"): tile.text for tile in page.all(".tile")}
     loss = over(mirrored(), names.LOSS, "mean")[-1]
     assert f"{loss:.4g}" in tiles["loss"]
@@ -655,7 +655,7 @@ def contrast_color(color):
 
 
 @pytest.mark.slow
-def test_dark_mode_is_there_from_the_start(chrome, board, tab):
+def test_dark_mode_is_set_from_the_start(chrome, board, tab):
     Dashboard(chrome, board.url, dark=True)
     assert chrome.execute_script("return document.documentElement.dataset.theme") == "dark"
     Dashboard(chrome, board.url)
@@ -787,7 +787,7 @@ def test_names_from_files_are_text_and_never_markup(page):
 
 
 @pytest.mark.slow
-def test_a_starved_replica_has_a_gap_and_what_is_not_finite_a_cross(page):
+def test_a_replica_without_examples_has_a_gap_and_non_finite_values_a_cross(page):
     page.choose(ODD)
     loss = page.drawn(ODD)["loss"]
     lines = page.lines("loss", ODD)
@@ -820,7 +820,7 @@ def test_one_replica_and_sixty_four_are_readable(page, experiment, count):
 
 
 @pytest.mark.slow
-def test_an_experiment_without_a_manifest_says_so(page):
+def test_an_experiment_without_a_manifest_has_a_note(page):
     page.choose(LONG)
     assert "Strategy not recorded" in page.find(".panel-header").text
     assert page.find(".card[data-chart=split]").get_attribute("data-status") == "empty"
@@ -865,7 +865,7 @@ def test_two_experiments_are_compared_side_by_side(page):
 
 
 @pytest.mark.slow
-def test_compared_experiments_share_their_scales_unless_told_not_to(page):
+def test_compared_experiments_share_their_scales_unless_switched_off(page):
     page.choose(ONE, MIRRORED)
 
     def scales(chart):
@@ -947,14 +947,14 @@ def reload_with_button(page):
 
 
 @pytest.mark.slow
-def test_the_page_asks_nobody_but_tensorboard(page, board):
+def test_the_page_requests_only_tensorboard(page, board):
     sources = page.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert len(sources) > 20
     assert [source for source in sources if not source.startswith(board.url + "/")] == []
 
 
 @pytest.mark.slow
-def test_a_path_prefix_and_the_other_loader_do(chrome, tmp_path, log_dir):
+def test_a_path_prefix_and_the_other_loader_work(chrome, tmp_path, log_dir):
     """Also with TensorBoard's own number of points, of which the page says what is missing."""
     with tensorboard(
         log_dir, tmp_path / "work", "--path_prefix=/a/b", "--load_fast=false", "--reload_interval=1"

@@ -183,10 +183,10 @@ def test_automatic_intervals_are_as_long_as_their_end_costs(cost_seconds: float,
     assert not intervals.is_worthwhile(least - 1)
 
 
-# Steps go on
+# Steps continue
 
 
-def test_steps_go_on_over_calls_and_after_a_resume(mirrored: Any, tmp_path: pathlib.Path) -> None:
+def test_steps_continue_over_calls_and_after_a_resume(mirrored: Any, tmp_path: pathlib.Path) -> None:
     model = build(mirrored)
     monitor, memory = remembered(update_freq=np.int64(5))
     fit(model, monitor, epochs=1)
@@ -204,7 +204,7 @@ def test_steps_go_on_over_calls_and_after_a_resume(mirrored: Any, tmp_path: path
 
 
 @pytest.mark.rotating
-def test_steps_go_on_from_a_backup_that_another_callback_restores(mirrored: Any, tmp_path: pathlib.Path) -> None:
+def test_steps_continue_from_a_backup_that_another_callback_restores(mirrored: Any, tmp_path: pathlib.Path) -> None:
     class Fail(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if epoch == 1:
@@ -224,7 +224,7 @@ def test_steps_go_on_from_a_backup_that_another_callback_restores(mirrored: Any,
 @pytest.mark.parametrize(
     ("num_updates", "steps"), rotating([(0, [7, 14]), (1, [7, 14]), (2, [14, 28])], [(2, [14, 28])])
 )
-def test_a_train_step_of_ones_own_may_update_as_it_likes(num_updates: int, steps: list[int], mirrored: Any) -> None:
+def test_a_custom_train_step_may_update_as_it_likes(num_updates: int, steps: list[int], mirrored: Any) -> None:
     with mirrored.scope():
         model = OwnStep(num_updates=num_updates)
         model(X)
@@ -250,7 +250,7 @@ def test_updates_that_are_left_out_are_not_counted(mirrored: Any) -> None:
 
 
 @pytest.mark.rotating
-def test_other_runs_in_the_middle_of_training_are_neither_shown_nor_in_the_way(mirrored: Any) -> None:
+def test_other_runs_in_the_middle_of_training_are_neither_shown_nor_disturb(mirrored: Any) -> None:
     class Looks(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.model.predict(X, verbose=0)
@@ -266,7 +266,7 @@ def test_other_runs_in_the_middle_of_training_are_neither_shown_nor_in_the_way(m
 
 
 @pytest.mark.rotating
-def test_watched_and_unwatched_runs_are_traced_once_each(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_with_and_without_a_monitor_are_traced_once_each(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     program = kde.Model._program
 
@@ -288,7 +288,7 @@ def test_watched_and_unwatched_runs_are_traced_once_each(mirrored: Any, monkeypa
 # Files
 
 
-def test_with_a_directory_alone_tensorboard_has_a_run_a_replica_and_one_for_all(
+def test_with_only_a_directory_tensorboard_has_a_run_per_replica_and_one_for_all(
     mirrored: Any, tmp_path: pathlib.Path
 ) -> None:
     model = build(mirrored, metrics=["mae"])
@@ -310,7 +310,7 @@ def test_with_a_directory_alone_tensorboard_has_a_run_a_replica_and_one_for_all(
     assert [step for step, _ in validation[names.ALL_LOSS]] == [7, 14]
 
 
-def test_the_manifest_says_what_it_ran_on_and_why(mirrored: Any) -> None:
+def test_the_manifest_has_strategy_devices_and_reason(mirrored: Any) -> None:
     choice = kde.pick_strategy("mirrored", devices=["CPU:0", "CPU:1"], environ={})
     assert choice.strategy is mirrored
     model = build(mirrored, lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)))
@@ -336,7 +336,7 @@ def test_the_manifest_says_what_it_ran_on_and_why(mirrored: Any) -> None:
 
 
 @pytest.mark.rotating
-def test_sixteen_replicas_are_watched_and_seeded() -> None:
+def test_sixteen_replicas_are_monitored_and_seeded() -> None:
     code = """
 import json
 import numpy as np, keras
@@ -424,7 +424,7 @@ def test_findings_of_a_run_without_a_step_are_written_too(mirrored: Any, tmp_pat
     assert b'"code": "eager"' in event.tensor_proto.string_val[0]
 
 
-def test_a_run_that_is_broken_off_leaves_what_it_did(mirrored: Any, tmp_path: pathlib.Path) -> None:
+def test_an_interrupted_run_leaves_its_records(mirrored: Any, tmp_path: pathlib.Path) -> None:
     class Interrupt(kde.RunCallback):
         supports_multi_step = True
 
@@ -463,13 +463,13 @@ def test_the_first_variable_that_differs_is_named_with_its_step(mirrored: Any) -
 
 
 @pytest.mark.rotating
-def test_replicas_that_agree_are_no_finding(mirrored: Any) -> None:
+def test_equal_replicas_give_no_finding(mirrored: Any) -> None:
     monitor, memory = remembered(check_divergence_every=1, straggler_threshold=0.0)
     fit(build(mirrored), monitor)
     assert memory.findings == []
 
 
-def test_a_replica_that_is_slow_is_a_finding(mirrored: Any) -> None:
+def test_a_slow_replica_is_a_finding(mirrored: Any) -> None:
     class Slow(keras.layers.Layer):
         def call(self, x: Any) -> Any:
             context = tf.distribute.get_replica_context()
@@ -495,10 +495,10 @@ def test_a_replica_that_is_slow_is_a_finding(mirrored: Any) -> None:
     assert memory.scores[-1] is not None
 
 
-# What cannot be is refused
+# Invalid use is refused
 
 
-def test_a_model_of_stock_keras_is_refused_with_the_way_out(mirrored: Any, tmp_path: pathlib.Path) -> None:
+def test_a_model_of_stock_keras_is_refused_with_the_alternatives(mirrored: Any, tmp_path: pathlib.Path) -> None:
     with mirrored.scope():
         stock = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         stock.compile("sgd", "mse")
@@ -550,7 +550,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_the_first_step(
         ({"writers": [print]}, "writers has <built-in function print>, which is not a Writer"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(kde.MonitorError) as caught:
         kde.ReplicaMonitor(**arguments)
     assert message in str(caught.value)

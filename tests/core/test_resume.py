@@ -72,7 +72,7 @@ def test_a_run_that_crashed_ends_as_one_that_did_not(data: str, strategies: Any,
 
 @pytest.mark.parametrize("kind", rotating(["default", "mirrored2"], [], slow=["mirrored2"]))
 @pytest.mark.parametrize("data", rotating(DATA, [], slow=["PyDataset with threads"]))
-def test_a_run_over_any_data_goes_on_from_any_step(
+def test_a_run_over_any_data_resumes_from_any_step(
     data: str, kind: str, strategies: Any, tmp_path: pathlib.Path
 ) -> None:
     generator = random.Random(f"{data} {kind}")
@@ -82,7 +82,7 @@ def test_a_run_over_any_data_goes_on_from_any_step(
 
 
 @pytest.mark.parametrize("optimizer", rotating(["accumulating", "averaging", "scaled"], []))
-def test_all_that_an_optimizer_keeps_goes_on(optimizer: str, mirrored: Any, tmp_path: pathlib.Path) -> None:
+def test_the_whole_state_of_an_optimizer_is_restored(optimizer: str, mirrored: Any, tmp_path: pathlib.Path) -> None:
     check_goes_on(mirrored, tmp_path, 10, optimizer=optimizer)
 
 
@@ -111,7 +111,7 @@ class TwoOptimizers(kde.Model):
 
 
 @pytest.mark.slow
-def test_optimizers_in_lists_and_in_models_of_a_model_go_on(mirrored: Any, tmp_path: pathlib.Path) -> None:
+def test_optimizers_in_lists_and_in_submodels_are_restored(mirrored: Any, tmp_path: pathlib.Path) -> None:
     def train(folder: pathlib.Path, *callbacks: Any) -> Any:
         keras.utils.set_random_seed(1)
         with mirrored.scope():
@@ -129,7 +129,7 @@ def test_optimizers_in_lists_and_in_models_of_a_model_go_on(mirrored: Any, tmp_p
 
 
 @pytest.mark.rotating
-def test_a_run_that_crashes_again_and_again_goes_on(strategies: Any, tmp_path: pathlib.Path) -> None:
+def test_a_run_that_crashes_repeatedly_resumes(strategies: Any, tmp_path: pathlib.Path) -> None:
     strategy = strategies.get("default")
     twin = run(strategy, tmp_path / "twin")
     for after in (4, 5, 3):
@@ -142,7 +142,7 @@ def test_with_a_global_seed_saving_changes_nothing(mirrored: Any, tmp_path: path
     assert_same(run(mirrored, None, replica_seeds=5), run(mirrored, tmp_path, replica_seeds=5, save_every=1))
 
 
-def test_several_steps_at_once_end_where_a_save_is_due(strategies: Any, tmp_path: pathlib.Path) -> None:
+def test_an_execution_ends_where_a_checkpoint_is_due(strategies: Any, tmp_path: pathlib.Path) -> None:
     numbers: list[int] = []
 
     class Count(kde.RunCallback):
@@ -156,7 +156,7 @@ def test_several_steps_at_once_end_where_a_save_is_due(strategies: Any, tmp_path
     assert 3 in numbers
 
 
-# Killed, in processes of their own
+# Killed processes
 
 
 def process(folder: pathlib.Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
@@ -178,7 +178,7 @@ def end_of(running: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.slow
-def test_a_process_that_was_killed_is_made_up_for_by_another(tmp_path: pathlib.Path) -> None:
+def test_another_process_resumes_after_one_that_was_killed(tmp_path: pathlib.Path) -> None:
     options = {"optimizer": "accumulating", "replica_seeds": 5, "data": "shuffled"}
     twin = process(tmp_path / "twin", "--without-resume", "--devices=2", **options)
     killed = process(tmp_path / "run", "--devices=2", crash_after=11, kill=True, save_every=3, **options)
@@ -211,7 +211,7 @@ def test_a_process_that_was_killed_three_times_ends_as_one_that_was_not(data: st
     ("count", "first", "second"),
     rotating([(2, "mirrored2", "default"), (4, "mirrored4", "mirrored2")], [], slow=[(2, "mirrored2", "default")]),
 )
-def test_with_virtual_replicas_a_run_goes_on_elsewhere_with_the_same_bits(
+def test_with_virtual_replicas_a_run_resumes_on_other_devices_bit_for_bit(
     count: int, first: str, second: str, strategies: Any, tmp_path: pathlib.Path
 ) -> None:
     options = {"virtual_replicas": count, "replica_seeds": 3}
@@ -228,7 +228,7 @@ def test_with_virtual_replicas_a_run_goes_on_elsewhere_with_the_same_bits(
     ("first", "second"),
     rotating([("default", "mirrored2"), ("mirrored2", "default")], []),
 )
-def test_a_run_goes_on_elsewhere_in_the_middle_of_an_epoch_and_of_an_accumulation(
+def test_a_run_resumes_on_other_devices_in_the_middle_of_an_epoch_and_of_an_accumulation(
     first: str, second: str, strategies: Any, tmp_path: pathlib.Path
 ) -> None:
     options = {"optimizer": "accumulating", "dropout": 0.0, "normalizes": False, "save_every": 1, "data": "shuffled"}
@@ -241,11 +241,11 @@ def test_a_run_goes_on_elsewhere_in_the_middle_of_an_epoch_and_of_an_accumulatio
         np.testing.assert_allclose(twin[name], other[name], rtol=1e-3, atol=1e-4, err_msg=name)
 
 
-# A run that is over
+# A finished run
 
 
 @pytest.mark.parametrize("optimizer", rotating(["adam", "averaging"], ["averaging"]))
-def test_a_run_that_is_over_gives_its_history_and_its_model_at_once(
+def test_a_finished_run_returns_its_history_and_its_model_at_once(
     optimizer: str, strategies: Any, tmp_path: pathlib.Path
 ) -> None:
     batches: list[int] = []
@@ -258,7 +258,7 @@ def test_a_run_that_is_over_gives_its_history_and_its_model_at_once(
 
 
 @pytest.mark.rotating
-def test_a_run_that_is_over_goes_on_with_more_epochs(strategies: Any, tmp_path: pathlib.Path) -> None:
+def test_a_finished_run_continues_with_more_epochs(strategies: Any, tmp_path: pathlib.Path) -> None:
     strategy, options = strategies.get("default"), {"replica_seeds": 5, "optimizer": "averaging"}
     run(strategy, tmp_path, epochs=2, **options)
     longer = run(strategy, tmp_path, epochs=3, **options)
@@ -302,7 +302,7 @@ def fit_small(folder: Any, *callbacks: Any, resume: Any = None, **arguments: Any
     return model.fit(**given, callbacks=[resume, *callbacks])
 
 
-def test_the_same_objects_go_on_in_the_same_process(strategies: Any, tmp_path: pathlib.Path) -> None:
+def test_the_same_objects_resume_in_the_same_process(strategies: Any, tmp_path: pathlib.Path) -> None:
     def again(folder: pathlib.Path, crashes: bool) -> Any:
         keras.utils.set_random_seed(1)
         model = small(strategies.get("default"))
@@ -319,7 +319,7 @@ def test_the_same_objects_go_on_in_the_same_process(strategies: Any, tmp_path: p
 
 
 @pytest.mark.slow
-def test_backups_and_checkpoints_and_logs_of_keras_may_stand_beside(strategies: Any, tmp_path: pathlib.Path) -> None:
+def test_backups_checkpoints_and_logs_of_keras_may_be_used_beside(strategies: Any, tmp_path: pathlib.Path) -> None:
     def beside(folder: pathlib.Path) -> list[Any]:
         return [
             keras.callbacks.BackupAndRestore(folder / "backup"),
@@ -355,7 +355,7 @@ class Keeps(keras.callbacks.Callback):
         self.thread = threading.Lock()
 
 
-def test_what_a_callback_keeps_and_cannot_be_saved_is_named_once(tmp_path: pathlib.Path) -> None:
+def test_attributes_of_a_callback_that_cannot_be_saved_are_named_once(tmp_path: pathlib.Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit_small(tmp_path, Keeps(), epochs=3)
@@ -366,7 +366,7 @@ def test_what_a_callback_keeps_and_cannot_be_saved_is_named_once(tmp_path: pathl
     )
 
 
-def test_variables_and_metrics_of_a_callback_go_on(tmp_path: pathlib.Path) -> None:
+def test_variables_and_metrics_of_a_callback_are_restored(tmp_path: pathlib.Path) -> None:
     class Counts(kde.RunCallback):
         supports_multi_step = True
 
@@ -418,7 +418,7 @@ def test_an_object_of_a_callback_that_changes_and_cannot_be_saved_is_named(tmp_p
         fit_small(tmp_path, Tracks(), epochs=2)
 
 
-def test_a_callback_may_say_itself_what_its_state_is(tmp_path: pathlib.Path) -> None:
+def test_a_callback_may_define_its_state(tmp_path: pathlib.Path) -> None:
     class Mine(Keeps):
         given: Any = None
 
@@ -459,7 +459,7 @@ class Gathers(keras.callbacks.Callback):
         self.seen.add(epoch)
 
 
-def test_containers_that_a_callback_shares_with_the_script_go_on(tmp_path: pathlib.Path) -> None:
+def test_containers_that_a_callback_shares_with_the_script_are_restored_in_place(tmp_path: pathlib.Path) -> None:
     def run_script(*crash: Any) -> Any:
         keras.utils.set_random_seed(1)
         shared: Any = ([], {}, set())
@@ -474,7 +474,7 @@ def test_containers_that_a_callback_shares_with_the_script_go_on(tmp_path: pathl
     assert twin[2] == {0, 1, 2, 3}
 
 
-def test_data_that_a_callback_looks_at_is_not_copied(tmp_path: pathlib.Path) -> None:
+def test_data_that_a_callback_reads_is_not_copied(tmp_path: pathlib.Path) -> None:
     class Looks(keras.callbacks.Callback):
         def __init__(self) -> None:
             super().__init__()
@@ -484,7 +484,7 @@ def test_data_that_a_callback_looks_at_is_not_copied(tmp_path: pathlib.Path) -> 
     assert max(path.stat().st_size for path in tmp_path.iterdir()) < 100_000
 
 
-def test_a_large_array_that_a_callback_writes_to_goes_on(tmp_path: pathlib.Path) -> None:
+def test_a_large_array_that_a_callback_changes_is_restored(tmp_path: pathlib.Path) -> None:
     class Counts(keras.callbacks.Callback):
         def __init__(self) -> None:
             super().__init__()
@@ -515,7 +515,7 @@ def test_a_py_dataset_is_not_asked_for_batches_that_were_used(strategies: Any, t
     assert again.asked == [0, 1, *range(step, 6)]  # Keras looks at the first two
 
 
-def test_small_pipelines_go_on_without_being_read_again(tmp_path: pathlib.Path) -> None:
+def test_small_pipelines_resume_without_being_read_again(tmp_path: pathlib.Path) -> None:
     reads = tf.data.Dataset.range(1000).map(lambda i: (tf.fill([4], tf.cast(i, tf.float32)), tf.ones([1]))).batch(8)
     with pytest.raises(Crash):
         fit_small(tmp_path, runs.crash_at(90, kill=False), x=reads, y=None, batch_size=None, epochs=1)
@@ -538,7 +538,7 @@ def test_small_pipelines_go_on_without_being_read_again(tmp_path: pathlib.Path) 
         ),
     ],
 )
-def test_data_that_cannot_be_entered_is_refused_before_the_first_step(
+def test_data_that_cannot_start_in_the_middle_is_refused_before_the_first_step(
     data: Any, message: str | None, tmp_path: pathlib.Path
 ) -> None:
     if message is None:  # the default strategy gives the dataset back
@@ -581,7 +581,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         ({"optimizer": keras.optimizers.SGD(0.02)}, "learning_rate of optimizer is 0.02, was 0.01"),
     ],
 )
-def test_a_save_of_another_run_is_refused_with_what_differs(
+def test_a_checkpoint_of_another_run_is_refused_with_what_differs(
     changed: Any, message: str, finished: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
@@ -600,7 +600,7 @@ def test_a_save_of_another_run_is_refused_with_what_differs(
     assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
 
 
-def test_other_arrays_with_as_many_rows_are_warned_of(tmp_path: pathlib.Path) -> None:
+def test_other_arrays_of_the_same_length_give_a_warning(tmp_path: pathlib.Path) -> None:
     def said(x: Any, y: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -611,7 +611,7 @@ def test_other_arrays_with_as_many_rows_are_warned_of(tmp_path: pathlib.Path) ->
     assert "over other arrays of the same length: the run continues" in said(X, Y[::-1])[0]
 
 
-def test_data_whose_order_depends_on_timing_is_warned_of(tmp_path: pathlib.Path) -> None:
+def test_data_whose_order_depends_on_timing_gives_a_warning(tmp_path: pathlib.Path) -> None:
     def pipeline(deterministic: bool | None) -> Any:
         return runs.tf_data(lambda d: d.map(lambda x, y: (x, y), 2, deterministic=deterministic).batch(BATCH))
 
@@ -632,7 +632,7 @@ def test_other_batches_of_endless_data_are_other_data(tmp_path: pathlib.Path) ->
         fit_small(tmp_path, **endless(4))
 
 
-def test_a_run_is_saved_by_one_callback_alone(tmp_path: pathlib.Path) -> None:
+def test_only_one_resume_callback_is_allowed(tmp_path: pathlib.Path) -> None:
     with pytest.raises(
         kde.ResumeError,
         match=r"Only one Resume callback is allowed, and fit was given 2 \(.*/one, .*/two\). Give fit one of them",
@@ -640,7 +640,7 @@ def test_a_run_is_saved_by_one_callback_alone(tmp_path: pathlib.Path) -> None:
         fit_small(tmp_path / "one", kde.Resume(tmp_path / "two"))
 
 
-def test_a_save_of_a_later_version_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_checkpoint_of_a_later_version_is_refused(tmp_path: pathlib.Path) -> None:
     fit_small(tmp_path)
     saves = CheckpointStore(tmp_path, 3)
     metadata, arrays = unpack(saves.newest() or b"")
@@ -688,7 +688,7 @@ def test_numbers_of_numpy_in_the_arguments_of_fit_are_saved(tmp_path: pathlib.Pa
         ({"directory": None}, "got None"),
     ],
 )
-def test_arguments_that_mean_nothing_are_refused(arguments: Any, message: str, tmp_path: pathlib.Path) -> None:
+def test_invalid_arguments_are_refused(arguments: Any, message: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(kde.ResumeError, match=message):
         kde.Resume(**{"directory": tmp_path, **arguments})
     with pytest.raises(
@@ -709,7 +709,7 @@ def test_steps_may_be_counted_by_numpy(tmp_path: pathlib.Path) -> None:
     ("save_every", "num_saves"),
     [("epoch", 3), (6, 3), ("1h", 1), (datetime.timedelta(hours=1), 1), ("0.000001s", None)],
 )
-def test_saves_come_when_they_are_asked_for(
+def test_checkpoints_are_written_when_they_are_due(
     save_every: Any, num_saves: int | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = keras.callbacks.LambdaCallback(on_train_batch_end=wait_for_saves)
@@ -719,7 +719,7 @@ def test_saves_come_when_they_are_asked_for(
     assert found == num_saves if num_saves else found > 3
 
 
-def test_training_goes_on_while_a_save_is_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_while_a_checkpoint_is_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     went_on, write = threading.Event(), CheckpointStore.write
     written: list[bool] = []
 
@@ -740,7 +740,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: pathlib.Path, monkey
     assert position["epoch"] == 10  # it was there when fit returned
 
 
-def test_two_runs_in_one_directory_do_not_mix_their_saves(tmp_path: pathlib.Path) -> None:
+def test_two_runs_in_one_directory_do_not_mix_their_checkpoints(tmp_path: pathlib.Path) -> None:
     class OtherRun(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if epoch == 1:
@@ -753,7 +753,7 @@ def test_two_runs_in_one_directory_do_not_mix_their_saves(tmp_path: pathlib.Path
     assert re.search(r"FileExistsError: ckpt-\d+.kde is of another run, and each run needs its own directory", said[0])
 
 
-# Checkpoints that are not whole
+# Incomplete checkpoints
 
 
 def test_arrays_of_all_kinds_come_back(tmp_path: pathlib.Path) -> None:
@@ -776,7 +776,7 @@ def test_arrays_of_all_kinds_come_back(tmp_path: pathlib.Path) -> None:
         np.testing.assert_array_equal(back[name], array)
 
 
-def test_only_the_newest_few_are_kept(tmp_path: pathlib.Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(tmp_path: pathlib.Path) -> None:
     saves = CheckpointStore(tmp_path, 2)
     for number in range(5):
         saves.write({"number": number}, {})
@@ -806,7 +806,7 @@ def emptied(content: bytes) -> bytes:
         [(torn, "its checksum does not match")],
     ),
 )
-def test_a_damaged_save_is_named_and_the_one_before_it_used(
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     damage: Any, message: str, strategies: Any, tmp_path: pathlib.Path
 ) -> None:
     twin = run(strategies.get("default"), tmp_path / "twin", epochs=2)
@@ -873,7 +873,7 @@ saves.write({"number": 2}, {"a": np.arange(1000)})
 
 @pytest.mark.parametrize(("function", "count", "left"), [("write", 2, 1), ("fsync", 1, 1), ("replace", 1, 1),
                                                           ("fsync", 2, 2)])  # fmt: skip
-def test_a_process_killed_while_it_saves_leaves_the_save_before_or_a_whole_one(
+def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before_or_a_complete_one(
     function: str, count: int, left: int, tmp_path: pathlib.Path
 ) -> None:
     ended = subprocess.run([sys.executable, "-c", DYING, str(tmp_path), function, str(count)], timeout=60)
@@ -933,7 +933,7 @@ def test_a_full_disk_is_one_warning_and_saving_is_tried_again(
     assert unpack(CheckpointStore(tmp_path, 3).newest() or b"")[0]["position"]["epoch"] == 6
 
 
-def test_saves_that_fail_until_the_end_are_counted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_that_fail_until_the_end_are_counted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: int, data: Any) -> int:
         raise OSError(28, "No space left on device")
 
@@ -1006,7 +1006,7 @@ def test_a_run_that_lost_a_worker_goes_on_in_one_process(mirrored: Any, tmp_path
         np.testing.assert_allclose(values, other["history"][name], rtol=1e-5)
 
 
-# Asked to end
+# Preemption
 
 
 @pytest.mark.parametrize("number", rotating([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))

@@ -102,7 +102,7 @@ def only(tuner: Any) -> Any:
 
 
 @pytest.mark.parametrize(("tuner", "strategy"), CASES)
-def test_every_tuner_searches_under_a_strategy_and_gives_back_its_best_model(
+def test_every_tuner_searches_under_a_strategy_and_returns_its_best_model(
     tuner: str, strategy: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build = lazy_model if tuner == "Hyperband" else stock_model
@@ -122,7 +122,7 @@ def test_every_tuner_searches_under_a_strategy_and_gives_back_its_best_model(
     assert f"distribution_strategy: {strategy}" in capsys.readouterr().out
 
 
-def test_models_that_a_search_gives_back_live_where_they_were_trained_with_equal_scores(tmp_path: pathlib.Path) -> None:
+def test_models_of_a_search_live_under_their_strategy_with_equal_scores(tmp_path: pathlib.Path) -> None:
     seen: list[tuple[str, int]] = []
 
     def build(hp: Any) -> Any:
@@ -159,7 +159,7 @@ def test_the_build_that_discovers_the_space_is_under_a_strategy(tmp_path: pathli
 
 
 @pytest.mark.slow
-def test_a_trial_that_hyperband_continues_begins_with_the_weights_and_the_time_of_the_first(
+def test_a_trial_that_hyperband_continues_starts_with_the_weights_and_the_time_of_the_first(
     tmp_path: pathlib.Path,
 ) -> None:
     began: list[tuple[int, float]] = []
@@ -188,7 +188,7 @@ def test_a_trial_that_hyperband_continues_begins_with_the_weights_and_the_time_o
             assert seconds[1] > seconds[0]  # it goes on counting
 
 
-def test_a_project_goes_on_where_it_was_left(tmp_path: pathlib.Path) -> None:
+def test_a_reloaded_project_continues(tmp_path: pathlib.Path) -> None:
     first = searched(tmp_path, strategies=TWO, max_trials=2, seed=1)
     again = searched(tmp_path, strategies=TWO, max_trials=3, seed=1)
     assert sorted(again.oracle.trials) == ["0", "1", "2"]
@@ -220,7 +220,7 @@ def test_a_project_of_other_strategies_or_of_none_is_refused(tmp_path: pathlib.P
     make(kde.tuner.RandomSearch, "b", strategies=TWO, overwrite=True)
 
 
-def test_a_grid_search_goes_on_where_it_was_left(tmp_path: pathlib.Path) -> None:
+def test_a_reloaded_grid_search_continues(tmp_path: pathlib.Path) -> None:
     cls = judged(keras_tuner.GridSearch, lambda hp: float(hp.get("x")))
     for max_trials in (3, 6):
         tuner = cls(
@@ -265,7 +265,7 @@ def test_a_tuner_in_a_scope_is_refused(tmp_path: pathlib.Path, mirrored: Any) ->
 # Strategies
 
 
-def test_mirrored_strategies_that_reduce_in_other_ways_are_kept_apart() -> None:
+def test_mirrored_strategies_without_collectives_are_not_shared() -> None:
     devices, ops = ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
     known = Strategies.of(
         {
@@ -321,12 +321,12 @@ def test_strategies_are_names_choices_strategies_and_functions(mirrored: Any) ->
         ([3], "strategies has 3, of type int"),
     ],
 )
-def test_what_is_no_strategy_is_refused_at_once(given: Any, message: str, tmp_path: pathlib.Path) -> None:
+def test_an_invalid_strategy_is_refused_in_the_constructor(given: Any, message: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(kde.TunerError, match=message):
         kde.tuner.RandomSearch(stock_model, "val_loss", strategies=given, directory=tmp_path)
 
 
-def test_a_function_that_returns_no_strategy_and_devices_that_are_not_there_say_so() -> None:
+def test_a_function_that_returns_no_strategy_and_missing_devices_are_errors() -> None:
     with pytest.raises(kde.TunerError, match="The function for the strategy 'a' returned 3"):
         Strategies.of({"a": lambda: 3}).get("a")
     far = tf.distribute.MirroredStrategy(["CPU:0", "CPU:9"])
@@ -336,7 +336,7 @@ def test_a_function_that_returns_no_strategy_and_devices_that_are_not_there_say_
         Strategies.of({"a": lambda: far}).get("a")
 
 
-def test_a_function_that_cannot_make_its_strategy_here_is_no_bug() -> None:
+def test_a_function_that_cannot_create_its_strategy_here_is_not_a_user_error() -> None:
     def tpu() -> Any:
         raise ValueError("Please provide a TPU Name to connect to.")
 
@@ -368,7 +368,7 @@ def test_hyperparameters_may_depend_on_the_strategy(tmp_path: pathlib.Path) -> N
     }  # a benchmark has the default hyperparameters
 
 
-def test_space_is_discovered_under_another_strategy_where_the_first_is_not_to_be_had(tmp_path: pathlib.Path) -> None:
+def test_the_space_is_discovered_under_another_strategy_if_the_first_is_unavailable(tmp_path: pathlib.Path) -> None:
     tuner = kde.tuner.RandomSearch(
         stock_model, "val_loss", strategies=["mirrored(9)", "one_device"], directory=tmp_path
     )
@@ -400,7 +400,7 @@ def test_a_stock_model_that_cannot_be_rebuilt_is_refused_before_the_search_with_
         kde.tuner.RandomSearch(build, "val_loss", strategies=["mirrored(2)"], directory=tmp_path)
 
 
-def test_a_tuner_of_ones_own_with_a_hypermodel_of_ones_own_is_served(tmp_path: pathlib.Path) -> None:
+def test_a_custom_tuner_with_a_custom_hypermodel_works(tmp_path: pathlib.Path) -> None:
     class Mine(keras_tuner.HyperModel):
         note = "mine"
 
@@ -431,7 +431,7 @@ def test_a_tuner_of_ones_own_with_a_hypermodel_of_ones_own_is_served(tmp_path: p
     assert kde.tuner.with_strategies(Tuner) is Tuner
 
 
-def test_models_that_a_fit_of_ones_own_builds_live_under_the_strategy_too(tmp_path: pathlib.Path) -> None:
+def test_models_that_a_custom_fit_builds_live_under_the_strategy_too(tmp_path: pathlib.Path) -> None:
     class Folds(keras_tuner.HyperModel):
         def build(self, hp: Any) -> Any:
             return stock_model(hp)
@@ -450,12 +450,12 @@ def test_models_that_a_fit_of_ones_own_builds_live_under_the_strategy_too(tmp_pa
     assert len(TrialRecord.load(tuner.get_trial_dir("0")).seconds) == 1
 
 
-def test_a_search_does_not_take_what_goes_on_where_the_last_trial_ended(tmp_path: pathlib.Path) -> None:
+def test_a_search_refuses_resume(tmp_path: pathlib.Path) -> None:
     with pytest.raises(kde.TunerError, match="search was given the callback Resume, whose directory all trials would"):
         searched(tmp_path, strategies="one_device", search={"callbacks": [kde.Resume(tmp_path / "run")]})
 
 
-def test_a_subclassed_model_is_given_back_with_its_weights_under_its_strategy(tmp_path: pathlib.Path) -> None:
+def test_a_subclassed_model_is_loaded_with_its_weights_under_its_strategy(tmp_path: pathlib.Path) -> None:
     tuner = searched(tmp_path, subclassed_model, "GridSearch", strategies=TWO, max_trials=2)
     trials = tuner.oracle.get_best_trials(2)
     for trial, model in zip(trials, tuner.get_best_models(2), strict=True):
@@ -490,7 +490,7 @@ def test_settings_of_keras_made_before_a_search_hold_in_its_trials(tmp_path: pat
         keras.config.enable_traceback_filtering()
 
 
-def test_a_run_trial_of_ones_own_hears_what_it_leaves_undone(tmp_path: pathlib.Path) -> None:
+def test_a_custom_run_trial_is_warned_of_what_it_does_not_do(tmp_path: pathlib.Path) -> None:
     class Own(keras_tuner.RandomSearch):
         def run_trial(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
             self.hypermodel.build(trial.hyperparameters)
@@ -519,7 +519,7 @@ def test_a_run_trial_of_ones_own_hears_what_it_leaves_undone(tmp_path: pathlib.P
     assert "not those of batch_size_per_replica, unless it has made batches of 16 examples itself" in told
 
 
-def test_an_objective_is_measured_over_all_that_a_fit_of_ones_own_trains_and_returns(tmp_path: pathlib.Path) -> None:
+def test_an_objective_is_measured_over_all_that_a_custom_fit_trains_and_returns(tmp_path: pathlib.Path) -> None:
     class Several(keras_tuner.HyperModel):
         def build(self, hp: Any) -> Any:
             return our_model(hp)
@@ -564,7 +564,7 @@ def test_executions_have_many_steps_unless_a_tuner_looks_at_batches() -> None:
         assert looks_at_batches([callback], "train") != have_many
 
 
-def test_a_meter_goes_on_with_a_second_fit() -> None:
+def test_a_meter_continues_with_a_second_fit() -> None:
     times = iter([1.0, 4.0, 9.0])
     meter = Meter(clock=lambda: next(times))
     meter.on_train_begin()
@@ -575,7 +575,7 @@ def test_a_meter_goes_on_with_a_second_fit() -> None:
     assert meter.seconds == 8.0
 
 
-def test_monitors_that_search_was_given_write_each_trial_apart(tmp_path: pathlib.Path) -> None:
+def test_monitors_given_to_search_write_each_trial_into_its_own_folder(tmp_path: pathlib.Path) -> None:
     monitor = kde.ReplicaMonitor(tmp_path / "logs", experiment="mine")
     given = {"strategies": "one_device", "max_trials": 1, "executions_per_trial": 2, "log_dir": tmp_path / "own"}
     searched(tmp_path, our_model, search={"callbacks": [monitor]}, **given)
@@ -585,7 +585,7 @@ def test_monitors_that_search_was_given_write_each_trial_apart(tmp_path: pathlib
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["mine"]
 
 
-def test_a_tuner_compiles_models_in_scope_and_keeps_what_it_was_not_told(tmp_path: pathlib.Path) -> None:
+def test_a_tuner_compiles_models_in_scope_and_keeps_arguments_it_was_not_given(tmp_path: pathlib.Path) -> None:
     def make(build: Any, name: str, **given: Any) -> Any:
         return kde.tuner.RandomSearch(
             build, "val_loss", strategies=["mirrored(2)"], directory=tmp_path, project_name=name, **given
@@ -673,7 +673,7 @@ CAUSES: dict[str, tuple[BaseException, str]] = {
 
 
 @pytest.mark.parametrize("name", CAUSES)
-def test_a_failure_is_classed_by_its_type_or_its_words_also_as_a_cause(name: str) -> None:
+def test_a_failure_is_classified_by_its_type_or_message_also_as_a_cause(name: str) -> None:
     error, kind = CAUSES[name]
     assert classify_failure(error).kind == kind
     wrapped = RuntimeError("fit failed")
@@ -682,7 +682,7 @@ def test_a_failure_is_classed_by_its_type_or_its_words_also_as_a_cause(name: str
     assert classify_failure(error).is_infeasible == (kind != "user error")
 
 
-def test_words_of_tensorflow_count_where_tensorflow_says_them() -> None:
+def test_messages_of_tensorflow_count_where_tensorflow_raises_them() -> None:
     def of_raised(call: Any, *args: Any) -> str:
         with pytest.raises((IndexError, ValueError)) as caught:
             call(*args)
@@ -698,7 +698,7 @@ def test_words_of_tensorflow_count_where_tensorflow_says_them() -> None:
     assert classify_failure(caught.value).kind == "scope"
 
 
-def test_out_of_memory_on_one_replica_is_not_taken_for_a_collective_that_failed() -> None:
+def test_out_of_memory_on_one_replica_is_not_classified_as_a_failed_collective() -> None:
     aborted = tf.errors.InternalError(None, None, "Collective ops is aborted by: OOM when allocating; timed out")
     assert classify_failure(aborted).kind == "out of memory"
 
@@ -745,7 +745,7 @@ INFEASIBLE: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("kind", INFEASIBLE)
-def test_a_point_that_cannot_run_fails_with_the_cause_and_the_search_goes_on(kind: str, tmp_path: pathlib.Path) -> None:
+def test_a_point_that_cannot_run_fails_with_the_cause_and_the_search_continues(kind: str, tmp_path: pathlib.Path) -> None:
     build, strategy, cause = INFEASIBLE[kind]
     _OUTSIDE.clear()
     tuner = searched(tmp_path, build, "GridSearch", strategies=["one_device", strategy], max_trials=2)
@@ -758,7 +758,7 @@ def test_a_point_that_cannot_run_fails_with_the_cause_and_the_search_goes_on(kin
     assert cause in failure.causes[0]
 
 
-def test_infeasible_trials_in_a_row_do_not_end_the_search_and_errors_of_ones_own_do(tmp_path: pathlib.Path) -> None:
+def test_consecutive_infeasible_trials_do_not_end_the_search_and_user_errors_do(tmp_path: pathlib.Path) -> None:
     def full(hp: Any) -> float:
         raise MemoryError(hp.get("x"))
 
@@ -784,7 +784,7 @@ def test_infeasible_trials_in_a_row_do_not_end_the_search_and_errors_of_ones_own
     )  # 0, 2 and 4 are wrong; what is full in between is no matter
 
 
-def test_a_score_that_is_no_number_is_a_failure_with_its_cause(tmp_path: pathlib.Path) -> None:
+def test_a_nan_score_is_a_failure_with_its_cause(tmp_path: pathlib.Path) -> None:
     tuner = judged(keras_tuner.GridSearch, lambda hp: math.nan)(
         hyperparameters=space(x=[1, 2, 3, 4, 5]),
         objective=keras_tuner.Objective("q", "max"),
@@ -796,7 +796,7 @@ def test_a_score_that_is_no_number_is_a_failure_with_its_cause(tmp_path: pathlib
     assert (failure.kind, failure.count, failure.causes) == ("NaN loss", 5, ("q was NaN",))
 
 
-def test_what_a_strategy_cannot_do_once_it_may_do_with_other_values(tmp_path: pathlib.Path) -> None:
+def test_a_strategy_that_failed_is_tried_with_other_values(tmp_path: pathlib.Path) -> None:
     def build(hp: Any) -> Any:
         model = our_model(hp)
         model.compile("sgd", "mse", virtual_replicas=hp.Choice("virtual", [2, 3, 4]))
@@ -823,7 +823,7 @@ def _is_hopeless(tuner: Any, values: dict[str, Any]) -> bool:
     )
 
 
-def test_what_may_pass_is_tried_again(tmp_path: pathlib.Path) -> None:
+def test_a_transient_failure_is_retried(tmp_path: pathlib.Path) -> None:
     attempts: list[int] = []
 
     def judge(hp: Any) -> float:
@@ -845,7 +845,7 @@ def test_what_may_pass_is_tried_again(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("tuner", ["RandomSearch", "BayesianOptimization", "Hyperband"])
-def test_a_strategy_that_is_not_to_be_had_is_proposed_once(tuner: str, tmp_path: pathlib.Path) -> None:
+def test_an_unavailable_strategy_is_proposed_once(tuner: str, tmp_path: pathlib.Path) -> None:
     def judge(hp: Any) -> float:
         made.strategy_of(hp)
         return float(hp.get("x"))
@@ -901,7 +901,7 @@ def test_bayesian_optimization_learns_where_trials_fail(tmp_path: pathlib.Path) 
         (kde.tuner.seconds_to("val_accuracy", 0.9), 3, [3.0, 5.0, UNREACHED / 3 + 4.0], [3.0, 5.0, 7.0]),
     ],
 )
-def test_bayesian_optimization_takes_no_large_score_for_a_failure_but_a_quality_that_was_not_reached(
+def test_bayesian_optimization_counts_an_unreached_quality_as_a_failure_and_no_other_large_score(
     objective: Any, executions: int, scores: list[float], seen: list[float], tmp_path: pathlib.Path
 ) -> None:
     drawn = iter(scores)
@@ -1012,7 +1012,7 @@ def test_a_cost_adds_a_price_for_time_to_quality() -> None:
 
 
 @pytest.mark.slow
-def test_a_first_pass_drops_the_slow_strategy_and_what_cannot_run(tmp_path: pathlib.Path) -> None:
+def test_a_screening_drops_strategies_that_are_slow_or_cannot_run(tmp_path: pathlib.Path) -> None:
     rules = kde.tuner.Screening(seconds=0.2, samples=3, rungs=1)
     given = {"strategies": [*TWO, "mirrored(9)"], "screening": rules, "max_trials": 2}
     tuner = searched(tmp_path, slowed("mirrored(2)", 0.1), **given)
@@ -1025,7 +1025,7 @@ def test_a_first_pass_drops_the_slow_strategy_and_what_cannot_run(tmp_path: path
     assert reopened.oracle.get_space().get("distribution_strategy") == "one_device"
 
 
-def test_a_race_keeps_what_is_equal_within_noise_and_gives_the_rest_twice_the_time() -> None:
+def test_a_screening_keeps_strategies_that_are_equal_within_noise_and_doubles_the_time() -> None:
     class Runner:
         def __init__(self, name: str) -> None:
             self.name, self.rates = name, iter(RATES[name])
@@ -1050,7 +1050,7 @@ def test_a_race_keeps_what_is_equal_within_noise_and_gives_the_rest_twice_the_ti
     assert [name for name, _ in runs[:8]] == ["a", "b", "c", "d", "b", "c", "d", "a"]  # another one begins each turn
 
 
-def test_a_race_that_nobody_can_run_and_a_bug_in_it_are_errors() -> None:
+def test_a_screening_that_no_strategy_can_run_and_a_bug_in_it_are_errors() -> None:
     def full(name: str) -> Any:
         raise MemoryError("OOM")
 
@@ -1119,7 +1119,7 @@ def test_the_learning_rate_follows_the_examples_of_an_update_exactly(
     assert rate_of(model) == pytest.approx(rate)
 
 
-def test_hyperparameters_of_ones_own_are_not_taken_for_coupled_ones() -> None:
+def test_custom_hyperparameters_are_not_mistaken_for_coupled_ones() -> None:
     hp = keras_tuner.HyperParameters()
     hp.Fixed("warmup_steps", 100)
     hp.Fixed("learning_rate_scaling", "mine")
@@ -1128,7 +1128,7 @@ def test_hyperparameters_of_ones_own_are_not_taken_for_coupled_ones() -> None:
     assert coupled.values(hp, 2) == CoupledValues(global_batch_size=20)
 
 
-def test_warm_up_leads_from_the_learning_rate_of_build_to_the_scaled_one() -> None:
+def test_warm_up_grows_the_learning_rate_of_build_to_the_scaled_one() -> None:
     rate = ScaledLearningRate(0.1, factor=5.0, warmup_steps=4)
     assert [float(rate(step)) for step in (0, 1, 2, 4, 9)] == pytest.approx([0.1, 0.2, 0.3, 0.5, 0.5])
     decay = keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=1, decay_rate=0.5)
@@ -1138,7 +1138,7 @@ def test_warm_up_leads_from_the_learning_rate_of_build_to_the_scaled_one() -> No
     assert float(again(1)) == pytest.approx(0.1)
 
 
-def test_warm_up_counts_updates_and_is_over_where_hyperband_continues(tmp_path: pathlib.Path) -> None:
+def test_warm_up_counts_updates_and_is_not_repeated_where_hyperband_continues(tmp_path: pathlib.Path) -> None:
     coupled = kde.tuner.Coupled(
         batch_size_per_replica=[10, 20], learning_rate_scaling="linear", warmup_steps=6, gradient_accumulation_steps=2
     )
@@ -1213,7 +1213,7 @@ def test_the_tuner_batches_arrays_and_datasets_of_examples() -> None:
         ({"batch_size_per_replica": 8, "reference_batch_size": 8}, "needs learning_rate_scaling 'linear' or 'sqrt'"),
     ],
 )
-def test_coupled_values_that_cannot_be_are_refused(given: Any, message: str) -> None:
+def test_invalid_coupled_values_are_refused(given: Any, message: str) -> None:
     with pytest.raises(kde.TunerError, match=message):
         kde.tuner.Coupled(**given)
 
@@ -1257,7 +1257,7 @@ def test_the_report_prints_and_returns_what_is_known_of_each_strategy(
     assert row.failures[0].causes == ("later",)
 
 
-def test_each_trial_logs_its_replicas_hyperparameters_and_results_in_a_folder_of_its_own(
+def test_each_trial_logs_its_replicas_hyperparameters_and_results_in_its_own_folder(
     tmp_path: pathlib.Path,
 ) -> None:
     tuner = searched(tmp_path, _nan, "GridSearch", strategies=TWO, log_dir=tmp_path / "logs", max_trials=2)
@@ -1321,7 +1321,7 @@ def test_logs_that_cannot_be_written_do_not_end_a_search(tmp_path: pathlib.Path)
 # Nothing is left behind
 
 
-def test_settings_that_a_trial_changes_are_put_back(tmp_path: pathlib.Path) -> None:
+def test_settings_that_a_trial_changes_are_restored(tmp_path: pathlib.Path) -> None:
     def build(hp: Any) -> Any:
         policies.append(keras.config.dtype_policy().name)
         if len(policies) > 1:  # in a trial
@@ -1406,14 +1406,14 @@ def test_a_record_is_read_as_it_was_written(tmp_path: pathlib.Path) -> None:
     assert TrialRecord.load(tmp_path / "other") is None
 
 
-def test_an_outcome_is_read_as_it_was_written(tmp_path: pathlib.Path) -> None:
+def test_a_screening_result_is_read_as_it_was_written(tmp_path: pathlib.Path) -> None:
     assert ScreeningResult.load(tmp_path) is None
     result = ScreeningResult(("a", "b"), {"c": "slow"}, {"a": 1.0})
     result.save(tmp_path)
     assert ScreeningResult.load(tmp_path) == result
 
 
-def test_a_meter_that_saw_nothing_does_not_know() -> None:
+def test_a_meter_without_steps_has_no_rate() -> None:
     assert math.isnan(Meter().examples_per_second)
     assert Meter(seconds_before=3.0).seconds == 3.0
 
@@ -1439,7 +1439,7 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("module", SIGNATURES)
-def test_what_keras_tuner_keeps_to_itself_is_as_it_was(module: str) -> None:
+def test_private_names_of_keras_tuner_are_unchanged(module: str) -> None:
     for name, arguments in SIGNATURES[module].items():
         found: Any = importlib.import_module(module)
         for part in name.split("."):
@@ -1447,7 +1447,7 @@ def test_what_keras_tuner_keeps_to_itself_is_as_it_was(module: str) -> None:
         assert " ".join(inspect.signature(found).parameters) == arguments, name
 
 
-def test_keras_tuner_asks_its_oracles_where_the_search_answers() -> None:
+def test_keras_tuner_calls_the_methods_that_a_search_replaces() -> None:
     oracles = keras_tuner.oracles
     assert "self._random_values()" in inspect.getsource(oracles.RandomSearchOracle.populate_space)
     assert "self._random_values()" in inspect.getsource(oracles.HyperbandOracle._random_trial)

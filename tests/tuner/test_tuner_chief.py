@@ -1,4 +1,4 @@
-"""The chief of a search and its workers' oracles, in one process: what they say to each other, and what is saved."""
+"""The chief of a search and its workers' oracles, in one process: their calls, and what is saved."""
 
 import json
 import os
@@ -119,7 +119,7 @@ def test_workers_get_trials_until_there_are_no_more_and_the_chief_ends(tmp_path)
     assert [trial.status for trial in served.oracle.trials.values()] == ["COMPLETED"] * 3
 
 
-def test_hyperparameters_met_by_a_worker_reach_the_chief_with_their_values(tmp_path):
+def test_hyperparameters_found_by_a_worker_reach_the_chief_with_their_values(tmp_path):
     with Served(oracle_in(tmp_path, max_trials=1)) as served:
         worker = served.worker()
         trial = worker.create_trial("tuner0")
@@ -139,7 +139,7 @@ def test_the_message_of_a_failure_reaches_the_chief_and_its_files(tmp_path):
     assert (saved["status"], saved["message"]) == ("FAILED", "Traceback: no such layer")
 
 
-def test_what_keras_tuner_raises_in_the_chief_ends_the_search_and_not_in_a_hang(tmp_path):
+def test_an_error_of_keras_tuner_in_the_chief_ends_the_search_without_a_hang(tmp_path):
     with Served(oracle_in(tmp_path, max_trials=8, max_consecutive_failed_trials=2)) as served:
         worker, other = served.worker("tuner0"), served.worker("tuner1")
         other.create_trial("tuner1")
@@ -151,7 +151,7 @@ def test_what_keras_tuner_raises_in_the_chief_ends_the_search_and_not_in_a_hang(
     assert served.oracle.create_trial("tuner2")  # the lock is free: keras-tuner would wait for ever
 
 
-def test_metrics_that_lack_the_objective_are_the_workers_error_and_the_chief_goes_on(tmp_path):
+def test_metrics_without_the_objective_are_the_workers_error_and_the_chief_continues(tmp_path):
     with Served(oracle_in(tmp_path, max_trials=2)) as served:
         worker = served.worker()
         trial = worker.create_trial("tuner0")
@@ -161,10 +161,10 @@ def test_metrics_that_lack_the_objective_are_the_workers_error_and_the_chief_goe
         assert worker.create_trial("tuner0").status == TrialStatus.RUNNING
 
 
-# What the supervisor does.
+# Calls of the supervisor.
 
 
-def test_a_closed_trial_has_failed_with_the_reason_and_is_not_retried(tmp_path):
+def test_a_trial_that_is_ended_as_failed_has_the_reason_and_is_not_retried(tmp_path):
     with Served(oracle_in(tmp_path, max_trials=2, max_retries_per_trial=3)) as served:
         served.worker("tuner0").create_trial("tuner0")
         assert served.call("worker_state", tuner_id="tuner0")["trial_id"] == "0"
@@ -175,7 +175,7 @@ def test_a_closed_trial_has_failed_with_the_reason_and_is_not_retried(tmp_path):
     assert (served.oracle.trials["0"].status, served.oracle.trials["0"].message) == ("FAILED", "killed twice")
 
 
-def test_a_search_does_not_wait_for_a_worker_that_was_given_up(tmp_path):
+def test_a_search_does_not_wait_for_a_removed_worker(tmp_path):
     with Served(oracle_in(tmp_path, max_trials=2)) as served:
         worker, lost = served.worker("tuner0"), served.worker("tuner1")
         mine = worker.create_trial("tuner0")
@@ -188,7 +188,7 @@ def test_a_search_does_not_wait_for_a_worker_that_was_given_up(tmp_path):
     assert served.error is None
 
 
-def test_a_worker_started_again_gets_the_trial_it_was_in_without_what_it_had_reported(tmp_path):
+def test_a_restarted_worker_gets_its_trial_without_what_it_had_reported(tmp_path):
     with Served(oracle_in(tmp_path, max_trials=3)) as served:
         dead = served.worker(start=1)
         trial = dead.create_trial("tuner0")
@@ -213,7 +213,7 @@ def test_a_reply_that_was_lost_does_not_end_a_trial_twice_or_skip_one(tmp_path):
     assert served.oracle.end_order == ["0"]
 
 
-def test_an_error_that_is_no_trials_fault_ends_the_search_for_all(tmp_path):
+def test_an_error_outside_of_a_trial_ends_the_search_for_all(tmp_path):
     with Served(oracle_in(tmp_path, max_trials=4)) as served:
         worker, other = served.worker("tuner0"), served.worker("tuner1")
         worker.create_trial("tuner0")
@@ -226,7 +226,7 @@ def test_an_error_that_is_no_trials_fault_ends_the_search_for_all(tmp_path):
 # Screening
 
 
-def test_workers_have_one_of_them_measure_and_go_on_with_what_is_left(tmp_path):
+def test_one_of_the_workers_measures_and_all_continue_with_the_remaining_strategies(tmp_path):
     oracle = oracle_in(tmp_path, max_trials=3)
     oracle.hyperparameters.Choice("distribution_strategy", ["a", "b"])
     refused = threading.Event()
@@ -263,7 +263,7 @@ def test_workers_have_one_of_them_measure_and_go_on_with_what_is_left(tmp_path):
     assert measured == [1]
 
 
-def test_a_worker_that_is_given_up_measures_no_more(tmp_path):
+def test_a_removed_worker_does_not_measure_anymore(tmp_path):
     lease = ScreeningLease(tmp_path, lambda _: None, workers_live=False)
     with Served(oracle_in(tmp_path, max_trials=1), lease) as served:
         assert served.worker("tuner0").request_screening(measures=False) == {"may_measure": True}
@@ -283,7 +283,7 @@ def test_a_worker_that_asks_for_a_screening_that_the_chief_does_not_have_is_refu
 # Several workers that run each trial together.
 
 
-def test_a_team_gets_one_trial_and_the_next_begins_when_all_have_ended_it(tmp_path):
+def test_a_group_gets_one_trial_and_the_next_starts_when_all_have_ended_it(tmp_path):
     with Served(oracle_in(tmp_path, max_trials=3)) as served, ThreadPoolExecutor(2) as threads:
         group = [served.worker(worker_index=worker_index, num_workers=2) for worker_index in (0, 1)]
         for number in range(3):
@@ -301,7 +301,7 @@ def test_a_team_gets_one_trial_and_the_next_begins_when_all_have_ended_it(tmp_pa
     assert [trial.score for trial in served.oracle.trials.values()] == [1.0] * 3  # the first alone reports
 
 
-def test_a_trial_that_fails_on_all_of_a_team_has_failed_and_the_team_goes_on(tmp_path):
+def test_a_trial_that_fails_on_all_of_a_group_has_failed_and_the_group_continues(tmp_path):
     with Served(oracle_in(tmp_path, max_trials=3)) as served, ThreadPoolExecutor(2) as threads:
         group = [served.worker(worker_index=worker_index, num_workers=2) for worker_index in (0, 1)]
         trials = list(threads.map(lambda worker: worker.create_trial("tuner0"), group))
@@ -310,7 +310,7 @@ def test_a_trial_that_fails_on_all_of_a_team_has_failed_and_the_team_goes_on(tmp
     assert (served.oracle.trials["0"].status, served.oracle.trials["0"].message) == ("FAILED", "too large, says 0")
 
 
-def test_a_member_that_fails_alone_ends_and_its_message_is_kept(tmp_path, monkeypatch, capsys):
+def test_a_worker_that_fails_but_not_its_group_exits_and_its_message_is_kept(tmp_path, monkeypatch, capsys):
     class Exit(Exception):
         pass
 
@@ -331,7 +331,7 @@ def test_a_member_that_fails_alone_ends_and_its_message_is_kept(tmp_path, monkey
 # Where the chief listens.
 
 
-def test_the_chief_listens_on_its_address_alone_and_nobody_can_share_its_port(tmp_path):
+def test_the_chief_listens_only_on_its_address_and_no_other_process_can_share_its_port(tmp_path):
     with Served(oracle_in(tmp_path, max_trials=1)) as served:
         port = int(served.address.rpartition(":")[2])
         listening = [c for c in psutil.net_connections() if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
@@ -347,7 +347,7 @@ def test_a_chief_that_does_not_answer_is_an_error_in_bounded_time(tmp_path):
     assert 0.9 < time.monotonic() - begin < 30
 
 
-def test_a_worker_waits_for_a_chief_that_is_started_again(tmp_path):
+def test_a_worker_waits_for_a_restarted_chief(tmp_path):
     served = Served(oracle_in(tmp_path, max_trials=1))
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(served.worker().create_trial, "tuner0")
@@ -357,7 +357,7 @@ def test_a_worker_waits_for_a_chief_that_is_started_again(tmp_path):
             assert waiting.result(40).trial_id == "0"
 
 
-# Projects that a chief goes on with.
+# Projects that a chief reloads.
 
 
 def killed_chief(folder, kind, *ended, **options):
@@ -376,7 +376,7 @@ def killed_chief(folder, kind, *ended, **options):
     return reloaded
 
 
-def test_trials_under_way_go_on_when_the_workers_have_lived(tmp_path):
+def test_running_trials_continue_if_the_workers_are_alive(tmp_path):
     oracle = killed_chief(tmp_path, "RandomSearchOracle", "0", max_trials=5)
     repair_reloaded(oracle, workers_live=True)
     assert {name: trial.trial_id for name, trial in oracle.ongoing_trials.items()} == {"tuner0": "1", "tuner1": "2"}
@@ -389,7 +389,7 @@ def test_trials_under_way_go_on_when_the_workers_have_lived(tmp_path):
         assert worker.create_trial("tuner1").trial_id == "3"
 
 
-def test_trials_under_way_are_run_again_when_the_workers_have_not(tmp_path):
+def test_running_trials_are_run_again_if_the_workers_are_not_alive(tmp_path):
     oracle = killed_chief(tmp_path, "RandomSearchOracle", "0", max_trials=3)
     repair_reloaded(oracle, workers_live=False)
     assert sorted(oracle.create_trial(f"tuner{i}").trial_id for i in range(2)) == ["1", "2"]
@@ -408,7 +408,7 @@ def test_a_trial_that_had_ended_is_not_run_again(tmp_path):
     assert reloaded._retry_queue == []
 
 
-def test_a_trial_that_was_begun_after_the_last_save_is_not_forgotten(tmp_path):
+def test_a_trial_that_started_after_the_last_save_is_not_forgotten(tmp_path):
     oracle = oracle_in(tmp_path, max_trials=3)
     oracle.create_trial("tuner0")
     before = (tmp_path / "project" / "oracle.json").read_text()
@@ -421,7 +421,7 @@ def test_a_trial_that_was_begun_after_the_last_save_is_not_forgotten(tmp_path):
     assert list(reloaded.ongoing_trials) == ["tuner0"]
 
 
-def test_a_grid_search_that_goes_on_visits_every_point_once(tmp_path):
+def test_a_reloaded_grid_search_visits_every_point_once(tmp_path):
     oracle = killed_chief(tmp_path, "GridSearchOracle", "0", "1")
     repair_reloaded(oracle, workers_live=False)
     for _ in range(100):
@@ -434,7 +434,7 @@ def test_a_grid_search_that_goes_on_visits_every_point_once(tmp_path):
     assert points == [(units, rate) for units in (1, 2, 3, 4) for rate in (0.1, 0.2)]
 
 
-def test_files_are_whole_even_when_writing_fails_in_the_middle(tmp_path):
+def test_files_are_complete_even_if_writing_fails_in_the_middle(tmp_path):
     oracle = oracle_in(tmp_path, max_trials=3)
     save_files_atomically(oracle)
     oracle.create_trial("tuner0")

@@ -144,7 +144,7 @@ def test_a_worker_that_always_dies_is_removed_and_the_others_end_the_search(tmp_
 
 
 @pytest.mark.slow
-def test_a_worker_that_never_gets_to_a_trial_is_given_up_with_its_reason(tmp_path):
+def test_a_worker_that_never_gets_a_trial_is_removed_with_its_reason(tmp_path):
     search = LightSearch(tmp_path, ["crash"], ["worker", "wait", str(tmp_path / "removed")])
     assert (search.failure, search.error) == (None, None)
     assert search.statuses == ["COMPLETED"] * 6
@@ -160,7 +160,7 @@ def test_a_search_without_workers_ends_with_their_reasons(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trial_that_hangs_is_ended_and_tried_again(tmp_path):
+def test_a_trial_that_hangs_is_ended_and_retried(tmp_path):
     hangs = ["worker", "hang", "1", "1"]
     search = LightSearch(tmp_path, hangs, hangs, hang_seconds=STALL_SECONDS)
     assert (search.failure, search.error) == (None, None)
@@ -195,7 +195,7 @@ def test_a_screening_ends_even_if_its_worker_dies_or_hangs(how, max_restarts, ca
 
 
 @pytest.mark.slow
-def test_a_worker_that_leaves_in_a_trial_has_died(tmp_path):
+def test_a_worker_that_exits_in_a_trial_has_died(tmp_path):
     search = LightSearch(tmp_path, ["worker", "leave", "1", "1"], ["worker", "leave", "1", "1"])
     assert search.statuses == ["COMPLETED"] * 6
     assert [death.cause for death in search.deaths] == [
@@ -233,7 +233,7 @@ def test_a_tuner_of_keras_tuner_itself_is_refused_with_what_to_use_instead():
     assert "Search with a tuner of `keras_dist_ext.tuner`" in failure.message
 
 
-def test_a_program_that_does_not_search_says_so(tmp_path, capfd):
+def test_a_program_without_a_search_is_an_error(tmp_path, capfd):
     assert main(["launch", "--tuner", "--workers", "2", script(tmp_path, "print('trains')")]) == 1
     shown = capfd.readouterr().out
     assert "[chief] trains" in shown
@@ -309,7 +309,7 @@ def run(folder, num_workers=2, **options):
 
 
 @pytest.mark.slow
-def test_a_search_over_two_workers_survives_the_loss_of_one(tmp_path, temporary):
+def test_a_search_on_two_workers_survives_the_loss_of_one(tmp_path, temporary):
     result = run(tmp_path, max_trials=5, doom={"who": "worker"})
     found = result.value
     assert {status for status, _, _ in found["trials"].values()} == {"COMPLETED"}
@@ -324,7 +324,7 @@ def test_a_search_over_two_workers_survives_the_loss_of_one(tmp_path, temporary)
 
 
 @pytest.mark.slow
-def test_a_first_pass_survives_the_worker_that_measures(tmp_path, temporary):
+def test_a_screening_survives_the_worker_that_measures(tmp_path, temporary):
     screening = {"seconds": 0.1, "samples": 3, "rungs": 1}
     result = run(
         tmp_path,
@@ -345,7 +345,7 @@ def test_a_first_pass_survives_the_worker_that_measures(tmp_path, temporary):
 
 
 @pytest.mark.slow
-def test_a_strategy_that_kills_who_measures_it_is_dropped(tmp_path, temporary):
+def test_a_strategy_that_kills_the_worker_that_measures_it_is_dropped(tmp_path, temporary):
     screening = {"seconds": 0.1, "samples": 3, "rungs": 1}
     result = run(
         tmp_path,
@@ -375,7 +375,7 @@ def test_a_trial_that_always_kills_its_worker_fails_with_the_reason_in_the_repor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["RandomSearch", "GridSearch", "Hyperband", "BayesianOptimization"])
-def test_a_chief_that_is_killed_goes_on_where_its_project_stands(kind, tmp_path, temporary):
+def test_a_chief_that_is_killed_continues_its_project(kind, tmp_path, temporary):
     options = {"max_epochs": 3, "factor": 3} if kind == "Hyperband" else {"max_trials": 5}
     result = run(tmp_path, kind=kind, doom={"who": "chief", "units": 5 if kind == "GridSearch" else None}, **options)
     found = result.value
@@ -412,7 +412,7 @@ def test_workers_that_run_each_trial_together_agree_and_one_of_them_reports(tmp_
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_has_all_who_run_its_trial_begin_anew(tmp_path, temporary):
+def test_if_a_worker_dies_its_whole_group_is_restarted(tmp_path, temporary):
     result = run(
         tmp_path, 1, workers_per_trial=2, strategies="multi_worker", max_trials=2, doom={"who": "worker", "times": 1}
     )
@@ -421,7 +421,7 @@ def test_a_worker_that_dies_has_all_who_run_its_trial_begin_anew(tmp_path, tempo
 
 
 @pytest.mark.slow
-def test_workers_that_nothing_of_ours_has_started_load_the_best_when_the_chief_has_ended(tmp_path):
+def test_workers_without_our_launcher_load_the_best_model_when_the_chief_has_ended(tmp_path):
     code = f"import json, search_runs; print('found', json.dumps(search_runs.search({str(tmp_path)!r}, max_trials=2)))"
     with cluster(1, 0) as (task,):
         ip, port = task.address.split(":")

@@ -47,7 +47,7 @@ def test_search_may_be_given_its_epochs_by_position(tmp_path: pathlib.Path) -> N
     assert [trial.status for trial in tuner.oracle.trials.values()] == ["COMPLETED"]
 
 
-def test_a_fit_that_cannot_be_measured_says_so(tmp_path: pathlib.Path) -> None:
+def test_a_fit_that_cannot_be_measured_is_an_error(tmp_path: pathlib.Path) -> None:
     class Own(keras_tuner.HyperModel):
         def build(self, hp: Any) -> Any:
             return our_model(hp)

@@ -59,7 +59,7 @@ def test_after_a_restart_the_newest_point_of_a_step_counts_and_no_later_abandone
     assert (np.diff(kept.walls) > 0).all()
 
 
-def test_times_that_are_none_do_not_reach_the_page():
+def test_invalid_times_do_not_reach_the_page():
     points = newest([1, 2, 3], [10.0, math.nan, math.inf], [1.0, 2.0, 3.0])
     assert clock_of([points]).walls.tolist() == [10.0, 10.0, 10.0]
 
@@ -139,7 +139,7 @@ def test_a_spike_of_one_step_in_twenty_thousand_is_in_the_reduced_line():
     assert (line.high > 1).sum() == 1
 
 
-def test_a_part_of_a_line_has_its_neighbours_so_that_it_goes_on_to_the_edge():
+def test_a_part_of_a_line_has_its_neighbours_so_that_it_continues_to_the_edge():
     p = points(np.arange(100.0))
     bins = bins_of(p.steps, p.steps.astype(float), 40.5, 44.5, 100)
     assert bins.first.tolist() == [40, 41, 42, 43, 44, 45]

@@ -183,7 +183,7 @@ def test_without_the_chiefs_run_statistics_come_from_the_replicas(ask):
 
 
 @pytest.mark.parametrize("experiment", ["starved", "starved, without examples"])
-def test_a_starved_replica_has_a_gap_and_what_is_not_finite_is_told(ask, experiment):
+def test_a_replica_without_examples_has_a_gap_and_non_finite_values_are_named(ask, experiment):
     chart = ask("/series", experiment=experiment, tag=names.LOSS)
     first, second = chart["replicas"]
     assert second["values"][4:6] == [None, None]
@@ -194,12 +194,12 @@ def test_a_starved_replica_has_a_gap_and_what_is_not_finite_is_told(ask, experim
     assert all(isinstance(value, float) for value in first["values"][:8] + second["values"][:4] + second["values"][6:])
 
 
-def test_after_a_restart_only_what_holds_is_shown(ask):
+def test_after_a_restart_abandoned_steps_are_not_shown(ask):
     chart = ask("/series", experiment="restarted", tag=names.LOSS)
     assert (chart["steps"], chart["replicas"][0]["values"]) == ([0, 1, 2, 3], [9.0, 8.0, 1.5, 1.25])
 
 
-def test_a_tag_that_nobody_wrote_is_an_empty_chart(ask):
+def test_a_tag_without_points_is_an_empty_chart(ask):
     chart = ask("/series", experiment="restarted", tag=names.SCORE)
     assert (chart["steps"], chart["replicas"], chart["overall"], chart["extent"]) == ([], [], {}, None)
 
@@ -340,7 +340,7 @@ def test_the_tab_is_active_without_a_marker(tmp_path):
     assert plugin_of(multiplexer_of(tmp_path), tmp_path).is_active() is True
 
 
-def test_what_tensorboard_dropped_is_told_with_the_flag_that_keeps_it(tmp_path):
+def test_dropped_points_are_reported_with_the_flag_that_keeps_them(tmp_path):
     written = example_series(2, range(3000))
     del written[1][names.LOSS][17]  # the reservoirs keep other steps from here on
     write_experiment(tmp_path, "long", written, with_all=False)
@@ -360,7 +360,7 @@ def test_what_tensorboard_dropped_is_told_with_the_flag_that_keeps_it(tmp_path):
 # --- reading
 
 
-def test_the_fast_way_of_reading_is_taken_and_gives_what_the_public_one_gives(provider):
+def test_fast_reading_is_used_and_equals_the_public_api(provider):
     for runs in (["a/b/replica_0", "a/b/replica_2"], ["starved/replica_0"], ["no chief/replica_1"], ["gone"]):
         fast = read_columns(provider, "", runs, names.LOSS)
         assert fast is not None, "TensorBoard's data provider has changed: reading is 10 times as slow now"
@@ -373,7 +373,7 @@ def test_the_fast_way_of_reading_is_taken_and_gives_what_the_public_one_gives(pr
 
 
 @pytest.mark.parametrize("private", [{}, {"_stub": object()}, {"_multiplexer": object()}])
-def test_reading_falls_back_to_the_public_way(slow_provider, private):
+def test_reading_falls_back_to_the_public_api(slow_provider, private):
     methods = ("read_scalars", "list_scalars", "list_tensors")
     public = types.SimpleNamespace(**{name: getattr(slow_provider, name) for name in methods}, **private)
     source = Source(public)
@@ -421,7 +421,7 @@ def test_series_are_read_again_only_when_tensorboard_has_read_more(tmp_path):
     assert read()["x/replica_0"].values[-1] == 4.0
 
 
-def test_charts_that_ask_at_once_wait_for_one_reading():
+def test_simultaneous_requests_wait_for_one_read():
     kept, started, reads = source_module._SeriesCache(1000), threading.Event(), []
 
     def read():
@@ -486,7 +486,7 @@ def test_no_other_file_is_served(slow_provider, log_dir, path):
     assert response.status_code == 404
 
 
-def test_scripts_come_from_the_package_alone():
+def test_scripts_come_only_from_the_package():
     static = ROOT / "keras_dist_ext" / "monitoring" / "dashboard" / "static"
     own = [file for file in static.rglob("*.js") if "vendor" not in file.parts]
     assert len(own) > 15

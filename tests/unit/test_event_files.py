@@ -213,7 +213,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_the_first_step(tm
     assert list((tmp_path / "new" / "logs").iterdir()) == []
 
 
-def test_a_run_whose_file_cannot_be_written_keeps_no_other_from_theirs(tmp_path: pathlib.Path) -> None:
+def test_a_run_whose_file_cannot_be_written_does_not_stop_other_runs(tmp_path: pathlib.Path) -> None:
     writer = kde.EventWriter(tmp_path, flush_seconds=0.0)
     writer.begin(run())
     (tmp_path / "night" / "3" / "replica_0").write_text("a file is in the way")
@@ -227,7 +227,7 @@ def test_a_run_whose_file_cannot_be_written_keeps_no_other_from_theirs(tmp_path:
     assert [step for step, _ in scalars(tmp_path / "night" / "3" / "replica_1")[names.LOSS]] == [10, 20]
 
 
-def test_a_full_disk_costs_records_and_is_said(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_drops_records_with_a_warning(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = kde.EventWriter(tmp_path, flush_seconds=0.0)
     several = CompositeWriter([writer])
     several.begin(run())

@@ -20,7 +20,7 @@ def judge(stragglers: Stragglers, *computes: Sequence[float], **given: Any) -> A
     return scores
 
 
-def test_scores_are_ratios_to_the_fastest_and_to_ones_own_best() -> None:
+def test_scores_are_ratios_to_the_fastest_and_to_the_replicas_own_best() -> None:
     stragglers = Stragglers()
     judge(stragglers, [0.010, 0.020], [0.008, 0.030])
     scores = judge(stragglers, [0.016, 0.040])
@@ -28,7 +28,7 @@ def test_scores_are_ratios_to_the_fastest_and_to_ones_own_best() -> None:
     np.testing.assert_allclose(scores.individual, [0.5, 0.5])
 
 
-def test_waiting_for_input_counts_as_ones_own_time() -> None:
+def test_waiting_for_input_counts_as_busy_time() -> None:
     scores = judge(Stragglers(), [0.010, 0.010], waiting=[0.0, 0.010])
     np.testing.assert_allclose(scores.relative, [1.0, 0.5])
 
@@ -39,12 +39,12 @@ def test_a_replica_without_examples_has_no_score_and_sets_none() -> None:
     np.testing.assert_allclose(scores.individual, [np.nan, 1.0, 1.0])
 
 
-def test_a_replica_with_half_the_examples_is_no_measure_for_the_others() -> None:
+def test_a_replica_with_half_the_examples_is_not_compared_with_the_others() -> None:
     scores = judge(Stragglers(), [0.005, 0.010, 0.012], examples=[80, 160, 155])
     np.testing.assert_allclose(scores.relative, [1.0, 1.0, 10 / 12])
 
 
-def test_ones_best_with_fewer_examples_is_forgotten() -> None:
+def test_the_best_time_with_fewer_examples_is_forgotten() -> None:
     stragglers = Stragglers()
     judge(stragglers, [0.005], examples=[80])
     assert judge(stragglers, [0.010], examples=[160]).individual == 1.0
@@ -67,20 +67,20 @@ def test_the_slowest_replica_is_named_with_its_share_and_what_it_costs() -> None
 
 
 @pytest.mark.parametrize(("threshold", "is_named"), [(0.75, True), (0.6, False), (0.0, False)])
-def test_the_threshold_decides_who_is_a_straggler(threshold: float, is_named: bool) -> None:
+def test_the_threshold_decides_which_replicas_are_stragglers(threshold: float, is_named: bool) -> None:
     stragglers = Stragglers(threshold)
     judge(stragglers, *[[0.030, 0.045]] * 5)
     assert bool(stragglers.findings) is is_named
 
 
-def test_a_hiccup_is_no_straggler() -> None:
+def test_a_single_outlier_is_not_a_straggler() -> None:
     stragglers = Stragglers()
     slow, even = [0.010, 0.030], [0.010, 0.010]
     judge(stragglers, even, slow, slow, even, slow, slow, even)
     assert stragglers.findings == []
 
 
-def test_intervals_of_one_step_are_judged_ten_at_a_time() -> None:
+def test_intervals_of_one_step_are_scored_ten_at_a_time() -> None:
     stragglers = Stragglers()
     lucky = [[0.001, 0.010] if i % 10 == 0 else [0.010, 0.010] for i in range(60)]
     judge(stragglers, *lucky, num_steps=1, examples=[16, 16])
@@ -101,7 +101,7 @@ def test_a_replica_that_gets_slower_is_named_even_when_all_do() -> None:
     assert finding["seconds"] == pytest.approx(30 * 0.008)
 
 
-def test_a_hiccup_in_a_slow_time_does_not_stand_for_all_of_it() -> None:
+def test_an_outlier_in_a_slow_phase_does_not_count_for_all_of_it() -> None:
     stragglers = Stragglers()
     judge(stragglers, [0.010, 0.010], *[[0.018, 0.018]] * 9, [0.218, 0.218])
     (finding,) = stragglers.findings
@@ -131,7 +131,7 @@ def test_if_most_are_slower_than_one_that_one_is_fast() -> None:
     assert finding["what"].startswith("Replica 3 is slow: a step takes 2.17 times")
 
 
-def test_replicas_that_shares_cores_on_few_cores_are_compared_with_themselves_alone() -> None:
+def test_replicas_that_share_few_cores_are_compared_only_with_their_own_best() -> None:
     stragglers = Stragglers(shares_cores=True)
     scores = judge(stragglers, *[[0.010, 0.040]] * 5)
     assert scores.relative.tolist() == [1.0, 0.25]
@@ -164,6 +164,6 @@ def test_replicas_that_take_turns_at_being_slow_are_listed_together() -> None:
 
 
 @pytest.mark.parametrize("threshold", [-0.1, 1.5, float("nan")])
-def test_a_threshold_that_is_no_score_is_refused(threshold: float) -> None:
+def test_an_invalid_threshold_is_refused(threshold: float) -> None:
     with pytest.raises(kde.MonitorError, match="straggler_threshold must be from 0 to 1, got"):
         Stragglers(threshold)

@@ -64,7 +64,7 @@ def test_replicas_that_are_about_equal_have_no_slowest() -> None:
     assert not any("slowest" in line for line in shown(replica_table(interval([0.0100, 0.0102]))))
 
 
-def test_a_replica_without_examples_says_so() -> None:
+def test_a_replica_without_examples_is_labeled() -> None:
     lines = shown(replica_table(interval(examples=[160, 0])))
     assert sum("no examples" in line for line in lines) == 1
 
@@ -89,7 +89,7 @@ def test_without_a_terminal_there_is_a_line_now_and_then_and_the_last_at_the_end
     )
 
 
-def test_evaluations_and_findings_are_lines_too_and_said_once() -> None:
+def test_evaluations_and_findings_are_lines_too_and_printed_once() -> None:
     output, clock = io.StringIO(), Clock()
     writer = writer_to(output, clock)
     writer.write(interval(kind="test", step=7), None)
@@ -143,7 +143,7 @@ def in_a_terminal(end: str) -> str:
     return output.decode()
 
 
-def test_a_terminal_shows_a_table_that_is_drawn_anew_below_what_is_printed() -> None:
+def test_a_terminal_shows_a_live_table_below_other_output() -> None:
     output = in_a_terminal("writer.close()")
     assert output.count("step 3: loss") >= 1
     assert "\x1b[1A\x1b[2K" in output  # up a line, and clear it

@@ -96,14 +96,14 @@ def test_a_writer_that_failed_warns_again_in_the_next_run() -> None:
         several.close()
 
 
-def test_what_can_be_known_before_the_first_step_is_an_error(tmp_path: pathlib.Path) -> None:
+def test_a_failure_before_the_first_step_is_an_error(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
     several = CompositeWriter([kde.MemoryWriter(), kde.JsonLinesWriter(tmp_path / "file" / "r.jsonl")])
     with pytest.raises(kde.MonitorError, match="cannot be written to .*r.jsonl .* Give JsonLinesWriter a path"):
         several.check("")
 
 
-def test_a_writer_of_ones_own_needs_write_alone() -> None:
+def test_a_custom_writer_needs_only_write() -> None:
     class Mine(Writer):
         def write(self, stats: ReplicaStats, scores: Any) -> None:
             self.step = stats.step
@@ -136,7 +136,7 @@ def test_records_wait_for_the_clock_and_no_longer(tmp_path: pathlib.Path) -> Non
     assert sizes == [0, 0, 0, 0, 5, 6, 7]
 
 
-def test_what_does_not_fit_on_the_disk_leaves_no_half_record(tmp_path: pathlib.Path) -> None:
+def test_a_full_disk_leaves_no_incomplete_record(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "file"
     code = f"""
 import resource, signal
@@ -173,7 +173,7 @@ def test_a_full_disk_is_named(tmp_path: pathlib.Path) -> None:
     file.flush()  # there is nothing left to lose
 
 
-def test_a_file_that_somebody_removes_with_its_folder_is_made_anew(tmp_path: pathlib.Path) -> None:
+def test_a_file_that_is_removed_with_its_folder_is_created_again(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
     file = AppendFile(folder / "file", header=b"header ", flush_seconds=0.0)
@@ -246,7 +246,9 @@ def test_json_lines_replay_into_another_writer(tmp_path: pathlib.Path) -> None:
     assert replayed.runs == original.runs
 
 
-def test_a_torn_line_is_left_out_with_a_message_and_a_resumed_run_goes_on_after_it(tmp_path: pathlib.Path) -> None:
+def test_an_incomplete_line_is_left_out_with_a_warning_and_a_resumed_run_continues_after_it(
+    tmp_path: pathlib.Path,
+) -> None:
     path = tmp_path / "r.jsonl"
     original = written(path)
     whole = path.read_bytes()
@@ -290,7 +292,7 @@ def test_records_without_the_line_of_their_run_are_refused(tmp_path: pathlib.Pat
         kde.replay(path, kde.EventWriter(tmp_path / "logs"))
 
 
-def test_of_several_workers_the_chief_alone_writes_lines(tmp_path: pathlib.Path) -> None:
+def test_of_several_workers_only_the_chief_writes_lines(tmp_path: pathlib.Path) -> None:
     writer = kde.JsonLinesWriter(tmp_path / "r.jsonl")
     writer.begin(run(is_chief=False))
     writer.write(interval(), None)
@@ -298,7 +300,7 @@ def test_of_several_workers_the_chief_alone_writes_lines(tmp_path: pathlib.Path)
     assert not (tmp_path / "r.jsonl").exists()
 
 
-def test_writers_can_be_copied_before_they_have_begun(tmp_path: pathlib.Path) -> None:
+def test_writers_can_be_copied_before_a_run(tmp_path: pathlib.Path) -> None:
     writers = [kde.MemoryWriter(), kde.JsonLinesWriter(tmp_path / "r.jsonl"), kde.EventWriter(tmp_path)]
     for writer in copy.deepcopy([*writers, kde.TerminalWriter()]):
         writer.begin(run())  # keras-tuner copies callbacks for each trial

@@ -24,7 +24,7 @@ def scalars(folder: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @on_both
-def test_all_workers_know_what_all_replicas_did(values: Any) -> None:
+def test_all_workers_have_the_records_of_all_replicas(values: Any) -> None:
     (chief, history), (other, _) = (worker["writes"] for worker in values)
     assert [stats.step for stats in chief.train] == [3, 6, 7, 9, 12, 14]
     for a, b in zip(chief.train + chief.test, other.train + other.test, strict=True):
@@ -64,7 +64,7 @@ def test_each_worker_writes_its_own_replica_and_the_chief_what_is_about_all(valu
 
 @on_both
 @on_both
-def test_lines_are_the_chiefs(values: Any) -> None:
+def test_only_the_chief_writes_lines(values: Any) -> None:
     folder = values[0]["folder"]
     memory = kde.MemoryWriter()
     assert kde.replay(folder / "replicas.jsonl", memory) == 8
@@ -89,7 +89,7 @@ def test_a_worker_that_waits_for_its_input_is_named(values: Any) -> None:
 
 
 @on_both
-def test_a_variable_that_differs_on_one_worker_is_found_by_all_and_said_by_the_chief(values: Any) -> None:
+def test_a_variable_that_differs_on_one_worker_is_found_by_all_and_reported_by_the_chief(values: Any) -> None:
     (findings, said), (others, silent) = (worker["diverges"] for worker in values)
     assert findings == others
     assert "bias differs between replica 0 and replica 1 at step 8" in findings[0]["what"]
@@ -98,7 +98,7 @@ def test_a_variable_that_differs_on_one_worker_is_found_by_all_and_said_by_the_c
 
 
 @on_both
-def test_a_worker_that_cannot_write_keeps_none_waiting(values: Any) -> None:
+def test_a_worker_that_cannot_write_stops_all_with_an_error(values: Any) -> None:
     fine, failing = (worker["cannot_write"] for worker in values)
     assert "cannot be written to" in failing
     assert fine.startswith("log_dir is not writable on worker 1")
