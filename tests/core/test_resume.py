@@ -719,7 +719,9 @@ def test_checkpoints_are_written_when_they_are_due(
     assert found == num_saves if num_saves else found > 3
 
 
-def test_training_continues_while_a_checkpoint_is_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_while_a_checkpoint_is_written(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     went_on, write = threading.Event(), CheckpointStore.write
     written: list[bool] = []
 
@@ -933,7 +935,9 @@ def test_a_full_disk_is_one_warning_and_saving_is_tried_again(
     assert unpack(CheckpointStore(tmp_path, 3).newest() or b"")[0]["position"]["epoch"] == 6
 
 
-def test_checkpoints_that_fail_until_the_end_are_counted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_that_fail_until_the_end_are_counted(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(file: int, data: Any) -> int:
         raise OSError(28, "No space left on device")
 

@@ -745,7 +745,9 @@ INFEASIBLE: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("kind", INFEASIBLE)
-def test_a_point_that_cannot_run_fails_with_the_cause_and_the_search_continues(kind: str, tmp_path: pathlib.Path) -> None:
+def test_a_point_that_cannot_run_fails_with_the_cause_and_the_search_continues(
+    kind: str, tmp_path: pathlib.Path
+) -> None:
     build, strategy, cause = INFEASIBLE[kind]
     _OUTSIDE.clear()
     tuner = searched(tmp_path, build, "GridSearch", strategies=["one_device", strategy], max_trials=2)
