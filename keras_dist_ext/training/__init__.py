@@ -5,7 +5,10 @@ In reading order:
     model             ``kde.Model`` and ``kde.Sequential``
     construction      models are made in the scope of their strategy
     runtime           what a model holds for its runs, apart from its layers
-    program           the compiled loops of training and evaluation
+    program           runs the steps of training and evaluation, one or several at once
+    step_loops        loops over a step, traced or run as Python
+    distributed_step  one step over all replicas, and its logs
+    batch_split       a replica's rows of a batch
     prediction        the compiled loop of ``predict``
     runners           what Keras calls for each execution
     epoch_data        the executions of an epoch: Keras' epoch iterator over our reader

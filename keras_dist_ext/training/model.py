@@ -38,12 +38,13 @@ from keras_dist_ext.training.adoption.take_over import take_over
 from keras_dist_ext.training.batch_spec import any_number_of_rows
 from keras_dist_ext.training.callbacks import RunCallbackList
 from keras_dist_ext.training.construction import Scoped
+from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.epoch_data import EpochData
 from keras_dist_ext.training.execution_sizer import ExecutionSizer, looks_at_batches
 from keras_dist_ext.training.prediction import PredictProgram
 from keras_dist_ext.training.program import StepProgram
 from keras_dist_ext.training.run_callback import callbacks_of_all_workers
-from keras_dist_ext.training.runners import CoordinatorProgram, predictor, runner
+from keras_dist_ext.training.runners import CoordinatorProgram, StepRunner, predictor
 from keras_dist_ext.training.runtime import ReplicaRuntime, runtime_of
 from keras_dist_ext.training.worker_sync import WorkerSync, callbacks_of_worker, without_collectives
 
@@ -273,11 +274,11 @@ class Model(HookedModel, metaclass=Scoped):
         if is_new:
             made.clear()
         if wanted not in made:
-            made[wanted] = runner(self._program(kind))
+            made[wanted] = StepRunner(self._program(kind))
         return made[wanted]
 
     def _program(self, kind: Kind) -> Any:
-        return CoordinatorProgram(self, kind) if self._is_asynchronous else StepProgram(self, kind)
+        return CoordinatorProgram(self, kind) if self._is_asynchronous else StepProgram(DistributedStep(self, kind))
 
     @property
     def _is_asynchronous(self) -> bool:

@@ -19,7 +19,7 @@ from keras_dist_ext.step.reduce import parts_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
 from keras_dist_ext.step.seeds import generator_without_seed
 from keras_dist_ext.step.xla import can_compile, compiled
-from keras_dist_ext.training.program import is_per_replica, rows_of_replica
+from keras_dist_ext.training.batch_split import Split, rows_of_replica, split_of
 
 __all__ = ["PredictProgram", "concat_outputs", "gather_rows"]
 
@@ -45,15 +45,15 @@ class PredictProgram:
     def _one(self, batch: Any, of_worker: bool) -> Any:
         batch = data.without_optionals(batch)
         is_whole = self.strategy.num_replicas_in_sync == 1
-        cut = "not" if is_whole or is_per_replica(batch) else "worker" if of_worker else "global"
-        outputs = self.strategy.run(self._replica, args=(batch, cut))
+        split = Split.NONE if is_whole else split_of(batch, of_worker=of_worker)
+        outputs = self.strategy.run(self._replica, args=(batch, split))
         if is_whole:
             return outputs
         return tree.map_structure(functools.partial(gather_rows, self.strategy), outputs)
 
-    def _replica(self, batch: Any, cut: str) -> Any:
-        if cut != "not":
-            batch = rows_of_replica(batch, self.strategy, of_worker=cut == "worker")
+    def _replica(self, batch: Any, split: Split) -> Any:
+        if split is not Split.NONE:
+            batch = rows_of_replica(batch, self.strategy, of_worker=split is Split.WORKER)
         rows = data.num_rows(batch)
         step = ReplicaStep(self.model, rows, rows, StepOptions(kind="predict", without_seed=self._without_seed))
         with intercept(step), use_global_seed_generator(self._without_seed):

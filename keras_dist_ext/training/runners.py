@@ -15,51 +15,74 @@ from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.step.added_losses import UnknownLossExponents
 from keras_dist_ext.step.means import UnknownExponents
 from keras_dist_ext.step.reducers import CannotCompile, CannotLoop
-from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.batch_reader import BatchReader
 from keras_dist_ext.training.execution import Execution
 from keras_dist_ext.training.prediction import PredictProgram, concat_outputs
+from keras_dist_ext.training.program import StepProgram
 
-__all__ = ["CoordinatorProgram", "predictor", "runner"]
+__all__ = ["CoordinatorProgram", "StepRunner", "predictor"]
 
 
-def runner(program: Any) -> Callable[[Any], Any]:
-    """Return Keras' ``train_function`` or ``test_function``: it takes an ``Execution``, or an iterator of batches."""
+class StepRunner:
+    """Keras' ``train_function`` or ``test_function``: it takes an ``Execution``, or an iterator of batches.
 
-    def run(iterator: Any) -> Any:
-        model, runtime = program.model, program.model.replica_runtime
+    Args:
+        program: that makes the steps.
+    """
+
+    def __init__(self, program: StepProgram | CoordinatorProgram) -> None:
+        self.program = program
+        self._has_compared = False
+
+    def __call__(self, iterator: Any) -> Any:
+        """Run the steps of an execution, or one step on the next batch; return the logs."""
+        program, runtime = self.program, self.program.model.replica_runtime
         if program.kind == "train":
             runtime.scatter_accumulators()
+        if isinstance(program, StepProgram) and program.is_eager and program.kind not in runtime.loss_exponents:
+            self._prepare_eager(program)
+        if isinstance(iterator, Execution):
+            run_steps = functools.partial(_run, program, iterator)
+        else:
+            batch = tree.map_structure(_as_tensor, next(iterator))
+            self._compare_first_batch(batch)
+            run_steps = functools.partial(program.on_batch, batch)
+        while True:
+            try:
+                return run_steps()
+            except _UNPREPARED as unprepared:  # raised while tracing, before any step is made
+                assert isinstance(program, StepProgram)
+                _prepare(program, unprepared)
+
+    def _prepare_eager(self, program: StepProgram) -> None:
+        """Learn how numbers grow with the rows now, because an eager step has its batch when it meets the loss."""
+        model, runtime = program.model, program.model.replica_runtime
         is_split = (
             program.strategy.num_replicas_in_sync > 1
             or model.virtual_replicas is not None
             or model.placement is not None
         )
-        if getattr(program, "is_eager", False) and program.kind not in runtime.loss_exponents and is_split:
-            try:  # now, because an eager step has its batch when it meets the loss
-                program.learn_loss_exponents()
+        if is_split:
+            try:
+                program.step.learn_loss_exponents()
             except Exception:  # code that only runs eagerly, and may have no such loss
                 runtime.loss_exponents[program.kind] = {}
             _prepare(program, UnknownExponents())
-        if isinstance(iterator, Execution):
-            run_steps = functools.partial(_run, program, iterator)
-        else:
-            batch = tree.map_structure(_as_tensor, next(iterator))
-            _compare_first_batch(program, batch)
-            run_steps = functools.partial(program.on_batch, batch)
-        while True:
-            try:
-                return run_steps()
-            except (UnbuiltOptimizer, UnknownLossExponents, UnknownExponents, CannotCompile, CannotLoop) as unprepared:
-                _prepare(program, unprepared)  # they are raised while tracing, before any step is made
 
-    run.program = program  # type: ignore[attr-defined]  # for who looks into what it has traced
-    return run
+    def _compare_first_batch(self, batch: Any) -> None:
+        """See once that all workers call ``train_on_batch`` and ``test_on_batch`` with the same rows."""
+        workers = workers_of(self.program.strategy)
+        if workers is not None and not self._has_compared:
+            self._has_compared = True
+            workers.compare_batch(batch)
 
 
-def _run(program: Any, execution: Execution) -> Any:
+_UNPREPARED = (UnbuiltOptimizer, UnknownLossExponents, UnknownExponents, CannotCompile, CannotLoop)
+
+
+def _run(program: StepProgram | CoordinatorProgram, execution: Execution) -> Any:
     """Run steps, and say so to who has launched this process."""
     heartbeat.steps_begin(program.kind, execution.first, execution.num_steps)
     with _watched(program, execution):
@@ -68,15 +91,9 @@ def _run(program: Any, execution: Execution) -> Any:
     return logs
 
 
-def _compare_first_batch(program: Any, batch: Any) -> None:
-    """See once that all workers call ``train_on_batch`` and ``test_on_batch`` with the same rows."""
-    workers = workers_of(program.strategy)
-    if workers is not None and not getattr(program, "has_compared", False):
-        program.has_compared = True
-        workers.compare_batch(batch)
-
-
-def _watched(program: Any, execution: Execution) -> contextlib.AbstractContextManager[None]:
+def _watched(
+    program: StepProgram | CoordinatorProgram, execution: Execution
+) -> contextlib.AbstractContextManager[None]:
     """Have steps in which workers wait for each other watched: those of training, where each step does."""
     workers = workers_of(program.strategy) if program.kind == "train" else None
     if workers is None:
@@ -85,7 +102,7 @@ def _watched(program: Any, execution: Execution) -> contextlib.AbstractContextMa
     return workers.watch.waiting(f"steps {execution.first} to {last} of training")
 
 
-def _prepare(program: Any, unprepared: Exception) -> None:
+def _prepare(program: StepProgram, unprepared: Exception) -> None:
     """Make good what tracing a step has found missing."""
     model, runtime = program.model, program.model.replica_runtime
     if isinstance(unprepared, UnbuiltOptimizer):
@@ -93,12 +110,12 @@ def _prepare(program: Any, unprepared: Exception) -> None:
             unprepared.build()
     elif isinstance(unprepared, UnknownLossExponents):
         try:
-            program.learn_loss_exponents()
+            program.step.learn_loss_exponents()
         except NotImplementedError:  # by Keras: the model has no `call`, its step calls others
             runtime.loss_exponents[program.kind] = {}
     elif isinstance(unprepared, UnknownExponents):
         try:
-            program.learn_exponents()
+            program.step.learn_exponents()
         except (UnbuiltOptimizer, UnknownLossExponents) as more:
             _prepare(program, more)
             _prepare(program, unprepared)
@@ -110,7 +127,7 @@ def _prepare(program: Any, unprepared: Exception) -> None:
             "replicas while it is computed, which XLA cannot compile; the step runs without XLA.",
             stacklevel=2,
         )
-        program.without_xla()
+        program.step.without_xla()
 
 
 def predictor(program: PredictProgram | CoordinatorProgram) -> Callable[[Any], Any]:
@@ -135,7 +152,7 @@ def _as_tensor(value: Any) -> Any:
 class CoordinatorProgram:
     """Steps that the workers of a ParameterServerStrategy make, each on a batch of its own."""
 
-    def __init__(self, model: Any, kind: Kind | Literal["predict"]) -> None:
+    def __init__(self, model: Any, kind: Literal["train", "test", "predict"]) -> None:
         self.model = model
         self.kind = kind
         self.strategy = model.distribute_strategy
@@ -148,6 +165,10 @@ class CoordinatorProgram:
     def _hand_out(self, batches: Iterator[Any], num_steps: int) -> tuple[int, Any]:
         made = getattr(self._coordinator, self.kind)(batches, num_steps)
         return made, self._coordinator.logs()
+
+    def graphs(self) -> list[Any]:
+        """Return none: the workers have them."""
+        return []
 
     def on_batch(self, batch: Any) -> Any:
         """Run one step and wait for it."""

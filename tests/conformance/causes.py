@@ -24,7 +24,7 @@ from keras_dist_ext.step.pass_through import LocalUpdate, PassThrough
 from keras_dist_ext.step.reducers import MirroredReducer
 from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.step.row_weights import RowWeights
-from keras_dist_ext.training import batch_reader, epoch_data, prediction, program
+from keras_dist_ext.training import batch_reader, batch_split, distributed_step, epoch_data, prediction, program
 from keras_dist_ext.training.model import Model
 from keras_dist_ext.training.runtime import ReplicaRuntime
 
@@ -197,9 +197,11 @@ def compiled_in_one_piece() -> AbstractContextManager[Any]:
     stack = contextlib.ExitStack()
     for user in (reducers, draws, recorder):
         stack.enter_context(patch.object(user, "in_xla", lambda: False))
-    stack.enter_context(patch.object(program, "can_compile", lambda strategy: True))
+    stack.enter_context(patch.object(distributed_step, "can_compile", lambda strategy: True))
     stack.enter_context(
-        patch.object(program, "compiled_step", lambda model, kind: xla.compiled(getattr(model, f"{kind}_step")))
+        patch.object(
+            distributed_step, "compiled_step", lambda model, kind: xla.compiled(getattr(model, f"{kind}_step"))
+        )
     )
     return stack
 
@@ -244,7 +246,7 @@ def logs_of_the_first() -> AbstractContextManager[Any]:
         with keras.StatelessScope(state_mapping=firsts):
             yield
 
-    return patch.object(program, "pooled_state", pooled_state)
+    return patch.object(distributed_step, "pooled_state", pooled_state)
 
 
 def tracked_losses_count_alike() -> AbstractContextManager[Any]:
@@ -254,7 +256,7 @@ def tracked_losses_count_alike() -> AbstractContextManager[Any]:
 
 def computed_results_of_each() -> AbstractContextManager[Any]:
     """What a step computes from the results of metrics comes from those of each replica (fault 14)."""
-    return patch.object(program, "computes_with", lambda results, logs: False)
+    return patch.object(distributed_step, "computes_with", lambda results, logs: False)
 
 
 # Data
@@ -289,9 +291,7 @@ def predictions_out_of_order() -> AbstractContextManager[Any]:
 
 def split_batches_are_even() -> AbstractContextManager[Any]:
     """Of batches that TensorFlow has split, all parts are taken to have as many rows as a replica's own."""
-    return patch.object(
-        program.StepProgram, "_global_rows", lambda self, rows, num_replicas, is_even: rows * num_replicas
-    )
+    return patch.object(batch_split, "global_rows", lambda rows, num_replicas, *, is_even: rows * num_replicas)
 
 
 def built_from_the_mean_of_a_batch() -> AbstractContextManager[Any]:

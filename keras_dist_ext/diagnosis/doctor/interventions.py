@@ -22,9 +22,10 @@ from keras_dist_ext.errors import KerasDistError
 from keras_dist_ext.step.reducers import MirroredReducer
 from keras_dist_ext.training.adoption.adopt import adopt
 from keras_dist_ext.training.batch_reader import BatchReader
+from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.execution import Execution
 from keras_dist_ext.training.program import StepProgram
-from keras_dist_ext.training.runners import runner
+from keras_dist_ext.training.runners import StepRunner
 from keras_dist_ext.training.snapshot import kept_state
 
 __all__ = ["experiment"]
@@ -58,7 +59,7 @@ def experiment(model: Any, dataset: tf.data.Dataset, *, steps_per_execution: int
         conditions.add("double", batch, change=_doubled)
         if model.distribute_strategy.num_replicas_in_sync > 1:
             if model.virtual_replicas is None:
-                conditions.add("no sum", batch, program=_WithoutSum)
+                conditions.add("no sum", batch, step=_WithoutSum)
             else:
                 conditions.skipped["no sum"] = "virtual replicas are summed in order"
             conditions.add_one_device(batch)
@@ -72,9 +73,9 @@ class _SumsNothing(MirroredReducer):
         return list(values)
 
 
-class _WithoutSum(StepProgram):
-    def _reducer(self) -> MirroredReducer:
-        return _SumsNothing(self.model, self.strategy, loops=self._loops)
+class _WithoutSum(DistributedStep):
+    def reducer(self) -> MirroredReducer:
+        return _SumsNothing(self.model, self.strategy, loops=self.loops)
 
 
 class _Conditions:
@@ -101,7 +102,7 @@ class _Conditions:
         dataset: tf.data.Dataset,
         *,
         change: Callable[[Any], Any] | None = None,
-        program: type[StepProgram] = StepProgram,
+        step: type[DistributedStep] = DistributedStep,
         num_steps: int | None = None,
         condition: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         model: Any = None,
@@ -115,10 +116,10 @@ class _Conditions:
             if change is not None:
                 dataset = dataset.map(lambda *parts: change(parts if len(parts) > 1 else parts[0])).cache()
             model = model or self._model
-            key = program, id(model), condition
+            key = step, id(model), condition
             with condition():
                 if key not in self._runs:
-                    self._runs[key] = runner(program(model, "train"))
+                    self._runs[key] = StepRunner(StepProgram(step(model, "train")))
                 run = self._runs[key]
                 num_steps = num_steps or self._num_steps
                 self._trials[name] = _Trial(run, dataset.repeat(), num_steps, condition, drain_seconds)

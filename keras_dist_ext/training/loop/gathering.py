@@ -12,8 +12,8 @@ from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.errors import DataError, StrategyError
 from keras_dist_ext.step.graphs import in_graph
+from keras_dist_ext.training.batch_split import is_per_replica, rows_of_replica
 from keras_dist_ext.training.prediction import gather_rows
-from keras_dist_ext.training.program import is_per_replica, rows_of_replica
 
 __all__ = ["gather", "per_replica"]
 

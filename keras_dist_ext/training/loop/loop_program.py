@@ -14,11 +14,11 @@ from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.logs import pooled_state
 from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.step.stats import Kind
+from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.execution_sizer import ExecutionSizer
 from keras_dist_ext.training.prediction import gather_rows
-from keras_dist_ext.training.program import StepProgram
 
-__all__ = ["LoopProgram", "OneStepWhereKept"]
+__all__ = ["DeclaredStep", "OneStepWhereKept"]
 
 
 class OneStepWhereKept(ExecutionSizer):
@@ -44,32 +44,32 @@ class OneStepWhereKept(ExecutionSizer):
         self._pace.record(num_steps, seconds)
 
 
-class LoopProgram(StepProgram):
-    """The compiled loop over a step that is a function; its logs are what was declared."""
+class DeclaredStep(DistributedStep):
+    """A step that is a function; its logs are what was declared."""
 
     def __init__(self, model: DistributedModel, kind: Kind, kept: Sequence[str]) -> None:
         super().__init__(model, kind)
         self._plain_logs = True
         self._exponents = None  # a step was examined: what it differentiates is a mean
         self._kept = kept
-        if self._kept:
-            self.make_single_steps()
 
     def learn_loss_exponents(self) -> None:
         """Know of none: the step adds up its own losses."""
         self._runtime.loss_exponents[self.kind] = {}
 
-    def _step_of_replica(self, step: ReplicaStep, batch: Any) -> tuple[Any, list[tf.Tensor]]:
+    def run_user_step(self, step: ReplicaStep, batch: Any) -> tuple[Any, list[tf.Tensor]]:
+        """Run the step; return what is kept of it for all rows."""
         values = self._user_step(batch)
         if step.note is not None:
             step.note.end(step.replica_id, num_rows(batch), values)
         step.finish({})
         return None, [values[name] for name in self._kept]
 
-    def _logs(self, extra: Any) -> Any:
+    def logs(self, extra: Sequence[tf.Tensor]) -> Any:
+        """Compute what was declared, and gather what is kept for all rows."""
         with pooled_state(self.model, self.strategy):
             logs = self.model.get_metrics_result()
-        num_local = len(self._devices)
+        num_local = len(self.devices)
         for place, name in enumerate(self._kept):
             parts = _of_one_width(name, extra[place * num_local : (place + 1) * num_local])
             logs[name] = gather_rows(self.strategy, regroup(parts) if self.num_replicas > 1 else parts[0])

@@ -20,10 +20,11 @@ from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.strategy.scope import move_into_scope, raw_variables
 from keras_dist_ext.training.loop.arguments import check_named, check_reductions, checked_functions, parts_by_name
 from keras_dist_ext.training.loop.examined_step import Output, examine
-from keras_dist_ext.training.loop.loop_program import LoopProgram, OneStepWhereKept
+from keras_dist_ext.training.loop.loop_program import DeclaredStep, OneStepWhereKept
 from keras_dist_ext.training.loop.replica import Replica
 from keras_dist_ext.training.loop.tallies import Reduction, Tally, tally_of
 from keras_dist_ext.training.model import Model
+from keras_dist_ext.training.program import StepProgram
 
 __all__ = ["TrainLoop"]
 
@@ -198,7 +199,13 @@ class TrainLoop(Model):
         return {**declared, **{metric.name: metric.result() for metric in self._updated[self._kind]}}
 
     def _program(self, kind: Kind) -> Any:
-        return super()._program(kind) if self._is_asynchronous else LoopProgram(self, kind, self.kept(kind))
+        if self._is_asynchronous:
+            return super()._program(kind)
+        kept = self.kept(kind)
+        program = StepProgram(DeclaredStep(self, kind, kept))
+        if kept:
+            program.make_single_steps()
+        return program
 
     def _build_for_run(self, iterator: Any, batch: Any) -> None:
         spec = iterator.given.element_spec if iterator is not None else tree.map_structure(_spec_of, batch)

@@ -1,0 +1,76 @@
+"""Split a batch over replicas, in a step."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext._keras import tree
+from keras_dist_ext._keras.strategies import replica_id
+from keras_dist_ext.data import split as data
+from keras_dist_ext.step.reduce import sum_over_replicas
+
+__all__ = ["Split", "global_rows", "is_per_replica", "rows_of_replica", "split_of", "split_rows"]
+
+
+class Split(enum.Enum):
+    """What a batch is split from before a replica's step."""
+
+    NONE = "none"  # it is the replica's own already
+    WORKER = "worker"  # the rows of this worker
+    GLOBAL = "global"  # the global batch
+
+
+def split_of(batch: Any, *, of_worker: bool) -> Split:
+    """Return how a batch is to be split, given whether its rows are this worker's own."""
+    return Split.NONE if is_per_replica(batch) else Split.WORKER if of_worker else Split.GLOBAL
+
+
+def is_per_replica(batch: Any) -> bool:
+    """Whether a batch comes from a distributed iterator, split already."""
+    return any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tree.flatten(batch))
+
+
+def split_rows(
+    batch: Any, split: Split, strategy: tf.distribute.Strategy, num_parts: int = 1
+) -> tuple[list[Any], int | tf.Tensor]:
+    """Return this replica's rows of a batch, in as many parts, and the number of those of the global batch."""
+    parts = [
+        data.replica_rows(batch, part, num_parts)
+        if split is Split.NONE
+        else rows_of_replica(batch, strategy, of_worker=split is Split.WORKER, part=part, num_parts=num_parts)
+        for part in range(num_parts)
+    ]
+    if split is Split.GLOBAL:
+        return parts, data.num_rows(batch)
+    rows = data.num_rows(batch) if split is Split.NONE else sum(data.num_rows(part) for part in parts)
+    return parts, global_rows(rows, strategy.num_replicas_in_sync, is_even=split is Split.NONE)
+
+
+def global_rows(rows: int | tf.Tensor, num_replicas: int, *, is_even: bool) -> int | tf.Tensor:
+    """Return the number of rows of all replicas.
+
+    Args:
+        rows: of this one.
+        num_replicas: see above.
+        is_even: whether all have as many where the number is static.
+    """
+    if is_even and isinstance(rows, int) and not tf.executing_eagerly():
+        return rows * num_replicas  # TensorFlow makes a static batch dimension only where all replicas have it
+    context = tf.distribute.get_replica_context()
+    (total,) = context.merge_call(sum_over_replicas, args=([tf.cast(rows, tf.float32)],))
+    return tf.cast(total, tf.int32)
+
+
+def rows_of_replica(
+    batch: Any, strategy: tf.distribute.Strategy, *, of_worker: bool = False, part: int = 0, num_parts: int = 1
+) -> Any:
+    """Cut this replica's rows, or one of several parts of them, out of the global batch, or out of its worker's."""
+    replica, num_replicas = replica_id(), strategy.num_replicas_in_sync
+    if of_worker:
+        num_replicas = len(strategy.extended.worker_devices)
+        replica = replica % num_replicas
+    with tf.device("/device:CPU:0"):
+        return data.replica_rows(batch, replica * num_parts + part, num_replicas * num_parts)

@@ -1,0 +1,251 @@
+"""One step over all replicas: the user's step on the rows of each, what is recorded of it, and its logs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext._keras import tree
+from keras_dist_ext._keras.hooks import intercept
+from keras_dist_ext._keras.models import overrides
+from keras_dist_ext._keras.random import use_global_seed_generator
+from keras_dist_ext._keras.strategies import is_default_strategy, regroup
+from keras_dist_ext._keras.tracing import scratch_graph
+from keras_dist_ext.data import split as data
+from keras_dist_ext.step.added_losses import UnknownLossExponents, find_exponents, placeholders
+from keras_dist_ext.step.logs import VALUE, ComputesWithResults, computes_with, noted_results, pooled_state
+from keras_dist_ext.step.means import BatchExponents
+from keras_dist_ext.step.recorder import StepNote, now, when_updated
+from keras_dist_ext.step.reduce import sum_over_replicas
+from keras_dist_ext.step.reducers import Reducer, reducer_of
+from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
+from keras_dist_ext.step.seeds import generator_without_seed
+from keras_dist_ext.step.stats import Kind
+from keras_dist_ext.step.step_buffer import ReplicaRecord, StepBuffer, StepRecord
+from keras_dist_ext.step.update import UnbuiltOptimizer
+from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
+from keras_dist_ext.step.xla import can_compile, compiled_step
+from keras_dist_ext.training.batch_split import Split, split_of, split_rows
+from keras_dist_ext.training.runtime import ReplicaRuntime
+
+__all__ = ["DistributedStep", "after"]
+
+
+class DistributedStep:
+    """One kind of step of a model, over all replicas.
+
+    Args:
+        model: the Keras model; its strategy, ``run_eagerly`` and ``jit_compile`` are read here.
+        kind: "train" or "test".
+
+    Attributes:
+        is_eager: whether it runs as Python.
+        loops: whether what is traced makes several steps.
+        buffer: takes the records of steps, if they are recorded.
+        devices: of this worker's replicas.
+    """
+
+    def __init__(self, model: Any, kind: Kind) -> None:
+        self.model = model
+        self.kind = kind
+        self.strategy: tf.distribute.Strategy = model.distribute_strategy
+        self.num_replicas: int = self.strategy.num_replicas_in_sync
+        self._runtime: ReplicaRuntime = model.replica_runtime
+        self._without_seed = generator_without_seed(self.strategy, is_seeded=self._runtime.seeds.root is not None)
+        self._log_plan: Any = None
+        self.is_eager: bool = model.run_eagerly or tf.config.functions_run_eagerly()
+        self._pools_results: bool = self.is_eager
+        self._user_step = getattr(model, f"{kind}_step")
+        virtual = model.virtual_replicas
+        if model.placement is not None:
+            virtual = model.placement.virtual(virtual, self.num_replicas)
+        self._virtual = virtual
+        self._num_turns: int = 0 if virtual is None else virtual.num_turns(self.strategy)
+        if model.jit_compile and model.placement is None and not self.is_eager and can_compile(self.strategy):
+            self._user_step = compiled_step(model, kind)
+        self._plain_logs = not any(
+            overrides(model, name) for name in (f"{kind}_step", "compute_metrics", "get_metrics_result")
+        )
+        self._records_norm = any(recorder.gradient_norm for recorder in self._runtime.recorders)
+        self.devices = (
+            ["/device:CPU:0"] if is_default_strategy(self.strategy) else list(self.strategy.extended.worker_devices)
+        )
+        self.buffer = StepBuffer(self.devices, gradient_norm=self._records_norm) if self._runtime.recorders else None
+        self._guard = self._runtime.guard if kind == "train" else None
+        self.loops = False  # whether what is traced makes several steps
+        self._exponents: BatchExponents | None = self._runtime.exponents.setdefault(kind, BatchExponents())
+
+    def without_xla(self) -> None:
+        """Go on uncompiled."""
+        self._user_step = getattr(self.model, f"{self.kind}_step")
+
+    def learn_exponents(self) -> None:
+        """Trace a step aside, on batches of any size, to learn how its numbers grow with the rows.
+
+        What a step of the user's own computes counts as means where it cannot be traced so.
+        """
+        if self._exponents is None:
+            return
+        loops, self.loops = self.loops, False
+        spec = self._runtime.batch_spec
+        try:
+            with self._exponents.learn(), scratch_graph("exponents_of_a_step"):
+                self.run(placeholders(spec))
+        except ComputesWithResults:
+            self._pools_results = True
+            self.learn_exponents()
+        except (UnbuiltOptimizer, UnknownLossExponents):
+            raise
+        except Exception:  # code that needs a number of rows, or runs eagerly only
+            return
+        finally:
+            self.loops = loops
+
+    def learn_loss_exponents(self) -> None:
+        """Trace the model aside, to learn which losses given to ``add_loss`` are sums over the rows."""
+        spec = self._runtime.batch_spec
+        self._runtime.loss_exponents[self.kind] = find_exponents(self.model, spec, training=self.kind == "train")
+
+    def run(
+        self, batch: Any, times: Any = None, *, of_worker: bool = False
+    ) -> tuple[list[tf.Tensor], StepRecord | None]:
+        """Run one step over all replicas.
+
+        Args:
+            batch: global, or per replica.
+            times: when the step began and when its batch was there, if it is recorded.
+            of_worker: whether the rows are this worker's own.
+
+        Returns:
+            Each local replica's leaves of the logs that no metric holds, and the step's record if there is one.
+        """
+        batch = data.without_optionals(batch)
+        split = split_of(batch, of_worker=of_worker)
+        num_ops = 0 if tf.executing_eagerly() else len(_graph().get_operations())
+        with contextlib.nullcontext() if self._plain_logs else noted_results(self.model.metrics):
+            there = None if times is None else times[1]
+            extra, noted = self.strategy.run(self._replica, args=(batch, split, there))
+        local = self.strategy.experimental_local_results
+        record = None
+        if times is not None:
+            replicas = [ReplicaRecord(*numbers) for numbers in zip(*map(local, noted), strict=True)]
+            eagerly = tf.executing_eagerly()
+            ends = [now()] * len(replicas) if eagerly else when_updated(_graph(), num_ops, self.devices, replicas)
+            record = StepRecord(replicas, ends, *times)
+        return [part for value in extra for part in local(value)], record
+
+    def _replica(self, batch: Any, split: Split, there: Any = None) -> tuple[list[tf.Tensor], Any]:
+        """Run the user's step on this replica's rows.
+
+        Args:
+            batch: of rows.
+            split: what it is split from.
+            there: when the batch was there, if the step is recorded.
+        """
+        if there is not None and split is Split.NONE:
+            batch = after(there, batch)
+        note = (
+            None
+            if self.buffer is None
+            else StepNote(gradient_norm=self._records_norm, on_tpu=isinstance(self.strategy, tf.distribute.TPUStrategy))
+        )
+        guard = None if self._guard is None else self._guard.step()
+        options = StepOptions(
+            kind=self.kind,
+            pools_results=self._pools_results,
+            without_seed=self._without_seed,
+            note=note,
+            guard=guard,
+            exponents=self._exponents,
+        )
+        extra = self._extra_of_replica(batch, split, options)
+        if guard is not None:
+            guard.end()
+        return extra, () if note is None else note.record().present
+
+    def _extra_of_replica(self, batch: Any, split: Split, options: StepOptions) -> list[tf.Tensor]:
+        placement = self.model.placement
+        on_devices = contextlib.nullcontext() if placement is None else placement.step()
+        with use_global_seed_generator(self._without_seed), on_devices:
+            if self._num_turns:
+                parts, num_global = split_rows(batch, split, self.strategy, self._num_turns)
+                self._log_plan, extra = run_virtual_replicas(
+                    self._virtual,
+                    self.model,
+                    parts,
+                    num_global,
+                    self.run_user_step,
+                    options,
+                    loops=self.loops,
+                    side_by_side=self.model.virtual_replicas is None,
+                )
+                return extra
+            if self.num_replicas == 1:
+                rows: Any = 1
+                num_global = 1
+            else:
+                (batch,), num_global = split_rows(batch, split, self.strategy)
+                rows = data.num_rows(batch)
+            step = ReplicaStep(self.model, rows, num_global, options, self.reducer())
+            step.guard_batch(batch)
+            with intercept(step):
+                self._log_plan, extra = self.run_user_step(step, batch)
+        return extra
+
+    def reducer(self) -> Reducer:
+        """Return how the replica that is entered meets the others."""
+        return reducer_of(self.model, loops=self.loops)
+
+    def run_user_step(self, step: ReplicaStep, batch: Any) -> tuple[Any, list[tf.Tensor]]:
+        """Run the user's step; return what its logs are, and its part of those that no metric holds."""
+        logs = self._user_step(batch)
+        if step.note is not None:
+            step.note.end(step.replica_id, data.num_rows(batch), logs)
+        if self._plain_logs:
+            logs = {}
+        if not self._pools_results and computes_with(step.results, logs):
+            raise ComputesWithResults
+        extra = step.finish(logs)
+        return tree.map_structure(lambda leaf: step.results.get(id(leaf), VALUE), logs), extra
+
+    def initial_extra(self, next_batch: Callable[[], Any], *, of_worker: bool = False) -> list[tf.Tensor]:
+        """Zeros shaped like the leaves of the logs that a loop must carry, found by tracing a step aside."""
+        if self._plain_logs or tf.executing_eagerly():
+            return []
+        try:
+            with scratch_graph("logs_of_a_step"):
+                extra, _ = self.run(next_batch(), of_worker=of_worker)
+        except ComputesWithResults:
+            self._pools_results = True
+            return self.initial_extra(next_batch, of_worker=of_worker)
+        return [tf.zeros([d or 0 for d in e.shape] if e.shape.rank is not None else [], e.dtype) for e in extra]
+
+    def logs(self, extra: Sequence[tf.Tensor]) -> Any:
+        """Compute the logs from the state pooled over replicas."""
+        num_local = len(self.devices)
+        values = [tuple(extra[i : i + num_local]) for i in range(0, len(extra), num_local)]
+        if self.num_replicas > 1 and values:
+            sums = sum_over_replicas(self.strategy, [regroup(v) for v in values])
+            values = [self.strategy.experimental_local_results(s) for s in sums]
+        local = iter([v[0] for v in values])
+        with pooled_state(self.model, self.strategy):
+            if self._plain_logs:
+                return self.model.get_metrics_result()
+            return tree.map_structure(lambda leaf: leaf.now() if leaf is not VALUE else next(local), self._log_plan)
+
+
+def _graph() -> Any:
+    return tf.compat.v1.get_default_graph()
+
+
+def after(there: tf.Tensor, batch: Any) -> Any:
+    """The batch, of which nothing is computed before the clock was read that says when it was there."""
+    with tf.control_dependencies([there]):
+        return tf.nest.map_structure(_same, batch, expand_composites=True)
+
+
+def _same(leaf: Any) -> Any:
+    return tf.identity(leaf) if tf.is_tensor(leaf) else leaf

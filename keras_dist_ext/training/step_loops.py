@@ -1,0 +1,160 @@
+"""Loops over a step: what one execution runs, in a graph or as Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext.step.recorder import now
+from keras_dist_ext.step.step_buffer import StepRecord
+from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.batch_split import is_per_replica
+from keras_dist_ext.training.distributed_step import DistributedStep, after
+
+__all__ = ["EagerLoops", "StepLoops"]
+
+
+class StepLoops:
+    """Loops that are traced; each returns the logs last.
+
+    Args:
+        step: that they make.
+    """
+
+    def __init__(self, step: DistributedStep) -> None:
+        self._step = step
+
+    # These two take nothing but the batch: a concrete function of TensorFlow 2.16 misses arguments that have defaults.
+
+    def on_batch(self, batch: Any) -> Any:
+        """Run one step on a batch, global or per replica."""
+        return self._on_one(batch, of_worker=False)
+
+    def on_rows_of_worker(self, batch: Any) -> Any:
+        """Run one step on examples that only this worker has read."""
+        return self._on_one(batch, of_worker=True)
+
+    def _on_one(self, batch: Any, *, of_worker: bool) -> Any:
+        extra, record = self._single(lambda: batch, of_worker=of_worker)
+        self._write(record)
+        return self._step.logs(extra)
+
+    def one_of_iterator(self, iterator: Any) -> Any:
+        """Run one step on the next batch of an iterator."""
+        extra, record = self._single(iterator.get_next)
+        self._write(record)
+        return self._step.logs(extra)
+
+    def one_of_optional(self, iterator: Any, optional: Any) -> Any:
+        """Run one step on a batch that was read ahead; return the next one, and whether it is there, too."""
+        extra, record = self._single(optional.get_value, is_ahead=True)
+        following = iterator.get_next_as_optional()
+        has_more = following.has_value()
+        if record is not None:
+            self._write(record._replace(execution_end=now(has_more, in_any_order=True)))
+        return following, has_more, self._step.logs(extra)
+
+    def _single(
+        self, pull: Callable[[], Any], *, of_worker: bool = False, is_ahead: bool = False
+    ) -> tuple[list[tf.Tensor], StepRecord | None]:
+        """Run the one step of an execution; return what ``DistributedStep.run`` does."""
+        self._step.loops = False
+        self._step.initial_extra(pull, of_worker=of_worker)
+        return self._step.run(*self._timed(pull, is_ahead=is_ahead), of_worker=of_worker)
+
+    def on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
+        """Run so many steps on the batches of an iterator."""
+        self._step.loops = True
+
+        def body(i: tf.Tensor, *_: Any) -> tuple[Any, ...]:
+            return (i + 1, *self._recorded(iterator.get_next))
+
+        extra = self._step.initial_extra(iterator.get_next)
+        _, *extra = tf.while_loop(
+            lambda i, *_: i < num_steps,
+            body,
+            (tf.constant(0), *extra),
+            parallel_iterations=1,
+            shape_invariants=(tf.TensorShape([]), *(tf.TensorShape(None) for _ in extra)),
+        )
+        return self._step.logs(extra)
+
+    def on_optional(self, iterator: Any, optional: Any, num_steps: tf.Tensor) -> Any:
+        """Run up to so many steps, from a batch that was read ahead on; see ``StepProgram.on_optional``."""
+        self._step.loops = True
+
+        def body(i: tf.Tensor, optional: Any, *_: Any) -> tuple[Any, ...]:
+            extra = self._recorded(optional.get_value, is_ahead=True)
+            return (i + 1, iterator.get_next_as_optional(), *extra)
+
+        extra = self._step.initial_extra(lambda: optional.get_value())
+        i, optional, *extra = tf.while_loop(
+            lambda i, optional, *_: tf.logical_and(i < num_steps, optional.has_value()),
+            body,
+            (tf.constant(0), optional, *extra),
+            parallel_iterations=1,
+            shape_invariants=(
+                tf.TensorShape([]),
+                tf.OptionalSpec.from_value(optional),
+                *(tf.TensorShape(None) for _ in extra),
+            ),
+        )
+        return self._report_steps(i), optional, optional.has_value(), self._when(i), self._step.logs(extra)
+
+    def _report_steps(self, num_made: tf.Tensor) -> tf.Tensor:
+        """Have it known how many steps this worker's data has had, while others may wait for it in one more."""
+        workers = workers_of(self._step.strategy) if self._step.kind == "train" else None
+        if workers is None:
+            return num_made
+        reported = tf.numpy_function(workers.watch.note_steps, [num_made], num_made.dtype)
+        reported.set_shape([])
+        return reported
+
+    def _recorded(self, pull: Callable[[], Any], *, is_ahead: bool = False) -> list[tf.Tensor]:
+        """Run a step, leave its record in the buffer, and return its part of the logs."""
+        extra, record = self._step.run(*self._timed(pull, is_ahead=is_ahead))
+        self._write(record)
+        return extra
+
+    def _write(self, record: StepRecord | None) -> None:
+        """Leave the record of a step in the buffer, if there is one."""
+        if self._step.buffer is not None and record is not None:
+            self._step.buffer.write(record, loops=self._step.loops)
+
+    def _when(self, there: Any) -> tf.Tensor | None:
+        """When something was there, if steps are recorded."""
+        return None if self._step.buffer is None else now(there)
+
+    def _timed(self, pull: Callable[[], Any], *, is_ahead: bool = False) -> tuple[Any, Any]:
+        """Pull a batch; return it with when that began, and when it was there: at once, if it was read ahead."""
+        if self._step.buffer is None:
+            return pull(), None
+        begin = now(in_any_order=True)
+        with tf.control_dependencies([begin]):
+            batch = pull()
+        if is_ahead:
+            return batch, (begin, begin)
+        batch_there = now(batch, in_any_order=True)
+        return batch if is_per_replica(batch) else after(batch_there, batch), (begin, batch_there)
+
+
+class EagerLoops(StepLoops):
+    """The same loops, run as Python."""
+
+    def on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
+        """Run so many steps on the batches of an iterator."""
+        extra: list[tf.Tensor] = []
+        for _ in range(int(num_steps)):
+            extra = self._recorded(lambda: next(iterator))
+        return self._step.logs(extra)
+
+    def on_optional(self, iterator: Any, optional: Any, num_steps: tf.Tensor) -> Any:
+        """Run up to so many steps, from a batch that was read ahead on; see ``StepProgram.on_optional``."""
+        num_made, extra = 0, []
+        while num_made < int(num_steps) and optional.has_value():
+            extra = self._recorded(optional.get_value, is_ahead=True)
+            optional = iterator.get_next_as_optional()
+            num_made += 1
+        return num_made, optional, optional.has_value(), self._when(extra), self._step.logs(extra)
