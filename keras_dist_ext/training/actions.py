@@ -25,10 +25,10 @@ def every(num_steps: int, action: Action) -> keras.callbacks.Callback:
     the state after the last, and is called once.
 
     Raises:
-        CallbackError: ``num_steps`` is not a number of steps.
+        CallbackError: ``num_steps`` is not an integer >= 1.
     """
     if type(num_steps) is not int or num_steps < 1:
-        raise CallbackError(f"every({num_steps!r}, ...): it is a number of steps, at least 1.")
+        raise CallbackError(f"every({num_steps!r}, ...): num_steps must be an integer >= 1.")
     return _Every(num_steps, action)
 
 
@@ -66,7 +66,7 @@ def on_improvement(name: str, action: Action, mode: Literal["min", "max"] = "min
         CallbackError: ``mode`` is another one; when an epoch ends, the logs have no such value.
     """
     if mode not in ("min", "max"):
-        raise CallbackError(f"on_improvement({name!r}, mode={mode!r}): a value is better where it is 'min' or 'max'.")
+        raise CallbackError(f"on_improvement({name!r}, mode={mode!r}): mode must be 'min' or 'max'.")
     return _OnImprovement(name, action, mode)
 
 
@@ -95,8 +95,8 @@ class _OnImprovement(RunCallback):
 def on_preemption(action: Action) -> keras.callbacks.Callback:
     """Return a callback that calls ``action(model)`` once SIGTERM has come, between two steps, and ends training.
 
-    Of several workers each needs the signal. A second one does what it always did. A run that is to go on from there is
-    what ``Resume`` is for.
+    Of several workers each needs the signal. A second one does what it always did. To continue the run from there, use
+    ``Resume``.
 
     Raises:
         CallbackError: when training begins, in a thread, or beside a ``Resume``.
@@ -115,8 +115,8 @@ class _OnPreemption(RunCallback):
     def on_run_prepare(self, model: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise CallbackError(
-                "on_preemption in a thread: Python tells of signals in the main thread alone, so it would not be "
-                "noticed. Call fit there."
+                "on_preemption in a thread: Python delivers signals to the main thread only, so SIGTERM would not "
+                "be noticed. Call fit in the main thread."
             )
         self._is_near = False
         self._before = signal.signal(signal.SIGTERM, self._note)
@@ -125,8 +125,8 @@ class _OnPreemption(RunCallback):
         if any(isinstance(own_callback(callback), Resume) for callback in callbacks):
             raise CallbackError(
                 "on_preemption ends training, and Resume beside it would save the run as one that is over, so that it "
-                "would never go on. Give fit one of them: Resume(..., on_preemption=True) saves when SIGTERM comes, "
-                "and the run goes on from there."
+                "would never continue. Give fit one of them: Resume(..., on_preemption=True) saves when SIGTERM comes, "
+                "and the run continues from there."
             )
 
     def on_run_end(self) -> None:

@@ -23,9 +23,9 @@ class BatchReader:
     Args:
         dataset: a ``tf.data.Dataset``, or one that TensorFlow has distributed.
         length: its number of batches, or None.
-        workers: given where each worker reads rows of its own; they take part in a step until all have none left.
+        workers: given where each worker reads its own examples; they participate in a step until none has any left.
         skip: how many of the first batches were used before.
-        state: what an iterator held after these, to be put back instead of reading up to there.
+        state: what an iterator held after these, to be restored instead of reading up to there.
         one_step: whether all executions have one step, for which there is a graph without a loop.
     """
 
@@ -45,8 +45,8 @@ class BatchReader:
             self.iterator = iter(dataset)
             if not set_iterator_state(self.iterator, state):
                 warnings.warn(
-                    "This TensorFlow cannot put back what the data's iterator held when the run was saved (is it "
-                    "another version, or the data another pipeline?). The data is read up to there instead.",
+                    "This TensorFlow cannot restore the state that the data's iterator had when the run was saved (is "
+                    "it another version, or the data another pipeline?). The data is read up to there instead.",
                     stacklevel=2,
                 )
                 state = None
@@ -85,7 +85,7 @@ class BatchReader:
 
     @property
     def has_more(self) -> bool:
-        """Whether another batch is there; True where the length is known and the caller counts."""
+        """Whether another batch is available; True where the length is known and the caller counts."""
         return self._has_more
 
     @property
@@ -98,7 +98,7 @@ class BatchReader:
 
         Args:
             ahead: the batch that they have read ahead, an optional.
-            has_more: whether it is there.
+            has_more: whether it is available.
         """
         self.ahead, self._has_more = ahead, has_more
 

@@ -29,12 +29,12 @@ class ScopeGuard(RunCallback):
 
     Args:
         strategy: The strategy that everything must live under. None is the one that the model was made under, or the
-            one whose scope is entered; `tf.distribute.get_strategy()`, called outside of all scopes, is none at all.
+            one whose scope is entered; `tf.distribute.get_strategy()`, called outside of all scopes, is not one.
 
     Raises:
         ScopeError: When training, evaluation or prediction begins, if something lives elsewhere, or if no strategy is
             given and the model was made under none.
-        StrategyError: When it is made, if `strategy` is none.
+        StrategyError: When it is made, if `strategy` is not a `tf.distribute.Strategy`.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy | None = None) -> None:
@@ -75,7 +75,7 @@ class ScopeGuard(RunCallback):
 
 
 class ReplicaSeeds(RunCallback):
-    """Give every replica randomness of its own, the same at every run: replica i draws from the seed ``seed + i``.
+    """Give every replica its own random streams, the same at every run: replica i draws from the seed ``seed + i``.
 
     Seeded are Keras' random layers, also those with a seed of their own, ``keras.random`` with ``seed=None`` and with
     generators that the model tracks, ``tf.random`` ops and ``tf.random.Generator``s in a step; Python's and NumPy's
@@ -96,7 +96,7 @@ class ReplicaSeeds(RunCallback):
             (``tf.config.experimental.enable_op_determinism``), for the rest of the process. It costs speed.
 
     Raises:
-        SeedError: when it is made, if the seed is none; when a run begins, if the model is not one of ours.
+        SeedError: when it is made, if the seed is invalid; when a run begins, if the model is not one of this package.
     """
 
     def __init__(self, seed: int, *, enable_op_determinism: bool = False) -> None:
@@ -128,7 +128,7 @@ class ReplicaSeeds(RunCallback):
 
 
 class RunCallbackList(LateCallbackList):
-    """The callbacks of a run, told which batch was really the last one of an execution.
+    """The callbacks of a run, which get the true number of the last batch of an execution.
 
     Keras names the last batch before an execution is made, when the end of data of unknown length is not in sight.
     They are set up when the run begins: the model is built then, and the number of its batches may be known.

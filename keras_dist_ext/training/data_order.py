@@ -32,7 +32,7 @@ class DataOrder:
         given: the dataset that it makes of it.
         strategy: that reads it.
         is_seeded: asked whether seeds are the run's, and stand above TensorFlow's global one.
-        has_own_rows: whether each worker reads rows of its own.
+        has_own_rows: whether each worker reads its own examples.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Find the first variable whose copies on the replicas differ, by a hash that each device computes of its own.
+"""Find the first variable whose copies on the replicas differ, by a hash that each device computes of its own copies.
 
 Replicas begin with equal weights and apply equal updates, so their copies have the same bits as long as all is well. A
 hash is the sum of a variable's bits, taken as integers and multiplied by odd pseudo-random numbers, modulo 2**64: one
@@ -34,7 +34,7 @@ class Divergence:
     Not compared are metrics, of which each replica has its part, and gradients while they accumulate.
 
     Args:
-        model: a model of ours.
+        model: of this package.
     """
 
     def __init__(self, model: Any) -> None:

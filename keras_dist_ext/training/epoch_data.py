@@ -156,7 +156,7 @@ class EpochData(CustomEpochIterator):
         self.close()
 
     def close(self) -> None:
-        """Take leave of the pass that is under way.
+        """Release the iterator of the pass that is under way.
 
         Nothing else would, soon: what Keras' epoch iterators iterate over refers to them, so they are left to Python's
         collector of garbage.

@@ -88,7 +88,7 @@ class Model(HookedModel, metaclass=Scoped):
     Raises:
         ScopeError: by ``fit``, ``evaluate`` and ``predict``, when a variable lives elsewhere.
         SeedError: ``seed`` is not an integer from 0 to 2**31 - 3.
-        StrategyError: ``strategy`` is none.
+        StrategyError: ``strategy`` is not a ``tf.distribute.Strategy``.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -199,13 +199,11 @@ class Model(HookedModel, metaclass=Scoped):
 
         Raises:
             StrategyError: the replicas of the strategy cannot carry so many virtual ones evenly.
-            ValueError: ``steps_per_execution`` is no number of steps.
+            ValueError: ``steps_per_execution`` is neither "auto" nor an integer >= 1.
         """
         is_number = isinstance(steps_per_execution, (int, np.integer)) and steps_per_execution > 0
         if steps_per_execution != "auto" and not is_number:
-            raise ValueError(
-                f"steps_per_execution is {steps_per_execution!r}; give 'auto' or a whole number from 1 up."
-            )
+            raise ValueError(f"Invalid steps_per_execution={steps_per_execution!r}; must be 'auto' or an integer >= 1.")
         virtual = VirtualReplicas.of(virtual_replicas, self.distribute_strategy)
         if virtual is not None:
             if jit_compile is True:
@@ -265,7 +263,7 @@ class Model(HookedModel, metaclass=Scoped):
         return self.predict_function
 
     def _recording_function(self, kind: Kind, is_new: bool) -> Any:
-        """Return a function whose steps record what is wanted now; one for each that was wanted before is kept."""
+        """Return a function whose steps record what is asked for now; those made for something else are kept."""
         runtime = self.replica_runtime
         with_norm = any(recorder.gradient_norm for recorder in runtime.recorders)
         guards = kind == "train" and runtime.guard is not None

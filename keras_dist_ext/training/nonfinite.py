@@ -19,7 +19,7 @@ from keras_dist_ext.training.run_callback import RunCallback
 __all__ = ["LeftOut", "NonFinite"]
 
 _ACTIONS = ("raise", "stop", "skip")
-_TOLD = 3  # steps that are warned of one by one before the rest is counted
+_WARNED = 3  # steps that are warned of one by one before the rest is counted
 _KEPT = 1000
 
 
@@ -50,7 +50,7 @@ class NonFinite(RunCallback):
 
     Args:
         action: what follows. ``"raise"``: an error, in the same step on all workers. ``"stop"``: a warning, and
-            training ends as when ``model.stop_training`` is set. ``"skip"``: a warning, and training goes on.
+            training ends as when ``model.stop_training`` is set. ``"skip"``: a warning, and training continues.
         most_in_a_row: how many steps may be left out one after the other with ``"skip"``; one more is an error. It is
             no single bad batch then.
 
@@ -58,17 +58,17 @@ class NonFinite(RunCallback):
         left_out: the steps of the run that were left out, at most the last 1000 of them.
 
     Raises:
-        CallbackError: when it is made, if an argument is not what it can be; when training begins, if the model is not
-            one of ours, or its strategy has no steps that all replicas make together.
+        CallbackError: when it is made, if an argument is invalid; when training begins, if the model is not one of
+            this package, or its strategy has no steps that all replicas make together.
         NonFiniteError: in training, see ``action``.
     """
 
     def __init__(self, action: Literal["raise", "stop", "skip"] = "raise", *, most_in_a_row: int = 10) -> None:
         super().__init__()
         if action not in _ACTIONS:
-            raise CallbackError(f"action is {action!r}; there are {', '.join(map(repr, _ACTIONS))}.")
+            raise CallbackError(f"Invalid action={action!r}; must be one of {', '.join(map(repr, _ACTIONS))}.")
         if type(most_in_a_row) is not int or most_in_a_row < 1:
-            raise CallbackError(f"most_in_a_row is {most_in_a_row!r}; it is a number of steps, at least 1.")
+            raise CallbackError(f"Invalid most_in_a_row={most_in_a_row!r}; must be an integer >= 1.")
         self.action = action
         self.most_in_a_row = most_in_a_row
         self.left_out: list[LeftOut] = []
@@ -119,11 +119,11 @@ class NonFinite(RunCallback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Take note of the epoch."""
+        """Remember the epoch."""
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Look at what the execution has left out. A model of ours calls it once an execution."""
+        """Look at what the execution has left out; called once an execution."""
         assert self._guard is not None
         before = self._num_left_out
         bad, num_new, is_over = self._guard.look()
@@ -135,12 +135,12 @@ class NonFinite(RunCallback):
         if is_over:
             self._end(steps[-1] if self.action == "skip" else steps[0])
             return
-        for step in steps[: max(0, _TOLD - before)]:
-            self._warn(f"{self._what(step)} {_LEFT_OUT} Training goes on.")
+        for step in steps[: max(0, _WARNED - before)]:
+            self._warn(f"{self._what(step)} {_LEFT_OUT} Training continues.")
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Say how many steps were left out, if not all were told."""
-        if self.action == "skip" and self._num_left_out > _TOLD:
+        """Say how many steps were left out, if not all were warned of."""
+        if self.action == "skip" and self._num_left_out > _WARNED:
             self._warn(
                 f"NonFinite has left out {counted(self._num_left_out, 'step')} of this run in all; the last was step "
                 f"{self.left_out[-1].step} of epoch {self.left_out[-1].epoch}."

@@ -73,7 +73,7 @@ def gather_rows(strategy: tf.distribute.Strategy, value: Any) -> Any:
     dtype = parts[0].dtype
     if dtype == tf.string:
         raise DataError(
-            "Strings of several workers cannot be put together: TensorFlow's collectives carry numbers alone. Return "
+            "Strings of several workers cannot be concatenated: TensorFlow's collectives carry only numbers. Return "
             "their numbers in a list of all of them, and look them up afterwards."
         )
     wide = {tf.bfloat16: tf.float32, tf.float16: tf.float32, tf.bool: tf.int32}.get(dtype, dtype)

@@ -53,7 +53,7 @@ class StepProgram:
         return loop if self.is_eager else IteratorFunction(self._compiled(loop))
 
     def make_single_steps(self) -> None:
-        """Make every step in an execution of its own from here on."""
+        """Make one step an execution from here on."""
         self._has_one_step = True
 
     def graphs(self) -> list[Any]:
@@ -123,7 +123,7 @@ class StepProgram:
     def on_optional(
         self, optional: Any, iterator: Any, num_steps: int, *, one_step: bool = False
     ) -> tuple[int, Any, bool, Any]:
-        """Run up to ``num_steps`` steps; return how many were made, the batch after them, if it is there, and logs.
+        """Run up to ``num_steps`` steps; return how many were made, the batch after them, if there is one, and logs.
 
         Args:
             optional: the first batch.

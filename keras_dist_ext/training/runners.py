@@ -150,7 +150,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 class CoordinatorProgram:
-    """Steps that the workers of a ParameterServerStrategy make, each on a batch of its own."""
+    """Steps that the workers of a ParameterServerStrategy make, each on its own batch."""
 
     def __init__(self, model: Any, kind: Literal["train", "test", "predict"]) -> None:
         self.model = model

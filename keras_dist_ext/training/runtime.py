@@ -187,7 +187,7 @@ class ReplicaRuntime:
                 sum_parts(self.strategy, accumulated_gradients(optimizer))
 
     def scatter_accumulators(self) -> None:
-        """Before training goes on in the middle of an accumulation: the first replica holds the sum, the others 0."""
+        """Before training continues in the middle of an accumulation: give the first replica the sum, the others 0."""
         if self.accumulators_are_split:
             return
         virtual = self.model.virtual_replicas

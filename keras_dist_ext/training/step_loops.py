@@ -48,7 +48,7 @@ class StepLoops:
         return self._step.logs(extra)
 
     def one_of_optional(self, iterator: Any, optional: Any) -> Any:
-        """Run one step on a batch that was read ahead; return the next one, and whether it is there, too."""
+        """Run one step on a batch that was read ahead; return the next one, and whether there is one, too."""
         extra, record = self._single(optional.get_value, is_ahead=True)
         following = iterator.get_next_as_optional()
         has_more = following.has_value()

@@ -66,8 +66,8 @@ class WorkerSync(RunCallback):
             self._broadcast_state()
             if self._workers.is_chief:
                 warnings.warn(
-                    f"{differing} Workers train one model, so all go on from the values of the first worker now. Load "
-                    "or set values on all workers alike.",
+                    f"{differing} Workers train one model, so all continue with the values of the first worker. Load "
+                    "or set equal values on all workers.",
                     stacklevel=2,
                 )
 
@@ -111,15 +111,15 @@ def callbacks_of_worker(callbacks: Any, workers: Workers) -> list[Any]:
     """The callbacks that this worker runs: those that write files are for the chief.
 
     Raises:
-        WorkersError: one of them can run neither on the chief alone nor on all workers.
+        WorkersError: one of them can run neither on the chief only nor on all workers.
     """
     callbacks = callbacks_in(callbacks)
     if any(isinstance(callback, _ORBAX) for callback in callbacks):
         raise WorkersError(
             "OrbaxCheckpoint is among the callbacks of several workers. All of them would write into one folder and "
-            "break each other's checkpoints, and the chief cannot write alone: Keras reads the metrics' values for it, "
-            "which all workers have to add up together. Save with ModelCheckpoint, or with kde.Resume to go on after a "
-            "crash."
+            "break each other's checkpoints, and the chief cannot write by itself: Keras reads the metrics' values for "
+            "it, which all workers have to add up together. Save with ModelCheckpoint, or with kde.Resume to continue "
+            "after a crash."
         )
     return [
         ChiefOnlyCallback(c) if _is_for_chief(c) else c for c in callbacks if workers.is_chief or not _is_for_chief(c)
@@ -127,7 +127,7 @@ def callbacks_of_worker(callbacks: Any, workers: Workers) -> list[Any]:
 
 
 def own_callback(callback: Any) -> Any:
-    """Return the user's callback, which may be wrapped to be run by this worker alone."""
+    """Return the user's callback, which may be wrapped to be run by this worker only."""
     return callback.callback if isinstance(callback, ChiefOnlyCallback) else callback
 
 

@@ -106,7 +106,7 @@ def test_a_step_that_is_skipped_has_never_been_on_any_replica(name: str, strateg
     which = f"{'virtual ' if 'virtual_replicas' in options else ''}replica {last}"
     assert said == [
         f"Step 6 of epoch 1: loss and gradients of {which} are not finite, and neither is its data. No replica has "
-        "made this update: weights are as they were before. Training goes on."
+        "made this update: weights are as they were before. Training continues."
     ]
 
 
@@ -248,8 +248,8 @@ def test_all_optimizers_of_a_step_of_ones_own_are_guarded(mirrored: Any) -> None
 @pytest.mark.parametrize(
     ("make_it", "message"),
     [
-        (lambda: kde.NonFinite("ignore"), "action is 'ignore'; there are 'raise', 'stop', 'skip'"),
-        (lambda: kde.NonFinite("skip", most_in_a_row=0), "most_in_a_row is 0; it is a number of steps, at least 1"),
+        (lambda: kde.NonFinite("ignore"), "Invalid action='ignore'; must be one of 'raise', 'stop', 'skip'"),
+        (lambda: kde.NonFinite("skip", most_in_a_row=0), "Invalid most_in_a_row=0; must be an integer >= 1"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(make_it: Callable[[], Any], message: str) -> None:

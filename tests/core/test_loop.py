@@ -530,7 +530,7 @@ def test_actions_are_called_at_their_conditions(mirrored: Any) -> None:
     assert seen.count("larger") == 1
     with pytest.raises(kde.CallbackError, match=r"an epoch has the values \['error', 'largest'"):
         loop.fit(batches(), verbose=0, callbacks=[kde.on_improvement("lost", print)])
-    with pytest.raises(kde.CallbackError, match="a number of steps, at least 1"):
+    with pytest.raises(kde.CallbackError, match="num_steps must be an integer >= 1"):
         kde.every(0, print)
 
 

@@ -792,7 +792,7 @@ def test_a_lazy_model_can_be_evaluated_and_predict_first(mirrored):
 
 @pytest.mark.parametrize("number", [0, -2, 2.5, "many", None])
 def test_a_number_of_steps_that_is_none_is_refused(number):
-    with pytest.raises(ValueError, match=f"steps_per_execution is {number!r}; give 'auto' or a whole number from 1"):
+    with pytest.raises(ValueError, match=f"Invalid steps_per_execution={number!r}; must be 'auto' or an integer >= 1"):
         sequential().compile("sgd", "mse", steps_per_execution=number)
 
 

@@ -101,7 +101,7 @@ def test_a_run_begins_with_the_values_of_the_first_worker_everywhere(values: Any
     (said, weights), (nothing, others) = (worker["takes over values"] for worker in values)
     assert weights == others
     (text,) = said
-    assert re.search("dense.*/kernel differs between replica 0 and replica 1 .* go on from the values of the", text)
+    assert re.search("dense.*/kernel differs between replica 0 and replica 1 .* continue with the values of the", text)
     assert nothing == []
 
 
