@@ -66,7 +66,7 @@ def test_every_epoch_has_a_plain_line_where_there_is_no_terminal(short):
     assert accuracy(output) > 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_command_that_opens_tensorboard_finds_the_curves_of_each_replica(short):
     output, log_dir = short
     command = shlex.split(output.splitlines()[-1])

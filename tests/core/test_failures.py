@@ -194,7 +194,7 @@ def test_gradients_alone_may_be_the_fault(mirrored: Any) -> None:
         fit(model, (X, Y), kde.NonFinite())
 
 
-@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_loss_scale_deals_with_overflows_by_itself(mirrored: Any) -> None:
     def scaled() -> Any:
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0**120)
@@ -733,7 +733,7 @@ DIFFERENT_WAYS = [
 
 
 @pytest.mark.multiworker
-@pytest.mark.parametrize(("case", "message"), rotating(DIFFERENT_WAYS, [], slow=DIFFERENT_WAYS[:1]))
+@pytest.mark.parametrize(("case", "message"), rotating(DIFFERENT_WAYS, [], slow=DIFFERENT_WAYS[1:2]))
 def test_workers_that_go_different_ways_are_told_so(case: str, message: str, tmp_path: pathlib.Path) -> None:
     values = launch(2, runs.parted, args=(case, str(tmp_path)), time_limit=150).values
     assert message in values[0]
@@ -741,7 +741,7 @@ def test_workers_that_go_different_ways_are_told_so(case: str, message: str, tmp
         assert values[1]
 
 
-@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.multiworker
 def test_a_worker_that_never_starts_is_named_in_time_and_one_that_is_late_is_waited_for(
     tmp_path: pathlib.Path,

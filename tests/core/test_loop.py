@@ -309,7 +309,7 @@ def test_example_of_sequences_on_two_workers_equals_its_single_device_twin(value
         assert sum(sum(examples) for _, examples in worker["replicas"]) == 460
 
 
-@pytest.mark.slow
+@pytest.mark.rotating
 @on_two_workers(loop_runs.train_without_keras)
 def test_example_without_keras_on_two_workers_equals_its_single_device_twin(values: Any) -> None:
     model, single = linear_no_keras.train(DEFAULT, epochs=2)

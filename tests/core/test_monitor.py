@@ -361,7 +361,7 @@ print(json.dumps([history["loss"], *[[s.examples.tolist(), s.loss.tolist()] for 
         assert np.average(of_replicas, weights=examples) == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_killed_run_leaves_events_up_to_the_last_flush(tmp_path: pathlib.Path) -> None:
     code = f"""
 import os, signal, time

@@ -475,7 +475,7 @@ def test_micro_batches_of_a_loop_are_refused():
 
 
 @pytest.mark.multiworker
-@pytest.mark.parametrize("micro_batches", rotating([1, 2], [], slow=[2]))
+@pytest.mark.parametrize("micro_batches", rotating([1, 2], []))
 def test_workers_that_are_groups_train_as_one_device(micro_batches):
     expected, logs = on_one_device()
     for weights, devices, history in launch(

@@ -137,7 +137,7 @@ def test_a_run_that_crashes_repeatedly_resumes(strategies: Any, tmp_path: pathli
     assert_same(twin, run(strategy, tmp_path / "crashed", save_every=1))
 
 
-@pytest.mark.slow
+@pytest.mark.rotating
 def test_with_a_global_seed_saving_changes_nothing(mirrored: Any, tmp_path: pathlib.Path) -> None:
     assert_same(run(mirrored, None, replica_seeds=5), run(mirrored, tmp_path, replica_seeds=5, save_every=1))
 
@@ -191,9 +191,7 @@ def test_another_process_resumes_after_one_that_was_killed(tmp_path: pathlib.Pat
     assert_same(one, other)
 
 
-@pytest.mark.parametrize(
-    "data", rotating(["arrays", "shuffled by a seed", "noisy", "PyDataset with threads"], [], slow=["noisy"])
-)
+@pytest.mark.parametrize("data", rotating(["arrays", "shuffled by a seed", "noisy", "PyDataset with threads"], []))
 def test_a_process_that_was_killed_three_times_ends_as_one_that_was_not(data: str, tmp_path: pathlib.Path) -> None:
     twin = process(tmp_path / "twin", data=data)
     for after in random.Random(data).sample(range(2, 7), 3):
@@ -318,7 +316,7 @@ def test_the_same_objects_resume_in_the_same_process(strategies: Any, tmp_path: 
     assert repr(again(tmp_path / "one", crashes=False)) == repr(again(tmp_path / "other", crashes=True))
 
 
-@pytest.mark.slow
+@pytest.mark.rotating
 def test_backups_checkpoints_and_logs_of_keras_may_be_used_beside(strategies: Any, tmp_path: pathlib.Path) -> None:
     def beside(folder: pathlib.Path) -> list[Any]:
         return [
@@ -995,7 +993,7 @@ def test_all_workers_save_and_end_when_one_is_asked_to(values: Any) -> None:
         assert_same(but_for_random(worker["twin"]), but_for_random(worker["asked"]))
 
 
-@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.multiworker
 def test_a_run_that_lost_a_worker_goes_on_in_one_process(mirrored: Any, tmp_path: pathlib.Path) -> None:
     options = {"virtual_replicas": 2, "replica_seeds": 3, "data": "shuffled"}

@@ -113,7 +113,7 @@ def test_masks_are_the_same_again(arguments: Any, mirrored: Any, two: seed_runs.
     assert draws(mirrored, **arguments) == two
 
 
-@pytest.mark.slow
+@pytest.mark.rotating
 def test_masks_are_the_same_in_a_new_process(two: seed_runs.Draws) -> None:
     (again,) = launch(1, seed_runs.draws_in_new_process, time_limit=120).values
     assert again == two
@@ -362,7 +362,7 @@ def test_two_workers_draw_what_two_replicas_of_one_process_draw(two: seed_runs.D
     assert values[0][1] != values[1][1]  # outside of steps
 
 
-@pytest.mark.slow
+@pytest.mark.rotating
 @on_two_workers(seed_runs.worker_draws_otherwise)
 def test_so_they_do_whatever_runs_a_step_and_share_out_the_examples(two: seed_runs.Draws, values: Any) -> None:
     for worker, value in enumerate(values):
@@ -384,7 +384,7 @@ def draws_of_four_epochs() -> seed_runs.Draws:
     return draws(strategies.get("mirrored2"), epochs=4)
 
 
-@pytest.mark.slow
+@pytest.mark.rotating
 def test_deterministic_ops_give_the_same_bits_at_every_run() -> None:
     first, second = (launch(1, seed_runs.deterministic_weights, time_limit=120).values[0] for _ in range(2))
     for a, b in zip(first, second, strict=True):

@@ -58,7 +58,7 @@ def assert_close(one, other):
 # The same run
 
 
-@pytest.mark.parametrize("name", rotating(CASES, ["a mask"]))
+@pytest.mark.parametrize("name", rotating(CASES, ["a mask"], slow=["logs computed from results"]))
 def test_ordered_sums_give_the_same_bits_on_one_and_two_replicas(name):
     assert_same_bits(run(name, 1, ORDERED)[0], run(name, 2, ORDERED)[0])
 
@@ -83,7 +83,7 @@ def test_fast_sums_give_the_same_numbers_to_rounding(name):
         assert_close(logs, run(name, 1, ORDERED)[1])
 
 
-@pytest.mark.slow
+@pytest.mark.rotating
 def test_six_virtual_replicas_are_the_same_on_one_two_and_three():
     six = kde.VirtualReplicas(6)  # whose tree is not full: two replicas have three leaves each
     name = "accumulation of gradients"
@@ -239,7 +239,7 @@ def ops(net):
     return collections.Counter(node.op for body in bodies for node in body)
 
 
-@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_virtual_replica_for_each_real_one_adds_nothing_to_a_fast_step():
     case, strategy = CASES["batch normalization and dropout"], strategies.get("mirrored4")
     plain = ops(case.build(strategy, None))
@@ -399,10 +399,12 @@ def test_a_tf_function_that_assigns_in_an_eager_run_is_refused():
 # Two workers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=on_two_workers(run_on_both, name, "ordered")) for name in OF_WORKERS],
+    [
+        pytest.param(name, marks=[mark, on_two_workers(run_on_both, name, "ordered")])
+        for name, mark in zip(OF_WORKERS, [pytest.mark.slow, pytest.mark.rotating, pytest.mark.rotating], strict=True)
+    ],
 )
 def test_two_workers_come_to_the_bits_that_one_process_comes_to(name, values):
     for (on_workers, their_logs), (on_one, its_logs) in values:
@@ -421,7 +423,7 @@ def test_rows_that_a_worker_reads_are_dealt_to_the_virtual_replicas_that_it_carr
         assert_same_bits(worker, state_of(net))
 
 
-@pytest.mark.slow
+@pytest.mark.rotating
 @on_two_workers(run_on_both, OF_WORKERS[0], "fast")
 def test_two_workers_come_to_the_same_numbers_by_fast_sums(values):
     for (on_workers, _), (on_one, _) in values:
