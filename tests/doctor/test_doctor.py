@@ -251,6 +251,7 @@ def test_a_stock_model_outside_of_the_scope_is_found_and_its_copy_is_measured(mi
     assert [weight.tobytes() for weight in stock.get_weights()] == before
 
 
+@pytest.mark.slow
 def test_a_stock_model_can_have_the_callback_too(mirrored: Any) -> None:
     with mirrored.scope():
         stock = keras.Sequential(mlp())
