@@ -26,21 +26,21 @@ class RandomStreams:
     Args:
         model: the Keras model, with its ``replica_seeds``.
         reducer: how the replica meets the others.
-        without_seed: the generator behind ``seed=None``.
+        global_generator: the generator behind ``seed=None``.
     """
 
-    def __init__(self, model: DistributedModel, reducer: Reducer, without_seed: Any) -> None:
+    def __init__(self, model: DistributedModel, reducer: Reducer, global_generator: Any) -> None:
         self.is_drawing = False
         self._model = model
         self._reducer = reducer
         self._seeds: Any = getattr(model, "replica_seeds", None)
-        self._generator_without_seed = without_seed
+        self._global_generator = global_generator
         self._num_ops = 0  # of `tf.random` so far
 
     def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
         """Give each replica a stream of its own; the first replica's is that of one device (see ``seeds``)."""
         seeds = self._seeds
-        if seeds is not None and generator is self._generator_without_seed:
+        if seeds is not None and generator is self._global_generator:
             seeds.uses_global = True
             ordered = ordered or seeds.root is not None
         elif seeds is not None and seeds.root is not None and not seeds.has(generator):

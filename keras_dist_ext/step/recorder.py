@@ -29,18 +29,18 @@ from keras_dist_ext.step.step_buffer import (
 __all__ = ["Recorder", "StepNote", "now", "when_updated"]
 
 
-def now(after: Any = (), *, in_any_order: bool = False) -> tf.Tensor:
+def now(after: Any = (), *, independent: bool = False) -> tf.Tensor:
     """Read the host's clock once ``after`` is there, in seconds since 1970, float64.
 
     Args:
         after: what has to be there.
-        in_any_order: whether that is all. Else TensorFlow keeps the order in which this and other ops with effects were
+        independent: whether that is all. Else TensorFlow keeps the order in which this and other ops with effects were
             traced, for which steps with loops inside, such as an LSTM's, may pay some 20 µs.
     """
     values = [value for value in tf.nest.flatten(after) if tf.is_tensor(value)]
     with tf.control_dependencies(values), tf.device(_host_of(values)):
         clock = tf.timestamp()
-    if in_any_order:
+    if independent:
         run_independently(clock)
     return clock
 
@@ -145,7 +145,7 @@ class StepNote:
 
 def _as_soon_as(values: Sequence[Any]) -> tf.Tensor:
     """Read the clock once values are there, whether or not other replicas have theirs."""
-    return now(values, in_any_order=bool(values))
+    return now(values, independent=bool(values))
 
 
 _UNKNOWN = np.float32("nan")

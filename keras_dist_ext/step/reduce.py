@@ -18,19 +18,19 @@ __all__ = [
     "PlainSum",
     "optimization_barrier",
     "as_float",
-    "keep_first_part",
+    "keep_on_first_replica",
     "of_dtype",
-    "parts_of",
+    "local_values",
     "shares_memory",
     "sum_over_replicas",
-    "sum_parts",
+    "sum_components",
     "scale",
 ]
 
 
 def sum_over_replicas(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:
     """Add up each per-replica value, in cross-replica context."""
-    parts = [parts_of(strategy, value) for value in values]
+    parts = [local_values(strategy, value) for value in values]
     if shares_memory(strategy):
         return [_add(part) for part in parts]
     values = [regroup(part) for part in parts]
@@ -45,7 +45,7 @@ def sum_over_replicas(strategy: tf.distribute.Strategy, values: list[Any]) -> li
     return sums
 
 
-def parts_of(strategy: tf.distribute.Strategy, value: Any) -> tuple[Any, ...]:
+def local_values(strategy: tf.distribute.Strategy, value: Any) -> tuple[Any, ...]:
     """One part a local replica; a value that all of them share is repeated."""
     parts: tuple[Any, ...] = strategy.experimental_local_results(value)
     return parts * len(strategy.extended.worker_devices) if len(parts) == 1 else parts
@@ -158,7 +158,7 @@ class OrderedSum:
             return whole._total()
 
         def finish_in_memory(strategy: tf.distribute.Strategy, own: list[list[Any]]) -> list[Any]:
-            parts = [[parts_of(strategy, value) for value in values] for values in own]
+            parts = [[local_values(strategy, value) for value in values] for values in own]
             return finish([[[p[replica] for p in values] for values in parts] for replica in range(num_replicas)])
 
         if shares_memory(context.strategy):
@@ -231,16 +231,16 @@ def as_float(value: Any) -> tf.Tensor:
     return value if value.dtype.is_floating else tf.cast(value, tf.float32)
 
 
-def sum_parts(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
+def sum_components(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
     """Give every replica the sum of what all replicas hold, in cross-replica context."""
     for variable in variables:
         copies = components(variable)
         (total,) = sum_over_replicas(strategy, [regroup([copy.read_value() for copy in copies])])
-        for copy, value in zip(copies, parts_of(strategy, total), strict=True):
+        for copy, value in zip(copies, local_values(strategy, total), strict=True):
             copy.assign(value)
 
 
-def keep_first_part(variable: Any, *, is_chief: bool) -> None:
+def keep_on_first_replica(variable: Any, *, is_chief: bool) -> None:
     """Leave a mirrored variable's value to the first replica of the chief, and set all others to 0."""
     for copy in components(variable)[1 if is_chief else 0 :]:
         copy.assign(tf.zeros_like(copy))

@@ -20,7 +20,7 @@ from keras_dist_ext._keras.variables import is_sync_on_read
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.logs import pooled_result
 from keras_dist_ext.step.pass_through import LocalUpdate, PassThrough
-from keras_dist_ext.step.reduce import parts_of, scale, shares_memory, sum_over_replicas
+from keras_dist_ext.step.reduce import local_values, scale, shares_memory, sum_over_replicas
 from keras_dist_ext.step.update import (
     Update,
     assign_reduced,
@@ -253,8 +253,8 @@ class MirroredReducer(Reducer):
             here = strategy.experimental_local_results(condition)[0]
             summed = tf.cond(
                 here,
-                lambda: [parts_of(strategy, total) for total in sum_over_replicas(strategy, values)],
-                lambda: [parts_of(strategy, value) for value in values],
+                lambda: [local_values(strategy, total) for total in sum_over_replicas(strategy, values)],
+                lambda: [local_values(strategy, value) for value in values],
             )
             return [regroup(s) for s in summed]
 

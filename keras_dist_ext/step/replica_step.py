@@ -53,7 +53,7 @@ class StepOptions:
         kind: "train", "test" or "predict".
         pools_results: whether the results of metrics inside the step are those of all replicas, because the step
             computes with them.
-        without_seed: the generator behind ``seed=None``.
+        global_generator: the generator behind ``seed=None``.
         note: takes what is recorded of the step, if anything is.
         guard: leaves the step out if something in it is not finite, if that is wanted.
         exponents: how numbers grow with the rows, where the graph does not tell; None takes all of them for means.
@@ -62,7 +62,7 @@ class StepOptions:
 
     kind: str = "train"
     pools_results: bool = False
-    without_seed: Any = None
+    global_generator: Any = None
     note: StepNote | None = None
     guard: StepGuard | None = None
     exponents: BatchExponents | None = None
@@ -99,7 +99,7 @@ class ReplicaStep:
         self.results: dict[int, Result] = {}
         self._reducer = reducer = reducer_of(model) if reducer is None else reducer
         self.weights = RowWeights(model, rows, global_rows, reducer, options.exponents)
-        self._streams = RandomStreams(model, reducer, options.without_seed)
+        self._streams = RandomStreams(model, reducer, options.global_generator)
         self._states = LayerState(self.weights)
         self._guard = (
             None

@@ -40,7 +40,7 @@ from keras_dist_ext.errors import SeedError
 from keras_dist_ext.hashing import MODULUS, checked_seed, fold_in, replica_offset
 from keras_dist_ext.strategy.virtual import num_replicas_of
 
-__all__ = ["Generator", "Seeds", "generator_without_seed", "seed_replicas", "stream"]
+__all__ = ["Generator", "Seeds", "global_generator_of", "seed_replicas", "stream"]
 
 
 def stream(seed: int, replica: int, generator: str) -> tuple[int, int]:
@@ -195,7 +195,7 @@ class Seeds(Saveable):
         if not self._is_to_begin:
             return
         self._is_to_begin = False
-        self.take_loaded()
+        self.assign_loaded()
         if self.wanted is not None and self.wanted != self.root:
             self.restart(self.wanted)
         elif self.root is not None:
@@ -286,7 +286,7 @@ class Seeds(Saveable):
         return list(found.values())
 
     def _global_generator(self) -> Generator:
-        generator = generator_without_seed(self._strategy, is_seeded=self.root is not None)
+        generator = global_generator_of(self._strategy, is_seeded=self.root is not None)
         return Generator("global", "keras.random, seed=None", generator.state)
 
     def _check_distinct(self, generators: Sequence[Generator], seed: int) -> None:
@@ -323,14 +323,14 @@ class Seeds(Saveable):
             self._set_root(None if root < 0 else root)
         self._left = {}
         self._loaded = {name: np.asarray(value, np.int64) for name, value in state.items() if name != "run"}
-        self.take_loaded()
+        self.assign_loaded()
 
-    def go_on_from(self, other: Seeds) -> None:
+    def resume_from(self, other: Seeds) -> None:
         """Take over the state of the same model's seeds elsewhere."""
         self.wanted = other.wanted
         self.load(other.state())
 
-    def take_loaded(self) -> None:
+    def assign_loaded(self) -> None:
         """Give loaded states to generators that are there by now."""
         if self._loaded:
             for generator in self.generators():
@@ -365,7 +365,7 @@ class _InCheckpoint(tf.train.experimental.PythonState):  # type: ignore[misc]
         self._seeds.load(json.loads(string_value))
 
 
-def generator_without_seed(strategy: tf.distribute.Strategy, *, is_seeded: bool = False) -> Any:
+def global_generator_of(strategy: tf.distribute.Strategy, *, is_seeded: bool = False) -> Any:
     """The generator behind ``seed=None`` for the steps of a strategy.
 
     Keras has one, which lives where it was first used; TensorFlow refuses it elsewhere, or has all replicas of another

@@ -22,7 +22,7 @@ from keras_dist_ext.step.recorder import StepNote, now, when_updated
 from keras_dist_ext.step.reduce import sum_over_replicas
 from keras_dist_ext.step.reducers import Reducer, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
-from keras_dist_ext.step.seeds import generator_without_seed
+from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.step_buffer import ReplicaRecord, StepBuffer, StepRecord
 from keras_dist_ext.step.update import UnbuiltOptimizer
@@ -54,7 +54,7 @@ class DistributedStep:
         self.strategy: tf.distribute.Strategy = model.distribute_strategy
         self.num_replicas: int = self.strategy.num_replicas_in_sync
         self._runtime: ReplicaRuntime = model.replica_runtime
-        self._without_seed = generator_without_seed(self.strategy, is_seeded=self._runtime.seeds.root is not None)
+        self._global_generator = global_generator_of(self.strategy, is_seeded=self._runtime.seeds.root is not None)
         self._log_plan: Any = None
         self.is_eager: bool = model.run_eagerly or tf.config.functions_run_eagerly()
         self._pools_results: bool = self.is_eager
@@ -156,7 +156,7 @@ class DistributedStep:
         options = StepOptions(
             kind=self.kind,
             pools_results=self._pools_results,
-            without_seed=self._without_seed,
+            global_generator=self._global_generator,
             note=note,
             guard=guard,
             exponents=self._exponents,
@@ -169,7 +169,7 @@ class DistributedStep:
     def _extra_of_replica(self, batch: Any, split: Split, options: StepOptions) -> list[tf.Tensor]:
         placement = self.model.placement
         on_devices = contextlib.nullcontext() if placement is None else placement.step()
-        with use_global_seed_generator(self._without_seed), on_devices:
+        with use_global_seed_generator(self._global_generator), on_devices:
             if self._num_turns:
                 parts, num_global = split_rows(batch, split, self.strategy, self._num_turns)
                 self._log_plan, extra = run_virtual_replicas(

@@ -15,9 +15,9 @@ from keras_dist_ext._keras.strategies import is_default_strategy, regroup
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step.graphs import in_graph
-from keras_dist_ext.step.reduce import parts_of
+from keras_dist_ext.step.reduce import local_values
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
-from keras_dist_ext.step.seeds import generator_without_seed
+from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.step.xla import can_compile, compiled
 from keras_dist_ext.training.batch_split import Split, rows_of_replica, split_of
 
@@ -35,7 +35,7 @@ class PredictProgram:
         if model.jit_compile and model.placement is None and not model.run_eagerly and can_compile(self.strategy):
             step = compiled(step)
         self._step = step
-        self._without_seed = generator_without_seed(self.strategy, is_seeded=is_seeded)
+        self._global_generator = global_generator_of(self.strategy, is_seeded=is_seeded)
         self._on_batch = self._one if model.run_eagerly else in_graph(self._one, reduce_retracing=True)
 
     def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:
@@ -55,8 +55,8 @@ class PredictProgram:
         if split is not Split.NONE:
             batch = rows_of_replica(batch, self.strategy, of_worker=split is Split.WORKER)
         rows = data.num_rows(batch)
-        step = ReplicaStep(self.model, rows, rows, StepOptions(kind="predict", without_seed=self._without_seed))
-        with intercept(step), use_global_seed_generator(self._without_seed):
+        step = ReplicaStep(self.model, rows, rows, StepOptions(kind="predict", global_generator=self._global_generator))
+        with intercept(step), use_global_seed_generator(self._global_generator):
             outputs = self._step(batch)
             if step.has_assigned:
                 (global_rows,) = step.sum_over_replicas([tf.cast(rows, tf.float32)])
@@ -67,7 +67,7 @@ class PredictProgram:
 
 def gather_rows(strategy: tf.distribute.Strategy, value: Any) -> Any:
     """Concatenate what each replica of all workers has for its rows, in the order of the replicas."""
-    parts = (value,) if is_default_strategy(strategy) else parts_of(strategy, value)
+    parts = (value,) if is_default_strategy(strategy) else local_values(strategy, value)
     if len(parts) == strategy.num_replicas_in_sync:
         return _concat(parts)
     dtype = parts[0].dtype

@@ -15,7 +15,7 @@ from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.nan_guard import Guard
 from keras_dist_ext.step.recorder import Recorder
-from keras_dist_ext.step.reduce import keep_first_part, sum_parts
+from keras_dist_ext.step.reduce import keep_on_first_replica, sum_components
 from keras_dist_ext.step.seeds import Seeds
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.strategy.scope import optimizers
@@ -184,7 +184,7 @@ class ReplicaRuntime:
         if self.accumulators_are_split:
             self.accumulators_are_split = False
             for optimizer in _accumulating(self.model):
-                sum_parts(self.strategy, accumulated_gradients(optimizer))
+                sum_components(self.strategy, accumulated_gradients(optimizer))
 
     def scatter_accumulators(self) -> None:
         """Before training continues in the middle of an accumulation: give the first replica the sum, the others 0."""
@@ -197,7 +197,7 @@ class ReplicaRuntime:
             workers = workers_of(self.strategy)
             for optimizer in _accumulating(self.model):
                 for accumulator in accumulated_gradients(optimizer):
-                    keep_first_part(accumulator, is_chief=workers is None or workers.is_chief)
+                    keep_on_first_replica(accumulator, is_chief=workers is None or workers.is_chief)
 
     def find_divergence(self) -> str | None:
         """Say what differs between replicas, over all workers; None where nothing does."""

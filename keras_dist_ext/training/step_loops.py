@@ -53,7 +53,7 @@ class StepLoops:
         following = iterator.get_next_as_optional()
         has_more = following.has_value()
         if record is not None:
-            self._write(record._replace(execution_end=now(has_more, in_any_order=True)))
+            self._write(record._replace(execution_end=now(has_more, independent=True)))
         return following, has_more, self._step.logs(extra)
 
     def _single(
@@ -131,12 +131,12 @@ class StepLoops:
         """Pull a batch; return it with when that began, and when it was there: at once, if it was read ahead."""
         if self._step.buffer is None:
             return pull(), None
-        begin = now(in_any_order=True)
+        begin = now(independent=True)
         with tf.control_dependencies([begin]):
             batch = pull()
         if is_ahead:
             return batch, (begin, begin)
-        batch_there = now(batch, in_any_order=True)
+        batch_there = now(batch, independent=True)
         return batch if is_per_replica(batch) else after(batch_there, batch), (begin, batch_there)
 
 

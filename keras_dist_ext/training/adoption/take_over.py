@@ -50,7 +50,7 @@ def take_over(model: Any, strategy: tf.distribute.Strategy, own: OwnClasses, *, 
                 take_over_optimizers(rebuilt.twin, model, variables)
     check_scope(rebuilt.twin, strategy).raise_if_bad()
     if runtime_of(model) is not None:
-        rebuilt.twin.replica_seeds.go_on_from(model.replica_seeds)
+        rebuilt.twin.replica_seeds.resume_from(model.replica_seeds)
     return rebuilt.twin
 
 

@@ -7,7 +7,7 @@ In reading order:
     replica           ``kde.Replica``, what a step is given
     gathering         ``kde.per_replica`` and ``kde.gather``
     loop_program      the compiled loop
-    tallies           add up what steps return
+    step_metrics       add up what steps return
     examined_step     trace a step once, and refuse what would go wrong
     losses            whether a loss is a mean over examples
     step_variables    which variables a step uses and changes

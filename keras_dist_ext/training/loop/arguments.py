@@ -7,7 +7,7 @@ from typing import Any
 
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.messages import close_name
-from keras_dist_ext.training.loop.tallies import REDUCTIONS
+from keras_dist_ext.training.loop.step_metrics import REDUCTIONS
 
 __all__ = ["check_named", "check_reductions", "checked_functions", "parts_by_name"]
 

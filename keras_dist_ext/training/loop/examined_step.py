@@ -24,7 +24,7 @@ from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.reducers import Reducer, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
-from keras_dist_ext.step.seeds import generator_without_seed
+from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.step.update import UnbuiltOptimizer, Update, assign_reduced, build_optimizer, run_optimizer
 from keras_dist_ext.training.loop.losses import check_mean, check_not_scaled, multiples, warn_of_own_divisor
 from keras_dist_ext.training.loop.origins import Origins, draws
@@ -176,7 +176,7 @@ class _ExaminedReducer(Reducer):
                 "cannot wait for each other. Add up before: gradients by replica.reduce_gradients, which optimizers "
                 "take as they are, there too. A loop of a fixed number of updates can be one of Python's."
             )
-        return [self._origins.common(value) for value in values]
+        return [self._origins.mark_replicated(value) for value in values]
 
     def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
         """See ``sum``."""
@@ -200,7 +200,7 @@ class _ExaminedReducer(Reducer):
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def reduced(given: tf.Tensor) -> Any:
-            return self._origins.common(given), self._origins.common
+            return self._origins.mark_replicated(given), self._origins.mark_replicated
 
         total = tf.nest.map_structure(lambda given: reduced(tf.convert_to_tensor(given)), value)
         self.reduced.update({id(leaf): leaf for leaf in tf.nest.flatten(total)})
@@ -231,7 +231,7 @@ class _Examination(StepObserver):
 
     def on_draw(self, state: Any, replica: Any) -> Any:
         """Note what is drawn."""
-        return self.origins.own(state, replica) if self.num_replicas > 1 else state
+        return self.origins.mark_per_replica(state, replica) if self.num_replicas > 1 else state
 
     def on_assign(self, variable: Any) -> None:
         """Note of which state the mean will be taken."""
@@ -244,9 +244,9 @@ class _Examination(StepObserver):
                 if tf.is_tensor(value) and not isinstance(value, tf.IndexedSlices):
                     total = value if value.shape.rank == 0 else tf.reduce_sum(value)  # as the tape takes it
                     what = f"The loss that the step {self.name!r} differentiates"
-                    check_mean(what, total, self.origins.common_ids, self.scaled_by)
+                    check_mean(what, total, self.origins.replicated_ids, self.scaled_by)
                     if self.num_replicas > 1:
-                        warn_of_own_divisor(what, total, self.origins.common_ids)
+                        warn_of_own_divisor(what, total, self.origins.replicated_ids)
 
     def on_apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Look at the gradients, and have the variables of the optimizer made, which a step cannot."""
@@ -281,7 +281,7 @@ def _trace(
 ) -> tuple[Any, dict[str, Any], _Examination]:
     """Return the graph of a step, what the first replica returns, and what was seen."""
     strategy = loop.distribute_strategy
-    without_seed = generator_without_seed(strategy, is_seeded=loop.replica_seeds.root is not None)
+    global_generator = global_generator_of(strategy, is_seeded=loop.replica_seeds.root is not None)
     returned: list[Any] = []
     seen = _Examination(name, strategy.num_replicas_in_sync, scales=scales)
 
@@ -294,13 +294,13 @@ def _trace(
 
     def replica(batch: Any) -> None:
         if strategy.num_replicas_in_sync > 1:
-            batch = seen.origins.own(batch, replica_id())
+            batch = seen.origins.mark_per_replica(batch, replica_id())
         rows = data.num_rows(batch)
-        global_rows = seen.origins.common(rows) if strategy.num_replicas_in_sync > 1 else rows
-        options = StepOptions(without_seed=without_seed, observer=seen)
+        global_rows = seen.origins.mark_replicated(rows) if strategy.num_replicas_in_sync > 1 else rows
+        options = StepOptions(global_generator=global_generator, observer=seen)
         step = ReplicaStep(loop, rows, global_rows, options, seen.reducer(reducer_of(loop)))
         with (
-            use_global_seed_generator(without_seed),
+            use_global_seed_generator(global_generator),
             intercept(step),
             tf.variable_creator_scope(refuse),
         ):
@@ -442,6 +442,6 @@ def _outputs(
             )
         if reduce[key] == "mean" and not has_rows:
             what = f"{key!r} is declared a mean, but"
-            check_mean(what, value, seen.origins.common_ids, seen.scaled_by)
+            check_mean(what, value, seen.origins.replicated_ids, seen.scaled_by)
         outputs[key] = Output(tf.TensorSpec(value.shape, value.dtype), has_rows)
     return outputs

@@ -27,7 +27,7 @@ class Origins:
         self._own: dict[Any, int] = {}  # by op
         self._common: dict[Any, Any] = {}  # by op
 
-    def own(self, value: Any, replica: int) -> Any:
+    def mark_per_replica(self, value: Any, replica: int) -> Any:
         """Return a value as one that a replica has for itself."""
         return tf.nest.map_structure(lambda leaf: self._note_own(leaf, replica), value, expand_composites=True)
 
@@ -38,20 +38,22 @@ class Origins:
         self._own[leaf.op] = replica
         return leaf
 
-    def common(self, value: Any) -> Any:
+    def mark_replicated(self, value: Any) -> Any:
         """Return a value as one that is the same on all replicas, of which nothing else is known."""
         if isinstance(value, tf.IndexedSlices):
-            return tf.IndexedSlices(self.common(value.values), self.common(value.indices), value.dense_shape)
+            return tf.IndexedSlices(
+                self.mark_replicated(value.values), self.mark_replicated(value.indices), value.dense_shape
+            )
         value = tf.raw_ops.Snapshot(input=tf.convert_to_tensor(value))
         self._common[value.op] = value
         return value
 
     @property
-    def common_ids(self) -> set[int]:
+    def replicated_ids(self) -> set[int]:
         """Ids of the tensors that are the same on all replicas."""
         return {id(value) for value in self._common.values()}
 
-    def owners(self, values: Iterable[Value]) -> set[int]:
+    def replicas_of(self, values: Iterable[Value]) -> set[int]:
         """Return the replicas whose own rows or numbers values are computed from."""
         found: set[int] = set()
 

@@ -20,7 +20,7 @@ from keras_dist_ext._keras.variables import (
 from keras_dist_ext.errors import LoopError, ScopeError
 from keras_dist_ext.step.ancestry import Assignment
 from keras_dist_ext.step.distributed_model import DistributedModel
-from keras_dist_ext.step.seeds import generator_without_seed
+from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_variables
 from keras_dist_ext.training.loop.origins import Origins, read_parts
 
@@ -32,8 +32,8 @@ _LISTED = 5  # variables that a message names before it counts the rest
 def check_known(loop: DistributedModel, name: str, graph: Any, assigned: set[int]) -> None:
     """Refuse variables that were made elsewhere, or that no part holds though the step changes or trains them."""
     strategy = loop.distribute_strategy
-    without_seed = generator_without_seed(strategy, is_seeded=loop.replica_seeds.root is not None).state
-    known = {id(distributed_variable(copy)) for copy in components(without_seed)}
+    global_generator = global_generator_of(strategy, is_seeded=loop.replica_seeds.root is not None).state
+    known = {id(distributed_variable(copy)) for copy in components(global_generator)}
     known |= {id(same) for variable in _of_parts(loop) for same in (variable, parameter_server_variable(variable))}
     elsewhere: list[str] = []
     unknown: list[str] = []
@@ -101,7 +101,7 @@ def check_assigned(
     differing = {
         id(shared[id(one.variable)]): shared[id(one.variable)]
         for one in assigned
-        if id(one.variable) in shared and len(origins.owners(one.values)) == 1
+        if id(one.variable) in shared and len(origins.replicas_of(one.values)) == 1
     }
     if differing:
         raise LoopError(

@@ -22,7 +22,7 @@ from keras_dist_ext.training.loop.arguments import check_named, check_reductions
 from keras_dist_ext.training.loop.examined_step import Output, examine
 from keras_dist_ext.training.loop.loop_program import DeclaredStep, OneStepWhereKept
 from keras_dist_ext.training.loop.replica import Replica
-from keras_dist_ext.training.loop.tallies import Reduction, Tally, tally_of
+from keras_dist_ext.training.loop.step_metrics import Reduction, StepMetric, metric_of
 from keras_dist_ext.training.model import Model
 from keras_dist_ext.training.program import StepProgram
 
@@ -84,7 +84,7 @@ class TrainLoop(Model):
         StrategyError: the strategy is a ParameterServerStrategy, and a reduction is not "mean" or "sum".
     """
 
-    _tallies: MutableMapping[str, dict[str, Tally]] = {}  # noqa: RUF012 (by kind, then by name; of each loop its own)
+    _step_metrics: MutableMapping[str, dict[str, StepMetric]] = {}  # noqa: RUF012 (by kind, then by name; of each loop its own)
     _kind: Kind = "train"
 
     def __init__(
@@ -109,7 +109,7 @@ class TrainLoop(Model):
         for attribute, value in {
             "_steps": {"train": step, "test": test, "predict": predict},
             "_reduce": dict(reduce),
-            "_tallies": {"train": {}, "test": {}},
+            "_step_metrics": {"train": {}, "test": {}},
             "_outputs": {},
             "_signatures": {},
             "_updated": {},
@@ -164,26 +164,26 @@ class TrainLoop(Model):
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """Make one step of training on a replica's rows."""
-        return self._tallied("train", data)
+        return self._run_step("train", data)
 
     def test_step(self, data: Any) -> dict[str, Any]:
         """Make one step of evaluation on a replica's rows."""
-        return self._tallied("test", data)
+        return self._run_step("test", data)
 
     def predict_step(self, data: Any) -> Any:
         """Return outputs for a replica's rows."""
         return self._steps["predict"](data)
 
-    def _tallied(self, kind: Kind, data: Any) -> dict[str, Any]:
+    def _run_step(self, kind: Kind, data: Any) -> dict[str, Any]:
         step = current_step()
         if step is None and self._is_asynchronous:
             step = ReplicaStep(self, num_rows(data), num_rows(data))  # a worker's own
         assert isinstance(step, ReplicaStep)
         replica = Replica(step, data)
         values = {name: tf.convert_to_tensor(value) for name, value in self._steps[kind](replica, data).items()}
-        for name, tally in self._tallies[kind].items():
+        for name, metric in self._step_metrics[kind].items():
             if name in values:
-                tally.update_state(values[name], replica)
+                metric.update_state(values[name], replica)
         return values
 
     # What Keras' loops ask for
@@ -191,11 +191,11 @@ class TrainLoop(Model):
     @property
     def metrics(self) -> list[Any]:
         """What the declared values of the present kind of steps add up to, and the metrics among the parts."""
-        return [*self._tallies.get(self._kind, {}).values(), *self._own_metrics]
+        return [*self._step_metrics.get(self._kind, {}).values(), *self._own_metrics]
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Return what has been added up, of the values that the steps of the present kind return."""
-        declared = {name: tally.result() for name, tally in self._tallies[self._kind].items()}
+        declared = {name: metric.result() for name, metric in self._step_metrics[self._kind].items()}
         return {**declared, **{metric.name: metric.result() for metric in self._updated[self._kind]}}
 
     def _program(self, kind: Kind) -> Any:
@@ -214,13 +214,13 @@ class TrainLoop(Model):
         if self._signatures.get(kind) != signature:
             outputs, updated = examine(self, self._own_metrics, kind, self._steps[kind], self._reduce, spec)
             with self.replica_runtime.in_scope():
-                self._tallies[kind] = {
-                    name: tally_of(name, self._reduce[name], output.spec, has_rows=output.has_rows)
+                self._step_metrics[kind] = {
+                    name: metric_of(name, self._reduce[name], output.spec, has_rows=output.has_rows)
                     for name, output in outputs.items()
                     if self._reduce[name] != "concat"
                 }
             if kind in self._signatures:
-                self.replica_runtime.functions[kind].clear()  # what was traced adds up to the tallies before
+                self.replica_runtime.functions[kind].clear()  # what was traced adds up to the step metrics before
                 setattr(self, f"{kind}_function", None)
             self._outputs[kind], self._updated[kind], self._signatures[kind] = outputs, updated, signature
         self.replica_seeds.begin()

@@ -12,13 +12,13 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext.training.loop.replica import Replica
 
-__all__ = ["REDUCTIONS", "Extreme", "Mean", "Reduction", "Sum", "Tally", "tally_of"]
+__all__ = ["REDUCTIONS", "Extreme", "Mean", "Reduction", "Sum", "StepMetric", "metric_of"]
 
 Reduction = Literal["mean", "sum", "max", "min", "concat"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum", "max", "min", "concat")
 
 
-class Tally(keras.metrics.Metric):  # type: ignore[misc]
+class StepMetric(keras.metrics.Metric):  # type: ignore[misc]
     """What one of a step's values adds up to; each replica holds a part, and the parts add up.
 
     Args:
@@ -35,7 +35,7 @@ class Tally(keras.metrics.Metric):  # type: ignore[misc]
         raise NotImplementedError
 
 
-class Mean(Tally):
+class Mean(StepMetric):
     """The mean over all rows: a value for each row counts once, a scalar as often as the replica has rows."""
 
     def __init__(self, name: str, *, has_rows: bool) -> None:
@@ -43,7 +43,7 @@ class Mean(Tally):
         self.total_and_count = self.add_weight(initializer="zeros", shape=(2,), dtype="float64", name="total_and_count")
 
     def update_state(self, value: Any, replica: Replica) -> None:
-        """See ``Tally``."""
+        """See ``StepMetric``."""
         value = tf.cast(value, tf.float64)
         count = tf.cast(tf.size(value) if self.has_rows else replica.rows, tf.float64)
         total = tf.reduce_sum(value) if self.has_rows else value * count
@@ -57,7 +57,7 @@ class Mean(Tally):
         return tf.cast(tf.math.divide_no_nan(total, count), tf.float32)
 
 
-class Sum(Tally):
+class Sum(StepMetric):
     """The sum over replicas and steps, and over rows where there is a value for each."""
 
     def __init__(self, name: str, spec: tf.TensorSpec, *, has_rows: bool) -> None:
@@ -69,7 +69,7 @@ class Sum(Tally):
         )
 
     def update_state(self, value: Any, replica: Replica) -> None:
-        """See ``Tally``."""
+        """See ``StepMetric``."""
         value = tf.cast(value, self.total.dtype)
         if self.has_rows:
             value = tf.reshape(tf.reduce_sum(value, axis=0), self.total.shape)
@@ -81,7 +81,7 @@ class Sum(Tally):
         return total if total.dtype.is_integer else tf.cast(total, tf.float32)
 
 
-class Extreme(Tally):
+class Extreme(StepMetric):
     """The largest or the smallest value of all rows, replicas and steps.
 
     Parts of replicas add up, so each replica writes a place of its own: (whether there was a value, and which), [R, 2].
@@ -94,7 +94,7 @@ class Extreme(Tally):
         self.places = self.add_weight(initializer="zeros", shape=(num_replicas, 2), dtype="float64", name="places")
 
     def update_state(self, value: Any, replica: Replica) -> None:
-        """See ``Tally``."""
+        """See ``StepMetric``."""
         places = tf.convert_to_tensor(self.places)
         seen, before = tf.unstack(places[replica.index])
         value = self._sign * tf.cast(value, tf.float64)
@@ -112,14 +112,14 @@ class Extreme(Tally):
         return tf.cast(tf.where(is_bad, tf.cast(float("nan"), largest.dtype), self._sign * largest), tf.float32)
 
 
-def tally_of(name: str, reduction: Reduction, spec: tf.TensorSpec, *, has_rows: bool) -> Tally:
-    """Make the tally of a value, in the scope that is entered.
+def metric_of(name: str, reduction: Reduction, spec: tf.TensorSpec, *, has_rows: bool) -> StepMetric:
+    """Make the metric of a value, in the scope that is entered.
 
     Args:
         name: of the value.
         reduction: declared for it; "concat" has none.
         spec: of the value on one replica.
-        has_rows: see ``Tally``.
+        has_rows: see ``StepMetric``.
     """
     if reduction == "mean":
         return Mean(name, has_rows=has_rows)
