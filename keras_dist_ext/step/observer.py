@@ -11,8 +11,8 @@ __all__ = ["StepObserver"]
 class StepObserver:
     """Is told what a step does while it is traced; this one takes no note."""
 
-    def on_draw(self, state: Any, replica: Any) -> Any:
-        """Return the seed that a replica draws with, or another tensor in its place."""
+    def on_draw(self, state: Any) -> Any:
+        """Return the seed that the replica draws with, or another tensor in its place."""
         return state
 
     def on_assign(self, variable: Any) -> None:

@@ -196,7 +196,7 @@ class ReplicaStep:
 
     def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
         """Give each replica a stream of its own."""
-        return self._observer.on_draw(self._streams.next_seed(generator, ordered, original), self.replica_id)
+        return self._observer.on_draw(self._streams.next_seed(generator, ordered, original))
 
     def op_seeds(self, op_seed: Any, original: Callable[[Any], Any]) -> Any:
         """Seed a ``tf.random`` op."""

@@ -41,7 +41,7 @@ class StepRecord(NamedTuple):
     ends: Sequence[Any]  # [L], when each was over with the step
     begin: Any
     batch_ready: Any
-    execution_end: Any = float("nan")  # when the execution was over, where its only step says so
+    execution_end: Any = np.float64("nan")  # when the execution was over, where its only step says so
 
 
 class BufferedSteps(NamedTuple):

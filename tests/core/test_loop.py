@@ -876,8 +876,8 @@ def test_variables_made_in_a_step_are_refused(kind: str, strategies: Any) -> Non
 @pytest.mark.parametrize(
     ("value", "reduction", "message"),
     [
-        (lambda y: {"inner": y}, "mean", "returns dict as 'value', which is no tensor"),
-        (lambda y: None, "mean", "returns NoneType as 'value', which is no tensor"),
+        (lambda y: {"inner": y}, "mean", "returns dict as 'value', which is not a tensor"),
+        (lambda y: None, "mean", "returns NoneType as 'value', which is not a tensor"),
         (lambda y: tf.RaggedTensor.from_tensor(y[:, None]), "concat", "returns RaggedTensor as 'value'"),
         (lambda y: tf.complex(y, y), "mean", "'value' is complex64, of which there is no 'mean'"),
         (lambda y: tf.strings.as_string(y), "sum", "'value' is string, of which there is no 'sum'"),
@@ -987,13 +987,13 @@ def test_what_does_not_add_up_is_refused_under_a_parameter_server(
 
 
 def test_reductions_and_names_are_checked_when_a_loop_is_made() -> None:
-    with pytest.raises(LoopError, match=r"reduce\['loss'\] is 'meen'.* did you mean 'mean'\?"):
+    with pytest.raises(LoopError, match=r"Invalid reduce\['loss'\]='meen'.* did you mean 'mean'\?"):
         small_loop(DEFAULT, lambda replica, batch: {}, loss="meen")
-    with pytest.raises(LoopError, match="A part is called 'weights'.* Call it something else, such as 'my_weights'"):
+    with pytest.raises(LoopError, match="Invalid name 'weights' of a part.* Rename it, for example to 'my_weights'"):
         small_loop(DEFAULT, lambda replica, batch: {}, {"weights": tf.Variable(1.0)})
-    with pytest.raises(LoopError, match="reduce is list; it is a dict by name"):
+    with pytest.raises(LoopError, match="reduce must be a dict by name, .* got list"):
         TrainLoop(lambda replica, batch: {}, parts={}, reduce=["loss"])  # type: ignore[arg-type]
-    with pytest.raises(LoopError, match="parts is NoneType; it is a dict by name"):
+    with pytest.raises(LoopError, match="parts must be a dict by name, .* got NoneType"):
         TrainLoop(lambda replica, batch: {}, parts=None, reduce={})  # type: ignore[arg-type]
-    with pytest.raises(LoopError, match=r"A step is a function of \(replica, batch\)"):
+    with pytest.raises(LoopError, match=r"A step must be a function of \(replica, batch\)"):
         TrainLoop({}, parts={}, reduce={})  # type: ignore[arg-type]

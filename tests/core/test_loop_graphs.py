@@ -446,7 +446,7 @@ def test_python_that_needs_values_is_told_what_to_use(mirrored: Any) -> None:
 
 
 def test_two_parts_have_two_names() -> None:
-    with pytest.raises(LoopError, match="Two parts are called 'a_b'"):
+    with pytest.raises(LoopError, match="Two parts have the name 'a_b'"):
         TrainLoop(lambda replica, batch: {}, parts={"a": {"b": 1}, "a_b": 2}, reduce={})
 
 

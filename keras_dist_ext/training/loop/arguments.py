@@ -1,4 +1,4 @@
-"""Check what a loop is told: functions, parts and reductions, by name."""
+"""Check the arguments of a loop: functions, parts and reductions, by name."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ __all__ = ["check_named", "check_reductions", "checked_functions", "parts_by_nam
 
 
 def checked_functions(*functions: Any) -> list[Any]:
-    """Return functions as Python's: the loop compiles what a tf.function would have.
+    """Return Python functions, also of a tf.function: the loop compiles them itself.
 
     Raises:
-        LoopError: one is none.
+        LoopError: one is not callable.
     """
     for function in functions:
         if function is not None and not callable(function):
             raise LoopError(
-                f"A step is a function of (replica, batch), and `predict` one of (batch); given is {function!r}."
+                f"A step must be a function of (replica, batch), and `predict` a function of (batch); got {function!r}."
             )
     return [getattr(function, "python_function", function) for function in functions]
 
 
 def check_named(argument: str, given: Any) -> None:
-    """Refuse what is no dict by name.
+    """Refuse anything but a dict by name.
 
     Raises:
-        LoopError: it is none.
+        LoopError: it is not a dict.
     """
     if not isinstance(given, Mapping):
         example = 'reduce={"loss": "mean"}' if argument == "reduce" else 'parts={"net": net}'
-        raise LoopError(f"{argument} is {type(given).__name__}; it is a dict by name, such as {example}; or {{}}.")
+        raise LoopError(f"{argument} must be a dict by name, such as {example}, or {{}}; got {type(given).__name__}.")
 
 
 def check_reductions(reduce: Mapping[str, Any]) -> None:
-    """Refuse reductions that there are not.
+    """Refuse unknown reductions.
 
     Raises:
         LoopError: one is unknown.
@@ -46,7 +46,7 @@ def check_reductions(reduce: Mapping[str, Any]) -> None:
     for name, reduction in reduce.items():
         if reduction not in REDUCTIONS:
             raise LoopError(
-                f"reduce[{name!r}] is {reduction!r}. Values of replicas are combined by "
+                f"Invalid reduce[{name!r}]={reduction!r}; expected one of "
                 f"{', '.join(map(repr, REDUCTIONS))}{close_name(str(reduction), REDUCTIONS)}"
             )
 
@@ -61,7 +61,7 @@ def parts_by_name(parts: Mapping[str, Any]) -> dict[str, Any]:
     for name, part in _named(parts):
         if name in named:
             raise LoopError(
-                f"Two parts are called {name!r}: those in lists and dicts have the names of both. Call one else."
+                f"Two parts have the name {name!r}: a part in a list or dict has the names of both. Rename one."
             )
         named[name] = part
     return named

@@ -229,9 +229,9 @@ class _Examination(StepObserver):
         self._reducers.append(_ExaminedReducer(self.name, self.origins, own))
         return self._reducers[-1]
 
-    def on_draw(self, state: Any, replica: Any) -> Any:
+    def on_draw(self, state: Any) -> Any:
         """Note what is drawn."""
-        return self.origins.mark_per_replica(state, replica) if self.num_replicas > 1 else state
+        return self.origins.mark_per_replica(state, replica_id()) if self.num_replicas > 1 else state
 
     def on_assign(self, variable: Any) -> None:
         """Note of which state the mean will be taken."""
@@ -374,8 +374,8 @@ def _tensor(name: str, key: Any, value: Any) -> Any:
         return tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
         raise LoopError(
-            f"The step {name!r} returns {type(value).__name__} as {key!r}, which is no tensor, so replicas cannot "
-            "combine it. Return dense tensors and numbers by name, in a dict without others in it."
+            f"The step {name!r} returns {type(value).__name__} as {key!r}, which is not a tensor, so replicas "
+            "cannot combine it. Return dense tensors and numbers by name, in a flat dict."
         ) from error
 
 

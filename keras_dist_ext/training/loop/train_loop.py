@@ -148,16 +148,16 @@ class TrainLoop(Model):
         others = [f"{name!r} by {how!r}" for name, how in reduce.items() if how not in ("mean", "sum")]
         if self._is_asynchronous and others:
             raise StrategyError(
-                f"reduce combines {', '.join(others)}, but workers of ParameterServerStrategy make steps of their own, "
-                'each at its pace, and what they return is added up. Declare "mean" or "sum", or use '
-                "MultiWorkerMirroredStrategy, whose workers take steps together."
+                f"reduce combines {', '.join(others)}, but workers of ParameterServerStrategy make their steps "
+                'independently, and what they return is added up. Declare "mean" or "sum", or use '
+                "MultiWorkerMirroredStrategy, whose workers make steps together."
             )
 
     def _check_name(self, name: str) -> None:
         if not name.isidentifier() or name.startswith("_") or hasattr(type(self), name):
             raise LoopError(
-                f"A part is called {name!r}, which is no name that an attribute of the loop can have, or one that "
-                f"models have already. Call it something else, such as 'my_{name.strip('_')}'."
+                f"Invalid name {name!r} of a part: it cannot be an attribute of the loop, or models have an attribute "
+                f"of this name already. Rename it, for example to 'my_{name.strip('_')}'."
             )
 
     # What runs inside a step
@@ -321,8 +321,8 @@ class TrainLoop(Model):
         if virtual_replicas is not None:
             raise StrategyError(
                 f"virtual_replicas={virtual_replicas!r} for '{self.name}', a TrainLoop, whose step is a function that "
-                "changes what it likes, so that several cannot take turns on a replica. Leave virtual_replicas out, or "
-                "make a kde.Model with a train_step of its own."
+                "may change anything, so several virtual replicas cannot run on one device. Leave virtual_replicas "
+                "out, or use a kde.Model with a custom train_step."
             )
         super().compile(*args, **kwargs)
 
