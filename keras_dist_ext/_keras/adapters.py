@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import py_dataset_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
@@ -24,6 +26,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from keras_dist_ext._keras import tree
 
 __all__ = [
+    "DataAdapter",
     "CustomEpochIterator",
     "ArrayDataAdapter",
     "GeneratorDataAdapter",
@@ -152,12 +155,12 @@ def preserve_py_dataset_order() -> Iterator[None]:
         _py_dataset_order.generator = before
 
 
-def first_batch_of_generator(adapter: Any) -> list[Any]:
+def first_batch_of_generator(adapter: DataAdapter) -> list[Any]:
     """The arrays of a generator's first batch, which Keras has looked at (data_adapters/generator_data_adapter.py)."""
     return [part for part in tree.flatten(adapter._first_batches[0]) if isinstance(part, np.ndarray | tf.Tensor)]
 
 
-def resume_py_dataset(adapter: Any, batch: int, seed: int | None) -> tf.data.Dataset:
+def resume_py_dataset(adapter: DataAdapter, batch: int, seed: int | None) -> tf.data.Dataset:
     """The rest of a pass over a PyDataset, from a batch on; those before it are not asked for.
 
     keras/src/trainers/data_adapters/py_dataset_adapter.py makes a dataset of what `_get_iterator` gives.
@@ -188,7 +191,7 @@ def array_shuffle(adapter: ArrayDataAdapter) -> bool | str:
     return adapter._shuffle  # type: ignore[no-any-return]
 
 
-def take_examples(adapter: Any, rows: Any) -> list[Any]:
+def take_examples(adapter: DataAdapter, rows: Any) -> list[npt.NDArray[Any]]:
     """Some rows of each of the arrays that `fit` was given (trainers/data_adapters/array_data_adapter.py).
 
     Raises:
@@ -245,14 +248,14 @@ def make_data_adapter(
     batch_size: int | None,
     shuffle: bool,
     class_weight: Mapping[int, float] | None = None,
-) -> Any:
+) -> DataAdapter:
     """What `fit` makes of its data (keras/src/trainers/data_adapters/__init__.py)."""
     return data_adapters.get_data_adapter(
         x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, class_weight=class_weight
     )
 
 
-def py_dataset_batches(adapter: Any) -> Iterator[Any]:
+def py_dataset_batches(adapter: DataAdapter) -> Iterator[Any]:
     """One pass over a PyDataset, begun and ended as `fit` does an epoch, also when it is left early.
 
     keras/src/trainers/data_adapters/py_dataset_adapter.py.

@@ -18,7 +18,7 @@ class LateCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
     _executor: Any = None
 
 
-def saves_each_epoch(callback: Any) -> bool:
+def saves_each_epoch(callback: keras.callbacks.Callback) -> bool:
     """Whether a ModelCheckpoint or BackupAndRestore saves at the ends of epochs only.
 
     keras/src/callbacks/model_checkpoint.py has `save_freq`, backup_and_restore.py has or had `_save_freq`.

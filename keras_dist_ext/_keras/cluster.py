@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-def per_worker_values(strategy: Any, values: Sequence[Any]) -> Any:
+def per_worker_values(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> Any:
     """Put one value on each worker of a ParameterServerStrategy: a tensor, or an iterator over a dataset.
 
     TensorFlow's ``create_per_worker_dataset`` (coordinator/values.py, cluster_coordinator.py) gives all workers the

@@ -7,14 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from tensorflow.core.framework import graph_pb2
+from tensorflow.core.framework.function_pb2 import FunctionDef
+from tensorflow.core.framework.graph_pb2 import GraphDef
+from tensorflow.core.framework.node_def_pb2 import NodeDef
 from tensorflow.python.data.experimental.ops import distribute as data_distribute
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.framework import random_seed
 
 __all__ = [
+    "GraphDef",
+    "NodeDef",
+    "FunctionDef",
     "dataset_graph",
     "iterator_state",
     "has_unseeded_shuffle",
@@ -33,13 +39,13 @@ __all__ = [
 ]
 
 
-def dataset_graph(dataset: tf.data.Dataset) -> Any:
+def dataset_graph(dataset: tf.data.Dataset) -> GraphDef | None:
     """The graph of a dataset as tf.data serializes it, or None where it cannot (dataset_ops.py).
 
     Of the device of a `tf.py_function`, TensorFlow leaves "/device::0", which it refuses when a dataset is made of it.
     """
     try:
-        graph = graph_pb2.GraphDef.FromString(dataset._as_serialized_graph(strip_device_assignment=True).numpy())
+        graph = GraphDef.FromString(dataset._as_serialized_graph(strip_device_assignment=True).numpy())
     except (tf.errors.OpError, ValueError, DecodeError):
         return None
     for function in graph.library.function:
@@ -49,7 +55,7 @@ def dataset_graph(dataset: tf.data.Dataset) -> Any:
     return graph
 
 
-def iterator_state(iterator: Any) -> list[bytes] | None:
+def iterator_state(iterator: tf.data.Iterator) -> list[bytes] | None:
     """What a dataset's iterator holds, buffers included; None where it depends on what TensorFlow cannot save.
 
     tensorflow/python/data/ops/iterator_ops.py does the same for `tf.train.Checkpoint`, which writes files.
@@ -69,7 +75,7 @@ def has_unseeded_shuffle(dataset: tf.data.Dataset) -> bool:
     return (is_shuffle and not any(int(seed) for seed in own)) or any(map(has_unseeded_shuffle, dataset._inputs()))
 
 
-def has_random_order(graph: Any) -> bool:
+def has_random_order(graph: GraphDef) -> bool:
     """Whether a dataset shuffles, or has a source of random numbers, also in its functions (dataset_ops.py).
 
     The state of an iterator then does not bring back what comes after this pass: saved when a shuffle has taken the
@@ -79,7 +85,7 @@ def has_random_order(graph: Any) -> bool:
     return any(node.op.startswith(("Shuffle", "RandomDataset")) for node in nodes)
 
 
-def set_iterator_state(iterator: Any, state: Sequence[bytes]) -> bool:
+def set_iterator_state(iterator: tf.data.Iterator, state: Sequence[bytes]) -> bool:
     """Put back what ``iterator_state`` has returned; return whether that has worked (iterator_ops.py)."""
     try:
         parts = tf.stack([tf.io.parse_tensor(part, tf.variant) for part in state])
@@ -89,7 +95,7 @@ def set_iterator_state(iterator: Any, state: Sequence[bytes]) -> bool:
     return True
 
 
-def shard_indices(graph: Any) -> list[tuple[int, ...]]:
+def shard_indices(graph: GraphDef) -> list[tuple[int, ...]]:
     """The (number of shards, index) of each ``Dataset.shard`` in the graph."""
     constants = {n.name: n for n in graph.node if n.op == "Const"}
 
@@ -100,7 +106,7 @@ def shard_indices(graph: Any) -> list[tuple[int, ...]]:
     return [tuple(value(i) for i in node.input[1:3]) for node in graph.node if node.op == "ShardDataset"]
 
 
-def checksum_of_constants(graph: Any) -> int:
+def checksum_of_constants(graph: GraphDef) -> int:
     """Tell the arrays and lists of files apart that a dataset is made of (dataset_ops.py: `Const` nodes).
 
     Of a text, the part after its last slash counts: folders may be called differently on each machine.
@@ -122,7 +128,7 @@ def checksum_of_constants(graph: Any) -> int:
 
 def with_seeds(
     dataset: tf.data.Dataset,
-    graph: Any,
+    graph: GraphDef,
     seed: int,
     map_seed: int | None = None,
     *,
@@ -185,7 +191,7 @@ def with_seeds(
     return seeded.with_options(dataset.options())
 
 
-def unseeded_random_ops(graph: Any, *, over_global: bool = False) -> list[Any]:
+def unseeded_random_ops(graph: GraphDef, *, over_global: bool = False) -> list[NodeDef]:
     """The random ops without a seed in the functions of a dataset's graph (python/ops/random_ops.py)."""
     found = []
     for function in graph.library.function:
@@ -197,7 +203,7 @@ def unseeded_random_ops(graph: Any, *, over_global: bool = False) -> list[Any]:
     return found
 
 
-def generator_states(graph: Any) -> list[tuple[Any, Any]]:
+def generator_states(graph: GraphDef) -> list[tuple[NodeDef, npt.NDArray[Any]]]:
     """The states of generators that a dataset's functions draw from: constants of its graph, with their values.
 
     A variable that a function captures is written down as one that begins with what it holds (framework/
@@ -212,7 +218,7 @@ def generator_states(graph: Any) -> list[tuple[Any, Any]]:
     return [(node, s) for node, s in states if s.dtype.kind in "iu" and s.ndim == 1 and len(s) in sizes]
 
 
-def captures_variables(graph: Any) -> bool:
+def captures_variables(graph: GraphDef) -> bool:
     """Whether a dataset's functions read variables other than those of generators, see ``generator_states``."""
     return bool(sum(node.op == "AssignVariableOp" for node in graph.node) > len(generator_states(graph)))
 
@@ -240,7 +246,7 @@ _RANDOM_OPS = {
 }
 
 
-def caches_in_memory(graph: Any) -> bool:
+def caches_in_memory(graph: GraphDef) -> bool:
     """Whether a dataset keeps elements in memory, which making it anew would lose (dataset_ops.py, `cache`)."""
     constants = {n.name: n for n in graph.node if n.op == "Const"}
     caches = [node for node in graph.node if node.op in ("CacheDataset", "CacheDatasetV2")]

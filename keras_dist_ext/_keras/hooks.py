@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -52,18 +52,18 @@ def current_step() -> Step | None:
 
 # keras/src/losses/loss.py: losses are local means; the step makes their sum over replicas exact.
 @install(loss_module, "scale_loss_for_distribution")
-def _(original: Any, step: Step, value: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, value: Any) -> Any:
     return value
 
 
 @install(loss_module, "unscale_loss_for_distribution")
-def _(original: Any, step: Step, value: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, value: Any) -> Any:
     return value
 
 
 @install(loss_module, "reduce_weighted_values")
 def _(
-    original: Any,
+    original: Callable[..., Any],
     step: Step,
     values: Any,
     sample_weight: Any = None,
@@ -79,7 +79,7 @@ def _(
 
 # keras/src/trainers/trainer.py
 @install(keras.Model, "compute_loss")
-def _(original: Any, step: Step, *args: Any, **kwargs: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, *args: Any, **kwargs: Any) -> Any:
     loss = original(*args, **kwargs)
     step.note_loss(loss)
     return loss
@@ -87,13 +87,13 @@ def _(original: Any, step: Step, *args: Any, **kwargs: Any) -> Any:
 
 # keras/src/metrics/reduction_metrics.py
 @install(reduction_metrics.Mean, "update_state")
-def _(original: Any, step: Step, metric: Any, values: Any, sample_weight: Any = None) -> Any:
+def _(original: Callable[..., Any], step: Step, metric: keras.Metric, values: Any, sample_weight: Any = None) -> Any:
     values, sample_weight = step.mean_update(metric, values, sample_weight)
     return original(metric, values, sample_weight=sample_weight)
 
 
 @install(reduction_metrics.Sum, "update_state")
-def _(original: Any, step: Step, metric: Any, values: Any, sample_weight: Any = None) -> Any:
+def _(original: Callable[..., Any], step: Step, metric: keras.Metric, values: Any, sample_weight: Any = None) -> Any:
     values, sample_weight = step.sum_update(metric, values, sample_weight)
     return original(metric, values, sample_weight=sample_weight)
 
@@ -102,42 +102,48 @@ def _(original: Any, step: Step, metric: Any, values: Any, sample_weight: Any = 
 for _optimizer_class in (base_optimizer.BaseOptimizer, loss_scale_optimizer.LossScaleOptimizer):
 
     @install(_optimizer_class, "apply")
-    def _(original: Any, step: Step, optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
+    def _(
+        original: Callable[..., Any],
+        step: Step,
+        optimizer: keras.optimizers.Optimizer,
+        grads: Any,
+        trainable_variables: Any = None,
+    ) -> None:
         step.apply(optimizer, grads, trainable_variables, functools.partial(original, optimizer))
 
     @install(_optimizer_class, "scale_loss")
-    def _(original: Any, step: Step, optimizer: Any, loss: Any) -> Any:
+    def _(original: Callable[..., Any], step: Step, optimizer: keras.optimizers.Optimizer, loss: Any) -> Any:
         return step.scale_loss(optimizer, loss, functools.partial(original, optimizer))
 
 
 # keras/src/backend/tensorflow/optimizer.py: the step has summed the gradients already.
 @install(tf_optimizer.TFOptimizer, "_all_reduce_sum_gradients")
-def _(original: Any, step: Step, optimizer: Any, grads_and_vars: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, optimizer: keras.optimizers.Optimizer, grads_and_vars: Any) -> Any:
     return step.all_reduce_gradients(grads_and_vars)
 
 
 # keras/src/backend/tensorflow/core.py
 @install(keras.Variable, "_direct_assign")
-def _(original: Any, step: Step, variable: Any, value: Any) -> None:
+def _(original: Callable[..., Any], step: Step, variable: keras.Variable, value: Any) -> None:
     step.assign(variable, value, functools.partial(original, variable))
 
 
 # keras/src/backend/common/variables.py: initial values are drawn alike on all replicas.
 @install(keras.Variable, "__init__")
-def _(original: Any, step: Step, variable: Any, *args: Any, **kwargs: Any) -> None:
+def _(original: Callable[..., Any], step: Step, variable: keras.Variable, *args: Any, **kwargs: Any) -> None:
     with intercept(None):
         original(variable, *args, **kwargs)
 
 
 # keras/src/random/seed_generator.py: its state is mirrored, so that all replicas would draw the same numbers.
 @install(keras.random.SeedGenerator, "next")
-def _(original: Any, step: Step, generator: Any, ordered: bool = True) -> Any:
+def _(original: Callable[..., Any], step: Step, generator: keras.random.SeedGenerator, ordered: bool = True) -> Any:
     return step.next_seed(generator, ordered, functools.partial(original, generator))
 
 
 # keras/src/backend/tensorflow/random.py: an integer as a seed is a constant.
 @install(tf_random, "draw_seed")
-def _(original: Any, step: Step, seed: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, seed: Any) -> Any:
     if isinstance(seed, int):
         step.constant_seed(seed)
     return original(seed)
@@ -145,7 +151,7 @@ def _(original: Any, step: Step, seed: Any) -> Any:
 
 # tensorflow/python/framework/random_seed.py: the seeds of tf.random.* ops are alike on all workers, or not set.
 @install(random_seed, "get_seed")
-def _(original: Any, step: Step, op_seed: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, op_seed: Any) -> Any:
     return step.op_seeds(op_seed, original)
 
 
@@ -154,7 +160,7 @@ for _kind in ("uniform", "normal"):
 
     @install(gen_stateless_random_ops_v2, f"stateless_random_{_kind}_v2")
     def _(
-        original: Any,
+        original: Callable[..., Any],
         step: Step,
         shape: Any,
         key: Any,
@@ -170,14 +176,20 @@ for _kind in ("uniform", "normal"):
 
 # tensorflow/python/distribute/distribute_lib.py: BatchNormalization(synchronized=True) calls it in the forward pass.
 @install(tf.distribute.ReplicaContext, "all_reduce")
-def _(original: Any, step: Step, context: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
+def _(original: Callable[..., Any], step: Step, context: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
     return step.all_reduce(reduce_op, value, functools.partial(original, context, options=options))
 
 
 # tensorflow/python/eager/backprop.py: what a step of the user's own differentiates is looked at before it runs.
 @install(tf.GradientTape, "gradient")
 def _(
-    original: Any, step: Step, tape: Any, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
+    original: Callable[..., Any],
+    step: Step,
+    tape: Any,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    **kwargs: Any,
 ) -> Any:
     def gradient(target: Any, output_gradients: Any) -> Any:
         return original(tape, target, sources, output_gradients, **kwargs)
@@ -190,20 +202,24 @@ def _(
 # tensorflow/python/ops/nn_impl_distribute.py: these divide by the number of replicas, over which steps here are means.
 @install(tf.nn, "compute_average_loss")
 def _(
-    original: Any, step: Step, per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+    original: Callable[..., Any],
+    step: Step,
+    per_example_loss: Any,
+    sample_weight: Any = None,
+    global_batch_size: Any = None,
 ) -> Any:
     rows = tf.shape(per_example_loss)[0] if global_batch_size is None else global_batch_size
     return original(per_example_loss, sample_weight=sample_weight, global_batch_size=rows)
 
 
 @install(tf.nn, "scale_regularization_loss")
-def _(original: Any, step: Step, regularization_loss: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, regularization_loss: Any) -> Any:
     return tf.reduce_sum(regularization_loss)
 
 
 # keras/src/losses/losses.py: Dice and Tversky divide sums over all rows by each other, which is no mean over rows.
 @install(losses_module.LossFunctionWrapper, "call")
-def _(original: Any, step: Step, loss: Any, y_true: Any, y_pred: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, loss: Any, y_true: Any, y_pred: Any) -> Any:
     for keras_own, over_all in ((losses_module.dice, _dice), (losses_module.tversky, _tversky)):
         if loss.fn is keras_own:
             loss = losses_module.LossFunctionWrapper(functools.partial(over_all, keras_own), **loss._fn_kwargs)
@@ -234,7 +250,7 @@ def _spans_rows(y_pred: Any, axis: Any) -> bool:
 
 # tensorflow/python/eager/polymorphic_function/polymorphic_function.py: a trace is used again on the same device.
 @install(polymorphic_function.Function, "__call__")
-def _(original: Any, step: Step, function: Any, *args: Any, **kwargs: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(step.trace_of(function), *args, **kwargs)
 
 

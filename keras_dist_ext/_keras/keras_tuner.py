@@ -58,34 +58,34 @@ class HookedTuner(keras_tuner.Tuner):  # type: ignore[misc]
         """Find the hyperparameters to search, by building a model."""
         super()._populate_initial_space()
 
-    def _build_for_trial(self, hp: Any) -> Any:
+    def _build_for_trial(self, hp: keras_tuner.HyperParameters) -> keras.Model:
         """Build a model with values after clearing Keras' session; raise FailedTrialError where it is too large."""
         return super()._try_build(hp)
 
-    def _compile_for_trial(self, model: Any) -> None:
+    def _compile_for_trial(self, model: keras.Model) -> None:
         """Compile a model by the arguments that the tuner was given."""
         super()._override_compile_args(model)
 
-    def _build_model(self, hp: Any) -> Any:
+    def _build_model(self, hp: keras_tuner.HyperParameters) -> keras.Model:
         """Build and compile a model with values, once."""
         return self._build_hypermodel(hp)
 
     def _populate_initial_space(self) -> None:
         self._discover_space()
 
-    def _try_build(self, hp: Any) -> Any:
+    def _try_build(self, hp: keras_tuner.HyperParameters) -> keras.Model:
         return self._build_for_trial(hp)
 
-    def _override_compile_args(self, model: Any) -> None:
+    def _override_compile_args(self, model: keras.Model) -> None:
         self._compile_for_trial(model)
 
 
-def objectives_of(objective: Any) -> list[Any]:
+def objectives_of(objective: keras_tuner.Objective) -> list[keras_tuner.Objective]:
     """Return the single objectives of a search (engine/objective.py, `MultiObjective.objectives`)."""
     return list(getattr(objective, "objectives", [objective]))
 
 
-def score_of(results: Any, objective: Any) -> float | None:
+def score_of(results: Any, objective: keras_tuner.Objective) -> float | None:
     """Return the score that a trial's results come to; None where they have none (engine/tuner_utils.py)."""
     try:
         return float(tuner_utils.convert_to_metrics_dict(results, objective)[objective.name])
@@ -93,7 +93,9 @@ def score_of(results: Any, objective: Any) -> float | None:
         return None
 
 
-def callbacks_with_empty_batch_hooks(callbacks: Iterable[Any], tuner: Any) -> list[Any]:
+def callbacks_with_empty_batch_hooks(
+    callbacks: Iterable[keras.callbacks.Callback], tuner: keras_tuner.Tuner
+) -> list[keras.callbacks.Callback]:
     """Return the tuner's own callbacks where its hooks for batches do nothing (engine/tuner_utils.py).
 
     `TunerCallback` has hooks for batches, which call the tuner's; they are empty unless a subclass has its own.
@@ -104,7 +106,9 @@ def callbacks_with_empty_batch_hooks(callbacks: Iterable[Any], tuner: Any) -> li
     return [c for c in keras.tree.flatten(list(callbacks)) if type(c) is tuner_utils.TunerCallback]
 
 
-def callbacks_of_worker(callbacks: Iterable[Any], model: Any) -> list[Any]:
+def callbacks_of_worker(
+    callbacks: Iterable[keras.callbacks.Callback], model: keras.Model
+) -> list[keras.callbacks.Callback]:
     """Return the callbacks for one of those who run a trial together, but for the first (engine/tuner_utils.py).
 
     `SaveBestEpoch` writes its checkpoint elsewhere on all workers but the first; where they train alike, but not
@@ -114,7 +118,7 @@ def callbacks_of_worker(callbacks: Iterable[Any], model: Any) -> list[Any]:
     return [callback for callback in callbacks if not (alone and isinstance(callback, tuner_utils.SaveBestEpoch))]
 
 
-def count_failures(oracle: Any, counts: Callable[[Any], bool]) -> None:
+def count_failures(oracle: keras_tuner.Oracle, counts: Callable[[Any], bool]) -> None:
     """Have an oracle end the search over some failed trials in a row only (engine/oracle.py).
 
     Args:
@@ -134,7 +138,7 @@ def count_failures(oracle: Any, counts: Callable[[Any], bool]) -> None:
     oracle._check_consecutive_failures = check
 
 
-def redraw(oracle: Any, is_hopeless: Callable[[Mapping[str, Any]], bool]) -> None:
+def redraw(oracle: keras_tuner.Oracle, is_hopeless: Callable[[Mapping[str, Any]], bool]) -> None:
     """Have an oracle draw again when what it has drawn cannot run (engine/oracle.py, tuners/bayesian.py).
 
     RandomSearch, Hyperband and the first trials of BayesianOptimization draw by `_random_values`, which is asked again
@@ -172,7 +176,7 @@ def redraw(oracle: Any, is_hopeless: Callable[[Mapping[str, Any]], bool]) -> Non
 _MOST_DRAWS = 50
 
 
-def learn_from_failures(oracle: Any, *, unreached: float) -> None:
+def learn_from_failures(oracle: keras_tuner.Oracle, *, unreached: float) -> None:
     """Show BayesianOptimization's model where trials fail (tuners/bayesian.py, `_vectorize_trials`).
 
     It leaves failed trials out, and so goes on to propose points next to them. Here they count as worse than the
@@ -202,7 +206,7 @@ def learn_from_failures(oracle: Any, *, unreached: float) -> None:
     oracle._vectorize_trials = vectorize
 
 
-def replace_space(oracle: Any, change: Callable[[list[Any]], list[Any]]) -> None:
+def replace_space(oracle: keras_tuner.Oracle, change: Callable[[list[Any]], list[Any]]) -> None:
     """Give an oracle other hyperparameters to search, in another order (engine/hyperparameters/hyperparameters.py).
 
     Args:
@@ -214,12 +218,12 @@ def replace_space(oracle: Any, change: Callable[[list[Any]], list[Any]]) -> None
     oracle.hyperparameters = space
 
 
-def local_oracle(client: Any) -> Any:
+def local_oracle(client: Any) -> keras_tuner.Oracle:
     """Return the oracle of this process that a worker's client stands before (distribute/oracle_client.py)."""
     return client._oracle
 
 
-def release_lock(oracle: Any) -> None:
+def release_lock(oracle: keras_tuner.Oracle) -> None:
     """Release the lock that an exception in an oracle's method leaves held by this thread (engine/oracle.py).
 
     `synchronized` has no `finally`: the next thread that calls the oracle would wait for ever.
@@ -229,7 +233,7 @@ def release_lock(oracle: Any) -> None:
         oracle_module.LOCKS[oracle].release()
 
 
-def save_files_atomically(oracle: Any) -> None:
+def save_files_atomically(oracle: keras_tuner.Oracle) -> None:
     """Have an oracle write its files aside and rename them (engine/oracle.py: `save`, `_save_trial`).
 
     keras-tuner truncates them first, so that a chief which is killed meanwhile leaves a project that cannot be read.
@@ -250,7 +254,7 @@ def save_files_atomically(oracle: Any) -> None:
     oracle._save_trial = save_trial
 
 
-def repair_reloaded(oracle: Any, *, workers_live: bool) -> None:
+def repair_reloaded(oracle: keras_tuner.Oracle, *, workers_live: bool) -> None:
     """Put right what a reloaded oracle has lost or takes for lost (engine/oracle.py: `reload`; tuners/gridsearch.py).
 
     keras-tuner runs every trial again that was under way when the oracle was last saved, though some have ended since;
@@ -282,7 +286,7 @@ def repair_reloaded(oracle: Any, *, workers_live: bool) -> None:
         _find_place_in_grid(oracle)
 
 
-def _find_place_in_grid(oracle: Any) -> None:
+def _find_place_in_grid(oracle: keras_tuner.Oracle) -> None:
     values = {trial_id: trial.hyperparameters.values for trial_id, trial in oracle.trials.items()}
     oracle._ordered_ids = gridsearch.LinkedList()
     for trial_id in sorted(values, key=functools.cmp_to_key(lambda a, b: oracle._compare(values[a], values[b]))):

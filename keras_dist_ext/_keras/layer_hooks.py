@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -25,7 +26,7 @@ __all__: list[str] = []
 for _op_name in ("conv", "conv_transpose", "depthwise_conv", "separable_conv", "max_pool"):
 
     @install(tf_nn, _op_name)
-    def _(original: Any, step: Step, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _(original: Callable[..., Any], step: Step, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return step.on_rows(inputs, lambda rows: original(rows, *args, **kwargs))
 
 
@@ -33,14 +34,20 @@ for _op_name in ("conv", "conv_transpose", "depthwise_conv", "separable_conv", "
 for _layer_class in (Conv1D, BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv, BasePooling):
 
     @install(_layer_class, "call")
-    def _(original: Any, step: Step, layer: Any, inputs: Any) -> Any:
+    def _(original: Callable[..., Any], step: Step, layer: keras.Layer, inputs: Any) -> Any:
         return step.on_rows(inputs, lambda rows: original(layer, rows))
 
 
 # keras/src/backend/tensorflow/nn.py: the kernel behind it fails on no rows too.
 @install(tf_nn, "ctc_loss")
 def _(
-    original: Any, step: Step, target: Any, output: Any, target_length: Any, output_length: Any, mask_index: int = 0
+    original: Callable[..., Any],
+    step: Step,
+    target: Any,
+    output: Any,
+    target_length: Any,
+    output_length: Any,
+    mask_index: int = 0,
 ) -> Any:
     others = [tf.convert_to_tensor(value) for value in (target, target_length, output_length)]
 
@@ -54,7 +61,7 @@ def _(
 
 # keras/src/layers/normalization/batch_normalization.py: with a mask, Keras' moments are those of a replica's own rows.
 @install(keras.layers.BatchNormalization, "_moments")
-def _(original: Any, step: Step, layer: Any, inputs: Any, mask: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, layer: keras.Layer, inputs: Any, mask: Any) -> Any:
     if mask is None or not layer.synchronized:
         return original(layer, inputs, mask)
     is_valid = tf.broadcast_to(tf.cast(tf.expand_dims(mask, -1), tf.bool), tf.shape(inputs))
@@ -71,7 +78,7 @@ def _(original: Any, step: Step, layer: Any, inputs: Any, mask: Any) -> Any:
 
 # keras/src/layers/rnn/rnn.py: `states` has a row for each of the whole batch.
 @install(keras.layers.RNN, "call")
-def _(original: Any, step: Step, layer: Any, *args: Any, **kwargs: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
     if layer.stateful:
         step.check_stateful(layer)
     return original(layer, *args, **kwargs)
@@ -79,7 +86,7 @@ def _(original: Any, step: Step, layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 # keras/src/backend/tensorflow/numpy.py: takes what has no rows for the vector of a bias, since 0 is no more than 1.
 @install(tf_numpy, "add")
-def _(original: Any, step: Step, x1: Any, x2: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, x1: Any, x2: Any) -> Any:
     if 0 not in (getattr(x2, "shape", None) or ()):
         return original(x1, x2)
     dtype = keras.backend.result_type(*(getattr(x, "dtype", type(x)) for x in (x1, x2)))

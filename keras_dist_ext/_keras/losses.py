@@ -36,7 +36,7 @@ def without_parts(parts: Collection[str]) -> Iterator[None]:
         kept = (None if "weights" in parts else sample_weight, None if "masks" in parts else mask)
         return reduce_values(values, *kept, *args, **kwargs)
 
-    def moving(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+    def moving(layer: keras.Layer, inputs: Any, mask: Any) -> tuple[Any, Any]:
         return tuple(tf.cast(v.value, inputs.dtype) for v in (layer.moving_mean, layer.moving_variance))
 
     def mean_square(_: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:

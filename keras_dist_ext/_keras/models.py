@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
 from keras.src.models.functional import Functional as KerasFunctional
 from keras.src.models.model import functional_init_arguments
 
@@ -69,19 +71,19 @@ class HookedModel(keras.Model):  # type: ignore[misc]
         return cls._load_pickled(file, super()._unpickle_model)
 
 
-def overrides(model: Any, name: str) -> bool:
+def overrides(model: keras.Model, name: str) -> bool:
     """Whether a user's class replaces the method ``name`` of Keras' trainer."""
     return getattr(getattr(type(model), name), "__module__", "").split(".")[0] not in ("keras", "keras_dist_ext")
 
 
-def tracks_loss(model: Any, metric: Any) -> bool:
+def tracks_loss(model: keras.Model, metric: keras.Metric) -> bool:
     """Whether a metric is one to which Keras itself gives losses (trainers/trainer.py, trainers/compile_utils.py)."""
     of_compile = getattr(model, "_compile_loss", None)
     given = [getattr(model, "_loss_tracker", None), *(of_compile.metrics if of_compile is not None else ())]
     return any(metric is one for one in given)
 
 
-def user_metrics(model: Any) -> list[Any]:
+def user_metrics(model: keras.Model) -> list[keras.Metric]:
     """The metric objects given to `compile`, also before the first step (keras/src/trainers/compile_utils.py)."""
     compiled = getattr(model, "_compile_metrics", None)
     if compiled is None:
@@ -90,7 +92,7 @@ def user_metrics(model: Any) -> list[Any]:
     return [metric for metric in given if isinstance(metric, keras.Metric)]
 
 
-def compile_arguments(model: Any) -> dict[str, Any]:
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """What was given to `compile`, as the objects themselves (keras/src/trainers/trainer.py, `compile`)."""
     given = dict(model._compile_config.config)
     # Ours keep beside it that "auto" was asked for (keras_dist_ext/model.py); of stock Keras, 1 is the default.
@@ -98,7 +100,7 @@ def compile_arguments(model: Any) -> dict[str, Any]:
     return {**given, "steps_per_execution": "auto" if automatic else model.steps_per_execution}
 
 
-def input_like(tensor: Any) -> Any:
+def input_like(tensor: Any) -> keras.KerasTensor:
     """A new `keras.Input` like the one that a symbolic tensor came from (keras/src/backend/common/keras_tensor.py)."""
     layer = tensor._keras_history.operation
     return keras.Input(
@@ -110,7 +112,7 @@ def input_like(tensor: Any) -> Any:
     )
 
 
-def metric_results(model: Any, logs: Any) -> dict[str, Any]:
+def metric_results(model: keras.Model, logs: Any) -> dict[str, npt.NDArray[Any]]:
     """What ``fit`` logs at the end of an epoch, of the logs of its last step (keras/src/trainers/trainer.py).
 
     In the order in which the model has its metrics: Keras numbers the names of those that were given none.
@@ -127,7 +129,7 @@ def metric_results(model: Any, logs: Any) -> dict[str, Any]:
     return dict(leaves(results, "")) if isinstance(results, dict) else {}
 
 
-def compute_loss(model: Any, *, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Any:
+def compute_loss(model: keras.Model, *, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> tf.Tensor:
     """The loss of a step, as Keras' own steps compute it (keras/src/trainers/trainer.py, ``_compute_loss``).
 
     It leaves out ``training`` where ``compute_loss`` is a user's own that does not take it.
@@ -135,22 +137,22 @@ def compute_loss(model: Any, *, x: Any, y: Any, y_pred: Any, sample_weight: Any,
     return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
 
 
-def update_loss_tracker(model: Any, loss: Any, num_examples: Any) -> None:
+def update_loss_tracker(model: keras.Model, loss: Any, num_examples: Any) -> None:
     """Log the loss of a step, as Keras' own steps do (keras/src/backend/tensorflow/trainer.py)."""
     model._loss_tracker.update_state(loss, sample_weight=num_examples)
 
 
-def initial_epoch(model: Any) -> int | None:
+def initial_epoch(model: keras.Model) -> int | None:
     """The epoch that a callback has told ``fit`` to begin with (keras/src/trainers/trainer.py, `_initial_epoch`)."""
     return model._initial_epoch  # type: ignore[no-any-return]
 
 
-def set_initial_epoch(model: Any, epoch: int | None) -> None:
+def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     """Have ``fit`` begin with an epoch, as BackupAndRestore does (backend/tensorflow/trainer.py); None for its own."""
     model._initial_epoch = epoch
 
 
-def build_from_batch(model: Any, batch: Any) -> None:
+def build_from_batch(model: keras.Model, batch: Any) -> None:
     """Build a model, its metrics and its optimizer as ``fit`` does (trainer.py, ``_symbolic_build``)."""
     model._symbolic_build(data_batch=batch)
 
@@ -160,7 +162,7 @@ def build_as_fit(model: HookedModel, batch: Any) -> None:
     model._maybe_symbolic_build(data_batch=batch)
 
 
-def begin_fit(model: Any, split_batch: Any) -> None:
+def begin_fit(model: keras.Model, split_batch: Any) -> None:
     """Do what ``fit`` of stock Keras does before its first step (backend/tensorflow/trainer.py)."""
     model._maybe_symbolic_build(iterator=[(0, 1, iter([split_batch]))])
 
@@ -174,9 +176,9 @@ def intercept_fit(hook: Callable[..., Any], classes: Sequence[type]) -> Iterator
     """
     before = {cls: vars(cls).get("fit") for cls in classes}
 
-    def wrapped(original: Any) -> Any:
+    def wrapped(original: Callable[..., Any]) -> Any:
         @functools.wraps(original)
-        def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
+        def fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
             if getattr(_thread, "fits", False):
                 return original(model, *args, **kwargs)
             _thread.fits = True

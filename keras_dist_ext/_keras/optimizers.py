@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import attributes
 from keras_dist_ext._keras.variables import components
 
@@ -22,12 +23,12 @@ __all__ = [
 ]
 
 
-def inner_optimizer(optimizer: Any) -> Any:
+def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """The optimizer that a LossScaleOptimizer wraps, or the optimizer itself (optimizers/loss_scale_optimizer.py)."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def optimized_variables(optimizer: Any) -> list[Any]:
+def optimized_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The variables that an optimizer was built for, in its order (keras/src/optimizers/base_optimizer.py, `build`).
 
     Before Keras 3.12 a LossScaleOptimizer leaves them to the optimizer in it (loss_scale_optimizer.py, `build`).
@@ -35,7 +36,7 @@ def optimized_variables(optimizer: Any) -> list[Any]:
     return list(inner_optimizer(optimizer)._trainable_variables)
 
 
-def num_batches_used(optimizer: Any) -> int:
+def num_batches_used(optimizer: keras.optimizers.Optimizer) -> int:
     """How many batches an optimizer has used, also those whose gradients it still accumulates.
 
     Public is `iterations`, which counts updates (keras/src/optimizers/base_optimizer.py). A LossScaleOptimizer leaves
@@ -44,7 +45,7 @@ def num_batches_used(optimizer: Any) -> int:
     return int(components(inner_optimizer(optimizer)._iterations)[0].numpy())
 
 
-def ends_accumulation(optimizer: Any) -> tf.Tensor:
+def ends_accumulation(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
     """Whether the batch of the step that is traced is the last of an accumulation of gradients, and updates weights.
 
     keras/src/optimizers/base_optimizer.py, `_backend_apply_gradients`; `iterations` counts updates.
@@ -53,7 +54,7 @@ def ends_accumulation(optimizer: Any) -> tf.Tensor:
     return (inner._iterations.value + 1) % inner.gradient_accumulation_steps == 0
 
 
-def accumulated_gradients(optimizer: Any) -> list[Any]:
+def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The variables that gradients are accumulated in, of each variable that is optimized (base_optimizer.py, `build`).
 
     Empty where the optimizer accumulates none, or is not built.
@@ -61,13 +62,13 @@ def accumulated_gradients(optimizer: Any) -> list[Any]:
     return list(getattr(inner_optimizer(optimizer), "_accumulated_gradients", ()))
 
 
-def accumulators_of(optimizer: Any, variables: Iterable[Any]) -> list[Any]:
+def accumulators_of(optimizer: keras.optimizers.Optimizer, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
     """Those of ``accumulated_gradients`` that belong to some variables, in their order (base_optimizer.py)."""
     inner = inner_optimizer(optimizer)
     return [inner._accumulated_gradients[inner._get_variable_index(variable)] for variable in variables]
 
 
-def slots_by_attribute(optimizer: Any) -> dict[str, list[Any]]:
+def slots_by_attribute(optimizer: keras.optimizers.Optimizer) -> dict[str, list[keras.Variable]]:
     """The lists of variables that an optimizer keeps, by name, such as "momentums", without what it optimizes.
 
     An optimizer's class keeps each kind in an attribute of its own (optimizers/adam.py, ...), beside `_variables` and
@@ -88,8 +89,8 @@ class GradientSlots:
         are_given: set to have the updates that are traced from now on take the gradients kept here for their own.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self.pairs: list[tuple[Any, Any]] = []
+    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
+        self.pairs: list[tuple[keras.Variable, keras.Variable]] = []
         self.are_given = False
         self._optimizer = inner_optimizer(optimizer)
         self._build_without, self._update_without = self._optimizer.build, self._optimizer.update_step
@@ -97,7 +98,7 @@ class GradientSlots:
             self._build(None)
         self._optimizer.build, self._optimizer.update_step = self._build, self._update_step
 
-    def _build(self, variables: Any) -> None:
+    def _build(self, variables: list[keras.Variable] | None) -> None:
         optimizer = self._optimizer
         self._build_without(variables)
         if not self.pairs:
@@ -105,7 +106,7 @@ class GradientSlots:
             made = [optimizer.add_variable_from_reference(v, name="kept_gradient") for v in trained]
             self.pairs = list(zip(trained, made, strict=True))
 
-    def _update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    def _update_step(self, gradient: Any, variable: keras.Variable, learning_rate: Any) -> None:
         _, kept = self.pairs[self._optimizer._get_variable_index(variable)]
         if self.are_given:
             gradient = kept.value

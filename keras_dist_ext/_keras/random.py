@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-def global_seed_generator() -> Any:
+def global_seed_generator() -> keras.random.SeedGenerator:
     """The generator behind ``seed=None``, made here and now if there is none (random/seed_generator.py).
 
     It is the thread's, and TensorFlow runs each replica in a thread of its own.
@@ -40,7 +40,7 @@ def global_seed_generator() -> Any:
 
 
 @contextlib.contextmanager
-def use_global_seed_generator(generator: Any) -> Iterator[None]:
+def use_global_seed_generator(generator: keras.random.SeedGenerator) -> Iterator[None]:
     """Have ``seed=None`` of this thread draw from ``generator`` (random/seed_generator.py, a global of the thread)."""
     before = global_state.get_global_attribute("global_seed_generator")
     global_state.set_global_attribute("global_seed_generator", generator)
@@ -50,7 +50,7 @@ def use_global_seed_generator(generator: Any) -> Iterator[None]:
         global_state.set_global_attribute("global_seed_generator", before)
 
 
-def clone_seed_generator(generator: Any) -> Any:
+def clone_seed_generator(generator: keras.random.SeedGenerator) -> keras.random.SeedGenerator:
     """A generator in the same state, made in the scope that is entered (random/seed_generator.py).
 
     Of several workers all get the chief's seed, which TensorFlow hands out when the variable is made.

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import zipfile
-from typing import Any
+from typing import Any, BinaryIO
 
 import h5py
+import numpy.typing as npt
 from keras.src import api_export
 from keras.src.saving import object_registration, serialization_lib
 from keras.src.saving.keras_saveable import KerasSaveable
+
+from keras_dist_ext._keras import keras
 
 __all__ = [
     "Saveable",
@@ -36,7 +39,7 @@ class Saveable(KerasSaveable):  # type: ignore[misc]
         return "Layer"
 
 
-def unpickle_model(cls: Any, file: Any) -> Any:
+def unpickle_model(cls: type[keras.Model], file: BinaryIO) -> keras.Model:
     """Load a model of a class from what Keras has pickled, a `.keras` file (saving/keras_saveable.py)."""
     return cls._unpickle_model(file)
 
@@ -47,18 +50,18 @@ def save_as(cls: type, keras_class: type) -> None:
     api_export.REGISTERED_OBJS_TO_NAMES[cls] = name
 
 
-def has_own_config(model: Any) -> bool:
+def has_own_config(model: keras.Model) -> bool:
     """Whether a model's `get_config` is not Keras' own (keras/src/layers/layer.py, models/functional.py)."""
     return bool(type(model).get_config.__module__.partition(".")[0] != "keras")
 
 
-def has_recorded_arguments(model: Any) -> bool:
+def has_recorded_arguments(model: keras.Model) -> bool:
     """Whether Keras' own `get_config` has arguments to give (ops/operation.py); of stock models these are defaults."""
     recorded = getattr(model, "_auto_config", None)
     return bool(recorded is not None and recorded.config)
 
 
-def has_automatic_config(thing: Any) -> bool:
+def has_automatic_config(thing: KerasSaveable) -> bool:
     """Whether `get_config` gives the recorded arguments of the constructor (ops/operation.py).
 
     Keras 3.11 records those that were given, so others have their defaults; Keras 3.15 records all.
@@ -77,7 +80,7 @@ def share_registered_name(cls: type, twin: type) -> None:
         object_registration.GLOBAL_CUSTOM_NAMES[twin] = object_registration.GLOBAL_CUSTOM_NAMES[cls]
 
 
-def saved_variables(path: Any, group: str) -> dict[str, Any]:
+def saved_variables(path: Any, group: str) -> dict[str, npt.NDArray[Any]]:
     """The variables that an attribute of a model has saved in a `.keras` file or directory (saving/saving_lib.py).
 
     ``path`` may be a file object.

@@ -64,7 +64,7 @@ def regroup(values: Sequence[Any]) -> Any:
     return distribute_utils.regroup(tuple(values), always_wrap=True)
 
 
-def replica_id() -> Any:
+def replica_id() -> int | tf.Tensor:
     """The current replica's number over all workers: an int but on TPUs (distribute_lib.py hides it in a constant)."""
     number = tf.distribute.get_replica_context().replica_id_in_sync_group
     static = tf.get_static_value(number) if tf.is_tensor(number) else number
@@ -83,7 +83,7 @@ def first_replica(strategy: tf.distribute.Strategy) -> int:
     return worker * len(strategy.extended.worker_devices) if worker else 0
 
 
-def is_default_strategy(strategy: Any) -> bool:
+def is_default_strategy(strategy: tf.distribute.Strategy) -> bool:
     """Whether it is what `tf.distribute.get_strategy()` gives outside of all scopes (distribute/distribute_lib.py)."""
     return type(strategy).__name__ == "_DefaultDistributionStrategy"
 
@@ -112,7 +112,7 @@ def num_tasks(strategy: tf.distribute.Strategy) -> dict[str, int]:
     return {job: cluster.num_tasks(job) for job in cluster.jobs}
 
 
-def strategy_of_variable(variable: Any) -> tf.distribute.Strategy | None:
+def strategy_of_variable(variable: keras.Variable) -> tf.distribute.Strategy | None:
     """The strategy in whose scope a variable of Keras, a `tf.Variable` or a `ShardedVariable` was made.
 
     Every kind of variable keeps it (tensorflow/python/ops/resource_variable_ops.py, distribute/values.py,
@@ -122,12 +122,12 @@ def strategy_of_variable(variable: Any) -> tf.distribute.Strategy | None:
     return getattr(value, "_distribute_strategy", None)
 
 
-def strategy_of_model(model: Any) -> tf.distribute.Strategy | None:
+def strategy_of_model(model: keras.Model) -> tf.distribute.Strategy | None:
     """The strategy in whose scope a model was made (keras/src/backend/tensorflow/trainer.py, `__init__`)."""
     return getattr(model, "_distribute_strategy", None)
 
 
-def strategy_of_optimizer(optimizer: Any) -> tf.distribute.Strategy | None:
+def strategy_of_optimizer(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy | None:
     """The strategy in whose scope an optimizer was made (keras/src/backend/tensorflow/optimizer.py, `__init__`)."""
     return getattr(optimizer, "_distribution_strategy", None)
 

@@ -46,7 +46,7 @@ def scratch_graph(name: str) -> contextlib.AbstractContextManager[Any]:
     return tf.__internal__.FuncGraph(name).as_default()  # type: ignore[no-any-return]
 
 
-def functions_of_op(op: Any) -> list[Any]:
+def functions_of_op(op: tf.Operation) -> list[tf.Graph]:
     """The graphs of the functions that an op calls: that of a call, of each branch, or of a loop's body and condition.
 
     tensorflow/python/framework/ops.py keeps the functions of a graph (`Graph._get_function`), and
@@ -73,7 +73,7 @@ _FUNCTIONS_OF_OP = {
 }
 
 
-def set_op_device(op: Any, device: str) -> None:
+def set_op_device(op: tf.Operation, device: str) -> None:
     """Have an op of a graph that is being traced run on a device (tensorflow/python/framework/ops.py)."""
     op._set_device(device if device.startswith("/") else f"/device:{device}")
 
@@ -212,7 +212,7 @@ class IteratorFunction:
         return self._trace._call_flat(tf.nest.flatten((iterator, *others), expand_composites=True), captured)
 
 
-def traced_graphs(function: Any) -> list[Any]:
+def traced_graphs(function: Any) -> list[tf.Graph]:
     """The graphs that a tf.function was traced to so far (polymorphic_function.py); none of a plain function."""
     function = function.function if isinstance(function, IteratorFunction) else function
     traces: list[Any] = getattr(function, "_list_all_concrete_functions", list)()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils, numpy_dataset
@@ -28,7 +28,10 @@ __all__ = [
 ]
 
 
-def tf_variable(variable: Any) -> Any:
+Variable: TypeAlias = "keras.Variable | tf.Variable"
+
+
+def tf_variable(variable: Variable) -> tf.Variable:
     """The `tf.Variable` of a Keras variable, None before it is made; or the variable itself.
 
     Public is `value`, which reads it under a stateless scope or autocast (keras/src/backend/common/variables.py).
@@ -36,35 +39,35 @@ def tf_variable(variable: Any) -> Any:
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
-def local_component(variable: Any) -> Any:
+def local_component(variable: Variable) -> Any:
     """The copy of a mirrored ``tf.Variable`` that belongs to the current replica (values.py)."""
     value = tf_variable(variable)
     return value._get_on_device_or_primary() if hasattr(value, "_get_on_device_or_primary") else value
 
 
-def is_sync_on_read(variable: Any) -> bool:
+def is_sync_on_read(variable: Variable) -> bool:
     """Whether each replica holds its own part of the variable, to be summed when read (values.py)."""
     value = tf_variable(variable)
     return getattr(value, "synchronization", None) == tf.VariableSynchronization.ON_READ and hasattr(value, "_values")
 
 
-def components(variable: Any) -> tuple[Any, ...]:
+def components(variable: Variable) -> tuple[Any, ...]:
     """The copies of a variable on this worker's replicas, or the variable itself (values.py)."""
     value = tf_variable(variable)
     return tuple(getattr(value, "_values", (value,)))
 
 
-def distributed_variable(variable: Any) -> Any:
+def distributed_variable(variable: Variable) -> Any:
     """The mirrored variable that a copy of it belongs to, or the variable itself (distribute_utils.py)."""
     return distribute_utils.value_container(variable)
 
 
-def parameter_server_variable(variable: Any) -> Any:
+def parameter_server_variable(variable: Variable) -> Any:
     """What a parameter server holds, which is what graphs know of a variable; or the variable itself (ps_values.py)."""
     return getattr(variable, "_v", variable)
 
 
-def move_variable(variable: Any, strategy: tf.distribute.Strategy, devices: Sequence[str]) -> None:
+def move_variable(variable: Variable, strategy: tf.distribute.Strategy, devices: Sequence[str]) -> None:
     """Make the `tf.Variable` of a Keras variable anew on other devices, one for each replica, with the same values.
 
     A MirroredStrategy makes a mirrored variable on the `_devices` of what it is to lie beside, a OneDeviceStrategy on
@@ -140,7 +143,7 @@ class NamedVariable:
         tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
 
 
-def variables_of_module(module: tf.Module) -> list[tuple[str, Any]]:
+def variables_of_module(module: tf.Module) -> list[tuple[str, tf.Variable]]:
     """The variables of a ``tf.Module`` with where it holds them, as ``blocks/0/kernel``; their own names may be alike.
 
     tensorflow/python/module/module.py finds them so for ``module.variables``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
@@ -13,7 +14,11 @@ __all__ = ["findings_of"]
 
 
 def findings_of(
-    ids: tuple[tuple[Any, ...], ...], num_workers: int, missing: Any, repeated: dict[int, int], errors: dict[int, str]
+    ids: tuple[tuple[npt.NDArray[Any], ...], ...],
+    num_workers: int,
+    missing: npt.NDArray[Any],
+    repeated: dict[int, int],
+    errors: dict[int, str],
 ) -> list[Finding]:
     """Look at the examples of an epoch.
 
@@ -68,7 +73,7 @@ def findings_of(
     return found + _of_batches(rows[:steps_of_all])
 
 
-def _of_shares(rows: Any, num_workers: int) -> list[Finding]:
+def _of_shares(rows: npt.NDArray[np.int64], num_workers: int) -> list[Finding]:
     """Whether workers got about the same number of examples, and in the same number of steps."""
     of_workers = rows.reshape(len(rows), num_workers, -1).sum(axis=2)
     totals = of_workers.sum(axis=0)
@@ -91,7 +96,7 @@ def _of_shares(rows: Any, num_workers: int) -> list[Finding]:
     ]
 
 
-def _of_batches(rows: Any) -> list[Finding]:
+def _of_batches(rows: npt.NDArray[np.int64]) -> list[Finding]:
     """Whether batches split evenly over the replicas. The last may hold what is left over."""
     found = []
     num_replicas = rows.shape[1]

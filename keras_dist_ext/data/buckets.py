@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from keras_dist_ext._keras.datasets import WrappedDataset
 from keras_dist_ext.data.bucket_plan import BatchSize, choose_boundaries, imbalance, padding_share, plan_batches
-from keras_dist_ext.data.pools import Pools
+from keras_dist_ext.data.pools import Lengths, Pools
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.hashing import checked_seed, fold_in
 from keras_dist_ext.messages import counted
@@ -84,11 +83,12 @@ class BucketedDataset(WrappedDataset):
     def epoch(self, number: int) -> None:
         self._epoch = number
 
-    def _begin_pass(self) -> Any:
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        return np.int64(epoch)
+    def _begin_pass(self) -> np.int64:
+        epoch: np.int64 = np.int64(self._epoch)
+        self._epoch += 1
+        return epoch
 
-    def _plan(self, lengths: npt.NDArray[np.int64], epoch: Any, pool: Any) -> tuple[Any, Any]:
+    def _plan(self, lengths: Lengths, epoch: np.int64, pool: np.int64) -> tuple[Lengths, Lengths]:
         """The places of all batches' rows, and where each batch begins and ends."""
         draws = np.random.default_rng(fold_in(self.seed, "buckets", int(epoch), int(pool)))
         batches = plan_batches(lengths, self.boundaries, self._size, draws)
@@ -198,7 +198,7 @@ def _checked_boundaries(boundaries: Sequence[int] | str) -> list[int] | None:
     return given
 
 
-def _reported(lengths: npt.NDArray[np.int64], boundaries: list[int], size: BatchSize, seed: int) -> BucketReport:
+def _reported(lengths: Lengths, boundaries: list[int], size: BatchSize, seed: int) -> BucketReport:
     after = plan_batches(lengths, boundaries, size, np.random.default_rng(fold_in(seed, "buckets", 0, 0)))
     rows = size.rows or -(-len(lengths) // len(after))
     places = np.arange(len(lengths), dtype=np.int64)

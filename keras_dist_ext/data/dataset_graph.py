@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras.datasets import dataset_graph
+from keras_dist_ext._keras.datasets import FunctionDef, GraphDef, NodeDef, dataset_graph
 
 __all__ = ["DatasetGraph", "Stage", "read_graph"]
 
@@ -29,7 +29,7 @@ class Stage:
         values: of each input of the node: a number or a bool where it is a constant scalar, else None.
         num_strings: how many strings its first input holds, where that is a vector of constant strings; else 0.
         function_ops: what its functions compute with, the functions that they call included.
-        attributes: bools and numbers of the node.
+        attributes: bools of the node.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Stage:
     values: tuple[Any, ...]
     num_strings: int
     function_ops: frozenset[str]
-    attributes: Mapping[str, Any]
+    attributes: Mapping[str, bool]
 
     @property
     def batch_size(self) -> int | None:
@@ -101,7 +101,7 @@ class DatasetGraph:
         stages: by the name of their node; the last transformation comes first.
     """
 
-    proto: Any
+    proto: GraphDef
     stages: Mapping[str, Stage]
 
     def __iter__(self) -> Iterator[Stage]:
@@ -193,7 +193,7 @@ def read_graph(dataset: tf.data.Dataset) -> DatasetGraph | None:
     return DatasetGraph(proto, stages)
 
 
-def _stage(node: Any, nodes: Mapping[str, Any], functions: Mapping[str, Any]) -> Stage:
+def _stage(node: NodeDef, nodes: Mapping[str, NodeDef], functions: Mapping[str, FunctionDef]) -> Stage:
     kind, is_parallel = _kind(node.op)
     inputs = [nodes[_name(name)] for name in node.input if _name(name) in nodes]
     return Stage(
@@ -223,7 +223,7 @@ def _name(written: str) -> str:
 _VARIANT = tf.variant.as_datatype_enum
 
 
-def _scalar(node: Any) -> Any:
+def _scalar(node: NodeDef) -> bool | int | float | None:
     tensor = node.attr["value"].tensor if node.op == "Const" else None
     if tensor is None or tensor.tensor_shape.dim or tensor.dtype in (tf.resource.as_datatype_enum, _VARIANT):
         return None
@@ -231,14 +231,14 @@ def _scalar(node: Any) -> Any:
     return value if isinstance(value, (bool, int, float)) else None
 
 
-def _num_strings(node: Any) -> int:
+def _num_strings(node: NodeDef) -> int:
     tensor = node.attr["value"].tensor if node.op == "Const" else None
     if tensor is None or tensor.dtype != tf.string.as_datatype_enum:
         return 0
     return math.prod(dim.size for dim in tensor.tensor_shape.dim)
 
 
-def _function_ops(node: Any, functions: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
+def _function_ops(node: NodeDef, functions: Mapping[str, FunctionDef], seen: set[str]) -> Iterator[str]:
     called = [value.func.name for value in node.attr.values() if value.WhichOneof("value") == "func"]
     called += [func.name for value in node.attr.values() for func in value.list.func]
     if node.op in functions:

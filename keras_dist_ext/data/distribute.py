@@ -18,7 +18,7 @@ from keras_dist_ext.errors import DataError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.hashing import checked_seed, fold_in
 from keras_dist_ext.messages import close_name, counted
-from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.strategy.workers import Workers, workers_of
 
 __all__ = ["SharedDataset", "distribute"]
 
@@ -228,7 +228,7 @@ def _checked_rows(batch_size: int | None, per_replica: int | None, num_replicas:
 
 
 def _choose(
-    policy: str, dataset: tf.data.Dataset, graph: DatasetGraph | None, workers: Any, num_replicas: int
+    policy: str, dataset: tf.data.Dataset, graph: DatasetGraph | None, workers: Workers | None, num_replicas: int
 ) -> tuple[str, str]:
     """Choose how data is shared, and say why."""
     if workers is None:
@@ -253,7 +253,7 @@ def _choose(
     return "rows", f"{count} workers read the same batches, those of one device, and each takes its rows{asked}"
 
 
-def _check(policy: str, graph: DatasetGraph | None, workers: Any, batch_size: int | None) -> None:
+def _check(policy: str, graph: DatasetGraph | None, workers: Workers | None, batch_size: int | None) -> None:
     """Refuse what the workers would only find out when examples are missing."""
     if workers is None:
         return
@@ -320,7 +320,13 @@ def _with_policy(dataset: tf.data.Dataset, name: str) -> tf.data.Dataset:
 
 
 def _worker_part(
-    dataset: tf.data.Dataset, policy: str, workers: Any, worker: int, batched: bool, seen: int | None, rows: int | None
+    dataset: tf.data.Dataset,
+    policy: str,
+    workers: Workers | None,
+    worker: int,
+    batched: bool,
+    seen: int | None,
+    rows: int | None,
 ) -> tf.data.Dataset:
     """Batches as this worker reads them: global ones, or its part of them.
 

@@ -26,7 +26,7 @@ __all__ = ["Pools"]
 DEFAULT_POOL = 16384
 _plainly = tf.autograph.experimental.do_not_convert  # tf.data would convert our code, which needs it nowhere
 Lengths = npt.NDArray[np.int64]
-Plan = Callable[[Lengths, Any, Any], tuple[Any, Any]]
+Plan = Callable[[Lengths, np.int64, np.int64], tuple[Lengths, Lengths]]
 
 
 class Pools:
@@ -168,7 +168,7 @@ class Pools:
         lengths = [self._length_of(by_path[path], self._values[path]) for path in self._measured_by]
         return tf.reduce_max(tf.stack(lengths), axis=0)
 
-    def _length_of(self, leaf: Any, value: Any) -> tf.Tensor:
+    def _length_of(self, leaf: tf.Tensor, value: Any) -> tf.Tensor:
         if isinstance(leaf, tf.RaggedTensor):
             if not self._is_padded:
                 return tf.cast(leaf.row_lengths(), tf.int64)
@@ -185,7 +185,7 @@ class Pools:
                 taken[path] = taken[path][:, :longest]
         return tree.pack_sequence_as(pool, list(taken.values()))
 
-    def _dense(self, path: str, leaf: Any) -> tf.Tensor:
+    def _dense(self, path: str, leaf: tf.Tensor) -> tf.Tensor:
         if not isinstance(leaf, tf.RaggedTensor):
             return leaf
         dense = leaf.to_tensor(self._values[path])
@@ -264,7 +264,7 @@ def _leaves_with_paths(structure: Any) -> list[tuple[str, Any]]:
     return [("/".join(map(str, path)), leaf) for path, leaf in tree.flatten_with_path(structure)]
 
 
-def _padded_sequences(leaves: list[tuple[str, Any]], features: list[str]) -> list[str]:
+def _padded_sequences(leaves: list[tuple[str, tf.TypeSpec]], features: list[str]) -> list[str]:
     """The leaves of padded data that are sequences: all of the features' that are equally long."""
     long = {path: leaf.shape[1] for path, leaf in leaves if leaf.shape.rank is not None and leaf.shape.rank >= 2}
     found = [path for path in features if path in long]
@@ -288,7 +288,9 @@ def _padded_sequences(leaves: list[tuple[str, Any]], features: list[str]) -> lis
     return found
 
 
-def _values(padding_value: Any, spec: Any, leaves: list[tuple[str, Any]], features: list[str]) -> dict[str, Any]:
+def _values(
+    padding_value: Any, spec: Any, leaves: list[tuple[str, tf.TypeSpec]], features: list[str]
+) -> dict[str, Any]:
     if isinstance(padding_value, (dict, tuple, list)):
         by_path = dict(_leaves_with_paths(padding_value))
         if by_path.keys() == dict(leaves).keys():

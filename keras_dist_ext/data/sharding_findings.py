@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import tensorflow as tf
 
 from keras_dist_ext.data.dataset_graph import DatasetGraph
 from keras_dist_ext.findings import Finding
@@ -13,7 +13,7 @@ __all__ = ["batch_findings", "findings_of"]
 
 def findings_of(
     graph: DatasetGraph | None,
-    options: Any,
+    options: tf.data.Options,
     policy: str,
     num_workers: int,
     num_replicas: int,
@@ -87,7 +87,7 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _worker_findings(
-    graph: DatasetGraph | None, options: Any, policy: str, num_workers: int, seed: int | None
+    graph: DatasetGraph | None, options: tf.data.Options, policy: str, num_workers: int, seed: int | None
 ) -> list[Finding]:
     found = []
     num_files = 0 if graph is None else graph.num_files

@@ -5,12 +5,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
-from keras_dist_ext._keras.adapters import make_data_adapter, py_dataset_batches, seed_array_shuffles, seed_py_datasets
+from keras_dist_ext._keras.adapters import (
+    DataAdapter,
+    make_data_adapter,
+    py_dataset_batches,
+    seed_array_shuffles,
+    seed_py_datasets,
+)
 from keras_dist_ext._keras.datasets import WrappedDataset
 from keras_dist_ext.data.dataset_graph import DatasetGraph, read_graph
 from keras_dist_ext.errors import DataError
@@ -103,10 +110,10 @@ def _of_length(dataset: tf.data.Dataset, length: int | None) -> tf.data.Dataset:
     return dataset if length is None else dataset.apply(tf.data.experimental.assert_cardinality(length))
 
 
-def _of_py_dataset(adapter: Any, seed: int | None, passes: itertools.count[int]) -> tf.data.Dataset:
+def _of_py_dataset(adapter: DataAdapter, seed: int | None, passes: itertools.count[int]) -> tf.data.Dataset:
     spec = adapter.get_tf_dataset().element_spec
 
-    def one_pass() -> Any:
+    def one_pass() -> Iterator[Any]:
         if seed is not None:
             seed_py_datasets(fold_in(seed, "order", next(passes)))
         yield from py_dataset_batches(adapter)
