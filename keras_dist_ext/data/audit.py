@@ -261,8 +261,8 @@ def _named(name: Any, batch: Any, spec: Any) -> Ids:
     rows = int(data.num_rows(batch))
     if named.size != rows or not np.issubdtype(named.dtype, np.integer):
         raise DataError(
-            f"ids gave {named.dtype} {list(named.shape)} for a batch of {rows} rows. It must give one integer for each "
-            "row, such as ids=lambda x, y: x['id']."
+            f"ids gave {named.dtype} {list(named.shape)} for a batch of {rows} examples. It must give one integer "
+            "for each example, such as ids=lambda x, y: x['id']."
         )
     return named.astype(np.int64).ravel()
 

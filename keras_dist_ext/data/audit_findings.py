@@ -1,4 +1,4 @@
-"""Say what is wrong with who got which examples."""
+"""Say what is wrong with which replica got which examples."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def findings_of(
     found = [
         Finding(
             "cannot-read",
-            "A worker could not read its part of the data; others would wait for it for ever.",
+            "A worker could not read its part of the data; others would wait for it forever.",
             f"worker {worker}: {text}",
             "the other policies of AutoShardPolicy, or kde.distribute",
         )
@@ -107,10 +107,10 @@ def _of_batches(rows: npt.NDArray[np.int64]) -> list[Finding]:
         found.append(
             Finding(
                 "batch-cannot-be-split",
-                "Some replicas get no rows in some steps, and idle.",
-                f"{counted(len(idle), 'step')} of {len(rows)}; step {step}: {counted(int(totals[step]), 'row')} as "
+                "Some replicas get no examples in some steps, and idle.",
+                f"{counted(len(idle), 'step')} of {len(rows)}; step {step}: {counted(int(totals[step]), 'example')} as "
                 f"{_listed(rows[step].tolist())} on {num_replicas} replicas",
-                "batches of at least as many rows as there are replicas, or drop_remainder=True for the last",
+                "batches of at least as many examples as there are replicas, or drop_remainder=True for the last",
             )
         )
     uneven = [step for step in range(len(rows) - 1) if rows[step].max() != rows[step].min() and step not in idle]
@@ -119,8 +119,8 @@ def _of_batches(rows: npt.NDArray[np.int64]) -> list[Finding]:
         found.append(
             Finding(
                 "uneven-batch",
-                "Replicas get different numbers of rows, and all wait for the fullest.",
-                f"{counted(len(uneven), 'step')} of {len(rows)}; step {step}: {_listed(rows[step].tolist())} rows",
+                "Replicas get different numbers of examples, and all wait for the fullest.",
+                f"{counted(len(uneven), 'step')} of {len(rows)}; step {step}: {_listed(rows[step].tolist())} examples",
                 f"a batch size that {num_replicas} divides",
             )
         )

@@ -179,7 +179,7 @@ def _checked_size(batch_size: int | None, tokens: int | None, num_replicas: int)
     if batch_size is None and tokens is None:
         raise DataError(
             "Neither batch_size nor tokens was given, so there is no saying how large a batch is. Give batch_size= "
-            "(rows of a global batch), or tokens= (rows times the longest row)."
+            "(examples of a global batch), or tokens= (examples times the longest sequence)."
         )
     for name, value in (("batch_size", batch_size), ("tokens", tokens)):
         if value is not None and (not hasattr(value, "__index__") or value < 1):

@@ -223,7 +223,7 @@ def _checked_rows(batch_size: int | None, per_replica: int | None, num_replicas:
         )
     rows = batch_size if per_replica is None else per_replica * num_replicas
     if rows is not None and (not hasattr(rows, "__index__") or rows < 1):
-        raise DataError(f"A batch of {rows} rows holds nothing to train on. Give a whole number, 1 or more.")
+        raise DataError(f"Invalid batch size {rows}; must be an integer >= 1.")
     return rows
 
 
@@ -236,7 +236,7 @@ def _choose(
             return "rows", "1 worker with 1 replica, which takes whole batches"
         if policy in ("file", "data"):
             return "rows", f"1 worker reads everything, so there is nothing to share by {policy}"
-        return "rows", f"1 worker, whose {counted(num_replicas, 'replica')} take rows of each batch"
+        return "rows", f"1 worker, whose {counted(num_replicas, 'replica')} take examples of each batch"
     asked = "" if policy == "auto" else " (as asked)"
     count = workers.num_workers
     num_files = 0 if graph is None else graph.num_files
@@ -250,7 +250,7 @@ def _choose(
         _, is_own, _ = workers.align_data(dataset)
         if is_own:
             return "off", f"the data of {count} workers differs: each has split it by itself"
-    return "rows", f"{count} workers read the same batches, those of one device, and each takes its rows{asked}"
+    return "rows", f"{count} workers read the same batches, those of one device, and each takes its examples{asked}"
 
 
 def _check(policy: str, graph: DatasetGraph | None, workers: Workers | None, batch_size: int | None) -> None:
@@ -346,7 +346,9 @@ def _worker_part(
             dataset = auto_shard(_with_policy(dataset, policy.upper()), workers.num_workers, worker)
         whole = rows if policy == "off" else rows or seen
         if whole is not None and whole < workers.num_workers:
-            raise DataError(f"A batch of {whole} rows leaves some of {workers.num_workers} workers none. Give more.")
+            raise DataError(
+                f"A batch of {whole} examples leaves some of {workers.num_workers} workers none. Give more."
+            )
         first, last = (w * (whole or 0) // workers.num_workers for w in (worker, worker + 1))
         part = (last - first) or None
     if part is not None:

@@ -251,7 +251,7 @@ def _of_batches(
     if left % num_replicas:
         yield Finding(
             "partial-last-batch",
-            "The last batch of a pass does not split evenly over the replicas. Stock Keras then weights its rows "
+            "The last batch of a pass does not split evenly over the replicas. Stock Keras then weights its examples "
             "wrongly; models of keras_dist_ext do not, but some replicas wait.",
             f"{num_examples} examples in batches of {batch.batch_size} leave {left} for {num_replicas} replicas",
             "batch(..., drop_remainder=True), repeat(), or a batch size that leaves none",

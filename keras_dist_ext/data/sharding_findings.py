@@ -67,16 +67,16 @@ def batch_findings(batch_size: int | None, num_replicas: int) -> list[Finding]:
         return [
             Finding(
                 "batch-smaller-than-replicas",
-                "A global batch has fewer rows than there are replicas, so some replicas idle in each step.",
-                f"batches of {counted(batch_size, 'row')} for {num_replicas} replicas: {_listed(shares)} rows",
+                "A global batch has fewer examples than there are replicas, so some replicas idle in each step.",
+                f"batches of {counted(batch_size, 'example')} for {num_replicas} replicas: {_listed(shares)} examples",
                 f"batch_size={better} or more",
             )
         ]
     return [
         Finding(
             "uneven-batch",
-            "Replicas get different numbers of rows in each step, and all wait for the fullest.",
-            f"batches of {batch_size} rows for {num_replicas} replicas: {_listed(shares)} rows",
+            "Replicas get different numbers of examples in each step, and all wait for the fullest.",
+            f"batches of {batch_size} examples for {num_replicas} replicas: {_listed(shares)} examples",
             f"batch_size={better}, a multiple of {num_replicas}",
         )
     ]
@@ -95,7 +95,7 @@ def _worker_findings(
         found.append(
             Finding(
                 "read-by-all",
-                "Every worker reads and prepares all data, and uses its rows of it.",
+                "Every worker reads and prepares all data, and uses its examples of it.",
                 f"{num_files} files, {num_workers} workers",
                 'distribute(..., policy="file") has each file read by one worker, if reading is what limits you; '
                 "batches are then others than on one device",

@@ -67,10 +67,10 @@ def test_batches_that_do_not_split_are_reported(strategies: Any) -> None:
     strategy = strategies.get("mirrored4")
     (idle,) = kde.audit(tf.data.Dataset.range(9).batch(3), strategy).findings
     assert idle.code == "batch-cannot-be-split"
-    assert idle.evidence == "3 steps of 3; step 0: 3 rows as 0, 1, 1, 1 on 4 replicas"
+    assert idle.evidence == "3 steps of 3; step 0: 3 examples as 0, 1, 1, 1 on 4 replicas"
     (uneven,) = kde.audit(tf.data.Dataset.range(20).batch(10), strategy).findings
     assert uneven.code == "uneven-batch"
-    assert uneven.evidence == "1 step of 2; step 0: 2, 3, 2, 3 rows"
+    assert uneven.evidence == "1 step of 2; step 0: 2, 3, 2, 3 examples"
     assert kde.audit(tf.data.Dataset.range(14).batch(8), strategy).ok  # the last may hold what is left over
 
 
@@ -82,7 +82,7 @@ def test_endless_data_is_looked_at_for_some_steps(mirrored: Any) -> None:
 
 
 def test_ids_that_are_none_are_refused(mirrored: Any) -> None:
-    with pytest.raises(DataError, match=r"ids gave float32 \[8\] for a batch of 8 rows. It must give one integer"):
+    with pytest.raises(DataError, match=r"ids gave float32 \[8\] for a batch of 8 examples. It must give one integer"):
         kde.audit(arrays(), mirrored, ids=lambda x, y: y, batch_size=8)
     with pytest.raises(DataError, match="There is no AutoShardPolicy 'ROWS'. There are AUTO, FILE, DATA, OFF."):
         kde.audit(plain().batch(8), mirrored, stock_policy="ROWS")

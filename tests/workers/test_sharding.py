@@ -50,7 +50,7 @@ def test_each_example_comes_once_in_global_batches_and_in_a_loop_of_ones_own(
     dealt = kde.distribute(SOURCES[name](), strategy, batch_size=8)
     sizes = [len(np.asarray(tf.nest.flatten(batch)[-1])) for batch in dealt]
     assert sizes == [8] * 5
-    replicas = f"{strategy.num_replicas_in_sync} replicas take rows of each batch"
+    replicas = f"{strategy.num_replicas_in_sync} replicas take examples of each batch"
     one = "1 worker with 1 replica, which takes whole batches"
     assert (dealt.policy, dealt.batch_size) == ("rows", 8)
     assert dealt.reason == (one if strategy.num_replicas_in_sync == 1 else f"1 worker, whose {replicas}")
@@ -173,10 +173,10 @@ def test_a_py_dataset_begins_and_ends_its_epochs() -> None:
 
 def test_policy_and_reason_are_said_with_what_to_look_out_for(strategies: Any) -> None:
     dealt = kde.distribute(plain().batch(10), strategies.get("mirrored4"))
-    assert (dealt.policy, dealt.reason) == ("rows", "1 worker, whose 4 replicas take rows of each batch")
+    assert (dealt.policy, dealt.reason) == ("rows", "1 worker, whose 4 replicas take examples of each batch")
     (finding,) = dealt.findings
     assert finding.code == "uneven-batch"
-    assert finding.evidence == "batches of 10 rows for 4 replicas: 2, 3, 2, 3 rows"
+    assert finding.evidence == "batches of 10 examples for 4 replicas: 2, 3, 2, 3 examples"
     assert finding.fix == "batch_size=12, a multiple of 4"
     assert str(dealt).startswith("rows: 1 worker, whose 4 replicas")
     (small,) = kde.distribute(plain().batch(3), strategies.get("mirrored4")).findings
@@ -188,7 +188,7 @@ def test_policy_and_reason_are_said_with_what_to_look_out_for(strategies: Any) -
     ("arguments", "error", "message"),
     [
         ({"dataset": plain()}, DataError, "The dataset gives single examples (int64()), and no batch_size was given"),
-        ({"dataset": plain(), "batch_size": 0}, DataError, "A batch of 0 rows holds nothing to train on."),
+        ({"dataset": plain(), "batch_size": 0}, DataError, "Invalid batch size 0; must be an integer >= 1."),
         (
             {"dataset": plain(), "batch_size": 8, "per_replica_batch_size": 8},
             DataError,
