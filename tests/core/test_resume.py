@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 import warnings
 from typing import Any
 
@@ -513,7 +514,11 @@ def test_a_py_dataset_is_not_asked_for_batches_that_were_used(strategies: Any, t
     assert again.asked == [0, 1, *range(step, 6)]  # Keras looks at the first two
 
 
-def test_small_pipelines_resume_without_being_read_again(tmp_path: pathlib.Path) -> None:
+def test_small_pipelines_resume_without_being_read_again(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = types.SimpleNamespace(perf_counter=lambda: 0.0)  # TensorFlow is quick to save it
+    monkeypatch.setattr("keras_dist_ext.training.epoch_data.time", clock)
     reads = tf.data.Dataset.range(1000).map(lambda i: (tf.fill([4], tf.cast(i, tf.float32)), tf.ones([1]))).batch(8)
     with pytest.raises(Crash):
         fit_small(tmp_path, runs.crash_at(90, kill=False), x=reads, y=None, batch_size=None, epochs=1)
@@ -740,7 +745,11 @@ def test_training_continues_while_a_checkpoint_is_written(
     assert position["epoch"] == 10  # it was there when fit returned
 
 
-def test_two_runs_in_one_directory_do_not_mix_their_checkpoints(tmp_path: pathlib.Path) -> None:
+def test_two_runs_in_one_directory_do_not_mix_their_checkpoints(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keras_dist_ext.training.resume.callback._TIMES_COST", 0.0)  # every epoch is worth a checkpoint
+
     class OtherRun(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if epoch == 1:
