@@ -50,13 +50,17 @@ FAULTS = [
 
 
 def alarms(report: Any, planted: str = "") -> list[str]:
-    """The codes of findings, without small ones that rest on seconds: what others take of this machine looks so too."""
+    """The codes of findings; of those that rest on seconds, the planted one, and what claims most of the run.
+
+    What others take of this machine looks like waiting, too. What the rules make of exact times is in
+    tests/unit/test_diagnose.py.
+    """
     times = report.examination.times
     seconds = times.seconds if times is not None else 0.0
     return [
         finding.code
         for finding in report.findings
-        if finding.code == planted or (finding.seconds or seconds) >= 0.25 * seconds
+        if finding.code == planted or (finding.seconds or seconds) >= 0.6 * seconds
     ]
 
 
