@@ -61,7 +61,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(seed, unin
     for attempt, accident in enumerate(plan):
         files = json.loads((tmp_path / f"accident-{attempt}.json").read_text())
         if accident.call in ("write", "replace"):
-            assert ".aside" in files, "it was in the middle of a save"
+            assert ".tmp" in files, "it was in the middle of a save"
     assert shown.count("failed with SIGKILL") == NUM_ACCIDENTS, shown
     for worker, twin in zip(result.values, uninterrupted, strict=True):
         assert worker["resumed"] is not None
