@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import pathlib
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import rotating
+from made_up_clock import MadeUpClock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import keras_dist_ext as kde
@@ -469,7 +470,9 @@ def test_equal_replicas_give_no_finding(mirrored: Any) -> None:
     assert memory.findings == []
 
 
-def test_a_slow_replica_is_a_finding(mirrored: Any) -> None:
+def test_a_slow_replica_is_a_finding(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, num_calls = MadeUpClock(monkeypatch), itertools.count()
+
     class Slow(keras.layers.Layer):
         def call(self, x: Any) -> Any:
             context = tf.distribute.get_replica_context()
@@ -479,19 +482,20 @@ def test_a_slow_replica_is_a_finding(mirrored: Any) -> None:
                 tf.numpy_function(slowly, [x, context.replica_id_in_sync_group], tf.float32), x.shape
             )
 
-    def slowly(value: Any, replica: int) -> Any:
-        if replica == 1:
-            time.sleep(0.03)
+    def slowly(value: Any, replica: int) -> Any:  # of a step's six times, two are when it began and had its batch
+        num_steps, _ = divmod(next(num_calls), 2)
+        clock.advance(0.25 + replica, after_reads=6 * num_steps + 2 + replica)
         return value
 
     with mirrored.scope():
         model = kde.Sequential([keras.Input((4,)), Slow(), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     monitor, memory = remembered(update_freq=7)
-    fit(model, monitor, epochs=14)  # so many that one hiccup of the machine leaves enough of them in a row
-    finding = next(f for f in memory.findings if f["code"] == "slow-replica")
+    fit(model, monitor, epochs=6)  # three windows of 10 steps or more
+    (finding,) = memory.findings
+    assert finding["code"] == "slow-replica"
     assert finding["what"].startswith("Replica 1 is slow: ")
-    assert finding["seconds"] > 0.3
+    assert finding["seconds"] == 42 * (1.25 + 0.25 - 0.25)
     assert memory.scores[-1] is not None
 
 

@@ -285,7 +285,6 @@ def test_costs_are_kept_when_the_data_ends_early() -> None:
 def test_filling_a_shuffle_buffer_is_told_apart() -> None:
     dataset = BASE.map(in_python, num_parallel_calls=1).shuffle(100).batch(8).prefetch(1)
     times = kde.inspect(dataset, seconds=0.3).times
-    assert times.first_seconds > 0.1
     assert times.batch_seconds < 0.5 * times.first_seconds  # 8 elements, and 100
 
 

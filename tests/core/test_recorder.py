@@ -5,8 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import rotating
+from made_up_clock import MadeUpClock
 
 import keras_dist_ext as kde
 from keras_dist_ext.step import step_buffer as buffer_module
@@ -104,15 +104,15 @@ def dense(strategy: Any, model: Any = None, **arguments: Any) -> Any:
     return net
 
 
-def batches(num_rows: int = 50, seconds: float = 0.0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def batches(num_rows: int = 50, wait: Callable[[int], None] = lambda i: None) -> Iterator[tuple[Any, Any]]:
     for i in range(0, num_rows, 8):
-        time.sleep(seconds)
+        wait(i // 8)
         yield X[i : min(i + 8, num_rows)], Y[i : min(i + 8, num_rows)]
 
 
-def dataset(num_rows: int = 50, seconds: float = 0.0) -> tf.data.Dataset:
+def dataset(num_rows: int = 50, wait: Callable[[int], None] = lambda i: None) -> tf.data.Dataset:
     signature = tf.TensorSpec([None, 6]), tf.TensorSpec([None, 1])
-    return tf.data.Dataset.from_generator(lambda: batches(num_rows, seconds), output_signature=signature)
+    return tf.data.Dataset.from_generator(lambda: batches(num_rows, wait), output_signature=signature)
 
 
 COMPILED: dict[str, dict[str, Any]] = {
@@ -243,26 +243,35 @@ def scaled(rate: float) -> Any:
 
 @pytest.mark.parametrize("steps", rotating([1, 3, "auto"], [1]))
 @pytest.mark.parametrize("kind", rotating(["default", "mirrored2"], ["mirrored2"]))
-def test_waiting_for_input_is_told_from_computing(kind: str, steps: Any, strategies: Any) -> None:
-    net, recording = dense(strategies.get(kind), steps_per_execution=steps), Recording()
-    net.fit(dataset(), verbose=0)  # trace
-    net.fit(dataset(seconds=0.03), verbose=0, callbacks=[recording])
-    recording.recorder.fetch("train")
-    begin = time.perf_counter()
-    net.fit(dataset(seconds=0.03), verbose=0, callbacks=[recording])
-    took = time.perf_counter() - begin
+def test_waiting_for_input_is_told_from_computing(
+    kind: str, steps: Any, strategies: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = MadeUpClock(monkeypatch, ("training.batch_reader", "training.execution"))
+    strategy = strategies.get(kind)
+    reads_of_step = 1 + 2 * strategy.num_replicas_in_sync  # when it began; when each has computed, and updated
+    ends = {1: [1, 2, 3, 4, 5, 6], 3: [3, 6], "auto": [1, 2]}[steps]  # of executions, whose end is read, too
+
+    def wait(batch: int) -> None:  # until the step before is over, which runs while its successor's batch is read
+        clock.advance(1 / 64, after_reads=batch * reads_of_step + sum(end < batch for end in ends))
+
+    net, recording = dense(strategy, steps_per_execution=steps), Recording()
+    net.fit(dataset(wait=wait), verbose=0, callbacks=[recording])
     records = recording.of()
-    assert 7 * 0.03 <= records.input_seconds.sum() <= took
-    assert (records.compute_seconds >= 0).all()
-    assert (records.sync_seconds >= 0).all()
-    others = records.compute_seconds.max(axis=1) + records.sync_seconds.max(axis=1)
-    assert np.median(records.input_seconds) > np.median(others)  # a hiccup of the machine is in one step
-    assert records.step_seconds.sum() + records.host_seconds <= took
+    assert clock.num_reads == 7 * reads_of_step + len(ends) + 1
+    assert records.input_seconds.tolist() == records.step_seconds.tolist() == [1 / 64] * 7
+    assert not records.compute_seconds.any()
+    assert not records.sync_seconds.any()
+    assert records.host_seconds == 0.0
 
 
 @pytest.mark.parametrize("is_dealt", rotating([False, True], [True]), ids=["a dataset", "rows dealt before"])
 @pytest.mark.parametrize("slowest", rotating([0, 1], [1]))
-def test_a_slow_replica_computes_and_the_others_wait_for_it(slowest: int, is_dealt: bool, mirrored: Any) -> None:
+def test_a_slow_replica_computes_and_the_others_wait_for_it(
+    slowest: int, is_dealt: bool, mirrored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = MadeUpClock(monkeypatch)
+    num_calls = itertools.count()
+
     class Slow(kde.Model):
         def __init__(self) -> None:
             super().__init__()
@@ -273,7 +282,10 @@ def test_a_slow_replica_computes_and_the_others_wait_for_it(slowest: int, is_dea
             replica = 0 if context is None else context.replica_id_in_sync_group
 
             def wait(x: Any, replica: Any) -> Any:
-                time.sleep(0.05 * int(replica == slowest))
+                if (
+                    replica == slowest
+                ):  # after it began, had its batch, and the other one has computed: of 6 times a step
+                    clock.advance(1.0, after_reads=6 * next(num_calls) + 3)
                 return x
 
             # Without state, or TensorFlow would call it for one replica after the other.
@@ -294,16 +306,13 @@ def test_a_slow_replica_computes_and_the_others_wait_for_it(slowest: int, is_dea
         else {"x": X[:40], "y": Y[:40], "batch_size": 8}
     )
     net.fit(**data, verbose=0, callbacks=[recording])
-    recording.recorder.fetch("train")
-    net.fit(**data, verbose=0, callbacks=[recording])
     records = recording.of()
-    assert np.median(records.step_seconds) >= 0.05
-    assert records.host_seconds < records.step_seconds.sum()  # of which what the slow one takes is no part
-    seconds = records.compute_seconds.T
-    fast, slow = seconds[1 - slowest], seconds[slowest]
-    assert np.median(slow) >= 0.05  # in one step its clock may be read after it has begun to wait
-    assert np.median(slow) > np.median(fast)
-    assert np.median(records.sync_seconds[:, 1 - slowest]) > np.median(records.sync_seconds[:, slowest])
+    assert clock.num_reads == 5 * 6
+    assert records.step_seconds.tolist() == [1.0] * 5
+    assert records.compute_seconds[:, slowest].tolist() == records.sync_seconds[:, 1 - slowest].tolist() == [1.0] * 5
+    assert records.compute_seconds[:, 1 - slowest].tolist() == records.sync_seconds[:, slowest].tolist() == [0.0] * 5
+    assert records.input_seconds.tolist() == [0.0] * 5
+    assert records.host_seconds == 0.0
 
 
 @pytest.mark.parametrize("kind", ["default", "mirrored2"])
