@@ -21,22 +21,16 @@ The packages, each of which imports only from those before it: `_keras` is the o
 not document; `cluster` starts processes and describes a cluster; `strategy` chooses a strategy and keeps its workers in
 agreement; `data` deals examples; `step` is what one replica computes; `training` has models and loops; `monitoring`
 writes records; `diagnosis` judges runs; `tuner` searches hyperparameters; `examples` are scripts. Below them are
-`errors`, `messages`, `findings`, `hashing` and `argument_types`, above them `cli`.
+`errors`, `messages`, `findings`, `hashing`, `versions` and `argument_types`, above them `cli`.
 """
 
 import os
 
-import lazy_loader
+from keras_dist_ext.versions import attach
 
 __version__ = "0.1.0"
 
-_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return _load(name)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)
 
 
 if "KERAS_DIST_EXT_HEARTBEAT" in os.environ:  # `launch` has started this process, and watches its steps

@@ -1,4 +1,7 @@
-"""Talk to the coordination service of a cluster, to its workers, and to their collectives."""
+"""Talk to the coordination service of a cluster, to its workers, and to their collectives.
+
+What is private is imported where it is used, so that a strategy can be picked where a part of it has moved.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import input_lib
-from tensorflow.python.distribute.coordinator import values as coordinator_values
-from tensorflow.python.eager import context as tf_context
 
 __all__ = [
     "per_worker_values",
@@ -23,12 +23,21 @@ __all__ = [
 ]
 
 
+def _context() -> Any:
+    from tensorflow.python.eager import context
+
+    return context.context()
+
+
 def per_worker_values(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> Any:
     """Put one value on each worker of a ParameterServerStrategy: a tensor, or an iterator over a dataset.
 
     TensorFlow's ``create_per_worker_dataset`` (coordinator/values.py, cluster_coordinator.py) gives all workers the
     same dataset; here each has its own, sent as a graph just as there. A worker that comes back makes its value again.
     """
+    from tensorflow.python.distribute import input_lib
+    from tensorflow.python.distribute.coordinator import values as coordinator_values
+
     workers = tf.distribute.coordinator.ClusterCoordinator(strategy)._cluster.workers
     made = []
     for worker, value in zip(workers, values, strict=True):
@@ -56,16 +65,16 @@ def set_cluster_timeout(jobs: dict[str, int], wait_seconds: float) -> None:
         jobs: how many tasks "chief" and "worker" have.
         wait_seconds: see above.
     """
+    from tensorflow.python.eager.context import coordination_config_pb2
+
     leader = "chief" if jobs.get("chief") else "worker"
-    context = tf_context.context()
+    context = _context()
     context.configure_coordination_service(
         "standalone",
         service_leader=f"/job:{leader}/replica:0/task:0",
         cluster_register_timeout_in_ms=max(1, round(1000 * wait_seconds)),
         coordinated_jobs=[
-            tf_context.coordination_config_pb2.CoordinatedJob(name=job, num_tasks=count)
-            for job, count in jobs.items()
-            if count
+            coordination_config_pb2.CoordinatedJob(name=job, num_tasks=count) for job, count in jobs.items() if count
         ],
     )
     config = context.coordination_service
@@ -75,30 +84,30 @@ def set_cluster_timeout(jobs: dict[str, int], wait_seconds: float) -> None:
 
 def is_initialized() -> bool:
     """Whether TensorFlow has begun to work, so that devices and clusters are settled (python/eager/context.py)."""
-    return tf_context.context()._context_handle is not None
+    return _context()._context_handle is not None
 
 
 def set_key(key: str, text: str) -> None:
     """Store a text for all workers under a key that has none yet (python/eager/context.py)."""
-    tf_context.context().set_config_key_value(key, text)
+    _context().set_config_key_value(key, text)
 
 
 def get_key(key: str, wait_seconds: float) -> str | None:
     """Return what a worker has stored under a key, or None if nobody has after so long (python/eager/context.py)."""
     try:
-        return str(tf_context.context().get_config_key_value(key, max(1, round(1000 * wait_seconds))))
+        return str(_context().get_config_key_value(key, max(1, round(1000 * wait_seconds))))
     except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):
         return None
 
 
 def delete_key(key: str) -> None:
     """Forget what was stored under a key (python/eager/context.py)."""
-    tf_context.context().delete_config_key_value(key)
+    _context().delete_config_key_value(key)
 
 
 def abort_collectives(message: str) -> None:
     """End all collectives that this worker waits in, and all to come, by an error (python/eager/context.py)."""
-    tf_context.context().abort_collective_ops(tf.errors.INTERNAL, message)
+    _context().abort_collective_ops(tf.errors.INTERNAL, message)
 
 
 def is_collective_mismatch(error: Exception) -> bool:

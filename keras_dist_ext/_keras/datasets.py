@@ -13,9 +13,6 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.core.framework.graph_pb2 import GraphDef
 from tensorflow.core.framework.node_def_pb2 import NodeDef
-from tensorflow.python.data.experimental.ops import distribute as data_distribute
-from tensorflow.python.data.ops import dataset_ops
-from tensorflow.python.framework import random_seed
 
 __all__ = [
     "GraphDef",
@@ -150,6 +147,8 @@ def with_seeds(
         same_passes: whether shuffles give the same order in each pass, also those that have a seed.
         over_global: whether what has a seed because of ``tf.random.set_seed`` only counts as having none.
     """
+    from tensorflow.python.data.ops import dataset_ops
+
     found = 0
     for nodes, of_output in [(graph.node, ""), *((f.node_def, ":output:0") for f in graph.library.function)]:
         constants = {f"{n.name}{of_output}": n for n in nodes if n.op == "Const"}
@@ -230,6 +229,8 @@ def _is_of_global_seed(seeds: Sequence[int], begin: int, end: int) -> bool:
     seed of the op: without one a number of 31 bits, or in a function how many ops had none before. So a seed given to
     an op as well is taken for none if it is so small, or to a shuffle if it is so large.
     """
+    from tensorflow.python.framework import random_seed
+
     return seeds[0] != random_seed.DEFAULT_GRAPH_SEED and begin <= seeds[1] < end
 
 
@@ -280,6 +281,8 @@ def auto_shard(dataset: tf.data.Dataset, num_workers: int, worker: int) -> tf.da
     tensorflow/python/data/experimental/ops/distribute.py; the graph is rewritten in core/grappler/optimizers/data/
     auto_shard.cc. `strategy.experimental_distribute_dataset` does the same, and more.
     """
+    from tensorflow.python.data.experimental.ops import distribute as data_distribute
+
     return data_distribute._AutoShardDataset(dataset, num_workers, worker)
 
 

@@ -8,6 +8,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import tensorflow as tf
+
+from keras_dist_ext import versions
 from keras_dist_ext._keras import keras
 
 __all__ = ["thread", "Step", "install", "patched"]
@@ -55,11 +58,20 @@ class Step(Protocol):
     def check_stateful(self, layer: keras.Layer) -> None: ...
 
 
+versions.check({"tensorflow": tf.__version__, "keras": keras.__version__})  # before anything of theirs is replaced
+
 thread = threading.local()
 
 
 def install(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Replace ``owner.name`` by ``hook(original, step, *args)`` for threads with a step, once per process."""
+    """Replace ``owner.name`` by ``hook(original, step, *args)`` for threads with a step, once per process.
+
+    Raises:
+        ImportError: Keras or TensorFlow has no such function any more.
+    """
+    if not hasattr(owner, name):
+        place = getattr(owner, "__module__", owner.__name__)
+        raise ImportError(f"cannot import name {name!r} from {owner!r}", name=f"{place}.{name}")
     original = getattr(owner, name)
 
     def decorate(hook: Callable[..., Any]) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_utils
 
 from keras_dist_ext._keras import keras
 
@@ -61,6 +60,8 @@ def sum_over_replicas(values: list[Any]) -> list[Any]:
 
 def regroup(values: Sequence[Any]) -> Any:
     """One value a local replica, as what ``strategy.run`` and ``merge_call`` take (distribute_utils.py)."""
+    from tensorflow.python.distribute import distribute_utils
+
     return distribute_utils.regroup(tuple(values), always_wrap=True)
 
 

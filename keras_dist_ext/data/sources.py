@@ -6,22 +6,18 @@ import contextlib
 import itertools
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
-from keras_dist_ext._keras.adapters import (
-    DataAdapter,
-    make_data_adapter,
-    py_dataset_batches,
-    seed_array_shuffles,
-    seed_py_datasets,
-)
 from keras_dist_ext._keras.datasets import WrappedDataset
 from keras_dist_ext.data.dataset_graph import DatasetGraph, read_graph
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.hashing import fold_in
+
+if TYPE_CHECKING:
+    from keras_dist_ext._keras.adapters import DataAdapter
 
 __all__ = ["as_dataset", "is_batched", "kind_of"]
 
@@ -95,6 +91,8 @@ def as_dataset(
                 "as a list or dict."
             )
         x, y, weights = (*data, None, None)[:3]
+    from keras_dist_ext._keras.adapters import make_data_adapter, seed_array_shuffles  # private Keras: not for tf.data
+
     passes = itertools.count()
     shuffles = shuffle is not False and kind != "generator"
     adapter = make_data_adapter(x, y, weights, batch_size=batch_size, shuffle=shuffles)
@@ -111,6 +109,8 @@ def _of_length(dataset: tf.data.Dataset, length: int | None) -> tf.data.Dataset:
 
 
 def _of_py_dataset(adapter: DataAdapter, seed: int | None, passes: itertools.count[int]) -> tf.data.Dataset:
+    from keras_dist_ext._keras.adapters import py_dataset_batches, seed_py_datasets
+
     spec = adapter.get_tf_dataset().element_spec
 
     def one_pass() -> Iterator[Any]:

@@ -30,12 +30,6 @@ In reading order:
     processes        launch_search, SearchRun: a search in several processes
 """
 
-import lazy_loader
+from keras_dist_ext.versions import attach
 
-_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return _load(name)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)
