@@ -47,16 +47,16 @@ __all__ = [
 _thread = threading.local()
 
 
-_stock_epoch_iterator = tf_trainer.TFEpochIterator
+class _TFEpochIterator(tf_trainer.TFEpochIterator):  # type: ignore[misc]
+    """Keras' iterator over an epoch, or what this thread is to have instead of it."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        make = getattr(_thread, "epoch_iterator", None)
+        return super().__new__(cls) if make is None else make(*args, **kwargs)
 
 
-@functools.wraps(_stock_epoch_iterator, updated=())
-def _epoch_iterator(*args: Any, **kwargs: Any) -> Any:
-    make = getattr(_thread, "epoch_iterator", None)
-    return _stock_epoch_iterator(*args, **kwargs) if make is None else make(*args, **kwargs)
-
-
-tf_trainer.TFEpochIterator = _epoch_iterator
+functools.update_wrapper(_TFEpochIterator, tf_trainer.TFEpochIterator, updated=())
+tf_trainer.TFEpochIterator = _TFEpochIterator
 
 
 @contextlib.contextmanager
