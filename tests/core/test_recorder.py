@@ -282,9 +282,7 @@ def test_a_slow_replica_computes_and_the_others_wait_for_it(
             replica = 0 if context is None else context.replica_id_in_sync_group
 
             def wait(x: Any, replica: Any) -> Any:
-                if (
-                    replica == slowest
-                ):  # after it began, had its batch, and the other one has computed: of 6 times a step
+                if replica == slowest:  # once the step has begun, its batch is there, and the other one has computed
                     clock.advance(1.0, after_reads=6 * next(num_calls) + 3)
                 return x
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
+from made_up_clock import MadeUpClock
 
 import keras_dist_ext as kde
 from keras_dist_ext.diagnosis.doctor.report import Report
@@ -90,6 +93,51 @@ def batches() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(ROWS)
 
 
+class LooksAtBatches(kde.RunCallback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        pass
+
+
+def by_a_made_up_clock(strategy: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> Report:
+    """Train for 80 steps by a clock that nothing else moves, with one fault, or with none if that is "".
+
+    Two replicas compute one after the other, as on one core: for 1/8 s each. A step reads the clock six times: when it
+    began, when its batch was there, when each replica has computed, and when it has updated; where the end of data
+    cannot be foreseen, not when its batch was there but the next one.
+    """
+    clock = MadeUpClock(monkeypatch, ("training.batch_reader", "diagnosis.doctor.host_clock"))
+    is_ahead = fault == "generator-bound"
+    num_calls = itertools.count()
+
+    class Computes(L.Layer):  # type: ignore[misc]
+        def call(self, x: Any) -> Any:
+            context = tf.distribute.get_replica_context()
+            if context is None:  # when the model is built
+                return x
+            replica = context.replica_id_in_sync_group
+            return tf.ensure_shape(tf.numpy_function(compute, [x, replica], tf.float32), x.shape)
+
+    def compute(value: Any, replica: int) -> Any:
+        num_steps = next(num_calls) // 2
+        clock.advance(1 / 8, after_reads=6 * num_steps + (1 if is_ahead else 2) + replica)
+        clock.advance(1 / 4 if fault == "straggler" and replica == 1 else 0.0)
+        return value
+
+    class Callback(LooksAtBatches):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            clock.advance(1 / 8 if fault == "slow-callback" else 0.0)
+
+    def elements() -> Any:
+        for batch in itertools.count():
+            clock.advance(1 / 4, after_reads=6 * batch - 1 if batch > 1 else 0)  # Keras looks at two before the run
+            yield X[:ROWS], Y[:ROWS]
+
+    def layers() -> list[Any]:
+        return [keras.Input((WIDTH,)), Computes(), L.Dense(1)]
+
+    return train(strategy, layers, elements() if is_ahead else (X, Y), Callback(), steps_per_execution=1)
+
+
 # Faults: each takes a strategy of two replicas and whether the fault is there.
 
 
@@ -155,11 +203,6 @@ def starved(strategy: Any, is_planted: bool) -> Report:
 
 def host_bound(strategy: Any, is_planted: bool) -> Report:
     return train(strategy, tiny, pipeline(), num_steps=150, steps_per_execution=1 if is_planted else "auto")
-
-
-class LooksAtBatches(kde.RunCallback):
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        pass
 
 
 def watched_steps(strategy: Any, is_planted: bool) -> Report:

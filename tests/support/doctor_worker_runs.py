@@ -10,12 +10,25 @@ import numpy as np
 
 
 def run_all() -> dict[str, Any]:
-    """Run every case in this worker and return its report as text and as plain values."""
+    """Run every case in this worker and return what is to be judged of its report, as plain values."""
     import keras_dist_ext as kde
 
     strategy = kde.pick_strategy("multi_worker").strategy
     reports = {case.__name__: case(strategy, strategy.cluster_resolver.task_id) for case in CASES}
-    return {name: (str(report), report.codes, report.to_dict()) for name, report in reports.items()}
+    return {name: of_report(name, report) for name, report in reports.items()}
+
+
+def of_report(case: str, report: Any) -> dict[str, Any]:
+    from healthy_runs import alarms, judge_on_exact_times, share
+
+    return {
+        "text": str(report),
+        "alarms": alarms(report, PLANTED[case]),
+        "on exact times": judge_on_exact_times(report.examination).codes,
+        "claimed": {finding.code: share(report, finding) for finding in report.findings},
+        "synchronising": report.shares["synchronising"],
+        "report": report.to_dict(),
+    }
 
 
 def train(strategy: Any, layers: list[Any], x: Any, y: Any, rows: int, num_steps: int, **given: Any) -> Any:
@@ -82,3 +95,4 @@ def has_a_slow_worker(strategy: Any, worker: int) -> Any:
 
 
 CASES: list[Callable[[Any, int], Any]] = [is_clean, synchronises, has_a_slow_worker]
+PLANTED = {"is_clean": "", "synchronises": "sync-bound", "has_a_slow_worker": "straggler"}

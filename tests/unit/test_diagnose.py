@@ -6,10 +6,13 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from healthy_runs import HEALTHY as HEALTHY_RUNS
+from healthy_runs import Healthy
 
 from keras_dist_ext.diagnosis.doctor.examination import (
     Calls,
@@ -88,6 +91,164 @@ def test_a_healthy_run_has_no_findings_and_no_notes() -> None:
     report = judge(Examination(HEALTHY, times(), trials(as_it_was=0.02, no_sum=0.0195, double=0.039, data=0.0201)))
     assert (report.findings, report.notes) == ((), ())
     assert str(report).startswith("no findings about 'model' in 80 steps of 20 ms on 2 replicas, ")
+
+
+ON_CPU = Setting(strategy="mirrored", num_replicas=2, devices=("CPU:0", "CPU:1"), num_cores=2)
+DISTURBED: dict[str, Callable[[Healthy], Healthy]] = {
+    "nothing": lambda run: run,
+    "input takes twice as long": lambda run: dataclasses.replace(run, input=2 * run.input),
+    "one replica computes for twice as long": lambda run: dataclasses.replace(
+        run, compute=(*run.compute[:-1], 2 * run.compute[-1])
+    ),
+    "the sum takes three times as long": lambda run: dataclasses.replace(run, sync=tuple(3 * s for s in run.sync)),
+    "executions take 1.4 times as long to begin": lambda run: dataclasses.replace(run, host=1.4 * run.host),
+}
+
+
+@pytest.mark.parametrize("disturbed", DISTURBED)
+@pytest.mark.parametrize("name", HEALTHY_RUNS)
+def test_runs_that_were_measured_healthy_have_no_finding_nor_when_a_part_takes_longer(
+    name: str, disturbed: str
+) -> None:
+    run = DISTURBED[disturbed](HEALTHY_RUNS[name])
+    num_replicas = len(run.compute)
+    setting = dataclasses.replace(ON_CPU, steps_per_execution=1 if run.steps == 1 else None)
+    if num_replicas == 1:
+        setting = dataclasses.replace(setting, strategy="none", num_replicas=1, devices=("CPU:0",))
+    elif run.steps == 1:  # its callbacks take a hundredth of the time
+        calls = Calls("Log", "on_train_batch_end", 1e-4 * 80, 80)
+        assert codes(setting, dataclasses.replace(run.times(), calls=(calls,))) == []
+    report = judge(Examination(setting, run.times()))
+    assert report.findings == ()
+    assert [note.code for note in report.notes] == ["shared-cpu"] * (num_replicas == 2)
+
+
+# Each rule at its threshold: a little below there is no finding, a little above there is one.
+
+AT_THRESHOLD: dict[str, tuple[str, Callable[[float], Examination]]] = {
+    "a quarter of the time for input": (
+        "input-bound",
+        lambda f: Examination(HEALTHY, times(input_=0.25 * 0.020 * f, compute=0.012)),
+    ),
+    "a millisecond a step for input": (
+        "input-bound",
+        lambda f: Examination(HEALTHY, times(step=0.002, input_=1e-3 * f, compute=0.0008, sync=0.0001)),
+    ),
+    "an eighth of the time for input in three of four blocks": (
+        "input-bound",
+        lambda f: Examination(
+            HEALTHY,
+            Times(
+                (*[block(input_=0.125 * 0.020 * f)] * 3, *[block(input_=0.012, compute=0.007)] * 5), num_executions=80
+            ),
+        ),
+    ),
+    "80 ms for each pass to begin": (
+        "slow-start-of-epochs",
+        lambda f: Examination(HEALTHY, dataclasses.replace(times(), start_seconds=(0.08 * f,) * 40)),
+    ),
+    "a quarter of the time for passes to begin": (
+        "slow-start-of-epochs",
+        lambda f: Examination(HEALTHY, dataclasses.replace(times(), start_seconds=(1.6 / 3 / 5 * f,) * 5)),
+    ),
+    "15% of the time in a callback": (
+        "slow-callback",
+        lambda f: Examination(
+            HEALTHY, times(calls=(Calls("Log", "on_train_batch_end", 0.15 * 1.6 * f, 80),), host=0.004)
+        ),
+    ),
+    "0.3 ms a call of a callback": (
+        "slow-callback",
+        lambda f: Examination(
+            HEALTHY, times(step=0.001, calls=(Calls("Log", "on_train_batch_end", 3e-4 * 80 * f, 80),), host=4e-4)
+        ),
+    ),
+    "five calls of a callback": (
+        "slow-callback",
+        lambda f: Examination(HEALTHY, times(calls=(Calls("Log", "on_train_batch_end", 0.5, int(5 * f)),), host=0.007)),
+    ),
+    "a tenth of the time for tracing": (
+        "retracing",
+        lambda f: Examination(HEALTHY, times(traces=(Traces("note", 60, 60, 0.1 * 1.6 * f),), host=0.003)),
+    ),
+    "five traces": (
+        "retracing",
+        lambda f: Examination(HEALTHY, times(traces=(Traces("note", int(5 * f), 60, 0.9),), host=0.012)),
+    ),
+    "traces in a fifth of the executions": (
+        "retracing",
+        lambda f: Examination(HEALTHY, times(traces=(Traces("note", 60, int(16 * f), 0.9),), host=0.012)),
+    ),
+    "30% of the time to begin executions": (
+        "host-bound",
+        lambda f: Examination(changed(steps_per_execution=1), times(step=0.002, host=0.3 * 0.002 * f, compute=0.0011)),
+    ),
+    "5% of the time waiting for a replica with more examples": (
+        "unequal-shards",
+        lambda f: Examination(HEALTHY, times(compute=0.05 * 0.020 * f / (1 - 64 / 96), examples=[96, 32])),
+    ),
+    "1.25 times as many examples": (
+        "unequal-shards",
+        lambda f: Examination(HEALTHY, times(examples=[round(100 * 1.25 * f), round(100 * (2 - 1.25 * f))])),
+    ),
+    "1.5 times as long a step, on a device of its own": (
+        "straggler",
+        lambda f: Examination(HEALTHY, times(input_=0.0, compute=[0.012, 0.012 * 1.5 * f])),
+    ),
+    "three times as long a step, on cores that are shared": (
+        "straggler",
+        lambda f: Examination(ON_CPU, times(step=0.1, input_=0.0, compute=[0.03, 0.03 * 3 * f])),
+    ),
+    "8 ms more a step, on cores that are shared": (
+        "straggler",
+        lambda f: Examination(ON_CPU, times(input_=0.0, compute=[0.001, 0.001 + 0.008 * f])),
+    ),
+    "a tenth of the time waiting for a replica": (
+        "straggler",
+        lambda f: Examination(HEALTHY, times(input_=0.0, compute=[0.002, 0.002 + 0.1 * 0.020 * f])),
+    ),
+    "a sum as long as computing": (
+        "sync-bound",
+        lambda f: Examination(changed(gradient_bytes=1000), times(compute=0.009, sync=0.009 * f)),
+    ),
+    "a sum that takes 40% of the time": (
+        "sync-bound",
+        lambda f: Examination(changed(gradient_bytes=1000), times(compute=0.006, sync=0.4 * 0.020 * f)),
+    ),
+    "2 ms for a sum": (
+        "sync-bound",
+        lambda f: Examination(changed(gradient_bytes=1000), times(step=0.004, compute=0.001, sync=2e-3 * f)),
+    ),
+    "40% of the time that does not depend on the few rows": (
+        "batch-too-small",
+        lambda f: Examination(HEALTHY, times(examples=4, compute=0.006, sync=0.4 * 0.020 * f)),
+    ),
+    "half a millisecond that does not depend on the few rows": (
+        "batch-too-small",
+        lambda f: Examination(HEALTHY, times(examples=4, step=0.001, compute=0.0003, input_=0.0, sync=5e-4 * f)),
+    ),
+    "a hundred time steps": (
+        "sequential-model",
+        lambda f: Examination(changed(loops=(Loop("lstm", int(100 * f), 400),)), times()),
+    ),
+    "half of a step for a long recurrence": (
+        "sequential-model",
+        lambda f: Examination(changed(loops=(Loop("lstm", 200, 400),)), times(compute=0.5 * 0.020 * f)),
+    ),
+    "other processes on half a core": (
+        "busy-machine",
+        lambda f: Examination(changed(num_cores=1), times(others=0.5 * f)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_THRESHOLD)
+def test_a_rule_begins_at_its_threshold_and_says_nothing_below(name: str) -> None:
+    code, examination = AT_THRESHOLD[name]
+    for factor, expected in ((0.97, []), (1.03, [code])):
+        report = judge(examination(factor))
+        found = [finding.code for finding in (*report.findings, *report.notes)]
+        assert [code for code in found if code != "shared-cpu"] == expected
 
 
 # The setting

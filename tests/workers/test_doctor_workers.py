@@ -5,50 +5,44 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from doctor_worker_runs import run_all
+from doctor_worker_runs import PLANTED, run_all
 
 from keras_dist_ext.cluster.launch import launch
 
 pytestmark = [pytest.mark.multiworker, pytest.mark.slow, pytest.mark.timeout(700)]
 
 
-CASES = {"is_clean": [], "synchronises": ["sync-bound"], "has_a_slow_worker": ["straggler"]}
-
-
 @pytest.fixture(scope="module")
 def reports() -> tuple[Any, ...]:
-    """What both workers found; of three launches at most, since others use the cores of this machine, too."""
-    for _ in range(3):
-        values = launch(2, run_all, time_limit=200).values
-        assert len(values) == 2
-        if all(worker[case][1] == codes for worker in values for case, codes in CASES.items()):
-            break
+    """What both workers found."""
+    values = launch(2, run_all, time_limit=200).values
+    assert len(values) == 2
     return values
 
 
-@pytest.mark.parametrize(("case", "codes"), CASES.items())
-def test_both_workers_find_the_fault_first_and_none_where_there_is_none(
-    case: str, codes: list[str], reports: Any
-) -> None:
+def test_both_workers_find_a_fault_first_and_none_where_there_is_none(reports: Any) -> None:
     for worker in reports:
-        text, found, _ = worker[case]
-        assert found == codes, text
+        for case, planted in PLANTED.items():
+            assert worker[case]["alarms"][:1] == [planted] * bool(planted), worker[case]["text"]
+            assert worker[case]["on exact times"] == [], worker[case]["text"]
+        assert worker["synchronises"]["synchronising"] > 2 * worker["is_clean"]["synchronising"]
 
 
 def test_a_slow_worker_is_named(reports: Any) -> None:
-    _, _, report = reports[0]["has_a_slow_worker"]
-    (finding,) = report["findings"]
+    worker = reports[0]["has_a_slow_worker"]
+    finding = next(found for found in worker["report"]["findings"] if found["code"] == "straggler")
     assert finding["what"].startswith("Worker 1 (replica 1) is slow: ")
-    assert finding["seconds"] > 0.15 * 20
+    assert worker["claimed"]["straggler"] > 0.5  # of the run
 
 
 def test_bytes_and_rate_of_synchronising_are_said(reports: Any) -> None:
-    _, _, report = reports[0]["synchronises"]
+    report = reports[0]["synchronises"]["report"]
     assert report["setting"]["gradient_bytes"] == 4 * (64 * 2048 + 2048 + 2048 * 2048 + 2048 + 2048 + 1)
-    assert "17.3 MB of gradients a step" in report["findings"][0]["evidence"]
+    finding = next(found for found in report["findings"] if found["code"] == "sync-bound")
+    assert "17.3 MB of gradients a step" in finding["evidence"]
 
 
 def test_experiments_are_left_out_with_the_reason(reports: Any) -> None:
-    _, _, report = reports[1]["is_clean"]
+    report = reports[1]["is_clean"]["report"]
     assert report["skipped_experiments"] == {"all": "there are several workers"}
     assert "skipped-experiments" in [note["code"] for note in report["notes"]]
