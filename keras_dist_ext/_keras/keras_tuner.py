@@ -16,6 +16,7 @@ from typing import Any
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.strategies import has_several_workers
 from keras_dist_ext.errors import BackendError, TunerError
+from keras_dist_ext.whole_files import write_whole
 
 try:
     import keras_tuner
@@ -245,10 +246,7 @@ def save_files_atomically(oracle: keras_tuner.Oracle) -> None:
         write(os.path.join(oracle._get_trial_dir(trial.trial_id), "trial.json"), trial.get_state())
 
     def write(path: str, state: Any) -> None:
-        aside = f"{path}.aside"
-        with open(aside, "w", encoding="utf-8") as file:
-            json.dump(state, file)
-        os.replace(aside, path)
+        write_whole(path, json.dumps(state))
 
     oracle.save = lambda: write(oracle._get_oracle_fname(), oracle.get_state())
     oracle._save_trial = save_trial

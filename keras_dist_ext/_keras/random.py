@@ -11,6 +11,7 @@ from typing import Any
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import random as tf_random
 from keras.src.random import seed_generator
+from keras.src.utils import rng_utils
 from tensorflow.python.ops import gen_random_ops, gen_stateless_random_ops, gen_stateless_random_ops_v2
 
 from keras_dist_ext._keras import keras
@@ -18,6 +19,7 @@ from keras_dist_ext._keras.interception import patched
 from keras_dist_ext._keras.variables import components
 
 __all__ = [
+    "random_seed",
     "global_seed_generator",
     "use_global_seed_generator",
     "clone_seed_generator",
@@ -25,6 +27,12 @@ __all__ = [
     "intercept_dropout",
     "stateless_random_ops",
 ]
+
+
+def random_seed() -> int | None:
+    """The seed of this thread's last ``keras.utils.set_random_seed``, if any (keras/src/utils/rng_utils.py)."""
+    seed: int | None = global_state.get_global_attribute(rng_utils.GLOBAL_RANDOM_SEED)
+    return seed
 
 
 def global_seed_generator() -> keras.random.SeedGenerator:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from keras_dist_ext.tuner.failures import Failure
+from keras_dist_ext.whole_files import write_whole
 
 __all__ = ["BenchmarkLog"]
 
@@ -50,6 +51,4 @@ class BenchmarkLog:
             self._write(None)
 
     def _write(self, name: str | None) -> None:
-        aside = self._path.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps({"running": name, "crashes": self._crashes}), encoding="utf-8")
-        aside.replace(self._path)
+        write_whole(self._path, json.dumps({"running": name, "crashes": self._crashes}))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_dist_ext.tuner.failures import Failure
+from keras_dist_ext.whole_files import write_whole
 
 __all__ = ["ProjectRecords", "TrialRecord"]
 
@@ -33,10 +34,7 @@ class TrialRecord:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write it into a trial's folder."""
-        path = Path(folder) / _FILE
-        aside = path.with_name(f"{_FILE}.{os.getpid()}")
-        aside.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
-        aside.replace(path)
+        write_whole(Path(folder) / _FILE, json.dumps(dataclasses.asdict(self)))
 
     @staticmethod
     def load(folder: str | os.PathLike[str]) -> TrialRecord | None:

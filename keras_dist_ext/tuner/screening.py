@@ -17,6 +17,7 @@ from keras_dist_ext.errors import TunerError
 from keras_dist_ext.tuner.benchmark_log import BenchmarkLog
 from keras_dist_ext.tuner.failures import classify_failure
 from keras_dist_ext.tuner.strategies import HYPERPARAMETER
+from keras_dist_ext.whole_files import write_whole
 
 __all__ = ["Screening", "ScreeningResult", "StrategyBenchmark", "find_slow", "screen_strategies"]
 
@@ -67,9 +68,7 @@ class ScreeningResult:
 
     def save(self, project: str | os.PathLike[str]) -> None:
         """Write it into a project's folder."""
-        aside = Path(project) / f"{_FILE}.{os.getpid()}"
-        aside.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
-        aside.replace(Path(project) / _FILE)
+        write_whole(Path(project) / _FILE, json.dumps(dataclasses.asdict(self)))
 
     @staticmethod
     def load(project: str | os.PathLike[str]) -> ScreeningResult | None:

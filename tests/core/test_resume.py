@@ -603,6 +603,126 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(
     assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
 
 
+def test_another_seed_of_keras_is_named(tmp_path: pathlib.Path) -> None:
+    keras.utils.set_random_seed(3)
+    fit_small(tmp_path, epochs=1)
+    keras.utils.set_random_seed(3)
+    fit_small(tmp_path, epochs=2)
+    keras.utils.set_random_seed(4)
+    with pytest.raises(
+        kde.ResumeError, match=r"another seed: that of keras.utils.set_random_seed is 4, was 3. Call it with the same"
+    ):
+        fit_small(tmp_path, epochs=3)
+
+
+POSITION = {"epoch": 2, "step": 0, "num_epochs": 2, "num_passes": 2, "num_pass_batches": 0, "num_run_batches": 12,
+            "order": 2, "num_tests": 0}  # fmt: skip
+HISTORY = "keras.src.callbacks.history.History[0]"
+
+
+def _nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"position": []}, r"position is \[\]"),
+        ({"position": {**POSITION, "step": "3"}}, "step of the position is '3'"),
+        ({"position": {**POSITION, "epoch": -1}}, "epoch of the position is -1"),
+        ({"position": {**POSITION, "epoch": True}}, "epoch of the position is True"),
+        ({"position": {**POSITION, "epoch": 10**30}}, "epoch of the position is 1000"),
+        ({"position": {**POSITION, "step": 7}}, "step of the position is 7, of at most 6"),
+        ({"position": {**POSITION, "num_epochs": 10**12}}, "num_epochs of the position is 1000000000000, of at most 2"),
+        ({"position": {**POSITION, "num_passes": 10**12}}, "num_passes of the position is 1000000000000, of at most 3"),
+        ({"position": {**POSITION, "num_tests": 10**12}}, "num_tests of the position is 1000000000000, of at most 3"),
+        ({"position": {**POSITION, "num_run_batches": 19}}, "num_run_batches of the position is 19, of at most 18"),
+        ({"position": {**POSITION, "num_pass_batches": 7}}, "num_pass_batches of the position is 7, of at most 6"),
+        ({"position": {"epoch": 1}}, "position has num_epochs, num_pass_batches, .* or lacks it"),
+        ({"version": "1"}, "has checkpoints of version 1; this package"),
+        ({"version": None}, "has checkpoints of version None; this package"),
+        ({"stopped": 3}, "stopped is 3"),
+        ({"order_root": -5}, "order_root is -5"),
+        ({"order_root": float("nan")}, "order_root is nan"),
+        ({"data": {"batches of a pass": "6"}}, "the length of the data is '6'"),
+        ({"fingerprint": [1]}, r"fingerprint is \[1\]"),
+        ({"seeds": {"run": [1]}}, "not enough values"),
+        ({"seeds": {"run": [2**40, 0, 0]}}, "the state of the seeds is"),
+        ({"seeds": {"a": [2**70]}}, "the state of the generator a is"),
+        ({"seeds": {"a": {"b": 1}}}, "the state of the generator a is"),
+        ({"variables": [["weight/0"]]}, "not enough values"),
+        ({"variables": [["weight/9", "p", "float32", []]]}, "KeyError: 'weight/9'"),
+        (
+            {"variables": [["weight/0", "p", "float32", [9, 9]]]},
+            r"weight/0 is float32 \(4, 1\), and said to be float32",
+        ),
+        ({"variables": {}}, "variables is {}"),
+        ({"per_replica": [3]}, r"per_replica is \[3\]"),
+        ({"per_replica": ["weight/77"]}, "variables have no names of their own"),
+        ({"optimizers": {"optimizer": 5}}, "TypeError"),
+        ({"optimizers": {"optimizer": {"class": "SGD", "of": "all"}}}, "optimizer is {'class'"),
+        ({"callbacks": {"c": {"a": _nested(700)}}}, None),
+        ({"callbacks": {"c": {"a": {"kind": "tuple"}}}}, "KeyError: 'parts'"),
+        ({"callbacks": {"c": {"a": {"kind": "module", "parts": []}}}}, "'module' is no kind of value"),
+        ({"callbacks": {"c": {"a": {"kind": "array", "name": "none"}}}}, "KeyError: 'none'"),
+        ({"callbacks": {"c": {"a": {"kind": "dict", "parts": [1]}}}}, "1 is no part of dict"),
+        ({"callbacks": {"c": {"a": {"kind": "set", "parts": [[]], "length": None}}}}, "unhashable"),
+        ({"callbacks": {"c": {"a": {"kind": "deque", "parts": [], "length": "x"}}}}, "TypeError"),
+        ({"callbacks": {"c": {"__class__": 3}}}, "the callback c has the attribute '__class__'"),
+        ({"callbacks": {"c": 5}}, "AttributeError"),
+        ({"callbacks": {HISTORY: {"epoch": 5}}}, "epoch of the callback History is 5"),
+        ({"callbacks": {HISTORY: {"history": []}}}, r"history of the callback History is \[\]"),
+    ],
+)
+def test_malformed_contents_with_a_right_checksum_are_an_error_before_anything_is_restored(
+    change: Any, message: str | None, finished: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    saves = CheckpointStore(tmp_path, 3)
+    metadata, arrays = unpack(saves.newest() or b"")
+    assert metadata["position"] == POSITION
+    saves.write({**metadata, **change}, arrays)
+    if message is None:  # how deep it may be depends on how deep the caller is
+        with contextlib.suppress(kde.ResumeError):
+            fit_small(tmp_path, epochs=3)
+        return
+    message = f"is malformed, as this package writes none \\(.*{message}" if "version" not in change else message
+    model = small(tf.distribute.get_strategy())
+    before = model.get_weights()
+    with pytest.raises(kde.ResumeError, match=message):
+        model.fit(X, Y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[kde.Resume(tmp_path)])
+    assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("weight/0", None, "KeyError: 'weight/0'"),
+        ("weight/0", np.zeros([4, 1], np.int32), "weight/0 is int32"),
+        ("host/python", np.zeros([1, 5]), "state with version 0"),
+        ("host/python", np.full([1, 628], np.nan), "cannot convert float NaN to integer"),
+        ("host/numpy", np.ones([1, 9]), "Error"),
+        ("host/numpy", np.zeros([2, 9]), "other shapes"),
+        ("iterator", np.zeros(3, np.float32), "the iterator's state has another shape"),
+        ("iterator", np.full(8, 255, np.uint8), "the iterator's state has 18446744073709551615 parts"),
+        ("iterator", np.frombuffer(np.array([1, 99], np.int64).tobytes(), np.uint8), "has 99 bytes"),
+    ],
+)
+def test_malformed_arrays_with_a_right_checksum_are_an_error(
+    name: str, array: Any, message: str, finished: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    saves = CheckpointStore(tmp_path, 3)
+    metadata, arrays = unpack(saves.newest() or b"")
+    given = {**arrays, name: array}
+    saves.write(metadata, {n: a for n, a in given.items() if a is not None})
+    with pytest.raises(kde.ResumeError, match=message):
+        fit_small(tmp_path, epochs=3)
+
+
 def test_other_arrays_of_the_same_length_give_a_warning(tmp_path: pathlib.Path) -> None:
     def said(x: Any, y: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
@@ -718,7 +838,7 @@ def test_checkpoints_are_written_when_they_are_due(
     waits = keras.callbacks.LambdaCallback(on_train_batch_end=wait_for_saves)
     monkeypatch.setattr("keras_dist_ext.training.resume.callback._TIMES_COST", 0.0)  # every epoch is worth a save
     fit_small(tmp_path, waits, resume=kde.Resume(tmp_path, save_every, keep=99), epochs=3)
-    found = len(list(tmp_path.iterdir()))
+    found = len(list(tmp_path.glob("*.kde")))
     assert found == num_saves if num_saves else found > 3
 
 
@@ -759,7 +879,11 @@ def test_two_runs_in_one_directory_do_not_mix_their_checkpoints(
         warnings.simplefilter("always")
         fit_small(tmp_path, OtherRun(), resume=kde.Resume(tmp_path, "epoch"), epochs=3)
     said = [str(warning.message) for warning in caught if "could not be written to" in str(warning.message)]
-    assert re.search(r"FileExistsError: ckpt-\d+.kde is of another run, and each run needs its own directory", said[0])
+    assert re.search(
+        r"OtherRun: another run \(process \d+ on .*\) has begun there since, and each run needs its own directory\. "
+        "Training continues, and this run writes no more checkpoints there",
+        said[0],
+    )
 
 
 # Incomplete checkpoints
@@ -789,7 +913,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: pathlib.Path) -> None:
     saves = CheckpointStore(tmp_path, 2)
     for number in range(5):
         saves.write({"number": number}, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in tmp_path.glob("ckpt-*")) == [
         "ckpt-0000000004.kde",
         "ckpt-0000000005.kde",
     ]
@@ -821,7 +945,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     twin = run(strategies.get("default"), tmp_path / "twin", epochs=2)
     waits = keras.callbacks.LambdaCallback(on_train_batch_end=wait_for_saves)  # so that each step is saved
     crash(strategies.get("default"), tmp_path / "run", 11, epochs=2, save_every=1, more=[waits])
-    *_, before, newest = sorted((tmp_path / "run").iterdir())
+    *_, before, newest = sorted((tmp_path / "run").glob("*.kde"))
     newest.write_bytes(damage(newest.read_bytes()))
     at = unpack(before.read_bytes())[0]["position"]
     with warnings.catch_warnings(record=True) as caught:
@@ -843,7 +967,7 @@ def test_damaged_saves_do_not_push_out_whole_ones(tmp_path: pathlib.Path) -> Non
     with pytest.warns(UserWarning, match="it is empty"):
         again.newest()
     again.write({"number": 2}, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in tmp_path.glob("ckpt-*")) == [
         "ckpt-0000000001.kde",
         "ckpt-0000000003.kde",
     ]
@@ -892,7 +1016,7 @@ def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before_or_a_comp
     assert metadata == {"number": left}
     np.testing.assert_array_equal(arrays["a"], np.arange(1000))
     saves.prepare()
-    assert all(path.suffix == ".kde" for path in tmp_path.iterdir())
+    assert all(path.suffix == ".kde" for path in tmp_path.glob("ckpt-*"))
 
 
 FULL = """
@@ -914,7 +1038,7 @@ except OSError as error:
 def test_what_does_not_fit_on_the_disk_leaves_nothing_and_harms_nothing(tmp_path: pathlib.Path) -> None:
     ended = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert ended.stdout.split() == ["27"], ended.stderr  # EFBIG
-    assert [path.name for path in tmp_path.iterdir()] == ["ckpt-0000000001.kde"]
+    assert [path.name for path in tmp_path.glob("ckpt-*")] == ["ckpt-0000000001.kde"]
     assert unpack(CheckpointStore(tmp_path, 3).newest() or b"")[0] == {"number": 1}
 
 
@@ -1103,4 +1227,4 @@ def test_nothing_is_left_of_a_run(tmp_path: pathlib.Path) -> None:
     with contextlib.suppress(Crash):
         fit_small(tmp_path, runs.crash_at(5, kill=False))
     assert not [thread for thread in threading.enumerate() if thread.name == "keras_dist_ext.save"]
-    assert {path.suffix for path in tmp_path.iterdir()} == {".kde"}
+    assert {path.suffix for path in tmp_path.glob("ckpt-*")} == {".kde"}

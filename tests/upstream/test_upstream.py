@@ -4,6 +4,7 @@ None of this is documented upstream. A test that fails here says which function 
 numbers of the conformance table go wrong for no visible reason.
 """
 
+import concurrent.futures
 import gc
 import importlib
 import inspect
@@ -84,6 +85,7 @@ from keras_dist_ext._keras.random import (
     clone_seed_generator,
     global_seed_generator,
     intercept_random_ops,
+    random_seed,
     use_global_seed_generator,
 )
 from keras_dist_ext._keras.saving import (
@@ -527,6 +529,13 @@ def test_keras_finds_all_else_of_python_s_random_beside_the_order_of_py_datasets
     random.seed(3)
     assert drawn == random.random()
     assert stood_for.Random is random.Random
+
+
+def test_keras_remembers_the_seed_that_a_thread_has_set() -> None:
+    keras.utils.set_random_seed(7)
+    assert random_seed() == 7
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        assert thread.submit(random_seed).result() is None
 
 
 def test_the_generator_behind_no_seed_is_the_threads_and_can_be_shared() -> None:

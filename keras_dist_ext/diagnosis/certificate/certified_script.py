@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import pathlib
 import runpy
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,6 +22,7 @@ from keras_dist_ext.diagnosis.certificate.certificate import Certificate, certif
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.strategy.scope import describe_strategy
 from keras_dist_ext.training.model import Model
+from keras_dist_ext.whole_files import write_whole
 
 __all__ = ["certify_script", "print_certificate"]
 
@@ -67,7 +67,7 @@ def print_certificate(certificate: Certificate, json: str | None = None) -> int:
     """Print a certificate, and write it to a file, if given; return the exit code: 0 if it is equivalent, else 1."""
     Console().print(certificate)
     if json is not None:
-        pathlib.Path(json).write_text(certificate.to_json() + "\n", encoding="utf-8")
+        write_whole(json, certificate.to_json() + "\n")
     return 0 if certificate.is_equivalent else 1
 
 

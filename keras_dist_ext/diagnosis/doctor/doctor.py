@@ -22,6 +22,7 @@ from keras_dist_ext.monitoring.writers import CompositeWriter, Run, Writer
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.run_callback import RunCallback
+from keras_dist_ext.whole_files import write_whole
 
 __all__ = ["ParallelismDoctor"]
 
@@ -198,7 +199,7 @@ class ParallelismDoctor(RunCallback):
         if self._json is not None:
             try:
                 self._json.parent.mkdir(parents=True, exist_ok=True)
-                self._json.write_text(report.to_json())
+                write_whole(self._json, report.to_json())
             except OSError as error:
                 warnings.warn(f"The doctor's report could not be written to {self._json} ({error}).", stacklevel=2)
         if self._show:

@@ -7,6 +7,8 @@ In reading order:
     callback_state     the state of callbacks
     position           the position of a run in its data
     checkpoints        the newest checkpoints of a run
+    owner              which run owns their directory
+    contents           check what a complete checkpoint says
     background_writer  write while training continues
     preemption         notice that the process is asked to exit
 """

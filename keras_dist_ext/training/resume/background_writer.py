@@ -16,10 +16,12 @@ class BackgroundWriter:
 
     Args:
         target: what is written to, for messages.
+        outlook: says what becomes of the target after a failure.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, outlook: Callable[[BaseException], str]) -> None:
         self._target = target
+        self._outlook = outlook
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._num_failed = 0
@@ -54,8 +56,8 @@ class BackgroundWriter:
                 self._num_failed += 1
                 if self._num_failed == 1:
                     warnings.warn(
-                        f"{self._target} could not be written to: {type(error).__name__}: {error}. Earlier checkpoints "
-                        "are unchanged; training continues, and the next checkpoint is tried when it is due.",
+                        f"{self._target} could not be written to: {type(error).__name__}: {error}. "
+                        f"{self._outlook(error)}",
                         stacklevel=2,
                     )
         return self._num_failed == 0

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.models import set_initial_epoch
+from keras_dist_ext._keras.random import random_seed
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.strategy.consistency import model_fingerprint
 from keras_dist_ext.strategy.workers import Workers, workers_of
@@ -28,6 +29,7 @@ from keras_dist_ext.training.model import Model
 from keras_dist_ext.training.resume.background_writer import BackgroundWriter
 from keras_dist_ext.training.resume.callback_state import CallbackStates
 from keras_dist_ext.training.resume.checkpoints import CheckpointStore, unpack
+from keras_dist_ext.training.resume.contents import check_contents, iterator_parts
 from keras_dist_ext.training.resume.position import Position, is_deterministic
 from keras_dist_ext.training.resume.preemption import Preemption
 from keras_dist_ext.training.resume.run_state import Snapshot, capture, restore
@@ -114,8 +116,14 @@ class Resume(RunCallback):
         self.on_preemption = on_preemption
         self.resumed_from: Position | None = None
         self._steps, self._seconds = _checked_interval(save_every)
-        self._checkpoints = CheckpointStore(directory, num_kept)
-        self._writer = BackgroundWriter(directory)
+        try:
+            self._checkpoints = CheckpointStore(directory, num_kept)
+        except OSError as error:
+            raise ResumeError(
+                f"directory={directory!r} is relative to the working directory, which is not available: {error}. Give "
+                "an absolute path."
+            ) from error
+        self._writer = BackgroundWriter(directory, self._checkpoints.outlook)
         self._states = CallbackStates()
         self._preemption = Preemption()
         self._callbacks: RunCallbackList | None = None  # of the present run
@@ -123,6 +131,7 @@ class Resume(RunCallback):
         self._workers: Workers | None = None
         self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._fingerprint: dict[str, str] = {}
+        self._random_seed: int | None = None  # of keras.utils.set_random_seed, when the run began
         self._epoch = 0
         self._batches_at_save = 0
         self._saved_at = 0.0
@@ -192,12 +201,47 @@ class Resume(RunCallback):
             )
         content = self._newest()
         self._loaded = unpack(content) if content else None
+        seed = random_seed()
+        chief_seed = int(self._from_chief(-1.0 if seed is None else float(seed)))
+        self._random_seed = None if chief_seed < 0 else chief_seed
         self._states.prepare(self._others, reset=self._loaded is not None)
         if self._loaded is None:
             order_root = self._from_chief(_peek_random())
         else:
-            order_root = _checked(self._loaded[0], self.directory, data)["order_root"]
+            self._check(*self._loaded, data)
+            order_root = self._loaded[0]["order_root"]
         self.model.replica_seeds.order_root = int(order_root)
+
+    def _check(self, metadata: dict[str, Any], arrays: dict[str, Any], data: dict[str, Any]) -> None:
+        """Check that a checkpoint is well-formed, and of a run over the same data with the same seed.
+
+        Raises:
+            ResumeError: it is not.
+        """
+        if metadata.get("version") != _VERSION:
+            raise ResumeError(
+                f"{self.directory} has checkpoints of version {metadata.get('version')}; this package reads version "
+                f"{_VERSION}. Finish the run with the package that started it, or give Resume another directory."
+            )
+        check_contents(metadata, arrays, self._states.check, self.directory)
+        saved = metadata["data"]
+        differences = [
+            f"{name}: {data.get(name)}, was {saved[name]}"
+            for name in saved
+            if name != "checksum" and saved[name] != data.get(name)
+        ]
+        if differences:
+            raise ResumeError(
+                f"The checkpoint in {self.directory} is of a run over other data, so its position in this data is "
+                f"unknown. {'; '.join(differences)}. Give fit the same data, or Resume another directory."
+            )
+        if metadata["random_seed"] != self._random_seed:
+            now, was = ("none" if seed is None else seed for seed in (self._random_seed, metadata["random_seed"]))
+            raise ResumeError(
+                f"The checkpoint in {self.directory} is of a run with another seed: that of "
+                f"keras.utils.set_random_seed is {now}, was {was}. Call it with the same seed before fit, or give "
+                "Resume another directory."
+            )
 
     def on_after_train_begin(self) -> None:
         """Resume from the checkpoint, and start to write checkpoints."""
@@ -210,7 +254,7 @@ class Resume(RunCallback):
             is_over = metadata["stopped"] or position.epoch >= self.params["epochs"]
             set_initial_epoch(self.model, max(position.epoch, self.params["epochs"]) if is_over else position.epoch)
             if not is_over:
-                state = _to_parts(self._loaded[1].get("iterator"))
+                state = iterator_parts(self._loaded[1].get("iterator"))
                 data.seek(position, self.model.replica_seeds.order_of_pass, state)
             self._restore(position)
             self._warn_of_other_arrays(metadata["data"].get("checksum"), data.data_facts["checksum"])
@@ -338,6 +382,7 @@ class Resume(RunCallback):
             "fingerprint": self._fingerprint,
             "position": dataclasses.asdict(position),
             "stopped": stopped,
+            "random_seed": self._random_seed,
             "order_root": self.model.replica_seeds.order_root,
             "data": self._data.data_facts,
             "callbacks": states,
@@ -371,15 +416,17 @@ class Resume(RunCallback):
 
     def _newest(self) -> bytes:
         """Return the chief's newest checkpoint on all workers; empty where there is none."""
-        failure: OSError | None = None
+        failure: OSError | ResumeError | None = None
         content = b""
         if self._is_chief:
             try:
                 self._checkpoints.prepare()
                 content = self._checkpoints.newest() or b""
-            except OSError as error:
+            except (OSError, ResumeError) as error:
                 failure = error
         if self._from_chief(float(failure is not None)):
+            if isinstance(failure, ResumeError):
+                raise failure
             cause = f": {type(failure).__name__}: {failure}" if failure else " by the chief, which reports why"
             raise ResumeError(
                 f"{self.directory} cannot be written to{cause}. A run without checkpoints could not resume after a "
@@ -422,43 +469,9 @@ def _peek_random() -> int:
         random.setstate(state)
 
 
-def _checked(metadata: dict[str, Any], directory: str, data: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a checkpoint of a run over the same data.
-
-    Raises:
-        ResumeError: it is of another version, or of a run over other data.
-    """
-    if metadata["version"] != _VERSION:
-        raise ResumeError(
-            f"{directory} has checkpoints of version {metadata['version']}; this package reads version {_VERSION}. "
-            "Finish the run with the package that started it, or give Resume another directory."
-        )
-    saved = metadata["data"]
-    differences = [
-        f"{name}: {data.get(name)}, was {saved[name]}"
-        for name in saved
-        if name != "checksum" and saved[name] != data.get(name)
-    ]
-    if differences:
-        raise ResumeError(
-            f"The checkpoint in {directory} is of a run over other data, so its position in this data is unknown. "
-            f"{'; '.join(differences)}. Give fit the same data, or Resume another directory."
-        )
-    return metadata
-
-
 def _to_array(parts: list[bytes]) -> np.ndarray[Any, Any]:
     sizes = np.array([len(parts), *map(len, parts)], np.int64).tobytes()
     return np.frombuffer(sizes + b"".join(parts), np.uint8)
-
-
-def _to_parts(array: np.ndarray[Any, Any] | None) -> list[bytes] | None:
-    if array is None:
-        return None
-    data = array.tobytes()
-    num_parts = int(np.frombuffer(data, np.int64, 1)[0])
-    ends = 8 * (1 + num_parts) + np.cumsum(np.frombuffer(data, np.int64, num_parts, 8))
-    return [data[begin:end] for begin, end in zip([8 * (1 + num_parts), *ends], ends, strict=False)]
 
 
 def _write(checkpoints: CheckpointStore, metadata: dict[str, Any], values: dict[str, Any]) -> None:

@@ -44,13 +44,14 @@ class CallbackStates:
         self._warned: set[str] = set()
 
     def prepare(self, callbacks: Sequence[keras.callbacks.Callback], *, reset: bool) -> None:
-        """Record the state of callbacks before `on_train_begin`.
+        """Record the callbacks, and their state before `on_train_begin`.
 
         Args:
             callbacks: of the run that begins.
             reset: whether the run resumes from a checkpoint. Callbacks of an earlier run in this process, which was
                 interrupted, then get the state that they had before it.
         """
+        self._callbacks = dict(_named(callbacks))
         for callback in callbacks:
             known, attributes = self._initial.get(id(callback), (None, {}))
             if known is not callback:
@@ -82,6 +83,21 @@ class CallbackStates:
                 states[name] = kept
         return states, arrays
 
+    def check(self, states: Any, arrays: Mapping[str, Any]) -> None:
+        """Check that states that were read are what `pack` returns, of callbacks such as these.
+
+        Raises:
+            ValueError: they are not.
+        """
+        for name, packed in states.items():
+            callback = self._callbacks.get(name)
+            for attribute, value in packed.items():
+                if not attribute.isidentifier() or attribute.startswith("__"):
+                    raise ValueError(f"the callback {name} has the attribute {attribute!r}")
+                _check_packed(value, arrays)
+                if callback is not None and not _has_own_state(callback):
+                    _check_kind(callback, attribute, value)
+
     def unpack(self, states: Mapping[str, Packed], arrays: Mapping[str, Any]) -> None:
         """Restore the states of callbacks that were saved and still exist."""
         for name, packed in states.items():
@@ -110,6 +126,45 @@ class CallbackStates:
                 "set_state(state).",
                 stacklevel=2,
             )
+
+
+def _check_packed(packed: Any, arrays: Mapping[str, Any]) -> None:
+    """Check that `_unpack` can make something of a value."""
+    if isinstance(packed, list):
+        for part in packed:
+            _check_packed(part, arrays)
+    elif isinstance(packed, dict):
+        kind = packed["kind"]
+        if kind in ("array", "scalar"):
+            if arrays[packed["name"]].ndim and kind == "scalar":
+                raise ValueError(f"{packed['name']!r} is no single number")
+            return
+        if kind not in _CONTAINERS and kind not in ("variables", "deque"):
+            raise ValueError(f"{kind!r} is no kind of value")
+        for part in packed["parts"]:
+            _check_packed(part, arrays)
+            is_array = isinstance(part, dict) and part["kind"] == "array"
+            is_pair = isinstance(part, dict) and part["kind"] == "tuple" and len(part["parts"]) == 2
+            if not {"variables": is_array, "dict": is_pair}.get(kind, True):
+                raise ValueError(f"{part!r} is no part of {kind}")
+        if kind != "variables":
+            _unpack(packed, arrays)  # whether its keys or elements can be hashed, and its length is one
+
+
+def _check_kind(callback: keras.callbacks.Callback, attribute: str, packed: Any) -> None:
+    """Check that a container or a number of Keras' own callbacks is replaced by one."""
+    is_history = isinstance(callback, keras.callbacks.History) and attribute == "epoch"
+    held = [] if is_history else vars(callback).get(attribute)  # which it makes when training begins
+    is_known = type(callback).__module__.partition(".")[0] in ("keras", "keras_dist_ext")
+    kinds = [(list, list), (dict, dict), (bool, bool), ((int, float), (int, float))]
+    value = packed
+    if isinstance(packed, dict):
+        value = {"dict": {}, "scalar": 0}.get(packed["kind"], packed["kind"])
+    for kind, allowed in kinds:
+        if is_known and isinstance(held, kind):  # type: ignore[arg-type]
+            if not isinstance(value, allowed):  # type: ignore[arg-type]
+                raise ValueError(f"{attribute} of the callback {type(callback).__name__} is {str(packed)[:50]}")
+            return
 
 
 def _has_own_state(callback: keras.callbacks.Callback) -> bool:
@@ -335,4 +390,7 @@ def _unpack(packed: Any, arrays: Mapping[str, Any]) -> Any:
         return _Values(parts)
     if kind == "deque":
         return collections.deque(parts, packed["length"])
-    return {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}[kind](parts)
+    return _CONTAINERS[kind](parts)
+
+
+_CONTAINERS: Mapping[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}

@@ -28,6 +28,7 @@ from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.strategy.workers import Workers
 from keras_dist_ext.training.model import Model
+from keras_dist_ext.training.resume.contents import numpy_state, python_state
 
 __all__ = ["Snapshot", "restore", "capture"]
 
@@ -149,14 +150,6 @@ def _host_state() -> dict[str, Array]:
     }
 
 
-def _set_host_state(python: Array, numpy: Array) -> None:
-    version, has_gauss, gauss, *words = python.tolist()
-    random.setstate((int(version), tuple(int(word) for word in words), gauss if has_gauss else None))
-    is_known, place, has_gauss, cached, *keys = numpy.tolist()
-    if is_known:
-        np.random.set_state(("MT19937", np.array(keys, np.uint32), int(place), int(has_gauss), cached))
-
-
 def _gather(workers: Workers, local: Mapping[str, Array]) -> dict[str, Array]:
     """Concatenate the arrays of all workers along the first axis, in one collective; exact for up to 53 bits."""
     sizes = [array.size for array in local.values()]
@@ -203,7 +196,10 @@ def restore(
     model.replica_seeds.load(metadata["seeds"])
     num_workers, index = (1, 0) if workers is None else (workers.num_workers, workers.index)
     if len(arrays["host/python"]) == num_workers:
-        _set_host_state(arrays["host/python"][index], arrays["host/numpy"][index])
+        random.setstate(python_state(arrays["host/python"][index].tolist()))
+        state = numpy_state(arrays["host/numpy"][index].tolist())
+        if state is not None:
+            np.random.set_state(state)
 
 
 def _build_optimizers(model: Model, saved: Mapping[str, Mapping[str, Any]]) -> None:
