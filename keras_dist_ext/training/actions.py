@@ -5,13 +5,17 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import CallbackError
 from keras_dist_ext.training.resume.callback import Resume
 from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.training.worker_sync import own_callback
+
+if TYPE_CHECKING:
+    from keras_dist_ext.training.epoch_data import EpochData
+    from keras_dist_ext.training.model import Model
 
 __all__ = ["every", "on_improvement", "on_preemption"]
 
@@ -112,7 +116,7 @@ class _OnPreemption(RunCallback):
         self._action = action
         self._is_near = False
 
-    def on_run_prepare(self, model: Any) -> None:
+    def on_run_prepare(self, model: Model) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise CallbackError(
                 "on_preemption in a thread: Python delivers signals to the main thread only, so SIGTERM would not "
@@ -121,7 +125,7 @@ class _OnPreemption(RunCallback):
         self._is_near = False
         self._before = signal.signal(signal.SIGTERM, self._note)
 
-    def on_run_begin(self, callbacks: Sequence[Any], data: Any) -> None:
+    def on_run_begin(self, callbacks: Sequence[keras.callbacks.Callback], data: EpochData | None) -> None:
         if any(isinstance(own_callback(callback), Resume) for callback in callbacks):
             raise CallbackError(
                 "on_preemption ends training, and Resume beside it would save the run as one that is over, so that it "

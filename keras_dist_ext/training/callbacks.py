@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -17,6 +17,9 @@ from keras_dist_ext.step.seeds import seeds_of
 from keras_dist_ext.strategy.scope import check_scope, checked_strategy
 from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.training.runtime import runtime_of
+
+if TYPE_CHECKING:
+    from keras_dist_ext.training.model import Model
 
 __all__ = ["ReplicaSeeds", "RunCallbackList", "ScopeGuard"]
 
@@ -108,7 +111,7 @@ class ReplicaSeeds(RunCallback):
         """See ``RunCallback``."""
         return {"seed": self.seed}
 
-    def on_run_prepare(self, model: Any) -> None:
+    def on_run_prepare(self, model: Model) -> None:
         """Have the model begin its next run with the seed."""
         seeds_of(model).wanted = self.seed
         if self.enable_op_determinism:
@@ -136,7 +139,7 @@ class RunCallbackList(LateCallbackList):
     A ``RunCallback`` has hooks that come before or after those of all others, wherever it stands in the list.
     """
 
-    def __init__(self, callbacks: Any, model: Any, *, verbose: Any, epochs: int, add_history: bool) -> None:
+    def __init__(self, callbacks: Any, model: Model, *, verbose: Any, epochs: int, add_history: bool) -> None:
         self._arguments = {"callbacks": callbacks, "model": model, "verbose": verbose, "epochs": epochs}
         self._arguments |= {"add_history": add_history, "add_progbar": verbose != 0}
         self._is_set_up = False

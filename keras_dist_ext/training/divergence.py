@@ -9,7 +9,7 @@ Letters: V = variables; L = replicas of this worker; R = replicas in sync, over 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,14 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.optimizers import accumulated_gradients
 from keras_dist_ext._keras.strategies import first_replica
-from keras_dist_ext._keras.variables import components, is_sync_on_read, local_component
+from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read, local_component
 from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.strategy.workers import Workers, workers_of
+
+if TYPE_CHECKING:
+    from keras_dist_ext.training.model import Model
 
 __all__ = ["Divergence"]
 
@@ -37,7 +40,7 @@ class Divergence:
         model: of this package.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
         self._strategy: tf.distribute.Strategy = model.distribute_strategy
         self._workers: Workers | None = workers_of(self._strategy)
@@ -100,7 +103,7 @@ class Divergence:
             "one replica sees (its own rows, tf.random, the replica's number), and sum or average it over replicas.",
         )
 
-    def _distance(self, variable: Any, replica: int) -> str:
+    def _distance(self, variable: Variable, replica: int) -> str:
         copies = components(variable)
         if self._workers is not None or replica >= len(copies) or not copies[0].dtype.is_floating:
             return ""
@@ -108,7 +111,7 @@ class Divergence:
         return f"; up to {np.abs(first - other).max():.3g} apart"
 
 
-def _variables(model: Any) -> list[tuple[str, Any]]:
+def _variables(model: Model) -> list[tuple[str, Any]]:
     """Return the variables whose copies must be equal, with their paths, in the order in which a model computes."""
     skipped = {id(variable) for variable in model.metrics_variables}
     found = [(variable.path, variable) for variable in model.variables]
@@ -126,7 +129,7 @@ def _variables(model: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def _hash(variable: Any) -> tf.Tensor:
+def _hash(variable: Variable) -> tf.Tensor:
     """Return the hash of a replica's copy, int64."""
     value = tf.reshape(tf.convert_to_tensor(variable), [-1])
     if value.dtype == tf.bool:

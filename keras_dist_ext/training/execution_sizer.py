@@ -64,7 +64,7 @@ def looks_at_batches(callbacks: Any, kind: str) -> bool:
     return False
 
 
-def allow_multi_step(callback: Any) -> None:
+def allow_multi_step(callback: keras.callbacks.Callback) -> None:
     """Have a callback that is no ``RunCallback`` called once for several steps, though it has hooks for batches."""
     _ALLOWED.add(callback)
 
@@ -72,7 +72,7 @@ def allow_multi_step(callback: Any) -> None:
 _ALLOWED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _supports_multi_step(callback: Any) -> bool:
+def _supports_multi_step(callback: keras.callbacks.Callback) -> bool:
     """Whether a callback need not see each step: it says so, or is one of Keras' own and set up like that."""
     if isinstance(callback, RunCallback):
         return callback.supports_multi_step

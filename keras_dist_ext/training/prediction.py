@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -21,13 +21,16 @@ from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.step.xla import can_compile, compiled
 from keras_dist_ext.training.batch_split import Split, rows_of_replica, split_of
 
+if TYPE_CHECKING:
+    from keras_dist_ext.training.model import Model
+
 __all__ = ["PredictProgram", "concat_outputs", "gather_rows"]
 
 
 class PredictProgram:
     """The compiled ``predict_step`` over all replicas, its rows in the order of the batch."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self.model = model
         self.strategy: tf.distribute.Strategy = model.distribute_strategy
         is_seeded = model.replica_runtime.seeds.root is not None

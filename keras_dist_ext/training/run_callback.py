@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keras_dist_ext._keras import keras, tree
+
+if TYPE_CHECKING:  # these import this module
+    from keras_dist_ext.training.epoch_data import EpochData
+    from keras_dist_ext.training.model import Model
 
 __all__ = ["RunCallback", "callbacks_in", "callbacks_of_all_workers"]
 
@@ -47,7 +51,7 @@ class RunCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     supports_multi_step: bool = False
 
-    def on_run_prepare(self, model: Any) -> None:
+    def on_run_prepare(self, model: Model) -> None:
         """Prepare a run that is about to begin; here ``model.add_recorder`` and ``model.guard_steps`` may be called.
 
         With several workers, all must have the same callbacks that override this, since it may change what is
@@ -57,7 +61,7 @@ class RunCallback(keras.callbacks.Callback):  # type: ignore[misc]
             model: that will run.
         """
 
-    def on_run_begin(self, callbacks: Sequence[Any], data: Any) -> None:
+    def on_run_begin(self, callbacks: Sequence[keras.callbacks.Callback], data: EpochData | None) -> None:
         """Look at the other callbacks, and at the data, when the model is built.
 
         Args:
@@ -65,7 +69,7 @@ class RunCallback(keras.callbacks.Callback):  # type: ignore[misc]
             data: of training, or of evaluation where nothing is trained: an ``EpochData``.
         """
 
-    def on_before_train_begin(self, callbacks: Any) -> None:
+    def on_before_train_begin(self, callbacks: keras.callbacks.CallbackList) -> None:
         """Act before any callback knows that training begins.
 
         Args:
@@ -102,7 +106,7 @@ class RunCallback(keras.callbacks.Callback):  # type: ignore[misc]
         return {}
 
 
-def callbacks_in(callbacks: Any) -> list[Any]:
+def callbacks_in(callbacks: Any) -> list[keras.callbacks.Callback]:
     """Return the callbacks in what a user gives to ``fit``: one, a list of them, a ``CallbackList``, or None."""
     return tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []
 

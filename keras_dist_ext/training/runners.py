@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
@@ -21,6 +21,9 @@ from keras_dist_ext.training.batch_reader import BatchReader
 from keras_dist_ext.training.execution import Execution
 from keras_dist_ext.training.prediction import PredictProgram, concat_outputs
 from keras_dist_ext.training.program import StepProgram
+
+if TYPE_CHECKING:
+    from keras_dist_ext.training.model import Model
 
 __all__ = ["CoordinatorProgram", "StepRunner", "predictor"]
 
@@ -152,7 +155,7 @@ def _as_tensor(value: Any) -> Any:
 class CoordinatorProgram:
     """Steps that the workers of a ParameterServerStrategy make, each on its own batch."""
 
-    def __init__(self, model: Any, kind: Literal["train", "test", "predict"]) -> None:
+    def __init__(self, model: Model, kind: Literal["train", "test", "predict"]) -> None:
         self.model = model
         self.kind = kind
         self.strategy = model.distribute_strategy

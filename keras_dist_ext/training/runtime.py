@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.optimizers import accumulated_gradients, inner_optimizer, num_batches_used
 from keras_dist_ext._keras.strategies import strategy_of_model
 from keras_dist_ext.cluster import heartbeat
@@ -26,6 +27,7 @@ from keras_dist_ext.training.run_callback import RunCallback, callbacks_in
 from keras_dist_ext.training.worker_sync import StopSignal
 
 if TYPE_CHECKING:
+    from keras_dist_ext.training.model import Model
     from keras_dist_ext.training.parameter_server.coordinator import Coordinator
 
 __all__ = ["ReplicaRuntime", "runtime_of"]
@@ -52,7 +54,7 @@ class ReplicaRuntime:
         accumulators_are_split: whether each replica holds a part of the gradients that are being accumulated.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self.model = model
         self.seeds = Seeds(model)
         self.stop = StopSignal()
@@ -207,13 +209,13 @@ class ReplicaRuntime:
         return None if finding is None else str(finding["what"])
 
 
-def runtime_of(model: Any) -> ReplicaRuntime | None:
+def runtime_of(model: keras.Model) -> ReplicaRuntime | None:
     """Return the runtime of a model of this package; None for a model of stock Keras, and for anything else."""
     runtime = getattr(model, "replica_runtime", None)
     return runtime if isinstance(runtime, ReplicaRuntime) else None
 
 
-def _accumulating(model: Any) -> list[Any]:
+def _accumulating(model: Model) -> list[Any]:
     """The optimizers of a model that are in the middle of an accumulation of gradients."""
     found = [inner_optimizer(optimizer) for _, optimizer in optimizers(model)]
     return [

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import initial_epoch, set_initial_epoch
 from keras_dist_ext._keras.optimizers import optimized_variables
@@ -24,7 +25,7 @@ _MISSING = object()
 
 
 @contextlib.contextmanager
-def kept_state(model: Any) -> Iterator[None]:
+def kept_state(model: keras.Model) -> Iterator[None]:
     """Undo in the end what is done to a built model in between.
 
     Each replica's own copy of each variable is kept; an optimizer's variables that are made meanwhile get the values
@@ -74,7 +75,7 @@ def kept_pass(data: Any) -> Iterator[None]:
             data.epoch = number
 
 
-def _copies(model: Any) -> list[Any]:
+def _copies(model: keras.Model) -> list[Any]:
     """Return all copies of all variables that a step may change, each once."""
     variables = [*model.variables, *getattr(model, "metrics_variables", ())]
     for optimizer in _optimizers(model):
@@ -86,13 +87,13 @@ def _copies(model: Any) -> list[Any]:
     return list({id(copy): copy for variable in variables for copy in components(variable)}.values())
 
 
-def _optimizers(model: Any) -> list[Any]:
+def _optimizers(model: keras.Model) -> list[Any]:
     """Return the optimizers that a model and its parts hold, each once."""
     held = (optimizer for layer in flat_layers(model) for _, optimizer in optimizers(layer))
     return list({id(optimizer): optimizer for optimizer in held}.values())
 
 
-def _begin_anew(optimizer: Any) -> None:
+def _begin_anew(optimizer: keras.optimizers.Optimizer) -> None:
     """Give an optimizer's variables the values of one that was built just now."""
     strategy = strategy_of_optimizer(getattr(optimizer, "inner_optimizer", optimizer))
     with contextlib.nullcontext() if strategy is None else strategy.scope():

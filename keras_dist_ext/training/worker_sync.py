@@ -34,7 +34,7 @@ _WRITERS = (
 )
 
 
-def _is_for_chief(callback: Any) -> bool:
+def _is_for_chief(callback: keras.callbacks.Callback) -> bool:
     """Whether a callback writes files that only the chief may write."""
     return isinstance(callback, _WRITERS)
 
@@ -100,7 +100,7 @@ class WorkerSync(RunCallback):
             )
 
 
-def _learning_rate(optimizer: Any) -> float:
+def _learning_rate(optimizer: keras.optimizers.Optimizer) -> float:
     return float(np.asarray(keras.ops.convert_to_numpy(optimizer.learning_rate)))
 
 
@@ -126,7 +126,7 @@ def callbacks_of_worker(callbacks: Any, workers: Workers) -> list[Any]:
     ]
 
 
-def own_callback(callback: Any) -> Any:
+def own_callback(callback: keras.callbacks.Callback) -> Any:
     """Return the user's callback, which may be wrapped to be run by this worker only."""
     return callback.callback if isinstance(callback, ChiefOnlyCallback) else callback
 
@@ -138,7 +138,7 @@ class ChiefOnlyCallback(keras.callbacks.Callback):  # type: ignore[misc]
     the first value of any variable made in scope, as Keras makes some to look at them while it saves.
     """
 
-    def __init__(self, callback: Any) -> None:
+    def __init__(self, callback: keras.callbacks.Callback) -> None:
         super().__init__()
         self.callback = callback
         for name in dir(keras.callbacks.Callback):

@@ -74,7 +74,7 @@ def print_certificate(certificate: Certificate, json: str | None = None) -> int:
 class _Reached(BaseException):
     """Leaves a script at its call of `fit`. No Exception, which a script might catch."""
 
-    def __init__(self, model: Any, given: dict[str, Any]) -> None:
+    def __init__(self, model: keras.Model, given: dict[str, Any]) -> None:
         super().__init__()
         self.model = model
         self.given = given
@@ -98,7 +98,7 @@ class _Reached(BaseException):
 def _run(path: str, args: Sequence[str]) -> _Reached:
     """Run a script up to its first `fit`."""
 
-    def stop(fit: Callable[..., Any], model: Any, *given: Any, **named: Any) -> None:
+    def stop(fit: Callable[..., Any], model: keras.Model, *given: Any, **named: Any) -> None:
         raise _Reached(model, dict(inspect.signature(fit).bind(model, *given, **named).arguments))
 
     try:

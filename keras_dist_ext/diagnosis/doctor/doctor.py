@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext.diagnosis.doctor.report import Report
 from keras_dist_ext.diagnosis.doctor.rules import judge
 from keras_dist_ext.diagnosis.doctor.visit import Visit
@@ -21,6 +22,8 @@ from keras_dist_ext.monitoring.manifest import build_manifest, describe_model
 from keras_dist_ext.monitoring.writers import CompositeWriter, Run, Writer
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.epoch_data import EpochData
+from keras_dist_ext.training.model import Model
 from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.whole_files import write_whole
 
@@ -94,7 +97,7 @@ class ParallelismDoctor(RunCallback):
 
     # What models of ours call
 
-    def on_run_prepare(self, model: Any) -> None:
+    def on_run_prepare(self, model: Model) -> None:
         """Have steps recorded."""
         if not self._num_runs:
             CompositeWriter(self._writers).check("")
@@ -106,7 +109,7 @@ class ParallelismDoctor(RunCallback):
             model.add_recorder(self._recorder)
         self._visit = Visit(model, self._recorder)
 
-    def on_run_begin(self, callbacks: Sequence[Any], data: Any) -> None:
+    def on_run_begin(self, callbacks: Sequence[keras.callbacks.Callback], data: EpochData | None) -> None:
         """Have the other callbacks timed, and look at the data."""
         if self._visit is not None:
             self._visit.meet(callbacks, data, self)

@@ -65,7 +65,7 @@ def examine_script(
 
     doctors: list[ParallelismDoctor] = []
 
-    def attend(fit: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    def attend(fit: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         strategy = _strategy_meant(model)
         doctor = ParallelismDoctor(
             log_dir, interventions=interventions, json=json, show=show, strategy=strategy, num_steps=num_steps
@@ -128,7 +128,7 @@ def _tell_best(doctors: Sequence[ParallelismDoctor], *, show: bool) -> Report | 
     return best.report
 
 
-def _strategy_meant(model: Any) -> tf.distribute.Strategy | None:
+def _strategy_meant(model: keras.Model) -> tf.distribute.Strategy | None:
     """Return the strategy that the script has made, where its model does not live under any."""
     if not is_default_strategy(model.distribute_strategy):
         return None

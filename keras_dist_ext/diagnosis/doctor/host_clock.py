@@ -31,7 +31,7 @@ class CallbackClock:
         but: the one that asks.
     """
 
-    def __init__(self, callbacks: Sequence[Any], but: Any) -> None:
+    def __init__(self, callbacks: Sequence[keras.callbacks.Callback], but: keras.callbacks.Callback) -> None:
         self._timed: list[_Timed] = []
         for callback in callbacks:
             for hook in _HOOKS:
@@ -71,7 +71,7 @@ class CallbackClock:
         return tuple(found)
 
 
-def _is_own(callback: Any, hook: str) -> bool:
+def _is_own(callback: keras.callbacks.Callback, hook: str) -> bool:
     """Whether a callback has such a hook of its own, or the one that it calls by default."""
     for name in (hook, hook.replace("train_", "")):
         method = getattr(callback, name, None)
@@ -83,7 +83,7 @@ def _is_own(callback: Any, hook: str) -> bool:
 class _Timed:
     """A method of an object that is timed until it is unwrapped."""
 
-    def __init__(self, callback: Any, hook: str) -> None:
+    def __init__(self, callback: keras.callbacks.Callback, hook: str) -> None:
         self.callback = callback
         self.hook = hook
         self.seconds = 0.0

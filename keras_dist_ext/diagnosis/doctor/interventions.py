@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import tree
+from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.diagnosis.doctor.examination import Trials
 from keras_dist_ext.errors import KerasDistError
@@ -37,7 +37,7 @@ _MANY_SECONDS = 0.05  # of an execution of many steps
 _DRAIN_SECONDS = 0.12  # of steps on the data before its block: while others run, pipelines read ahead
 
 
-def experiment(model: Any, dataset: tf.data.Dataset, *, steps_per_execution: int = 1) -> Trials:
+def experiment(model: keras.Model, dataset: tf.data.Dataset, *, steps_per_execution: int = 1) -> Trials:
     """Time a model's steps under changed conditions, and leave it as it was.
 
     Args:
@@ -81,7 +81,7 @@ class _WithoutSum(DistributedStep):
 class _Conditions:
     """What is measured in turn."""
 
-    def __init__(self, model: Any, steps_per_execution: int) -> None:
+    def __init__(self, model: keras.Model, steps_per_execution: int) -> None:
         self._model = model
         self._num_steps = max(1, steps_per_execution)
         self._trials: dict[str, _Trial] = {}
@@ -105,7 +105,7 @@ class _Conditions:
         step: type[DistributedStep] = DistributedStep,
         num_steps: int | None = None,
         condition: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-        model: Any = None,
+        model: keras.Model = None,
         drain_seconds: float = 0.0,
     ) -> None:
         """Prepare a condition, which traces and runs it; leave it out, with the reason, where that fails.
@@ -209,7 +209,7 @@ def _doubled(batch: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _compiled(model: Any) -> Iterator[None]:
+def _compiled(model: keras.Model) -> Iterator[None]:
     """Let steps be compiled that the run makes eagerly."""
     own, functions = model.run_eagerly, tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(False)

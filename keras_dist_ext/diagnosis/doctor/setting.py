@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -13,6 +12,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.strategies import is_default_strategy
+from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.cluster.spec import Cluster
 from keras_dist_ext.diagnosis.doctor.examination import Loop, Setting, Stray
 from keras_dist_ext.errors import ClusterError
@@ -26,11 +26,11 @@ __all__ = ["read_setting", "strays_in"]
 
 
 def read_setting(
-    model: Any,
+    model: keras.Model,
     *,
     strategy: tf.distribute.Strategy | None = None,
     step_watchers: Sequence[str] = (),
-    graphs: Iterable[Any] = (),
+    graphs: Iterable[tf.Graph] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> Setting:
     """Return what is known of a run before any clock is read.
@@ -130,11 +130,11 @@ def _host(address: str) -> str:
     return "localhost" if host in ("127.0.0.1", "[::1]", "localhost") else host
 
 
-def _num_bytes(variable: Any) -> int:
+def _num_bytes(variable: Variable) -> int:
     return int(np.prod(variable.shape)) * int(tf.as_dtype(variable.dtype).size)
 
 
-def _loops(model: Any) -> list[Loop]:
+def _loops(model: keras.Model) -> list[Loop]:
     """Return the recurrent layers."""
     layers = [
         layer
@@ -144,7 +144,7 @@ def _loops(model: Any) -> list[Loop]:
     return [Loop(layer.name, _num_time_steps(layer, model), int(layer.count_params())) for layer in layers]
 
 
-def _num_time_steps(layer: Any, model: Any) -> int:
+def _num_time_steps(layer: keras.layers.Layer, model: keras.Model) -> int:
     """Return the length of a layer's input, or of the model's; 0 where it is not fixed."""
     try:
         shape = layer.input.shape
@@ -162,7 +162,9 @@ _HEAVY = re.compile(
 _REPLICA = re.compile(r"(?:^|/)replica_(\d+)/")
 
 
-def strays_in(graphs: Iterable[Any], devices: Sequence[str], layers: Sequence[str]) -> tuple[tuple[Stray, ...], float]:
+def strays_in(
+    graphs: Iterable[tf.Graph], devices: Sequence[str], layers: Sequence[str]
+) -> tuple[tuple[Stray, ...], float]:
     """Find heavy work that is placed on another device than its replica's.
 
     TensorFlow names the ops of replicas but the first by their number, and places all of them. Looked at are those of

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext.data.pipeline import inspect
 from keras_dist_ext.diagnosis.doctor.examination import Examination, Times, Trials
@@ -21,7 +22,9 @@ from keras_dist_ext.monitoring.exchange import gather_intervals
 from keras_dist_ext.monitoring.monitor import ReplicaMonitor
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.epoch_data import EpochData
 from keras_dist_ext.training.execution_sizer import looks_at_batches
+from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.training.snapshot import kept_pass
 from keras_dist_ext.training.worker_sync import own_callback
 
@@ -42,7 +45,7 @@ class Visit:
         recorder: of its steps; None for stock Keras.
     """
 
-    def __init__(self, model: Any, recorder: Recorder | None) -> None:
+    def __init__(self, model: keras.Model, recorder: Recorder | None) -> None:
         self.model = model
         self.is_ours = recorder is not None
         self.monitors: list[ReplicaMonitor] = []
@@ -50,11 +53,11 @@ class Visit:
         self._blocks = None if recorder is None else StepBlocks(recorder)
         self._clock: CallbackClock | None = None
         self._traces = TraceWatch()
-        self._feed: Any = None
+        self._feed: EpochData | None = None
         self._step_watchers: tuple[str, ...] = ()
         self._tracing_seconds = 0.0
         self.is_over = False
-        self._graphs: list[Any] = []
+        self._graphs: list[tf.Graph] = []
         self._others_cores: float | None = None
         self.num_executions = 0
         self._num_passes = 0
@@ -64,7 +67,7 @@ class Visit:
         """Steps that were watched so far, about."""
         return self.num_executions if self._blocks is None else self._blocks.num_steps
 
-    def meet(self, callbacks: Sequence[Any], feed: Any, doctor: Any) -> None:
+    def meet(self, callbacks: Sequence[keras.callbacks.Callback], feed: EpochData | None, doctor: RunCallback) -> None:
         """Get to know the other callbacks, and the data."""
         self._feed = feed
         self.monitors = [other for other in callbacks if isinstance(other, ReplicaMonitor)]
@@ -175,7 +178,7 @@ _COSTS_TIME = (
 )
 
 
-def _inspected(dataset: Any) -> list[Finding]:
+def _inspected(dataset: tf.data.Dataset) -> list[Finding]:
     """Return what `inspect` says of a pipeline that costs time; the rest is no matter of parallelism."""
     try:
         return [finding for finding in inspect(dataset, seconds=1.0).findings if finding.code in _COSTS_TIME]

@@ -15,7 +15,7 @@ from keras_dist_ext.training.adoption.twins import assign, in_pairs, named
 __all__ = ["read_compile_state", "take_over_optimizers"]
 
 
-def read_compile_state(model: Any) -> Callable[[Any], None]:
+def read_compile_state(model: keras.Model) -> Callable[[Any], None]:
     """Read how the model was compiled, to compile another with a new optimizer of the same config, and new metrics.
 
     Returns:
@@ -35,7 +35,7 @@ def read_compile_state(model: Any) -> Callable[[Any], None]:
         with by_reference(model) as objects:
             config = model.get_compile_config()
 
-        def compile_from_config(twin: Any) -> None:
+        def compile_from_config(twin: keras.layers.Layer) -> None:
             with keras.saving.custom_object_scope(objects):
                 twin.compile_from_config(config)
 
@@ -44,7 +44,7 @@ def read_compile_state(model: Any) -> Callable[[Any], None]:
     given = compile_arguments(model)
     new_optimizer = None if model.optimizer is None else read_recipe(model.optimizer)
 
-    def compile_alike(twin: Any) -> None:
+    def compile_alike(twin: keras.layers.Layer) -> None:
         made: dict[int, Any] = {}
         twin.compile(
             optimizer=new_optimizer and new_optimizer(type(model.optimizer)),
@@ -75,7 +75,7 @@ def _new_metrics(given: Any, made: dict[int, Any]) -> Any:
     return made[id(given)]
 
 
-def take_over_optimizers(twin: Any, model: Any, variables: dict[int, Any]) -> None:
+def take_over_optimizers(twin: keras.layers.Layer, model: keras.Model, variables: dict[int, Any]) -> None:
     """Copy the state of all optimizers, slots and counters, and read it back.
 
     Args:

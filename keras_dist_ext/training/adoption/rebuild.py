@@ -18,7 +18,7 @@ from keras_dist_ext.training.runtime import runtime_of
 __all__ = ["Rebuilt", "rebuild"]
 
 
-def rebuild(model: Any, own: OwnClasses) -> Rebuilt:
+def rebuild(model: keras.Model, own: OwnClasses) -> Rebuilt:
     """Make a model again, with new weights; what is ours stays of its class, and what is not becomes ours.
 
     Raises:
@@ -55,7 +55,7 @@ class Rebuilt:
         self._twins: dict[int, tuple[Any, Any]] = {}  # id of the old layer -> (old, new); keeps the old one alive
         self._graphs: set[int] = set()  # ids of the old models whose layers were made one by one
 
-    def twin_of(self, layer: Any) -> Any:
+    def twin_of(self, layer: keras.layers.Layer) -> Any:
         """Make a layer or an operation of a graph again, or return the one that was made.
 
         Raises:
@@ -65,7 +65,7 @@ class Rebuilt:
             self._twins[id(layer)] = (layer, self._make(layer))
         return self._twins[id(layer)][1]
 
-    def _make(self, layer: Any) -> Any:
+    def _make(self, layer: keras.layers.Layer) -> Any:
         cls = type(layer)
         if cls in (KerasFunctional, self._own.functional) or self.is_functional_by_base(layer):
             return self.functional(layer, cls)
@@ -75,12 +75,12 @@ class Rebuilt:
             return _stateless(layer)
         return make_again(layer, cls, records_arguments=runtime_of(layer) is not None)
 
-    def is_functional_by_base(self, layer: Any) -> bool:
+    def is_functional_by_base(self, layer: keras.layers.Layer) -> bool:
         """Whether a user's class leaves construction to the functional model: `class Net(keras.Model)`, `Net(x, y)`."""
         constructors = (KerasFunctional, self._own.functional, keras.Model, self._own.model)
         return isinstance(layer, KerasFunctional) and first_init(type(layer)) in constructors
 
-    def functional(self, model: Any, cls: Any) -> Any:
+    def functional(self, model: keras.Model, cls: Any) -> Any:
         """Call new layers in the order in which the graph of `model` calls the old ones.
 
         Raises:
@@ -93,7 +93,7 @@ class Rebuilt:
         )
         return self._keep(model, cls(inputs, copy.output, name=model.name), is_graph=True)
 
-    def sequential(self, model: Any, cls: Any) -> Any:
+    def sequential(self, model: keras.Model, cls: Any) -> Any:
         """Stack new layers as `model` stacks the old ones.
 
         Raises:
@@ -106,7 +106,7 @@ class Rebuilt:
             _build_alike(twin, model)
         return self._keep(model, twin, is_graph=True)
 
-    def subclassed(self, model: Any, cls: Any) -> Any:
+    def subclassed(self, model: keras.Model, cls: Any) -> Any:
         """Have the user's class make itself again from its config, and build what `model` has built.
 
         Raises:
@@ -117,7 +117,7 @@ class Rebuilt:
             _build_alike(twin, model)
         return self._keep(model, twin, is_graph=False)
 
-    def _keep(self, model: Any, twin: Any, is_graph: bool) -> Any:
+    def _keep(self, model: keras.Model, twin: keras.layers.Layer, is_graph: bool) -> Any:
         self._twins[id(model)] = (model, twin)
         if is_graph:
             self._graphs.add(id(model))
@@ -137,7 +137,7 @@ class Rebuilt:
                 found.setdefault(id(one), (one, other))
         return list(found.values())
 
-    def _call_with_new_variables(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call_with_new_variables(self, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
         """A graph may hold a variable itself, such as tied embeddings in a `matmul`: give it the new one."""
         args, kwargs = keras.tree.map_structure(self._new_variable, (args, kwargs))
         return layer(*args, **kwargs)
@@ -155,7 +155,7 @@ class Rebuilt:
         )
 
 
-def _sequential_input(model: Any) -> Any:
+def _sequential_input(model: keras.Model) -> Any:
     try:
         return input_like(model.inputs[0])
     except AttributeError:  # Keras' way to say that it has none
@@ -170,7 +170,7 @@ def _stateless(operation: Any) -> Any:
         return operation
 
 
-def _build_alike(twin: Any, model: Any) -> None:
+def _build_alike(twin: keras.layers.Layer, model: keras.Model) -> None:
     """Build what a model and the layers in it have built, from the shapes that they were built with."""
     if not twin.built:
         with warnings.catch_warnings(), keras.name_scope(twin.name, caller=twin):

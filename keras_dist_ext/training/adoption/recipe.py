@@ -57,7 +57,7 @@ def make_again(thing: Any, cls: Any, *, records_arguments: bool = False) -> Any:
     return twin
 
 
-def _rename(twin: Any, thing: Any) -> None:
+def _rename(twin: keras.layers.Layer, thing: Any) -> None:
     """Give the layers in `twin` the names of those in `thing`: names that Keras makes up count on."""
     twin.name = thing.name  # many constructors take none
     if isinstance(thing, keras.Layer):
@@ -108,7 +108,7 @@ def _bare(config: Any) -> Any:
     return [_bare(value) for value in config] if isinstance(config, list) else config
 
 
-def refuse_lost_arguments(thing: Any, twin: Any, config: Any = None) -> None:
+def refuse_lost_arguments(thing: Any, twin: keras.layers.Layer, config: Any = None) -> None:
     """Notice a `get_config` that forgets an argument of the constructor, which then gets its default in silence.
 
     Raises:
@@ -146,7 +146,7 @@ def first_init(cls: type) -> type:
     return next(base for base in cls.__mro__ if "__init__" in vars(base))
 
 
-def _from_nothing(model: Any, cls: Any) -> Any:
+def _from_nothing(model: keras.Model, cls: Any) -> Any:
     """Make a model again whose class has no `get_config`, if its constructor takes nothing that could be lost.
 
     Keras' own `get_config` gives the defaults of a model's constructor, whatever it was called with (Keras 3.15.1: the

@@ -17,7 +17,7 @@ __all__ = ["OwnClasses", "class_of_ours"]
 class OwnClasses(NamedTuple):
     """Our classes of models. They are passed in, because the module that has them imports this one to unpickle."""
 
-    model: Any
+    model: keras.Model
     functional: Any
     sequential: Any
 
@@ -42,7 +42,7 @@ def _derived(cls: Any, own: OwnClasses) -> Any:
     if issubclass(cls, KerasFunctional):
         base = own.functional
 
-    def reduce(model: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def reduce(model: keras.Model) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Pickle the user's class by name, and the model as Keras does: as the bytes of a `.keras` file."""
         return _unpickle, (cls, own, *keras.Model.__reduce__(model)[1])
 

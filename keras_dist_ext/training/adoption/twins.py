@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers, own_variables
-from keras_dist_ext._keras.variables import components, is_sync_on_read
+from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
 from keras_dist_ext.strategy.scope import raw_variables
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, label, refuse_lost_arguments
 
@@ -95,7 +95,7 @@ def take_over_trainable(pairs: list[tuple[Any, Any]]) -> None:
                 other.trainable = one.trainable
 
 
-def take_over_state(model: Any, pairs: Iterable[tuple[Any, Any]]) -> dict[int, Any]:
+def take_over_state(model: keras.Model, pairs: Iterable[tuple[Any, Any]]) -> dict[int, Any]:
     """Copy the values of all layers, and read them back.
 
     Args:
@@ -144,7 +144,7 @@ class _Store(dict[str, Any]):
         super().__setitem__(key, _read(value) if isinstance(value, keras.Variable) else value)
 
 
-def _read(variable: Any) -> Any:
+def _read(variable: Variable) -> Any:
     """The value of a variable that may live under another strategy than the one whose scope is entered."""
     if is_sync_on_read(variable):
         return variable.numpy()
@@ -166,7 +166,7 @@ def assign(new: Any, old: Any) -> None:
         raise CannotRebuildError(f"the variable '{old.path}' did not keep its value of dtype {old.dtype}.")
 
 
-def _has_value(variable: Any, value: Any) -> bool:
+def _has_value(variable: Variable, value: Any) -> bool:
     """Whether it holds just these bytes: NaN must be equal to itself."""
     held = _read(variable)
     return bool(held.dtype == value.dtype and held.tobytes() == value.tobytes())

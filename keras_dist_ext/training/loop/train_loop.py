@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import current_step
 from keras_dist_ext._keras.strategies import spec_of_replica
-from keras_dist_ext._keras.variables import components, is_sync_on_read
+from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.errors import LoopError, StrategyError
 from keras_dist_ext.step.replica_step import ReplicaStep
@@ -402,13 +402,13 @@ class TrainLoop(Model):
             _set_value(variable, np.asarray(value))
 
 
-def _value_of(variable: Any) -> np.ndarray[Any, Any]:
+def _value_of(variable: Variable) -> np.ndarray[Any, Any]:
     """The value of a ``tf.Variable``: that of the first replica, or the sum where each has a part."""
     whole = variable if is_sync_on_read(variable) else components(variable)[0]
     return np.asarray(whole.numpy())
 
 
-def _set_value(variable: Any, value: np.ndarray[Any, Any]) -> None:
+def _set_value(variable: Variable, value: np.ndarray[Any, Any]) -> None:
     first, *others = components(variable)
     is_sum = is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.SUM
     first.assign(value)

@@ -145,7 +145,7 @@ def _check_built(model: DistributedModel, kind: str) -> None:
             )
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuse what counts steps or keeps sums of them: workers make theirs at the same time."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise StrategyError(

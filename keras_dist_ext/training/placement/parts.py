@@ -26,7 +26,7 @@ class Part:
     devices: tuple[str, ...]  # one for each replica
 
 
-def find_layers(model: Any, names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+def find_layers(model: keras.Model, names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     """Return the layers that each name means.
 
     Args:
@@ -49,7 +49,7 @@ def find_layers(model: Any, names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def _find(model: Any, name: str) -> tuple[Any, ...]:
+def _find(model: keras.Model, name: str) -> tuple[Any, ...]:
     layers = [model]
     for step, piece in enumerate(name.split("/")):
         named = {label: child for layer in layers for label, child in _named_children(layer).items()}
@@ -66,12 +66,12 @@ def _find(model: Any, name: str) -> tuple[Any, ...]:
     return tuple(layers)
 
 
-def layer_names(model: Any) -> list[str]:
+def layer_names(model: keras.Model) -> list[str]:
     """Return the names of a model's own layers, and the attributes that hold them."""
     return list(_named_children(model))
 
 
-def _named_children(layer: Any) -> dict[str, Any]:
+def _named_children(layer: keras.layers.Layer) -> dict[str, Any]:
     """A layer's own layers, by name, by attribute, and by place in a list that is an attribute."""
     children = [child for child in child_layers(layer) if not isinstance(child, keras.layers.InputLayer)]
     known = {id(child) for child in children}
@@ -100,7 +100,7 @@ def own_layers(layers: Sequence[Any], placed: set[int]) -> list[Any]:
     """
     found: dict[int, Any] = {}
 
-    def walk(layer: Any) -> None:
+    def walk(layer: keras.layers.Layer) -> None:
         found[id(layer)] = layer
         for child in child_layers(layer):
             if id(child) not in placed and id(child) not in found:
@@ -130,12 +130,12 @@ def check_not_shared(parts: Sequence[Part]) -> None:
                 )
 
 
-def layers_left_over(model: Any, parts: Sequence[Part]) -> list[Any]:
+def layers_left_over(model: keras.Model, parts: Sequence[Part]) -> list[Any]:
     """Return the outermost layers that no part has, each once."""
     placed = {id(layer) for part in parts for layer in part.layers}
     taken = {id(layer) for part in parts for layer in own_layers(part.layers, placed)}
 
-    def walk(layer: Any) -> Iterator[Any]:
+    def walk(layer: keras.layers.Layer) -> Iterator[Any]:
         for child in child_layers(layer):
             if id(child) in taken or isinstance(child, keras.layers.InputLayer):
                 continue

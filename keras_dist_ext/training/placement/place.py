@@ -23,6 +23,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.models import compile_arguments
 from keras_dist_ext._keras.strategies import local_replica_id
 from keras_dist_ext.errors import PlacementError
@@ -39,7 +40,7 @@ from keras_dist_ext.training.runtime import runtime_of
 __all__ = ["Placement", "place"]
 
 
-def place(model: Any, parts: Mapping[str, str | Sequence[str]], *, micro_batches: int = 1) -> Placement:
+def place(model: keras.Model, parts: Mapping[str, str | Sequence[str]], *, micro_batches: int = 1) -> Placement:
     """Put parts of a model on devices of their own, in each replica.
 
         model = kde.Sequential([keras.Input((784,)), encoder, decoder])
@@ -100,7 +101,7 @@ class Placement:
         micro_batches: see above.
     """
 
-    def __init__(self, model: Any, parts: tuple[Part, ...], homes: tuple[str, ...], micro_batches: int) -> None:
+    def __init__(self, model: keras.Model, parts: tuple[Part, ...], homes: tuple[str, ...], micro_batches: int) -> None:
         self._model = model
         self.parts = parts
         self.homes = homes
@@ -128,7 +129,7 @@ class Placement:
             if all(layer is not other for other in self._placed):
                 self._call_on(layer, self._rest, queue=layer.name)
 
-    def _call_on(self, layer: Any, part: Part, *, queue: str = "") -> None:
+    def _call_on(self, layer: keras.layers.Layer, part: Part, *, queue: str = "") -> None:
         """Have a layer called on a device, as Keras itself has `build` of an instance wrapped."""
         call = layer.call
 
@@ -225,7 +226,7 @@ class Placement:
         return "\n".join([*lines, *map(str, self.findings)])
 
 
-def _check_turns(model: Any, micro_batches: int) -> None:
+def _check_turns(model: keras.Model, micro_batches: int) -> None:
     virtual: VirtualReplicas | None = model.virtual_replicas
     if micro_batches == 1:
         return
@@ -241,6 +242,6 @@ def _check_turns(model: Any, micro_batches: int) -> None:
         )
 
 
-def _forget_functions(model: Any) -> None:
+def _forget_functions(model: keras.Model) -> None:
     """What was traced has the old variables."""
     model.train_function = model.test_function = model.predict_function = None

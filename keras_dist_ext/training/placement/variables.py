@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import own_variables
 from keras_dist_ext._keras.optimizers import optimized_variables
-from keras_dist_ext._keras.variables import components, move_variable, tf_variable
+from keras_dist_ext._keras.variables import Variable, components, move_variable, tf_variable
 from keras_dist_ext.errors import PlacementError
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.training.placement.parts import Part, own_layers
@@ -18,7 +19,7 @@ from keras_dist_ext.training.placement.parts import Part, own_layers
 __all__ = ["bytes_by_device", "move_variables", "stuck_variables"]
 
 
-def move_variables(model: Any, parts: Sequence[Part]) -> int:
+def move_variables(model: keras.Model, parts: Sequence[Part]) -> int:
     """Move what lives elsewhere to the devices of its part, and optimizers' slots along; return how many have moved.
 
     Keras' variables stay the same objects, so that layers, callbacks and files find them where they were.
@@ -46,17 +47,17 @@ def _layers(parts: Sequence[Part]) -> Iterator[tuple[Part, Any]]:
             yield part, layer
 
 
-def _made(layer: Any) -> list[Any]:
+def _made(layer: keras.layers.Layer) -> list[Any]:
     return [variable for variable in own_variables(layer) if tf_variable(variable) is not None]
 
 
-def _is_on(variable: Any, devices: Sequence[str]) -> bool:
+def _is_on(variable: Variable, devices: Sequence[str]) -> bool:
     copies = components(variable)
     return all(copy.device.endswith(f"device:{device}") for copy, device in zip(copies, devices, strict=True))
 
 
 @contextlib.contextmanager
-def _remade_optimizers(model: Any) -> Iterator[None]:
+def _remade_optimizers(model: keras.Model) -> Iterator[None]:
     """Make optimizers that are built anew once the variables are where they belong, with all that they hold.
 
     An optimizer knows its variables by the ids of TensorFlow's, and its slots live beside them.
@@ -77,7 +78,7 @@ def _remade_optimizers(model: Any) -> Iterator[None]:
                 copy.assign(value)
 
 
-def _like(optimizer: Any) -> Any:
+def _like(optimizer: keras.optimizers.Optimizer) -> Any:
     try:
         return type(optimizer).from_config(optimizer.get_config())
     except (TypeError, ValueError, NotImplementedError) as error:
