@@ -15,6 +15,8 @@ In reading order:
     dataset_graph      what a pipeline is made of
     stage_times        what each of its stages takes
     pipeline_findings  what to change
+    map_findings       where maps and filters are slow
+    order_findings     where the order of stages is
     iterators          release an iterator without waiting for its threads
 """
 

@@ -13,7 +13,9 @@ import tensorflow as tf
 
 from keras_dist_ext._keras.datasets import FunctionDef, GraphDef, NodeDef, dataset_graph
 
-__all__ = ["DatasetGraph", "Stage", "read_graph"]
+__all__ = ["MAPS", "DatasetGraph", "Stage", "optimises", "read_graph"]
+
+MAPS = ("Map", "MapAndBatch", "ParallelMap")  # kinds of stages, as written or as run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +70,11 @@ class Stage:
     def lacks_seed(self) -> bool:
         """Whether it is a shuffle that draws a seed by itself."""
         return self.kind == "Shuffle" and not any(self.values[2:4])
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether its function does nothing that takes time, as of those that tf.data adds itself."""
+        return self.function_ops <= {"Identity", "NoOp", "Const", "RaggedTensorToVariant", "RaggedTensorFromVariant"}
 
     @property
     def makes_other_elements(self) -> bool:
@@ -249,3 +256,14 @@ def _function_ops(node: NodeDef, functions: Mapping[str, FunctionDef], seen: set
             for inner in functions[name].node_def:
                 yield inner.op
                 yield from _function_ops(inner, functions, seen)
+
+
+def optimises(dataset: tf.data.Dataset, name: str) -> bool:
+    """Whether tf.data makes an optimisation by itself, by its options (data/ops/options.py)."""
+    options = dataset.options()
+    if options.autotune.enabled is False:
+        return False
+    wanted = getattr(options.experimental_optimization, name)
+    if wanted is None:
+        wanted = options.experimental_optimization.apply_default_optimizations is not False
+    return bool(wanted)

@@ -14,6 +14,8 @@ from keras_dist_ext.data.iterators import release_iterator
 
 __all__ = ["StageTime", "Times", "measure"]
 
+NOTICEABLE_SECONDS = 5e-4  # a batch: about what the fastest steps of a small model take on a CPU
+
 
 @dataclasses.dataclass(frozen=True)
 class StageTime:
@@ -56,12 +58,37 @@ class Times:
         batch_seconds: for each of the others, as a training loop would wait that does nothing else; None if there was
             no second one.
         stages: from the end to the sources; empty before TensorFlow 2.18, which does not tell.
+        cpu_share: how many processors this process used meanwhile; much less than 1 where functions wait.
     """
 
     num_batches: int
     first_seconds: float
     batch_seconds: float | None
     stages: tuple[StageTime, ...]
+    cpu_share: float | None = None
+
+    def cost(self, *kinds: str) -> float:
+        """Seconds a batch of the stages of these kinds."""
+        return sum(stage.seconds for stage in self.stages if stage.kind in kinds)
+
+    @property
+    def work(self) -> float:
+        """Seconds a batch of all stages."""
+        return sum(stage.seconds for stage in self.stages if stage.kind != "Prefetch")
+
+    def is_noticeable(self, cost: float) -> bool:
+        """Whether stages that cost so much a batch are worth a word; where that is not known, whether the whole is."""
+        if not self.stages:
+            return (self.batch_seconds or 0.0) >= NOTICEABLE_SECONDS
+        return cost >= NOTICEABLE_SECONDS and cost >= 0.2 * self.work
+
+    def share(self, cost: float) -> str:
+        """Say what part of all work a cost is."""
+        return f", {cost * 1e3:.3g} of {self.work * 1e3:.3g} ms of work a batch" if self.stages else ""
+
+    def lost(self, cost: float) -> float | None:
+        """Seconds that a cost a batch makes of what was measured."""
+        return cost * self.num_batches if self.stages else None
 
 
 def measure(dataset: tf.data.Dataset, num_batches: int, seconds: float) -> Times | None:
@@ -77,6 +104,7 @@ def measure(dataset: tf.data.Dataset, num_batches: int, seconds: float) -> Times
     first_seconds = time.perf_counter() - begin
     pulled, spent, look_at = 0, 0.0, 1
     model = _model(iterator)
+    cpu_before = time.process_time()
     while pulled < num_batches and spent < seconds:
         begin = time.perf_counter()
         if next(iterator, None) is None:
@@ -88,11 +116,12 @@ def measure(dataset: tf.data.Dataset, num_batches: int, seconds: float) -> Times
             now = _model(iterator)
             if now is not None and model is not None and len(now.nodes) >= len(model.nodes):
                 model = now  # stages that have come to their end are not in it any more
+    cpu_share = (time.process_time() - cpu_before) / spent if spent else None
     held = [iterator]
     del iterator
     release_iterator(held)
     stages = () if model is None else tuple(_stages(model))
-    return Times(pulled, first_seconds, spent / pulled if pulled else None, stages)
+    return Times(pulled, first_seconds, spent / pulled if pulled else None, stages, cpu_share)
 
 
 def _model(iterator: Any) -> Any:
@@ -145,4 +174,6 @@ def _inputs(node: Any, nodes: dict[int, Any]) -> Iterator[tuple[int, float]]:
         )
         return
     for place, count in zip(given, counts, strict=True):
-        yield place, node.ratio or count / node.num_elements
+        # A shard notes its ratio the other way round: 1 / num_shards (kernels/data/shard_dataset_op.cc).
+        ratio = 1 / node.ratio if node.name == "Shard" and 0 < node.ratio < 1 else node.ratio
+        yield place, ratio or count / node.num_elements

@@ -59,6 +59,15 @@ def augmented(i: tf.Tensor) -> tf.Tensor:
     return tf.cast(i, tf.float32) + tf.random.uniform([])
 
 
+RECORD = tf.train.Example(
+    features=tf.train.Features(feature={"x": tf.train.Feature(float_list=tf.train.FloatList(value=[1.0]))})
+).SerializeToString()
+
+
+def parse(record: tf.Tensor) -> Any:
+    return tf.io.parse_single_example(record, {"x": tf.io.FixedLenFeature([], tf.float32)})
+
+
 def numbers(pause: float) -> tf.data.Dataset:
     def generate() -> Any:
         for i in range(1600):
@@ -105,7 +114,7 @@ def slow_records(path: tf.Tensor) -> tf.data.Dataset:
 # What is found, in stages as tf.data runs them. What they cost is made up: a busy machine would be found fault with.
 
 
-def planted(slow: str | None) -> Any:
+def planted(slow: str | None, cpu_share: float) -> Any:
     """What is measured, had nothing taken time but the stages whose kind has this in its name."""
 
     def measure(*arguments: Any) -> stage_times.Times | None:
@@ -113,6 +122,7 @@ def planted(slow: str | None) -> Any:
         return times and dataclasses.replace(
             times,
             batch_seconds=1e-6 if slow is None else 4e-3,
+            cpu_share=cpu_share,
             stages=tuple(
                 dataclasses.replace(stage, seconds=4e-3 if slow is not None and slow in stage.kind else 1e-6)
                 for stage in times.stages
@@ -122,8 +132,10 @@ def planted(slow: str | None) -> Any:
     return mock.patch.object(pipeline, "measure", measure)
 
 
-def codes(dataset: Any, strategy: Any = None, *, slow: str | None = None, **arguments: Any) -> list[str]:
-    with planted(slow):
+def codes(
+    dataset: Any, strategy: Any = None, *, slow: str | None = None, cpu_share: float = 0.1, **arguments: Any
+) -> list[str]:
+    with planted(slow, cpu_share):
         return codes_as_measured(dataset, strategy, **{"num_batches": 4, **arguments})
 
 
@@ -146,6 +158,14 @@ SLOW = {
     "a slow generator": "Generator",
     "a slow PyDataset": "Generator",
     "slow map after cache": "Map",
+    "shard after map": "Map",
+    "a map of single examples": "Map",
+    "records that are parsed one by one": "Map",
+    "a part of a cache": "Map",
+    "the whole of a cache": "Map",
+    "a part of a cache, kept again": "Map",
+    "shard before map": "Map",
+    "single examples that are augmented": "Map",
 }
 HEALTHY = {
     "numbers": lambda: BASE.shuffle(1000).map(quick, num_parallel_calls=AUTO).batch(8).prefetch(AUTO),
@@ -173,6 +193,15 @@ HEALTHY = {
     "samples of several": lambda: (
         tf.data.Dataset.sample_from_datasets([BASE, BASE.shuffle(1000)], [0.5, 0.5]).batch(8).prefetch(AUTO)
     ),
+    "shard before map": lambda: BASE.shard(4, 0).map(slow).batch(8).prefetch(AUTO),
+    "shard of batches that nothing has worked on": lambda: BASE.batch(8).shard(4, 0).prefetch(AUTO),
+    "the whole of a cache": lambda: BASE.map(slow).cache().take(1600).batch(8).prefetch(AUTO),
+    "a part of a cache, kept again": lambda: BASE.take(80).map(slow).cache().batch(8).take(10).prefetch(AUTO),
+    "a cache that is repeated before a part is taken": lambda: BASE.cache().repeat().batch(8).take(30).prefetch(AUTO),
+    "single examples that are augmented": lambda: (
+        BASE.map(lambda i: tf.image.resize(tf.ones([4, 4, 1]), [2, 2]), num_parallel_calls=AUTO).batch(8).prefetch(AUTO)
+    ),
+    "shuffled passes": lambda: BASE.shuffle(1000).repeat(3).batch(8).prefetch(AUTO),
     "a quick filter": lambda: BASE.filter(lambda i: i % 2 == 0).batch(8).prefetch(AUTO),
     "distributed": lambda: kde.distribute(BASE.shuffle(1000), batch_size=8, seed=1),
     "distributed arrays": lambda: kde.distribute(np.ones((80, 3), "f"), batch_size=8),
@@ -229,6 +258,24 @@ FAULTY: dict[str, tuple[Any, list[str]]] = {
     "two batches": (lambda: BASE.batch(8).batch(4).prefetch(AUTO), ["batched-twice"]),
     "batches that replicas share unevenly": (lambda: BASE.batch(5).prefetch(AUTO), ["uneven-batch"]),
     "batches that leave replicas idle": (lambda: BASE.batch(1).prefetch(AUTO), ["batch-smaller-than-replicas"]),
+    "shard after map": (lambda: BASE.map(slow).shard(4, 0).batch(8).prefetch(AUTO), ["shard-after-map"]),
+    "a map of single examples": (
+        lambda: BASE.map(lambda i: tf.cast(i, tf.float32) / 255).batch(8).prefetch(AUTO),
+        ["map-before-batch"],
+    ),
+    "records that are parsed one by one": (
+        lambda: tf.data.Dataset.from_tensors(RECORD).repeat(80).map(parse).batch(8).prefetch(AUTO),
+        ["map-before-batch"],
+    ),
+    "a part of a cache": (
+        lambda: BASE.map(slow).cache().take(80).batch(8).prefetch(AUTO),
+        ["cache-never-fills"],
+    ),
+    "some batches of a cache": (lambda: BASE.cache().batch(8).take(10).prefetch(AUTO), ["cache-never-fills"]),
+    "passes that run into each other": (
+        lambda: BASE.repeat().shuffle(1000).batch(8).prefetch(AUTO),
+        ["repeat-before-shuffle"],
+    ),
     "a ragged last batch": (lambda: BASE.take(83).batch(8).prefetch(AUTO), ["partial-last-batch"]),
 }
 
@@ -238,6 +285,38 @@ FAULTY: dict[str, tuple[Any, list[str]]] = {
 def test_a_planted_fault_is_found_and_nothing_else(name: str, mirrored: Any) -> None:
     make, expected = FAULTY[name]
     assert codes(make(), mirrored, slow=SLOW.get(name)) == expected
+
+
+@measures_stages
+def test_python_that_computes_is_told_from_python_that_waits(mirrored: Any) -> None:
+    data = BASE.map(in_python).batch(8).prefetch(AUTO)
+    assert codes(data, mirrored, slow="Map", cpu_share=0.9) == ["python-map"]
+    with planted("Map", 0.1):
+        waits = kde.inspect(data, mirrored, num_batches=4).findings
+    with planted("Map", 0.9):
+        computes = kde.inspect(data, mirrored, num_batches=4).findings
+    assert [(finding.code, finding.seconds is None) for finding in waits] == [
+        ("sequential-map", False),
+        ("python-map", True),  # the same seconds are lost once
+    ]
+    assert [(finding.code, finding.seconds is None) for finding in computes] == [("python-map", False)]
+
+
+@measures_stages
+def test_what_a_shard_throws_away_is_what_it_takes_to_make() -> None:
+    data = BASE.map(in_python).shard(4, 0).batch(8)
+    found = kde.inspect(without_optimizations(data.prefetch(1)), num_batches=5)
+    cost = {stage.kind: stage.seconds for stage in found.times.stages}
+    assert cost["Map"] > 32 * 0.001  # 8 of 32 elements are kept, each of which sleeps a millisecond
+    shard, sequential, *others = found.findings
+    lost = cost["Map"] * found.times.num_batches
+    assert (shard.code, shard.fix) == (
+        "shard-after-map",
+        "dataset.shard(4, index) right after the source, before map",
+    )
+    assert sequential.code == "sequential-map"
+    assert (shard.seconds, sequential.seconds) == (pytest.approx(0.75 * lost), pytest.approx(0.25 * lost))
+    assert [finding.seconds for finding in others] == [None]
 
 
 @measures_stages

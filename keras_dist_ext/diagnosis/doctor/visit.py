@@ -175,6 +175,9 @@ _COSTS_TIME = (
     "sequential-interleave",
     "generator-bound",
     "map-after-cache",
+    "map-before-batch",
+    "shard-after-map",
+    "cache-never-fills",
 )
 
 
