@@ -24,6 +24,7 @@ from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import gen_stateless_random_ops_v2
 
 from keras_dist_ext._keras import (
+    creation,  # noqa: F401 - installs hooks
     keras,
     layer_hooks,  # noqa: F401 - installs them
     tree,
@@ -126,13 +127,6 @@ def _(original: Callable[..., Any], step: Step, optimizer: keras.optimizers.Opti
 @install(keras.Variable, "_direct_assign")
 def _(original: Callable[..., Any], step: Step, variable: keras.Variable, value: Any) -> None:
     step.assign(variable, value, functools.partial(original, variable))
-
-
-# keras/src/backend/common/variables.py: initial values are drawn alike on all replicas.
-@install(keras.Variable, "__init__")
-def _(original: Callable[..., Any], step: Step, variable: keras.Variable, *args: Any, **kwargs: Any) -> None:
-    with intercept(None):
-        original(variable, *args, **kwargs)
 
 
 # keras/src/random/seed_generator.py: its state is mirrored, so that all replicas would draw the same numbers.

@@ -67,6 +67,13 @@ def find_exponents(model: DistributedModel, batch_spec: Any, *, training: bool) 
 
 def placeholders(batch_spec: Any) -> Any:
     """Return placeholders for a batch, in the graph that is entered."""
-    return tree.map_structure(
-        lambda spec: None if spec is None else tf.compat.v1.placeholder(spec.dtype, spec.shape), batch_spec
-    )
+    return tree.map_structure(_placeholder, batch_spec)
+
+
+def _placeholder(spec: Any) -> Any:
+    if spec is None:
+        return None
+    if isinstance(spec, tf.TensorSpec):
+        return tf.compat.v1.placeholder(spec.dtype, spec.shape)
+    anything = tf.compat.v1.placeholder(tf.variant, [])  # of several tensors, which a dataset of one element may hold
+    return tf.data.experimental.get_single_element(tf.data.experimental.from_variant(anything, structure=spec))

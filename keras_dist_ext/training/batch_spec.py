@@ -8,11 +8,11 @@ import tensorflow as tf
 
 from keras_dist_ext.errors import DataError
 
-__all__ = ["any_number_of_rows"]
+__all__ = ["any_number_of_rows", "rows_of_one"]
 
 
 def any_number_of_rows(spec: Any) -> Any:
-    """Return a dense ``TensorSpec`` like ``spec`` with an unknown first dimension.
+    """Return a spec like that of a tensor, or like that of a sparse or a ragged one, with an unknown first dimension.
 
     Raises:
         DataError: it does not say how many dimensions there are.
@@ -28,4 +28,25 @@ def any_number_of_rows(spec: Any) -> Any:
         )
     if shape.rank > 0:
         shape = tf.TensorShape([None]).concatenate(shape[1:])
+    return _like(spec, shape)
+
+
+def _like(spec: Any, shape: tf.TensorShape) -> Any:
+    """Return the spec of another shape."""
+    if isinstance(spec, (tf.SparseTensor, tf.RaggedTensor)):
+        spec = tf.type_spec_from_value(spec)
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec(shape, spec.dtype)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
     return tf.TensorSpec(shape, tf.as_dtype(spec.dtype))
+
+
+def rows_of_one(spec: Any, num_replicas: int) -> Any:
+    """Return the spec of the most rows that one of so many replicas gets of a tensor with this spec."""
+    if spec is None:
+        return None
+    shape = tf.TensorShape(spec.shape)
+    if not shape.rank or shape[0] is None or num_replicas == 1:
+        return _like(spec, shape)
+    return _like(spec, tf.TensorShape([-(-shape[0] // num_replicas)]).concatenate(shape[1:]))

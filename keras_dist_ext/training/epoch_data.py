@@ -120,14 +120,23 @@ class EpochData(CustomEpochIterator):
     @property
     def batch_spec(self) -> Any:
         """Specs of a batch: shapes with an unknown number of rows."""
+        return tree.map_structure(any_number_of_rows, self.exact_spec)
+
+    @property
+    def exact_spec(self) -> Any:
+        """Specs of a batch, with the number of its rows where that is known."""
 
         def spec_of(spec: Any) -> Any:
             spec = spec_of_replica(spec)
             is_none = isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape")
             return None if is_none else spec
 
-        specs = tree.map_structure(spec_of, self._dataset.element_spec)
-        return tree.map_structure(any_number_of_rows, specs)
+        return tree.map_structure(spec_of, self._dataset.element_spec)
+
+    @property
+    def kind(self) -> Kind | Literal["predict"]:
+        """What the data is for."""
+        return self._kind
 
     @property
     def given(self) -> Any:

@@ -13,11 +13,11 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.adapters import preserve_py_dataset_order, use_epoch_iterator
+from keras_dist_ext._keras.interception import patched
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import (
     HookedModel,
     KerasFunctional,
-    build_from_batch,
     functional_init_arguments,
     overrides,
 )
@@ -35,7 +35,7 @@ from keras_dist_ext.strategy.virtual import VirtualReplicas
 from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training.adoption.stand_in import OwnClasses
 from keras_dist_ext.training.adoption.take_over import take_over
-from keras_dist_ext.training.batch_spec import any_number_of_rows
+from keras_dist_ext.training.batch_spec import any_number_of_rows, rows_of_one
 from keras_dist_ext.training.callbacks import RunCallbackList
 from keras_dist_ext.training.construction import Scoped
 from keras_dist_ext.training.distributed_step import DistributedStep
@@ -235,10 +235,15 @@ class Model(HookedModel, metaclass=Scoped):
         self.replica_runtime.forget_traces()
 
     def _build_for_run(self, iterator: Any, batch: Any) -> None:
-        spec = tree.map_structure(_spec_of, batch) if iterator is None else iterator.batch_spec
-        self.replica_runtime.batch_spec = spec
-        with self.replica_runtime.in_scope():
-            build_from_batch(self, spec)
+        runtime = self.replica_runtime
+        if iterator is None:
+            runtime.build(
+                runtime.kind_of_batches,
+                tree.map_structure(_spec_of, batch),
+                tree.map_structure(_exact_spec_of, batch),
+            )
+        else:
+            runtime.build(iterator.kind, iterator.batch_spec, iterator.exact_spec)
         if self.placement is not None:
             self.placement.settle()
         self.replica_seeds.begin()
@@ -433,6 +438,12 @@ class Model(HookedModel, metaclass=Scoped):
             stack.enter_context(self._epoch_data(sizers, callbacks))
             return super().evaluate(*call.args[1:], **call.kwargs)
 
+    @_documented_as(keras.Model.test_on_batch)
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``keras.Model.test_on_batch``."""
+        with patched(self.replica_runtime, "kind_of_batches", "test"):
+            return super().test_on_batch(*args, **kwargs)
+
     @_documented_as(keras.Model.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """See ``keras.Model.predict``."""
@@ -472,7 +483,16 @@ def _with_defaults(call: inspect.BoundArguments) -> inspect.BoundArguments:
 
 def _spec_of(value: Any) -> Any:
     """The spec of an array of any number of rows, or of a number that all of them share."""
-    return None if value is None else any_number_of_rows(value if hasattr(value, "shape") else np.asarray(value))
+    return any_number_of_rows(_with_shape(value))
+
+
+def _exact_spec_of(value: Any) -> Any:
+    """The spec of an array."""
+    return rows_of_one(_with_shape(value), 1)
+
+
+def _with_shape(value: Any) -> Any:
+    return value if value is None or hasattr(value, "shape") else np.asarray(value)
 
 
 _FIT = inspect.signature(keras.Model.fit)

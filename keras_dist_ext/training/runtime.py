@@ -22,6 +22,7 @@ from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.strategy.scope import optimizers
 from keras_dist_ext.strategy.virtual import num_replicas_of
 from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.building import build_for_run
 from keras_dist_ext.training.divergence import Divergence
 from keras_dist_ext.training.run_callback import RunCallback, callbacks_in
 from keras_dist_ext.training.worker_sync import StopSignal
@@ -51,6 +52,8 @@ class ReplicaRuntime:
         exponents: how other numbers of a step do, by the kind of step.
         chooses_num_steps: whether the number of steps of an execution is ours to choose (``"auto"``).
         can_split_batches: whether steps can be made of parts of a replica's rows.
+        kind_of_batches: what a step makes of a batch that is given by itself.
+        needs_variables: whether somebody looks at the model's variables before its first step, who is not Keras.
         accumulators_are_split: whether each replica holds a part of the gradients that are being accumulated.
     """
 
@@ -66,6 +69,9 @@ class ReplicaRuntime:
         self.exponents: dict[str, BatchExponents] = {}
         self.chooses_num_steps = True
         self.can_split_batches = True
+        self.kind_of_batches: Kind = "train"
+        self.needs_variables = False
+        self._built_for: set[tuple[str, str]] = set()  # kinds of steps, and what batches they were traced aside for
         self.accumulators_are_split = False
         self._guard: Guard | None = None  # made once, because traced steps hold it
         self._divergence: Divergence | None = None  # likewise
@@ -86,12 +92,33 @@ class ReplicaRuntime:
             with strategy.scope():
                 yield
 
+    # What steps are made for
+
+    def build(self, kind: Kind, batch_spec: Any, exact_spec: Any) -> None:
+        """Build the model for a run, unless it lives under no strategy and Keras' own first step is to build it.
+
+        Args:
+            kind: of its steps.
+            batch_spec: of a batch, shapes with an unknown number of rows.
+            exact_spec: of a batch, with the number of its rows where that is known.
+        """
+        self.batch_spec = batch_spec
+        model = self.model
+        is_stock = strategy_of_model(model) is None and model.placement is None and model.virtual_replicas is None
+        if is_stock and not self.needs_variables and self.seeds.wanted is None and self.seeds.root is None:
+            return
+        build = kind, repr(batch_spec)
+        with self.in_scope():
+            build_for_run(model, kind, batch_spec, exact_spec, was_traced=build in self._built_for)
+        self._built_for.add(build)
+
     # Steps that were traced
 
     def forget_traces(self) -> None:
         """Have all that is known of the model's steps found out anew: it was compiled again."""
         self.loss_exponents.clear()
         self.exponents.clear()
+        self._built_for.clear()
         if self._coordinator is not None:
             self._coordinator.close()
             self._coordinator = None
@@ -135,16 +162,18 @@ class ReplicaRuntime:
         """
         recorders, self.recorders = self.recorders, ()
         guard, self.guard = self.guard, None
+        needed, self.needs_variables = self.needs_variables, False
         try:
             with heartbeat.running(), contextlib.ExitStack() as stack:
                 for callback in callbacks_in(callbacks):
                     if isinstance(callback, RunCallback):
+                        self.needs_variables = True
                         callback.on_run_prepare(self.model)
                         stack.callback(callback.on_run_end)
                 self.seeds.will_begin()
                 yield
         finally:
-            self.recorders, self.guard = recorders, guard
+            self.recorders, self.guard, self.needs_variables = recorders, guard, needed
 
     def changing_attributes(self) -> tuple[tuple[object, tuple[str, ...]], ...]:
         """Name what runs change, beside variables: objects, and attributes of each."""

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.interception import patched
 from keras_dist_ext._keras.layers import flat_layers, seed_generators
 from keras_dist_ext._keras.losses import without_parts
 from keras_dist_ext._keras.models import begin_fit, build_as_fit, build_from_batch, metric_results
@@ -78,7 +79,8 @@ class Side:
 
     def _build(self, batch: Any) -> None:
         if self.is_ours:
-            build_as_fit(self.model, batch)
+            with patched(self.model.replica_runtime, "needs_variables", True):
+                build_as_fit(self.model, batch)
             return
         with contextlib.nullcontext() if self.strategy is None else self.strategy.scope():
             if self.num_replicas > 1:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras.models import build_from_batch
+from keras_dist_ext._keras.models import build_as_fit
 from keras_dist_ext._keras.tracing import op_spans
 from keras_dist_ext.errors import PlacementError
 from keras_dist_ext.findings import Finding
@@ -96,7 +96,7 @@ def measure(
         PlacementError: the profiler has seen no op of a part.
     """
     given = tuple(value for value in batch if value is not None)
-    build_from_batch(model, given if len(given) > 1 else given[0])
+    build_as_fit(model, given if len(given) > 1 else given[0])
     with kept_state(model), tempfile.TemporaryDirectory() as directory:
         for _ in range(2):
             model.train_on_batch(*given)

@@ -1,0 +1,154 @@
+"""Make variables outside of the graph that is being traced, in the scope of the strategy whose step it is.
+
+In stock Keras the first call of a step may make variables: TensorFlow then traces it twice, and lifts their initial
+values out of the first trace. Here several replicas are traced, in loops, more than once, so each variable is made at
+once, in a thread of its own, where nothing is traced; graphs see one that has always been there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from tensorflow.python.eager import lift_to_graph
+
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.interception import Step, install, thread
+from keras_dist_ext._keras.strategies import is_default_strategy
+from keras_dist_ext.errors import ScopeError
+
+__all__ = ["make_variables_outside", "one_replica"]
+
+
+# keras/src/backend/tensorflow/core.py: all that Keras makes goes through it. Initial values are drawn alike on all
+# replicas, and by Keras' own code.
+@install(keras.Variable, "_initialize")
+def _(original: Callable[..., Any], step: Step, variable: keras.Variable, value: Any) -> None:
+    def make(value: Any) -> None:
+        original(variable, value)
+
+    if tf.executing_eagerly() and (tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()):
+        before, thread.step = thread.step, None
+        try:
+            make(value)
+        finally:
+            thread.step = before
+    else:
+        _make_outside(variable.path, value, make)
+
+
+def make_variables_outside() -> contextlib.AbstractContextManager[Any]:
+    """Make what is a plain ``tf.Variable`` outside of the graph that is traced, too."""
+
+    def create(next_creator: Callable[..., Any], **given: Any) -> Any:
+        if tf.executing_eagerly():
+            return next_creator(**given)
+        arguments = {name: value for name, value in given.items() if name in _ARGUMENTS and value is not None}
+        value = arguments.pop("initial_value", None)
+        name = arguments.get("name") or "Variable"
+        return _make_outside(name, value, lambda value: tf.Variable(value, **arguments))
+
+    creating: contextlib.AbstractContextManager[Any] = tf.variable_creator_scope(create)
+    return creating
+
+
+# What a user can give to `tf.Variable`; what strategies and functions add is theirs (ops/variables.py).
+_ARGUMENTS = (
+    "initial_value",
+    "trainable",
+    "validate_shape",
+    "name",
+    "dtype",
+    "constraint",
+    "synchronization",
+    "aggregation",
+    "shape",
+)
+
+
+def _make_outside(name: str, value: Any, make: Callable[[Any], Any]) -> Any:
+    """Make a variable of an initial value, or of a function that computes it.
+
+    Raises:
+        ScopeError: the value is computed from the batch, or from variables.
+    """
+    strategy = tf.distribute.get_strategy()
+    try:
+        if tf.is_tensor(value) and not hasattr(value, "numpy"):
+            value = _value_outside(value)
+        return _call_outside(functools.partial(make, value), strategy)
+    except (lift_to_graph.UnliftableError, tf.errors.InaccessibleTensorError, _OutOfScope) as error:
+        raise ScopeError(
+            f"The step makes the variable '{name}' when it first runs, of a value that it computes from the batch or "
+            "from other variables, so it cannot be made before. Make it in `__init__` or `build`, or give it an "
+            "initial value that is known without a batch, and assign to it in the step."
+        ) from error
+
+
+class _OutOfScope(TypeError):
+    """A tensor of a graph was used outside of it."""
+
+
+def _value_outside(tensor: tf.Tensor) -> Any:
+    """Compute a tensor of the graph that is traced, if it depends on nothing that only its call brings.
+
+    TensorFlow does so with the initial values that a function has computed (polymorphic_function.py).
+    """
+    static = tf.get_static_value(tensor)
+    if static is not None:
+        return static
+
+    def lifted() -> Any:
+        return lift_to_graph.lift_to_graph([tensor], tf.compat.v1.get_default_graph())[tensor]
+
+    return _call_outside(tf.function(lifted, autograph=False), None)
+
+
+def _call_outside(function: Callable[[], Any], strategy: tf.distribute.Strategy | None) -> Any:
+    """Call a function in a thread of its own: it is in no graph, no replica, no tape, but a strategy's scope.
+
+    Keras' globals belong to a thread (keras/src/backend/common/global_state.py).
+    """
+    of_caller = vars(global_state.GLOBAL_STATE_TRACKER)
+    done: list[Any] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        own = vars(global_state.GLOBAL_STATE_TRACKER)
+        own.update(of_caller)
+        try:
+            no_scope = strategy is None or is_default_strategy(strategy)
+            with contextlib.nullcontext() if no_scope else strategy.scope():  # type: ignore[union-attr]
+                done.append(function())
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            kept.update(own)
+
+    kept: dict[str, Any] = {}
+    outside = threading.Thread(target=run, name="variables_of_a_step")
+    outside.start()
+    outside.join()
+    of_caller.update(kept)
+    if failed:
+        error = failed[0]
+        if isinstance(error, TypeError) and "out of scope" in str(error).lower():
+            raise _OutOfScope(str(error)) from error
+        raise error
+    return done[0]
+
+
+def one_replica(strategy: tf.distribute.Strategy, number: int) -> contextlib.AbstractContextManager[Any]:
+    """Be one replica of a strategy, in this thread, while something is traced that nothing runs.
+
+    What would wait for other replicas meets none (tensorflow/python/distribute/distribute_lib.py, `ReplicaContext`).
+    """
+    if is_default_strategy(strategy):
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[Any] = tf.distribute.ReplicaContext(strategy, number)
+    return context

@@ -1,0 +1,108 @@
+"""Make what the first step of a model would make, before it is traced for replicas: tracing a step of one's own aside.
+
+Keras builds a model by calling it, before the first step under a strategy. A step of the user's own may do without
+``call``, or give it other than the batch. So it is run itself, on no data, in one replica: layers, optimizers and
+metrics that meet their inputs there make their variables (see ``_keras.creation``), and nothing of the trace is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.creation import make_variables_outside, one_replica
+from keras_dist_ext._keras.hooks import intercept
+from keras_dist_ext._keras.interception import patched
+from keras_dist_ext._keras.layers import get_layer_losses, set_layer_losses
+from keras_dist_ext._keras.models import build_from_batch, overrides
+from keras_dist_ext._keras.random import use_global_seed_generator
+from keras_dist_ext._keras.strategies import first_replica
+from keras_dist_ext._keras.tracing import scratch_graph
+from keras_dist_ext.errors import KerasDistError
+from keras_dist_ext.step.added_losses import placeholders
+from keras_dist_ext.step.reducers import OneReplica
+from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
+from keras_dist_ext.step.seeds import global_generator_of
+from keras_dist_ext.strategy.virtual import num_replicas_of
+from keras_dist_ext.training.batch_spec import rows_of_one
+
+__all__ = ["build_for_run"]
+
+
+def build_for_run(model: Any, kind: str, batch_spec: Any, exact_spec: Any, *, was_traced: bool) -> None:
+    """Build a model, its metrics and its optimizers for steps of a kind.
+
+    Args:
+        model: of ours.
+        kind: "train" or "test".
+        batch_spec: of a batch of any number of rows.
+        exact_spec: of a batch, with the number of its rows where that is known.
+        was_traced: whether a step on such batches was traced aside before.
+    """
+    is_own = overrides(model, f"{kind}_step")
+    if is_own or any(not isinstance(leaf, tf.TensorSpec) for leaf in tree.flatten(batch_spec) if leaf is not None):
+        spec = tree.map_structure(lambda leaf: rows_of_one(leaf, num_replicas_of(model)), exact_spec)
+        if was_traced or _built_by_step(model, kind, spec) or is_own:
+            return
+    if kind == "test" and model.optimizer is not None and overrides(model, "train_step"):
+        with patched(model.optimizer, "build", _build_later):  # the step of training says what it trains
+            build_from_batch(model, batch_spec)
+    else:
+        build_from_batch(model, batch_spec)
+
+
+def _build_later(variables: Sequence[Any]) -> None:
+    """Build no optimizer."""
+
+
+def _built_by_step(model: Any, kind: str, spec: Any) -> bool:
+    """Trace a step aside; return whether that could be done.
+
+    What cannot be traced so (it runs eagerly only, or asks for what is not there) makes its variables in its first
+    step, and there its errors are those of the user's code.
+    """
+    strategy = model.distribute_strategy
+    generator = global_generator_of(strategy, is_seeded=model.replica_seeds.root is not None)
+    losses = get_layer_losses(model)
+    try:
+        with (
+            scratch_graph("first_step"),
+            one_replica(strategy, first_replica(strategy)),
+            make_variables_outside(),
+            use_global_seed_generator(generator),
+        ):
+            batch = placeholders(spec)
+            options = StepOptions(kind=kind, global_generator=generator)
+            with intercept(_BuildingStep(model, 1, 1, options, _Alone())):
+                getattr(model, f"{kind}_step")(batch)
+    except KerasDistError:
+        raise
+    except Exception:
+        return False
+    finally:
+        set_layer_losses(losses)
+    return True
+
+
+class _Alone(OneReplica):
+    """Stands for several replicas where nothing is run."""
+
+    def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
+        """Return what has the shape of the sums."""
+        return tf.nest.map_structure(tf.identity, value)
+
+
+class _BuildingStep(ReplicaStep):
+    """A step that assigns nothing, and builds optimizers instead of running them."""
+
+    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
+        """Assign nothing."""
+
+    def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
+        """Have the optimizer make its variables for those that it is to train."""
+        if variables is not None and not optimizer.built:
+            with keras.name_scope(optimizer.name, caller=optimizer):
+                optimizer.build(list(variables))
