@@ -39,6 +39,9 @@ def _(original: Callable[..., Any], step: Step, variable: keras.Variable, value:
         finally:
             thread.step = before
     else:
+        note = getattr(step, "note_variable", None)
+        if note is not None:
+            note(variable.name)
         _make_outside(variable.path, value, make)
 
 

@@ -76,4 +76,4 @@ def _placeholder(spec: Any) -> Any:
     if isinstance(spec, tf.TensorSpec):
         return tf.compat.v1.placeholder(spec.dtype, spec.shape)
     anything = tf.compat.v1.placeholder(tf.variant, [])  # of several tensors, which a dataset of one element may hold
-    return tf.data.experimental.get_single_element(tf.data.experimental.from_variant(anything, structure=spec))
+    return tf.data.experimental.from_variant(anything, structure=spec).get_single_element()

@@ -11,12 +11,22 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import current_step
+from keras_dist_ext._keras.layers import flat_layers, own_metrics
 from keras_dist_ext._keras.strategies import regroup
 from keras_dist_ext._keras.variables import components, is_sync_on_read, local_component
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.reduce import as_float, shares_memory, sum_over_replicas
 
-__all__ = ["VALUE", "ComputesWithResults", "Result", "computes_with", "noted_results", "pooled_result", "pooled_state"]
+__all__ = [
+    "VALUE",
+    "ComputesWithResults",
+    "Result",
+    "computes_with",
+    "metrics_in",
+    "noted_results",
+    "pooled_result",
+    "pooled_state",
+]
 
 VALUE = object()  # in the plan of a step's logs, among `Result`s: a leaf that no metric holds
 
@@ -67,6 +77,17 @@ def noted_results(metrics: Sequence[Any]) -> Iterator[None]:
             metric.__dict__.pop("result", None)
 
 
+def metrics_in(model: DistributedModel) -> list[Any]:
+    """Return the metrics of a model and of all layers in it.
+
+    Keras leaves out those of models in it that are compiled, and a user's ``metrics`` what it does not name.
+    """
+    found = list(model.metrics)
+    for layer in flat_layers(model):
+        found += [*own_metrics(layer), *(layer.metrics if getattr(layer, "compiled", False) else ())]
+    return list({id(metric): metric for metric in found}.values())
+
+
 def _leaf_metrics(metrics: Sequence[Any]) -> Iterator[Any]:
     for metric in metrics:
         inner = getattr(metric, "metrics", None)
@@ -100,7 +121,8 @@ def pooled_state(model: DistributedModel, strategy: tf.distribute.Strategy) -> I
     if strategy.num_replicas_in_sync == 1:
         yield
         return
-    variables = [v for v in model.metrics_variables if is_sync_on_read(v)]
+    variables = [v for metric in metrics_in(model) for v in metric.variables if is_sync_on_read(v)]
+    variables = list({id(v): v for v in variables}.values())
     parts = [[tf.convert_to_tensor(c) for c in components(v)] for v in variables]
     if shares_memory(strategy):
         sums = [tf.add_n(part) for part in parts]

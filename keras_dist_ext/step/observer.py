@@ -15,6 +15,9 @@ class StepObserver:
         """Return the seed that the replica draws with, or another tensor in its place."""
         return state
 
+    def on_variable(self, name: str) -> None:
+        """Take note of a variable of Keras that the step makes."""
+
     def on_assign(self, variable: Any) -> None:
         """Take note of state of a layer whose mean over replicas is taken after the step."""
 

@@ -194,6 +194,10 @@ class ReplicaStep:
         if is_shared and not self._streams.is_drawing and self._states.note(variable):
             self._observer.on_assign(variable)
 
+    def note_variable(self, name: str) -> None:
+        """Note a variable of Keras that the step makes."""
+        self._observer.on_variable(name)
+
     def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
         """Give each replica a stream of its own."""
         return self._observer.on_draw(self._streams.next_seed(generator, ordered, original))

@@ -5,6 +5,7 @@ In reading order:
     model             ``kde.Model`` and ``kde.Sequential``
     construction      models are made in the scope of their strategy
     runtime           what a model holds for its runs, apart from its layers
+    building          build a model for its steps
     program           runs the steps of training and evaluation, one or several at once
     step_loops        loops over a step, traced or run as Python
     distributed_step  one step over all replicas, and its logs

@@ -42,16 +42,21 @@ def build_for_run(model: Any, kind: str, batch_spec: Any, exact_spec: Any, *, wa
         exact_spec: of a batch, with the number of its rows where that is known.
         was_traced: whether a step on such batches was traced aside before.
     """
-    is_own = overrides(model, f"{kind}_step")
+    is_own = has_own_step(model, kind)
     if is_own or any(not isinstance(leaf, tf.TensorSpec) for leaf in tree.flatten(batch_spec) if leaf is not None):
         spec = tree.map_structure(lambda leaf: rows_of_one(leaf, num_replicas_of(model)), exact_spec)
         if was_traced or _built_by_step(model, kind, spec) or is_own:
             return
-    if kind == "test" and model.optimizer is not None and overrides(model, "train_step"):
+    if kind == "test" and model.optimizer is not None and has_own_step(model, "train"):
         with patched(model.optimizer, "build", _build_later):  # the step of training says what it trains
             build_from_batch(model, batch_spec)
     else:
         build_from_batch(model, batch_spec)
+
+
+def has_own_step(model: Any, kind: str) -> bool:
+    """Whether code of the user's says what a step does, beside what the model computes when it is called."""
+    return any(overrides(model, name) for name in (f"{kind}_step", "compute_loss", "compute_metrics"))
 
 
 def _build_later(variables: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ from keras_dist_ext._keras.strategies import is_default_strategy, regroup
 from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext.data import split as data
 from keras_dist_ext.step.added_losses import UnknownLossExponents, find_exponents, placeholders
-from keras_dist_ext.step.logs import VALUE, ComputesWithResults, computes_with, noted_results, pooled_state
+from keras_dist_ext.step.logs import VALUE, ComputesWithResults, computes_with, metrics_in, noted_results, pooled_state
 from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.recorder import StepNote, now, when_updated
 from keras_dist_ext.step.reduce import sum_over_replicas
@@ -105,9 +105,18 @@ class DistributedStep:
             self.loops = loops
 
     def learn_loss_exponents(self) -> None:
-        """Trace the model aside, to learn which losses given to ``add_loss`` are sums over the rows."""
-        spec = self._runtime.batch_spec
-        self._runtime.loss_exponents[self.kind] = find_exponents(self.model, spec, training=self.kind == "train")
+        """Trace the model aside, to learn which losses given to ``add_loss`` are sums over the rows.
+
+        A step of the user's own need not call the model on the batch; then they are read from the graph of the step.
+        """
+        known = self._runtime.loss_exponents
+        is_own = overrides(self.model, f"{self.kind}_step")
+        try:
+            known[self.kind] = find_exponents(self.model, self._runtime.batch_spec, training=self.kind == "train")
+        except Exception:
+            if not is_own:
+                raise
+            known[self.kind] = {}
 
     def run(
         self, batch: Any, times: Any = None, *, of_worker: bool = False
@@ -125,7 +134,7 @@ class DistributedStep:
         batch = data.without_optionals(batch)
         split = split_of(batch, of_worker=of_worker)
         num_ops = 0 if tf.executing_eagerly() else len(_graph().get_operations())
-        with contextlib.nullcontext() if self._plain_logs else noted_results(self.model.metrics):
+        with contextlib.nullcontext() if self._plain_logs else noted_results(metrics_in(self.model)):
             there = None if times is None else times[1]
             extra, noted = self.strategy.run(self._replica, args=(batch, split, there))
         local = self.strategy.experimental_local_results

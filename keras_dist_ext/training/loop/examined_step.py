@@ -233,6 +233,14 @@ class _Examination(StepObserver):
         """Note what is drawn."""
         return self.origins.mark_per_replica(state, replica_id()) if self.num_replicas > 1 else state
 
+    def on_variable(self, name: str) -> None:
+        """Refuse to make a variable."""
+        raise LoopError(
+            f"The step {self.name!r} makes a variable ({name}), which it would do once, when it is compiled, and on "
+            "replicas. Make variables, layers and metrics beforehand, inside `with strategy.scope():`, build layers by "
+            "an Input or a call there, and name them in parts={...}."
+        )
+
     def on_assign(self, variable: Any) -> None:
         """Note of which state the mean will be taken."""
         self.averaged[id(local_component(variable))] = variable
@@ -286,11 +294,7 @@ def _trace(
     seen = _Examination(name, strategy.num_replicas_in_sync, scales=scales)
 
     def refuse(next_creator: Any, **given: Any) -> Any:
-        raise LoopError(
-            f"The step {name!r} makes a variable ({given.get('name') or 'without a name'}), which it would do once, "
-            "when it is compiled, and on replicas. Make variables, layers and metrics beforehand, inside `with "
-            "strategy.scope():`, build layers by an Input or a call there, and name them in parts={...}."
-        )
+        seen.on_variable(given.get("name") or "without a name")
 
     def replica(batch: Any) -> None:
         if strategy.num_replicas_in_sync > 1:
