@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from tensorflow.python.eager import lift_to_graph
+from tensorflow.python.framework import errors_impl
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.interception import Step, install, thread
@@ -85,7 +86,7 @@ def _make_outside(name: str, value: Any, make: Callable[[Any], Any]) -> Any:
         if tf.is_tensor(value) and not hasattr(value, "numpy"):
             value = _value_outside(value)
         return _call_outside(functools.partial(make, value), strategy)
-    except (lift_to_graph.UnliftableError, tf.errors.InaccessibleTensorError, _OutOfScope) as error:
+    except (lift_to_graph.UnliftableError, errors_impl.InaccessibleTensorError, _OutOfScope) as error:
         raise ScopeError(
             f"The step makes the variable '{name}' when it first runs, of a value that it computes from the batch or "
             "from other variables, so it cannot be made before. Make it in `__init__` or `build`, or give it an "

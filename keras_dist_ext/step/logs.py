@@ -22,7 +22,7 @@ __all__ = [
     "ComputesWithResults",
     "Result",
     "computes_with",
-    "metrics_in",
+    "leaf_metrics",
     "noted_results",
     "pooled_result",
     "pooled_state",
@@ -67,32 +67,33 @@ def computes_with(results: Mapping[int, Result], logs: Any) -> bool:
 @contextlib.contextmanager
 def noted_results(metrics: Sequence[Any]) -> Iterator[None]:
     """Have metrics tell the running step, by its ``note_result``, which tensors are their results."""
-    leaves = list(_leaf_metrics(metrics))
-    for metric in leaves:
+    for metric in metrics:
         metric.__dict__["result"] = _noting(metric)
     try:
         yield
     finally:
-        for metric in leaves:
+        for metric in metrics:
             metric.__dict__.pop("result", None)
 
 
-def metrics_in(model: DistributedModel) -> list[Any]:
-    """Return the metrics of a model and of all layers in it.
+def leaf_metrics(model: DistributedModel) -> list[Any]:
+    """Return the metrics of a model and of all layers in it, and of those that consist of others these."""
+    return list({id(metric): metric for metric in _leaves(_metrics_in(model))}.values())
 
-    Keras leaves out those of models in it that are compiled, and a user's ``metrics`` what it does not name.
-    """
+
+def _metrics_in(model: DistributedModel) -> list[Any]:
+    """Return all metrics; Keras leaves out those of compiled models in it, a user's ``metrics`` what it does not name."""
     found = list(model.metrics)
     for layer in flat_layers(model):
         found += [*own_metrics(layer), *(layer.metrics if getattr(layer, "compiled", False) else ())]
-    return list({id(metric): metric for metric in found}.values())
+    return found
 
 
-def _leaf_metrics(metrics: Sequence[Any]) -> Iterator[Any]:
+def _leaves(metrics: Sequence[Any]) -> Iterator[Any]:
     for metric in metrics:
         inner = getattr(metric, "metrics", None)
         if isinstance(inner, (list, tuple)):
-            yield from _leaf_metrics(inner)
+            yield from _leaves(inner)
         else:
             yield metric
 
@@ -121,7 +122,7 @@ def pooled_state(model: DistributedModel, strategy: tf.distribute.Strategy) -> I
     if strategy.num_replicas_in_sync == 1:
         yield
         return
-    variables = [v for metric in metrics_in(model) for v in metric.variables if is_sync_on_read(v)]
+    variables = [v for metric in _metrics_in(model) for v in metric.variables if is_sync_on_read(v)]
     variables = list({id(v): v for v in variables}.values())
     parts = [[tf.convert_to_tensor(c) for c in components(v)] for v in variables]
     if shares_memory(strategy):

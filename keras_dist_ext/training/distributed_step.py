@@ -16,7 +16,14 @@ from keras_dist_ext._keras.strategies import is_default_strategy, regroup
 from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext.data import split as data
 from keras_dist_ext.step.added_losses import UnknownLossExponents, find_exponents, placeholders
-from keras_dist_ext.step.logs import VALUE, ComputesWithResults, computes_with, metrics_in, noted_results, pooled_state
+from keras_dist_ext.step.logs import (
+    VALUE,
+    ComputesWithResults,
+    computes_with,
+    leaf_metrics,
+    noted_results,
+    pooled_state,
+)
 from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.recorder import StepNote, now, when_updated
 from keras_dist_ext.step.reduce import sum_over_replicas
@@ -134,7 +141,7 @@ class DistributedStep:
         batch = data.without_optionals(batch)
         split = split_of(batch, of_worker=of_worker)
         num_ops = 0 if tf.executing_eagerly() else len(_graph().get_operations())
-        with contextlib.nullcontext() if self._plain_logs else noted_results(metrics_in(self.model)):
+        with contextlib.nullcontext() if self._plain_logs else noted_results(leaf_metrics(self.model)):
             there = None if times is None else times[1]
             extra, noted = self.strategy.run(self._replica, args=(batch, split, there))
         local = self.strategy.experimental_local_results
@@ -224,11 +231,14 @@ class DistributedStep:
         """Zeros shaped like the leaves of the logs that a loop must carry, found by tracing a step aside."""
         if self._plain_logs or tf.executing_eagerly():
             return []
+        known = leaf_metrics(self.model)
         try:
             with scratch_graph("logs_of_a_step"):
                 extra, _ = self.run(next_batch(), of_worker=of_worker)
         except ComputesWithResults:
             self._pools_results = True
+            return self.initial_extra(next_batch, of_worker=of_worker)
+        if len(leaf_metrics(self.model)) > len(known):  # the step has made them, and their results were not known
             return self.initial_extra(next_batch, of_worker=of_worker)
         return [tf.zeros([d or 0 for d in e.shape] if e.shape.rank is not None else [], e.dtype) for e in extra]
 

@@ -1,0 +1,106 @@
+"""Models with steps of their own need no `call`, no form of a batch, and no variables before their first step."""
+
+import functools
+
+import keras
+import numpy as np
+import own_steps
+import pytest
+import tensorflow as tf
+from cases import rotating
+from own_steps import PROGRAMS, Base, X, Y, batches
+from strategies import strategies
+
+import keras_dist_ext as kde
+from keras_dist_ext.training import building
+
+QUICK = ("two views and a probe", "a gan of parts made in the step", "sparse and ragged batches")
+
+
+@functools.cache
+def on_one_device(name):
+    return own_steps.run(name, Base())
+
+
+@pytest.mark.parametrize("name", rotating(PROGRAMS, QUICK))
+def test_it_gives_on_two_replicas_what_stock_keras_gives_on_one_device(name):
+    own_steps.compare(on_one_device(name), own_steps.run(name, Base(kde, strategies.get("mirrored2"))))
+
+
+@pytest.mark.parametrize("kind", ["default", "one_device", "mirrored3", "mirrored4"])
+@pytest.mark.parametrize("name", rotating(PROGRAMS, ()))
+def test_it_gives_on_any_number_of_replicas_what_stock_keras_gives_on_one_device(name, kind):
+    strategy = None if kind == "default" else strategies.get(kind)
+    own_steps.compare(on_one_device(name), own_steps.run(name, Base(kde, strategy)))
+
+
+def test_under_no_strategy_python_calls_a_model_as_often_as_in_stock_keras():
+    def calls(lib):
+        class Net(lib.Model):
+            def __init__(self):
+                super().__init__()
+                self.dense, self.calls = keras.layers.Dense(1), []
+
+            def call(self, x):
+                self.calls.append(x.shape)
+                return self.dense(x)
+
+        net = Net()
+        net.compile("sgd", "mse")
+        counts = []
+        for run in (net.fit, net.evaluate, net.train_on_batch):
+            run(X, Y, **({} if run == net.train_on_batch else {"verbose": 0}))
+            counts.append(len(net.calls))
+        return counts
+
+    assert calls(kde) == calls(keras)
+
+
+def test_a_step_of_ones_own_is_traced_aside_once_for_all_runs_on_such_batches(monkeypatch):
+    class Net(kde.Sequential):
+        def train_step(self, batch):
+            return super().train_step(batch)
+
+    aside = []
+    built = building._built_by_step
+    monkeypatch.setattr(building, "_built_by_step", lambda *given: aside.append(given[1]) or built(*given))
+    with strategies.get("mirrored2").scope():
+        net = Net([keras.layers.Dense(1)])
+        net.compile("sgd", "mse")
+    for _ in range(2):
+        net.fit(X[:16], Y[:16], batch_size=8, validation_data=(X[:4], Y[:4]), verbose=0)
+    assert aside == ["train"]
+
+
+def test_a_variable_made_of_the_batch_names_itself_and_the_fix():
+    class Net(kde.Model):
+        def train_step(self, x):
+            if not hasattr(self, "first_row"):
+                self.first_row = keras.Variable(x[0], name="first_row")
+            return {"error": tf.reduce_mean(x - self.first_row)}
+
+    with strategies.get("mirrored2").scope():
+        net = Net()
+        net.compile()
+    with pytest.raises(kde.ScopeError, match="makes the variable 'first_row' when it first runs, of a value that it"):
+        net.fit(batches(X), verbose=0)
+
+
+def test_initial_values_and_what_is_drawn_are_those_of_one_device_where_parts_are_made_in_the_step():
+    def values(base):
+        class Net(base.Model):
+            def train_step(self, x):
+                if not hasattr(self, "hidden"):
+                    self.hidden = keras.layers.Dense(3, kernel_initializer=keras.initializers.HeNormal())
+                    self.drop = keras.layers.Dropout(0.5, seed=4)
+                return {"error": tf.reduce_sum(self.drop(self.hidden(x), training=True)[:1] * 1.0)}
+
+        keras.utils.set_random_seed(11)
+        with base.scope():
+            net = Net()
+            net.compile()
+        net.fit(batches(X[:8]), verbose=0)
+        return [net.hidden.kernel.numpy(), net.drop.seed_generator.state.numpy()]
+
+    for one, other in zip(values(Base()), values(Base(kde, strategies.get("mirrored2"))), strict=True):
+        np.testing.assert_array_equal(one, other)
