@@ -82,7 +82,7 @@ def leaf_metrics(model: DistributedModel) -> list[Any]:
 
 
 def _metrics_in(model: DistributedModel) -> list[Any]:
-    """Return all metrics; Keras leaves out those of compiled models in it, a user's ``metrics`` what it does not name."""
+    """Return all metrics: Keras leaves out those of compiled models in it, and what a user's own list does not name."""
     found = list(model.metrics)
     for layer in flat_layers(model):
         found += [*own_metrics(layer), *(layer.metrics if getattr(layer, "compiled", False) else ())]
