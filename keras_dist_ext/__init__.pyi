@@ -34,6 +34,8 @@ from .monitoring.json_lines import replay as replay
 from .monitoring.monitor import ReplicaMonitor as ReplicaMonitor
 from .monitoring.terminal import TerminalWriter as TerminalWriter
 from .monitoring.writers import MemoryWriter as MemoryWriter
+from .step.gather_rows import gather_rows as gather_rows
+from .step.gather_rows import row_indices as row_indices
 from .step.seed_table import describe_seeds as describe_seeds
 from .step.seeds import seed_replicas as seed_replicas
 from .strategy.pick import StrategyChoice as StrategyChoice

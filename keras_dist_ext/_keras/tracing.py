@@ -15,7 +15,7 @@ from tensorflow.python.data.ops import iterator_ops
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager.polymorphic_function import polymorphic_function, tracing_compilation
 from tensorflow.python.framework import ops as tf_ops
-from tensorflow.python.ops import control_flow_util, summary_ops_v2
+from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs, summary_ops_v2
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "op_spans",
     "capture_thread_context",
     "run_independently",
+    "in_branch",
     "in_xla",
     "observe_traces",
     "IteratorFunction",
@@ -147,6 +148,23 @@ def run_independently(value: tf.Tensor) -> None:
     manager = getattr(tf_ops.get_default_graph(), "experimental_acd_manager", None)
     if manager is not None and not tf.executing_eagerly():
         manager.run_independently(value.op)
+
+
+def in_branch(graph: Any) -> bool:
+    """Whether the code being traced is in a branch or a loop of a graph (ops/control_flow_v2_func_graphs.py)."""
+    here = tf_ops.get_default_graph()
+    while here is not None and here is not graph:
+        if isinstance(here, _BRANCHES):
+            return True
+        here = getattr(here, "outer_graph", None)
+    return False
+
+
+_BRANCHES = (
+    control_flow_v2_func_graphs.CondBranchFuncGraph,
+    control_flow_v2_func_graphs.WhileCondFuncGraph,
+    control_flow_v2_func_graphs.WhileBodyFuncGraph,
+)
 
 
 def in_xla() -> bool:

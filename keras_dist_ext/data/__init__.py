@@ -3,6 +3,7 @@
 In reading order:
 
     split              cut a global batch into the examples of each replica
+    graph_checks       check data while a graph runs
     distribute         ``kde.distribute``
     sharding_findings  what of a pipeline goes wrong when workers and replicas share it
     buckets            ``kde.bucket_by_length``

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras import tree
+from keras_dist_ext.data.graph_checks import require
 from keras_dist_ext.errors import DataError
 
 __all__ = ["num_rows", "replica_rows", "without_optionals"]
@@ -27,12 +28,17 @@ def num_rows(data: Any) -> int | tf.Tensor:
     for leaf in leaves:
         if leaf.shape[0] is not None:
             return int(leaf.shape[0])
-    first = leaves[0]
-    if isinstance(first, tf.RaggedTensor):
-        return tf.cast(first.nrows(), tf.int32)
-    if isinstance(first, tf.SparseTensor):
-        return tf.cast(first.dense_shape[0], tf.int32)
-    return tf.shape(first)[0]
+    return _count(leaves[0])
+
+
+def _count(leaf: Any) -> int | tf.Tensor:
+    if leaf.shape[0] is not None:
+        return int(leaf.shape[0])
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int32)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    return tf.shape(leaf)[0]
 
 
 def _has_rows(leaf: Any) -> bool:
@@ -68,22 +74,41 @@ def replica_rows(data: Any, replica: int, num_replicas: int) -> Any:
 
 def _rows_of_all(data: Any) -> int | tf.Tensor:
     """Count the rows, and see that all tensors have as many: now, or when they are there."""
-    leaves = [leaf for leaf in tree.flatten(data) if _has_rows(leaf)]
-    static = {int(leaf.shape[0]) for leaf in leaves if leaf.shape[0] is not None}
-    others = [leaf for leaf in leaves if leaf.shape[0] is None]
-    shapes = ", ".join(str(leaf.shape) for leaf in leaves)
-    message = (
-        f"A batch holds tensors of different numbers of rows, of the shapes {shapes}, so it cannot be split over the "
-        "replicas. Repeat for each row what belongs to all of them, or have the model hold it (as a constant, or as a "
-        "weight that is not trained)."
-    )
+    named = [(name, leaf) for name, leaf in _named_leaves(data) if _has_rows(leaf)]
+    counts = [_count(leaf) for _, leaf in named]
+    static = {count for count in counts if isinstance(count, int)}
     if len(static) > 1:
-        raise DataError(message)
-    if static and others:
-        (expected,), rows = static, num_rows(others[0])
-        with tf.control_dependencies([tf.debugging.assert_equal(rows, expected, message)]):
-            return tf.identity(rows)
-    return num_rows(data)
+        raise DataError(_unequal(named, [count if isinstance(count, int) else "an unknown number" for count in counts]))
+    if len(counts) == len(static) or all(isinstance(count, int) for count in counts):
+        return num_rows(data)
+    rows = num_rows(data)
+    are_equal = tf.reduce_all(tf.equal(tf.stack(counts), rows))
+    check = require(are_equal, _unequal(named, ["{}"] * len(counts)), *counts)
+    with tf.control_dependencies([] if check is None else [check]):
+        return tf.identity(rows)
+
+
+def _unequal(named: list[tuple[str, Any]], counts: list[Any]) -> str:
+    found = ", ".join(f"{name} {count}" for (name, _), count in zip(named, counts, strict=True))
+    return (
+        f"A batch holds tensors of different numbers of rows ({found}), so it cannot be split over the replicas. "
+        "Repeat for each row what belongs to all of them, or have the model hold it (as a constant, or as a weight "
+        "that is not trained)."
+    )
+
+
+def _named_leaves(data: Any) -> list[tuple[str, Any]]:
+    """The leaves of a batch with their names, as ``x/nodes``: by place, or as Keras knows them."""
+    is_keras = isinstance(data, tuple | list) and len(data) <= len(_OF_KERAS)
+    named = []
+    for path, leaf in tree.flatten_with_path(data):
+        first, *rest = path or ("x",)
+        names = [_OF_KERAS[first] if is_keras and isinstance(first, int) else first, *rest]
+        named.append(("/".join(map(str, names)), leaf))
+    return named
+
+
+_OF_KERAS = ("x", "y", "sample_weight")
 
 
 def without_optionals(data: Any) -> Any:

@@ -6,16 +6,20 @@ In reading order:
     row_weights         what its numbers weigh in those of the global batch
     draws               the random numbers of a step
     layer_state         state that layers assign
+    metric_state        what metrics compute from the rows of all replicas
     gradients           from a replica's gradients to those of the global batch
     reducers          how replicas meet: alone, mirrored, on a TPU
     update            let every replica run an optimizer
     observer          what may be told of a step while it is traced
     ancestry          what a value in a graph is computed from
+    origins           which values are one replica's own
     distributed_model what a step needs of a model, as a type
     means             which numbers are means over examples
     batch_scaling     whether a loss is a mean or a sum over examples
     added_losses      what layers give to ``add_loss``
     reduce            sums over replicas
+    gather_rows       ``kde.gather_rows``, ``kde.row_indices``: the rows of all replicas
+    all_rows          what a step does for these
     logs              the metrics of a step
     pass_through      what Keras gets where nothing is shared
     virtual_replicas  several replicas, one after the other, on one device

@@ -15,6 +15,7 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import current_step, intercept
 from keras_dist_ext._keras.layers import call_with_training, clear_losses, flat_layers, layer_losses
 from keras_dist_ext._keras.tracing import scratch_graph
+from keras_dist_ext.step.all_rows import rows_of_no_batch
 from keras_dist_ext.step.batch_scaling import batch_exponent
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.replica_step import ReplicaStep
@@ -53,7 +54,7 @@ def losses_as_means(model: DistributedModel, losses: list[Any]) -> list[Any]:
 
 def find_exponents(model: DistributedModel, batch_spec: Any, *, training: bool) -> dict[int, list[Any]]:
     """Trace a model without running it; return the exponents of the losses that each layer adds, by the layer's id."""
-    with scratch_graph("additional_losses"), intercept(None):
+    with scratch_graph("additional_losses"), intercept(None), rows_of_no_batch():
         x, _, _ = keras.utils.unpack_x_y_sample_weight(placeholders(batch_spec))
         call_with_training(model, x, training=training)
         exponents = {

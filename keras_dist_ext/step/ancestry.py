@@ -15,6 +15,7 @@ __all__ = [
     "Value",
     "assignments",
     "copies_by_handle",
+    "is_argument",
     "operations",
     "outermost",
     "sources",
@@ -64,6 +65,14 @@ def _given(value: Value) -> list[Value]:
         body, _ = functions_of_op(call)
         given.append(Value(body.outputs[place], value.calls))
     return given
+
+
+def is_argument(value: Value) -> bool:
+    """Whether a value is an argument of a function that is being traced, of which is not known what it will be."""
+    op = value.tensor.op
+    if op.type != "Placeholder" or value.calls or value.tensor.dtype == tf.resource:
+        return False
+    return not any(inside is value.tensor for _, inside in getattr(value.tensor.graph, "captures", ()))
 
 
 def walk_back(values: Iterable[Value], stops: Callable[[Value], bool]) -> Iterator[Value]:

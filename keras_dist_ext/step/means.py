@@ -22,7 +22,10 @@ __all__ = ["BatchExponents", "Means", "Term", "UnknownExponents"]
 
 
 class UnknownExponents(Exception):
-    """The exponent of a scalar is needed, and its graph does not tell: the batch size is a constant in it."""
+    """The exponent of a scalar is needed, and its graph does not tell.
+
+    The batch size is a constant in it, or rows of all replicas, too, are in unknown numbers.
+    """
 
 
 class Term(NamedTuple):
@@ -53,6 +56,11 @@ class BatchExponents:
         finally:
             self._seen = None
 
+    @property
+    def are_being_learned(self) -> bool:
+        """Whether a step is traced aside, to learn from it."""
+        return self._seen is not None
+
     def new_list(self) -> list[list[Fraction]]:
         """Return what a replica that is traced puts its answers into."""
         answers: list[list[Fraction]] = []
@@ -76,6 +84,7 @@ class Means:
     """
 
     def __init__(self, rows: int | tf.Tensor, exponents: BatchExponents | None) -> None:
+        self.has_gathered = False  # whether there are rows of all replicas, whose number is as unknown as the own
         self._is_static = isinstance(rows, int)
         self._exponents = exponents
         self._answers = [] if exponents is None else exponents.new_list()
@@ -86,6 +95,11 @@ class Means:
     def are_read(self) -> bool:
         """Whether the graphs of scalars are read at all."""
         return self._exponents is not None
+
+    @property
+    def are_examined(self) -> bool:
+        """Whether nothing is run: the step is traced to learn the exponents."""
+        return self._exponents is not None and self._exponents.are_being_learned
 
     def mark_as_mean(self, value: Any) -> Any:
         """Remember that a tensor is a mean, and return it."""
@@ -109,7 +123,7 @@ class Means:
 
     def _graph_terms(self, value: tf.Tensor) -> list[Term]:
         parts = [(value, 1)] if value.shape.rank else _terms_but_zero(value, self._means)
-        if self._is_static:
+        if self._is_static or (self.has_gathered and not self.are_examined):
             exponents = self._answer()
             if len(exponents) != len(parts):
                 exponents = [Fraction(0)] * len(parts)

@@ -21,6 +21,9 @@ class StepObserver:
     def on_assign(self, variable: Any) -> None:
         """Take note of state of a layer whose mean over replicas is taken after the step."""
 
+    def on_gather(self, value: Any) -> None:
+        """Take note of a tensor with the rows of all replicas."""
+
     def on_differentiate(self, target: Any, sources: Any) -> None:
         """Take note of losses, and what they are differentiated for."""
 

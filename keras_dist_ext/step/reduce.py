@@ -18,6 +18,7 @@ __all__ = [
     "PlainSum",
     "optimization_barrier",
     "as_float",
+    "concat_over_replicas",
     "keep_on_first_replica",
     "of_dtype",
     "local_values",
@@ -43,6 +44,11 @@ def sum_over_replicas(strategy: tf.distribute.Strategy, values: list[Any]) -> li
         for i, total in zip(indices, strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs), strict=True):
             sums[i] = total
     return sums
+
+
+def concat_over_replicas(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:
+    """Concatenate what each replica has of each value, along the rows, in cross-replica context of one memory."""
+    return [tf.concat(local_values(strategy, value), 0) for value in values]
 
 
 def local_values(strategy: tf.distribute.Strategy, value: Any) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +18,11 @@ from keras_dist_ext._keras.layers import preserve_losses
 from keras_dist_ext._keras.strategies import regroup, replica_id
 from keras_dist_ext._keras.tracing import in_xla
 from keras_dist_ext._keras.variables import is_sync_on_read
+from keras_dist_ext.errors import DataError
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.logs import pooled_result
 from keras_dist_ext.step.pass_through import LocalUpdate, PassThrough
-from keras_dist_ext.step.reduce import local_values, scale, shares_memory, sum_over_replicas
+from keras_dist_ext.step.reduce import concat_over_replicas, local_values, scale, shares_memory, sum_over_replicas
 from keras_dist_ext.step.update import (
     Update,
     assign_reduced,
@@ -36,6 +38,7 @@ __all__ = [
     "MirroredReducer",
     "OneReplica",
     "Reducer",
+    "RowRange",
     "TpuReducer",
     "reducer_of",
 ]
@@ -46,9 +49,9 @@ class CannotCompile(Exception):
 
 
 class CannotLoop(Exception):
-    """Sparse gradients whose length may change from step to step are met in a loop of steps.
+    """Sparse gradients, or gathered rows, whose length may change from step to step are met in a loop of steps.
 
-    TensorFlow gathers them by a collective, which in one execution takes one shape ("Shape mismatch in the collective
+    TensorFlow exchanges them by a collective, which in one execution takes one shape ("Shape mismatch in the collective
     instance", tensorflow/core/common_runtime/collective_param_resolver_local.cc).
     """
 
@@ -66,6 +69,37 @@ def reducer_of(model: DistributedModel, *, loops: bool = False) -> Reducer:
     if isinstance(context.strategy, tf.distribute.TPUStrategy):
         return TpuReducer(context.num_replicas_in_sync)
     return MirroredReducer(model, context.strategy, loops=loops)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRange:
+    """Where the rows of a replica are in the global batch; each an int where it is static.
+
+    Attributes:
+        first: the place of the first one.
+        count: n, how many they are.
+        total: N, how many the global batch has.
+    """
+
+    first: int | tf.Tensor
+    count: int | tf.Tensor
+    total: int | tf.Tensor
+
+
+def _placed(value: tf.Tensor, rows: RowRange) -> tf.Tensor:
+    """Put a replica's rows into zeros for those of all."""
+    around = [[rows.first, rows.total - rows.first - rows.count], *[[0, 0]] * (value.shape.rank - 1)]
+    placed = tf.pad(value, around)
+    if isinstance(rows.total, int):
+        placed.set_shape([rows.total, *value.shape[1:]])
+    return placed
+
+
+# What TensorFlow's collectives carry (core/ops/collective_ops.cc), for what they do not; int32 they carry over hosts.
+_SUMMED_AS = {
+    **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32), tf.int64),
+    **dict.fromkeys((tf.float16, tf.bfloat16), tf.float32),
+}
 
 
 class Reducer(abc.ABC):
@@ -125,16 +159,37 @@ class Reducer(abc.ABC):
         if tf.distribute.ReduceOp.MEAN in (reduce_op, getattr(reduce_op, "value", None)) or reduce_op == "MEAN":
             factor = 1.0 / self.num_replicas
         flat = tf.nest.flatten(value)
-        summed = self._differentiable_sum(*[tf.convert_to_tensor(v) for v in flat])
+        summed = self.differentiable_sum([tf.convert_to_tensor(v) for v in flat])
         return tf.nest.pack_sequence_as(value, [scale(v, factor) if factor != 1.0 else v for v in summed])
 
-    def _differentiable_sum(self, *values: tf.Tensor) -> list[tf.Tensor]:
+    def differentiable_sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Add up each value over all replicas; its gradient is the sum of what comes from above on all, and so on."""
+
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def total(*values: tf.Tensor) -> Any:
-            return self.sum(values), lambda *upstream: self.sum(upstream)
+            return self.sum(values), lambda *upstream: self.differentiable_sum(upstream)
 
         summed = total(*values)
         return list(summed) if isinstance(summed, (list, tuple)) else [summed]
+
+    def gather(self, values: Sequence[tf.Tensor], rows: RowRange) -> list[tf.Tensor]:
+        """Return each value with the rows of all replicas, in their order: sums of rows among zeros.
+
+        Args:
+            values: with this replica's rows, one or more of them.
+            rows: which ones they are.
+
+        Raises:
+            DataError: there are strings among them.
+        """
+        if any(value.dtype == tf.string for value in values):
+            raise DataError(
+                "gather_rows was given strings, and between workers or GPUs only numbers can be gathered. Gather their "
+                "numbers in a list of all of them (keras.layers.StringLookup), and look them up afterwards."
+            )
+        placed = [_placed(tf.cast(value, _SUMMED_AS.get(value.dtype, value.dtype)), rows) for value in values]
+        sums = self.sum(placed)
+        return [tf.cast(total, value.dtype) for total, value in zip(sums, values, strict=True)]
 
     def prepare(self, optimizer: Any, variables: list[Any], *, guards: bool) -> None:
         """See that an optimizer has its variables before its gradients are looked at.
@@ -185,6 +240,10 @@ class OneReplica(Reducer):
         return list(values)
 
     def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
+        """Return them."""
+        return list(values)
+
+    def gather(self, values: Sequence[tf.Tensor], rows: RowRange) -> list[tf.Tensor]:
         """Return them."""
         return list(values)
 
@@ -241,9 +300,27 @@ class MirroredReducer(Reducer):
             context = tf.distribute.get_replica_context()
             return list(context.merge_call(sum_over_replicas, args=(list(values),)))
 
-    def check_loop(self, values: Sequence[Any]) -> None:
-        """Raise ``CannotLoop`` if these cannot be added up over replicas several times in an execution."""
-        if self._must_not_loop and any(isinstance(v, tf.IndexedSlices) and v.values.shape[0] is None for v in values):
+    def gather(self, values: Sequence[tf.Tensor], rows: RowRange) -> list[tf.Tensor]:
+        """See ``Reducer``; in one memory, by a concatenation."""
+        if not self._shares_memory:
+            self.check_loop(values, rows)
+            return super().gather(values, rows)
+        with preserve_losses(self._model):
+            context = tf.distribute.get_replica_context()
+            return list(context.merge_call(concat_over_replicas, args=(list(values),)))
+
+    def check_loop(self, values: Sequence[Any], rows: RowRange | None = None) -> None:
+        """Raise ``CannotLoop`` if these cannot be added up over replicas several times in an execution.
+
+        Args:
+            values: to be added up, or
+            rows: to be gathered.
+        """
+        if not self._must_not_loop:
+            return
+        if rows is not None and not isinstance(rows.total, int):
+            raise CannotLoop
+        if any(isinstance(v, tf.IndexedSlices) and v.values.shape[0] is None for v in values):
             raise CannotLoop
 
     def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:

@@ -9,6 +9,7 @@ one replica's rows as if they were the whole batch. ``ReplicaStep`` makes the su
   (``row_weights``);
 - an optimizer runs on every replica with the same summed gradient, so no conditional of it spans devices (``update``);
 - non-trainable state that a layer assigned becomes the mean over replicas, weighted by rows (``layer_state``);
+- code that compares examples gets the rows of all replicas (``all_rows``);
 - metrics add up on each replica, and results are computed from the pooled state, once an execution (``logs``);
 - each replica draws from random streams of its own (``draws``).
 
@@ -29,12 +30,14 @@ from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.tracing import clone_function
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step import pass_through
+from keras_dist_ext.step.all_rows import AllRows
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.draws import RandomStreams
 from keras_dist_ext.step.gradients import Gradients
 from keras_dist_ext.step.layer_state import LayerState
 from keras_dist_ext.step.logs import Result
 from keras_dist_ext.step.means import BatchExponents
+from keras_dist_ext.step.metric_state import MetricState
 from keras_dist_ext.step.nan_guard import ReplicaGuard, StepGuard
 from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.recorder import StepNote
@@ -75,6 +78,7 @@ class ReplicaStep:
     Attributes:
         results: of metrics that the step has computed, by the tensor's id.
         weights: of the replica's rows.
+        all_rows: the rows of the global batch, for code that asks for them.
 
     Args:
         model: the Keras model.
@@ -82,6 +86,7 @@ class ReplicaStep:
         global_rows: N, an int where static.
         options: see there.
         reducer: how the replica meets the others; by default as its strategy has it.
+        first_row: where its rows begin in the global batch, if that is known.
     """
 
     def __init__(
@@ -91,6 +96,8 @@ class ReplicaStep:
         global_rows: int | tf.Tensor,
         options: StepOptions | None = None,
         reducer: Reducer | None = None,
+        *,
+        first_row: int | tf.Tensor | None = None,
     ) -> None:
         options = StepOptions() if options is None else options
         self.model = model
@@ -100,7 +107,9 @@ class ReplicaStep:
         self._reducer = reducer = reducer_of(model) if reducer is None else reducer
         self.weights = RowWeights(model, rows, global_rows, reducer, options.exponents)
         self._streams = RandomStreams(model, reducer, options.global_generator)
-        self._states = LayerState(self.weights)
+        self.all_rows = AllRows(self.weights, reducer, first_row, options.observer)
+        self._states = LayerState(self.weights, self.all_rows)
+        self._metrics = MetricState(model, reducer, self.all_rows)
         self._guard = (
             None
             if options.guard is None
@@ -130,8 +139,9 @@ class ReplicaStep:
         """Add up each value over all replicas; every replica gets the sums."""
         return self._reducer.sum(values)
 
-    def guard_batch(self, batch: Any) -> None:
-        """Have a batch looked at when something in the step is not finite."""
+    def begin(self, batch: Any) -> None:
+        """Know the replica's rows, also to look at when something in the step is not finite."""
+        self.all_rows.begin(batch)
         if self._guard is not None:
             self._guard.batch = batch
 
@@ -139,6 +149,8 @@ class ReplicaStep:
 
     def reduce_loss(self, local: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> Any:
         """Turn a replica's reduced loss into one whose mean over replicas, weighted by share, is the global loss."""
+        if self.all_rows.kind_of(local) == "replicated":  # of the losses of all rows: the same on every replica
+            return self.weights.mark_as_mean(local)
         return self.weights.reduce_loss(local, sample_weight, mask, reduction)
 
     def note_loss(self, value: Any) -> None:
@@ -157,13 +169,15 @@ class ReplicaStep:
     def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Make a scalar that a step gives to a ``Mean`` count once for the global batch, not once a replica."""
         values, sample_weight = self.weights.mean_update(metric, values, sample_weight)
+        values = self.all_rows.as_own(values)
         if self.note is not None and metric.name == "loss" and len(getattr(values, "shape", ())) == 0:
             self.note.loss(self.replica_id, values, is_logged=True)
         return values, sample_weight
 
     def sum_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Make a scalar that a step gives to a ``Sum`` count once for the global batch, not once a replica."""
-        return self.weights.sum_update(metric, values, sample_weight)
+        values, sample_weight = self.weights.sum_update(metric, values, sample_weight)
+        return self.all_rows.as_own(values), sample_weight
 
     def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any:
         """Weight the loss by the replica's share."""
@@ -190,8 +204,10 @@ class ReplicaStep:
         """Note state that a layer assigns, so that the replicas agree on it after the step."""
         if self._guard is not None:
             self._guard.of_step.note(variable)
+        if self._metrics.assign(variable, value):
+            return
         is_shared = self._reducer.assign(variable, value, original)
-        if is_shared and not self._streams.is_drawing and self._states.note(variable):
+        if is_shared and not self._streams.is_drawing and self._states.note(variable, value):
             self._observer.on_assign(variable)
 
     def note_variable(self, name: str) -> None:
@@ -200,7 +216,7 @@ class ReplicaStep:
 
     def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
         """Give each replica a stream of its own."""
-        return self._observer.on_draw(self._streams.next_seed(generator, ordered, original))
+        return self.all_rows.note_own(self._observer.on_draw(self._streams.next_seed(generator, ordered, original)))
 
     def op_seeds(self, op_seed: Any, original: Callable[[Any], Any]) -> Any:
         """Seed a ``tf.random`` op."""
@@ -258,6 +274,7 @@ class ReplicaStep:
 
     def finish(self, logs: Any) -> list[tf.Tensor]:
         """Agree on what is left, and return the leaves of the logs that are not results of metrics."""
+        self._metrics.finish()
         states, terms = self._states.take_terms()
         if states:
             self._reducer.assign_mean(states, terms)

@@ -57,6 +57,25 @@ class RowWeights:
         self._has_sums = False  # whether a loss was a sum over all rows, and was made a mean
 
     @property
+    def are_examined(self) -> bool:
+        """Whether nothing is run: the step is traced to learn how its numbers grow with the rows."""
+        return self._means.are_examined
+
+    @property
+    def has_gathered(self) -> bool:
+        """Whether the step computes with the rows of all replicas."""
+        return self._means.has_gathered
+
+    @has_gathered.setter
+    def has_gathered(self, value: bool) -> None:
+        self._means.has_gathered = value
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether replicas have numbers of rows that are constants of their graphs, and differ."""
+        return isinstance(self.rows, int) and self.rows * self._num_replicas != self.global_rows
+
+    @property
     def share(self) -> float | tf.Tensor:
         """The fraction n / N, a float where both are static, else a float64 tensor."""
         if isinstance(self.rows, int) and isinstance(self.global_rows, int):
@@ -116,9 +135,9 @@ class RowWeights:
             return value
         return self._means.mark_as_mean(tf.add_n([self._mean_of(term, as_float(term.value)) for term in terms]))
 
-    def mark_as_mean(self, value: Any) -> None:
-        """Take a tensor for what ``as_mean`` has returned."""
-        self._means.mark_as_mean(value)
+    def mark_as_mean(self, value: Any) -> Any:
+        """Take a tensor for what ``as_mean`` has returned, and return it."""
+        return self._means.mark_as_mean(value)
 
     def _mean_of(self, term: Term, value: tf.Tensor) -> tf.Tensor:
         factor = self._factor(term.exponent) if term.exponent else 1.0

@@ -32,7 +32,7 @@ from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.reduce import OrderedSum, PlainSum, optimization_barrier
-from keras_dist_ext.step.reducers import MirroredReducer, Reducer, reducer_of
+from keras_dist_ext.step.reducers import MirroredReducer, Reducer, RowRange, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
 from keras_dist_ext.step.update import (
     Update,
@@ -58,6 +58,7 @@ def run_virtual_replicas(
     run: Run,
     options: StepOptions,
     *,
+    first_rows: Sequence[int | tf.Tensor | None],
     loops: bool = False,
     side_by_side: bool = False,
 ) -> tuple[Any, list[Any]]:
@@ -70,13 +71,16 @@ def run_virtual_replicas(
         global_rows: rows of the global batch.
         run: makes the step of one replica on its batch; returns anything, and values that are to be added up.
         options: of the step.
+        first_rows: where the batch of each begins in the global one, if that is known.
         loops: whether one execution may make several steps.
         side_by_side: whether TensorFlow may compute several at a time, which takes the memory of all.
 
     Returns:
         What ``run`` has returned for the first, and the sums over those carried.
     """
-    replicas = _VirtualReplicas(virtual, model, parts, global_rows, options, loops=loops, side_by_side=side_by_side)
+    replicas = _VirtualReplicas(
+        virtual, model, parts, global_rows, options, first_rows=first_rows, loops=loops, side_by_side=side_by_side
+    )
     return replicas.run(run)
 
 
@@ -84,7 +88,7 @@ def run_virtual_replicas(
 class SyncPoint:
     """Where a virtual replica is suspended: what for, what it adds to a sum, and what the others need to know."""
 
-    kind: Literal["sum", "assign", "update", "result", "end"]
+    kind: Literal["sum", "gather", "assign", "update", "result", "end"]
     values: list[Any]
     subject: Any = None
 
@@ -100,6 +104,7 @@ class _VirtualReplicas:
         global_rows: int | tf.Tensor,
         options: StepOptions,
         *,
+        first_rows: Sequence[int | tf.Tensor | None],
         loops: bool,
         side_by_side: bool,
     ) -> None:
@@ -116,8 +121,8 @@ class _VirtualReplicas:
             _VirtualReducer(self._real, virtual.count, self._first + place, self._state) for place in range(len(parts))
         ]
         self._steps = [
-            ReplicaStep(model, data.num_rows(part), global_rows, options, reducer)
-            for part, reducer in zip(parts, self._reducers, strict=True)
+            ReplicaStep(model, data.num_rows(part), global_rows, options, reducer, first_row=first)
+            for part, reducer, first in zip(parts, self._reducers, first_rows, strict=True)
         ]
 
     def run(self, run: Run) -> tuple[Any, list[Any]]:
@@ -128,10 +133,10 @@ class _VirtualReplicas:
         try:
             while True:
                 total = self._new_sum()
-                point = self._resume_all(total, answer)
-                if point.kind == "end":
-                    return point.subject, total.values
-                answer = self._answer(point, total)
+                points = self._resume_all(total, answer)
+                if points[0].kind == "end":
+                    return points[0].subject, total.values
+                answer = self._gather(points) if points[0].kind == "gather" else self._answer(points[0], total)
         finally:
             for reducer in self._reducers:
                 reducer.thread.end()
@@ -144,11 +149,11 @@ class _VirtualReplicas:
         with self._place(f"virtual_replica_{step.replica_id}"), intercept(step):
             with tf.control_dependencies(self._before):  # what the last one's gradients were made from is free by then
                 part = tree.map_structure(lambda leaf: leaf if leaf is None else optimization_barrier(leaf), part)
-            step.guard_batch(part)
+            step.begin(part)
             subject, values = run(step, part)
         return SyncPoint("end", values, subject)
 
-    def _resume_all(self, total: OrderedSum | PlainSum, answer: Any) -> SyncPoint:
+    def _resume_all(self, total: OrderedSum | PlainSum, answer: Any) -> list[SyncPoint]:
         """Let each run until it is suspended again, all for the same reason."""
         points: list[SyncPoint] = []
         for place, reducer in enumerate(self._reducers):
@@ -161,10 +166,18 @@ class _VirtualReplicas:
                     f"{reducer.replica_id} for '{this.kind}' with {len(this.values)}. All replicas must run the same "
                     "code: take out of the step what depends on a replica's number, or on how often it was traced."
                 )
-            total.add(reducer.replica_id, this.values)
+            if this.kind != "gather":
+                total.add(reducer.replica_id, this.values)
             is_last = this.kind in ("update", "end") and not self._side_by_side and not tf.executing_eagerly()
             self._before = _tensors(this.values) if is_last else []
-        return points[0]
+        return points
+
+    def _gather(self, points: Sequence[SyncPoint]) -> list[Any]:
+        """Put the rows of all together: of those carried here, then of all real replicas."""
+        own = [tf.concat(parts, 0) for parts in zip(*[point.values for point in points], strict=True)]
+        ranges: list[RowRange] = [point.subject for point in points]
+        count = sum(one.count for one in ranges)
+        return self._real.gather(own, RowRange(ranges[0].first, count, ranges[0].total))
 
     def _answer(self, point: SyncPoint, total: OrderedSum | PlainSum) -> Any:
         """Do what they were suspended for, once for all."""
@@ -240,6 +253,10 @@ class _VirtualReducer(Reducer):
     def sum(self, values: Sequence[Any]) -> list[Any]:
         """Add up each value over all virtual replicas."""
         return list(self._suspend(SyncPoint("sum", list(values))))
+
+    def gather(self, values: Sequence[Any], rows: RowRange) -> list[Any]:
+        """Return each value with the rows of all virtual replicas."""
+        return list(self._suspend(SyncPoint("gather", list(values), rows)))
 
     def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
         """Leave it to the real replica, which runs the optimizer for all.

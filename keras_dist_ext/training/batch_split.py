@@ -12,7 +12,7 @@ from keras_dist_ext._keras.strategies import replica_id
 from keras_dist_ext.data import split as data
 from keras_dist_ext.step.reduce import sum_over_replicas
 
-__all__ = ["Split", "global_rows", "is_per_replica", "rows_of_replica", "split_of", "split_rows"]
+__all__ = ["Split", "first_row", "global_rows", "is_per_replica", "rows_of_replica", "split_of", "split_rows"]
 
 
 class Split(enum.Enum):
@@ -47,6 +47,18 @@ def split_rows(
         return parts, data.num_rows(batch)
     rows = data.num_rows(batch) if split is Split.NONE else sum(data.num_rows(part) for part in parts)
     return parts, global_rows(rows, strategy.num_replicas_in_sync, is_even=split is Split.NONE)
+
+
+def first_row(
+    split: Split, strategy: tf.distribute.Strategy, num_global: int | tf.Tensor, part: int = 0, num_parts: int = 1
+) -> int | tf.Tensor | None:
+    """Return where this replica's rows, or those of one of several parts of them, begin in the global batch.
+
+    None where the batch was split elsewhere, so that replicas have to tell each other how many they have.
+    """
+    if split is not Split.GLOBAL:
+        return None
+    return (replica_id() * num_parts + part) * num_global // (strategy.num_replicas_in_sync * num_parts)
 
 
 def global_rows(rows: int | tf.Tensor, num_replicas: int, *, is_even: bool) -> int | tf.Tensor:

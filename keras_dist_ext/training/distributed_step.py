@@ -35,7 +35,7 @@ from keras_dist_ext.step.step_buffer import ReplicaRecord, StepBuffer, StepRecor
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
 from keras_dist_ext.step.xla import can_compile, compiled_step
-from keras_dist_ext.training.batch_split import Split, split_of, split_rows
+from keras_dist_ext.training.batch_split import Split, first_row, split_of, split_rows
 from keras_dist_ext.training.runtime import ReplicaRuntime
 
 __all__ = ["DistributedStep", "after"]
@@ -195,6 +195,10 @@ class DistributedStep:
                     num_global,
                     self.run_user_step,
                     options,
+                    first_rows=[
+                        first_row(split, self.strategy, num_global, part, self._num_turns)
+                        for part in range(self._num_turns)
+                    ],
                     loops=self.loops,
                     side_by_side=self.model.virtual_replicas is None,
                 )
@@ -202,11 +206,13 @@ class DistributedStep:
             if self.num_replicas == 1:
                 rows: Any = 1
                 num_global = 1
+                first: Any = 0
             else:
                 (batch,), num_global = split_rows(batch, split, self.strategy)
                 rows = data.num_rows(batch)
-            step = ReplicaStep(self.model, rows, num_global, options, self.reducer())
-            step.guard_batch(batch)
+                first = first_row(split, self.strategy, num_global)
+            step = ReplicaStep(self.model, rows, num_global, options, self.reducer(), first_row=first)
+            step.begin(batch)
             with intercept(step):
                 self._log_plan, extra = self.run_user_step(step, batch)
         return extra

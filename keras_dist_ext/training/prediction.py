@@ -10,21 +10,26 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.hooks import intercept
+from keras_dist_ext._keras.layers import clear_losses
 from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import is_default_strategy, regroup
+from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import DataError
+from keras_dist_ext.step.added_losses import placeholders
+from keras_dist_ext.step.all_rows import rows_of_no_batch
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.step.reduce import local_values
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
 from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.step.xla import can_compile, compiled
-from keras_dist_ext.training.batch_split import Split, rows_of_replica, split_of
+from keras_dist_ext.training.batch_spec import any_number_of_rows
+from keras_dist_ext.training.batch_split import Split, first_row, rows_of_replica, split_of
 
 if TYPE_CHECKING:
     from keras_dist_ext.training.model import Model
 
-__all__ = ["PredictProgram", "concat_outputs", "gather_rows"]
+__all__ = ["PredictProgram", "concat_outputs", "concat_replicas"]
 
 
 class PredictProgram:
@@ -38,6 +43,7 @@ class PredictProgram:
         if model.jit_compile and model.placement is None and not model.run_eagerly and can_compile(self.strategy):
             step = compiled(step)
         self._step = step
+        self._has_checked = False  # whether outputs have a row for each example
         self._global_generator = global_generator_of(self.strategy, is_seeded=is_seeded)
         self._on_batch = self._one if model.run_eagerly else in_graph(self._one, reduce_retracing=True)
 
@@ -52,23 +58,79 @@ class PredictProgram:
         outputs = self.strategy.run(self._replica, args=(batch, split))
         if is_whole:
             return outputs
-        return tree.map_structure(functools.partial(gather_rows, self.strategy), outputs)
+        if split is Split.GLOBAL and not self._has_checked:
+            self._check_outputs(batch)
+        return tree.map_structure(functools.partial(concat_replicas, self.strategy), outputs)
 
     def _replica(self, batch: Any, split: Split) -> Any:
+        num_global = data.num_rows(batch)
+        first = first_row(split, self.strategy, num_global)
         if split is not Split.NONE:
             batch = rows_of_replica(batch, self.strategy, of_worker=split is Split.WORKER)
         rows = data.num_rows(batch)
-        step = ReplicaStep(self.model, rows, rows, StepOptions(kind="predict", global_generator=self._global_generator))
+        options = StepOptions(kind="predict", global_generator=self._global_generator)
+        step = ReplicaStep(self.model, rows, rows if first is None else num_global, options, first_row=first)
+        step.begin(batch)
         with intercept(step), use_global_seed_generator(self._global_generator):
             outputs = self._step(batch)
-            if step.has_assigned:
+            if step.has_assigned and first is None:
                 (global_rows,) = step.sum_over_replicas([tf.cast(rows, tf.float32)])
                 step.weights.global_rows = tf.cast(global_rows, tf.int32)
+            if step.has_assigned:
                 step.finish({})
+        if step.num_replicas > 1:
+            _check_have_rows(outputs, rows)
         return outputs
 
+    def _check_outputs(self, batch: Any) -> None:
+        """Trace the step aside on any number of rows, if that of the batch is a constant, to see what grows with it.
 
-def gather_rows(strategy: tf.distribute.Strategy, value: Any) -> Any:
+        What cannot be traced so, as code that needs the number of rows, is taken for what has one entry for each.
+        """
+        self._has_checked = True
+        leaves = tree.flatten(batch)
+        if not isinstance(data.num_rows(batch), int) or not all(leaf is None or _is_dense(leaf) for leaf in leaves):
+            return
+        spec = tree.map_structure(lambda leaf: leaf if leaf is None else any_number_of_rows(leaf), batch)
+        try:
+            with scratch_graph("outputs_of_a_step"), intercept(None), rows_of_no_batch():
+                given = placeholders(spec)
+                outputs = self.model.predict_step(given)
+                rows = data.num_rows(given)
+        except Exception:
+            return
+        finally:
+            clear_losses(self.model)
+        _check_have_rows(outputs, rows)
+
+
+def _is_dense(leaf: Any) -> bool:
+    return not isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
+
+
+def _check_have_rows(outputs: Any, rows: int | tf.Tensor) -> None:
+    """Refuse an output that is one for the whole batch: each replica would give its own.
+
+    Raises:
+        DataError: one is.
+    """
+    for path, output in tree.flatten_with_path(outputs):
+        shape = getattr(output, "shape", None)
+        if shape is None or shape.rank is None:
+            continue
+        found = shape[0] if shape.rank else None
+        is_for_rows = found is None or (isinstance(rows, int) and (found % rows == 0 if rows else not found))
+        if shape.rank and is_for_rows:
+            continue
+        name = "/".join(map(str, path))
+        raise DataError(
+            f"predict: {f'the output {name}' if name else 'an output'} has the shape {shape}, without a dimension for "
+            "the examples, so each replica has one of its own, and they are not that of one device. Return it for each "
+            "example (tf.repeat), or compute it under one_device."
+        )
+
+
+def concat_replicas(strategy: tf.distribute.Strategy, value: Any) -> Any:
     """Concatenate what each replica of all workers has for its rows, in the order of the replicas."""
     parts = (value,) if is_default_strategy(strategy) else local_values(strategy, value)
     if len(parts) == strategy.num_replicas_in_sync:

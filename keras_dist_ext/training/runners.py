@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import tree
 from keras_dist_ext.cluster import heartbeat
+from keras_dist_ext.data.graph_checks import as_data_errors
 from keras_dist_ext.step.added_losses import UnknownLossExponents
 from keras_dist_ext.step.means import UnknownExponents
 from keras_dist_ext.step.reducers import CannotCompile, CannotLoop
@@ -54,7 +55,8 @@ class StepRunner:
             run_steps = functools.partial(program.on_batch, batch)
         while True:
             try:
-                return run_steps()
+                with as_data_errors():
+                    return run_steps()
             except _UNPREPARED as unprepared:  # raised while tracing, before any step is made
                 assert isinstance(program, StepProgram)
                 _prepare(program, unprepared)
@@ -140,10 +142,12 @@ def predictor(program: PredictProgram | CoordinatorProgram) -> Callable[[Any], A
         if isinstance(batches[0], Execution):
             (execution,) = batches
             heartbeat.steps_begin("predict", execution.first, execution.num_steps)
-            outputs = program.on_batches(list(execution.batches()), of_worker=execution.reader.is_of_worker)
+            with as_data_errors():
+                outputs = program.on_batches(list(execution.batches()), of_worker=execution.reader.is_of_worker)
             heartbeat.steps_end(execution.num_made)
             return outputs
-        return program.on_batches([tree.map_structure(_as_tensor, batch) for batch in batches])
+        with as_data_errors():
+            return program.on_batches([tree.map_structure(_as_tensor, batch) for batch in batches])
 
     return run
 

@@ -11,7 +11,6 @@ In reading order:
     examined_step     trace a step once, and refuse what would go wrong
     losses            whether a loss is a mean over examples
     step_variables    which variables a step uses and changes
-    origins           which values are one replica's own
     ancestry          what a value in a graph is computed from
     python_effects    what a function does in Python
 """

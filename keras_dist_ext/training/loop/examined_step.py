@@ -19,15 +19,16 @@ from keras_dist_ext._keras.strategies import replica_id
 from keras_dist_ext._keras.variables import distributed_variable, local_component
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import KerasDistError, LoopError
+from keras_dist_ext.step.all_rows import stands_for_all
 from keras_dist_ext.step.ancestry import assignments, operations
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.observer import StepObserver
-from keras_dist_ext.step.reducers import Reducer, reducer_of
+from keras_dist_ext.step.origins import Origins, draws
+from keras_dist_ext.step.reducers import Reducer, RowRange, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
 from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.step.update import UnbuiltOptimizer, Update, assign_reduced, build_optimizer, run_optimizer
 from keras_dist_ext.training.loop.losses import check_mean, check_not_scaled, multiples, warn_of_own_divisor
-from keras_dist_ext.training.loop.origins import Origins, draws
 from keras_dist_ext.training.loop.python_effects import effects_of, names_used
 from keras_dist_ext.training.loop.replica import Replica
 from keras_dist_ext.training.loop.step_variables import check_assigned, check_known, check_results, updated_metrics
@@ -195,6 +196,10 @@ class _ExaminedReducer(Reducer):
         assign_reduced(update.states, values)
         run_optimizer(self, update, gradients)
 
+    def gather(self, values: Sequence[tf.Tensor], rows: RowRange) -> list[tf.Tensor]:
+        """Return what stands for the rows of all replicas."""
+        return self.sum([stands_for_all(value) for value in values])
+
     def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
         """Note what is reduced."""
 
@@ -221,6 +226,7 @@ class _Examination(StepObserver):
         self.num_replicas = num_replicas
         self.scaled_by = num_replicas if scales and num_replicas > 1 else None
         self.origins = Origins()
+        self.gathered = Origins()
         self.averaged: dict[int, Any] = {}  # state of layers, whose mean over replicas is taken after the step
         self._reducers: list[_ExaminedReducer] = []
 
@@ -244,6 +250,15 @@ class _Examination(StepObserver):
     def on_assign(self, variable: Any) -> None:
         """Note of which state the mean will be taken."""
         self.averaged[id(local_component(variable))] = variable
+
+    def on_gather(self, value: Any) -> None:
+        """Note what is the same on all replicas."""
+        self.origins.note_replicated(value)
+        self.gathered.note_replicated(value)
+
+    def is_of_all_rows(self, value: Any) -> bool:
+        """Whether a value is computed from gathered rows, and from nothing that one replica has for itself."""
+        return self.gathered.kind_of(value) == "replicated" and self.origins.kind_of(value) == "replicated"
 
     def on_differentiate(self, target: Any, sources: Any) -> None:
         """Look at what is differentiated for variables: a loss."""
@@ -424,6 +439,11 @@ def _outputs(
     outputs = {}
     for key, value in values.items():
         has_rows = bool(value.shape.rank) and value.shape[0] is None
+        if reduce[key] == "sum" and seen.is_of_all_rows(value):
+            raise LoopError(
+                f"{key!r} is computed from gathered rows alone, so it is the same on every replica, and declared a "
+                f'"sum", so that it would count {seen.num_replicas} times. Declare it a "mean".'
+            )
         if reduce[key] == "sum" and not (value.shape[1:] if has_rows else value.shape).is_fully_defined():
             raise LoopError(
                 f'{key!r} has the shape {value.shape}, and a "sum" is over rows, so its own shape would not be known. '

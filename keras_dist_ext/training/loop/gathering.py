@@ -10,10 +10,11 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.strategies import is_default_strategy
+from keras_dist_ext.data.graph_checks import as_data_errors
 from keras_dist_ext.errors import DataError, StrategyError
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.training.batch_split import is_per_replica, rows_of_replica
-from keras_dist_ext.training.prediction import gather_rows
+from keras_dist_ext.training.prediction import concat_replicas
 
 __all__ = ["gather", "per_replica"]
 
@@ -49,7 +50,8 @@ def per_replica(function: Callable[[Any], Any], strategy: tf.distribute.Strategy
 
     @functools.wraps(function if hasattr(function, "__name__") else of_replica)
     def call(batch: Any) -> Any:
-        return compiled(tree.map_structure(_as_tensor, batch))
+        with as_data_errors():
+            return compiled(tree.map_structure(_as_tensor, batch))
 
     return call
 
@@ -81,7 +83,7 @@ def gather(values: Any, strategy: tf.distribute.Strategy | None = None) -> Any:
                 "workers. Give the strategy that per_replica was given: gather(values, strategy)."
             )
         _check_shapes(under.experimental_local_results(value))
-        return gather_rows(under, value)
+        return concat_replicas(under, value)
 
     return tf.nest.map_structure(gathered, values)
 

@@ -16,7 +16,7 @@ from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.execution_sizer import ExecutionSizer
-from keras_dist_ext.training.prediction import gather_rows
+from keras_dist_ext.training.prediction import concat_replicas
 
 __all__ = ["DeclaredStep", "OneStepWhereKept"]
 
@@ -72,7 +72,7 @@ class DeclaredStep(DistributedStep):
         num_local = len(self.devices)
         for place, name in enumerate(self._kept):
             parts = _of_one_width(name, extra[place * num_local : (place + 1) * num_local])
-            logs[name] = gather_rows(self.strategy, regroup(parts) if self.num_replicas > 1 else parts[0])
+            logs[name] = concat_replicas(self.strategy, regroup(parts) if self.num_replicas > 1 else parts[0])
         return logs
 
 

@@ -20,9 +20,9 @@ from keras_dist_ext._keras.variables import (
 from keras_dist_ext.errors import LoopError, ScopeError
 from keras_dist_ext.step.ancestry import Assignment
 from keras_dist_ext.step.distributed_model import DistributedModel
+from keras_dist_ext.step.origins import Origins, read_parts
 from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_variables
-from keras_dist_ext.training.loop.origins import Origins, read_parts
 
 __all__ = ["check_assigned", "check_known", "check_results", "updated_metrics"]
 

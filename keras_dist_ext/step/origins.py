@@ -9,11 +9,11 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
-from keras_dist_ext.step.ancestry import Value, copies_by_handle, outermost, variable_of, walk_back
+from keras_dist_ext.step.ancestry import Value, copies_by_handle, is_argument, outermost, variable_of, walk_back
 
 __all__ = ["Origins", "draws", "read_parts"]
 
@@ -48,6 +48,28 @@ class Origins:
         self._common[value.op] = value
         return value
 
+    def note_own(self, value: Any, replica: int) -> Any:
+        """Know that a value is one that a replica has for itself, and return it."""
+        if not tf.executing_eagerly():
+            for leaf in tf.nest.flatten(value, expand_composites=True):
+                if _is_of_graph(leaf):
+                    self._own[leaf.op] = replica
+        return value
+
+    def note_replicated(self, value: Any) -> Any:
+        """Know that a tensor is the same on all replicas, and return it."""
+        if not tf.executing_eagerly():
+            self._common[value.op] = value
+        return value
+
+    def kind_of(self, value: Any) -> Literal["own", "replicated", "constant"]:
+        """Whether a value is computed from one replica's own, or else from what is the same on all, or from neither."""
+        if not _is_of_graph(value):
+            return "constant"
+        reached: list[Any] = []
+        found = self._replicas_of([Value(value)], reached, arguments_are_own=True)
+        return "own" if found else "replicated" if reached else "constant"
+
     @property
     def replicated_ids(self) -> set[int]:
         """Ids of the tensors that are the same on all replicas."""
@@ -55,14 +77,22 @@ class Origins:
 
     def replicas_of(self, values: Iterable[Value]) -> set[int]:
         """Return the replicas whose own rows or numbers values are computed from."""
+        return self._replicas_of(values, [])
+
+    def _replicas_of(self, values: Iterable[Value], common: list[Any], *, arguments_are_own: bool = False) -> set[int]:
         found: set[int] = set()
 
         def ends(value: Value) -> bool:
             op = value.tensor.op
-            if op in self._common or op.type == "ReadVariableOp" or op.type.startswith("Collective"):
+            if op in self._common:
+                common.append(op)
+                return True
+            if op.type == "ReadVariableOp" or op.type.startswith("Collective"):
                 return True
             if op in self._own:
                 found.add(self._own[op])
+            elif arguments_are_own and is_argument(value):
+                found.add(-1)
             elif draws(op):
                 found.add(_replica_of(outermost(value)))
             else:
@@ -71,6 +101,10 @@ class Origins:
 
         collections.deque(walk_back(values, ends), maxlen=0)
         return found
+
+
+def _is_of_graph(value: Any) -> bool:
+    return tf.is_tensor(value) and not hasattr(value, "numpy")
 
 
 def draws(op: Any) -> bool:
