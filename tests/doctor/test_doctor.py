@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import time
@@ -572,6 +573,40 @@ def test_the_command_looks_at_the_call_of_fit_with_the_most_steps(
     assert printed.count(" about 'sequential") == 1
     steps = json.loads((tmp_path / "r.json").read_text())["measured"].get("num_steps", 0)
     assert steps == pytest.approx({500: 45, 25: 23, 1: 0}[calls[told - 1]], abs=6)
+
+
+STOCK = """
+import time, keras, numpy as np, tensorflow as tf
+def slow(i):
+    waited = tf.numpy_function(lambda i: (time.sleep({sleep}), np.float32(i))[1], [i], tf.float32)
+    return tf.fill([4], tf.ensure_shape(waited, [])), tf.fill([1], 1.0)
+data = tf.data.Dataset.range(96).map(slow).batch(8)
+with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.fit(data, epochs=2, verbose=0)
+"""
+
+
+def test_the_data_of_a_stock_script_is_judged_and_what_to_run_next_is_told(tmp_path: pathlib.Path) -> None:
+    from keras_dist_ext.diagnosis.doctor.doctor_command import examine_script
+
+    (tmp_path / "train.py").write_text(STOCK.format(sleep=0.003))
+    report = examine_script(tmp_path / "train.py", show=False, json=tmp_path / "r.json")
+    assert report.codes == ["sequential-map", "python-map"]
+    sequential, python = report.findings
+    assert python.seconds is None
+    read = json.loads((tmp_path / "r.json").read_text())
+    assert read["measured"]["num_steps"] == 22
+    assert 22 * 8 * 0.003 <= sequential.seconds <= read["measured"]["seconds"]
+    assert re.search(r"; a step of stock Keras took [\d.]+ ms$", sequential.evidence)
+    assert re.search(
+        r"^2 findings about 'sequential\w*' in 22 steps of [\d.]+ ms on 1 replica, of stock Keras, seen from outside\.",
+        str(report),
+    )
+    (note,) = report.notes
+    assert note.code == "stock-model"
+    assert "`kde.diagnose(model, data)` watches the steps of a copy" in note.what
 
 
 @pytest.mark.slow

@@ -90,6 +90,7 @@ class ParallelismDoctor(RunCallback):
         self._visit: Visit | None = None
         self._num_runs = 0  # under way
         self._told: Callable[[], None] | None = None
+        self.stock_data: tf.data.Dataset | None = None  # which a model of stock Keras does not show
         self.is_asked = False  # for nothing but its report: what goes wrong is an error
         self.tells_at_once = True  # when training ends; else when ``tell`` is called
         self.num_observed = self.num_made = 0  # steps of the last run: in the report; and in all, at least
@@ -129,7 +130,7 @@ class ParallelismDoctor(RunCallback):
         if self._visit is None or not self._visit.is_ours:  # a model of stock Keras, whose last run may have broken
             if self._visit is not None:
                 self._visit.stop()
-            self._visit = Visit(self.model, None)
+            self._visit = Visit(self.model, None, self.stock_data)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Take note of an execution."""

@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.models import intercept_fit
 from keras_dist_ext._keras.strategies import is_default_strategy
+from keras_dist_ext.data.sources import as_dataset
 from keras_dist_ext.diagnosis.doctor.doctor import ParallelismDoctor
 from keras_dist_ext.diagnosis.doctor.examination import Examination
 from keras_dist_ext.diagnosis.doctor.report import Report
@@ -76,6 +77,9 @@ def examine_script(
         given = call.arguments.get("callbacks")
         given = tree.flatten(getattr(given, "callbacks", given)) if given else []  # of a CallbackList, what is in it
         call.arguments["callbacks"] = [*given, doctor]
+        data = call.arguments.get("x")
+        if isinstance(data, (tf.data.Dataset, keras.utils.PyDataset)):
+            doctor.stock_data = as_dataset(data)
         try:
             history = fit(*call.args, **call.kwargs)
         except ScopeError:  # which is the finding

@@ -298,3 +298,4 @@ class Examination:
     times: Times | None = None  # None: nothing could be measured
     trials: Trials | None = None  # None: no experiments were made
     pipeline: tuple[Finding, ...] = ()  # what is to be said of the data's own graph, whatever it cost
+    stock_steps: tuple[int, float] | None = None  # how many steps of stock Keras took how many seconds

@@ -51,7 +51,13 @@ class Report:
         setting, times = self.examination.setting, self.examination.times
         faults = counted(len(self.findings), "finding") if self.findings else "no findings"
         if times is None or not times.blocks:
-            return f"{faults} about '{setting.model}'; no step was watched"
+            if self.examination.stock_steps is None:
+                return f"{faults} about '{setting.model}'; no step was watched"
+            num_steps, seconds = self.examination.stock_steps
+            return (
+                f"{faults} about '{setting.model}' in {counted(num_steps, 'step')} of {1e3 * seconds / num_steps:.3g} "
+                f"ms on {counted(setting.num_replicas, 'replica')}, of stock Keras, seen from outside"
+            )
         parts = [
             f"{faults} about '{setting.model}' in {counted(times.num_steps, 'step')} of "
             f"{1e3 * times.seconds / times.num_steps:.3g} ms on {counted(setting.num_replicas, 'replica')}"
@@ -66,6 +72,8 @@ class Report:
         """Return it as plain values, for JSON."""
         times, trials = self.examination.times, self.examination.trials
         measured: dict[str, Any] = {}
+        if self.examination.stock_steps is not None:
+            measured = dict(zip(("num_steps", "seconds"), self.examination.stock_steps, strict=True))
         if times is not None and times.blocks:
             measured = {
                 "num_steps": times.num_steps,

@@ -33,6 +33,8 @@ def judge(examination: Examination) -> Report:
     if times is not None and times.blocks and times.num_steps and times.seconds > 0:
         for rule in TIME_RULES:
             found += rule(examination)
+    if examination.stock_steps is not None:
+        found += examination.pipeline
     explained = {effect.code for cause in found for effect in found if _explains(cause, effect)}
     notes = [note for note in (shared_cpu(examination.setting), *_notes(examination)) if note is not None]
     return Report(
@@ -75,9 +77,11 @@ def _notes(examination: Examination) -> list[Finding]:
         notes.append(
             Finding(
                 "stock-model",
-                f"'{setting.model}' is a model of stock Keras: what happens inside of its steps cannot be seen.",
-                "judged are its strategy, scope, eager execution, threads and callbacks",
-                "`model = kde.adopt(model, strategy)` rebuilds it with equal weights; then all of it can be seen.",
+                f"'{setting.model}' is a model of stock Keras: what happens inside of its steps cannot be seen. "
+                "`kde.diagnose(model, data)` watches the steps of a copy; a model that `kde.adopt(model, strategy)` "
+                "gives can be watched in `fit`.",
+                "judged are its strategy, scope, eager execution, threads, callbacks and data",
+                "`kde.diagnose(model, data)`, or `model = kde.adopt(model, strategy)`, which has equal weights.",
             )
         )
     elif times is None:

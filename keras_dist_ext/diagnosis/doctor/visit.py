@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,9 +45,10 @@ class Visit:
     Args:
         model: any Keras model.
         recorder: of its steps; None for stock Keras.
+        data: what a model of stock Keras is trained on, where that is known and can be read again.
     """
 
-    def __init__(self, model: keras.Model, recorder: Recorder | None) -> None:
+    def __init__(self, model: keras.Model, recorder: Recorder | None, data: tf.data.Dataset | None = None) -> None:
         self.model = model
         self.is_ours = recorder is not None
         self.monitors: list[ReplicaMonitor] = []
@@ -54,6 +57,8 @@ class Visit:
         self._clock: CallbackClock | None = None
         self._traces = TraceWatch()
         self._feed: EpochData | None = None
+        self._data = data
+        self._ends: list[float] = []  # of the steps of stock Keras
         self._step_watchers: tuple[str, ...] = ()
         self._tracing_seconds = 0.0
         self.is_over = False
@@ -78,6 +83,8 @@ class Visit:
         """Take note of an execution."""
         self.num_executions += 1
         self._traces.execution += 1
+        if self._blocks is None:
+            self._ends.append(time.perf_counter())
         if self._blocks is None or self.is_over:
             return
         num_passes = getattr(self._feed, "num_passes", 0)
@@ -110,10 +117,30 @@ class Visit:
         setting = read_setting(self.model, strategy=strategy, step_watchers=self._step_watchers, graphs=self._graphs)
         times = self._times()
         if times is None:
-            return Examination(setting)
+            return Examination(setting, pipeline=tuple(self._stock_findings()), stock_steps=self._stock_steps())
         with kept_pass(None if self._feed is None else self._feed.given):
             trials = self._trials(times) if interventions else None
             return Examination(setting, times, trials, tuple(self._data_findings(times)))
+
+    def _stock_steps(self) -> tuple[int, float] | None:
+        """How many steps stock Keras has made after the first two, which trace, and their seconds."""
+        ends = self._ends[1:]
+        return (len(ends) - 1, ends[-1] - ends[0]) if len(ends) > _LEAST_STEPS else None
+
+    def _stock_findings(self) -> list[Finding]:
+        """Say why the data of a model of stock Keras is slow, if it is."""
+        steps = self._stock_steps()
+        if self._data is None or steps is None:
+            return []
+        num_steps, seconds = steps
+        return [
+            dataclasses.replace(
+                finding,
+                seconds=None if finding.seconds is None else min(seconds, finding.seconds * num_steps),
+                evidence=f"{finding.evidence}; a step of stock Keras took {1e3 * seconds / num_steps:.3g} ms",
+            )
+            for finding in _inspected(self._data, least_seconds=0.1 * seconds / num_steps)
+        ]
 
     def _times(self) -> Times | None:
         blocks = [] if self._blocks is None else self._blocks.blocks
@@ -181,9 +208,24 @@ _COSTS_TIME = (
 )
 
 
-def _inspected(dataset: tf.data.Dataset) -> list[Finding]:
-    """Return what `inspect` says of a pipeline that costs time; the rest is no matter of parallelism."""
+def _inspected(dataset: tf.data.Dataset, least_seconds: float = 0.0) -> list[Finding]:
+    """Return what `inspect` says of a pipeline that costs time; the rest is no matter of parallelism.
+
+    Args:
+        dataset: to look into.
+        least_seconds: that a batch must take to be worth a word.
+
+    Returns:
+        Findings with the seconds that each loses a batch.
+    """
     try:
-        return [finding for finding in inspect(dataset, seconds=1.0).findings if finding.code in _COSTS_TIME]
+        seen = inspect(dataset, seconds=1.0)
     except (KerasDistError, tf.errors.OpError):
         return []  # that it is slow is known all the same
+    if (seen.times.batch_seconds or 0.0) < least_seconds:
+        return []
+    return [
+        dataclasses.replace(f, seconds=None if f.seconds is None else f.seconds / max(1, seen.times.num_batches))
+        for f in seen.findings
+        if f.code in _COSTS_TIME
+    ]
