@@ -12,7 +12,8 @@ Nothing here imports TensorFlow when it is imported. In reading order:
     hang_report    what workers do that make no progress
     failure        why a launch failed
     signals        the signals that ask a launch to end
-    spec           the cluster as TF_CONFIG, SLURM, MPI or a resolver describes it
+    spec           the cluster as TF_CONFIG, MPI or a resolver describes it
+    slurm          the same of SLURM
     rendezvous     the workers of a cluster wait for each other before TensorFlow connects them
 """
 

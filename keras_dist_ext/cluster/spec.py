@@ -6,7 +6,6 @@ What is wrong is found here as plain values, before TensorFlow opens any connect
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -29,7 +28,6 @@ __all__ = [
     "cluster_of",
     "mpi_cluster",
     "mpi_size",
-    "slurm_cluster",
     "task_count",
     "tf_config_cluster",
 ]
@@ -245,34 +243,6 @@ def _replace(old: Mapping[str, str], new: Mapping[str, str]) -> None:
     os.environ.update(new)
 
 
-def slurm_cluster(environ: Mapping[str, str]) -> Cluster:
-    """Read what `srun` gives each of its tasks.
-
-    Raises:
-        ClusterError: it does not describe a cluster, or TensorFlow's resolver puts this task on another host.
-    """
-    import tensorflow as tf
-
-    # "A GPU a task", because the resolver divides by zero where there is none, and calls nvidia-smi where it is not
-    # told (slurm_cluster_resolver.py, TensorFlow 2.21). We take the addresses; TensorFlow finds the GPUs.
-    make_resolver = functools.partial(
-        tf.distribute.cluster_resolver.SlurmClusterResolver,
-        gpus_per_node=task_count(environ, "SLURM_STEP_NUM_TASKS"),
-        gpus_per_task=1,
-        auto_set_gpu=False,
-    )
-    with _environment(environ, "SLURM_"):
-        cluster = cluster_of(make_resolver, "SLURM")
-    host = cluster.addresses("worker")[cluster.task_index].rpartition(":")[0]
-    # The resolver sorts hosts by name, n10 before n2, but SLURM numbers tasks in its own order.
-    if host != (own := environ.get("SLURMD_NODENAME", host)):
-        raise ClusterError(
-            f"TensorFlow's SlurmClusterResolver puts task {cluster.task_index} on {host}, but it runs on {own}: the "
-            f"resolver orders hosts by name ({', '.join(cluster.worker)}), and SLURM does not here. Set TF_CONFIG."
-        )
-    return cluster
-
-
 def task_count(environ: Mapping[str, str], variable: str) -> int:
     """Read a number of tasks; 0 where there is none.
 
@@ -280,8 +250,9 @@ def task_count(environ: Mapping[str, str], variable: str) -> int:
         ClusterError: the variable is not a number.
     """
     text = environ.get(variable, "0")
-    if not re.fullmatch("[0-9]+", text):
-        raise ClusterError(f"{variable} is {text!r}, which is not a number of tasks. Unset it, or start with srun.")
+    if not re.fullmatch("[0-9]{1,9}", text):
+        shown = text[:50]
+        raise ClusterError(f"{variable} is {shown!r}, which is not a number of tasks. Unset it, or start with srun.")
     return int(text)
 
 

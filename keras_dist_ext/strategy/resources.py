@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
+from keras_dist_ext.cluster.slurm import slurm_cluster
 from keras_dist_ext.cluster.spec import (
     Cluster,
     cluster_of,
     mpi_cluster,
     mpi_size,
-    slurm_cluster,
     task_count,
     tf_config_cluster,
 )

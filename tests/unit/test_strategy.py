@@ -316,12 +316,18 @@ def test_an_ipv6_address_is_understood():
         (cluster_with({"type": "ps", "index": 0}, ps=["a:1"]), "TF_CONFIG lists no worker"),
         (
             {**SLURM, "SLURM_STEP_NODELIST": "n[1"},
-            r"SLURM does not describe a cluster: Invalid hostlist format \"n\[1\"",
+            r"SLURM_STEP_NODELIST is 'n\[1', which is no node list of SLURM's: a bracket is not closed",
         ),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS is 'two', which is not a number of tasks"),
-        ({**SLURM, "SLURM_PROCID": "9"}, "SLURM does not say which task this process is"),
-        ({**SLURM, "SLURMD_NODENAME": "n2"}, "puts task 1 on n1, but it runs on n2: .*Set TF_CONFIG"),
-        ({key: SLURM[key] for key in ["SLURM_STEP_NUM_TASKS"]}, "SLURM_PROCID not found in environment"),
+        (
+            {**SLURM, "SLURM_PROCID": "9"},
+            "SLURM_PROCID calls this task 9, counted from 0, but SLURM_STEP_NUM_TASKS is 3",
+        ),
+        ({**SLURM, "SLURMD_NODENAME": "n2"}, "SLURM's variables put task 1 on n1, but it runs on n2: .*Set TF_CONFIG"),
+        (
+            {key: SLURM[key] for key in ["SLURM_STEP_NUM_TASKS"]},
+            "SLURM started several tasks, but SLURM_STEP_NODELIST is not set",
+        ),
     ],
 )
 def test_a_cluster_that_would_hang_or_confuse_is_refused(environ, message):
