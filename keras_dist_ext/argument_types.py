@@ -2,7 +2,11 @@
 
 import argparse
 
-__all__ = ["count", "count_or_auto", "count_or_zero", "seconds"]
+from keras_dist_ext.arguments import LONGEST_SECONDS, MOST_PROCESSES
+
+__all__ = ["count", "process_count", "process_count_or_auto", "process_count_or_zero", "restart_count", "seconds"]
+
+_MOST = 2**31 - 1
 
 
 def count(text: str) -> int:
@@ -11,31 +15,53 @@ def count(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: it is something else.
     """
-    return _integer(text, least=1)
+    return _integer(text, 1, _MOST)
 
 
-def count_or_auto(text: str) -> int | str:
-    """Read an integer >= 1, or ``auto``.
+def process_count(text: str) -> int:
+    """Read how many processes to start, one at least.
 
     Raises:
-        argparse.ArgumentTypeError: it is something else.
+        argparse.ArgumentTypeError: it is something else, or more than a machine has ports for.
     """
-    return text if text == "auto" else count(text)
+    return _integer(text, 1, MOST_PROCESSES)
 
 
-def count_or_zero(text: str) -> int:
+def process_count_or_auto(text: str) -> int | str:
+    """Read how many processes to start, one at least, or ``auto``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else, or more than a machine has ports for.
+    """
+    return text if text == "auto" else process_count(text)
+
+
+def process_count_or_zero(text: str) -> int:
+    """Read how many processes to start, which may be none.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else, or more than a machine has ports for.
+    """
+    return _integer(text, 0, MOST_PROCESSES)
+
+
+def restart_count(text: str) -> int:
     """Read an integer >= 0.
 
     Raises:
         argparse.ArgumentTypeError: it is something else.
     """
-    return _integer(text, least=0)
+    return _integer(text, 0, _MOST)
 
 
-def _integer(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
+def _integer(text: str, least: int, most: int) -> int:
+    if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer >= {least}")
-    return int(text)
+    number = int(text[:100])  # Python reads no number of thousands of digits
+    if not least <= number <= most:
+        bounds = f"from {least} to {most}" if number > most else f">= {least}"
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} must be an integer {bounds}")
+    return number
 
 
 def seconds(text: str) -> float:
@@ -48,6 +74,7 @@ def seconds(text: str) -> float:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds > 0")
+    if not 0 < number <= LONGEST_SECONDS:
+        bound = f" and <= {LONGEST_SECONDS:g}" if number > LONGEST_SECONDS else ""
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds > 0{bound}")
     return number

@@ -7,7 +7,14 @@ import sys
 from collections.abc import Sequence
 
 from keras_dist_ext import __version__
-from keras_dist_ext.argument_types import count, count_or_auto, count_or_zero, seconds
+from keras_dist_ext.argument_types import (
+    count,
+    process_count,
+    process_count_or_auto,
+    process_count_or_zero,
+    restart_count,
+    seconds,
+)
 from keras_dist_ext.errors import KerasDistError, LaunchError
 from keras_dist_ext.examples.demo_options import add_options, given_options
 
@@ -74,15 +81,21 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--workers", type=count_or_auto, required=True, metavar="N", help="worker processes; with --tuner also auto"
+        "--workers",
+        type=process_count_or_auto,
+        required=True,
+        metavar="N",
+        help="worker processes; with --tuner also auto",
     )
-    parser.add_argument("--ps", type=count_or_zero, default=0, metavar="M", help="parameter server processes")
+    parser.add_argument("--ps", type=process_count_or_zero, default=0, metavar="M", help="parameter server processes")
     parser.add_argument("--tuner", action="store_true", help="search with keras-tuner: the workers run one trial each")
-    parser.add_argument("--workers-per-trial", type=count, metavar="N", help="with --tuner: share a trial (1)")
-    parser.add_argument("--gpus-per-trial", type=count, metavar="N", help="with --tuner: for each trial (1 a worker)")
+    parser.add_argument("--workers-per-trial", type=process_count, metavar="N", help="with --tuner: share a trial (1)")
+    parser.add_argument(
+        "--gpus-per-trial", type=process_count, metavar="N", help="with --tuner: for each trial (1 a worker)"
+    )
     parser.add_argument(
         "--max-restarts",
-        type=count_or_zero,
+        type=restart_count,
         metavar="K",
         help="how often all start again after a failure (0); with --tuner, a worker in one trial (2)",
     )

@@ -8,16 +8,27 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from typing import Any
 
+from keras_dist_ext import arguments
 from keras_dist_ext.cluster import worker
 from keras_dist_ext.errors import LaunchError
 
-__all__ = ["check_counts", "check_seconds", "check_environment", "check_waits", "program_for"]
+__all__ = [
+    "MOST_THREADS",
+    "check_counts",
+    "check_limits",
+    "check_output",
+    "check_waits",
+    "environment",
+    "program_for",
+]
+
+MOST_THREADS = 4096
 
 
 def program_for(
     work: Sequence[str] | Callable[..., Any],
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[str, Any] | None,
     environ: Mapping[str, str],
 ) -> list[str] | bytes:
     """Return a command line, or a packed call of a function.
@@ -31,7 +42,13 @@ def program_for(
     Raises:
         LaunchError: it could not run in another process; the message says why.
     """
-    return _packed_call(work, args, kwargs) if callable(work) else _command(work, args, kwargs, environ)
+    if not isinstance(args, list | tuple):
+        arguments.refuse("args", args, "a tuple of what the function is called with", LaunchError)
+    wanted = "a dict of what the function is called with, by name"
+    named = {} if kwargs is None else arguments.mapping("kwargs", kwargs, wanted=wanted, error=LaunchError)
+    if not all(isinstance(name, str) for name in named):
+        arguments.refuse("kwargs", kwargs, wanted, LaunchError)
+    return _packed_call(work, args, named) if callable(work) else _command(work, args, named, environ)
 
 
 def _command(
@@ -40,7 +57,8 @@ def _command(
     """Return the command line of a process, after a look whether it can run."""
     is_list = isinstance(work, Sequence) and not isinstance(work, str | bytes)
     if not is_list or not work or not all(isinstance(word, str | os.PathLike) for word in work):
-        raise LaunchError(f"{work!r} is not a command. Give a list of strings such as ['train.py', '--epochs', '3'].")
+        wanted = "a function, or a command as a list of strings such as ['train.py', '--epochs', '3']"
+        arguments.refuse("work", work, wanted, LaunchError)
     if args or kwargs:
         raise LaunchError("args and kwargs are for a function: put a command's arguments into its list.")
     program, *rest = (os.fspath(word) for word in work)
@@ -84,45 +102,60 @@ def _packed_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
         raise LaunchError(str(error)) from error
 
 
-def check_counts(**given: tuple[object, int]) -> None:
-    """Check numbers, each given with the least it may be.
+def check_counts(**given: tuple[object, int, int]) -> None:
+    """Check numbers, each given with the least and the most it may be.
 
     Raises:
-        LaunchError: one is not an integer, or too small.
+        LaunchError: one is not an integer within these bounds.
     """
-    for name, (value, least) in given.items():
-        if not isinstance(value, int) or value < least:
-            raise LaunchError(f"{name} must be an integer >= {least}, got {value!r}.")
+    for name, (value, least, most) in given.items():
+        arguments.integer(name, value, least=least, most=most, error=LaunchError)
 
 
-def check_seconds(**given: float | None) -> None:
+def check_limits(**given: object) -> None:
     """Check times, None for no limit.
 
     Raises:
         LaunchError: one is not a number of seconds > 0.
     """
     for name, value in given.items():
-        if value is not None and not (isinstance(value, int | float) and value > 0):
-            raise LaunchError(f"{name} must be a number of seconds > 0, or None for no limit; got {value!r}.")
+        arguments.optional(arguments.seconds, name, value, error=LaunchError)
 
 
-def check_waits(**given: float) -> None:
+def check_waits(**given: object) -> None:
     """Check how long to wait for something.
 
     Raises:
         LaunchError: one is not a number of seconds >= 0.
     """
     for name, value in given.items():
-        if not (isinstance(value, int | float) and value >= 0):
-            raise LaunchError(f"{name} must be a number of seconds >= 0, got {value!r}.")
+        arguments.number(
+            name, value, least=0.0, most=arguments.LONGEST_SECONDS, wanted="a number of seconds", error=LaunchError
+        )
 
 
-def check_environment(environ: Mapping[str, str]) -> None:
-    """Check that processes can have this environment, and that nothing else has made this one part of a cluster.
+def check_output(log_dir: object, quiet: object, stream: object) -> None:
+    """Check where output goes.
 
     Raises:
-        LaunchError: they cannot, or it has, or this system cannot launch.
+        LaunchError: it cannot go there.
     """
+    arguments.optional(arguments.path, "log_dir", log_dir, error=LaunchError)
+    arguments.flag("quiet", quiet, error=LaunchError)
+    if stream is not None and not callable(getattr(stream, "write", None)):
+        arguments.refuse("stream", stream, "a text file such as sys.stdout, or None", LaunchError)
+
+
+def environment(given: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the environment of processes, a copy of what was given or by default of ours.
+
+    Raises:
+        LaunchError: they cannot have it, something else has made this process part of a cluster, or this system cannot
+            launch.
+    """
+    if given is not None:
+        arguments.mapping("environ", given, wanted="a dict of strings, or None", error=LaunchError)
+    environ = dict(os.environ if given is None else given)
     for name, value in environ.items():
         if not (isinstance(name, str) and isinstance(value, str)):
             raise LaunchError(f"environ has {name!r}: {value!r}, but takes strings only: give str({value!r}).")
@@ -140,3 +173,4 @@ def check_environment(environ: Mapping[str, str]) -> None:
         )
     if os.name != "posix":
         raise LaunchError("launch needs the sessions and signals of Linux and macOS; on Windows, use it in WSL.")
+    return environ

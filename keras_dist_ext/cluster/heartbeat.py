@@ -18,6 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, NamedTuple
 
+from keras_dist_ext import arguments
+from keras_dist_ext.errors import LaunchError
+
 __all__ = [
     "HEARTBEAT_FILE",
     "STACKS_SIGNAL",
@@ -228,8 +231,12 @@ def heartbeat(step: int) -> None:
         >>> heartbeat(413)
 
     Args:
-        step: that is finished, counted from 1.
+        step: that is finished, counted from 1: an integer, or a variable such as ``optimizer.iterations``.
+
+    Raises:
+        LaunchError: it is not an integer >= 0.
     """
+    finished = arguments.integer("step", step, least=0, error=LaunchError)
     if _writer is not None:
         heartbeat = _writer.heartbeat
-        _writer.write(activity=Activity.BETWEEN, kind=0, finished=step, number=heartbeat.number + 1)
+        _writer.write(activity=Activity.BETWEEN, kind=0, finished=finished, number=heartbeat.number + 1)

@@ -30,8 +30,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from keras_dist_ext import arguments
 from keras_dist_ext.cluster import worker
-from keras_dist_ext.cluster.command import check_counts, check_environment, check_seconds, check_waits, program_for
+from keras_dist_ext.cluster.command import (
+    MOST_THREADS,
+    check_counts,
+    check_limits,
+    check_output,
+    check_waits,
+    environment,
+    program_for,
+)
 from keras_dist_ext.cluster.cores import fair_shares, usable_cpus
 from keras_dist_ext.cluster.process import Process, code_text, show
 from keras_dist_ext.cluster.process_group import Failure, ProcessGroup
@@ -107,13 +116,18 @@ def launch(
             time raises nothing: see `exit_code` and `failure` of the result.
     """
     started = time.monotonic()
-    base = dict(os.environ if environ is None else environ)
-    check_counts(num_workers=(num_workers, 1), num_ps=(num_ps, 0), max_restarts=(max_restarts, 0))
-    check_counts(threads_per_worker=(1 if threads_per_worker is None else threads_per_worker, 1))
-    check_seconds(timeout=timeout, time_limit=time_limit)
+    check_counts(
+        num_workers=(num_workers, 1, arguments.MOST_PROCESSES),
+        num_ps=(num_ps, 0, arguments.MOST_PROCESSES),
+        max_restarts=(max_restarts, 0, arguments.MOST),
+        threads_per_worker=(1 if threads_per_worker is None else threads_per_worker, 1, MOST_THREADS),
+    )
+    check_limits(timeout=timeout, time_limit=time_limit)
     check_waits(grace_seconds=grace_seconds, pause_seconds=pause_seconds)
-    check_environment(base)
-    program = program_for(work, args, kwargs or {}, base)
+    arguments.flag("affinity", affinity, error=LaunchError)
+    check_output(log_dir, quiet, stream)
+    base = environment(environ)
+    program = program_for(work, args, kwargs, base)
     base |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **_thread_settings(threads_per_worker)}
     stream = sys.stdout if stream is None else stream
     attempt = _Attempt(

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from keras_dist_ext import arguments
 from keras_dist_ext.cluster.spec import JOBS, Cluster
 from keras_dist_ext.errors import ClusterError, StrategyError
 
@@ -57,9 +58,8 @@ def checked_wait_seconds(wait_seconds: object) -> float:
     Raises:
         StrategyError: it is no positive number.
     """
-    if isinstance(wait_seconds, bool) or not isinstance(wait_seconds, int | float) or not 0 < wait_seconds <= _LONGEST:
-        raise StrategyError(f"wait_seconds is {wait_seconds!r}; give a positive number of seconds, at most a year's.")
-    return float(wait_seconds)
+    wanted = "a number of seconds"
+    return arguments.number("wait_seconds", wait_seconds, above=0.0, most=_LONGEST, wanted=wanted, error=StrategyError)
 
 
 def set_wait_seconds(strategy: tf.distribute.Strategy, wait_seconds: float) -> None:

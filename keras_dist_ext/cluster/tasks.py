@@ -33,6 +33,7 @@ def cluster(num_workers: int, num_ps: int) -> Iterator[list[Task]]:
         LaunchError: there are not enough ports.
     """
     kinds = ["chief"] * (num_ps > 0) + ["worker"] * num_workers + ["ps"] * num_ps
+    indices = dict.fromkeys(kinds, 0)
     with ExitStack() as held:
         tasks: list[Task] = []
         for kind in kinds:
@@ -47,7 +48,8 @@ def cluster(num_workers: int, num_ps: int) -> Iterator[list[Task]]:
                     f"{len(kinds)} processes need a port each, and this one could get {len(tasks)} ({error.strerror}). "
                     "Start fewer, or raise the limit of open files (ulimit -n)."
                 ) from error
-            index = sum(task.kind == kind for task in tasks)
+            index = indices[kind]
+            indices[kind] += 1
             address = f"127.0.0.1:{held_socket.getsockname()[1]}"
             tasks.append(Task(kind, index, address, serves=num_ps > 0 and kind != "chief"))
         if sys.platform != "linux":

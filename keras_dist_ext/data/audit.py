@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.datasets import local_datasets, with_seeds
 from keras_dist_ext._keras.strategies import first_replica, num_local_replicas
@@ -25,15 +26,17 @@ from keras_dist_ext.data import split as data
 from keras_dist_ext.data.audit_findings import findings_of
 from keras_dist_ext.data.dataset_graph import read_graph
 from keras_dist_ext.data.distribute import SharedDataset
-from keras_dist_ext.data.sources import as_dataset, kind_of
+from keras_dist_ext.data.sources import as_dataset, checked_batch_size, kind_of
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
+from keras_dist_ext.strategy.scope import given_strategy
 from keras_dist_ext.strategy.workers import Workers, workers_of
 
 __all__ = ["Audit", "audit"]
 
 Ids = npt.NDArray[np.int64]
+_MOST_MISSING = 10_000_000  # ids that a report can list
 STOCK_POLICIES = ("AUTO", "FILE", "DATA", "OFF")
 
 
@@ -74,10 +77,13 @@ class Audit:
 
     def of_replica(self, replica: int) -> Ids:
         """The ids that a replica got, in order."""
+        most = len(self.ids[0]) - 1 if self.ids else arguments.MOST
+        replica = arguments.integer("replica", replica, least=0, most=most, error=DataError)
         return _joined(step[replica] for step in self.ids)
 
     def of_worker(self, worker: int) -> Ids:
         """The ids that a worker's replicas got, step by step."""
+        worker = arguments.integer("worker", worker, least=0, most=self.num_workers - 1, error=DataError)
         num_replicas = len(self.ids[0]) if self.ids else 0
         first, last = (w * num_replicas // self.num_workers for w in (worker, worker + 1))
         return _joined(of_replica for step in self.ids for of_replica in step[first:last])
@@ -138,10 +144,16 @@ def audit(
     Raises:
         DataError: the data is endless and max_steps was not given, or its ids are not one integer an example.
     """
-    if strategy is None:
-        strategy = dataset.strategy if isinstance(dataset, SharedDataset) else tf.distribute.get_strategy()
-    if stock_policy is not None and stock_policy.upper() not in STOCK_POLICIES:
-        raise DataError(f"There is no AutoShardPolicy {stock_policy!r}. There are {', '.join(STOCK_POLICIES)}.")
+    if strategy is None and isinstance(dataset, SharedDataset):
+        strategy = dataset.strategy
+    strategy = given_strategy(strategy)
+    arguments.optional(arguments.function, "ids", ids, error=DataError)
+    if stock_policy is not None and (not isinstance(stock_policy, str) or stock_policy.upper() not in STOCK_POLICIES):
+        shown = arguments.shown(stock_policy)
+        raise DataError(f"There is no AutoShardPolicy {shown}. There are {', '.join(STOCK_POLICIES)}.")
+    batch_size = checked_batch_size(batch_size)
+    max_steps = arguments.optional(arguments.integer, "max_steps", max_steps, least=1, error=DataError)
+    asked = _asked_for(expected)
     whole = as_dataset(dataset, batch_size=batch_size)
     if max_steps is None and int(whole.cardinality()) == tf.data.INFINITE_CARDINALITY:
         raise DataError("The data is endless, so an epoch has no end. Give max_steps=.")
@@ -173,7 +185,7 @@ def audit(
     seen = _of_all_workers(steps, num_local, workers)
     errors = _errors_of_all(error, workers)
     given = _joined(part for step in seen for part in step)
-    wanted = _expected(expected, plain, given, is_own=is_own)
+    wanted = _expected(asked, plain, given, is_own=is_own)
     counts = collections.Counter(given.tolist())
     missing = [] if max_steps is not None else [i for i, count in wanted.items() if counts[i] < count]
     repeated = {i: count for i, count in counts.items() if count > max(wanted[i], 1)}
@@ -286,12 +298,34 @@ def _joined(parts: Any) -> Ids:
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def _expected(
-    expected: int | Sequence[int] | None, plain: Ids | None, seen: Ids, *, is_own: bool
-) -> collections.Counter[int]:
+def _asked_for(expected: Any) -> int | list[int] | None:
+    """What was given as ``expected``, in Python's numbers."""
+    if expected is None:
+        return None
+    if isinstance(expected, range) and expected.start == 0 and expected.step == 1:
+        return max(expected.stop, 0)  # of any length, so not to be gone through here
+    is_short = isinstance(expected, range) and not expected[_MOST_MISSING:]
+    if (
+        is_short
+        or isinstance(expected, list | tuple | set)
+        or (isinstance(expected, np.ndarray) and expected.ndim == 1)
+    ):
+        return [arguments.integer("expected", one, least=-arguments.MOST, error=DataError) for one in expected]
+    wanted = "a list of ids, or a number"
+    return arguments.integer("expected", expected, least=0, wanted=wanted, or_none=", or None", error=DataError)
+
+
+def _expected(asked: int | list[int] | None, plain: Ids | None, seen: Ids, *, is_own: bool) -> collections.Counter[int]:
     """How often each id should be given."""
-    if expected is not None:
-        return collections.Counter(range(expected) if isinstance(expected, int | np.integer) else map(int, expected))
+    if isinstance(asked, int):
+        if asked - len(seen) > _MOST_MISSING:
+            raise DataError(
+                f"expected={asked}, but the data gave {counted(len(seen), 'example')}, so too many are missing to be "
+                "listed. Give the number of examples of an epoch."
+            )
+        return collections.Counter(range(asked))
+    if asked is not None:
+        return collections.Counter(asked)
     if plain is not None:
         return collections.Counter(plain.tolist())
     return collections.Counter(set(seen.tolist()) if is_own else seen.tolist())

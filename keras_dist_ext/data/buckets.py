@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras.datasets import WrappedDataset
 from keras_dist_ext.data.bucket_plan import BatchSize, choose_boundaries, imbalance, padding_share, plan_batches
 from keras_dist_ext.data.pools import Lengths, Pools
+from keras_dist_ext.data.sources import checked_batch_size
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.hashing import checked_seed, fold_in
 from keras_dist_ext.messages import counted
+from keras_dist_ext.strategy.scope import given_strategy
 from keras_dist_ext.strategy.workers import workers_of
 
 __all__ = ["BucketReport", "BucketedDataset", "bucket_by_length"]
@@ -81,7 +84,7 @@ class BucketedDataset(WrappedDataset):
 
     @epoch.setter
     def epoch(self, number: int) -> None:
-        self._epoch = number
+        self._epoch = arguments.integer("epoch", number, least=0, error=DataError)
 
     def _begin_pass(self) -> np.int64:
         epoch: np.int64 = np.int64(self._epoch)
@@ -155,9 +158,16 @@ def bucket_by_length(
             or it cannot be told which leaves are sequences.
         SeedError: the seed is not an integer from 0 to 2**31 - 3.
     """
-    strategy = tf.distribute.get_strategy() if strategy is None else strategy
-    if sample < 1:
-        raise DataError(f"sample={sample} leaves no example to measure. Give 1 or more.")
+    strategy = given_strategy(strategy)
+    sample = arguments.integer("sample", sample, least=1, error=DataError)
+    most = arguments.MOST_EXAMPLES
+    pool = arguments.optional(arguments.integer, "pool", pool, least=1, most=most, error=DataError)
+    max_padding = arguments.number("max_padding", max_padding, least=0.0, most=1.0, wanted="a share", error=DataError)
+    arguments.optional(arguments.function, "length", length, error=DataError)
+    if sequences is not None:
+        sequences = arguments.instances("sequences", sequences, str, wanted="paths of leaves", error=DataError)
+        if not sequences:
+            raise DataError("sequences is empty: name one leaf at least, or leave it out.")
     size = _checked_size(batch_size, tokens, strategy.num_replicas_in_sync)
     fixed = _checked_boundaries(boundaries)
     if seed is not None:
@@ -181,20 +191,21 @@ def _checked_size(batch_size: int | None, tokens: int | None, num_replicas: int)
             "Neither batch_size nor tokens was given, so there is no saying how large a batch is. Give batch_size= "
             "(examples of a global batch), or tokens= (examples times the longest sequence)."
         )
-    for name, value in (("batch_size", batch_size), ("tokens", tokens)):
-        if value is not None and (not hasattr(value, "__index__") or value < 1):
-            raise DataError(f"{name}={value!r} leaves no room for an example. Give a whole number, 1 or more.")
-    return BatchSize(batch_size, tokens, num_replicas)
+    most = arguments.MOST_EXAMPLES
+    tokens = arguments.optional(arguments.integer, "tokens", tokens, least=1, most=most, error=DataError)
+    return BatchSize(checked_batch_size(batch_size), tokens, num_replicas)
 
 
 def _checked_boundaries(boundaries: Sequence[int] | str) -> list[int] | None:
     if isinstance(boundaries, str):
         if boundaries != "auto":
-            raise DataError(f'boundaries={boundaries!r} is no choice. Give "auto", or lengths such as [16, 32, 64].')
+            raise DataError(f'Invalid boundaries={boundaries!r}; must be "auto", or lengths such as [16, 32, 64].')
         return None
-    given = [int(boundary) for boundary in boundaries]
-    if any(b <= a for a, b in itertools.pairwise(given)) or any(b < 1 for b in given):
-        raise DataError(f"boundaries={given} do not ascend from 1 or more. Sort them, and leave out what comes twice.")
+    if not isinstance(boundaries, Sequence | np.ndarray):
+        arguments.refuse("boundaries", boundaries, '"auto", or a list of lengths such as [16, 32, 64]', DataError)
+    given = [arguments.integer(f"boundaries[{i}]", b, least=1, error=DataError) for i, b in enumerate(boundaries)]
+    if any(b <= a for a, b in itertools.pairwise(given)):
+        raise DataError(f"boundaries={given} do not ascend. Sort them, and leave out what comes twice.")
     return given
 
 

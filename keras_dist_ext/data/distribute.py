@@ -7,17 +7,19 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.datasets import WrappedDataset, auto_shard, with_seeds
 from keras_dist_ext._keras.strategies import first_replica, is_default_strategy, num_local_replicas
 from keras_dist_ext.data import split as data
 from keras_dist_ext.data.dataset_graph import DatasetGraph, read_graph
 from keras_dist_ext.data.sharding_findings import findings_of
-from keras_dist_ext.data.sources import DEFAULT_BATCH_SIZE, as_dataset, is_batched, kind_of
+from keras_dist_ext.data.sources import DEFAULT_BATCH_SIZE, as_dataset, checked_batch_size, is_batched, kind_of
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.hashing import checked_seed, fold_in
 from keras_dist_ext.messages import close_name, counted
+from keras_dist_ext.strategy.scope import given_strategy
 from keras_dist_ext.strategy.workers import Workers, workers_of
 
 __all__ = ["SharedDataset", "distribute"]
@@ -163,11 +165,12 @@ def distribute(
             read the same.
         SeedError: the seed is not an integer from 0 to 2**31 - 3.
     """
-    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    strategy = given_strategy(strategy)
     rows = _checked_rows(batch_size, per_replica_batch_size, strategy.num_replicas_in_sync)
-    if policy not in POLICIES:
-        hint = close_name(policy, POLICIES) or "."
-        raise DataError(f"There is no policy {policy!r}{hint} There are {', '.join(POLICIES)}.")
+    if not isinstance(policy, str) or policy not in POLICIES:
+        hint = (close_name(policy, POLICIES) if isinstance(policy, str) else "") or "."
+        raise DataError(f"There is no policy {arguments.shown(policy)}{hint} There are {', '.join(POLICIES)}.")
+    shuffle = arguments.optional(arguments.flag, "shuffle", shuffle, error=DataError)
     kind = kind_of(dataset)
     given_seed = None if seed is None else checked_seed(seed)
     workers = workers_of(strategy)
@@ -218,13 +221,14 @@ def distribute(
 def _checked_rows(batch_size: int | None, per_replica: int | None, num_replicas: int) -> int | None:
     if batch_size is not None and per_replica is not None:
         raise DataError(
-            f"Both batch_size={batch_size} and per_replica_batch_size={per_replica} were given; the first is "
-            f"{num_replicas} times the second. Give one of them."
+            f"Both batch_size={arguments.shown(batch_size)} and per_replica_batch_size={arguments.shown(per_replica)} "
+            f"were given; the first is {num_replicas} times the second. Give one of them."
         )
-    rows = batch_size if per_replica is None else per_replica * num_replicas
-    if rows is not None and (not hasattr(rows, "__index__") or rows < 1):
-        raise DataError(f"Invalid batch size {rows}; must be an integer >= 1.")
-    return rows
+    if per_replica is None:
+        return checked_batch_size(batch_size)
+    most = arguments.MOST_EXAMPLES // num_replicas
+    name = "per_replica_batch_size"
+    return num_replicas * arguments.integer(name, per_replica, least=1, most=most, error=DataError)
 
 
 def _choose(

@@ -7,12 +7,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext.data.dataset_graph import read_graph
 from keras_dist_ext.data.pipeline_findings import findings_of
-from keras_dist_ext.data.sources import as_dataset, kind_of
+from keras_dist_ext.data.sources import as_dataset, checked_batch_size, kind_of
 from keras_dist_ext.data.stage_times import Times, measure
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.findings import Finding, worst_first
+from keras_dist_ext.strategy.scope import given_strategy
 
 __all__ = ["Inspection", "inspect"]
 
@@ -86,7 +88,10 @@ def inspect(
     Raises:
         DataError: there is no batch.
     """
-    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    strategy = given_strategy(strategy)
+    num_batches = arguments.integer("num_batches", num_batches, least=0, error=DataError)
+    seconds = arguments.number("seconds", seconds, least=0.0, most=arguments.LONGEST_SECONDS, error=DataError)
+    batch_size = checked_batch_size(batch_size)
     kind = kind_of(dataset)
     whole = as_dataset(dataset, batch_size=batch_size)
     graph = read_graph(whole)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.datasets import with_seeds
 from keras_dist_ext.data.bucket_plan import BatchSize
@@ -24,6 +25,7 @@ from keras_dist_ext.hashing import fold_in
 __all__ = ["Pools"]
 
 DEFAULT_POOL = 16384
+_GIVE = "Give sequences [N, length, ...] as RaggedTensors, arrays or lists of them; a tf.data.Dataset or a PyDataset."
 _plainly = tf.autograph.experimental.do_not_convert  # tf.data would convert our code, which needs it nowhere
 Lengths = npt.NDArray[np.int64]
 Plan = Callable[[Lengths, np.int64, np.int64], tuple[Lengths, Lengths]]
@@ -54,14 +56,15 @@ class Pools:
         sequences: Sequence[str] | None,
         seed: int,
     ) -> None:
-        if size is not None and size < 1:
-            raise DataError(f"pool={size} holds no example. Give 1 or more.")
         self.num_examples: int | None = None  # where all are in one pool
         self._is_read_once = isinstance(data, types.GeneratorType)
         if isinstance(data, (tf.data.Dataset, types.GeneratorType, keras.utils.PyDataset)):
             examples, was_padded = _examples(data, seed)
         else:
-            data = _as_tensors(_without_missing(data))
+            try:
+                data = _as_tensors(_without_missing(data))
+            except (TypeError, ValueError) as error:
+                raise DataError(f"The dataset cannot be read as sequences ({error}). {_GIVE}") from error
             was_padded = False
             self.num_examples = _num_examples(data)
             if length is None and (size is None or size >= self.num_examples):
@@ -248,7 +251,10 @@ def _ragged(rows: list[npt.NDArray[Any]]) -> tf.RaggedTensor:
 
 
 def _num_examples(data: Any) -> int:
-    counts = {path: int(leaf.shape[0] or 0) for path, leaf in _leaves_with_paths(data)}
+    leaves = _leaves_with_paths(data)
+    if not leaves or any(leaf.shape.rank == 0 for _, leaf in leaves):
+        raise DataError(f"The dataset holds {'a single value' if leaves else 'nothing'}. {_GIVE}")
+    counts = {path: int(leaf.shape[0] or 0) for path, leaf in leaves}
     if len(set(counts.values())) != 1:
         counted = ", ".join(f"{path or 'the data'}: {count}" for path, count in counts.items())
         raise DataError(f"The arrays hold different numbers of examples ({counted}). Give as many of each.")
@@ -308,7 +314,14 @@ def _values(
 def _as_dtype(value: Any, dtype: tf.DType) -> Any:
     if dtype == tf.string:
         return value if isinstance(value, (str, bytes)) else ""
-    return tf.constant(value, dtype) if dtype != tf.bool else tf.constant(bool(value))
+    try:
+        made = tf.constant(value, dtype) if dtype != tf.bool else tf.constant(bool(value))
+    except (TypeError, ValueError, OverflowError):
+        made = None
+    if made is None or made.shape.rank:
+        wanted = f"a number for leaves of {dtype.name}, or one for each leaf"
+        arguments.refuse("padding_value", value, wanted, DataError)
+    return made
 
 
 def _unpadded_lengths(leaf: tf.Tensor, value: Any) -> tf.Tensor:

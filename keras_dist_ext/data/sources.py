@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.datasets import WrappedDataset
 from keras_dist_ext.data.dataset_graph import DatasetGraph, read_graph
@@ -19,9 +20,19 @@ from keras_dist_ext.hashing import fold_in
 if TYPE_CHECKING:
     from keras_dist_ext._keras.adapters import DataAdapter
 
-__all__ = ["as_dataset", "is_batched", "kind_of"]
+__all__ = ["as_dataset", "checked_batch_size", "is_batched", "kind_of"]
 
 DEFAULT_BATCH_SIZE = 32  # as in fit
+
+
+def checked_batch_size(batch_size: object) -> int | None:
+    """Return how many examples a batch has, or None.
+
+    Raises:
+        DataError: it is not an integer >= 1.
+    """
+    most = arguments.MOST_EXAMPLES
+    return arguments.optional(arguments.integer, "batch_size", batch_size, least=1, most=most, error=DataError)
 
 
 def kind_of(data: Any) -> str:

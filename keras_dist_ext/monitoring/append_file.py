@@ -7,7 +7,20 @@ import re
 import time
 from collections.abc import Callable
 
-__all__ = ["AppendFile", "RecordsLost", "check_folder", "is_remote", "make_folder"]
+from keras_dist_ext import arguments
+from keras_dist_ext.errors import MonitorError
+
+__all__ = ["AppendFile", "RecordsLost", "check_folder", "checked_flush_seconds", "is_remote", "make_folder"]
+
+
+def checked_flush_seconds(flush_seconds: object) -> float:
+    """Return how long records may wait.
+
+    Raises:
+        MonitorError: it is not a number of seconds >= 0.
+    """
+    longest = arguments.LONGEST_SECONDS
+    return arguments.number("flush_seconds", flush_seconds, least=0.0, most=longest, error=MonitorError)
 
 
 class RecordsLost(Exception):

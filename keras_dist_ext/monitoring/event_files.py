@@ -27,9 +27,16 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from keras_dist_ext import arguments
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.findings import FindingRecord
-from keras_dist_ext.monitoring.append_file import AppendFile, RecordsLost, check_folder, make_folder
+from keras_dist_ext.monitoring.append_file import (
+    AppendFile,
+    RecordsLost,
+    check_folder,
+    checked_flush_seconds,
+    make_folder,
+)
 from keras_dist_ext.monitoring.dashboard import metadata as names
 from keras_dist_ext.monitoring.dashboard.wire import finite
 from keras_dist_ext.monitoring.writers import Floats, Run, Writer
@@ -51,11 +58,14 @@ class EventWriter(Writer):
     Args:
         log_dir: a path, or a URL that TensorFlow can write, such as ``gs://bucket/logs``.
         flush_seconds: how long records may wait before they are in the files.
+
+    Raises:
+        MonitorError: an argument is invalid.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], *, flush_seconds: float = 2.0) -> None:
-        self._log_dir = os.fspath(log_dir)
-        self._flush_seconds = flush_seconds
+        self._log_dir = arguments.path("log_dir", log_dir, error=MonitorError)
+        self._flush_seconds = checked_flush_seconds(flush_seconds)
         self._runs: dict[Kind, Run] = {}
         self._files: dict[str, AppendFile] = {}
 

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.optimizers import num_batches_used
 from keras_dist_ext.errors import MonitorError
@@ -99,11 +100,10 @@ class Intervals:
     """
 
     def __init__(self, update_freq: UpdateFreq = "auto") -> None:
-        if isinstance(update_freq, np.integer):
-            update_freq = int(update_freq)
-        if update_freq not in ("auto", "epoch") and (type(update_freq) is not int or update_freq < 1):
-            raise MonitorError(
-                f"update_freq must be a number of optimizer steps >= 1, 'epoch' or 'auto', got {update_freq!r}."
+        if not isinstance(update_freq, str) or update_freq not in ("auto", "epoch"):
+            wanted, others = "a number of optimizer steps", ", 'epoch' or 'auto'"
+            update_freq = arguments.integer(
+                "update_freq", update_freq, least=1, wanted=wanted, or_none=others, error=MonitorError
             )
         self._freq = update_freq
         self._num_auto = 1

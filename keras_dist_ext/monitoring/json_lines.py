@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from keras_dist_ext import arguments
 from keras_dist_ext.errors import DataError, MonitorError
 from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.messages import counted
-from keras_dist_ext.monitoring.append_file import AppendFile, check_folder, is_remote
+from keras_dist_ext.monitoring.append_file import AppendFile, check_folder, checked_flush_seconds, is_remote
 from keras_dist_ext.monitoring.writers import Floats, Run, Writer
 from keras_dist_ext.step.stats import ReplicaStats
 
@@ -39,10 +40,14 @@ class JsonLinesWriter(Writer):
     Args:
         path: the file; its folder is created.
         flush_seconds: how long lines may wait before they are in the file.
+
+    Raises:
+        MonitorError: an argument is invalid.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, flush_seconds: float = 2.0) -> None:
-        self._file = AppendFile(path, flush_seconds=flush_seconds)
+        given = arguments.path("path", path, error=MonitorError)
+        self._file = AppendFile(given, flush_seconds=checked_flush_seconds(flush_seconds))
         self._is_chief = True
         self._is_ready = False
 
@@ -140,8 +145,11 @@ def replay(path: str | os.PathLike[str], writer: Writer) -> int:
 
     Raises:
         DataError: a line is of another format or of a later version.
+        MonitorError: an argument is invalid.
         OSError: the file cannot be read.
     """
+    path = arguments.path("path", path, error=MonitorError)
+    arguments.instance("writer", writer, Writer, wanted="a Writer such as EventWriter('logs')", error=MonitorError)
     num_records = 0
     incomplete: list[int] = []
     started: set[Any] = set()  # the kinds of runs

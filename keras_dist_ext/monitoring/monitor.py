@@ -8,14 +8,16 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.findings import FindingRecord
+from keras_dist_ext.monitoring.append_file import checked_flush_seconds
 from keras_dist_ext.monitoring.event_files import EventWriter
 from keras_dist_ext.monitoring.intervals import Intervals, UpdateFreq
 from keras_dist_ext.monitoring.stragglers import Stragglers
 from keras_dist_ext.monitoring.terminal import TerminalWriter
 from keras_dist_ext.monitoring.watch import Watch
-from keras_dist_ext.monitoring.writers import CompositeWriter, Writer
+from keras_dist_ext.monitoring.writers import CompositeWriter, Writer, checked_writers
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training.model import Model
@@ -73,19 +75,27 @@ class ReplicaMonitor(RunCallback):
     ) -> None:
         super().__init__()
         self._experiment = _checked_experiment(experiment)
-        if log_dir is None and not writers and not terminal:
+        given_writers = checked_writers(writers)
+        terminal = arguments.flag("terminal", terminal, error=MonitorError)
+        gradient_norm = arguments.flag("gradient_norm", gradient_norm, error=MonitorError)
+        flush_seconds = checked_flush_seconds(flush_seconds)
+        if log_dir is None and not given_writers and not terminal:
             raise MonitorError("ReplicaMonitor has no writer. Give it a log_dir, or writers=[MemoryWriter()].")
-        every = check_divergence_every
-        if every is not None and (type(every) is not int or every < 1):
-            raise MonitorError(
-                f"check_divergence_every must be a number of optimizer steps >= 1, or None, got {every!r}."
-            )
+        wanted = "a number of optimizer steps"
+        every = arguments.optional(
+            arguments.integer,
+            "check_divergence_every",
+            check_divergence_every,
+            least=1,
+            wanted=wanted,
+            error=MonitorError,
+        )
         Intervals(update_freq)  # these two check their arguments
         Stragglers(straggler_threshold)
         self._writers = CompositeWriter(
             [
                 *([] if log_dir is None else [EventWriter(log_dir, flush_seconds=flush_seconds)]),
-                *_checked_writers(writers),
+                *given_writers,
                 *([TerminalWriter()] if terminal else []),
             ]
         )
@@ -107,6 +117,7 @@ class ReplicaMonitor(RunCallback):
         Raises:
             MonitorError: it is not a valid name for a directory.
         """
+        name = arguments.text("name", name, wanted="the name of a directory", error=MonitorError)
         self._experiment = _checked_experiment(f"{self._experiment}/{name}".lstrip("/"))
         self._options["experiment"] = self._experiment
 
@@ -137,7 +148,12 @@ class ReplicaMonitor(RunCallback):
         Args:
             kind: such as "diagnosis"; these findings replace earlier ones of this kind.
             findings: all of this kind.
+
+        Raises:
+            MonitorError: an argument is invalid, or no run of a model of ours has begun.
         """
+        kind = arguments.text("kind", kind, error=MonitorError)
+        arguments.instances("findings", findings, dict, wanted="records of findings", error=MonitorError)
         self._watched().add_findings(kind, findings)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -183,19 +199,10 @@ def _checked_experiment(name: str) -> str:
     parts = name.split("/") if isinstance(name, str) and name else []
     if not isinstance(name, str) or any(part in ("", ".", "..") for part in parts) or "\\" in name or ":" in name:
         raise MonitorError(
-            f"experiment must be a name for a directory below log_dir, such as 'mirrored' or 'night/3', got {name!r}."
+            "experiment must be a name for a directory below log_dir, such as 'mirrored' or 'night/3', got "
+            f"{arguments.shown(name)}."
         )
     return name
-
-
-def _checked_writers(writers: Sequence[Writer]) -> Sequence[Writer]:
-    for writer in writers:
-        if not isinstance(writer, Writer):
-            raise MonitorError(
-                f"writers has {writer!r}, which is not a Writer. "
-                "Derive it from keras_dist_ext.monitoring.writers.Writer."
-            )
-    return writers
 
 
 def _check_on_all(writer: Writer, experiment: str, workers: Workers | None) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keras_dist_ext import arguments
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.step.stats import ReplicaStats
@@ -56,12 +57,13 @@ class Stragglers:
     """
 
     def __init__(self, threshold: float = 0.75, *, num_workers: int = 1, shares_cores: bool = False) -> None:
-        if not 0 <= threshold <= 1:
+        try:
+            self._threshold = arguments.number("", threshold, least=0.0, most=1.0, error=MonitorError)
+        except MonitorError:
             raise MonitorError(
-                f"straggler_threshold must be from 0 to 1, got {threshold!r}. With 0.75, the default, a replica that "
-                "takes a third longer than the fastest is a straggler; with 0 none is."
-            )
-        self._threshold = threshold
+                f"straggler_threshold must be from 0 to 1, got {arguments.shown(threshold)}. With 0.75, the default, a "
+                "replica that takes a third longer than the fastest is a straggler; with 0 none is."
+            ) from None
         self._num_workers = num_workers
         self._shares_cores = shares_cores
         self._num_replicas = 0

@@ -13,6 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from keras_dist_ext import arguments
+from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.monitoring.stragglers import busy_seconds
 from keras_dist_ext.monitoring.writers import Floats, Run, Writer
@@ -35,6 +37,9 @@ class TerminalWriter(Writer):
         seconds_between_lines: the least time between two lines.
         seconds_between_frames: the least time between two updates of the table.
         clock: monotonic, in seconds.
+
+    Raises:
+        MonitorError: an argument is invalid.
     """
 
     def __init__(
@@ -45,6 +50,12 @@ class TerminalWriter(Writer):
         seconds_between_frames: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if not isinstance(console, Console | None):
+            arguments.refuse("console", console, "a Console of rich, or None", MonitorError)
+        arguments.function("clock", clock, error=MonitorError)
+        given = {"seconds_between_lines": seconds_between_lines, "seconds_between_frames": seconds_between_frames}
+        for name, seconds in given.items():
+            arguments.number(name, seconds, least=0.0, most=arguments.LONGEST_SECONDS, error=MonitorError)
         self._given_console = console
         self._console: Console | None = None
         self._seconds_between = {False: seconds_between_lines, True: seconds_between_frames}

@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from keras_dist_ext import arguments
+from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.messages import counted
 from keras_dist_ext.monitoring.append_file import RecordsLost
 from keras_dist_ext.monitoring.dashboard.metadata import Manifest
 from keras_dist_ext.step.stats import Kind, ReplicaStats
 
-__all__ = ["MemoryWriter", "Run", "CompositeWriter", "Writer"]
+__all__ = ["MemoryWriter", "Run", "CompositeWriter", "Writer", "checked_writers"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -85,6 +87,23 @@ class Writer:
 
     def close(self) -> None:
         """End the run. Another one may begin."""
+
+
+def checked_writers(writers: object) -> list[Writer]:
+    """Return writers.
+
+    Raises:
+        MonitorError: something else was given.
+    """
+    if not isinstance(writers, list | tuple):
+        arguments.refuse("writers", writers, "a list of Writers such as [MemoryWriter()]", MonitorError)
+    for writer in writers:
+        if not isinstance(writer, Writer):
+            raise MonitorError(
+                f"writers has {arguments.shown(writer)}, which is not a Writer. Derive it from "
+                "keras_dist_ext.monitoring.writers.Writer."
+            )
+    return list(writers)
 
 
 class MemoryWriter(Writer):

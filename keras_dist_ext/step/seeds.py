@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import attributes, flat_layers, seed_generators
 from keras_dist_ext._keras.random import clone_seed_generator, global_seed_generator
@@ -87,8 +88,10 @@ def seeds_of(model: Any) -> Seeds:
     """
     seeds = getattr(model, "replica_seeds", None)
     if not isinstance(seeds, Seeds):
+        if not isinstance(model, keras.Model):
+            arguments.refuse("model", model, "a model of ours", SeedError)
         raise SeedError(
-            f"'{getattr(model, 'name', model)}' is a {type(model).__name__} of stock Keras, whose random layers draw "
+            f"The model '{model.name}' is a {type(model).__name__} of stock Keras, whose random layers draw "
             "the same numbers on every replica. Derive it from kde.Model, or rebuild it by kde.adopt(model, strategy)."
         )
     return seeds

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras.cluster import is_initialized, set_cluster_timeout
 from keras_dist_ext._keras.strategies import make_mirrored
 from keras_dist_ext.cluster.rendezvous import (
@@ -23,6 +24,7 @@ from keras_dist_ext.strategy.resources import TPU_VARIABLES, Resources, listed, 
 __all__ = ["Communication", "build"]
 
 TPU_PROBE_SECONDS = 5.0
+_MOST_BYTES = 2**31 - 1  # of a pack
 
 
 @dataclass(frozen=True)
@@ -39,19 +41,13 @@ class Communication:
 
     def __post_init__(self) -> None:
         """Check each option."""
-        if not isinstance(self.implementation, str) or self.implementation.lower() not in ("auto", "ring", "nccl"):
-            raise StrategyError(f"implementation must be 'auto', 'ring' or 'nccl', got {self.implementation!r}.")
-        if type(self.bytes_per_pack) is not int or self.bytes_per_pack < 0:
-            raise StrategyError(
-                f"bytes_per_pack is {self.bytes_per_pack!r}; give a number of bytes, or 0 for TensorFlow's own."
-            )
-        seconds = self.timeout_seconds
-        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        if seconds is not None and not (is_number and seconds > 0):
-            raise StrategyError(
-                f"timeout_seconds is {self.timeout_seconds!r}; give a positive number of seconds, or None."
-            )
-        object.__setattr__(self, "implementation", self.implementation.lower())
+        given = self.implementation
+        implementation = given.lower() if isinstance(given, str) else given
+        arguments.one_of("implementation", implementation, ("auto", "ring", "nccl"), error=StrategyError)
+        packed = self.bytes_per_pack
+        arguments.integer("bytes_per_pack", packed, least=0, most=_MOST_BYTES, error=StrategyError)
+        arguments.optional(arguments.seconds, "timeout_seconds", self.timeout_seconds, error=StrategyError)
+        object.__setattr__(self, "implementation", implementation)
 
 
 def build(

@@ -2,9 +2,10 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from keras_dist_ext import arguments
 from keras_dist_ext.cluster.spec import TF_CONFIG_EXAMPLE, Cluster
 from keras_dist_ext.errors import ClusterError, StrategyError
 from keras_dist_ext.messages import close_name, counted
@@ -12,6 +13,7 @@ from keras_dist_ext.strategy.resources import TPU_VARIABLES, Resources, listed, 
 
 __all__ = ["canonical_device", "NAMES", "Decision", "decide"]
 
+MOST_DEVICES = 4096  # of a process
 NAMES = ("auto", "one_device", "mirrored", "multi_worker", "tpu", "parameter_server")
 
 
@@ -38,8 +40,9 @@ def decide(
         ClusterError: the strategy and the cluster do not go together.
     """
     _check_name(name)
-    if num_replicas is not None and (type(num_replicas) is not int or num_replicas < 1):
-        raise StrategyError(f"num_replicas must be an integer >= 1, got {num_replicas!r}.")
+    num_replicas = arguments.optional(
+        arguments.integer, "num_replicas", num_replicas, least=1, most=MOST_DEVICES, error=StrategyError
+    )
     asked = None if devices is None else _check_devices(devices, resources.devices, num_replicas)
     why = "asked for by name"
     if name == "auto":
@@ -59,6 +62,8 @@ def decide(
 def _check_name(name: object) -> None:
     if not isinstance(name, str):
         raise StrategyError(f"name is of type {type(name).__name__}; give a string, one of {', '.join(NAMES)}.")
+    if not name:
+        raise StrategyError(f"name is empty; give one of {', '.join(NAMES)}.")
     if name not in NAMES:
         guess = close_name(name.lower().removesuffix("strategy"), NAMES)
         raise StrategyError(f"There is no strategy {name!r}{guess or '.'} There are {', '.join(NAMES)}.")
@@ -67,8 +72,8 @@ def _check_name(name: object) -> None:
 def _check_devices(devices: Sequence[str], existing: Sequence[str], num_replicas: int | None) -> tuple[str, ...]:
     if isinstance(devices, str):
         raise StrategyError(f"devices is the string {devices!r}; give a list: devices=[{devices!r}].")
-    if not isinstance(devices, Iterable):
-        raise StrategyError(f"devices is {devices!r}; give a list of names. {_there_are(existing)}")
+    if not isinstance(devices, list | tuple):
+        raise StrategyError(f"devices is {arguments.shown(devices)}; give a list of names. {_there_are(existing)}")
     names = [canonical_device(device, existing) for device in devices]
     if not names:
         raise StrategyError(f"devices is empty; name at least one. {_there_are(existing)}")

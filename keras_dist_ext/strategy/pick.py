@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext.cluster.rendezvous import WAIT_SECONDS, checked_wait_seconds
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.strategy.builders import Communication, build
@@ -90,6 +91,11 @@ def pick_strategy(
     """
     communication = Communication(implementation, bytes_per_pack, timeout_seconds)
     wait_seconds = checked_wait_seconds(wait_seconds)
+    arguments.optional(arguments.text, "tpu", tpu, wanted="the name of a TPU", error=StrategyError)
+    arguments.mapping("environ", environ, wanted="a dict of strings such as os.environ", error=StrategyError)
+    arguments.function("device_lister", device_lister, error=StrategyError)
+    if cluster_resolver is not None and not hasattr(cluster_resolver, "cluster_spec"):
+        arguments.refuse("cluster_resolver", cluster_resolver, "one of TensorFlow's cluster resolvers", StrategyError)
     resources = find_resources(environ, cluster_resolver=cluster_resolver, tpu=tpu, device_lister=device_lister)
     decision = decide(name, resources, devices=devices, num_replicas=num_replicas)
     reason = decision.reason

@@ -12,6 +12,7 @@ from typing import Literal
 
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import attributes, flat_layers, own_metrics
 from keras_dist_ext._keras.models import user_metrics
@@ -29,6 +30,7 @@ from keras_dist_ext.messages import counted
 __all__ = [
     "check_scope",
     "checked_strategy",
+    "given_strategy",
     "ScopeReport",
     "ScopeEntry",
     "Role",
@@ -66,7 +68,7 @@ def check_scope(model: keras.Layer, strategy: tf.distribute.Strategy | None) -> 
         TypeError: `model` is not a Keras layer or model.
     """
     if not isinstance(model, keras.Layer):
-        raise TypeError(f"check_scope expects a Keras model or layer, got {type(model).__name__}: {model!r}.")
+        raise TypeError(f"model must be a Keras model or layer, got {arguments.shown(model)}.")
     expected = _no_default(checked_strategy(strategy))
     entries: list[ScopeEntry] = []
     seen: set[int] = set()
@@ -145,16 +147,30 @@ class ScopeReport:
         return f"{count} {verb} created {where}: {'; '.join(lists)}."
 
 
-def checked_strategy(strategy: object) -> tf.distribute.Strategy | None:
+def checked_strategy(strategy: object, name: str = "strategy") -> tf.distribute.Strategy | None:
     """Return a strategy, or None.
+
+    Args:
+        strategy: that was given.
+        name: of the argument.
 
     Raises:
         StrategyError: it is neither, such as what `pick_strategy` returns.
     """
     if strategy is not None and not hasattr(strategy, "extended"):
         own = f"; it has one: `{type(strategy).__name__}.strategy`" if hasattr(strategy, "strategy") else ""
-        raise StrategyError(f"Expected a tf.distribute.Strategy, got {strategy!r}{own}.")
+        raise StrategyError(f"{name} must be a tf.distribute.Strategy, got {arguments.shown(strategy)}{own}.")
     return strategy
+
+
+def given_strategy(strategy: object) -> tf.distribute.Strategy:
+    """Return a strategy; for None the one whose scope is entered, or TensorFlow's default.
+
+    Raises:
+        StrategyError: it is neither a strategy nor None.
+    """
+    given = checked_strategy(strategy)
+    return tf.distribute.get_strategy() if given is None else given
 
 
 def describe_strategy(strategy: tf.distribute.Strategy | None) -> str:

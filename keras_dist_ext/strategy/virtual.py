@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import operator
 import os
 import zipfile
 from typing import IO, Any, Literal, Protocol
 
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext.errors import StrategyError
 
 __all__ = ["VirtualReplicas", "num_replicas_of"]
 
+MOST_VIRTUAL = 65536  # a step is traced once for each that a device carries
 _NOTE = "keras_dist_ext.virtual_replicas"
 
 
@@ -55,16 +56,11 @@ class VirtualReplicas:
     reduction: Literal["ordered", "fast"] = "ordered"
 
     def __post_init__(self) -> None:
-        try:
-            count = operator.index(self.count)
-        except TypeError:
-            count = 0
-        if count < 1 or isinstance(self.count, bool):
-            raise StrategyError(f"virtual_replicas must be an integer >= 1, got {self.count!r}.")
-        if self.reduction not in ("ordered", "fast"):
+        count = arguments.integer("count", self.count, least=1, most=MOST_VIRTUAL, error=StrategyError)
+        if not isinstance(self.reduction, str) or self.reduction not in ("ordered", "fast"):
             raise StrategyError(
-                f'VirtualReplicas({count}, reduction={self.reduction!r}): there is no such reduction. Use "ordered" '
-                'for the same bits on any number of replicas, or "fast" for the same numbers to rounding.'
+                f"VirtualReplicas({count}, reduction={arguments.shown(self.reduction)}): there is no such reduction. "
+                'Use "ordered" for the same bits on any number of replicas, or "fast" for the same numbers to rounding.'
             )
         object.__setattr__(self, "count", count)
 
@@ -81,7 +77,13 @@ class VirtualReplicas:
         """
         if value is None:
             return None
-        virtual = value if isinstance(value, VirtualReplicas) else VirtualReplicas(value)
+        virtual = (
+            value
+            if isinstance(value, VirtualReplicas)
+            else VirtualReplicas(
+                arguments.integer("virtual_replicas", value, least=1, most=MOST_VIRTUAL, error=StrategyError)
+            )
+        )
         virtual.check(strategy)
         return None if virtual.count == 1 else virtual
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import CallbackError
 from keras_dist_ext.training.resume.callback import Resume
@@ -29,11 +30,15 @@ def every(num_steps: int, action: Action) -> keras.callbacks.Callback:
     the state after the last, and is called once.
 
     Raises:
-        CallbackError: ``num_steps`` is not an integer >= 1.
+        CallbackError: ``num_steps`` is not an integer >= 1, or ``action`` is not a function.
     """
-    if type(num_steps) is not int or num_steps < 1:
-        raise CallbackError(f"every({num_steps!r}, ...): num_steps must be an integer >= 1.")
-    return _Every(num_steps, action)
+    num_steps = arguments.integer("num_steps", num_steps, least=1, error=CallbackError)
+    return _Every(num_steps, _checked_action(action))
+
+
+def _checked_action(action: Action) -> Action:
+    arguments.function("action", action, wanted="a function of the model", error=CallbackError)
+    return action
 
 
 class _Every(RunCallback):
@@ -67,11 +72,11 @@ def on_improvement(name: str, action: Action, mode: Literal["min", "max"] = "min
         mode: whether smaller or larger values are better.
 
     Raises:
-        CallbackError: ``mode`` is another one; when an epoch ends, the logs have no such value.
+        CallbackError: an argument is invalid; when an epoch ends, the logs have no such value.
     """
-    if mode not in ("min", "max"):
-        raise CallbackError(f"on_improvement({name!r}, mode={mode!r}): mode must be 'min' or 'max'.")
-    return _OnImprovement(name, action, mode)
+    name = arguments.text("name", name, wanted="the name of a value in the logs", error=CallbackError)
+    mode_given = arguments.one_of("mode", mode, ("min", "max"), error=CallbackError)
+    return _OnImprovement(name, _checked_action(action), mode_given)
 
 
 class _OnImprovement(RunCallback):
@@ -103,9 +108,9 @@ def on_preemption(action: Action) -> keras.callbacks.Callback:
     ``Resume``.
 
     Raises:
-        CallbackError: when training begins, in a thread, or beside a ``Resume``.
+        CallbackError: ``action`` is not a function; when training begins, in a thread, or beside a ``Resume``.
     """
-    return _OnPreemption(action)
+    return _OnPreemption(_checked_action(action))
 
 
 class _OnPreemption(RunCallback):

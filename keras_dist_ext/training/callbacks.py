@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras.callbacks import LateCallbackList
 from keras_dist_ext._keras.layers import flat_layers, seed_generators
 from keras_dist_ext._keras.strategies import is_default_strategy
-from keras_dist_ext.errors import ScopeError
+from keras_dist_ext.errors import CallbackError, ScopeError
 from keras_dist_ext.hashing import checked_seed
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.seeds import seeds_of
@@ -100,12 +101,13 @@ class ReplicaSeeds(RunCallback):
 
     Raises:
         SeedError: when it is made, if the seed is invalid; when a run begins, if the model is not one of this package.
+        CallbackError: when it is made, if ``enable_op_determinism`` is neither True nor False.
     """
 
     def __init__(self, seed: int, *, enable_op_determinism: bool = False) -> None:
         super().__init__()
         self.seed = checked_seed(seed)
-        self.enable_op_determinism = enable_op_determinism
+        self.enable_op_determinism = arguments.flag("enable_op_determinism", enable_op_determinism, error=CallbackError)
 
     def get_run_config(self) -> Mapping[str, Any]:
         """See ``RunCallback``."""

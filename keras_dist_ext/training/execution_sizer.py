@@ -5,12 +5,28 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.callbacks import saves_each_epoch, traces_batches
 from keras_dist_ext.training.run_callback import RunCallback, callbacks_in
 from keras_dist_ext.training.worker_sync import own_callback
 
-__all__ = ["ExecutionSizer", "allow_multi_step", "looks_at_batches"]
+__all__ = ["ExecutionSizer", "allow_multi_step", "checked_steps_per_execution", "looks_at_batches"]
+
+
+def checked_steps_per_execution(given: object) -> Any:
+    """Return "auto", or an integer.
+
+    Raises:
+        ValueError: it is neither "auto" nor an integer >= 1, which is what Keras raises.
+    """
+    if isinstance(given, str) and given == "auto":
+        return given
+    auto = ", or 'auto'"
+    return arguments.integer("steps_per_execution", given, least=1, most=_MOST_STEPS, or_none=auto, error=ValueError)
+
+
+_MOST_STEPS = 2**31 - 1  # as an int32 can count
 
 
 class ExecutionSizer:

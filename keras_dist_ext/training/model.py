@@ -40,7 +40,11 @@ from keras_dist_ext.training.callbacks import RunCallbackList
 from keras_dist_ext.training.construction import Scoped
 from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.epoch_data import EpochData
-from keras_dist_ext.training.execution_sizer import ExecutionSizer, looks_at_batches
+from keras_dist_ext.training.execution_sizer import (
+    ExecutionSizer,
+    checked_steps_per_execution,
+    looks_at_batches,
+)
 from keras_dist_ext.training.prediction import PredictProgram
 from keras_dist_ext.training.program import StepProgram
 from keras_dist_ext.training.run_callback import callbacks_of_all_workers
@@ -201,9 +205,7 @@ class Model(HookedModel, metaclass=Scoped):
             StrategyError: the replicas of the strategy cannot carry so many virtual ones evenly.
             ValueError: ``steps_per_execution`` is neither "auto" nor an integer >= 1.
         """
-        is_number = isinstance(steps_per_execution, (int, np.integer)) and steps_per_execution > 0
-        if steps_per_execution != "auto" and not is_number:
-            raise ValueError(f"Invalid steps_per_execution={steps_per_execution!r}; must be 'auto' or an integer >= 1.")
+        steps_per_execution = checked_steps_per_execution(steps_per_execution)
         virtual = VirtualReplicas.of(virtual_replicas, self.distribute_strategy)
         if virtual is not None:
             if jit_compile is True:

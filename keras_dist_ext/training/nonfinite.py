@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.errors import CallbackError, NonFiniteError
 from keras_dist_ext.messages import counted
@@ -68,12 +69,9 @@ class NonFinite(RunCallback):
 
     def __init__(self, action: Literal["raise", "stop", "skip"] = "raise", *, most_in_a_row: int = 10) -> None:
         super().__init__()
-        if action not in _ACTIONS:
-            raise CallbackError(f"Invalid action={action!r}; must be one of {', '.join(map(repr, _ACTIONS))}.")
-        if type(most_in_a_row) is not int or most_in_a_row < 1:
-            raise CallbackError(f"Invalid most_in_a_row={most_in_a_row!r}; must be an integer >= 1.")
-        self.action = action
-        self.most_in_a_row = most_in_a_row
+        self.action = arguments.one_of("action", action, _ACTIONS, error=CallbackError)
+        most = arguments.MOST_EXAMPLES  # as an int32 can count
+        self.most_in_a_row = arguments.integer("most_in_a_row", most_in_a_row, least=1, most=most, error=CallbackError)
         self.left_out: list[LeftOut] = []
         self._num_left_out = 0
         self._guard: Guard | None = None

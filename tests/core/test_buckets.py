@@ -342,15 +342,15 @@ padded = np.ones((4, 6), "i")
     ("arguments", "message"),
     [
         ({"dataset": padded}, "Neither batch_size nor tokens was given, so there is no saying how large a batch is."),
-        ({"dataset": padded, "batch_size": 0}, "batch_size=0 leaves no room for an example. Give a whole number, 1"),
+        ({"dataset": padded, "batch_size": 0}, "batch_size must be an integer >= 1, or None, got 0."),
         (
             {"dataset": padded, "tokens": 2.5},
-            "tokens=2.5 leaves no room for an example. Give a whole number, 1 or more",
+            "tokens must be an integer >= 1, or None, got 2.5.",
         ),
-        ({"dataset": padded, "batch_size": 2, "sample": 0}, "sample=0 leaves no example to measure. Give 1 or more."),
-        ({"dataset": padded, "batch_size": 2, "boundaries": [4, 2]}, "boundaries=[4, 2] do not ascend from 1 or more."),
-        ({"dataset": padded, "batch_size": 2, "boundaries": "best"}, "boundaries='best' is no choice. Give \"auto\""),
-        ({"dataset": padded, "batch_size": 2, "pool": 0}, "pool=0 holds no example."),
+        ({"dataset": padded, "batch_size": 2, "sample": 0}, "sample must be an integer >= 1, got 0."),
+        ({"dataset": padded, "batch_size": 2, "boundaries": [4, 2]}, "boundaries=[4, 2] do not ascend."),
+        ({"dataset": padded, "batch_size": 2, "boundaries": "best"}, "Invalid boundaries='best'; must be \"auto\""),
+        ({"dataset": padded, "batch_size": 2, "pool": 0}, "pool must be an integer >= 1, or None, got 0."),
         ({"dataset": padded, "tokens": 5}, "A sequence of 6 tokens is longer than the budget of a batch, tokens=5"),
         (
             {"dataset": np.ones(3), "batch_size": 2},

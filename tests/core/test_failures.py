@@ -248,8 +248,8 @@ def test_all_optimizers_of_a_step_of_ones_own_are_guarded(mirrored: Any) -> None
 @pytest.mark.parametrize(
     ("make_it", "message"),
     [
-        (lambda: kde.NonFinite("ignore"), "Invalid action='ignore'; must be one of 'raise', 'stop', 'skip'"),
-        (lambda: kde.NonFinite("skip", most_in_a_row=0), "Invalid most_in_a_row=0; must be an integer >= 1"),
+        (lambda: kde.NonFinite("ignore"), "action must be 'raise', 'stop' or 'skip', got 'ignore'"),
+        (lambda: kde.NonFinite("skip", most_in_a_row=0), "most_in_a_row must be an integer >= 1, got 0"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(make_it: Callable[[], Any], message: str) -> None:
@@ -534,7 +534,7 @@ def test_a_task_that_comes_late_is_waited_for_and_said(two_ports: tuple[int, int
 
 @pytest.mark.parametrize("wait_seconds", [0, -1.0, "10", True, None, float("nan"), float("inf"), 1e12])
 def test_a_time_to_wait_is_a_positive_number(wait_seconds: Any) -> None:
-    with pytest.raises(kde.StrategyError, match=r"wait_seconds is .*; give a positive number of seconds"):
+    with pytest.raises(kde.StrategyError, match=r"wait_seconds must be a number of seconds > 0( and <= .*)?, got"):
         kde.pick_strategy(wait_seconds=wait_seconds, environ={})
 
 

@@ -231,7 +231,7 @@ def test_a_choice_instead_of_a_strategy_is_refused(mirrored):
     ]
     for wants_a_strategy in wanted:
         with pytest.raises(
-            kde.StrategyError, match="^Expected a tf.distribute.Strategy, got .*`StrategyChoice.strategy`"
+            kde.StrategyError, match="^strategy must be a tf.distribute.Strategy, got .*`StrategyChoice.strategy`"
         ):
             wants_a_strategy()
 
@@ -792,7 +792,7 @@ def test_a_lazy_model_can_be_evaluated_and_predict_first(mirrored):
 
 @pytest.mark.parametrize("number", [0, -2, 2.5, "many", None])
 def test_a_number_of_steps_that_is_none_is_refused(number):
-    with pytest.raises(ValueError, match=f"Invalid steps_per_execution={number!r}; must be 'auto' or an integer >= 1"):
+    with pytest.raises(ValueError, match=f"steps_per_execution must be an integer >= 1, or 'auto', got {number!r}"):
         sequential().compile("sgd", "mse", steps_per_execution=number)
 
 

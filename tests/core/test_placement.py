@@ -573,7 +573,7 @@ def test_a_model_that_is_not_ours_is_refused():
 
 @pytest.mark.parametrize("number", [0, -1, True, 1.5])
 def test_a_number_of_micro_batches_is_at_least_one(number):
-    with pytest.raises(kde.PlacementError, match=f"micro_batches={number!r} is no number of parts"):
+    with pytest.raises(kde.PlacementError, match=f"micro_batches must be an integer >= 1, got {number!r}"):
         kde.place(make(), ONE, micro_batches=number)
 
 

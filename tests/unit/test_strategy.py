@@ -207,9 +207,9 @@ def test_the_devices_that_tensorflow_lists_can_be_given_as_they_are():
             3,
             "num_replicas is 3, but there are fewer GPUs. TensorFlow has CPU:0, GPU:0, GPU:1.*CUDA_VISIBLE_DEVICES",
         ),
-        (None, 0, "num_replicas must be an integer >= 1, got 0"),
-        (None, True, "num_replicas must be an integer >= 1, got True"),
-        (None, 1.5, "num_replicas must be an integer >= 1, got 1.5"),
+        (None, 0, "num_replicas must be an integer >= 1, or None, got 0"),
+        (None, True, "num_replicas must be an integer >= 1, or None, got True"),
+        (None, 1.5, "num_replicas must be an integer >= 1, or None, got 1.5"),
     ],
 )
 def test_devices_that_are_not_available_are_refused_with_those_there_are(devices, num_replicas, message):
@@ -423,10 +423,10 @@ def test_a_tpu_that_answers_is_connected_and_used(monkeypatch, free_port):
     ("arguments", "message"),
     [
         ({"implementation": "mpi"}, "implementation must be 'auto', 'ring' or 'nccl', got 'mpi'"),
-        ({"bytes_per_pack": -1}, "bytes_per_pack is -1; give a number of bytes"),
-        ({"bytes_per_pack": 1.5}, "bytes_per_pack is 1.5; give a number of bytes"),
-        ({"timeout_seconds": 0}, "timeout_seconds is 0; give a positive number of seconds"),
-        ({"timeout_seconds": "5"}, "timeout_seconds is '5'; give a positive number of seconds"),
+        ({"bytes_per_pack": -1}, "bytes_per_pack must be an integer >= 0, got -1"),
+        ({"bytes_per_pack": 1.5}, "bytes_per_pack must be an integer >= 0, got 1.5"),
+        ({"timeout_seconds": 0}, "timeout_seconds must be a number of seconds > 0, or None, got 0"),
+        ({"timeout_seconds": "5"}, "timeout_seconds must be a number of seconds > 0, or None, got '5'"),
         ({"devices": 2}, "devices is 2; give a list of names. TensorFlow has CPU:0"),
         ({"device_lister": list}, "There is nothing to train on: TensorFlow has no device"),
         ({"implementation": "ring"}, "tune the collectives of 'multi_worker'; 'mirrored' takes none of them"),

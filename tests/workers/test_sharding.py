@@ -188,7 +188,7 @@ def test_policy_and_reason_are_said_with_what_to_look_out_for(strategies: Any) -
     ("arguments", "error", "message"),
     [
         ({"dataset": plain()}, DataError, "The dataset gives single examples (int64()), and no batch_size was given"),
-        ({"dataset": plain(), "batch_size": 0}, DataError, "Invalid batch size 0; must be an integer >= 1."),
+        ({"dataset": plain(), "batch_size": 0}, DataError, "batch_size must be an integer >= 1, or None, got 0."),
         (
             {"dataset": plain(), "batch_size": 8, "per_replica_batch_size": 8},
             DataError,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.random import intercept_random_ops
 from keras_dist_ext.data.split import num_rows
@@ -78,11 +79,19 @@ def certify(
             the data holds no batch; the strategy's replicas are not all in this process; or a strategy's scope is
             entered.
     """
-    _check(build_model, strategy, steps)
+    _check(build_model, strategy)
+    steps = arguments.integer("steps", steps, least=1, most=_MOST_STEPS, error=CertificateError)
+    most = arguments.MOST_EXAMPLES
+    batch_size = arguments.integer("batch_size", batch_size, least=1, most=most, error=CertificateError)
+    codes = [allow] if isinstance(allow, str) else allow
+    allowed = arguments.texts("allow", codes, wanted="codes of findings", error=CertificateError)
     trial = _Trial(build_model, strategy, global_batches(data, steps, batch_size))
     with _no_word_about_retracing():
         trial.run()
-    return trial.certificate(frozenset([allow] if isinstance(allow, str) else allow))
+    return trial.certificate(frozenset(allowed))
+
+
+_MOST_STEPS = 100_000  # the batches of all are kept
 
 
 @dataclass(frozen=True)
@@ -418,7 +427,9 @@ def check_strategy(strategy: Any) -> None:
     """
     if not isinstance(strategy, tf.distribute.Strategy):
         hint = " Give its attribute `strategy`." if hasattr(strategy, "strategy") else ""
-        raise CertificateError(f"certify takes a tf.distribute.Strategy, and got {type(strategy).__name__}.{hint}")
+        raise CertificateError(
+            f"certify takes a tf.distribute.Strategy as strategy, and got {type(strategy).__name__}.{hint}"
+        )
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise CertificateError(
             "Under ParameterServerStrategy each worker makes steps of its own, at its own pace, so that no two runs "
@@ -434,16 +445,14 @@ def check_strategy(strategy: Any) -> None:
         )
 
 
-def _check(build_model: Any, strategy: Any, steps: Any) -> None:
+def _check(build_model: Any, strategy: Any) -> None:
     if isinstance(build_model, keras.Model) or not callable(build_model):
         raise CertificateError(
-            f"certify takes a function that builds and compiles a model, and got {type(build_model).__name__}: it "
-            "builds one for one device, and another in the strategy's scope."
+            "certify takes a function that builds and compiles a model as build_model, and got "
+            f"{type(build_model).__name__}: it builds one for one device, and another in the strategy's scope."
         )
     check_strategy(strategy)
     if tf.distribute.has_strategy():
         raise CertificateError(
             "certify was called inside a strategy's scope, where no model can be built for one device. Leave the scope."
         )
-    if not hasattr(steps, "__index__") or steps < 1:
-        raise CertificateError(f"steps={steps}: a certificate needs a whole number of steps, one at least.")

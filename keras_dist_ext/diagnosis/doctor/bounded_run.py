@@ -9,12 +9,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext import arguments
+from keras_dist_ext._keras import keras, tree
 from keras_dist_ext.diagnosis.doctor.doctor import ParallelismDoctor
 from keras_dist_ext.diagnosis.doctor.examination import Examination
 from keras_dist_ext.diagnosis.doctor.report import Report
 from keras_dist_ext.diagnosis.doctor.rules import judge
 from keras_dist_ext.diagnosis.doctor.setting import read_setting
 from keras_dist_ext.errors import KerasDistError, MonitorError
+from keras_dist_ext.strategy.scope import checked_strategy
 from keras_dist_ext.training.adoption.adopt import adopt
 from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.training.runtime import runtime_of
@@ -60,11 +63,23 @@ def diagnose(
         What was found.
 
     Raises:
-        MonitorError: the model is not compiled, or there is nothing to measure.
+        MonitorError: the model is not compiled, an argument is invalid, or there is nothing to measure.
         DataError: the dataset has no batch.
     """
+    if not isinstance(model, keras.Model):
+        arguments.refuse("model", model, "a compiled Keras model", MonitorError)
+    num_steps = arguments.integer("num_steps", num_steps, least=1, error=MonitorError)
+    interventions = arguments.flag("interventions", interventions, error=MonitorError)
+    checked_strategy(strategy)
+    if isinstance(data, list | tuple | dict) and not tree.flatten(data):
+        arguments.refuse("data", data, "what `fit` takes, or None", MonitorError)
+    if y is not None and not all(hasattr(leaf, "shape") for leaf in tree.flatten(y) or [None]):
+        arguments.refuse("y", y, "arrays, or None", MonitorError)
+    callbacks = arguments.instances(
+        "callbacks", callbacks, keras.callbacks.Callback, wanted="callbacks", error=MonitorError
+    )
     if not getattr(model, "compiled", False):
-        raise MonitorError(f"'{getattr(model, 'name', model)}' is not compiled, so no step can be made. Compile it.")
+        raise MonitorError(f"The model '{model.name}' is not compiled, so no step can be made. Compile it.")
     if data is None:
         return judge(Examination(read_setting(model, strategy=strategy)))
     if runtime_of(model) is None:
@@ -73,10 +88,10 @@ def diagnose(
     doctor.is_asked = True
     keeper = _Keeper(model)
     is_once = hasattr(data, "__next__")
-    arguments = {"epochs": 1 if is_once else _MANY_EPOCHS, "verbose": 0, **fit_arguments}
+    options = {"epochs": 1 if is_once else _MANY_EPOCHS, "verbose": 0, **fit_arguments}
     try:
         with kept_pass(data):
-            model.fit(data, y, callbacks=[keeper, *callbacks, doctor], **arguments)
+            model.fit(data, y, callbacks=[keeper, *callbacks, doctor], **options)
     finally:
         keeper.restore()
     if doctor.report is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext.diagnosis.doctor.report import Report
 from keras_dist_ext.diagnosis.doctor.rules import judge
@@ -19,8 +20,9 @@ from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.monitoring.event_files import EventWriter
 from keras_dist_ext.monitoring.intervals import StepCounter
 from keras_dist_ext.monitoring.manifest import build_manifest, describe_model
-from keras_dist_ext.monitoring.writers import CompositeWriter, Run, Writer
+from keras_dist_ext.monitoring.writers import CompositeWriter, Run, Writer, checked_writers
 from keras_dist_ext.step.recorder import Recorder
+from keras_dist_ext.strategy.scope import checked_strategy
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.epoch_data import EpochData
 from keras_dist_ext.training.model import Model
@@ -60,7 +62,9 @@ class ParallelismDoctor(RunCallback):
         report: of the last run that was watched; None before.
 
     Raises:
-        MonitorError: when a run begins, if findings cannot be written where they should be.
+        MonitorError: in the constructor, if an argument is invalid; when a run begins, if findings cannot be written
+            where they should be.
+        StrategyError: ``strategy`` is not a ``tf.distribute.Strategy``.
     """
 
     supports_multi_step = True
@@ -77,15 +81,15 @@ class ParallelismDoctor(RunCallback):
         num_steps: int | None = None,
     ) -> None:
         super().__init__()
-        if num_steps is not None and (type(num_steps) is not int or num_steps < 1):
-            raise MonitorError(f"num_steps is {num_steps!r}; it is a number of steps, at least 1, or None.")
         self.report: Report | None = None
-        self._interventions = interventions
-        self._json = None if json is None else pathlib.Path(json)
-        self._writers = [*([] if log_dir is None else [EventWriter(log_dir)]), *writers]
-        self._show = show
-        self._strategy = strategy
-        self._num_steps = num_steps
+        self._interventions = arguments.flag("interventions", interventions, error=MonitorError)
+        report_file = arguments.optional(arguments.path, "json", json, error=MonitorError)
+        self._json = None if report_file is None else pathlib.Path(report_file)
+        self._show = arguments.flag("show", show, error=MonitorError)
+        self._strategy = checked_strategy(strategy)
+        self._num_steps = arguments.optional(arguments.integer, "num_steps", num_steps, least=1, error=MonitorError)
+        given_writers = checked_writers(writers)
+        self._writers = [*([] if log_dir is None else [EventWriter(log_dir)]), *given_writers]
         self._recorder = Recorder()
         self._visit: Visit | None = None
         self._num_runs = 0  # under way

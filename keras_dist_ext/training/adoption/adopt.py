@@ -6,12 +6,15 @@ once, however often the model uses it; then values are copied from layer to laye
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.saving import saved_variables
+from keras_dist_ext.errors import ScopeError
 from keras_dist_ext.strategy.virtual import VirtualReplicas
 from keras_dist_ext.training.adoption.compilation import read_compile_state
 from keras_dist_ext.training.adoption.rebuild import rebuild
@@ -48,7 +51,7 @@ def adopt(model: Any, strategy: tf.distribute.Strategy, *, compile: bool = True)
             strategy's scope is entered.
         TypeError: `model` is not a Keras model.
     """
-    return take_over(model, strategy, OWN_CLASSES, compile=compile)
+    return take_over(model, strategy, OWN_CLASSES, compile=arguments.flag("compile", compile, error=ScopeError))
 
 
 def clone_model(model: Any, strategy: tf.distribute.Strategy | None = None) -> Any:
@@ -106,6 +109,13 @@ def load_model(
         StrategyError: The model was compiled for virtual replicas that the strategy's cannot carry.
         ValueError: Keras cannot read the file.
     """
+    if not hasattr(path, "read") and (not isinstance(path, str | os.PathLike) or not os.fspath(path)):
+        arguments.refuse("path", path, "the path of a saved model", ScopeError)
+    compile = arguments.flag("compile", compile, error=ScopeError)
+    safe_mode = arguments.flag("safe_mode", safe_mode, error=ScopeError)
+    if custom_objects is not None:
+        wanted = "a dict of classes and functions by name"
+        arguments.mapping("custom_objects", custom_objects, wanted=wanted, error=ScopeError)
     # Keras saves classes that are not its own by their bare names. In legacy files, its own have bare names too.
     is_legacy = str(path).endswith((".h5", ".hdf5"))
     ours = {} if is_legacy else {cls.__name__: cls for cls in OWN_CLASSES}

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.strategies import is_default_strategy, strategy_of_variable
 from keras_dist_ext.errors import ScopeError
@@ -63,7 +64,7 @@ def explained(caller: str, model: Any, strategy: tf.distribute.Strategy | None, 
         TypeError: ``model`` is not a Keras model.
     """
     if not isinstance(model, keras.Model):
-        raise TypeError(f"{caller} takes a Keras model, and got {type(model).__name__}: {model!r}.")
+        raise TypeError(f"{caller} takes a Keras model, and got {type(model).__name__}: {arguments.shown(model)}.")
     refuse_nesting(caller, strategy)
     here = tf.distribute.get_strategy()
     variables = [*(model.variables if is_read else ()), *(v for _, o in optimizers(model) for v in o.variables)]

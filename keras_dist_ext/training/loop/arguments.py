@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
+from keras_dist_ext import arguments
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.messages import close_name
 from keras_dist_ext.training.loop.step_metrics import REDUCTIONS
 
-__all__ = ["check_named", "check_reductions", "checked_functions", "parts_by_name"]
+__all__ = ["check_named", "check_reductions", "checked_functions", "checked_kind", "parts_by_name"]
 
 
-def checked_functions(*functions: Any) -> list[Any]:
+def checked_functions(**functions: Any) -> list[Any]:
     """Return Python functions, also of a tf.function: the loop compiles them itself.
 
     Raises:
-        LoopError: one is not callable.
+        LoopError: one is not callable, or `step` is missing.
     """
-    for function in functions:
-        if function is not None and not callable(function):
-            raise LoopError(
-                f"A step must be a function of (replica, batch), and `predict` a function of (batch); got {function!r}."
-            )
-    return [getattr(function, "python_function", function) for function in functions]
+    for name, function in functions.items():
+        if not callable(function) and (function is not None or name == "step"):
+            wanted = "a function of (batch)" if name == "predict" else "a function of (replica, batch)"
+            arguments.refuse(name, function, wanted, LoopError)
+    return [getattr(function, "python_function", function) for function in functions.values()]
+
+
+def checked_kind(kind: Any) -> Literal["train", "test"]:
+    """Return a kind of steps.
+
+    Raises:
+        LoopError: it is neither "train" nor "test".
+    """
+    arguments.one_of("kind", kind, ("train", "test"), error=LoopError)
+    given: Literal["train", "test"] = kind
+    return given
 
 
 def check_named(argument: str, given: Any) -> None:
@@ -44,9 +55,9 @@ def check_reductions(reduce: Mapping[str, Any]) -> None:
         LoopError: one is unknown.
     """
     for name, reduction in reduce.items():
-        if reduction not in REDUCTIONS:
+        if not isinstance(reduction, str) or reduction not in REDUCTIONS:
             raise LoopError(
-                f"Invalid reduce[{name!r}]={reduction!r}; expected one of "
+                f"Invalid reduce[{name!r}]={arguments.shown(reduction)}; expected one of "
                 f"{', '.join(map(repr, REDUCTIONS))}{close_name(str(reduction), REDUCTIONS)}"
             )
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.data.graph_checks import as_data_errors
-from keras_dist_ext.errors import DataError, StrategyError
+from keras_dist_ext.errors import DataError, LoopError, StrategyError
 from keras_dist_ext.step.graphs import in_graph
+from keras_dist_ext.strategy.scope import given_strategy
 from keras_dist_ext.training.batch_split import is_per_replica, rows_of_replica
 from keras_dist_ext.training.prediction import concat_replicas
 
@@ -35,8 +37,13 @@ def per_replica(function: Callable[[Any], Any], strategy: tf.distribute.Strategy
     Returns:
         A function of the global batch, or of one that TensorFlow has distributed, that returns what ``strategy.run``
         does: a value for each replica.
+
+    Raises:
+        LoopError: ``function`` cannot be called.
+        StrategyError: ``strategy`` is not a ``tf.distribute.Strategy``.
     """
-    under = strategy or tf.distribute.get_strategy()
+    under = given_strategy(strategy)
+    arguments.function("function", function, wanted="a function of a batch", error=LoopError)
 
     def of_replica(batch: Any, is_cut: bool) -> Any:
         return function(batch if is_cut else rows_of_replica(batch, under))
@@ -69,10 +76,11 @@ def gather(values: Any, strategy: tf.distribute.Strategy | None = None) -> Any:
         strategy: whose replicas they are; by default the one whose scope is entered.
 
     Raises:
-        StrategyError: they are of several replicas, and no strategy says of which.
-        DataError: rows of different replicas have different shapes; of several workers, they are strings.
+        StrategyError: they are of several replicas, and no strategy says of which; or ``strategy`` is none.
+        DataError: rows of different replicas have different shapes; of several workers, they are strings; or they are
+            no tensors.
     """
-    under = strategy or tf.distribute.get_strategy()
+    under = given_strategy(strategy)
 
     def gathered(value: Any) -> Any:
         if value is None:
@@ -82,6 +90,8 @@ def gather(values: Any, strategy: tf.distribute.Strategy | None = None) -> Any:
                 "gather was given values of several replicas, and no strategy, so that nobody knows of how many "
                 "workers. Give the strategy that per_replica was given: gather(values, strategy)."
             )
+        if not (tf.is_tensor(value) or isinstance(value, tf.distribute.DistributedValues)):
+            arguments.refuse("values", value, "a structure of what per_replica returns", DataError)
         _check_shapes(under.experimental_local_results(value))
         return concat_replicas(under, value)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import current_step
 from keras_dist_ext._keras.strategies import spec_of_replica
@@ -17,8 +18,15 @@ from keras_dist_ext._keras.variables import Variable, components, is_sync_on_rea
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.errors import LoopError, StrategyError
 from keras_dist_ext.step.replica_step import ReplicaStep
-from keras_dist_ext.strategy.scope import move_into_scope, raw_variables
-from keras_dist_ext.training.loop.arguments import check_named, check_reductions, checked_functions, parts_by_name
+from keras_dist_ext.strategy.scope import checked_strategy, move_into_scope, raw_variables
+from keras_dist_ext.training.execution_sizer import checked_steps_per_execution
+from keras_dist_ext.training.loop.arguments import (
+    check_named,
+    check_reductions,
+    checked_functions,
+    checked_kind,
+    parts_by_name,
+)
 from keras_dist_ext.training.loop.examined_step import Output, examine
 from keras_dist_ext.training.loop.loop_program import DeclaredStep, OneStepWhereKept
 from keras_dist_ext.training.loop.replica import Replica
@@ -100,11 +108,15 @@ class TrainLoop(Model):
         name: str = "loop",
         strategy: tf.distribute.Strategy | None = None,  # for type checkers: `Scoped` takes it, and enters its scope
     ) -> None:
-        super().__init__(name=name)
-        step, test, predict = checked_functions(step, test, predict)
+        checked_strategy(strategy)
+        name = arguments.text("name", name, wanted="a name of the loop", error=LoopError)
+        steps_per_execution = checked_steps_per_execution(steps_per_execution)
+        run_eagerly = arguments.flag("run_eagerly", run_eagerly, error=LoopError)
+        step, test, predict = checked_functions(step=step, test=test, predict=predict)
         check_named("parts", parts)
         check_named("reduce", reduce)
         check_reductions(reduce)
+        super().__init__(name=name)
         self._check_asynchronous(reduce)
         for attribute, value in {
             "_steps": {"train": step, "test": test, "predict": predict},
@@ -234,7 +246,11 @@ class TrainLoop(Model):
 
         Args:
             kind: "train" for those of the last epoch, "test" for those of the last evaluation.
+
+        Raises:
+            LoopError: ``kind`` is another one.
         """
+        kind = checked_kind(kind)
         return {name: _joined(name, parts) for name, parts in self._collected.get(kind, {}).items()}
 
     def kept(self, kind: Kind) -> list[str]:
@@ -242,7 +258,11 @@ class TrainLoop(Model):
 
         Args:
             kind: "train" or "test".
+
+        Raises:
+            LoopError: ``kind`` is another one.
         """
+        kind = checked_kind(kind)
         outputs = self._outputs.get(kind, {})
         return [name for name in outputs if self._reduce[name] == "concat"]
 

@@ -23,6 +23,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.models import compile_arguments
 from keras_dist_ext._keras.strategies import local_replica_id
@@ -68,13 +69,17 @@ def place(model: keras.Model, parts: Mapping[str, str | Sequence[str]], *, micro
     """
     if runtime_of(model) is None:
         raise PlacementError(
-            f"place was given {type(model).__name__}, whose step is not ours, so that gradients would be computed on "
-            "the first device. Derive the model from kde.Model, or take it over by kde.adopt(model, strategy)."
+            f"place was given {type(model).__name__}, whose step is not ours, so that gradients would be "
+            "computed on the first device. Derive the model from kde.Model, or take it over by "
+            "kde.adopt(model, strategy)."
         )
-    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
-        raise PlacementError(
-            f"micro_batches={micro_batches!r} is no number of parts of a batch. Give an integer, as 4."
-        )
+    micro_batches = arguments.integer(
+        "micro_batches", micro_batches, least=1, most=_MOST_MICRO_BATCHES, error=PlacementError
+    )
+    wanted = 'a dict of devices by name of a layer, such as {"encoder": "GPU:0"}'
+    arguments.mapping("parts", parts, wanted=wanted, error=PlacementError)
+    if not all(isinstance(name, str) for name in parts):
+        arguments.refuse("parts", parts, wanted, PlacementError)
     if not parts:
         names = ", ".join(map(repr, layer_names(model)))
         raise PlacementError(f"No part is named, so nothing would move. '{model.name}' has {names or 'no layers yet'}.")
@@ -84,6 +89,9 @@ def place(model: keras.Model, parts: Mapping[str, str | Sequence[str]], *, micro
     made = tuple(Part(name, layers[name], devices[name]) for name in parts)
     check_not_shared(made)
     return Placement(model, made, homes, micro_batches)
+
+
+_MOST_MICRO_BATCHES = 4096  # a step is traced once for each
 
 
 class Placement:
@@ -205,8 +213,9 @@ class Placement:
             num_steps: that are timed.
 
         Raises:
-            PlacementError: TensorFlow's profiler has not seen the parts.
+            PlacementError: ``num_steps`` is not an integer >= 1, or TensorFlow's profiler has not seen the parts.
         """
+        num_steps = arguments.integer("num_steps", num_steps, least=1, error=PlacementError)
         parts = [*self.parts, self._rest] if self._rest.layers else self.parts
         timeline = measure(self._model, parts, self._trace, (x, y), num_steps, self.micro_batches)
         return dataclasses.replace(timeline, findings=tuple(verdict.of_times(timeline)))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.models import set_initial_epoch
 from keras_dist_ext._keras.random import random_seed
@@ -98,22 +99,17 @@ class Resume(RunCallback):
         on_preemption: bool = False,
     ) -> None:
         super().__init__()
-        if not (isinstance(directory, str | os.PathLike) and os.fspath(directory)):
-            raise ResumeError(
-                f"directory must be the path of a directory for the checkpoints of this run, got {directory!r}."
-            )
-        directory = os.fspath(directory)
+        wanted = "the path of a directory for the checkpoints of this run"
+        directory = arguments.path("directory", directory, wanted=wanted, error=ResumeError)
         if "://" in directory:
             raise ResumeError(
                 f"directory is {directory!r}; files cannot be renamed atomically there, so a checkpoint could be "
                 "incomplete. Give a path, such as that of a mounted disk."
             )
-        num_kept = _integer(keep)
-        if num_kept < 1:
-            raise ResumeError(f"keep must be an integer >= 1, got {keep!r}.")
+        num_kept = arguments.integer("keep", keep, least=1, error=ResumeError)
         self.directory = directory
         self.save_every = save_every
-        self.on_preemption = on_preemption
+        self.on_preemption = arguments.flag("on_preemption", on_preemption, error=ResumeError)
         self.resumed_from: Position | None = None
         self._steps, self._seconds = _checked_interval(save_every)
         try:
@@ -441,13 +437,13 @@ def _checked_interval(save_every: Any) -> tuple[int, float]:
         return _integer(save_every), 0.0
     if isinstance(save_every, datetime.timedelta) and save_every.total_seconds() > 0:
         return 0, save_every.total_seconds()
-    if save_every == "epoch":
+    if isinstance(save_every, str) and save_every == "epoch":
         return 0, 0.0
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h)", save_every) if isinstance(save_every, str) else None
     if match is None or not float(match[1]):
         raise ResumeError(
             f"save_every must be 'epoch', a number of steps such as 500, or a time such as '30s', '10min' or '2h', got "
-            f"{save_every!r}."
+            f"{arguments.shown(save_every)}."
         )
     return 0, float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
 
