@@ -55,6 +55,8 @@ class FatalTunerError(TunerError, keras_tuner.errors.FatalError):  # type: ignor
 class HookedTuner(keras_tuner.Tuner):  # type: ignore[misc]
     """A tuner that asks its subclass what keras-tuner decides in private methods (engine/base_tuner.py, tuner.py)."""
 
+    run_trial: Callable[..., Any]
+
     def _discover_space(self) -> None:
         """Find the hyperparameters to search, by building a model."""
         super()._populate_initial_space()
@@ -70,6 +72,20 @@ class HookedTuner(keras_tuner.Tuner):  # type: ignore[misc]
     def _build_model(self, hp: keras_tuner.HyperParameters) -> keras.Model:
         """Build and compile a model with values, once."""
         return self._build_hypermodel(hp)
+
+    def _follow_trial(self, run_trial: Callable[..., Any], trial: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a trial by ``run_trial``, which is keras-tuner's or one of the user's own."""
+        return run_trial(trial, *args, **kwargs)
+
+    def _run_and_update_trial(self, trial: Any, *args: Any, **kwargs: Any) -> None:
+        own = vars(self).get("run_trial")
+        self.run_trial = functools.partial(self._follow_trial, self.run_trial)  # what keras-tuner is about to call
+        try:
+            super()._run_and_update_trial(trial, *args, **kwargs)
+        finally:
+            del self.run_trial
+            if own is not None:
+                self.run_trial = own
 
     def _populate_initial_space(self) -> None:
         self._discover_space()

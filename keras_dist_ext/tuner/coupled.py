@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.keras_tuner import keras_tuner
 from keras_dist_ext.errors import TunerError
@@ -58,25 +59,25 @@ class Coupled:
             if getattr(self, name) is not None and not _several(getattr(self, name)):
                 raise TunerError(f"{name} is empty: give an integer, or a list of integers to search.")
             for value in _several(getattr(self, name)):
-                if type(value) is not int or value < least:
-                    raise TunerError(f"{name} must be an integer >= {least}, got {value!r}.")
+                arguments.integer(name, value, least=least, most=arguments.MOST_EXAMPLES, error=TunerError)
         if not _several(self.learning_rate_scaling):
             raise TunerError(f"learning_rate_scaling is empty; give one of {', '.join(_RULES)}.")
         for rule in _several(self.learning_rate_scaling):
-            if rule not in _RULES:
-                raise TunerError(f"learning_rate_scaling must be one of {', '.join(_RULES)}, got {rule!r}.")
+            if not isinstance(rule, str) or rule not in _RULES:
+                shown = arguments.shown(rule)
+                raise TunerError(f"learning_rate_scaling must be one of {', '.join(_RULES)}, got {shown}.")
         scales = any(rule != "none" for rule in _several(self.learning_rate_scaling))
         if scales and self.batch_size_per_replica is None:
             raise TunerError(
                 "learning_rate_scaling depends on the global batch size, which the tuner knows only if it makes the "
                 "batches. Give batch_size_per_replica, too."
             )
-        if self.reference_batch_size is not None and (
-            type(self.reference_batch_size) is not int or self.reference_batch_size < 1 or not scales
-        ):
+        reference, most = self.reference_batch_size, arguments.MOST_EXAMPLES
+        arguments.optional(arguments.integer, "reference_batch_size", reference, least=1, most=most, error=TunerError)
+        if reference is not None and not scales:
             raise TunerError(
-                f"reference_batch_size is {self.reference_batch_size!r}; it must be an integer >= 1, and needs "
-                "learning_rate_scaling 'linear' or 'sqrt'."
+                f"reference_batch_size is {reference}, and needs learning_rate_scaling 'linear' or 'sqrt'. Give it, or "
+                "leave this out."
             )
         if any(_several(self.warmup_steps)) and not scales:
             raise TunerError("warmup_steps grows the learning rate to the scaled one. Give learning_rate_scaling, too.")

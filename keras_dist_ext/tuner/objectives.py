@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras.keras_tuner import keras_tuner
 from keras_dist_ext.errors import TunerError
 
@@ -79,9 +80,11 @@ def seconds_to(metric: str, value: float, *, direction: str | None = None) -> Me
         direction: ``"max"`` or ``"min"``; by default what keras-tuner knows of the metric.
 
     Raises:
-        TunerError: the direction is not known.
+        TunerError: the direction is not known, or an argument is invalid.
     """
-    return SecondsTo(metric, float(value), _direction_of(metric, direction))
+    metric = arguments.text("metric", metric, wanted="the name of a metric", error=TunerError)
+    value = arguments.number("value", value, error=TunerError)
+    return SecondsTo(metric, value, _direction_of(metric, direction))
 
 
 class SecondsTo(MeasuredObjective):
@@ -122,9 +125,9 @@ def cost(quality: str, seconds: float, *, direction: str | None = None) -> Measu
     Raises:
         TunerError: the direction is not known, or the price is not positive.
     """
-    if not seconds > 0:
-        raise TunerError(f"cost({quality!r}, seconds={seconds!r}): give what a second costs, a positive number.")
-    return _Cost(quality, float(seconds), _direction_of(quality, direction))
+    quality = arguments.text("quality", quality, wanted="the name of a metric", error=TunerError)
+    seconds = arguments.number("seconds", seconds, above=0.0, wanted="what a second costs, a number", error=TunerError)
+    return _Cost(quality, seconds, _direction_of(quality, direction))
 
 
 class _Cost(MeasuredObjective):
@@ -146,7 +149,9 @@ def _logged(logs: dict[str, Any], metric: str, objective: str) -> float:
 
 
 def _direction_of(metric: str, direction: str | None) -> str:
-    direction = direction or keras_tuner.engine.metrics_tracking.infer_metric_direction(metric)
-    if direction not in ("min", "max"):
+    if direction is not None:
+        return arguments.one_of("direction", direction, ("min", "max"), or_none=", or None", error=TunerError)
+    known: str | None = keras_tuner.engine.metrics_tracking.infer_metric_direction(metric)
+    if known is None:
         raise TunerError(f"Whether to maximize or to minimize {metric!r} is not known. Give direction='max' or 'min'.")
-    return direction
+    return known

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras.keras_tuner import keras_tuner
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.tuner.benchmark_log import BenchmarkLog
@@ -51,11 +52,10 @@ class Screening:
 
     def __post_init__(self) -> None:
         """Check each value."""
-        if not (self.seconds > 0 and self.samples >= 3 and self.rungs >= 1 and 0 <= self.tolerance < 1):
-            raise TunerError(
-                f"{self!r} cannot tell slow strategies from noise: seconds must be > 0, samples >= 3, rungs >= 1, and "
-                "tolerance >= 0 and < 1."
-            )
+        arguments.seconds("seconds", self.seconds, error=TunerError)
+        arguments.integer("samples", self.samples, least=3, most=10_000, error=TunerError)  # fewer are noise
+        arguments.integer("rungs", self.rungs, least=1, most=20, error=TunerError)  # each takes twice as long
+        arguments.number("tolerance", self.tolerance, least=0.0, most=0.99, wanted="a share", error=TunerError)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.keras_tuner import (
     HookedTuner,
@@ -86,6 +87,11 @@ class StrategySearch(HookedTuner):
                 "Both strategies and distribution_strategy were given. Give only strategies=[...]; one entry is fixed."
             )
         given = fixed if strategies is None else strategies
+        if not isinstance(coupled, Coupled | None):
+            arguments.refuse("coupled", coupled, "a Coupled, or None", TunerError)
+        if not isinstance(screening, Screening | None):
+            arguments.refuse("screening", screening, "a Screening, or None", TunerError)
+        arguments.optional(arguments.path, "log_dir", log_dir, error=TunerError)
         self._strategies = Strategies.of("auto" if given is None else given)
         self._coupled = coupled or Coupled()
         self._role = process_role()
@@ -101,8 +107,6 @@ class StrategySearch(HookedTuner):
         if not self._role.may_overwrite:
             kwargs["overwrite"] = False  # each process would empty the folder that all of them work in
         super().__init__(*args, **kwargs)
-        if self.hypermodel is None and super().run_trial.__func__ is keras_tuner.Tuner.run_trial:
-            raise ValueError("hypermodel is None, and run_trial is keras-tuner's own, which trains what it builds.")
         connect_to_chief(self, self._role)
         self._logs = None if log_dir is None else TrialLogs(log_dir, several=self.executions_per_trial > 1)
         self._records = ProjectRecords(self.project_dir)
@@ -156,9 +160,14 @@ class StrategySearch(HookedTuner):
 
         Raises:
             StrategyError: it is not available here.
-            TunerError: this search does not have it.
+            TunerError: this search does not have it, or ``hp`` is something else.
         """
-        return self._strategies.get(self._strategies.declare(hp))
+        kind = keras_tuner.HyperParameters
+        arguments.instance("hp", hp, kind, wanted="the hyperparameters of a trial", error=TunerError)
+        choice = self._strategies.get(self._strategies.declare(hp))
+        if self._trial_run is not None and self._builder.built.choice is None:
+            self._builder.built.choice = choice  # of a trial whose `run_trial` builds by itself
+        return choice
 
     def _build(self, build: Build, hp: keras_tuner.HyperParameters) -> keras.Model:
         model = self._builder.build(build, hp)
@@ -204,7 +213,9 @@ class StrategySearch(HookedTuner):
             return self._trial_run.fit(fit, hp, model, *args, **kwargs)
         return fit_with_coupled(fit, hp, model, self._builder.values(hp, model.distribute_strategy), *args, **kwargs)
 
-    def run_trial(self, trial: keras_tuner.engine.trial.Trial, *args: Any, **kwargs: Any) -> Any:
+    def _follow_trial(
+        self, run_trial: Callable[..., Any], trial: keras_tuner.engine.trial.Trial, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run a trial under its strategy, and write a record of it into its folder."""
         hp = trial.hyperparameters
         self._trial_run = TrialRun(
@@ -219,7 +230,7 @@ class StrategySearch(HookedTuner):
         failure: Exception | None = None
         try:
             with restored_global_state():
-                results = super().run_trial(trial, *args, **kwargs)
+                results = run_trial(trial, *args, **kwargs)
             self._trial_run.check(results)
             return results
         except Exception as error:

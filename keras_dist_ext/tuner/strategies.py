@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -95,15 +96,20 @@ class Strategies:
                 self.get(name)
 
     def reserve_devices(self) -> None:
-        """Create those whose name has a number of replicas, the largest first.
+        """Create those whose name has a number of replicas, the largest first, and warn of those that cannot be made.
 
         On CPUs they need logical devices, whose number TensorFlow fixes when it runs the first operation.
         """
         numbers = {name: _parsed(entry)[1] for name, entry in self._entries.items() if isinstance(entry, str)}
         for name in sorted(numbers, key=lambda name: numbers[name] or 0, reverse=True):
             if numbers[name]:
-                with contextlib.suppress(StrategyError):
+                try:
                     self.get(name)
+                except StrategyError as error:
+                    warnings.warn(
+                        f"strategies: {name!r} cannot be made here, so each of its trials will fail. {error}",
+                        stacklevel=4,
+                    )
 
     def get(self, name: str) -> StrategyChoice:
         """Return a strategy by name, the same object each time.

@@ -62,6 +62,8 @@ from keras_dist_ext.tuner.strategies import Strategies
 from keras_dist_ext.tuner.strategy_report import StrategyReport
 from keras_dist_ext.tuner.trial_logs import TrialLogs
 
+# Tests have four devices, so that this one is always missing.
+pytestmark = pytest.mark.filterwarnings("ignore:strategies. 'mirrored.9.' cannot be made here")
 TUNERS: dict[str, dict[str, Any]] = {
     "RandomSearch": {"max_trials": 1, "executions_per_trial": 2},
     "BayesianOptimization": {"max_trials": 2, "num_initial_points": 1},
@@ -519,6 +521,55 @@ def test_a_custom_run_trial_is_warned_of_what_it_does_not_do(tmp_path: pathlib.P
     assert "not those of batch_size_per_replica, unless it has made batches of 16 examples itself" in told
 
 
+@pytest.mark.parametrize("with_decorator", [False, True])
+def test_a_tuner_with_a_run_trial_of_its_own_needs_no_hypermodel(with_decorator: bool, tmp_path: pathlib.Path) -> None:
+    class Own(keras_tuner.GridSearch if with_decorator else kde.tuner.GridSearch):  # type: ignore[misc]
+        def run_trial(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+            units = trial.hyperparameters.Int("units", 1, 2)
+            strategy = self.strategy_of(trial.hyperparameters).strategy
+            assert kwargs == {"extra": 5, "verbose": 0}
+            return {"mine": float(units * strategy.num_replicas_in_sync)}
+
+    made = (kde.tuner.with_strategies(Own) if with_decorator else Own)(
+        objective=keras_tuner.Objective("mine", "min"), strategies=TWO, directory=tmp_path
+    )
+    made.search(extra=5, verbose=0)
+    assert sorted(of_trials(made, lambda t: (strategy_of(t), t.hyperparameters.get("units"), t.score))) == [
+        ("mirrored(2)", 1, 2.0),
+        ("mirrored(2)", 2, 4.0),
+        ("one_device", 1, 1.0),
+        ("one_device", 2, 2.0),
+    ]
+    assert set(of_trials(made, lambda t: t.status)) == {"COMPLETED"}
+    report = made.strategy_report()
+    assert [(row.strategy, row.num_completed, row.best_score) for row in report] == [
+        ("one_device", 2, 1.0),
+        ("mirrored(2)", 2, 2.0),
+    ]
+
+
+def test_a_run_trial_of_its_own_that_calls_keras_tuners_is_followed_once(tmp_path: pathlib.Path) -> None:
+    class Own(kde.tuner.RandomSearch):
+        def run_trial(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+            self.names = [*getattr(self, "names", []), strategy_of(trial)]
+            return super().run_trial(trial, *args, **kwargs)
+
+    tuner = searched(tmp_path, our_model, Own, strategies=["mirrored(2)"], max_trials=1)
+    assert tuner.names == ["mirrored(2)"]
+    assert only(tuner).status == "COMPLETED"
+    assert tuner.strategy_report()["mirrored(2)"].num_completed == 1
+    assert "run_trial" not in vars(tuner)
+
+
+def test_a_strategy_that_cannot_be_made_any_more_is_named_when_the_tuner_is_made(tmp_path: pathlib.Path) -> None:
+    message = (
+        r"strategies: 'mirrored\(9\)' cannot be made here, so each of its trials will fail. num_replicas=9 needs 9 "
+        r"logical CPU devices, but TensorFlow is initialised already .* Call pick_strategy before anything else "
+    )
+    with pytest.warns(UserWarning, match=message):
+        kde.tuner.RandomSearch(our_model, "val_loss", strategies=["one_device", "mirrored(9)"], directory=tmp_path)
+
+
 def test_an_objective_is_measured_over_all_that_a_custom_fit_trains_and_returns(tmp_path: pathlib.Path) -> None:
     class Several(keras_tuner.HyperModel):
         def build(self, hp: Any) -> Any:
@@ -614,7 +665,7 @@ def test_stock_arguments_mean_what_they_mean_in_keras_tuner(tmp_path: pathlib.Pa
     assert tuner.hypermodel.build(tuner.oracle.get_space()).distribute_strategy is mirrored
     with pytest.raises(kde.TunerError, match="Both strategies and distribution_strategy were given"):
         kde.tuner.RandomSearch(stock_model, "val_loss", distribution_strategy=mirrored, strategies=TWO)
-    with pytest.raises(ValueError, match="hypermodel is None, and run_trial is keras-tuner's own"):
+    with pytest.raises(ValueError, match="Received `hypermodel=None`. We only allow not specifying"):
         kde.tuner.RandomSearch(objective="val_loss", directory=tmp_path, project_name="b")
     fixed = space(units=[4])
     tuner = kde.tuner.RandomSearch(
@@ -1005,7 +1056,7 @@ def test_a_cost_adds_a_price_for_time_to_quality() -> None:
     times.seconds = 20.0
     assert kde.tuner.cost("val_loss", seconds=0.1).value({"val_loss": 0.5}, times) == pytest.approx(2.5)
     assert kde.tuner.cost("val_accuracy", seconds=0.1).value({"val_accuracy": 0.5}, times) == pytest.approx(1.5)
-    with pytest.raises(kde.TunerError, match="give what a second costs, a positive number"):
+    with pytest.raises(kde.TunerError, match="seconds must be what a second costs, a number > 0, got 0"):
         kde.tuner.cost("val_loss", seconds=0)
     with pytest.raises(kde.TunerError, match="Whether to maximize or to minimize 'mine' is not known"):
         kde.tuner.cost("mine", seconds=1)
@@ -1063,7 +1114,7 @@ def test_a_screening_that_no_strategy_can_run_and_a_bug_in_it_are_errors() -> No
         screen_strategies(kde.tuner.Screening(), ["a"], full)
     with pytest.raises(KeyError, match="a bug"):
         screen_strategies(kde.tuner.Screening(), ["a"], wrong)
-    with pytest.raises(kde.TunerError, match="samples >= 3"):
+    with pytest.raises(kde.TunerError, match="samples must be an integer >= 3, got 2"):
         kde.tuner.Screening(samples=2)
 
 

@@ -92,7 +92,7 @@ def test_without_gpus_cores_are_divided(cores, gigabytes, options, num_trials, t
         (FOUR_GPUS, {"gpus_per_trial": 5}, "so give gpus_per_trial=4 or less."),
         (FOUR_GPUS, {"gpus_per_trial": 3, "workers_per_trial": 2}, "Give a multiple of 2."),
         (Machine((), 2, 1 << 33), {"gpus_per_trial": 1}, "gpus_per_trial=1, but this machine has no GPU."),
-        (FOUR_GPUS, {"trials_in_parallel": 0}, "trials_in_parallel must be an integer >= 1, got 0."),
+        (FOUR_GPUS, {"trials_in_parallel": 0}, "trials_in_parallel must be an integer >= 1, or 'auto', got 0."),
     ],
 )
 def test_a_request_beyond_the_machine_is_refused_with_what_it_has(machine, options, message):

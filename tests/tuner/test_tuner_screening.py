@@ -17,6 +17,7 @@ from keras_dist_ext.tuner.model_benchmark import ModelBenchmark
 from keras_dist_ext.tuner.processes.screening_lease import ScreeningLease
 from keras_dist_ext.tuner.screening import Screening, ScreeningResult, screen_strategies
 
+pytestmark = pytest.mark.filterwarnings("ignore:strategies. 'mirrored.9.' cannot be made here")
 SCREENING = Screening(seconds=0.05, samples=3, rungs=1)
 RESULT = {"survivors": ["a"], "dropped": {"b": "slow"}, "examples_per_second": {"a": 2.0, "b": 1.0}}
 

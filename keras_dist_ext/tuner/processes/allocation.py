@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from keras_dist_ext import arguments
 from keras_dist_ext.errors import LaunchError
 
 __all__ = ["Allocation", "Machine", "allocate", "detect_machine"]
@@ -99,9 +100,16 @@ def allocate(
     Raises:
         LaunchError: the machine has less than was asked for.
     """
-    for name, value in (("trials_in_parallel", trials_in_parallel), ("workers_per_trial", workers_per_trial)):
-        if value != "auto" and (not isinstance(value, int) or value < 1):
-            raise LaunchError(f"{name} must be an integer >= 1, got {value!r}.")
+    if not isinstance(trials_in_parallel, str) or trials_in_parallel != "auto":
+        trials_in_parallel = _count("trials_in_parallel", trials_in_parallel, or_none=", or 'auto'")
+    workers_per_trial = _count("workers_per_trial", workers_per_trial)
+    gpus_per_trial = arguments.optional(_count, "gpus_per_trial", gpus_per_trial)
+    num_processes = workers_per_trial * (1 if trials_in_parallel == "auto" else trials_in_parallel)
+    if num_processes > arguments.MOST_PROCESSES:
+        raise LaunchError(
+            f"trials_in_parallel={trials_in_parallel} and workers_per_trial={workers_per_trial} make {num_processes} "
+            f"processes, and a machine has ports for {arguments.MOST_PROCESSES}. Give fewer."
+        )
     if machine.gpus:
         return _allocate_gpus(machine, trials_in_parallel, gpus_per_trial or workers_per_trial, workers_per_trial)
     if gpus_per_trial:
@@ -109,6 +117,10 @@ def allocate(
             f"gpus_per_trial={gpus_per_trial}, but this machine has no GPU. Leave it out to allocate cores."
         )
     return _allocate_cores(machine, trials_in_parallel, workers_per_trial)
+
+
+def _count(name: str, value: object, *, or_none: str = "") -> int:
+    return arguments.integer(name, value, least=1, most=arguments.MOST_PROCESSES, or_none=or_none, error=LaunchError)
 
 
 def _allocate_gpus(

@@ -21,7 +21,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
-from keras_dist_ext.cluster.command import check_counts, check_environment, check_seconds, program_for
+from keras_dist_ext import arguments
+from keras_dist_ext.cluster.command import (
+    check_counts,
+    check_limits,
+    check_output,
+    check_waits,
+    environment,
+    program_for,
+)
 from keras_dist_ext.cluster.process import show
 from keras_dist_ext.cluster.signals import caught_signals
 from keras_dist_ext.cluster.tasks import cluster
@@ -96,12 +104,13 @@ def launch_search(
             no error: see `exit_code` and `failure` of the result.
     """
     started = time.monotonic()
-    base = dict(os.environ if environ is None else environ)
-    check_counts(max_restarts=(max_restarts, 0))
-    check_seconds(timeout=timeout, time_limit=time_limit)
-    check_environment(base)
+    check_counts(max_restarts=(max_restarts, 0, arguments.MOST))
+    check_limits(timeout=timeout, time_limit=time_limit)
+    check_waits(grace_seconds=grace_seconds)
+    check_output(log_dir, quiet, stream)
+    base = environment(environ)
     _check_no_search(base)
-    program = program_for(work, args, kwargs or {}, base)
+    program = program_for(work, args, kwargs, base)
     allocation = allocate(
         detect_machine(base), trials_in_parallel, gpus_per_trial=gpus_per_trial, workers_per_trial=workers_per_trial
     )
