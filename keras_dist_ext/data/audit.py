@@ -30,7 +30,7 @@ from keras_dist_ext.data.sources import as_dataset, checked_batch_size, kind_of
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
-from keras_dist_ext.strategy.scope import given_strategy
+from keras_dist_ext.strategy.given import given_strategy
 from keras_dist_ext.strategy.workers import Workers, workers_of
 
 __all__ = ["Audit", "audit"]

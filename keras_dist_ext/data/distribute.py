@@ -19,7 +19,7 @@ from keras_dist_ext.errors import DataError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.hashing import checked_seed, fold_in
 from keras_dist_ext.messages import close_name, counted
-from keras_dist_ext.strategy.scope import given_strategy
+from keras_dist_ext.strategy.given import given_strategy
 from keras_dist_ext.strategy.workers import Workers, workers_of
 
 __all__ = ["SharedDataset", "distribute"]

@@ -14,7 +14,7 @@ from keras_dist_ext.data.sources import as_dataset, checked_batch_size, kind_of
 from keras_dist_ext.data.stage_times import Times, measure
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.findings import Finding, worst_first
-from keras_dist_ext.strategy.scope import given_strategy
+from keras_dist_ext.strategy.given import given_strategy
 
 __all__ = ["Inspection", "inspect"]
 

@@ -6,6 +6,7 @@ In reading order:
     resources    what there is: devices, a cluster, a TPU
     decision     which strategy to build, and why
     builders     build it
+    given        check what is given as a strategy
     scope        ``kde.check_scope``: whether variables live under the strategy
     virtual      ``kde.VirtualReplicas``: for how many replicas a run is defined
     workers      the workers of a ``MultiWorkerMirroredStrategy``: sums and broadcasts between steps

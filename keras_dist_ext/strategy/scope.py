@@ -24,13 +24,12 @@ from keras_dist_ext._keras.strategies import (
     strategy_of_variable,
 )
 from keras_dist_ext._keras.variables import variables_of_module
-from keras_dist_ext.errors import ScopeError, StrategyError
+from keras_dist_ext.errors import ScopeError
 from keras_dist_ext.messages import counted
+from keras_dist_ext.strategy.given import checked_strategy
 
 __all__ = [
     "check_scope",
-    "checked_strategy",
-    "given_strategy",
     "ScopeReport",
     "ScopeEntry",
     "Role",
@@ -145,32 +144,6 @@ class ScopeReport:
         places = dict.fromkeys(entry.place for entry in wrong)
         lists = [_shortened([entry.path for entry in wrong if entry.place == place], place) for place in places]
         return f"{count} {verb} created {where}: {'; '.join(lists)}."
-
-
-def checked_strategy(strategy: object, name: str = "strategy") -> tf.distribute.Strategy | None:
-    """Return a strategy, or None.
-
-    Args:
-        strategy: that was given.
-        name: of the argument.
-
-    Raises:
-        StrategyError: it is neither, such as what `pick_strategy` returns.
-    """
-    if strategy is not None and not hasattr(strategy, "extended"):
-        own = f"; it has one: `{type(strategy).__name__}.strategy`" if hasattr(strategy, "strategy") else ""
-        raise StrategyError(f"{name} must be a tf.distribute.Strategy, got {arguments.shown(strategy)}{own}.")
-    return strategy
-
-
-def given_strategy(strategy: object) -> tf.distribute.Strategy:
-    """Return a strategy; for None the one whose scope is entered, or TensorFlow's default.
-
-    Raises:
-        StrategyError: it is neither a strategy nor None.
-    """
-    given = checked_strategy(strategy)
-    return tf.distribute.get_strategy() if given is None else given
 
 
 def describe_strategy(strategy: tf.distribute.Strategy | None) -> str:

@@ -15,7 +15,8 @@ from keras_dist_ext.errors import CallbackError, ScopeError
 from keras_dist_ext.hashing import checked_seed
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.seeds import seeds_of
-from keras_dist_ext.strategy.scope import check_scope, checked_strategy
+from keras_dist_ext.strategy.given import checked_strategy
+from keras_dist_ext.strategy.scope import check_scope
 from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.training.runtime import runtime_of
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext.hashing import checked_seed
-from keras_dist_ext.strategy.scope import checked_strategy
+from keras_dist_ext.strategy.given import checked_strategy
 
 __all__ = ["Scoped"]
 

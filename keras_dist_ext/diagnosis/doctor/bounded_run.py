@@ -17,7 +17,7 @@ from keras_dist_ext.diagnosis.doctor.report import Report
 from keras_dist_ext.diagnosis.doctor.rules import judge
 from keras_dist_ext.diagnosis.doctor.setting import read_setting
 from keras_dist_ext.errors import KerasDistError, MonitorError
-from keras_dist_ext.strategy.scope import checked_strategy
+from keras_dist_ext.strategy.given import checked_strategy
 from keras_dist_ext.training.adoption.adopt import adopt
 from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.training.runtime import runtime_of

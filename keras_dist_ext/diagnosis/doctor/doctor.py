@@ -22,7 +22,7 @@ from keras_dist_ext.monitoring.intervals import StepCounter
 from keras_dist_ext.monitoring.manifest import build_manifest, describe_model
 from keras_dist_ext.monitoring.writers import CompositeWriter, Run, Writer, checked_writers
 from keras_dist_ext.step.recorder import Recorder
-from keras_dist_ext.strategy.scope import checked_strategy
+from keras_dist_ext.strategy.given import checked_strategy
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.epoch_data import EpochData
 from keras_dist_ext.training.model import Model

@@ -12,7 +12,8 @@ from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.strategies import is_default_strategy, strategy_of_variable
 from keras_dist_ext.errors import ScopeError
-from keras_dist_ext.strategy.scope import check_scope, checked_strategy, describe_strategy, optimizers
+from keras_dist_ext.strategy.given import checked_strategy
+from keras_dist_ext.strategy.scope import check_scope, describe_strategy, optimizers
 from keras_dist_ext.training.adoption.compilation import read_compile_state, take_over_optimizers
 from keras_dist_ext.training.adoption.rebuild import rebuild
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, label

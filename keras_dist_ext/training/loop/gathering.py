@@ -14,7 +14,7 @@ from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.data.graph_checks import as_data_errors
 from keras_dist_ext.errors import DataError, LoopError, StrategyError
 from keras_dist_ext.step.graphs import in_graph
-from keras_dist_ext.strategy.scope import given_strategy
+from keras_dist_ext.strategy.given import given_strategy
 from keras_dist_ext.training.batch_split import is_per_replica, rows_of_replica
 from keras_dist_ext.training.prediction import concat_replicas
 

@@ -18,7 +18,8 @@ from keras_dist_ext._keras.variables import Variable, components, is_sync_on_rea
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.errors import LoopError, StrategyError
 from keras_dist_ext.step.replica_step import ReplicaStep
-from keras_dist_ext.strategy.scope import checked_strategy, move_into_scope, raw_variables
+from keras_dist_ext.strategy.given import checked_strategy
+from keras_dist_ext.strategy.scope import move_into_scope, raw_variables
 from keras_dist_ext.training.execution_sizer import checked_steps_per_execution
 from keras_dist_ext.training.loop.arguments import (
     check_named,
