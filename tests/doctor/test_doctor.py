@@ -451,7 +451,7 @@ def test_without_a_monitor_it_writes_its_own_events_and_prints(
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(kde.MonitorError, match="num_steps is 0; it is a number of steps, at least 1, or None."):
+    with pytest.raises(kde.MonitorError, match="num_steps must be an integer >= 1, or None, got 0"):
         kde.ParallelismDoctor(num_steps=0)
 
 
