@@ -400,6 +400,8 @@ OWN = {
     "VirtualReplicas.of",
     "VirtualReplicas.read_from",
     "VirtualReplicas.read_from_file",
+    "gather_rows",
+    "row_indices",
     "tuner.Coupled.declare",
     "tuner.Coupled.values",
 }
