@@ -12,6 +12,7 @@
     ├── WorkersError (RuntimeError)     workers that disagree about a run, or one that does not arrive
     ├── CertificateError (ValueError)   a model, data or strategy that no certificate can be made of
     ├── ResumeError (ValueError)        a run that cannot be saved, or cannot be resumed
+    ├── StepError (ValueError)          a step that would not train on replicas as on one device
     ├── LoopError (ValueError)          a step of your own that would not do what it seems to
     ├── PlacementError (ValueError)     a part of a model that cannot live where it is to
     ├── TunerError (ValueError)         a search that cannot be made as asked
@@ -35,6 +36,7 @@ __all__ = [
     "WorkersError",
     "CertificateError",
     "ResumeError",
+    "StepError",
     "LoopError",
     "PlacementError",
     "TunerError",
@@ -89,6 +91,10 @@ class CertificateError(KerasDistError, ValueError):
 
 class ResumeError(KerasDistError, ValueError):
     """A run that cannot be saved as asked, or that cannot be resumed from its checkpoint."""
+
+
+class StepError(KerasDistError, ValueError):
+    """A step of a model that would not train on replicas as on one device."""
 
 
 class LoopError(KerasDistError, ValueError):

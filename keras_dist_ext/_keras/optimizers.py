@@ -16,6 +16,7 @@ __all__ = [
     "optimized_variables",
     "num_batches_used",
     "ends_accumulation",
+    "end_accumulation_next",
     "accumulated_gradients",
     "accumulators_of",
     "slots_by_attribute",
@@ -52,6 +53,15 @@ def ends_accumulation(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
     """
     inner = inner_optimizer(optimizer)
     return (inner._iterations.value + 1) % inner.gradient_accumulation_steps == 0
+
+
+def end_accumulation_next(optimizer: keras.optimizers.Optimizer) -> None:
+    """Have the next batch be the last of an accumulation of gradients (see ``ends_accumulation``)."""
+    inner = inner_optimizer(optimizer)
+    steps = inner.gradient_accumulation_steps
+    if inner.built and steps:
+        for copy in components(inner._iterations):
+            copy.assign(copy - copy % steps + steps - 1)
 
 
 def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +14,7 @@ from keras_dist_ext._keras import keras
 
 __all__ = [
     "make_mirrored",
+    "seen_as_one_replica",
     "sum_over_replicas",
     "regroup",
     "replica_id",
@@ -50,6 +52,24 @@ def make_mirrored(devices: Sequence[str]) -> tf.distribute.MirroredStrategy:
 _MAKING = threading.Lock()
 _COUNT = itertools.count(1)
 _KEYS_A_STRATEGY = 1000
+
+
+@contextlib.contextmanager
+def seen_as_one_replica() -> Iterator[None]:
+    """Have strategies tell this thread that they have one replica (distribute/distribute_lib.py, `StrategyBase`)."""
+    if "num_replicas_in_sync" not in vars(tf.distribute.Strategy):
+        of_base = tf.distribute.Strategy.num_replicas_in_sync.fget
+        tf.distribute.Strategy.num_replicas_in_sync = property(
+            lambda strategy: 1 if getattr(_thread, "sees_one", False) else of_base(strategy), doc=of_base.__doc__
+        )
+    _thread.sees_one = True
+    try:
+        yield
+    finally:
+        _thread.sees_one = False
+
+
+_thread = threading.local()
 
 
 def sum_over_replicas(values: list[Any]) -> list[Any]:

@@ -6,7 +6,7 @@ import contextlib
 import pathlib
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,7 +18,10 @@ from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs, summary_ops_v2
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
+from keras_dist_ext._keras import keras
+
 __all__ = [
+    "AsideTrace",
     "clone_function",
     "scratch_graph",
     "functions_of_op",
@@ -45,6 +48,37 @@ def clone_function(function: Any) -> Any:
 def scratch_graph(name: str) -> contextlib.AbstractContextManager[Any]:
     """Trace what follows aside, into a graph that nothing runs (tensorflow/python/framework/func_graph.py)."""
     return tf.__internal__.FuncGraph(name).as_default()  # type: ignore[no-any-return]
+
+
+class AsideTrace:
+    """A function of a batch that is traced aside, and of which single numbers may be evaluated.
+
+    Nothing runs but what these numbers are computed from (tensorflow/python/eager/wrap_function.py, ``prune``).
+
+    Args:
+        function: takes a batch.
+        spec: of the batch.
+
+    Attributes:
+        graph: that it was traced to.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], spec: Any) -> None:
+        specs = [one for one in keras.tree.flatten(spec) if one is not None]
+
+        def traced(*leaves: Any) -> None:
+            given = iter(leaves)
+            function(keras.tree.map_structure(lambda one: None if one is None else next(given), spec))
+
+        self._wrapped = tf.compat.v1.wrap_function(traced, specs, name="aside")
+        self._feeds = self._wrapped.inputs[: len(tf.nest.flatten(specs, expand_composites=True))]
+        self.graph = self._wrapped.graph
+
+    def evaluate(self, values: Sequence[tf.Tensor], batches: Sequence[Any]) -> list[list[tf.Tensor]]:
+        """Compute tensors of the graph for each of some batches."""
+        pruned = self._wrapped.prune(self._feeds, list(values))
+        given = [[one for one in keras.tree.flatten(batch) if one is not None] for batch in batches]
+        return [list(pruned(*tf.nest.flatten(leaves, expand_composites=True))) for leaves in given]
 
 
 def functions_of_op(op: tf.Operation) -> list[tf.Graph]:

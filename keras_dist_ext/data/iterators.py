@@ -1,10 +1,36 @@
-"""Release an iterator over a dataset without waiting for its threads."""
+"""Put a batch back to the iterator that it came from, and release an iterator without waiting for its threads."""
 
 import contextlib
 import threading
 from typing import Any
 
-__all__ = ["release_iterator"]
+import tensorflow as tf
+
+__all__ = ["preceded_by", "release_iterator"]
+
+
+def preceded_by(batch: Any, iterator: Any) -> tf.data.Dataset:
+    """Return a dataset, to be read once, of a batch and of what an iterator gives from here on, not a batch ahead."""
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def pull(_: tf.Tensor) -> Any:
+        return iterator.get_next_as_optional()
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def is_there(optional: Any) -> tf.Tensor:
+        return optional.has_value()
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def open_optional(optional: Any) -> Any:
+        return optional.get_value()
+
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    options.experimental_optimization.apply_default_optimizations = False
+    options.experimental_optimization.inject_prefetch = False
+    with tf.device("/device:CPU:0"):
+        rest = tf.data.Dataset.range(tf.int64.max).map(pull).take_while(is_there).map(open_optional)
+        return tf.data.Dataset.from_tensors(batch).concatenate(rest).with_options(options)
 
 
 def release_iterator(held: list[Any]) -> None:

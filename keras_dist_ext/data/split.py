@@ -5,15 +5,17 @@ Letters: N = rows of the global batch, R = replicas in sync, over all workers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy.typing as npt
 import tensorflow as tf
 
 from keras_dist_ext._keras import tree
 from keras_dist_ext.data.graph_checks import require
 from keras_dist_ext.errors import DataError
 
-__all__ = ["num_rows", "replica_rows", "without_optionals"]
+__all__ = ["num_rows", "replica_rows", "take_rows", "without_optionals"]
 
 
 def num_rows(data: Any) -> int | tf.Tensor:
@@ -109,6 +111,22 @@ def _named_leaves(data: Any) -> list[tuple[str, Any]]:
 
 
 _OF_KERAS = ("x", "y", "sample_weight")
+
+
+def take_rows(data: Any, rows: Sequence[int] | npt.NDArray[Any]) -> Any:
+    """Take rows of a batch by their numbers, in that order; what has no rows stays."""
+    index = tf.constant(rows, tf.int64)
+
+    def take(leaf: Any) -> Any:
+        if not _has_rows(leaf):
+            return leaf
+        if isinstance(leaf, tf.SparseTensor):
+            return tf.sparse.concat(
+                0, [tf.sparse.slice(leaf, [i, *[0] * (leaf.shape.rank - 1)], [1, *leaf.shape[1:]]) for i in rows]
+            )
+        return tf.gather(leaf, index)
+
+    return tree.map_structure(take, data)
 
 
 def without_optionals(data: Any) -> Any:

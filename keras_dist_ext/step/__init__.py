@@ -16,6 +16,9 @@ In reading order:
     distributed_model what a step needs of a model, as a type
     means             which numbers are means over examples
     batch_scaling     whether a loss is a mean or a sum over examples
+    measured_exponents  how numbers grow with the examples, where no graph tells
+    lone_replica      a replica that makes a step by itself
+    alike_draws       the same random numbers for each example
     added_losses      what layers give to ``add_loss``
     reduce            sums over replicas
     gather_rows       ``kde.gather_rows``, ``kde.row_indices``: the rows of all replicas

@@ -1,12 +1,14 @@
 """Add up or average, over replicas, what layers give to ``add_loss``.
 
 Where the batch size is a constant of the graph, a loss does not tell its exponent in it (see ``batch_scaling``). So the
-model is traced once on batches of unknown size, without being run. That works for more models than tracing the whole
-step does, because a custom ``train_step`` may need a static batch size.
+model is traced once on batches of unknown size, and run, on a few rows, only where that graph does not tell either.
+That works for more models than tracing the whole step does, because a custom ``train_step`` may need a static batch
+size.
 """
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import tensorflow as tf
@@ -14,10 +16,11 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import current_step, intercept
 from keras_dist_ext._keras.layers import call_with_training, clear_losses, flat_layers, layer_losses
-from keras_dist_ext._keras.tracing import scratch_graph
+from keras_dist_ext._keras.tracing import AsideTrace
 from keras_dist_ext.step.all_rows import rows_of_no_batch
-from keras_dist_ext.step.batch_scaling import batch_exponent
+from keras_dist_ext.step.batch_scaling import read_exponent
 from keras_dist_ext.step.distributed_model import DistributedModel
+from keras_dist_ext.step.measured_exponents import measure_exponents
 from keras_dist_ext.step.replica_step import ReplicaStep
 
 __all__ = ["UnknownLossExponents", "find_exponents", "losses_as_means", "placeholders"]
@@ -52,18 +55,38 @@ def losses_as_means(model: DistributedModel, losses: list[Any]) -> list[Any]:
     return [exact(loss) for loss in losses]
 
 
-def find_exponents(model: DistributedModel, batch_spec: Any, *, training: bool) -> dict[int, list[Any]]:
-    """Trace a model without running it; return the exponents of the losses that each layer adds, by the layer's id."""
-    with scratch_graph("additional_losses"), intercept(None), rows_of_no_batch():
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(placeholders(batch_spec))
-        call_with_training(model, x, training=training)
-        exponents = {
-            id(layer): [batch_exponent(tf.reduce_sum(tf.convert_to_tensor(loss))) for loss in layer_losses(layer)]
-            for layer in flat_layers(model)
-            if layer_losses(layer)
-        }
-    clear_losses(model)
-    return exponents
+def find_exponents(
+    model: DistributedModel, batch_spec: Any, *, training: bool, rows: Any = None
+) -> dict[int, list[Any]]:
+    """Trace a model without running it; return the exponents of the losses that each layer adds, by the layer's id.
+
+    Args:
+        model: the Keras model.
+        batch_spec: of a batch of any number of rows.
+        training: as which it is called.
+        rows: to measure with what the graph does not tell; without, that counts as a mean.
+    """
+    added: dict[int, list[Any]] = {}
+
+    def call(batch: Any) -> None:
+        with intercept(None), rows_of_no_batch():
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            call_with_training(model, x, training=training)
+            for layer in flat_layers(model):
+                losses = [tf.reduce_sum(tf.convert_to_tensor(loss)) for loss in layer_losses(layer)]
+                added.update({id(layer): losses} if losses else {})
+
+    try:
+        trace = AsideTrace(call, batch_spec)
+    finally:
+        clear_losses(model)
+    readings = {id(loss): read_exponent(loss) for losses in added.values() for loss in losses}
+    unknown = [tensor for reading in readings.values() for tensor in reading.unknown]
+    measured = measure_exponents(trace, unknown, rows) if unknown and rows is not None else {}
+    return {
+        layer: [read_exponent(loss, (), measured).exponent or Fraction(0) for loss in losses]
+        for layer, losses in added.items()
+    }
 
 
 def placeholders(batch_spec: Any) -> Any:

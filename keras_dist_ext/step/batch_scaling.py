@@ -2,24 +2,26 @@
 
 A scalar, such as one given to ``add_loss``, does not say how it was reduced. On one device it is used as it is; with
 the batch split over replicas, means must be averaged and sums added. The exponent of a scalar in the batch size says
-which it is: it is 0 for a mean, or a value computed from weights only, and 1 for a sum.
+which it is: it is 0 for a mean, or a value computed from weights only, and 1 for a sum. Where ops do not say what they
+do to the rows (loops, branches, functions, sums over segments), values have to be measured (``measured_exponents``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["additive_terms", "batch_exponent"]
+__all__ = ["Reading", "additive_terms", "batch_exponent", "read_exponent"]
 
 _SAME = {
     "Abs", "Cast", "CheckNumerics", "EnsureShape", "ExpandDims", "Identity", "Neg", "PreventGradient", "Relu",
     "Reshape", "Squeeze", "StopGradient", "Transpose",
 }  # fmt: skip
+_PARTS = {"GatherV2", "Slice", "StridedSlice", "Unpack"}
 _SUMS = {"Add", "AddN", "AddV2", "ConcatV2", "Maximum", "Minimum", "Pack", "SelectV2", "Sub", "Where"}
 _PRODUCTS = {"Mul", "MulNoNan"}
 _QUOTIENTS = {"Div", "DivNoNan", "FloorDiv", "RealDiv"}
@@ -39,7 +41,29 @@ def batch_exponent(value: tf.Tensor, means: Container[int] = ()) -> Fraction:
     Returns:
         0 where the graph does not tell, so that an unknown value counts as a mean.
     """
-    return _Reader(means).exponent(value) or Fraction(0)
+    return read_exponent(value, means).exponent or Fraction(0)
+
+
+class Reading(NamedTuple):
+    """What a graph tells of a scalar."""
+
+    exponent: Fraction | None  # in the batch size; None where it does not tell
+    unknown: list[tf.Tensor]  # those that the scalar is computed from, and of which it does not tell
+
+
+def read_exponent(
+    value: tf.Tensor, means: Container[int] = (), measured: Mapping[int, Fraction] | None = None
+) -> Reading:
+    """Read the exponent of ``value`` in the batch size.
+
+    Args:
+        value: see ``batch_exponent``.
+        means: ...
+        measured: exponents of tensors of which the graph does not tell, by id.
+    """
+    reader = _Reader(means, measured or {})
+    exponent = reader.exponent(value)
+    return Reading(exponent, [] if exponent is not None else reader.unknown)
 
 
 def additive_terms(value: tf.Tensor, means: Container[int] = ()) -> Iterator[tuple[tf.Tensor, int]]:
@@ -67,10 +91,16 @@ def _parts(op: Any) -> list[tuple[tf.Tensor, int]]:
 
 
 class _Reader:
-    """Reads exponents from a graph; None is an unknown one."""
+    """Reads exponents from a graph; None is an unknown one.
 
-    def __init__(self, means: Container[int]) -> None:
+    Attributes:
+        unknown: tensors with an unknown one, of shapes that do not depend on the rows.
+    """
+
+    def __init__(self, means: Container[int], measured: Mapping[int, Fraction]) -> None:
+        self.unknown: list[tf.Tensor] = []
         self._means = means
+        self._measured = measured
         self._known: dict[int, Fraction | None] = {}
 
     def exponent(self, value: Any) -> Fraction | None:
@@ -78,7 +108,12 @@ class _Reader:
             return Fraction(0)
         if id(value) not in self._known:
             self._known[id(value)] = Fraction(0)  # a cycle (a loop in the graph) says nothing
-            self._known[id(value)] = self._of_rows(value) if _has_rows(value) else self._of_op(value)
+            exponent = self._of_rows(value) if _has_rows(value) else self._of_op(value)
+            if exponent is None and _is_static(value) and (value.dtype.is_floating or value.dtype.is_integer):
+                exponent = self._measured.get(id(value))
+                if exponent is None:
+                    self.unknown.append(value)
+            self._known[id(value)] = exponent
         return self._known[id(value)]
 
     def _of_rows(self, value: tf.Tensor) -> Fraction | None:
@@ -86,6 +121,10 @@ class _Reader:
         op = value.op
         if op.type in _PRODUCTS | _QUOTIENTS:
             return self._product(op)
+        if op.type == "MatMul" and _sums_unknown_dimension(op):
+            return None  # of unknown size is what is summed over and what is left: one of them are the rows
+        if op.type in _SAME and self.exponent(op.inputs[0]) is None:
+            return None
         return self.exponent(op.inputs[0]) if op.type in _SAME and _has_rows(op.inputs[0]) else Fraction(0)
 
     def _of_op(self, value: tf.Tensor) -> Fraction | None:
@@ -99,11 +138,13 @@ class _Reader:
             if of_shape:
                 return sum(of_shape, Fraction(0)) if op.type == "Prod" else max(of_shape)
             inner = self.exponent(inputs[0])
+            if op.type == "Sum" and not _has_rows(inputs[0]) and not _is_static(inputs[0]):
+                return None  # the rows may be another dimension
             is_sum = op.type == "Sum" and _has_rows(inputs[0]) and _reduces_rows(op)
             return inner if inner is None else inner + int(is_sum)
         if op.type == "Size":
             return Fraction(int(_has_rows(inputs[0])))
-        if op.type in _SAME:
+        if op.type in _SAME or (op.type in _PARTS and _is_static(inputs[0])):
             return self.exponent(inputs[0])
         if op.type in _SUMS:
             exponents = [self.exponent(i) for i in inputs]
@@ -120,8 +161,8 @@ class _Reader:
             contracted = any(None in i.shape.as_list() for i in inputs if i.shape.rank is not None)
             exponents = [self.exponent(i) for i in inputs]
             known = [exponent for exponent in exponents if exponent is not None]
-            is_sum = contracted and _is_static(value)
-            return sum(known, Fraction(int(is_sum))) if len(known) == len(exponents) else None
+            is_told = not contracted or _is_static(value)
+            return sum(known, Fraction(int(contracted))) if is_told and len(known) == len(exponents) else None
         return Fraction(0) if all(self.exponent(i) == 0 and not _has_rows(i) for i in inputs) else None
 
     def _product(self, op: Any) -> Fraction | None:
@@ -163,6 +204,12 @@ def _has_rows(value: tf.Tensor) -> bool:
 
 def _is_static(value: tf.Tensor) -> bool:
     return value.shape.rank is not None and None not in value.shape.as_list()
+
+
+def _sums_unknown_dimension(matmul: Any) -> bool:
+    one, other = (value.shape for value in matmul.inputs)
+    summed = one[0 if matmul.get_attr("transpose_a") else 1], other[1 if matmul.get_attr("transpose_b") else 0]
+    return summed == (None, None)
 
 
 def _reduces_rows(op: Any) -> bool:

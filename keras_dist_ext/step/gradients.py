@@ -68,6 +68,7 @@ class Gradients:
         gradients = list(gradients)
         variables = list(optimized_variables(optimizer) if variables is None else variables)
         self._observer.on_apply(optimizer, gradients, variables)
+        original = self._observed(original)
         self._reducer.prepare(optimizer, variables, guards=self._guard is not None)
         present = [gradient for gradient in gradients if gradient is not None]
         guard = None if self._guard is None else self._guard.of_step
@@ -83,6 +84,13 @@ class Gradients:
         terms = self._weights.terms(optimizer, present)
         states, values = self._states.take_terms()
         self._reducer.update(Update(optimizer, gradients, variables, original, terms, states, values + found, guard))
+
+    def _observed(self, original: Callable[..., None]) -> Callable[..., None]:
+        def run(gradients: Any, variables: Any) -> None:
+            self._observer.on_update(gradients, variables)
+            original(gradients, variables)
+
+        return run
 
     def reduce(self, gradients: list[Any]) -> list[Any]:
         """Return the gradients of the global batch, the same on every replica."""

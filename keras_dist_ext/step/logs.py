@@ -26,6 +26,7 @@ __all__ = [
     "noted_results",
     "pooled_result",
     "pooled_state",
+    "state_of_first",
 ]
 
 VALUE = object()  # in the plan of a step's logs, among `Result`s: a leaf that no metric holds
@@ -122,8 +123,7 @@ def pooled_state(model: DistributedModel, strategy: tf.distribute.Strategy) -> I
     if strategy.num_replicas_in_sync == 1:
         yield
         return
-    variables = [v for metric in _metrics_in(model) for v in metric.variables if is_sync_on_read(v)]
-    variables = list({id(v): v for v in variables}.values())
+    variables = _pooled(model)
     parts = [[tf.convert_to_tensor(c) for c in components(v)] for v in variables]
     if shares_memory(strategy):
         sums = [tf.add_n(part) for part in parts]
@@ -135,4 +135,18 @@ def pooled_state(model: DistributedModel, strategy: tf.distribute.Strategy) -> I
             for total, part in zip(summed, parts, strict=True)
         ]
     with keras.StatelessScope(state_mapping=list(zip(variables, sums, strict=True))):
+        yield
+
+
+def _pooled(model: DistributedModel) -> list[Any]:
+    """Return the variables of metrics of which each replica holds its own part."""
+    variables = [v for metric in _metrics_in(model) for v in metric.variables if is_sync_on_read(v)]
+    return list({id(v): v for v in variables}.values())
+
+
+@contextlib.contextmanager
+def state_of_first(model: DistributedModel) -> Iterator[None]:
+    """Let reads of the model's metric variables give what the first replica of this worker holds."""
+    variables = _pooled(model)
+    with keras.StatelessScope(state_mapping=[(v, tf.convert_to_tensor(components(v)[0])) for v in variables]):
         yield

@@ -9,16 +9,16 @@ weighted by their rows, is the value on one device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_dist_ext.errors import DataError
-from keras_dist_ext.step.batch_scaling import additive_terms, batch_exponent
+from keras_dist_ext.step.batch_scaling import Reading, additive_terms, read_exponent
 
-__all__ = ["BatchExponents", "Means", "Term", "UnknownExponents"]
+__all__ = ["Asked", "BatchExponents", "Means", "Term", "UnknownExponents"]
 
 
 class UnknownExponents(Exception):
@@ -36,43 +36,72 @@ class Term(NamedTuple):
     exponent: Fraction  # in the batch size: 0 = a mean, 1 = a sum over rows
 
 
+class Asked(NamedTuple):
+    """A scalar that a step traced aside has asked for, as its terms."""
+
+    terms: list[tf.Tensor]
+    readings: list[Reading]
+    means: dict[int, Any]  # what was known to be a mean by then
+
+    def unknown(self) -> list[tf.Tensor]:
+        """Return the tensors that must be measured to know the exponents of the terms."""
+        return [tensor for reading in self.readings for tensor in reading.unknown]
+
+    def exponents(self, measured: Mapping[int, Fraction]) -> list[Fraction | None]:
+        """Return the exponents of the terms, given those of tensors that were measured, by id."""
+        return [
+            reading.exponent if reading.exponent is not None else read_exponent(term, self.means, measured).exponent
+            for term, reading in zip(self.terms, self.readings, strict=True)
+        ]
+
+
 class BatchExponents:
     """The exponents in the batch size of a step's scalars, in the order in which they are needed.
 
-    Learned by tracing the step on batches of unknown size, without running it, where the graph that runs does not tell.
+    Learned by tracing the step on batches of unknown size, where the graph that runs does not tell; what no graph tells
+    is measured on a few rows (see ``measured_exponents``).
     """
 
     def __init__(self) -> None:
         self._learned: list[list[Fraction]] | None = None
-        self._seen: list[list[list[Fraction]]] | None = None  # by replica, while a step is traced aside
+        self._asked: list[Asked] | None = None  # while a step is traced aside
 
     @contextlib.contextmanager
-    def learn(self) -> Iterator[None]:
-        """Learn from the step that is traced meanwhile; after an error, all scalars count as means."""
-        self._seen, self._learned = [], []
+    def learn(self) -> Iterator[list[Asked]]:
+        """Note what the step that is traced meanwhile asks for, to be settled after it."""
+        self._asked = []
         try:
-            yield
-            self._learned = max(self._seen, key=len, default=[])
+            yield self._asked
         finally:
-            self._seen = None
+            self._asked = None
 
     @property
     def are_being_learned(self) -> bool:
         """Whether a step is traced aside, to learn from it."""
-        return self._seen is not None
+        return self._asked is not None
 
-    def new_list(self) -> list[list[Fraction]]:
-        """Return what a replica that is traced puts its answers into."""
-        answers: list[list[Fraction]] = []
-        if self._seen is not None:
-            self._seen.append(answers)
-        return answers
+    def note(self, asked: Asked) -> list[Fraction]:
+        """Note what is asked for; return the exponents as far as they are known by now, 0 where they are not."""
+        assert self._asked is not None
+        answer = self.answer(len(self._asked)) or []
+        self._asked.append(asked)
+        return _filled(asked.exponents({}), answer)
+
+    def settle(self, exponents: Sequence[Sequence[Fraction | None]]) -> None:
+        """Take over what was learned; None counts as a mean."""
+        self._learned = [_filled(each, ()) for each in exponents]
 
     def answer(self, number: int) -> list[Fraction] | None:
         """Return the exponents of the terms of the scalar with this number, if anything was learned at all."""
         if self._learned is None:
             return None
         return self._learned[number] if number < len(self._learned) else []
+
+
+def _filled(exponents: Sequence[Fraction | None], answer: Sequence[Fraction]) -> list[Fraction]:
+    """Return exponents with those of an answer in place of what is None."""
+    others = answer if len(answer) == len(exponents) else [Fraction(0)] * len(exponents)
+    return [other if one is None else one for one, other in zip(exponents, others, strict=True)]
 
 
 class Means:
@@ -87,7 +116,7 @@ class Means:
         self.has_gathered = False  # whether there are rows of all replicas, whose number is as unknown as the own
         self._is_static = isinstance(rows, int)
         self._exponents = exponents
-        self._answers = [] if exponents is None else exponents.new_list()
+        self._num_asked = 0
         self._means: dict[int, Any] = {}  # by id; held, so that no other gets it
         self._asked: dict[int, list[Term]] = {}
 
@@ -123,19 +152,26 @@ class Means:
 
     def _graph_terms(self, value: tf.Tensor) -> list[Term]:
         parts = [(value, 1)] if value.shape.rank else _terms_but_zero(value, self._means)
-        if self._is_static or (self.has_gathered and not self.are_examined):
-            exponents = self._answer()
-            if len(exponents) != len(parts):
-                exponents = [Fraction(0)] * len(parts)
-        else:
-            scalars = [tf.reduce_sum(part) if part.shape.rank else part for part, _ in parts]
-            exponents = [batch_exponent(scalar, self._means) for scalar in scalars]
-            self._answers.append(exponents)
+        is_told = not self._is_static and (not self.has_gathered or self.are_examined)
+        exponents = self._read([part for part, _ in parts]) if is_told else self._answer(len(parts))
         terms = [Term(part, sign, exponent) for (part, sign), exponent in zip(parts, exponents, strict=True)]
         return [Term(value, 1, exponents[0])] if len(set(exponents)) == 1 else terms
 
+    def _read(self, parts: list[tf.Tensor]) -> list[Fraction]:
+        """Read the exponents of terms; of those of which the graph does not tell they were learned."""
+        assert self._exponents is not None
+        scalars = [tf.reduce_sum(part) if part.shape.rank else part for part in parts]
+        readings = [read_exponent(scalar, self._means) for scalar in scalars]
+        if self.are_examined:
+            return self._exponents.note(Asked(scalars, readings, dict(self._means)))
+        exponents = [reading.exponent for reading in readings]
+        if None in exponents:
+            return _filled(exponents, self._answer(len(parts)))
+        self._num_asked += 1
+        return _filled(exponents, ())
+
     def _eager_terms(self, value: Any) -> list[Term]:
-        exponents = set(self._answer() if self._is_learned else [])
+        exponents = set(self._answer(None) if self._is_learned else [])
         if len(exponents) > 1:
             raise DataError(
                 "A step that runs eagerly mixes sum- and mean-reduced loss terms (a penalty on weights counts as a "
@@ -148,13 +184,18 @@ class Means:
     def _is_learned(self) -> bool:
         return self._exponents is not None and self._exponents.answer(0) is not None
 
-    def _answer(self) -> list[Fraction]:
+    def _answer(self, num_terms: int | None) -> list[Fraction]:
+        """Return what was learned of the scalar that is asked for now, of so many terms.
+
+        Raises:
+            UnknownExponents: nothing was learned yet.
+        """
         assert self._exponents is not None
-        exponents = self._exponents.answer(len(self._answers))
+        exponents = self._exponents.answer(self._num_asked)
         if exponents is None:
             raise UnknownExponents
-        self._answers.append(exponents)
-        return exponents
+        self._num_asked += 1
+        return exponents if num_terms in (None, len(exponents)) else [Fraction(0)] * (num_terms or 0)
 
 
 def _terms_but_zero(value: tf.Tensor, means: Container[int]) -> list[tuple[tf.Tensor, int]]:

@@ -32,3 +32,6 @@ class StepObserver:
 
     def on_reduce(self, gradients: Sequence[Any]) -> None:
         """Take note of a replica's gradients that are made global by hand."""
+
+    def on_update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Take note of the gradients of the global batch that an optimizer runs with."""

@@ -24,6 +24,7 @@ In reading order:
     nonfinite         ``kde.NonFinite``
     worker_sync       several workers begin alike and end together
     divergence        find variables whose copies differ
+    gaps              how far replicas are from one device, and what rounding explains
     snapshot          keep the state of a model, and restore it
     loop              ``kde.TrainLoop``
     adoption          ``kde.adopt``, ``kde.clone_model``, ``kde.load_model``

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.datasets import iterator_state, set_iterator_state
-from keras_dist_ext.data.iterators import release_iterator
+from keras_dist_ext.data.iterators import preceded_by, release_iterator
 from keras_dist_ext.strategy.workers import Workers
 
 __all__ = ["BatchReader"]
@@ -63,6 +63,7 @@ class BatchReader:
         self.spec = dataset.element_spec
         if workers is not None:
             self.spec = tree.map_structure(_any_rows, self.spec)
+        self._source: Any = None  # what the iterator reads from, where a batch was put back
         self.ahead: Any = None
         self._has_more = True
         self._waited_seconds = 0.0  # for a batch of this worker's, since that was asked for
@@ -76,7 +77,9 @@ class BatchReader:
 
     def iterator_state(self) -> list[bytes] | None:
         """What the iterator holds; None where TensorFlow cannot save it, or a batch was taken ahead."""
-        return None if self._looks_ahead or not self._is_plain else iterator_state(self.iterator)
+        if self._looks_ahead or not self._is_plain:
+            return None
+        return iterator_state(self.iterator if self._source is None else self._source)
 
     @property
     def is_of_worker(self) -> bool:
@@ -128,9 +131,24 @@ class BatchReader:
         self._look_ahead()
         return batch
 
+    def peek(self) -> Any:
+        """Return the next batch without taking it; None where there is none, or it cannot be looked at."""
+        if self._looks_ahead and not self._is_plain:
+            return self.ahead
+        if self._looks_ahead:
+            return self.ahead.get_value() if self.ahead.has_value() else None
+        if not self._is_plain:
+            return None
+        batch = next(self.iterator, None)
+        if batch is not None:
+            self._source = self.iterator
+            self.iterator = iter(preceded_by(batch, self.iterator))
+        return batch
+
     def close(self) -> None:
         """Release the iterator: no more batches are asked for."""
-        held = [self.iterator]
+        held = [self.iterator, *([] if self._source is None else [self._source])]
+        self._source = None
         del self.iterator
         self.ahead, self._has_more = None, False
         release_iterator(held)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,10 +12,10 @@ from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.models import overrides
 from keras_dist_ext._keras.random import use_global_seed_generator
-from keras_dist_ext._keras.strategies import is_default_strategy, regroup
+from keras_dist_ext._keras.strategies import is_default_strategy, regroup, seen_as_one_replica
 from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext.data import split as data
-from keras_dist_ext.step.added_losses import UnknownLossExponents, find_exponents, placeholders
+from keras_dist_ext.step.added_losses import UnknownLossExponents, find_exponents
 from keras_dist_ext.step.logs import (
     VALUE,
     ComputesWithResults,
@@ -23,8 +23,12 @@ from keras_dist_ext.step.logs import (
     leaf_metrics,
     noted_results,
     pooled_state,
+    state_of_first,
 )
+from keras_dist_ext.step.lone_replica import LoneReplica, is_first_of_worker
 from keras_dist_ext.step.means import BatchExponents
+from keras_dist_ext.step.measured_exponents import learn_exponents
+from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.recorder import StepNote, now, when_updated
 from keras_dist_ext.step.reduce import sum_over_replicas
 from keras_dist_ext.step.reducers import Reducer, reducer_of
@@ -35,7 +39,7 @@ from keras_dist_ext.step.step_buffer import ReplicaRecord, StepBuffer, StepRecor
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
 from keras_dist_ext.step.xla import can_compile, compiled_step
-from keras_dist_ext.training.batch_split import Split, first_row, split_of, split_rows
+from keras_dist_ext.training.batch_split import Split, first_row, is_per_replica, split_of, split_rows
 from keras_dist_ext.training.runtime import ReplicaRuntime
 
 __all__ = ["DistributedStep", "after"]
@@ -51,6 +55,8 @@ class DistributedStep:
     Attributes:
         is_eager: whether it runs as Python.
         loops: whether what is traced makes several steps.
+        first_batch: returns the batch that comes next, without taking it; None where there is none to look at.
+        observer: is told of what steps do while they are traced.
         buffer: takes the records of steps, if they are recorded.
         devices: of this worker's replicas.
     """
@@ -83,6 +89,8 @@ class DistributedStep:
         self.buffer = StepBuffer(self.devices, gradient_norm=self._records_norm) if self._runtime.recorders else None
         self._guard = self._runtime.guard if kind == "train" else None
         self.loops = False  # whether what is traced makes several steps
+        self.first_batch: Callable[[], Any] | None = None
+        self.observer = StepObserver()
         self._exponents: BatchExponents | None = self._runtime.exponents.setdefault(kind, BatchExponents())
 
     def without_xla(self) -> None:
@@ -96,11 +104,8 @@ class DistributedStep:
         """
         if self._exponents is None:
             return
-        loops, self.loops = self.loops, False
-        spec = self._runtime.batch_spec
         try:
-            with self._exponents.learn(), scratch_graph("exponents_of_a_step"):
-                self.run(placeholders(spec))
+            learn_exponents(self._exponents, self._as_if_alike, self._runtime.batch_spec, self._first_rows())
         except ComputesWithResults:
             self._pools_results = True
             self.learn_exponents()
@@ -108,22 +113,69 @@ class DistributedStep:
             raise
         except Exception:  # code that needs a number of rows, or runs eagerly only
             return
-        finally:
-            self.loops = loops
 
     def learn_loss_exponents(self) -> None:
         """Trace the model aside, to learn which losses given to ``add_loss`` are sums over the rows.
 
         A step of the user's own need not call the model on the batch; then they are read from the graph of the step.
         """
-        known = self._runtime.loss_exponents
+        known, spec, training = self._runtime.loss_exponents, self._runtime.batch_spec, self.kind == "train"
         is_own = overrides(self.model, f"{self.kind}_step")
         try:
-            known[self.kind] = find_exponents(self.model, self._runtime.batch_spec, training=self.kind == "train")
+            known[self.kind] = find_exponents(self.model, spec, training=training, rows=self._first_rows())
         except Exception:
             if not is_own:
                 raise
             known[self.kind] = {}
+
+    def _first_rows(self) -> Any:
+        """Return the first batch of what the step is to be made on; None where it is not known."""
+        batch = None if self.first_batch is None else self.first_batch()
+        return None if batch is None or is_per_replica(batch) else data.without_optionals(batch)
+
+    def _as_if_alike(self, rows: Any) -> None:
+        """Run the user's step on one replica, as if all replicas had its rows."""
+        self.run_alone(rows, self.num_replicas if self._virtual is None else self._virtual.count)
+
+    def run_alone(self, rows: Any, num_replicas: int = 1) -> list[tf.Tensor]:
+        """Run the user's step on the first replica of this worker, by itself.
+
+        Args:
+            rows: that it gets, all of them.
+            num_replicas: how many there seem to be, which all have these rows; 1 makes it the one device.
+
+        Returns:
+            The leaves of the logs that no metric holds.
+        """
+        extra: list[tf.Tensor] = []
+        options = StepOptions(
+            kind=self.kind,
+            pools_results=self._pools_results,
+            global_generator=self._global_generator,
+            exponents=self._exponents,
+            observer=self.observer,
+        )
+
+        def replica(rows: Any) -> None:
+            if not is_first_of_worker():
+                return
+            reducer = LoneReplica(self.strategy, num_replicas)
+            num_rows = data.num_rows(rows) if num_replicas > 1 else 1
+            step = ReplicaStep(self.model, num_rows, num_rows * num_replicas, options, reducer, first_row=0)
+            step.begin(rows)
+            seen = contextlib.nullcontext() if num_replicas > 1 else seen_as_one_replica()
+            with use_global_seed_generator(self._global_generator), self._on_devices(), intercept(step), seen:
+                logs = getattr(self.model, f"{self.kind}_step")(rows)
+                self._log_plan, values = self._finish(step, logs, rows)
+            extra.extend(values)
+
+        with self._noted_results():
+            self.strategy.run(replica, args=(rows,))
+        return extra
+
+    def pool_results(self) -> None:
+        """Have the results of metrics in the step be those of all replicas, because it computes with them."""
+        self._pools_results = True
 
     def run(
         self, batch: Any, times: Any = None, *, of_worker: bool = False
@@ -141,7 +193,7 @@ class DistributedStep:
         batch = data.without_optionals(batch)
         split = split_of(batch, of_worker=of_worker)
         num_ops = 0 if tf.executing_eagerly() else len(_graph().get_operations())
-        with contextlib.nullcontext() if self._plain_logs else noted_results(leaf_metrics(self.model)):
+        with self._noted_results():
             there = None if times is None else times[1]
             extra, noted = self.strategy.run(self._replica, args=(batch, split, there))
         local = self.strategy.experimental_local_results
@@ -176,6 +228,7 @@ class DistributedStep:
             note=note,
             guard=guard,
             exponents=self._exponents,
+            observer=self.observer,
         )
         extra = self._extra_of_replica(batch, split, options)
         if guard is not None:
@@ -183,9 +236,7 @@ class DistributedStep:
         return extra, () if note is None else note.record().present
 
     def _extra_of_replica(self, batch: Any, split: Split, options: StepOptions) -> list[tf.Tensor]:
-        placement = self.model.placement
-        on_devices = contextlib.nullcontext() if placement is None else placement.step()
-        with use_global_seed_generator(self._global_generator), on_devices:
+        with use_global_seed_generator(self._global_generator), self._on_devices():
             if self._num_turns:
                 parts, num_global = split_rows(batch, split, self.strategy, self._num_turns)
                 self._log_plan, extra = run_virtual_replicas(
@@ -217,13 +268,24 @@ class DistributedStep:
                 self._log_plan, extra = self.run_user_step(step, batch)
         return extra
 
+    def _noted_results(self) -> contextlib.AbstractContextManager[None]:
+        """Have metrics tell which tensors are their results, where the logs may have others."""
+        return contextlib.nullcontext() if self._plain_logs else noted_results(leaf_metrics(self.model))
+
+    def _on_devices(self) -> contextlib.AbstractContextManager[None]:
+        """Have the parts of a placed model run where they are."""
+        return contextlib.nullcontext() if self.model.placement is None else self.model.placement.step()
+
     def reducer(self) -> Reducer:
         """Return how the replica that is entered meets the others."""
         return reducer_of(self.model, loops=self.loops)
 
     def run_user_step(self, step: ReplicaStep, batch: Any) -> tuple[Any, list[tf.Tensor]]:
         """Run the user's step; return what its logs are, and its part of those that no metric holds."""
-        logs = self._user_step(batch)
+        return self._finish(step, self._user_step(batch), batch)
+
+    def _finish(self, step: ReplicaStep, logs: Any, batch: Any) -> tuple[Any, list[tf.Tensor]]:
+        """End a step that has given logs; see ``run_user_step``."""
         if step.note is not None:
             step.note.end(step.replica_id, data.num_rows(batch), logs)
         if self._plain_logs:
@@ -255,11 +317,18 @@ class DistributedStep:
         if self.num_replicas > 1 and values:
             sums = sum_over_replicas(self.strategy, [regroup(v) for v in values])
             values = [self.strategy.experimental_local_results(s) for s in sums]
-        local = iter([v[0] for v in values])
         with pooled_state(self.model, self.strategy):
-            if self._plain_logs:
-                return self.model.get_metrics_result()
-            return tree.map_structure(lambda leaf: leaf.now() if leaf is not VALUE else next(local), self._log_plan)
+            return self._logs(v[0] for v in values)
+
+    def logs_alone(self, extra: Sequence[tf.Tensor]) -> Any:
+        """Compute the logs of ``run_alone`` from what it has returned, and the state that it has left."""
+        with state_of_first(self.model):
+            return self._logs(iter(extra))
+
+    def _logs(self, values: Iterator[tf.Tensor]) -> Any:
+        if self._plain_logs:
+            return self.model.get_metrics_result()
+        return tree.map_structure(lambda leaf: leaf.now() if leaf is not VALUE else next(values), self._log_plan)
 
 
 def _graph() -> Any:

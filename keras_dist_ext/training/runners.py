@@ -45,21 +45,29 @@ class StepRunner:
         program, runtime = self.program, self.program.model.replica_runtime
         if program.kind == "train":
             runtime.scatter_accumulators()
-        if isinstance(program, StepProgram) and program.is_eager and program.kind not in runtime.loss_exponents:
-            self._prepare_eager(program)
         if isinstance(iterator, Execution):
             run_steps = functools.partial(_run, program, iterator)
+            first_batch = iterator.reader.peek
         else:
             batch = tree.map_structure(_as_tensor, next(iterator))
             self._compare_first_batch(batch)
             run_steps = functools.partial(program.on_batch, batch)
-        while True:
-            try:
-                with as_data_errors():
-                    return run_steps()
-            except _UNPREPARED as unprepared:  # raised while tracing, before any step is made
-                assert isinstance(program, StepProgram)
-                _prepare(program, unprepared)
+            first_batch = functools.partial(_given, batch)
+        if isinstance(program, StepProgram):
+            program.step.first_batch = first_batch
+        try:
+            if isinstance(program, StepProgram) and program.is_eager and program.kind not in runtime.loss_exponents:
+                self._prepare_eager(program)
+            while True:
+                try:
+                    with as_data_errors():
+                        return run_steps()
+                except _UNPREPARED as unprepared:  # raised while tracing, before any step is made
+                    assert isinstance(program, StepProgram)
+                    _prepare(program, unprepared)
+        finally:
+            if isinstance(program, StepProgram):
+                program.step.first_batch = None
 
     def _prepare_eager(self, program: StepProgram) -> None:
         """Learn how numbers grow with the rows now, because an eager step has its batch when it meets the loss."""
@@ -150,6 +158,10 @@ def predictor(program: PredictProgram | CoordinatorProgram) -> Callable[[Any], A
             return program.on_batches([tree.map_structure(_as_tensor, batch) for batch in batches])
 
     return run
+
+
+def _given(batch: Any) -> Any:
+    return batch
 
 
 def _as_tensor(value: Any) -> Any:

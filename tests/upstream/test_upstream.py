@@ -129,7 +129,7 @@ from keras_dist_ext._keras.variables import (
     parameter_server_variable,
     variables_of_module,
 )
-from keras_dist_ext.diagnosis.certificate.sides import RowsAlike
+from keras_dist_ext.step.alike_draws import RowsAlike
 from keras_dist_ext.step.pass_through import PassThrough
 
 X = np.linspace(-1, 1, 12, dtype="float32").reshape(4, 3)

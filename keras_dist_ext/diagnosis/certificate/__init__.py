@@ -7,7 +7,6 @@ In reading order:
     global_batches    the batches that are compared
     lockstep          the same steps on one device and on replicas
     sides             make one step, and read all that it changes
-    gaps              how far replicas are from one device, and what rounding explains
     draws             what random ops draw on each replica
     suspects          find by experiment what makes a difference
 """

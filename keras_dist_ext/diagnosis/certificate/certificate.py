@@ -21,15 +21,16 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.random import intercept_random_ops
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.diagnosis.certificate.draws import Draws, watch_draws
-from keras_dist_ext.diagnosis.certificate.gaps import Gap, as_float
 from keras_dist_ext.diagnosis.certificate.global_batches import global_batches
 from keras_dist_ext.diagnosis.certificate.lockstep import Comparison, Lockstep
-from keras_dist_ext.diagnosis.certificate.sides import RowsAlike, on_one_device
+from keras_dist_ext.diagnosis.certificate.sides import on_one_device
 from keras_dist_ext.diagnosis.certificate.suspects import FIX_OF_STOCK, explain, of_draws, of_gaps
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
+from keras_dist_ext.step.alike_draws import RowsAlike
 from keras_dist_ext.strategy.scope import describe_strategy
+from keras_dist_ext.training.gaps import Gap, as_float
 
 __all__ = ["Certificate", "certify", "check_strategy"]
 

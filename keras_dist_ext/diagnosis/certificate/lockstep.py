@@ -17,12 +17,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras.layers import flat_layers
-from keras_dist_ext.data.split import num_rows
-from keras_dist_ext.diagnosis.certificate.gaps import (
+from keras_dist_ext.data.split import num_rows, take_rows
+from keras_dist_ext.diagnosis.certificate.sides import (
+    Side,
+    State,
+    bounds_of_tensorflow,
+    even_bounds,
+    on_one_device,
+)
+from keras_dist_ext.errors import CertificateError
+from keras_dist_ext.messages import counted
+from keras_dist_ext.step.alike_draws import RowsAlike
+from keras_dist_ext.strategy.scope import describe_strategy
+from keras_dist_ext.training.gaps import (
     LEAST,
-    ROUNDING,
-    Array,
     Gap,
     SlotKind,
     Values,
@@ -30,19 +38,9 @@ from keras_dist_ext.diagnosis.certificate.gaps import (
     difference,
     largest,
     measure,
+    moved_by_rounding,
+    rounding_of,
 )
-from keras_dist_ext.diagnosis.certificate.sides import (
-    RowsAlike,
-    Side,
-    State,
-    bounds_of_tensorflow,
-    even_bounds,
-    on_one_device,
-    rows_at,
-)
-from keras_dist_ext.errors import CertificateError
-from keras_dist_ext.messages import counted
-from keras_dist_ext.strategy.scope import describe_strategy
 
 __all__ = ["Comparison", "Lockstep"]
 
@@ -118,7 +116,7 @@ class Lockstep:
         paths = [path for _, path, _ in self.many.compared]
         self.one.compared = [(part, path, v) for (part, _, v), path in zip(self.one.compared, paths, strict=True)]
         self._slots: dict[str, SlotKind] = {}
-        self.rounding = max([ROUNDING, *(4 * unit for unit in map(_unit, flat_layers(self.many.model)))])
+        self.rounding = rounding_of(self.many.model)
 
     def build_optimizers(self, batch: Any) -> None:
         """Have optimizers make their variables that only do so in a step."""
@@ -142,7 +140,7 @@ class Lockstep:
                 self.draws.step.assign(step)
                 rows = int(num_rows(batch))
                 order = np.random.default_rng(step).permutation(rows)
-                seen = side.step(rows_at(batch, order) if is_reordered else batch, self.bounds(rows))
+                seen = side.step(take_rows(batch, order) if is_reordered else batch, self.bounds(rows))
             ends.append(seen)
         one, *others = ({k: as_float(v[0]) for k, v in end.items() if k[0] == "weights"} for end in ends)
         scale = max([LEAST, *(largest(value) for value in one.values())])
@@ -206,8 +204,8 @@ class Lockstep:
     def _reordered(self, batch: Any, before: State, without: Collection[str]) -> Values:
         """Make the step on one device in another way that is as good: rows reordered, values moved by rounding."""
         random = np.random.default_rng(0)
-        moved = [_moved(value, random) for value in before]
-        return self._on_one_device(rows_at(batch, random.permutation(int(num_rows(batch)))), moved, without)
+        moved = [moved_by_rounding(value, random) for value in before]
+        return self._on_one_device(take_rows(batch, random.permutation(int(num_rows(batch)))), moved, without)
 
     def distance_to_itself(self, comparison: Comparison) -> Gap | None:
         """Make a step of one device again, traced anew; return the largest gap beyond rounding, if any."""
@@ -242,16 +240,3 @@ def _named_as_in(found: Values, values: Values) -> Values:
         return values
     names = dict(zip(own, others, strict=True))
     return {names.get(key, key): value for key, value in values.items()}
-
-
-def _moved(value: Array, random: np.random.Generator) -> Array:
-    """Move each number up or down by a unit of rounding."""
-    if value.dtype.kind != "f":
-        return value
-    signs = random.choice([-1.0, 1.0], size=value.shape)
-    return np.asarray(value * (1.0 + signs * np.finfo(value.dtype).eps)).astype(value.dtype)
-
-
-def _unit(layer: Any) -> float:
-    """The unit of rounding of a layer's dtype, 0 where float32 or finer."""
-    return {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(str(layer.compute_dtype), 0.0)

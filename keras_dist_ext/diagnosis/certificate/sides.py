@@ -11,7 +11,6 @@ import collections
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,16 +22,15 @@ from keras_dist_ext._keras.layers import flat_layers, seed_generators
 from keras_dist_ext._keras.losses import without_parts
 from keras_dist_ext._keras.models import begin_fit, build_as_fit, build_from_batch, metric_results
 from keras_dist_ext._keras.optimizers import GradientSlots, inner_optimizer, optimized_variables, slots_by_attribute
-from keras_dist_ext._keras.random import stateless_random_ops
 from keras_dist_ext._keras.strategies import is_default_strategy, regroup
 from keras_dist_ext._keras.variables import components, is_sync_on_read
-from keras_dist_ext.data.split import num_rows
-from keras_dist_ext.diagnosis.certificate.gaps import Array, Part, SlotKind, Values
+from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_variables
+from keras_dist_ext.training.gaps import Array, Part, SlotKind, Values
 from keras_dist_ext.training.runtime import runtime_of
 
-__all__ = ["RowsAlike", "Side", "State", "bounds_of_tensorflow", "even_bounds", "on_one_device", "rows_at"]
+__all__ = ["Side", "State", "bounds_of_tensorflow", "even_bounds", "on_one_device"]
 
 State = list[Array]
 
@@ -208,7 +206,7 @@ class Side:
         """Have a step traced for any number of rows, as in `fit`: Keras treats no rows otherwise where it knows it."""
         before = self.state()
         for rows in (1, 2):
-            many = rows_at(batch, np.zeros(rows * self.num_replicas, int))
+            many = take_rows(batch, np.zeros(rows * self.num_replicas, int))
             self.model.train_function(
                 iter([self.split(many, even_bounds(rows * self.num_replicas, self.num_replicas))])
             )
@@ -273,74 +271,4 @@ def bounds_of_tensorflow(rows: int, replicas: int) -> list[int]:
 
 def rows_between(batch: Any, start: int, stop: int) -> Any:
     """Cut rows out of a batch; what has no rows stays."""
-    return rows_at(batch, np.arange(start, stop))
-
-
-def rows_at(batch: Any, rows: Array) -> Any:
-    """Take rows of a batch by their numbers, in that order; what has no rows stays."""
-    index = tf.constant(rows, tf.int64)
-
-    def take(leaf: Any) -> Any:
-        if getattr(leaf, "shape", None) is None or not leaf.shape.rank:
-            return leaf
-        if isinstance(leaf, tf.SparseTensor):
-            return tf.sparse.concat(
-                0, [tf.sparse.slice(leaf, [i, *[0] * (leaf.shape.rank - 1)], [1, *leaf.shape[1:]]) for i in rows]
-            )
-        return tf.gather(leaf, index)
-
-    return tree.map_structure(take, batch)
-
-
-class RowsAlike:
-    """Random ops whose rows are all alike, another row at each step: equal on both sides however rows are split.
-
-    A draw of shape [N, ..., d] is one of [1, ..., 1, d], repeated; of shape [N] or [] it is one number. Generators of
-    Keras count on as always. Ops in ``unknown`` are left as they are.
-    """
-
-    def __init__(self) -> None:
-        self.step = tf.Variable(0, trainable=False, dtype=tf.int64)
-        self.has_drawn = False
-        self.unknown: set[str] = set()
-
-    def __call__(self, name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Draw, as ``_keras.random.intercept_random_ops`` asks."""
-        self.has_drawn = True
-        if name in ("stateless_multinomial", "multinomial"):
-            best = tf.argmax(args[0], axis=-1, output_type=kwargs.get("output_dtype") or tf.int64)
-            return tf.tile(best[:, tf.newaxis], [1, args[1]])
-        kind = _KINDS.get(name)
-        if kind is None:
-            self.unknown.add(name)
-            return original(*args, **kwargs)
-        given = dict(zip(kind.arguments, args, strict=False)) | kwargs
-        shape = tf.convert_to_tensor(given["shape"], tf.int32)
-        rank = int(shape.shape[0] or 0)
-        row = shape[:0] if rank <= 1 else tf.concat([tf.ones([rank - 1], tf.int32), shape[-1:]], 0)
-        limits = [given["minval"], given["maxval"]] if "minval" in given else []
-        dtype = [] if limits else [given["dtype"]]
-        key = tf.reshape(tf.cast(self.step.read_value(), tf.uint64), [1])
-        drawn = kind.draw(row, key, tf.zeros([2], tf.uint64), tf.constant(1), *limits, *dtype)
-        return tf.broadcast_to(drawn, shape)
-
-
-@dataclass(frozen=True)
-class _Kind:
-    arguments: tuple[str, ...]
-    draw: Callable[..., Any]
-
-
-_KEY = ("key", "counter", "alg")
-_SEED = ("seed", "seed2")
-_uniform, _normal, _truncated, _integers = stateless_random_ops()
-_KINDS = {
-    "stateless_random_uniform_v2": _Kind(("shape", *_KEY, "dtype"), _uniform),
-    "stateless_random_normal_v2": _Kind(("shape", *_KEY, "dtype"), _normal),
-    "stateless_truncated_normal_v2": _Kind(("shape", *_KEY, "dtype"), _truncated),
-    "stateless_random_uniform_int_v2": _Kind(("shape", *_KEY, "minval", "maxval"), _integers),
-    "random_uniform": _Kind(("shape", "dtype", *_SEED), _uniform),
-    "random_standard_normal": _Kind(("shape", "dtype", *_SEED), _normal),
-    "truncated_normal": _Kind(("shape", "dtype", *_SEED), _truncated),
-    "random_uniform_int": _Kind(("shape", "minval", "maxval", *_SEED), _integers),
-}
+    return take_rows(batch, np.arange(start, stop))

@@ -14,14 +14,14 @@ import numpy as np
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
-from keras_dist_ext.data.split import num_rows
+from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.diagnosis.certificate.draws import Draws
-from keras_dist_ext.diagnosis.certificate.gaps import Gap
 from keras_dist_ext.diagnosis.certificate.lockstep import Comparison, Lockstep
-from keras_dist_ext.diagnosis.certificate.sides import even_bounds, rows_at
+from keras_dist_ext.diagnosis.certificate.sides import even_bounds
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers
+from keras_dist_ext.training.gaps import Gap
 
 __all__ = ["explain", "of_draws", "of_gaps"]
 
@@ -83,7 +83,7 @@ class _Suspects:
 
     def again(self, of: Comparison, *, rows: Any = None, without: Sequence[str] = ()) -> Comparison:
         """Make a step again; with ``rows``, on these rows of its batch, split evenly."""
-        batch = of.batch if rows is None else rows_at(of.batch, rows)
+        batch = of.batch if rows is None else take_rows(of.batch, rows)
         bounds = None if rows is None else even_bounds(int(num_rows(batch)), self._replicas)
         return self.lockstep.compare(batch, of.step, before=of.before, bounds=bounds, without=without)
 

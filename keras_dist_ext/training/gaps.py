@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keras_dist_ext._keras.layers import flat_layers
+
 __all__ = [
     "LEAST",
     "ROUNDING",
@@ -39,6 +41,8 @@ __all__ = [
     "difference",
     "largest",
     "measure",
+    "moved_by_rounding",
+    "rounding_of",
 ]
 
 Array = npt.NDArray[Any]
@@ -169,3 +173,21 @@ def difference(one: Array, other: Array) -> Array:
         apart = np.abs(one - other)
     both = ~np.isfinite(one) & ~np.isfinite(other)
     return np.where(both, 0.0, np.nan_to_num(apart, nan=np.inf, posinf=np.inf))
+
+
+def moved_by_rounding(value: Array, random: np.random.Generator) -> Array:
+    """Move each number up or down by a unit of rounding."""
+    if value.dtype.kind != "f":
+        return value
+    signs = random.choice([-1.0, 1.0], size=value.shape)
+    return np.asarray(value * (1.0 + signs * np.finfo(value.dtype).eps)).astype(value.dtype)
+
+
+def _unit(layer: Any) -> float:
+    """The unit of rounding of a layer's dtype, 0 where float32 or finer."""
+    return {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(str(layer.compute_dtype), 0.0)
+
+
+def rounding_of(model: Any) -> float:
+    """Return the least bound for a model, relative: more where its layers compute in less than float32."""
+    return max([ROUNDING, *(4 * unit for unit in map(_unit, flat_layers(model)))])

@@ -1,0 +1,67 @@
+"""Draw the same random numbers for each row of a batch, so that a step does not depend on how its rows are split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext._keras.random import stateless_random_ops
+
+__all__ = ["RowsAlike"]
+
+
+class RowsAlike:
+    """Random ops whose rows are all alike, another row at each step: equal on both sides however rows are split.
+
+    A draw of shape [N, ..., d] is one of [1, ..., 1, d], repeated; of shape [N] or [] it is one number. Generators of
+    Keras count on as always. Ops in ``unknown`` are left as they are.
+    """
+
+    def __init__(self) -> None:
+        self.step = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self.has_drawn = False
+        self.unknown: set[str] = set()
+
+    def __call__(self, name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Draw, as ``_keras.random.intercept_random_ops`` asks."""
+        self.has_drawn = True
+        if name in ("stateless_multinomial", "multinomial"):
+            best = tf.argmax(args[0], axis=-1, output_type=kwargs.get("output_dtype") or tf.int64)
+            return tf.tile(best[:, tf.newaxis], [1, args[1]])
+        kind = _KINDS.get(name)
+        if kind is None:
+            self.unknown.add(name)
+            return original(*args, **kwargs)
+        given = dict(zip(kind.arguments, args, strict=False)) | kwargs
+        shape = tf.convert_to_tensor(given["shape"], tf.int32)
+        rank = int(shape.shape[0] or 0)
+        row = shape[:0] if rank <= 1 else tf.concat([tf.ones([rank - 1], tf.int32), shape[-1:]], 0)
+        limits = [given["minval"], given["maxval"]] if "minval" in given else []
+        dtype = [] if limits else [given["dtype"]]
+        key = tf.reshape(tf.cast(self.step.read_value(), tf.uint64), [1])
+        drawn = kind.draw(row, key, tf.zeros([2], tf.uint64), tf.constant(1), *limits, *dtype)
+        return tf.broadcast_to(drawn, shape)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    arguments: tuple[str, ...]
+    draw: Callable[..., Any]
+
+
+_KEY = ("key", "counter", "alg")
+_SEED = ("seed", "seed2")
+_uniform, _normal, _truncated, _integers = stateless_random_ops()
+_KINDS = {
+    "stateless_random_uniform_v2": _Kind(("shape", *_KEY, "dtype"), _uniform),
+    "stateless_random_normal_v2": _Kind(("shape", *_KEY, "dtype"), _normal),
+    "stateless_truncated_normal_v2": _Kind(("shape", *_KEY, "dtype"), _truncated),
+    "stateless_random_uniform_int_v2": _Kind(("shape", *_KEY, "minval", "maxval"), _integers),
+    "random_uniform": _Kind(("shape", "dtype", *_SEED), _uniform),
+    "random_standard_normal": _Kind(("shape", "dtype", *_SEED), _normal),
+    "truncated_normal": _Kind(("shape", "dtype", *_SEED), _truncated),
+    "random_uniform_int": _Kind(("shape", "minval", "maxval", *_SEED), _integers),
+}

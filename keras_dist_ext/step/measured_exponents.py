@@ -1,0 +1,93 @@
+"""Measure how numbers of a graph grow with the rows of a batch, where their ops do not tell.
+
+The graph is evaluated on a few rows, and on these repeated k times: a number that is k**exponent times as large has
+that exponent in the batch size (see ``batch_scaling``). Only what the numbers are computed from runs, so nothing is
+assigned but what they are read from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from keras_dist_ext._keras.tracing import AsideTrace
+from keras_dist_ext.data.split import num_rows, take_rows
+from keras_dist_ext.step.means import BatchExponents
+
+__all__ = ["learn_exponents", "measure_exponents"]
+
+_MOST_TRACES = 3
+_REPEATS = (1, 2, 3)
+_MOST_ROWS = 4  # that are repeated
+_TOLERANCE = 0.02  # of an exponent, which is a whole number or a half; float16 has 1e-3
+
+
+def learn_exponents(exponents: BatchExponents, step: Callable[[Any], None], spec: Any, batch: Any) -> None:
+    """Learn the exponents of a step's scalars by tracing it aside, and by measuring what the graph does not tell.
+
+    Args:
+        exponents: of the step.
+        step: runs it on a batch, as if all replicas had these rows.
+        spec: of a batch of any number of rows.
+        batch: the rows to measure with; None leaves unknown what has to be measured.
+    """
+    if exponents.answer(0) is None:
+        exponents.settle([])  # and so it stays where the step cannot be traced: all count as means
+    for _ in range(_MOST_TRACES):
+        with exponents.learn() as asked:
+            trace = AsideTrace(step, spec)
+        unknown = [tensor for one in asked for tensor in one.unknown()]
+        measured = measure_exponents(trace, unknown, batch) if unknown and batch is not None else {}
+        found = [one.exponents(measured) for one in asked]
+        exponents.settle(found)
+        if not measured or not any(None in one for one in found):
+            return  # else what was found now may be what the others are computed with
+
+
+def measure_exponents(trace: AsideTrace, values: Sequence[tf.Tensor], batch: Any) -> dict[int, Fraction]:
+    """Return the exponents of tensors in the batch size, by id, of those that grow with a power of it.
+
+    Args:
+        trace: the graph, a function of a batch.
+        values: of that graph, of shapes that do not depend on the rows. Those of functions in it are left out.
+        batch: rows to evaluate it on, of which the first few are taken.
+    """
+    values = [value for value in values if value.graph is trace.graph]
+    rows = min(int(num_rows(batch)), _MOST_ROWS)
+    if not values or not rows:
+        return {}
+    repeated = [take_rows(batch, np.tile(np.arange(rows), k)) for k in _REPEATS]
+    try:
+        seen = trace.evaluate(values, repeated)
+    except tf.errors.OpError:  # one of them asks for rows that are not there, as those of other replicas
+        if len(values) == 1:
+            return {}
+        return {key: one for value in values for key, one in measure_exponents(trace, [value], batch).items()}
+    arrays = [[np.asarray(value, np.float64) for value in found] for found in seen]
+    exponents = {id(value): _power(found) for value, *found in zip(values, *arrays, strict=True)}
+    return {key: exponent for key, exponent in exponents.items() if exponent is not None}
+
+
+def _power(found: Sequence[npt.NDArray[np.float64]]) -> Fraction | None:
+    """The power of k with which all entries grow; None where they grow otherwise, or are 0 or not finite."""
+    once, *others = found
+    counts = np.isfinite(once) & (once != 0)
+    if not counts.any() or not all(np.isfinite(other[counts]).all() for other in others):
+        return None
+    powers = set()
+    for other, k in zip(others, _REPEATS[1:], strict=True):
+        ratios = other[counts] / once[counts]
+        if (ratios <= 0).any():
+            return None
+        exact = np.log(ratios) / math.log(k)
+        nearest = np.round(2 * exact) / 2
+        if (np.abs(exact - nearest) > _TOLERANCE).any():
+            return None
+        powers.update(nearest)
+    return Fraction(powers.pop()) if len(powers) == 1 else None
