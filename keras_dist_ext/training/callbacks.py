@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext import arguments
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.callbacks import LateCallbackList
 from keras_dist_ext._keras.layers import flat_layers, seed_generators
 from keras_dist_ext._keras.strategies import is_default_strategy
@@ -19,9 +20,6 @@ from keras_dist_ext.strategy.given import checked_strategy
 from keras_dist_ext.strategy.scope import check_scope
 from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.training.runtime import runtime_of
-
-if TYPE_CHECKING:
-    from keras_dist_ext.training.model import Model
 
 __all__ = ["ReplicaSeeds", "RunCallbackList", "ScopeGuard"]
 
@@ -114,7 +112,7 @@ class ReplicaSeeds(RunCallback):
         """See ``RunCallback``."""
         return {"seed": self.seed}
 
-    def on_run_prepare(self, model: Model) -> None:
+    def on_run_prepare(self, model: keras.Model) -> None:
         """Have the model begin its next run with the seed."""
         seeds_of(model).wanted = self.seed
         if self.enable_op_determinism:
@@ -142,7 +140,7 @@ class RunCallbackList(LateCallbackList):
     A ``RunCallback`` has hooks that come before or after those of all others, wherever it stands in the list.
     """
 
-    def __init__(self, callbacks: Any, model: Model, *, verbose: Any, epochs: int, add_history: bool) -> None:
+    def __init__(self, callbacks: Any, model: keras.Model, *, verbose: Any, epochs: int, add_history: bool) -> None:
         self._arguments = {"callbacks": callbacks, "model": model, "verbose": verbose, "epochs": epochs}
         self._arguments |= {"add_history": add_history, "add_progbar": verbose != 0}
         self._is_set_up = False

@@ -9,7 +9,7 @@ Letters: V = variables; L = replicas of this worker; R = replicas in sync, over 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +21,10 @@ from keras_dist_ext._keras.optimizers import accumulated_gradients
 from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read, local_component
 from keras_dist_ext.findings import FindingRecord
+from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.strategy.workers import Workers, workers_of
-
-if TYPE_CHECKING:
-    from keras_dist_ext.training.model import Model
 
 __all__ = ["Divergence"]
 
@@ -40,7 +38,7 @@ class Divergence:
         model: of this package.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: DistributedModel) -> None:
         self._model = model
         self._strategy: tf.distribute.Strategy = model.distribute_strategy
         self._workers: Workers | None = workers_of(self._strategy)
@@ -111,7 +109,7 @@ class Divergence:
         return f"; up to {np.abs(first - other).max():.3g} apart"
 
 
-def _variables(model: Model) -> list[tuple[str, Any]]:
+def _variables(model: DistributedModel) -> list[tuple[str, Any]]:
     """Return the variables whose copies must be equal, with their paths, in the order in which a model computes."""
     skipped = {id(variable) for variable in model.metrics_variables}
     found = [(variable.path, variable) for variable in model.variables]

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext import arguments
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.errors import CallbackError, NonFiniteError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.step.nan_guard import DATA, GRADIENTS, LOSS, BadStep, Guard
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.run_callback import RunCallback
-
-if TYPE_CHECKING:
-    from keras_dist_ext.training.model import Model
 
 __all__ = ["LeftOut", "NonFinite"]
 
@@ -84,7 +82,7 @@ class NonFinite(RunCallback):
         """See ``RunCallback``."""
         return {"action": self.action, "most_in_a_row": self.most_in_a_row}
 
-    def on_run_prepare(self, model: Model) -> None:
+    def on_run_prepare(self, model: keras.Model) -> None:
         """Have the steps of the run that is about to begin guarded."""
         strategy = model.distribute_strategy
         if isinstance(strategy, tf.distribute.ParameterServerStrategy | tf.distribute.TPUStrategy):

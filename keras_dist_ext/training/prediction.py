@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import tree
+from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.layers import clear_losses
 from keras_dist_ext._keras.random import use_global_seed_generator
@@ -26,16 +26,13 @@ from keras_dist_ext.step.xla import can_compile, compiled
 from keras_dist_ext.training.batch_spec import any_number_of_rows
 from keras_dist_ext.training.batch_split import Split, first_row, rows_of_replica, split_of
 
-if TYPE_CHECKING:
-    from keras_dist_ext.training.model import Model
-
 __all__ = ["PredictProgram", "concat_outputs", "concat_replicas"]
 
 
 class PredictProgram:
     """The compiled ``predict_step`` over all replicas, its rows in the order of the batch."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self.model = model
         self.strategy: tf.distribute.Strategy = model.distribute_strategy
         is_seeded = model.replica_runtime.seeds.root is not None

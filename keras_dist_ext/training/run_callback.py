@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keras_dist_ext._keras import keras, tree
-
-if TYPE_CHECKING:  # these import this module
-    from keras_dist_ext.training.epoch_data import EpochData
-    from keras_dist_ext.training.model import Model
 
 __all__ = ["RunCallback", "callbacks_in", "callbacks_of_all_workers"]
 
@@ -51,7 +47,7 @@ class RunCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     supports_multi_step: bool = False
 
-    def on_run_prepare(self, model: Model) -> None:
+    def on_run_prepare(self, model: keras.Model) -> None:
         """Prepare a run that is about to begin; here ``model.add_recorder`` and ``model.guard_steps`` may be called.
 
         With several workers, all must have the same callbacks that override this, since it may change what is
@@ -61,7 +57,7 @@ class RunCallback(keras.callbacks.Callback):  # type: ignore[misc]
             model: that will run.
         """
 
-    def on_run_begin(self, callbacks: Sequence[keras.callbacks.Callback], data: EpochData | None) -> None:
+    def on_run_begin(self, callbacks: Sequence[keras.callbacks.Callback], data: Any) -> None:
         """Look at the other callbacks, and at the data, when the model is built.
 
         Args:

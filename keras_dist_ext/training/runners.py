@@ -6,11 +6,11 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import tree
+from keras_dist_ext._keras import keras, tree
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.data.graph_checks import as_data_errors
 from keras_dist_ext.step.added_losses import UnknownLossExponents
@@ -22,9 +22,6 @@ from keras_dist_ext.training.batch_reader import BatchReader
 from keras_dist_ext.training.execution import Execution
 from keras_dist_ext.training.prediction import PredictProgram, concat_outputs
 from keras_dist_ext.training.program import StepProgram
-
-if TYPE_CHECKING:
-    from keras_dist_ext.training.model import Model
 
 __all__ = ["CoordinatorProgram", "StepRunner", "predictor"]
 
@@ -171,7 +168,7 @@ def _as_tensor(value: Any) -> Any:
 class CoordinatorProgram:
     """Steps that the workers of a ParameterServerStrategy make, each on its own batch."""
 
-    def __init__(self, model: Model, kind: Literal["train", "test", "predict"]) -> None:
+    def __init__(self, model: keras.Model, kind: Literal["train", "test", "predict"]) -> None:
         self.model = model
         self.kind = kind
         self.strategy = model.distribute_strategy

@@ -13,6 +13,7 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.optimizers import accumulated_gradients, inner_optimizer, num_batches_used
 from keras_dist_ext._keras.strategies import strategy_of_model
 from keras_dist_ext.cluster import heartbeat
+from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.nan_guard import Guard
 from keras_dist_ext.step.recorder import Recorder
@@ -28,7 +29,6 @@ from keras_dist_ext.training.run_callback import RunCallback, callbacks_in
 from keras_dist_ext.training.worker_sync import StopSignal
 
 if TYPE_CHECKING:
-    from keras_dist_ext.training.model import Model
     from keras_dist_ext.training.parameter_server.coordinator import Coordinator
 
 __all__ = ["ReplicaRuntime", "runtime_of"]
@@ -57,7 +57,7 @@ class ReplicaRuntime:
         accumulators_are_split: whether each replica holds a part of the gradients that are being accumulated.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self.model = model
         self.seeds = Seeds(model)
         self.stop = StopSignal()
@@ -244,7 +244,7 @@ def runtime_of(model: keras.Model) -> ReplicaRuntime | None:
     return runtime if isinstance(runtime, ReplicaRuntime) else None
 
 
-def _accumulating(model: Model) -> list[Any]:
+def _accumulating(model: DistributedModel) -> list[Any]:
     """The optimizers of a model that are in the middle of an accumulation of gradients."""
     found = [inner_optimizer(optimizer) for _, optimizer in optimizers(model)]
     return [
