@@ -22,6 +22,7 @@ In reading order:
     callbacks         ``kde.ScopeGuard`` and ``kde.ReplicaSeeds``
     actions           ``kde.every``, ``kde.on_improvement``, ``kde.on_preemption``
     nonfinite         ``kde.NonFinite``
+    stop_signal       a wish to end a run, followed by all workers after the same step
     worker_sync       several workers begin alike and end together
     divergence        find variables whose copies differ
     gaps              how far replicas are from one device, and what rounding explains

@@ -143,6 +143,8 @@ class RunCallbackList(LateCallbackList):
     def __init__(self, callbacks: Any, model: keras.Model, *, verbose: Any, epochs: int, add_history: bool) -> None:
         self._arguments = {"callbacks": callbacks, "model": model, "verbose": verbose, "epochs": epochs}
         self._arguments |= {"add_history": add_history, "add_progbar": verbose != 0}
+        self._runtime = model.replica_runtime
+        self._stops = model.replica_runtime.stops
         self._is_set_up = False
         self._run_callbacks: list[RunCallback] = []
         self._on_execution_end: list[Callable[[], None]] = []  # only those that do something: they are called often
@@ -164,17 +166,24 @@ class RunCallbackList(LateCallbackList):
         for callback in self._run_callbacks:
             callback.on_after_epoch_begin()
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Begin an execution of training."""
+        with self._stops["train"].shown():
+            super().on_train_batch_begin(batch, logs)
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """End an execution of training at the batch that was its last."""
-        super().on_train_batch_end(min(batch, self.data.last_step), logs)
-        for on_execution_end in self._on_execution_end:
-            on_execution_end()
+        with self._stops["train"].shown():
+            super().on_train_batch_end(min(batch, self.data.last_step), logs)
+            for on_execution_end in self._on_execution_end:
+                on_execution_end()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """End an epoch."""
         super().on_epoch_end(epoch, logs)
         for callback in self._run_callbacks:
             callback.on_after_epoch_end(epoch)
+        self._runtime.agree_on_stop()  # also where one of these has asked for it
 
     def on_train_end(self, logs: Any = None) -> None:
         """End training."""
@@ -187,9 +196,15 @@ class RunCallbackList(LateCallbackList):
         self._set_up()
         super().on_test_begin(logs)
 
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Begin an execution of evaluation."""
+        with self._stops["test"].shown():
+            super().on_test_batch_begin(batch, logs)
+
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """End an execution of evaluation at the batch that was its last."""
-        super().on_test_batch_end(min(batch, (self.test_data or self.data).last_step), logs)
+        with self._stops["test"].shown():
+            super().on_test_batch_end(min(batch, (self.test_data or self.data).last_step), logs)
 
     def _set_up(self) -> None:
         if not self._is_set_up:

@@ -72,6 +72,7 @@ class EpochData(CustomEpochIterator):
         super().__init__(**arguments)
         self._runtime = runtime
         self._kind: Kind | Literal["predict"] = kind
+        self._stop = runtime.stops[kind]
         self._sizer = sizer
         strategy = runtime.strategy
         workers = self._workers = workers_of(strategy)
@@ -291,6 +292,7 @@ class EpochData(CustomEpochIterator):
             self._begin_pass(seed, start)
         step = 0 if start is None else start.step
         known = self._reader is not None and self._reader.length_is_known
+        has_begun = False  # an epoch that has begun makes a step, whatever was asked for before
         target = self.steps_per_epoch or (length if known else None)
         while not target or step < target:  # no batch at all is an error too
             reader = self._reader
@@ -298,12 +300,14 @@ class EpochData(CustomEpochIterator):
             num_steps = self._sizer.num_steps if target is None else min(self._sizer.num_steps, target - step)
             if length is not None and reader.length_is_known:
                 num_steps = min(num_steps, length - self.num_read)
+            if self._stop.is_requested and self._sizer.follows_clock:
+                num_steps = 1
             num_steps, self.agreed_wish = self.plan(num_steps)
             if self._workers is not None:
-                stop, num_steps = self._agree_on_steps(num_steps)
-                if stop:
-                    self._runtime.stop.confirm()
-                    break
+                must_stop, num_steps = self._agree_on_steps(num_steps)
+                if must_stop and has_begun:
+                    self._stop.request(True)
+                    return
             if num_steps == 0 or not reader.has_more:
                 if step == 0 and self.num_read == 0:
                     raise DataError("The dataset has no batch: there is nothing to compute.")
@@ -313,19 +317,25 @@ class EpochData(CustomEpochIterator):
                 break
             execution = self._execution = Execution(reader, num_steps, self._num_batches_used + 1)
             self._first_step = step
-            self._is_running = True
+            self._is_running = has_begun = True
+            if self._workers is not None:
+                self._stop.defer()
             yield step, step + num_steps - 1, execution
-            self._is_running = False
+            self._end_execution()
             self._sizer.record(execution.num_made, execution.seconds)
             step += execution.num_made
-            self.num_read += execution.num_made
-            self._num_batches_used += execution.num_made
         if self.steps_per_epoch is None or (length is not None and known and self.num_read >= length):
             self.close()
         self._num_epochs += 1
-        heartbeat.data_ends()
-        self._runtime.end_epoch()
         self.data_adapter.on_epoch_end()
+
+    def _end_execution(self) -> None:
+        """Count the steps of the execution that was under way."""
+        self._stop.show()
+        if self._is_running:
+            self._is_running = False
+            self.num_read += self._execution.num_made
+            self._num_batches_used += self._execution.num_made
 
     def _begin_pass(self, seed: int | None, start: Position | None = None) -> None:
         self.close()
@@ -364,15 +374,18 @@ class EpochData(CustomEpochIterator):
 
     def _agree_on_steps(self, num_steps: int) -> tuple[bool, int]:
         assert self._workers is not None
-        stop, wish = float(self._runtime.wants_stop(self._kind)), float(self.agreed_wish)
+        stop, wish = float(self._stop.is_requested), float(self.agreed_wish)
         stops, wishes, steps = self._workers.sum([stop, wish, float(num_steps) if self._workers.is_chief else 0.0])
         self.agreed_wish = int(wishes)
-        return stops > 0, int(steps)
+        return stops > 0, 1 if stops > 0 and self._sizer.follows_clock else int(steps)
 
     @contextlib.contextmanager
     def catch_stop_iteration(self) -> Iterator[None]:
-        """Let everything through: a pass ends where ``EpochData`` says so."""
+        """Let everything through: a pass ends where ``EpochData`` says so. End an epoch however its loop was left."""
         yield
+        self._end_execution()
+        heartbeat.data_ends()
+        self._runtime.end_epoch()
 
 
 def _sample_of(adapter: Any) -> int | None:

@@ -49,7 +49,8 @@ from keras_dist_ext.training.prediction import PredictProgram
 from keras_dist_ext.training.program import StepProgram
 from keras_dist_ext.training.run_callback import callbacks_of_all_workers
 from keras_dist_ext.training.runners import CoordinatorProgram, StepRunner, predictor
-from keras_dist_ext.training.runtime import ReplicaRuntime, runtime_of
+from keras_dist_ext.training.runtime import ReplicaRuntime, runtime_of, stop_attribute
+from keras_dist_ext.training.stop_signal import shown_to
 from keras_dist_ext.training.worker_sync import WorkerSync, callbacks_of_worker, without_collectives
 
 __all__ = ["OWN_CLASSES", "Functional", "Model", "Sequential"]
@@ -296,14 +297,9 @@ class Model(HookedModel, metaclass=Scoped):
 
     # Keras' loops over our data
 
-    @property
-    def stop_training(self) -> bool:
-        """Whether training ends; with several workers only once all of them know that one has asked for it."""
-        return self.replica_runtime.stop.is_set
-
-    @stop_training.setter
-    def stop_training(self, value: bool) -> None:
-        self.replica_runtime.stop.request(value)
+    stop_training = stop_attribute("train")
+    stop_evaluating = stop_attribute("test")
+    stop_predicting = stop_attribute("predict")
 
     @contextlib.contextmanager
     def _epoch_data(self, sizers: Mapping[Any, ExecutionSizer], callbacks: Any) -> Iterator[None]:
@@ -414,12 +410,10 @@ class Model(HookedModel, metaclass=Scoped):
                 epochs = call.arguments.get("epochs", 1)
                 callbacks = RunCallbackList(callbacks, self, verbose=verbose, epochs=epochs, add_history=True)
             call.arguments["callbacks"] = callbacks
-            runtime.stop.needs_confirmation = workers is not None
             try:
                 with self._epoch_data(sizers, callbacks):
                     return super().fit(*call.args[1:], **call.kwargs)
             finally:
-                runtime.stop.needs_confirmation = False
                 self.replica_seeds.end()
 
     @_documented_as(keras.Model.evaluate)
@@ -454,8 +448,12 @@ class Model(HookedModel, metaclass=Scoped):
         workers = workers_of(self.distribute_strategy)
         with self.replica_runtime.prepared(call.arguments.get("callbacks")):
             self.replica_seeds.begin()
-            if workers is not None and not workers.is_chief:
-                call.arguments["verbose"] = 0
+            if workers is not None:
+                if not workers.is_chief:
+                    call.arguments["verbose"] = 0
+                if not isinstance(call.arguments.get("callbacks"), keras.callbacks.CallbackList):
+                    stop = self.replica_runtime.stops["predict"]
+                    call.arguments["callbacks"] = shown_to(call.arguments.get("callbacks"), stop)
             ahead = 64 if self._is_asynchronous else 1
             sizer = ExecutionSizer(max(ahead, self.steps_per_execution))
             with self._epoch_data({"predict": sizer}, None):

@@ -26,12 +26,12 @@ from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.building import build_for_run
 from keras_dist_ext.training.divergence import Divergence
 from keras_dist_ext.training.run_callback import RunCallback, callbacks_in
-from keras_dist_ext.training.worker_sync import StopSignal
+from keras_dist_ext.training.stop_signal import StopSignal
 
 if TYPE_CHECKING:
     from keras_dist_ext.training.parameter_server.coordinator import Coordinator
 
-__all__ = ["ReplicaRuntime", "runtime_of"]
+__all__ = ["ReplicaRuntime", "runtime_of", "stop_attribute"]
 
 
 class ReplicaRuntime:
@@ -43,7 +43,7 @@ class ReplicaRuntime:
     Attributes:
         model: see above.
         seeds: of the model's random generators.
-        stop: the wish to end training, and whether all workers know of it.
+        stops: the wishes to end training, an evaluation or a prediction.
         recorders: of the steps of the run that is under way.
         guard: of those steps, if they are guarded.
         functions: what Keras calls for each execution, by the kind of step, then by what its steps record.
@@ -60,7 +60,11 @@ class ReplicaRuntime:
     def __init__(self, model: keras.Model) -> None:
         self.model = model
         self.seeds = Seeds(model)
-        self.stop = StopSignal()
+        self.stops: dict[Kind | Literal["predict"], StopSignal] = {
+            "train": StopSignal(),
+            "test": StopSignal(),
+            "predict": StopSignal(),
+        }
         self.recorders: tuple[Recorder, ...] = ()
         self.guard: Guard | None = None
         self.functions: dict[str, dict[tuple[bool, ...], Callable[[Any], Any]]] = {"train": {}, "test": {}}
@@ -180,14 +184,14 @@ class ReplicaRuntime:
         return (
             (self, ("accumulators_are_split", "recorders")),
             (self.seeds, ("num_passes", "_is_to_begin", "wanted")),
-            (self.stop, ("is_requested", "is_confirmed")),
+            *((stop, ("is_requested",)) for stop in self.stops.values()),
         )
 
-    def wants_stop(self, kind: Kind | Literal["predict"]) -> bool:
-        """Whether a callback of this worker has asked to end a run of this kind."""
-        if kind == "train":
-            return self.stop.is_requested
-        return bool(getattr(self.model, "stop_evaluating" if kind == "test" else "stop_predicting", False))
+    def agree_on_stop(self) -> None:
+        """Have training end on all workers if a callback of one has asked for it; all must call it."""
+        workers, stop = workers_of(self.strategy), self.stops["train"]
+        if workers is not None and workers.sum([float(stop.is_requested)])[0]:
+            stop.request(True)
 
     def order_seed(self, kind: Kind | Literal["predict"]) -> int | None:
         """Return the seed of the data's order in the pass that begins; None leaves the order to chance."""
@@ -242,6 +246,18 @@ def runtime_of(model: keras.Model) -> ReplicaRuntime | None:
     """Return the runtime of a model of this package; None for a model of stock Keras, and for anything else."""
     runtime = getattr(model, "replica_runtime", None)
     return runtime if isinstance(runtime, ReplicaRuntime) else None
+
+
+def stop_attribute(kind: Kind | Literal["predict"]) -> property:
+    """Make the attribute of a model by which callbacks end runs of a kind, and Keras' loops are told to."""
+
+    def is_set(model: Any) -> bool:
+        return bool(model.replica_runtime.stops[kind].is_set)
+
+    def request(model: Any, value: bool) -> None:
+        model.replica_runtime.stops[kind].request(value)
+
+    return property(is_set, request, doc="Whether the run ends after the step that is under way; callbacks set it.")
 
 
 def _accumulating(model: DistributedModel) -> list[Any]:

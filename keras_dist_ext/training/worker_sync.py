@@ -22,7 +22,7 @@ from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.strategy.workers import Workers
 from keras_dist_ext.training.run_callback import RunCallback, callbacks_in
 
-__all__ = ["StopSignal", "WorkerSync", "callbacks_of_worker", "own_callback", "without_collectives"]
+__all__ = ["WorkerSync", "callbacks_of_worker", "own_callback", "without_collectives"]
 
 
 _WRITERS = (
@@ -82,9 +82,7 @@ class WorkerSync(RunCallback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """End training on all workers where one has asked for it; see that their learning rates are equal."""
         workers = self._workers
-        stop = self.model.replica_runtime.stop
-        if workers.sum([float(stop.is_requested)])[0]:
-            stop.confirm()
+        self.model.replica_runtime.agree_on_stop()
         rates = {name: _learning_rate(optimizer) for name, optimizer in optimizers(self.model)}
         if workers.all_equal(zlib.crc32(str([f"{rate:.5g}" for rate in rates.values()]).encode())):
             return
@@ -161,27 +159,3 @@ def without_collectives(method: Callable[..., Any]) -> Callable[..., Any]:
             return thread.submit(call, *args, **kwargs).result()
 
     return outside_of_scopes
-
-
-class StopSignal:
-    """A wish to end training, and whether all workers know of it."""
-
-    def __init__(self) -> None:
-        self.is_requested = False
-        self.is_confirmed = False
-        self.needs_confirmation = False
-
-    @property
-    def is_set(self) -> bool:
-        """Whether training ends: with several workers only once all of them know."""
-        return self.is_confirmed if self.needs_confirmation else self.is_requested
-
-    def request(self, value: bool) -> None:
-        """Wish to end training, or to begin anew."""
-        self.is_requested = value
-        if not value:
-            self.is_confirmed = False
-
-    def confirm(self) -> None:
-        """Note that all workers know."""
-        self.is_requested = self.is_confirmed = True

@@ -68,7 +68,7 @@ def capture(model: Model, workers: Workers | None) -> Snapshot:
             values[name] = copies[0].read_value()
     local = {name: np.stack(copies) for name, copies in per_replica.items()}
     local.update({f"host/{name}": value[None] for name, value in _host_state().items()})
-    local["stops"] = np.array([[float(model.replica_runtime.stop.is_requested)]])
+    local["stops"] = np.array([[float(model.replica_runtime.stops["train"].is_requested)]])
     for name, array in (local if workers is None else _gather(workers, local)).items():
         values[name] = array
     stops = bool(values.pop("stops").any())
