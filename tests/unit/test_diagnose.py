@@ -28,7 +28,7 @@ from keras_dist_ext.diagnosis.doctor.examination import (
 )
 from keras_dist_ext.diagnosis.doctor.rules import judge
 from keras_dist_ext.diagnosis.doctor.setting_rules import shared_cpu
-from keras_dist_ext.diagnosis.doctor.time_rules import best_steps_per_execution
+from keras_dist_ext.diagnosis.doctor.waiting_rules import best_steps_per_execution
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.step.stats import ReplicaStats
 

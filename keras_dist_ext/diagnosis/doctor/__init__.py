@@ -13,7 +13,9 @@ In reading order:
     examination     all that is known when a run is judged
     rules           judge it
     setting_rules   by its setting
-    time_rules      by where its time went
+    waiting_rules   by how long replicas wait for data and for Python
+    replica_rules   by what they compute, and how long they wait for each other
+    units           durations and sizes for people
     report          show what was found
 """
 

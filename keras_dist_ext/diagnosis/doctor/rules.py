@@ -13,9 +13,10 @@ from __future__ import annotations
 import numpy as np
 
 from keras_dist_ext.diagnosis.doctor.examination import Estimate, Examination
+from keras_dist_ext.diagnosis.doctor.replica_rules import REPLICA_RULES
 from keras_dist_ext.diagnosis.doctor.report import Report
 from keras_dist_ext.diagnosis.doctor.setting_rules import SETTING_RULES, shared_cpu
-from keras_dist_ext.diagnosis.doctor.time_rules import TIME_RULES
+from keras_dist_ext.diagnosis.doctor.waiting_rules import WAITING_RULES
 from keras_dist_ext.findings import Finding, worst_first
 
 __all__ = ["judge"]
@@ -31,7 +32,7 @@ def judge(examination: Examination) -> Report:
     found = [finding for rule in SETTING_RULES for finding in [rule(examination)] if finding is not None]
     times = examination.times
     if times is not None and times.blocks and times.num_steps and times.seconds > 0:
-        for rule in TIME_RULES:
+        for rule in (*WAITING_RULES, *REPLICA_RULES):
             found += rule(examination)
     if examination.stock_steps is not None:
         found += examination.pipeline

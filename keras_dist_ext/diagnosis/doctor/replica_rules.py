@@ -1,34 +1,22 @@
-"""Judge where the time of a run went.
+"""Judge what replicas compute, and how long they wait for each other: shards, stragglers, sums, recurrences.
 
 A judgement is on ratios of medians over blocks of steps, of effects that are large and come again: a run is disturbed
 by whatever else the machine does. Where experiments were made, they decide, and their intervals are in the evidence.
-Thresholds are named; the shortest waits that count are longer than what a loaded machine adds to a tiny step.
+Thresholds are named.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from keras_dist_ext.diagnosis.doctor.examination import Calls, Examination, Floats, Times, Traces
+from keras_dist_ext.diagnosis.doctor.examination import Examination, Floats, Times
+from keras_dist_ext.diagnosis.doctor.units import ms, size, us
 from keras_dist_ext.findings import Finding
 
-__all__ = ["TIME_RULES", "best_steps_per_execution"]
+__all__ = ["REPLICA_RULES"]
 
-Rule = Callable[[Examination], list[Finding]]
-
-_INPUT_SHARE = 0.25  # of the time
-_INPUT_SECONDS = 1e-3  # a step: tf.data's own calls cost 0.1 ms, and several times that on a busy machine
-_START_SECONDS = 0.08  # of a pass: beginning small data anew takes some milliseconds, a PyDataset 20 to 60
-_CALLBACK_SHARE = 0.15
-_CALLBACK_SECONDS = 3e-4  # a call
-_CALLBACK_CALLS = 5  # at least: what comes now and then may be slow
-_TRACING_SHARE = 0.1
-_TRACED_OFTEN = 5  # times, in a fifth of the executions: other shapes of a last batch are traced once or twice
-_HOST_SHARE = 0.3
 _SLOW = 1.5  # times as long a step as the median of the other replicas
 _SLOW_ON_SHARED_CPU = 3.0  # there, who is given a core first is ahead: twice as long is what taking turns does,
 _SLOW_SECONDS_ON_SHARED_CPU = 8e-3  # and who loses its core waits for some time slices of others, of about 4 ms
@@ -41,191 +29,6 @@ _FIXED_SECONDS = 5e-4  # a step, that do not depend on its rows
 _LONG_LOOP = 100  # time steps
 _SMALL_CELL = 5e6  # floating point operations of a time step, forward and back: less than its loop costs
 _NEARLY_FREE = 1.3  # times as long a step with twice the rows
-
-
-def _input(examination: Examination) -> list[Finding]:
-    """Waiting for data; the reason, where the data's own graph tells it."""
-    times, trials = examination.times, examination.trials
-    assert times is not None
-    shares = [float(b.input_seconds.max()) * b.num_steps / max(b.seconds, 1e-9) for b in times.blocks]
-    waited = times.input_seconds
-    is_long = waited / times.num_steps >= _INPUT_SECONDS and waited >= _INPUT_SHARE * times.seconds
-    if not is_long or float(np.quantile(shares, 0.25)) < _INPUT_SHARE / 2:
-        return []
-    evidence = (
-        f"waiting for input took {_ms(waited / times.num_steps)} of {_ms(times.seconds / times.num_steps)} a step "
-        f"({waited / times.seconds:.0%} of the time)"
-    )
-    if trials is not None and trials.has("as it was", "data"):
-        saved = trials.saved("as it was", than="data")
-        if saved.low <= 0 or saved.value < min(_INPUT_SECONDS, 0.5 * waited / times.num_steps):
-            return []
-        waited = min(times.seconds, saved.value * times.num_steps)
-        evidence += f"; on a cached batch a step took {saved.show(' ms', 1e3)} less"
-    if examination.pipeline:
-        first, *others = examination.pipeline
-        return [
-            dataclasses.replace(first, evidence=f"{first.evidence}; {evidence}", seconds=waited),
-            *(dataclasses.replace(finding, seconds=None) for finding in others),
-        ]
-    return [
-        Finding(
-            "input-bound",
-            "Replicas wait for input: steps cannot be faster than the data comes.",
-            evidence,
-            "Make the data cheaper to produce, or more of it at once: `.cache()` what is the same each epoch, "
-            "`.map(..., num_parallel_calls=tf.data.AUTOTUNE)`, `.prefetch(tf.data.AUTOTUNE)`; "
-            "`kde.inspect(dataset)` names the slow stage.",
-            waited,
-        )
-    ]
-
-
-def _starts(examination: Examination) -> list[Finding]:
-    """Waiting for the first batch of each pass over the data, where passes are short against it."""
-    times = examination.times
-    assert times is not None
-    starts = times.start_seconds
-    if len(starts) < 2 or float(np.median(starts)) < _START_SECONDS:
-        return []
-    seconds = sum(starts)
-    if seconds < _INPUT_SHARE * (times.seconds + seconds):
-        return []
-    return [
-        Finding(
-            "slow-start-of-epochs",
-            "Each epoch begins the data anew, and replicas wait until its first batch is there.",
-            f"the first batch took {_ms(float(np.median(starts)))} in each of {len(starts)} passes over the data, with "
-            f"{times.num_steps / len(starts):.3g} steps a pass: {seconds / (times.seconds + seconds):.0%} of the time",
-            "Let an epoch go on where the last one ended: `dataset.repeat()` and `fit(..., steps_per_epoch=n)`; or "
-            "make the beginning cheaper: a smaller `shuffle` buffer, `.cache()` before it, fewer files at once.",
-            seconds,
-        )
-    ]
-
-
-def _callbacks(examination: Examination) -> list[Finding]:
-    """Callbacks that are slow for each batch."""
-    times = examination.times
-    assert times is not None
-    found = []
-    for calls in times.calls:
-        is_long = calls.seconds >= _CALLBACK_SECONDS * max(1, calls.num_calls)
-        if (
-            calls.is_keras_own
-            or calls.num_calls < _CALLBACK_CALLS
-            or not is_long
-            or calls.seconds < _CALLBACK_SHARE * times.seconds
-        ):
-            continue
-        found.append(_callback(calls, times))
-    return found
-
-
-def _callback(calls: Calls, times: Times) -> Finding:
-    evidence = (
-        f"{calls.name}.{calls.hook} took {_ms(calls.seconds / max(1, calls.num_calls))} a call, {calls.num_calls} "
-        f"times: {calls.seconds / times.seconds:.0%} of the time"
-    )
-    if calls.fetched:
-        return Finding(
-            "fetching-callback",
-            f"The callback {calls.name} fetches values from the devices at every batch; all replicas wait meanwhile.",
-            f"{evidence}; one call of it fetched by {', '.join(calls.fetched)}",
-            f"Fetch less often: move it to `on_epoch_end`, or begin `{calls.hook}` with "
-            "`if batch % 100: return`; numbers of each replica are recorded by `kde.ReplicaMonitor`.",
-            calls.seconds,
-        )
-    return Finding(
-        "slow-callback",
-        f"The callback {calls.name} is slow at every batch; all replicas wait meanwhile.",
-        evidence,
-        f"Move the work to `on_epoch_end`, begin `{calls.hook}` with `if batch % 100: return`, or hand it to a thread.",
-        calls.seconds,
-    )
-
-
-def _retracing(examination: Examination) -> list[Finding]:
-    """A function that TensorFlow traces again and again."""
-    times = examination.times
-    assert times is not None
-    return [
-        _traced(traces, times)
-        for traces in times.traces
-        if traces.num_traces >= _TRACED_OFTEN
-        and traces.num_executions >= 0.2 * times.num_executions
-        and traces.seconds >= _TRACING_SHARE * times.seconds
-    ]
-
-
-def _traced(traces: Traces, times: Times) -> Finding:
-    argument = ""
-    if traces.argument:
-        argument = f": its argument {traces.argument} was another one each time ({', '.join(traces.values[:4])}, ...)"
-    return Finding(
-        "retracing",
-        f"TensorFlow traces {traces.function} again and again, in Python, while replicas wait.",
-        f"{traces.num_traces} traces in {traces.num_executions} of {times.num_executions} executions, "
-        f"{_ms(traces.seconds / traces.num_traces)} each{argument}",
-        f"Pass {traces.argument or 'Python values'} as a tensor, `tf.constant(...)`, of a fixed dtype and rank; or "
-        "declare what comes: `@tf.function(input_signature=[tf.TensorSpec([None, ...])])`, or `reduce_retracing=True`.",
-        traces.seconds,
-    )
-
-
-def _host(examination: Examination) -> list[Finding]:
-    """Steps that are shorter than what it takes to start them."""
-    times, trials, setting = examination.times, examination.trials, examination.setting
-    assert times is not None
-    per_execution = times.dispatch_seconds / max(1, times.num_executions)
-    steps = times.num_steps / max(1, times.num_executions)
-    share = times.dispatch_seconds / times.seconds
-    if setting.runs_eagerly or share < _HOST_SHARE or times.num_executions < 10:
-        return []
-    if setting.steps_per_execution is None and not setting.step_watchers:
-        return []  # executions are as long already as callbacks can wait
-    per_step = (times.seconds - times.host_seconds) / times.num_steps
-    best = best_steps_per_execution(per_execution, per_step)
-    if best <= steps:
-        return []
-    evidence = (
-        f"starting an execution took {_ms(per_execution)}, a step {_ms(per_step)}; "
-        f"{steps:.3g} to an execution; {share:.0%} of the time"
-    )
-    seconds = times.dispatch_seconds * (1 - steps / best)
-    if trials is not None and trials.has("one step", "many steps"):
-        saved = trials.saved("many steps", than="one step")
-        if saved.low <= 0:
-            return []
-        evidence += f"; {trials.num_steps['many steps']} an execution saved {saved.show(' ms', 1e3)} a step"
-    if setting.step_watchers and setting.steps_per_execution is None:
-        watchers = ", ".join(setting.step_watchers)
-        fix = (
-            f"Let {watchers} do without every batch, so that {best} steps run at once: use `on_epoch_end`, or derive "
-            "the class from `kde.RunCallback` with `supports_multi_step = True`, if it need not see each step."
-        )
-    else:
-        fix = f'`model.compile(..., steps_per_execution={best})`, or "auto"; callbacks then see every {best}th batch.'
-    return [
-        Finding(
-            "host-bound",
-            "Steps are so short that starting them from Python takes longer than they do.",
-            evidence,
-            fix,
-            seconds,
-        )
-    ]
-
-
-def best_steps_per_execution(host_seconds: float, step_seconds: float) -> int:
-    """Return how many steps make the host's share 5%, in executions of at most a quarter of a second.
-
-    >>> best_steps_per_execution(1e-3, 2e-4), best_steps_per_execution(1e-3, 0.5)
-    (95, 1)
-    """
-    step_seconds = max(step_seconds, 1e-6)
-    enough = math.ceil(0.95 * host_seconds / (0.05 * step_seconds) - 1e-6)
-    return max(1, min(enough, int(0.25 / step_seconds)))
 
 
 def _shards(examination: Examination) -> list[Finding]:
@@ -300,7 +103,7 @@ def _stragglers(examination: Examination) -> list[Finding]:
             "straggler",
             f"{names[0].upper()}{names[1:]} {'is' if len(slow) == 1 else 'are'} slow: "
             f"{slowest / typical:.2f} times as long a step as the others, which wait.",
-            f"{_ms(slowest)} a step ({_ms(waiting)} of it waiting for input), the others {_ms(typical)}, with as many "
+            f"{ms(slowest)} a step ({ms(waiting)} of it waiting for input), the others {ms(typical)}, with as many "
             "examples",
             "Look at what else runs on that device or machine, at its cooling and its storage; take it out, or give "
             "it fewer examples.",
@@ -333,8 +136,8 @@ def _sums(examination: Examination) -> list[Finding]:
     if setting.shares_cpu and setting.num_workers == 1 and (trials is None or not trials.has("as it was", "no sum")):
         is_long = False  # they add up in memory: unless an experiment shows it, what takes long is the update
     evidence = (
-        f"a replica computed for {_ms(computing)}; the sum over {setting.num_replicas} replicas, the update and the "
-        f"metrics took {_ms(fixed)}, whatever the batch"
+        f"a replica computed for {ms(computing)}; the sum over {setting.num_replicas} replicas, the update and the "
+        f"metrics took {ms(fixed)}, whatever the batch"
     )
     seconds = fixed * times.num_steps
     if trials is not None and trials.has("as it was", "no sum"):
@@ -351,7 +154,7 @@ def _sums(examination: Examination) -> list[Finding]:
         Finding(
             "sync-bound",
             "Replicas synchronise for longer than they compute.",
-            f"{evidence}; {_bytes(setting.gradient_bytes)} of gradients a step, {_bytes(rate)} a second",
+            f"{evidence}; {size(setting.gradient_bytes)} of gradients a step, {size(rate)} a second",
             "Synchronise less: a larger batch; gradient accumulation, which sums once in k batches, "
             "`keras.optimizers.Adam(gradient_accumulation_steps=4)`; or half the bytes, "
             '`keras.mixed_precision.set_global_policy("mixed_float16")`.',
@@ -379,7 +182,7 @@ def _too_small(examination: Examination, fixed: float, *, is_long: bool) -> list
     rows, replicas = _rows(times), len(times.examples)
     per_step = times.examples / times.num_steps
     listed = f"{rows:.3g}" if np.ptp(per_step) < 0.5 else ", ".join(f"{n:.3g}" for n in per_step[:8])
-    evidence = f"{listed} rows a replica; a step computes for {_ms(times.compute())} and takes {_ms(times.step())}"
+    evidence = f"{listed} rows a replica; a step computes for {ms(times.compute())} and takes {ms(times.step())}"
     saved = fixed / 2  # of each batch, by putting two together
     unequal = _seconds_unequal(times)
     if per_step.max() >= _UNEQUAL * rows and unequal >= _UNEQUAL_SHARE * times.seconds:
@@ -418,7 +221,7 @@ def _loops(examination: Examination) -> list[Finding]:
     if computing / total > 5e-3:  # something else takes the time
         return []
     evidence = ", ".join(f"{loop.layer} makes {loop.num_steps} time steps" for loop in small[:3])
-    evidence += f", one after the other: {_us(computing / total)} each, {_ms(computing)} in all"
+    evidence += f", one after the other: {us(computing / total)} each, {ms(computing)} in all"
     if trials is not None and trials.has("as it was", "double"):
         ratio = trials.ratio("double")
         if ratio.low > 1.6:
@@ -442,30 +245,4 @@ def _rows(times: Times) -> float:
     return float(times.examples.mean()) / max(1, times.num_steps)
 
 
-TIME_RULES: Sequence[Rule] = (
-    _input,
-    _starts,
-    _callbacks,
-    _retracing,
-    _host,
-    _shards,
-    _stragglers,
-    _sums,
-    _loops,
-)
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
-
-
-def _us(seconds: float) -> str:
-    return f"{1e6 * seconds:.3g} µs"
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} GB"
+REPLICA_RULES: Sequence[Callable[[Examination], list[Finding]]] = (_shards, _stragglers, _sums, _loops)

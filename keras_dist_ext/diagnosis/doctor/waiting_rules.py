@@ -1,0 +1,218 @@
+"""Judge how long replicas wait for data and for Python: for input, callbacks, tracing, and the start of executions.
+
+A judgement is on ratios of medians over blocks of steps, of effects that are large and come again: a run is disturbed
+by whatever else the machine does. Where experiments were made, they decide, and their intervals are in the evidence.
+Thresholds are named; the shortest waits that count are longer than what a loaded machine adds to a tiny step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from keras_dist_ext.diagnosis.doctor.examination import Calls, Examination, Times, Traces
+from keras_dist_ext.diagnosis.doctor.units import ms
+from keras_dist_ext.findings import Finding
+
+__all__ = ["WAITING_RULES", "best_steps_per_execution"]
+
+_INPUT_SHARE = 0.25  # of the time
+_INPUT_SECONDS = 1e-3  # a step: tf.data's own calls cost 0.1 ms, and several times that on a busy machine
+_START_SECONDS = 0.08  # of a pass: beginning small data anew takes some ms, a PyDataset 20 to 60
+_CALLBACK_SHARE = 0.15
+_CALLBACK_SECONDS = 3e-4  # a call
+_CALLBACK_CALLS = 5  # at least: what comes now and then may be slow
+_TRACING_SHARE = 0.1
+_TRACED_OFTEN = 5  # times, in a fifth of the executions: other shapes of a last batch are traced once or twice
+_HOST_SHARE = 0.3
+
+
+def _input(examination: Examination) -> list[Finding]:
+    """Waiting for data; the reason, where the data's own graph tells it."""
+    times, trials = examination.times, examination.trials
+    assert times is not None
+    shares = [float(b.input_seconds.max()) * b.num_steps / max(b.seconds, 1e-9) for b in times.blocks]
+    waited = times.input_seconds
+    is_long = waited / times.num_steps >= _INPUT_SECONDS and waited >= _INPUT_SHARE * times.seconds
+    if not is_long or float(np.quantile(shares, 0.25)) < _INPUT_SHARE / 2:
+        return []
+    evidence = (
+        f"waiting for input took {ms(waited / times.num_steps)} of {ms(times.seconds / times.num_steps)} a step "
+        f"({waited / times.seconds:.0%} of the time)"
+    )
+    if trials is not None and trials.has("as it was", "data"):
+        saved = trials.saved("as it was", than="data")
+        if saved.low <= 0 or saved.value < min(_INPUT_SECONDS, 0.5 * waited / times.num_steps):
+            return []
+        waited = min(times.seconds, saved.value * times.num_steps)
+        evidence += f"; on a cached batch a step took {saved.show(' ms', 1e3)} less"
+    if examination.pipeline:
+        first, *others = examination.pipeline
+        return [
+            dataclasses.replace(first, evidence=f"{first.evidence}; {evidence}", seconds=waited),
+            *(dataclasses.replace(finding, seconds=None) for finding in others),
+        ]
+    return [
+        Finding(
+            "input-bound",
+            "Replicas wait for input: steps cannot be faster than the data comes.",
+            evidence,
+            "Make the data cheaper to produce, or more of it at once: `.cache()` what is the same each epoch, "
+            "`.map(..., num_parallel_calls=tf.data.AUTOTUNE)`, `.prefetch(tf.data.AUTOTUNE)`; "
+            "`kde.inspect(dataset)` names the slow stage.",
+            waited,
+        )
+    ]
+
+
+def _starts(examination: Examination) -> list[Finding]:
+    """Waiting for the first batch of each pass over the data, where passes are short against it."""
+    times = examination.times
+    assert times is not None
+    starts = times.start_seconds
+    if len(starts) < 2 or float(np.median(starts)) < _START_SECONDS:
+        return []
+    seconds = sum(starts)
+    if seconds < _INPUT_SHARE * (times.seconds + seconds):
+        return []
+    return [
+        Finding(
+            "slow-start-of-epochs",
+            "Each epoch begins the data anew, and replicas wait until its first batch is there.",
+            f"the first batch took {ms(float(np.median(starts)))} in each of {len(starts)} passes over the data, with "
+            f"{times.num_steps / len(starts):.3g} steps a pass: {seconds / (times.seconds + seconds):.0%} of the time",
+            "Let an epoch go on where the last one ended: `dataset.repeat()` and `fit(..., steps_per_epoch=n)`; or "
+            "make the beginning cheaper: a smaller `shuffle` buffer, `.cache()` before it, fewer files at once.",
+            seconds,
+        )
+    ]
+
+
+def _callbacks(examination: Examination) -> list[Finding]:
+    """Callbacks that are slow for each batch."""
+    times = examination.times
+    assert times is not None
+    found = []
+    for calls in times.calls:
+        is_long = calls.seconds >= _CALLBACK_SECONDS * max(1, calls.num_calls)
+        if (
+            calls.is_keras_own
+            or calls.num_calls < _CALLBACK_CALLS
+            or not is_long
+            or calls.seconds < _CALLBACK_SHARE * times.seconds
+        ):
+            continue
+        found.append(_callback(calls, times))
+    return found
+
+
+def _callback(calls: Calls, times: Times) -> Finding:
+    evidence = (
+        f"{calls.name}.{calls.hook} took {ms(calls.seconds / max(1, calls.num_calls))} a call, {calls.num_calls} "
+        f"times: {calls.seconds / times.seconds:.0%} of the time"
+    )
+    if calls.fetched:
+        return Finding(
+            "fetching-callback",
+            f"The callback {calls.name} fetches values from the devices at every batch; all replicas wait meanwhile.",
+            f"{evidence}; one call of it fetched by {', '.join(calls.fetched)}",
+            f"Fetch less often: move it to `on_epoch_end`, or begin `{calls.hook}` with "
+            "`if batch % 100: return`; numbers of each replica are recorded by `kde.ReplicaMonitor`.",
+            calls.seconds,
+        )
+    return Finding(
+        "slow-callback",
+        f"The callback {calls.name} is slow at every batch; all replicas wait meanwhile.",
+        evidence,
+        f"Move the work to `on_epoch_end`, begin `{calls.hook}` with `if batch % 100: return`, or hand it to a thread.",
+        calls.seconds,
+    )
+
+
+def _retracing(examination: Examination) -> list[Finding]:
+    """A function that TensorFlow traces again and again."""
+    times = examination.times
+    assert times is not None
+    return [
+        _traced(traces, times)
+        for traces in times.traces
+        if traces.num_traces >= _TRACED_OFTEN
+        and traces.num_executions >= 0.2 * times.num_executions
+        and traces.seconds >= _TRACING_SHARE * times.seconds
+    ]
+
+
+def _traced(traces: Traces, times: Times) -> Finding:
+    argument = ""
+    if traces.argument:
+        argument = f": its argument {traces.argument} was another one each time ({', '.join(traces.values[:4])}, ...)"
+    return Finding(
+        "retracing",
+        f"TensorFlow traces {traces.function} again and again, in Python, while replicas wait.",
+        f"{traces.num_traces} traces in {traces.num_executions} of {times.num_executions} executions, "
+        f"{ms(traces.seconds / traces.num_traces)} each{argument}",
+        f"Pass {traces.argument or 'Python values'} as a tensor, `tf.constant(...)`, of a fixed dtype and rank; or "
+        "declare what comes: `@tf.function(input_signature=[tf.TensorSpec([None, ...])])`, or `reduce_retracing=True`.",
+        traces.seconds,
+    )
+
+
+def _host(examination: Examination) -> list[Finding]:
+    """Steps that are shorter than what it takes to start them."""
+    times, trials, setting = examination.times, examination.trials, examination.setting
+    assert times is not None
+    per_execution = times.dispatch_seconds / max(1, times.num_executions)
+    steps = times.num_steps / max(1, times.num_executions)
+    share = times.dispatch_seconds / times.seconds
+    if setting.runs_eagerly or share < _HOST_SHARE or times.num_executions < 10:
+        return []
+    if setting.steps_per_execution is None and not setting.step_watchers:
+        return []  # executions are as long already as callbacks can wait
+    per_step = (times.seconds - times.host_seconds) / times.num_steps
+    best = best_steps_per_execution(per_execution, per_step)
+    if best <= steps:
+        return []
+    evidence = (
+        f"starting an execution took {ms(per_execution)}, a step {ms(per_step)}; "
+        f"{steps:.3g} to an execution; {share:.0%} of the time"
+    )
+    seconds = times.dispatch_seconds * (1 - steps / best)
+    if trials is not None and trials.has("one step", "many steps"):
+        saved = trials.saved("many steps", than="one step")
+        if saved.low <= 0:
+            return []
+        evidence += f"; {trials.num_steps['many steps']} an execution saved {saved.show(' ms', 1e3)} a step"
+    if setting.step_watchers and setting.steps_per_execution is None:
+        watchers = ", ".join(setting.step_watchers)
+        fix = (
+            f"Let {watchers} do without every batch, so that {best} steps run at once: use `on_epoch_end`, or derive "
+            "the class from `kde.RunCallback` with `supports_multi_step = True`, if it need not see each step."
+        )
+    else:
+        fix = f'`model.compile(..., steps_per_execution={best})`, or "auto"; callbacks then see every {best}th batch.'
+    return [
+        Finding(
+            "host-bound",
+            "Steps are so short that starting them from Python takes longer than they do.",
+            evidence,
+            fix,
+            seconds,
+        )
+    ]
+
+
+def best_steps_per_execution(host_seconds: float, step_seconds: float) -> int:
+    """Return how many steps make the host's share 5%, in executions of at most a quarter of a second.
+
+    >>> best_steps_per_execution(1e-3, 2e-4), best_steps_per_execution(1e-3, 0.5)
+    (95, 1)
+    """
+    step_seconds = max(step_seconds, 1e-6)
+    enough = math.ceil(0.95 * host_seconds / (0.05 * step_seconds) - 1e-6)
+    return max(1, min(enough, int(0.25 / step_seconds)))
+
+
+WAITING_RULES: Sequence[Callable[[Examination], list[Finding]]] = (_input, _starts, _callbacks, _retracing, _host)
