@@ -23,6 +23,7 @@ __all__ = [
     "distributed_variable",
     "parameter_server_variable",
     "move_variable",
+    "initialize_again",
     "NamedVariable",
     "variables_of_module",
 ]
@@ -91,6 +92,11 @@ def move_variable(variable: Variable, strategy: tf.distribute.Strategy, devices:
         variable._initialize(values[0])
     for copy, value in zip(components(variable), values, strict=True):
         copy.assign(value)
+
+
+def initialize_again(variable: keras.Variable) -> None:
+    """Make the `tf.Variable` of a Keras variable anew in the scope that is entered, with the same value (core.py)."""
+    variable._initialize(components(variable)[0].numpy())
 
 
 class _Colocation(NamedTuple):

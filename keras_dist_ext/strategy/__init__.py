@@ -8,6 +8,7 @@ In reading order:
     builders     build it
     given        check what is given as a strategy
     scope        ``kde.check_scope``: whether variables live under the strategy
+    adapted      what layers have learnt by ``adapt`` outside of it
     virtual      ``kde.VirtualReplicas``: for how many replicas a run is defined
     workers      the workers of a ``MultiWorkerMirroredStrategy``: sums and broadcasts between steps
     consistency  see that all workers are about to do the same

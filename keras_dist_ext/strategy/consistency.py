@@ -24,6 +24,7 @@ from keras_dist_ext._keras.models import compile_arguments
 from keras_dist_ext._keras.optimizers import num_batches_used
 from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.messages import counted
+from keras_dist_ext.strategy.adapted import adapted_fingerprint
 from keras_dist_ext.strategy.key_value import KeyValueStore
 from keras_dist_ext.strategy.scope import optimizers
 from keras_dist_ext.strategy.virtual import num_replicas_of
@@ -78,6 +79,7 @@ def run_fingerprint(
         "class of the model": type(model).__name__,
         "layer": [_layer(layer) for layer in flat_layers(model)],
         "weight": [_weight(weight) for weight in model.weights],
+        "layer that was adapted": adapted_fingerprint(model),
         "loss": _loss_of(model),
         "jit_compile": str(model.jit_compile),
         "run_eagerly": str(model.run_eagerly),

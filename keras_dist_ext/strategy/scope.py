@@ -128,7 +128,8 @@ class ScopeReport:
         if "optimizer" in roles:
             outside = tuple(entry for entry in outside if entry.role != "optimizer variable")
         found = [self._sentence(role, outside) for role in _NOUNS if any(entry.role == role for entry in outside)]
-        return " ".join([*found, *_advice(roles, outside, self.strategy)])
+        own = any(entry.role == "model" and entry.path == self.model and entry.inside for entry in self.entries)
+        return " ".join([*found, *_advice(roles, outside, self.strategy, model_is_inside=own)])
 
     def _sentence(self, role: Role, outside: tuple[ScopeEntry, ...]) -> str:
         wrong = [entry for entry in outside if entry.role == role]
@@ -182,7 +183,9 @@ def _shortened(paths: list[str], place: str) -> str:
     return f"{', '.join(paths[:LISTED])}{rest} (under {place})"
 
 
-def _advice(roles: set[Role], outside: tuple[ScopeEntry, ...], strategy: str) -> Iterator[str]:
+def _advice(
+    roles: set[Role], outside: tuple[ScopeEntry, ...], strategy: str, *, model_is_inside: bool
+) -> Iterator[str]:
     mixing = "'Mixing different tf.distribute.Strategy objects'"
     if any(entry.place.startswith("another ") for entry in outside):
         name = strategy.partition(" ")[0]
@@ -199,7 +202,10 @@ def _advice(roles: set[Role], outside: tuple[ScopeEntry, ...], strategy: str) ->
             yield f"TensorFlow would train them on one device, or fail later with {mixing}."
         else:
             yield "All replicas would write to one copy, in no order."
-        yield "Build the model inside `with strategy.scope():`."
+        if model_is_inside and roles != {"seed"}:
+            yield "Make the layers that hold them inside `with strategy.scope():`, as the model was."
+        else:
+            yield "Build the model inside `with strategy.scope():`."
         yield "`kde.adopt(model, strategy)` rebuilds one that exists there, with equal weights."
     elif roles & {"optimizer", "optimizer variable"}:
         yield f"TensorFlow would fail with {mixing} when the optimizer makes its slot variables (plain SGD has none)."

@@ -29,6 +29,7 @@ from keras_dist_ext.step.nan_guard import Guard
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.step.seeds import Seeds
 from keras_dist_ext.step.stats import Kind
+from keras_dist_ext.strategy.adapted import move_adapted
 from keras_dist_ext.strategy.consistency import run_fingerprint
 from keras_dist_ext.strategy.scope import check_scope, move_into_scope
 from keras_dist_ext.strategy.virtual import VirtualReplicas
@@ -389,10 +390,14 @@ class Model(HookedModel, metaclass=Scoped):
         """
         self.replica_runtime.drop_recorder(recorder)
 
+    def _check_scope(self) -> None:
+        """See that all lives under the model's strategy; what was adapted before is moved there."""
+        move_adapted(self, self.distribute_strategy)
+        check_scope(self, self.distribute_strategy).raise_if_bad()
+
     @_documented_as(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """See ``keras.Model.fit``."""
-        check_scope(self, self.distribute_strategy).raise_if_bad()
         call = _FIT.bind(self, *args, **kwargs)
         callbacks = call.arguments.get("callbacks")
         workers = workers_of(self.distribute_strategy)
@@ -401,6 +406,7 @@ class Model(HookedModel, metaclass=Scoped):
         if workers is not None:
             fingerprint = run_fingerprint(self, _with_defaults(call).arguments, callbacks_of_all_workers(callbacks))
             workers.check_consistency("call fit", fingerprint)
+        self._check_scope()
         with runtime.prepared(callbacks):
             sizers = self._sizers(callbacks, workers, "train", "test")
             if workers is not None:
@@ -424,7 +430,7 @@ class Model(HookedModel, metaclass=Scoped):
         workers = None
         with contextlib.ExitStack() as stack:
             if not isinstance(callbacks, keras.callbacks.CallbackList):  # inside fit it is one, and fit has checked
-                check_scope(self, self.distribute_strategy).raise_if_bad()
+                self._check_scope()
                 stack.enter_context(self.replica_runtime.prepared(callbacks))
                 workers = workers_of(self.distribute_strategy)
                 verbose = call.arguments.get("verbose", "auto") if workers is None or workers.is_chief else 0
@@ -443,7 +449,7 @@ class Model(HookedModel, metaclass=Scoped):
     @_documented_as(keras.Model.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """See ``keras.Model.predict``."""
-        check_scope(self, self.distribute_strategy).raise_if_bad()
+        self._check_scope()
         call = _PREDICT.bind(self, *args, **kwargs)
         workers = workers_of(self.distribute_strategy)
         with self.replica_runtime.prepared(call.arguments.get("callbacks")):

@@ -1,0 +1,68 @@
+"""Take what layers have learnt by ``adapt``, outside of a strategy's scope, into it.
+
+People adapt a ``Normalization`` or a ``TextVectorization`` to their data before they build a model of it. Its variables
+change at no step, so the same layer can hold them again in the scope, with the same values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.layers import flat_layers, own_variables
+from keras_dist_ext._keras.strategies import is_default_strategy, strategy_of_variable
+from keras_dist_ext._keras.variables import components, initialize_again
+from keras_dist_ext.strategy.scope import raw_variables
+
+__all__ = ["adapted_fingerprint", "move_adapted"]
+
+
+def move_adapted(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """Have a strategy hold the state of layers in a model that were adapted under none; they stay the same objects.
+
+    Left where it is, for ``check_scope`` to refuse, is what is trained, what lives under another strategy, and all
+    under a ``ParameterServerStrategy``, whose workers cannot look into tables that were made elsewhere.
+    """
+    if is_default_strategy(strategy) or isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        return
+    found = [(layer, *named) for layer in _adapted(model) for named in _outside(layer)]
+    if not found:
+        return
+    with strategy.scope():
+        for layer, name, variable in found:
+            if isinstance(variable, keras.Variable):
+                initialize_again(variable)
+            else:
+                setattr(layer, name, tf.Variable(variable.numpy(), trainable=False, dtype=variable.dtype, name=name))
+
+
+def adapted_fingerprint(model: keras.Model) -> list[str]:
+    """Describe what the layers in a model have learnt by ``adapt``, which must be the same on all workers."""
+    return [f"{type(layer).__name__} {_digest(layer)}" for layer in _adapted(model)]
+
+
+def _adapted(model: keras.Model) -> list[keras.Layer]:
+    """Return the layers in a model that can be adapted, and those in these."""
+    layers = [layer for layer in flat_layers(model) if callable(getattr(layer, "adapt", None)) and layer is not model]
+    return list({id(part): part for layer in layers for part in flat_layers(layer)}.values())
+
+
+def _outside(layer: keras.Layer) -> list[tuple[str, Any]]:
+    """Return what a layer itself holds that no step changes and that lives under no strategy, by name."""
+    raw = [(name, variable) for name, variable in raw_variables(layer) if getattr(layer, name, None) is variable]
+    variables = [*((variable.name, variable) for variable in own_variables(layer)), *raw]
+    return [(name, v) for name, v in variables if not v.trainable and strategy_of_variable(v) is None]
+
+
+def _digest(layer: keras.Layer) -> str:
+    digest = hashlib.sha256()
+    for variable in [*own_variables(layer), *(variable for _, variable in raw_variables(layer))]:
+        digest.update(np.asarray(components(variable)[0]).tobytes())
+    vocabulary = getattr(layer, "get_vocabulary", None)
+    if callable(vocabulary):
+        digest.update(repr(vocabulary()).encode())
+    return digest.hexdigest()[:8]

@@ -1,0 +1,90 @@
+"""Layers that were adapted to data before, outside of the scope, work in a model that is made inside."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import rotating
+from strategies import strategies
+
+import keras_dist_ext as kde
+from keras_dist_ext._keras.strategies import strategy_of_variable
+from keras_dist_ext._keras.variables import components
+from keras_dist_ext.strategy.adapted import adapted_fingerprint
+
+X = np.random.default_rng(2).normal(2, 3, size=(22, 3)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+WORDS = np.array(["a b", "b c d", "a d", "c", "d d"] * 4 + ["e", "a"])
+CASES = {
+    "Normalization": (X, keras.layers.Normalization),
+    "Discretization": (X, lambda: keras.layers.Discretization(num_bins=4)),
+    "TextVectorization": (WORDS, lambda: keras.layers.TextVectorization(output_mode="tf_idf")),
+    "StringLookup": (WORDS, lambda: keras.layers.StringLookup(output_mode="one_hot")),
+}
+
+
+def train(lib, strategy, x, layer):
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        net = lib.Sequential(
+            [
+                keras.Input(x.shape[1:], dtype="string" if x.dtype.kind == "U" else None),
+                layer,
+                keras.layers.Rescaling(1.0),
+                keras.layers.Dense(1),
+            ]
+        )
+        net.compile(keras.optimizers.SGD(0.01), "mse")
+    data = tf.data.Dataset.from_tensor_slices((x, Y)).batch(8)
+    history = net.fit(data, epochs=2, verbose=0).history["loss"]
+    return [history, net.predict(data, verbose=0), *(w.numpy() for w in net.weights)]
+
+
+@pytest.mark.parametrize("name", rotating(CASES, ("Normalization", "TextVectorization")))
+def test_a_layer_adapted_outside_of_the_scope_computes_what_it_does_in_stock_keras(name):
+    x, make = CASES[name]
+    ours, stock = make(), make()
+    for layer in (ours, stock):
+        layer.adapt(x)
+    learnt = [v.numpy() for v in ours.variables]
+    results = train(kde, strategies.get("mirrored2"), x, ours)
+    expected = train(keras, strategies.get("default"), x, stock)
+    for one, other in zip(results, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for variable, value in zip(ours.variables, learnt, strict=True):
+        assert strategy_of_variable(variable) is strategies.get("mirrored2")
+        for copy in components(variable):
+            np.testing.assert_array_equal(copy.numpy(), value)
+
+
+def test_a_layer_that_was_moved_can_still_be_adapted_and_used_outside():
+    layer = keras.layers.Normalization()
+    layer.adapt(X)
+    with strategies.get("mirrored2").scope():
+        net = kde.Sequential([keras.Input((3,)), layer])
+    net.predict(X, verbose=0)
+    layer.adapt(2 * X)
+    twin = keras.layers.Normalization()
+    twin.adapt(2 * X)
+    np.testing.assert_array_equal(layer(X), twin(X))
+    np.testing.assert_allclose(keras.Sequential([layer]).predict(X, verbose=0), twin(X), rtol=1e-6)
+
+
+def test_what_was_learnt_tells_workers_apart():
+    def fingerprint(data):
+        layer = keras.layers.StringLookup()
+        layer.adapt(data)
+        return adapted_fingerprint(keras.Sequential([keras.Input((1,), dtype="string"), layer]))
+
+    assert fingerprint(WORDS) == fingerprint(WORDS)
+    assert fingerprint(WORDS) != fingerprint(WORDS[:3])
+
+
+def test_layers_made_outside_are_named_where_the_model_was_made_inside():
+    frozen = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="frozen")])
+    frozen.trainable = False
+    with strategies.get("mirrored2").scope():
+        net = kde.Sequential([keras.Input((3,)), frozen, keras.layers.Dense(1)])
+        net.compile("sgd", "mse")
+    with pytest.raises(kde.ScopeError, match="frozen/kernel.* Make the layers that hold them inside `with strategy.sc"):
+        net.fit(X, Y, verbose=0)
