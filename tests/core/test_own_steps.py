@@ -14,6 +14,7 @@ from strategies import strategies
 import keras_dist_ext as kde
 from keras_dist_ext.training import building
 
+ADOPTED = ("no call", "a gan of parts made in the step")
 QUICK = ("two views and a probe", "a gan of parts made in the step", "sparse and ragged batches")
 
 
@@ -104,3 +105,28 @@ def test_initial_values_and_what_is_drawn_are_those_of_one_device_where_parts_ar
 
     for one, other in zip(values(Base()), values(Base(kde, strategies.get("mirrored2"))), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", rotating(ADOPTED, ("no call",)))
+def test_adopt_takes_over_what_only_a_step_has_built(name, monkeypatch):
+    class Kept(keras.Model):
+        def fit(self, *args, **kwargs):
+            kept.append(self)
+            return super().fit(*args, **kwargs)
+
+    class Stock(Base):
+        def __init__(self):
+            super().__init__()
+            self.Model = Kept
+
+    kept = []
+    own_steps.run(name, Stock())
+    stock = kept[-1]
+    ours = kde.adopt(stock, strategies.get("mirrored2"), compile=name != "a gan of parts made in the step")
+    assert [w.path.partition("/")[2] for w in ours.weights] == [w.path.partition("/")[2] for w in stock.weights]
+    for one, other in zip(ours.weights, stock.weights, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+    if ours.compiled:
+        losses = [model.fit(batches(X), verbose=0).history["error"] for model in (ours, stock)]
+        np.testing.assert_allclose(*losses, rtol=1e-5)
+        own_steps.compare(own_steps.outcome(stock), own_steps.outcome(ours))

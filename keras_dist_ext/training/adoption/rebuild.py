@@ -8,8 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.layers import attributes, child_layers
 from keras_dist_ext._keras.models import KerasFunctional, input_like
+from keras_dist_ext._keras.variables import components
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, first_init, make_again
 from keras_dist_ext.training.adoption.stand_in import OwnClasses, class_of_ours
 from keras_dist_ext.training.adoption.twins import side_by_side, take_over_trainable, variable_pairs
@@ -115,7 +116,33 @@ class Rebuilt:
         twin = make_again(model, cls, records_arguments=runtime_of(model) is not None)
         if model.built:
             _build_alike(twin, model)
+        self._attach_late(twin, model)
+        _build_layers_alike(twin, model)
         return self._keep(model, twin, is_graph=False)
+
+    def _attach_late(self, twin: Any, model: Any) -> None:
+        """Give a model the attributes that its class does not make, but its first step or its `compile` has made."""
+        for name, value in attributes(model):
+            if getattr(twin, name, None) is not None:
+                continue
+            if isinstance(value, keras.Layer):
+                setattr(twin, name, self.twin_of(value))
+            elif name.startswith("_"):
+                continue  # Keras' own `compile` makes those
+            elif isinstance(value, keras.Metric):
+                setattr(twin, name, make_again(value, type(value)))
+            elif isinstance(value, keras.Variable):
+                new = twin.add_weight(
+                    shape=value.shape,
+                    dtype=value.dtype,
+                    trainable=value.trainable,
+                    name=value.name,
+                    initializer="zeros",
+                )
+                setattr(twin, name, new)
+            elif isinstance(value, tf.Variable):
+                start = tf.convert_to_tensor(components(value)[0]).numpy()
+                setattr(twin, name, tf.Variable(start, trainable=value.trainable, aggregation=value.aggregation))
 
     def _keep(self, model: keras.Model, twin: keras.layers.Layer, is_graph: bool) -> Any:
         self._twins[id(model)] = (model, twin)
@@ -176,7 +203,19 @@ def _build_alike(twin: keras.layers.Layer, model: keras.Model) -> None:
         with warnings.catch_warnings(), keras.name_scope(twin.name, caller=twin):
             warnings.simplefilter("ignore")  # Keras warns where it cannot; the comparison of all variables is an error
             twin.build_from_config(model.get_build_config())
-    for old, new in zip(flat_layers(model), flat_layers(twin), strict=False):
-        if old.built and not new.built:
-            new.build_from_config(old.get_build_config())
+    _build_layers_alike(twin, model)
     twin.built = True
+
+
+def _build_layers_alike(twin: Any, model: Any) -> None:
+    """Build the layers in a model that are built in another: from the outside in, since building may make more."""
+    pending, seen = [(model, twin)], set()
+    while pending:
+        old_holder, new_holder = pending.pop(0)
+        for old, new in zip(child_layers(old_holder), child_layers(new_holder), strict=False):
+            if id(old) in seen or type(old).__name__ != type(new).__name__:
+                continue  # what is unlike is refused later
+            seen.add(id(old))
+            if old.built and not new.built:
+                new.build_from_config(old.get_build_config())
+            pending.append((old, new))

@@ -38,7 +38,7 @@ def take_over(model: Any, strategy: tf.distribute.Strategy, own: OwnClasses, *, 
         TypeError: ``model`` is not a Keras model.
     """
     with explained("kde.adopt", model, strategy, is_read=True):
-        if not model.built:
+        if not model.built and not model.variables:  # a step of its own may never call it
             raise ScopeError(
                 f"'{model.name}' is not built, so it has no weights to take over. Call it on a batch first; or make it "
                 "inside `with strategy.scope():`; or, for new weights, use `kde.clone_model(model, strategy)`."
