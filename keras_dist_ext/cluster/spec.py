@@ -6,6 +6,7 @@ What is wrong is found here as plain values, before TensorFlow opens any connect
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import re
@@ -87,8 +88,7 @@ class Cluster:
     def _check_task(self, task_type: str) -> None:
         if task_type not in JOBS:
             raise ClusterError(
-                f"{self.source} calls this process a {task_type!r}{close_name(task_type, JOBS) or '.'} There are "
-                f"{', '.join(JOBS)}."
+                f"{self.source} calls this process a {task_type!r}{_instead_of(task_type)} There are {', '.join(JOBS)}."
             )
         addresses = self.addresses(task_type)
         if not addresses and task_type != "evaluator":  # TensorFlow does not want an evaluator listed
@@ -124,10 +124,24 @@ class Cluster:
         return "the coordinator" if self.task_type is None else f"{self.task_type} {self.task_index}"
 
 
+def _instead_of(job: str) -> str:
+    """Suggest another name for a job, as the end of a sentence."""
+    if job == "master":
+        return ", which is TensorFlow 1's name of the chief: write 'chief' in 'cluster' and in 'task'."
+    return close_name(job, JOBS) or "."
+
+
 def _check_address(source: str, task: str, address: object) -> None:
     match = re.fullmatch(r"([\w.-]+|\[[\da-fA-F:.]+\]):([^:\s]*)", address) if isinstance(address, str) else None
     if match is None:
-        raise ClusterError(f"{source} gives {task} the address {address!r}; write host:port, such as '10.0.0.1:2222'.")
+        raise ClusterError(f"{source} gives {task} the address {address!r}; {_how_to_write(address)}")
+    if match[1].startswith("["):
+        try:
+            ipaddress.IPv6Address(match[1][1:-1])
+        except ValueError as error:
+            raise ClusterError(
+                f"{source} gives {task} the address {address!r}, which is not an IPv6 address ({error}). Correct it."
+            ) from error
     if not re.fullmatch("[0-9]{1,5}", match[2]) or not 1 <= int(match[2]) <= 65535:
         raise ClusterError(
             f"{source} gives {task} the address {address!r}, whose port is not a number from 1 to 65535. Correct it."
@@ -138,6 +152,30 @@ def _check_address(source: str, task: str, address: object) -> None:
         raise ClusterError(
             f"{source} gives {task} the address {address!r}, whose host is not a valid host name ({error}). Correct it."
         ) from error
+
+
+def _how_to_write(address: object) -> str:
+    """Say how to write an address that is none."""
+    text = address if isinstance(address, str) else ""
+    if "%" in text:
+        return (
+            "TensorFlow's gRPC does not connect to an address with a zone (%), so that workers would wait for each "
+            "other without end. Write a host name, or an address without a zone, such as '[2001:db8::1]:2222'."
+        )
+    host, _, port = text.strip("[]").rpartition(":")
+    if _is_ipv6(text.strip("[]")) and not (port.isdecimal() and _is_ipv6(host) and not text.startswith("[")):
+        return f"write the port too: '[{text.strip('[]')}]:2222'."
+    if _is_ipv6(host):
+        return f"write an IPv6 address in brackets: '[{host}]:{port}'."
+    return "write host:port, such as '10.0.0.1:2222' or '[2001:db8::1]:2222'."
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def cluster_of(make_resolver: Callable[[], tf.distribute.cluster_resolver.ClusterResolver], source: str) -> Cluster:
@@ -157,9 +195,7 @@ def cluster_of(make_resolver: Callable[[], tf.distribute.cluster_resolver.Cluste
         raise ClusterError(f"{source} does not describe a cluster: {error}. Correct that, or set TF_CONFIG.") from error
     for job in jobs:
         if job not in JOBS:
-            raise ClusterError(
-                f"{source} lists a job {job!r}{close_name(job, JOBS) or '.'} There are {', '.join(JOBS)}."
-            )
+            raise ClusterError(f"{source} lists a job {job!r}{_instead_of(job)} There are {', '.join(JOBS)}.")
     if resolver.task_type is not None and resolver.task_id is None:
         raise ClusterError(f"{source} calls this process a {resolver.task_type}, but not which one. Set its task id.")
     return Cluster(

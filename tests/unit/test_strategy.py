@@ -279,6 +279,28 @@ def test_a_host_that_no_machine_is_called_is_refused(host):
         resources_of(cluster_with(worker=["a.b.c.:1", f"{host}:1"]))
 
 
+@pytest.mark.parametrize(
+    ("address", "advice"),
+    [
+        ("::1:2222", "write an IPv6 address in brackets: '[::1]:2222'."),
+        ("fe80::1:2222", "write an IPv6 address in brackets: '[fe80::1]:2222'."),
+        ("2001:db8:0:0:0:0:0:1:2222", "write an IPv6 address in brackets: '[2001:db8:0:0:0:0:0:1]:2222'."),
+        ("[::1]", "write the port too: '[::1]:2222'."),
+        ("2001:db8::a", "write the port too: '[2001:db8::a]:2222'."),
+        ("[fe80::1%eth0]:2222", "does not connect to an address with a zone (%), so that workers would wait"),
+        ("fe80::1%eth0:2222", "does not connect to an address with a zone (%), so that workers would wait"),
+        ("[1:2]:3", "which is not an IPv6 address (At least 3 parts expected in '1:2'). Correct it."),
+        ("[::g]:3", "write host:port, such as '10.0.0.1:2222' or '[2001:db8::1]:2222'."),
+        ("a", "write host:port, such as '10.0.0.1:2222' or '[2001:db8::1]:2222'."),
+        (7, "write host:port, such as '10.0.0.1:2222' or '[2001:db8::1]:2222'."),
+    ],
+)
+def test_an_address_that_is_none_is_told_how_to_write_it(address, advice):
+    with pytest.raises(ClusterError, match=f"^TF_CONFIG gives worker 0 the address {re.escape(repr(address))}") as told:
+        resources_of(cluster_with(worker=[address]))
+    assert str(told.value).endswith(advice) or advice in str(told.value)
+
+
 def test_an_ipv6_address_is_understood():
     assert resources_of(cluster_with(worker=["[::1]:1", "a-b.c:65535"])).cluster.worker == ("[::1]:1", "a-b.c:65535")
 
@@ -311,7 +333,15 @@ def test_an_ipv6_address_is_understood():
             cluster_with(workers=["a:1"]),
             "TF_CONFIG lists a job 'workers'; did you mean 'worker'. There are chief, worker",
         ),
-        (cluster_with(master=["a:1"]), "TF_CONFIG lists a job 'master'. There are chief, worker, ps, evaluator"),
+        (
+            cluster_with(master=["a:1"]),
+            "lists a job 'master', which is TensorFlow 1's name of the chief: write 'chief' in 'cluster' and in "
+            "'task'. There are chief, worker, ps, evaluator",
+        ),
+        (
+            cluster_with({"type": "master", "index": 0}, worker=["a:1"]),
+            "calls this process a 'master', which is TensorFlow 1's name of the chief: write 'chief'",
+        ),
         (cluster_with(chief=["a:1", "b:1"]), "lists 2 chiefs; there can be one"),
         (cluster_with({"type": "ps", "index": 0}, ps=["a:1"]), "TF_CONFIG lists no worker"),
         (
