@@ -7,11 +7,14 @@ that one that a killed process has left can be told from one that is being writt
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import re
 import shutil
 import stat
+import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 try:
@@ -19,8 +22,22 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["NotAFile", "create_unfinished", "open_file", "remove_abandoned", "sync_folder", "unfinished", "write_whole"]
+__all__ = [
+    "NotAFile",
+    "create_unfinished",
+    "exchange",
+    "locked_folder",
+    "open_file",
+    "remove_abandoned",
+    "sync_file",
+    "sync_folder",
+    "unfinished",
+    "unfinished_folder",
+    "write_whole",
+]
 
+_AT_FDCWD, _EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+_LOCK_SECONDS = 10.0  # others hold a lock for milliseconds, unless they are stopped
 _BINARY = getattr(os, "O_BINARY", 0)
 
 
@@ -77,6 +94,92 @@ def create_unfinished(path: Path) -> int:
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file).st_nlink:  # else another process has taken it for abandoned, before it was locked
             return file
+        os.close(file)
+
+
+@contextlib.contextmanager
+def unfinished_folder(path: Path) -> Iterator[Path]:
+    """Have a folder beside a path, for what is to become it, and remove it afterwards with what is left in it.
+
+    Those that killed processes have left for the same path are removed, too.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    pattern = re.compile(rf"{re.escape(path.name[:200])}\.[0-9a-f]{{12}}\.tmp")
+    for name in os.listdir(path.parent):
+        if pattern.fullmatch(name):
+            with contextlib.suppress(OSError), locked_folder(path.parent / name, 0.0) as is_abandoned:
+                if is_abandoned:
+                    shutil.rmtree(path.parent / name, ignore_errors=True)
+    while True:
+        folder = unfinished(path)
+        folder.mkdir()
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(locked_folder(folder, _LOCK_SECONDS))
+            except FileNotFoundError:
+                continue
+            if not folder.exists():  # another process has taken it for abandoned, before it was locked
+                continue
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            return
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path, wait_seconds: float) -> Iterator[bool]:
+    """Lock a folder, where there are locks; yield whether it is locked.
+
+    Raises:
+        OSError: it does not exist.
+    """
+    if fcntl is None:
+        yield False
+        return
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        deadline, is_locked = time.monotonic() + wait_seconds, False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.002)
+                    continue
+            except OSError:  # some network file systems have no locks
+                pass
+            else:
+                is_locked = True
+            break
+        yield is_locked
+    finally:
+        os.close(file)
+
+
+def exchange(new: Path, old: Path) -> None:
+    """Have two folders change places, at once where Linux can; else the place is empty for a moment.
+
+    Raises:
+        OSError: they cannot.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
+    if renameat2 is not None and not renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _EXCHANGE):
+        return
+    aside = unfinished(new)
+    os.rename(old, aside)
+    os.rename(new, old)
+    os.rename(aside, new)
+
+
+def sync_file(path: Path) -> None:
+    """Make what a file holds survive a power failure."""
+    file = os.open(path, os.O_RDONLY | _BINARY)
+    try:
+        os.fsync(file)
+    finally:
         os.close(file)
 
 

@@ -54,6 +54,21 @@ class HookedModel(keras.Model):  # type: ignore[misc]
         """What ``tf.train.Checkpoint`` is to save beside what TensorFlow tracks, by name."""
         return {}
 
+    def _save_whole(self, save: Callable[[Any], Any], path: Any, *, makes_parents: bool, arguments: str) -> Any:
+        """Save to a path, as Keras does by ``save(path)``.
+
+        Args:
+            save: writes whatever belongs to what is saved beside the path that it is given, or below it.
+            path: anything that Keras takes: a path, a URL, an open file.
+            makes_parents: whether Keras makes the folders above it.
+            arguments: how it is saved, in words.
+        """
+        return save(path)
+
+    def _write_checkpoint(self, write: Callable[[Any], Any], prefix: Any) -> Any:
+        """Write a TensorFlow checkpoint that the model is part of, as TensorFlow does by ``write(prefix)``."""
+        return write(prefix)
+
     @classmethod
     def _load_pickled(cls, file: Any, load: Callable[[Any], Any]) -> Any:
         """Return the model of a file that Keras has pickled, which it itself would ``load`` so."""

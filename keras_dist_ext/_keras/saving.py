@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import zipfile
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import h5py
 import numpy.typing as npt
+import tensorflow as tf
 from keras.src import api_export
-from keras.src.saving import object_registration, serialization_lib
+from keras.src import export as export_module
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import object_registration, saving_lib, serialization_lib
 from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.utils import io_utils
+from tensorflow.python.checkpoint import checkpoint
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.interception import patched
+from keras_dist_ext._keras.models import HookedModel
 
 __all__ = [
     "Saveable",
@@ -25,7 +34,84 @@ __all__ = [
     "is_serializable_dict",
     "share_registered_name",
     "saved_variables",
+    "said_of",
 ]
+
+
+def _hook_saves(owner: Any, name: str, *, makes_parents: bool | None = None) -> None:
+    """Have a function that saves a model ask the model to, where it is one of ours, once per process."""
+    original = getattr(owner, name, None)  # older versions of Keras have fewer formats to export to
+    if original is None or hasattr(original, "_kde_hook"):
+        return
+
+    @functools.wraps(original)
+    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(model, HookedModel):
+            return original(model, filepath, *args, **kwargs)
+        makes = not kwargs.get("zipped", True) if makes_parents is None else makes_parents
+        return model._save_whole(
+            lambda path: original(model, path, *args, **kwargs),
+            filepath,
+            makes_parents=makes,
+            arguments=f"{name} {args} {kwargs}",
+        )
+
+    save._kde_hook = True  # type: ignore[attr-defined]
+    setattr(owner, name, save)
+
+
+# What keras/src/saving/saving_api.py calls for `save`, `save_weights` and the functions of the same names, and
+# models/model.py for `export`.
+_hook_saves(saving_lib, "save_model")
+_hook_saves(saving_lib, "save_weights_only", makes_parents=False)
+_hook_saves(legacy_h5_format, "save_model_to_hdf5", makes_parents=True)
+for _format in ("saved_model", "onnx", "openvino", "litert", "torch"):
+    _hook_saves(export_module, f"export_{_format}", makes_parents=_format == "saved_model")
+
+
+def _hook_checkpoints() -> None:
+    """Have ``tf.train.Checkpoint`` ask a model of ours that it has to write (checkpoint/checkpoint.py), once."""
+    original = checkpoint.TrackableSaver.save
+    if hasattr(original, "_kde_hook"):
+        return
+
+    @functools.wraps(original)
+    def save(saver: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
+        def write(prefix: Any) -> Any:
+            return original(saver, prefix, *args, **kwargs)
+
+        if tf.executing_eagerly() and isinstance(file_prefix, str | os.PathLike):
+            for part in saver._graph_view.breadth_first_traversal()[0]:
+                if isinstance(part, HookedModel):
+                    return part._write_checkpoint(write, file_prefix)
+        return write(file_prefix)
+
+    save._kde_hook = True  # type: ignore[attr-defined]
+    checkpoint.TrackableSaver.save = save
+
+
+_hook_checkpoints()
+
+
+@contextlib.contextmanager
+def said_of(path: str, written: str) -> Iterator[None]:
+    """Have Keras name ``path`` in what it prints and raises, where it names what is written in its stead.
+
+    keras/src/utils/io_utils.py prints.
+    """
+    original = io_utils.print_msg
+
+    def print_msg(message: Any, *args: Any, **kwargs: Any) -> None:
+        original(str(message).replace(written, path), *args, **kwargs)
+
+    try:
+        with patched(io_utils, "print_msg", print_msg):
+            yield
+    except Exception as error:
+        error.args = tuple(one.replace(written, path) if isinstance(one, str) else one for one in error.args)
+        if isinstance(error, OSError) and error.filename is not None:
+            error.filename = str(error.filename).replace(written, path)
+        raise
 
 
 class Saveable(KerasSaveable):  # type: ignore[misc]

@@ -67,6 +67,11 @@ class Workers:
         self._num_checks = 0
         self.watch = DeadlockWatch(self._store)
 
+    @property
+    def store(self) -> KeyValueStore:
+        """Texts that all workers can read at any time."""
+        return self._store
+
     def check_consistency(self, what: str, fingerprint: Fingerprint) -> None:
         """Check that all workers are about to do the same. Every worker must call it, at the same point of its program.
 

@@ -24,6 +24,7 @@ In reading order:
     nonfinite         ``kde.NonFinite``
     stop_signal       a wish to end a run, followed by all workers after the same step
     worker_sync       several workers begin alike and end together
+    whole_saves       saved files are whole, whoever writes them at the same time
     divergence        find variables whose copies differ
     gaps              how far replicas are from one device, and what rounding explains
     snapshot          keep the state of a model, and restore it

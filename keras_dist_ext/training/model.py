@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import zlib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -23,6 +25,7 @@ from keras_dist_ext._keras.models import (
 )
 from keras_dist_ext._keras.saving import save_as, saved_variables
 from keras_dist_ext._keras.strategies import strategy_of_model
+from keras_dist_ext._keras.variables import components
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.added_losses import losses_as_means
 from keras_dist_ext.step.nan_guard import Guard
@@ -33,7 +36,7 @@ from keras_dist_ext.strategy.adapted import move_adapted
 from keras_dist_ext.strategy.consistency import run_fingerprint
 from keras_dist_ext.strategy.scope import check_scope, move_into_scope
 from keras_dist_ext.strategy.virtual import VirtualReplicas
-from keras_dist_ext.strategy.workers import Workers, workers_of
+from keras_dist_ext.strategy.workers import Workers, checksum_of, workers_of
 from keras_dist_ext.training.adoption.stand_in import OwnClasses
 from keras_dist_ext.training.adoption.take_over import take_over
 from keras_dist_ext.training.batch_spec import any_number_of_rows, rows_of_one
@@ -52,6 +55,7 @@ from keras_dist_ext.training.run_callback import callbacks_of_all_workers
 from keras_dist_ext.training.runners import CoordinatorProgram, StepRunner, predictor
 from keras_dist_ext.training.runtime import ReplicaRuntime, runtime_of, stop_attribute
 from keras_dist_ext.training.stop_signal import shown_to
+from keras_dist_ext.training.whole_saves import SharedSaves, checkpoint_state, save_whole
 from keras_dist_ext.training.worker_sync import WorkerSync, callbacks_of_worker, without_collectives
 
 __all__ = ["OWN_CLASSES", "Functional", "Model", "Sequential"]
@@ -328,12 +332,29 @@ class Model(HookedModel, metaclass=Scoped):
             for each in made:
                 each.close()
 
-    def save(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as Keras does; see ``keras.Model.save``. With several workers, any of them may, by itself."""
-        if workers_of(self.distribute_strategy) is not None:  # whose epochs end settled
-            return without_collectives(super().save)(*args, **kwargs)
-        self.replica_runtime.synchronize()
-        return super().save(*args, **kwargs)
+    def _save_whole(self, save: Callable[[Any], Any], path: Any, *, makes_parents: bool, arguments: str) -> Any:
+        workers = workers_of(self.distribute_strategy)
+        if workers is None:  # several workers' epochs end settled
+            self.replica_runtime.synchronize()
+            return save_whole(save, path, makes_parents=makes_parents)
+
+        def shared(written: Path) -> SharedSaves:
+            weights = checksum_of([components(weight)[0] for weight in self.weights])
+            return SharedSaves(workers.store, f"{weights:08x}-{zlib.crc32(arguments.encode()):08x}")
+
+        # Any of them may, by itself.
+        return without_collectives(save_whole)(save, path, makes_parents=makes_parents, shared=shared)
+
+    def _write_checkpoint(self, write: Callable[[Any], Any], prefix: Any) -> Any:
+        workers = workers_of(self.distribute_strategy)
+        if workers is None:
+            return write(prefix)
+
+        def shared(written: Path) -> SharedSaves:
+            return SharedSaves(workers.store, checkpoint_state(written))
+
+        without_collectives(save_whole)(write, prefix, makes_parents=True, shared=shared)
+        return prefix
 
     def _checkpoint_children(self) -> dict[str, Any]:
         return {"replica_seeds": self.replica_seeds.in_checkpoint}

@@ -196,6 +196,11 @@ SIGNATURES = {
         "Mean.update_state": "self values sample_weight",
         "Sum.update_state": "self values sample_weight",
     },
+    "keras.src.saving.saving_lib": {"save_model": "model filepath weights_format zipped"},
+    "keras.src.legacy.saving.legacy_h5_format": {"save_model_to_hdf5": "model filepath overwrite include_optimizer"},
+    "tensorflow.python.checkpoint.checkpoint": {
+        "TrackableSaver.save": "self file_prefix checkpoint_number session options"
+    },
     "keras.src.random.seed_generator": {"SeedGenerator.next": "self ordered", "global_seed_generator": ""},
     "keras.src.models.model": {"functional_init_arguments": "args kwargs"},
     "keras.src.optimizers.base_optimizer": {

@@ -16,6 +16,7 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.saving import saved_variables
 from keras_dist_ext.errors import ScopeError
 from keras_dist_ext.strategy.virtual import VirtualReplicas
+from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.adoption.compilation import read_compile_state
 from keras_dist_ext.training.adoption.rebuild import rebuild
 from keras_dist_ext.training.adoption.take_over import explained, refuse_nesting, scope_of, take_over
@@ -96,7 +97,8 @@ def load_model(
     Args:
         path: A `.keras` file or directory, or a legacy `.h5` file (of which Keras 3 does not restore the optimizer's
             slots).
-        strategy: The strategy to live under; by default the one whose scope is entered.
+        strategy: The strategy to live under; by default the one whose scope is entered. Several workers must all load,
+            and do so when all have come here, so that one of them may have saved the file just before.
         custom_objects: The user's classes and functions by name, as for `keras.models.load_model`.
         compile: Whether to compile the model as it was when it was saved.
         safe_mode: Whether to refuse files that hold code (lambdas).
@@ -121,6 +123,9 @@ def load_model(
     ours = {} if is_legacy else {cls.__name__: cls for cls in OWN_CLASSES}
     refuse_nesting("kde.load_model", strategy)
     with scope_of(strategy), keras.saving.custom_object_scope(ours):
+        workers = workers_of(tf.distribute.get_strategy())
+        if workers is not None:
+            workers.sum([])  # one of them may have saved the file just before it came here
         virtual = VirtualReplicas.read_from_file(path) if compile else None
         if virtual is not None:
             virtual.check(tf.distribute.get_strategy())

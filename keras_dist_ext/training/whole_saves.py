@@ -1,0 +1,162 @@
+"""Save a model aside, and put it in its place when it is whole.
+
+Several workers may save to one path at the same time, each for itself: a file is one worker's at any time, and whole;
+several files that belong together are of the first worker that has saved. A save that is killed leaves what was there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext._keras.saving import said_of
+from keras_dist_ext.strategy.key_value import KeyValueStore
+from keras_dist_ext.whole_files import exchange, locked_folder, sync_file, sync_folder, unfinished_folder
+
+__all__ = ["SharedSaves", "checkpoint_state", "save_whole"]
+
+_T = TypeVar("_T")
+_LOCK_SECONDS = 10.0  # others hold a lock for milliseconds, unless they are stopped
+
+
+class SharedSaves:
+    """Where there is what this worker is about to save, because another worker has saved the same just before.
+
+    Files of two workers must not be mixed: those of a SavedModel number its variables in an order that differs between
+    processes. A worker that reads what it has saved would find a mixture if the others replaced it meanwhile.
+
+    Args:
+        store: of the workers.
+        state: tells what is saved; the same on workers that save the same.
+    """
+
+    def __init__(self, store: KeyValueStore, state: str) -> None:
+        self._store = store
+        self._state = state
+
+    def has(self, path: Path) -> bool:
+        """Whether a file or folder is as a worker has left it that has saved the same state."""
+        with contextlib.suppress(OSError, tf.errors.OpError):
+            as_it_is = _identity(path)
+            workers = range(self._store.num_workers)
+            return any(self._store.get(self._topic(path), worker, 0.0) == as_it_is for worker in workers)
+        return False
+
+    def note(self, path: Path) -> None:
+        """Note that this worker has saved the state there."""
+        with contextlib.suppress(OSError, tf.errors.OpError):
+            with contextlib.suppress(tf.errors.OpError):
+                self._store.delete(self._topic(path))
+            self._store.set(self._topic(path), _identity(path))
+
+    def _topic(self, path: Path) -> str:
+        return f"saved/{zlib.crc32(os.fsencode(path)):08x}/{self._state}"
+
+
+def _identity(path: Path) -> str:
+    found = path.stat()
+    return f"{found.st_ino} {found.st_mtime_ns}"
+
+
+def save_whole(
+    save: Callable[[Any], _T], path: Any, *, makes_parents: bool, shared: Callable[[Path], SharedSaves] | None = None
+) -> _T:
+    """Save to a path by ``save(path)``, so that others see what is saved whole or not at all.
+
+    A folder that exists keeps what else is in it.
+
+    Args:
+        save: writes whatever belongs to what is saved beside the path that it is given, or below it.
+        path: a path. URLs and open files are written to directly, and so is what is neither file nor folder.
+        makes_parents: whether folders above it are to be made.
+        shared: tells where other workers have saved what has just been saved to a path, if there are some.
+
+    Returns:
+        What ``save`` has returned.
+    """
+    if not isinstance(path, str | os.PathLike) or "://" in str(path) or not Path(path).name:
+        return save(path)
+    given = Path(os.path.abspath(path))
+    target = Path(os.path.realpath(given))  # a link stays, and what it leads to is written
+    if target.exists() and not (target.is_file() or target.is_dir()):
+        return save(path)  # a device or a FIFO
+    if makes_parents:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        try:
+            aside = stack.enter_context(unfinished_folder(target))
+        except (FileNotFoundError, PermissionError):
+            return save(path)  # Keras says what is missing; or writes a file in a folder where none can be made
+        stack.enter_context(said_of(str(path), str(aside / given.name)))
+        result = save(str(aside / given.name))
+        for folder, _, names in os.walk(aside):
+            for name in names:
+                sync_file(Path(folder, name))
+        moves = [
+            (source, target if source.name == given.name else given.parent / source.name)
+            for source in _as_written(aside)
+        ]
+        saves = None
+        if shared is not None and (len(moves) > 1 or moves[0][0].is_dir()):
+            saves = shared(aside / given.name)
+            stack.enter_context(locked_folder(target.parent, _LOCK_SECONDS))
+            if saves.has(moves[-1][1]):
+                return result
+        for source, place in moves:
+            _put(source, place)
+        sync_folder(target.parent)
+        if saves is not None:
+            saves.note(moves[-1][1])
+        return result
+
+
+def _put(source: Path, target: Path) -> None:
+    """Move a file or a folder to its place. What else is in a folder that is there stays in it."""
+    if not source.is_dir():
+        with contextlib.suppress(OSError):
+            shutil.copymode(target, source)
+        os.replace(source, target)
+        return
+    try:
+        os.rename(source, target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        _take_over_others(target, source)
+        exchange(source, target)
+
+
+def _take_over_others(old: Path, new: Path) -> None:
+    """Have a folder hold what another has beside."""
+    for folder, _, names in os.walk(old):
+        there = new / os.path.relpath(folder, old)
+        there.mkdir(exist_ok=True)
+        for name in names:
+            if not (there / name).exists():
+                os.link(os.path.join(folder, name), there / name, follow_symlinks=False)
+
+
+def _as_written(folder: Path) -> list[Path]:
+    """Return what is in a folder, in the order in which it was written: what names the others comes last."""
+    return sorted(folder.iterdir(), key=lambda path: (not path.is_dir(), path.stat().st_mtime_ns, path.name))
+
+
+def checkpoint_state(prefix: Path) -> str:
+    """Return a checksum of the tensors of a TensorFlow checkpoint, whatever order they are in."""
+    reader = tf.train.load_checkpoint(prefix)
+    checksum = 0
+    for name in sorted(reader.get_variable_to_shape_map()):
+        if name != "_CHECKPOINTABLE_OBJECT_GRAPH":
+            value = reader.get_tensor(name)
+            is_numbers = isinstance(value, np.ndarray) and value.dtype != object
+            checksum = zlib.crc32(value.tobytes() if is_numbers else repr(value).encode(), checksum)
+            checksum = zlib.crc32(name.encode(), checksum)
+    return f"{checksum:08x}"
