@@ -25,15 +25,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit code: 0, 2 for a wrong command line, 1 or a worker's own for a failure."""
     arguments = _parser().parse_args(argv)
     try:
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        _flush()
+        return code
     except KerasDistError as error:
         print(f"keras-dist-ext: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:  # whoever read our output has gone, as in `keras-dist-ext launch ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails again when it exits
+        _drop_output()
         return 128 + signal.SIGPIPE
+
+
+def _flush() -> None:
+    """Write what is left of our output, or drop it, as on a full disk: the interpreter would fail when it exits."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails again when it exits
 
 
 def _parser() -> argparse.ArgumentParser:

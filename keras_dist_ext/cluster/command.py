@@ -15,6 +15,7 @@ from keras_dist_ext.errors import LaunchError
 __all__ = [
     "MOST_THREADS",
     "check_counts",
+    "check_folder",
     "check_limits",
     "check_output",
     "check_waits",
@@ -132,6 +133,21 @@ def check_waits(**given: object) -> None:
         arguments.number(
             name, value, least=0.0, most=arguments.LONGEST_SECONDS, wanted="a number of seconds", error=LaunchError
         )
+
+
+def check_folder() -> None:
+    """Check that there is a working directory, in which the processes start.
+
+    Raises:
+        LaunchError: it was removed.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise LaunchError(
+            f"The working directory was removed ({error.strerror}), and the processes would start in it. Change to one "
+            "that exists."
+        ) from error
 
 
 def check_output(log_dir: object, quiet: object, stream: object) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "begin",
     "data_ends",
     "heartbeat",
+    "make_heartbeat_file",
     "running",
     "stacks_path",
     "steps_begin",
@@ -74,12 +75,20 @@ class Heartbeat(NamedTuple):
         return _KINDS[self.kind] == "train"
 
 
+def make_heartbeat_file(path: Path) -> None:
+    """Make an empty file for a worker to write to.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    path.write_bytes(bytes(mmap.PAGESIZE))
+
+
 class HeartbeatReader:
-    """The launcher's end: an empty file for a worker to write to."""
+    """The launcher's end of the file that a worker writes to."""
 
     def __init__(self, path: Path):
         self.path = path
-        path.write_bytes(bytes(mmap.PAGESIZE))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE, access=mmap.ACCESS_READ)
 

@@ -12,8 +12,9 @@ the chief. With it, only the chief does, for tf.distribute.ParameterServerStrate
 The first process that fails ends all others, since none of TensorFlow's workers can join the others again. With
 `max_restarts` all start again, on new ports; with `Resume` in the script, from the last checkpoint. Nothing outlives
 a launch: not grandchildren, not after Ctrl-C, and not when the launcher itself is killed with SIGKILL (on Linux each
-process dies with it, and a guard process ends what those have started). What should live on, such as a TensorBoard,
-must be started elsewhere.
+process dies with it, and a guard process ends what those have started), and not daemons in sessions of their own with
+an empty environment (on Linux, unless other threads run beside; when the launcher itself is killed, those that the
+guard has seen, which looks every second). What should live on, such as a TensorBoard, must be started elsewhere.
 
 Security: TensorFlow's server in each process listens on all network interfaces, whatever address TF_CONFIG says, and
 runs what anyone who connects sends, without a password. Launch where nobody else reaches the machine's ports.
@@ -35,6 +36,7 @@ from keras_dist_ext.cluster import worker
 from keras_dist_ext.cluster.command import (
     MOST_THREADS,
     check_counts,
+    check_folder,
     check_limits,
     check_output,
     check_waits,
@@ -106,7 +108,8 @@ def launch(
         affinity: whether to divide the CPUs among the processes: each is tied to a share of its own, and so are its
             threads. Linux only.
         environ: the environment of the processes, instead of `os.environ`. All of them see the same accelerators.
-        log_dir: where to keep the output of each, as `worker-0.log` and so on; of all restarts.
+        log_dir: where to keep the output of each, as `worker-0.log` and so on; of all restarts. On a full disk the
+            workers continue without it.
         quiet: do not show the output as it comes.
         stream: where to show it, each line with the name of its worker; `sys.stdout` if not given.
 
@@ -127,6 +130,7 @@ def launch(
     arguments.flag("affinity", affinity, error=LaunchError)
     check_output(log_dir, quiet, stream)
     base = environment(environ)
+    check_folder()
     program = program_for(work, args, kwargs, base)
     base |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **_thread_settings(threads_per_worker)}
     stream = sys.stdout if stream is None else stream

@@ -4,6 +4,7 @@ import codecs
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ class Process:
         heartbeat_file: where the process reports what it does, see `heartbeat`; None where nobody reads it.
 
     Raises:
-        LaunchError: it cannot be started; or the log cannot be written, at the start or later.
+        LaunchError: it cannot be started, or the log cannot be opened.
     """
 
     def __init__(
@@ -165,25 +166,31 @@ class Process:
 
 
 class _Log:
-    """A file that takes what it is given, or raises, naming the log."""
+    """A file that takes what it is given; when it can no longer, it says so once, naming the log."""
 
     def __init__(self, path: Path, appends: bool):
+        self._fails = False
         try:
             self._file = path.open("ab" if appends else "wb", buffering=0)
         except OSError as error:
             raise LaunchError(f"The log {path} cannot be written: {error.strerror}") from error
 
     def write(self, data: bytes) -> None:
+        rest = memoryview(data)
         try:
-            self._file.write(data)
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
         except OSError as error:
-            raise LaunchError(
-                f"The log {self._file.name} cannot be written any more ({error.strerror}), so the launch ended all "
-                "processes. Make room, or give another log_dir."
-            ) from error
+            if not self._fails:
+                self._fails = True
+                _notice(
+                    f"The log {self._file.name} cannot be written ({error.strerror}). The workers continue, and "
+                    "their output is missing in the log until there is room."
+                )
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
 
 
 class _Lines:
@@ -232,10 +239,34 @@ class _Lines:
 
 
 def show(text: str, stream: IO[str]) -> None:
-    """Write text to a stream now, with escapes for what its encoding lacks."""
+    """Write text to a stream now, with escapes for what its encoding lacks.
+
+    A stream that cannot be written, as on a full disk, does not end a launch: the text is lost, and it is said once.
+
+    Raises:
+        BrokenPipeError: nobody reads it any more.
+    """
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    stream.flush()
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if id(stream) not in _failing:
+            _failing.add(id(stream))
+            _notice(
+                f"The output cannot be shown ({error.strerror}). The workers continue, and their output is lost until "
+                "there is room; --log-dir keeps it on another disk."
+            )
+
+
+_failing: set[int] = set()  # streams of which it was said
+
+
+def _notice(text: str) -> None:
+    with suppress(OSError, ValueError):
+        print(f"launch: {text}", file=sys.stderr, flush=True)  # noqa: T201 - where users look when output fails
 
 
 def code_text(code: int) -> str:

@@ -7,13 +7,16 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from keras_dist_ext.cluster import worker
 from keras_dist_ext.cluster.failure import Failure
 from keras_dist_ext.cluster.hang_report import is_stopped
+from keras_dist_ext.cluster.heartbeat import make_heartbeat_file
+from keras_dist_ext.cluster.orphans import Orphans
 from keras_dist_ext.cluster.process import Process
 from keras_dist_ext.errors import LaunchError
 
@@ -34,6 +37,7 @@ class ProcessGroup:
     DRAIN_SECONDS = 1.0  # for output, after the last process has ended: what it started may hold the pipe open
     STOPPED_SECONDS = 5.0  # by SIGSTOP, while others work: TensorFlow gives up a silent worker after ten
     LOOK_SECONDS = 0.5  # between looks at which are stopped
+    BURY_SECONDS = 1.0  # between looks at which orphans have ended
     KILL_SECONDS = 5.0  # SIGKILL acts at once, but on a process that is stuck in the kernel
 
     def __init__(self, stream: IO[str] | None, log_dir: str | os.PathLike[str] | None, *, appends: bool = False):
@@ -44,7 +48,7 @@ class ProcessGroup:
         self._appends = appends
         self._selector = selectors.DefaultSelector()
         self._stopped: dict[Process, float] = {}  # and since when
-        self._looked = 0.0
+        self._looked = self._buried = 0.0
 
     @property
     def processes(self) -> list[Process]:
@@ -58,6 +62,7 @@ class ProcessGroup:
         except OSError as error:
             raise LaunchError(f"log_dir={str(self._log_dir)!r} cannot be made: {error}") from error
         self._guard = _Guard()
+        self._orphans = Orphans()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -65,6 +70,11 @@ class ProcessGroup:
             process.close()
         self._selector.close()
         self._guard.close()
+        self._orphans.end(self._started)
+
+    @property
+    def _started(self) -> set[int]:
+        return {self._guard.pid, *(process.pid for process in self.processes)}
 
     def start(
         self, name: str, work: Sequence[str] | bytes | None, environ: Mapping[str, str], cpus: Sequence[int] = ()
@@ -92,6 +102,11 @@ class ProcessGroup:
                 mode, words = "exec", [*work]
             program = worker.command_line(mode, *words, heartbeat_file=str(heartbeat_file), cpus=cpus)
         in_colour = self._stream is not None and self._stream.isatty() and "NO_COLOR" not in environ
+        if heartbeat_file is not None:
+            try:
+                make_heartbeat_file(heartbeat_file)
+            except OSError as error:
+                raise _no_room(lambda: self._guard.folder.parent, error) from error
         process = Process(
             name,
             program,
@@ -163,6 +178,7 @@ class ProcessGroup:
         A process gets the signal that came in, else SIGTERM, and SIGKILL after the grace or at a further signal.
         """
         running = [process for process in self.processes if process.exit_code is None and process.failure_code is None]
+        self._guard.look()
         self._end(self.working, signals[0] if signals else signal.SIGTERM, grace_seconds, signals)
         self._end(self.serving, signal.SIGKILL, 0, signals)
         deadline = time.monotonic() + self.DRAIN_SECONDS
@@ -192,6 +208,21 @@ class ProcessGroup:
                 self._selector.unregister(key.fileobj)
         for process in self.processes:
             process.poll()
+        if time.monotonic() - self._buried > self.BURY_SECONDS:
+            self._buried = time.monotonic()
+            self._orphans.bury(self._started)
+
+
+def _no_room(folder: Callable[[], object], error: OSError) -> LaunchError:
+    """Say that the temporary folder cannot be used."""
+    try:
+        where = f" in {folder()}"
+    except OSError:
+        where = ""
+    return LaunchError(
+        f"The launch needs a small temporary folder for what passes between it and the workers, and cannot write one"
+        f"{where}: {error.strerror or error}. Make room there, or set TMPDIR to another folder."
+    )
 
 
 class _Guard:
@@ -199,7 +230,10 @@ class _Guard:
 
     def __init__(self) -> None:
         self._launch_id = uuid.uuid4().hex
-        self.folder = Path(tempfile.mkdtemp(prefix="keras_dist_ext-"))  # what passes between launcher and workers
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix="keras_dist_ext-"))  # what passes between launcher and workers
+        except OSError as error:
+            raise _no_room(tempfile.gettempdir, error) from error
         self._process = subprocess.Popen(
             worker.command_line("guard", self._launch_id, str(self.folder)),
             stdin=subprocess.PIPE,
@@ -208,6 +242,7 @@ class _Guard:
             start_new_session=True,
             bufsize=0,
         )
+        self.pid = self._process.pid
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
 
@@ -215,7 +250,10 @@ class _Guard:
         """Put a packed call where the workers find it."""
         path = self.folder / "call"
         if not path.exists():
-            path.write_bytes(call)
+            try:
+                path.write_bytes(call)
+            except OSError as error:
+                raise _no_room(lambda: self.folder.parent, error) from error
         return str(path)
 
     def marked(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -226,6 +264,11 @@ class _Guard:
     def watch(self, session: int) -> None:
         """Have all processes of a session ended."""
         self._pipe.write(f"{session}\n".encode())
+
+    def look(self) -> None:
+        """Have it see what all processes have started, before they end."""
+        with suppress(OSError):
+            self._pipe.write(b"\n")
 
     def close(self) -> None:
         """Have all ended now, and wait for it."""

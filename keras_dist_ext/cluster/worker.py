@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import pickle
+import select
 import shutil
 import signal
 import sys
@@ -19,6 +20,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from keras_dist_ext.cluster import heartbeat
+from keras_dist_ext.cluster.orphans import children_of
 
 __all__ = ["command_line", "main", "LAUNCH_IDS", "pack_call", "read_value", "failed_code"]
 
@@ -216,9 +218,20 @@ def _guard(launch_id: str, folder: str) -> None:
         signal.signal(signum, signal.SIG_IGN)
     import psutil
 
-    sessions = {int(line) for line in sys.stdin}  # ends when the launcher closes the pipe, or the kernel does
+    sessions: set[int] = set()
+    descendants: dict[int, Any] = {}  # also those that have left their session, with another environment
+    data = b""
+    while True:  # until the launcher closes the pipe, or the kernel does
+        if select.select([sys.stdin], [], [], _LOOK_SECONDS if sessions else None)[0]:
+            new = os.read(sys.stdin.fileno(), 1 << 12)
+            if not new:
+                break
+            *lines, data = (data + new).split(b"\n")
+            sessions.update(int(line) for line in lines if line)
+        _note_descendants(sessions, descendants)
     for _ in range(20):  # a process may fork while we look
-        left = list(_members(launch_id, sessions))
+        _note_descendants(sessions, descendants)
+        left = list(_members(launch_id, sessions, descendants))
         for process in left:
             try:
                 process.kill()
@@ -230,13 +243,54 @@ def _guard(launch_id: str, folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _members(launch_id: str, sessions: set[int]) -> Iterator[Any]:
-    """Yield the living processes of a launch: by session, and by environment for those that left theirs."""
+_LOOK_SECONDS = 1.0
+
+
+def _note_descendants(sessions: set[int], descendants: dict[int, Any]) -> None:
+    """Remember all processes that descend from those that lead a session, while their parents live."""
     import psutil
+
+    for pid, process in list(descendants.items()):
+        if not process.is_running():
+            del descendants[pid]
+    new = [*sessions, *descendants]
+    while new:
+        for child in _children(new.pop()):
+            if child not in descendants and child not in sessions:
+                try:
+                    descendants[child] = psutil.Process(child)
+                except psutil.Error:
+                    continue
+                new.append(child)
+
+
+def _children(pid: int) -> list[int]:
+    if sys.platform == "linux":  # reading them costs a hundredth of a look at all processes
+        return children_of(pid)
+    import psutil
+
+    try:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except psutil.Error:
+        return []
+
+
+def _members(launch_id: str, sessions: set[int], descendants: Mapping[int, Any]) -> Iterator[Any]:
+    """Yield the living processes of a launch: by session, by environment for those that left theirs, by descent."""
+    import psutil
+
+    for process in descendants.values():
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+        except psutil.Error:
+            continue
 
     for process in psutil.process_iter():
         try:
             if process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
+                continue
+            if process.pid in descendants:
                 continue
             if os.getsid(process.pid) in sessions or launch_id in process.environ().get(LAUNCH_IDS, ""):
                 yield process

@@ -1,5 +1,7 @@
 """Launch real processes: what they get, what they give back, and that nothing of them is left."""
 
+import contextlib
+import errno
 import importlib.util
 import io
 import json
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -48,6 +51,11 @@ def environment():
 def say(text, times=1):
     for _ in range(times):
         sys.stdout.write(text)
+
+
+def say_and_return(text, times):
+    say(text, times)
+    return times
 
 
 def say_bytes(*chunks):
@@ -491,12 +499,53 @@ def test_a_log_that_cannot_be_written_is_an_error_and_ends_all(tmp_path, tempora
 
 
 @linux
-def test_a_disk_that_fills_up_is_an_error_and_ends_all(tmp_path, temporary):
+def test_a_disk_that_fills_up_under_a_log_is_told_and_the_workers_continue(tmp_path, temporary, capsys):
     (tmp_path / "worker-1.log").symlink_to("/dev/full")
-    environ = environ_with(TEST_TOKEN="full disk")
-    with pytest.raises(kde.LaunchError, match=r"worker-1\.log cannot be written any more \(No space left on device\)"):
-        run(2, worker_1, args=("say_bytes", *[b"hello\n"] * 500), log_dir=tmp_path, environ=environ)
-    assert processes_with("full disk") == []
+    result, shown = run(2, say_and_return, args=("hello\n", 500), log_dir=tmp_path)
+    assert result.values == (500, 500)
+    assert shown.count("[worker 1] hello") == 500
+    assert (tmp_path / "worker-0.log").read_text() == "hello\n" * 500
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("launch:")]
+    assert re.search(r"The log .*worker-1\.log cannot be written \(No space left on device\)\. The workers conti", said)
+
+
+@linux
+def test_a_disk_that_fills_up_under_the_output_is_told_and_the_workers_continue(tmp_path):
+    path = script(tmp_path, f"print('hello ' * 9999); open({str(tmp_path / 'ended')!r}, 'a').write('x')")
+    with open("/dev/full", "w") as full:
+        ended = launch_command("--workers", "2", path, stdout=full, stderr=subprocess.PIPE)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "ended").read_text() == "xx"
+    assert ended.stderr.count("launch: The output cannot be shown (No space left on device). The workers continue") == 1
+    assert "Exception ignored" not in ended.stderr
+
+
+def launch_command(*arguments, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "keras_dist_ext", "launch", *arguments]
+    return subprocess.run(command, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}, **options)
+
+
+def test_a_working_directory_that_was_removed_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    (tmp_path / "folder").rmdir()
+    with pytest.raises(kde.LaunchError, match=r"The working directory was removed \(No such file.*\), and the process"):
+        run(1, ["printenv", "HOME"])
+
+
+@pytest.mark.parametrize("place", ["mkdtemp", "call", "heartbeat"])
+def test_a_temporary_folder_without_room_is_an_error(place, temporary, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if place == "mkdtemp":
+        monkeypatch.setattr("tempfile.mkdtemp", full)
+    elif place == "call":
+        monkeypatch.setattr(Path, "write_bytes", full)
+    else:
+        monkeypatch.setattr("keras_dist_ext.cluster.process_group.make_heartbeat_file", full)
+    with pytest.raises(kde.LaunchError, match=r"cannot write one in .*: No space left on device\. Make room there"):
+        run(1, say, args=("hi",))
 
 
 # The end of the launcher, and of what workers leave behind.
@@ -506,6 +555,52 @@ def test_what_a_worker_has_started_ends_with_the_launch_and_does_not_hold_it_up(
     result, _ = run(1, spawn_children, environ=environ_with(TEST_TOKEN="children"))
     assert result.exit_code == 0  # and not that of the time limit
     assert not any(psutil.pid_exists(pid) for pid in result.values[0]) or processes_with("children") == []
+
+
+def start_hidden(how):
+    """Start a process in a session of its own and with an empty environment."""
+    code = f"import os, sys, time  # hidden {how}\n"
+    if how == "daemon":  # whose parent ends
+        code += "if os.fork(): sys.exit()\nos.setsid()\n"
+    child = subprocess.Popen([sys.executable, "-c", f"{code}time.sleep(120)"], env={}, start_new_session=True)
+    if how == "daemon":
+        child.wait()
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "launcher killed":
+        time.sleep(2.5)
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+
+
+def hidden(how):
+    return [p for p in psutil.process_iter(["cmdline"]) if f"# hidden {how}\n" in "".join(p.info["cmdline"] or [])]
+
+
+@linux
+@pytest.mark.parametrize("how", ["quick", "daemon", "killed"])
+def test_a_child_in_a_session_of_its_own_with_an_empty_environment_ends_with_the_launch(how, temporary, monkeypatch):
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # whatever the tests have running beside
+    mine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        with contextlib.suppress(kde.LaunchError):
+            run(1, start_hidden, args=(how,))
+        assert hidden(how) == []
+        assert mine.poll() is None
+        assert not [child for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE]
+    finally:
+        mine.kill()
+        mine.wait()
+
+
+@linux
+@pytest.mark.slow
+def test_a_hidden_child_ends_when_the_launcher_is_killed(tmp_path, temporary):
+    path = script(tmp_path, "import test_launch; test_launch.start_hidden('launcher killed')")
+    environ = environ_with(PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]), TMPDIR=str(tmp_path / "temporary"))
+    command = [sys.executable, "-m", "keras_dist_ext", "launch", "--workers", "1", path]
+    assert subprocess.run(command, env=environ, timeout=60, capture_output=True).returncode == -signal.SIGKILL
+    wait_until(lambda: not hidden("launcher killed") and not list(temporary.iterdir()))
 
 
 def start_launcher(tmp_path, token, *options, ignore="") -> subprocess.Popen:
