@@ -16,7 +16,7 @@ which. In the order in which a training script meets them:
     search       tuner, a package
     errors       KerasDistError, and below it BackendError, CallbackError, CertificateError, ClusterError, DataError,
                  LaunchError, LoopError, MonitorError, NonFiniteError, PlacementError, ResumeError, ScopeError,
-                 SeedError, StrategyError, TunerError, WorkersError
+                 SeedError, StepError, StrategyError, TunerError, WorkersError
 
 The packages, each of which imports only from those before it: `_keras` is the one door to what Keras and TensorFlow do
 not document; `cluster` starts processes and describes a cluster; `strategy` chooses a strategy and keeps its workers in

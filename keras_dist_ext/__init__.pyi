@@ -25,6 +25,7 @@ from .errors import PlacementError as PlacementError
 from .errors import ResumeError as ResumeError
 from .errors import ScopeError as ScopeError
 from .errors import SeedError as SeedError
+from .errors import StepError as StepError
 from .errors import StrategyError as StrategyError
 from .errors import TunerError as TunerError
 from .errors import WorkersError as WorkersError

@@ -4,6 +4,7 @@ import gc
 import itertools
 import re
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,16 @@ def strategy(request: pytest.FixtureRequest) -> Any:
 def mirrored() -> Any:
     """Two replicas in this process."""
     return strategies.get("mirrored2")
+
+
+@pytest.fixture(autouse=True)
+def _checks_of_fit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `fit` check steps with code of the user's in a share of the tests: it traces each step once more."""
+    node, runners = request.node, sys.modules.get("keras_dist_ext.training.runners")
+    checks = request.config.option.every_case or node.path.stem == "test_self_check"
+    checks = checks or is_its_turn(f"checks of fit in {node.nodeid}", commit=_commit(request.config))
+    if runners is not None and not checks:
+        monkeypatch.setattr(runners, "check_training", lambda *_: None)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ In reading order:
     optimizers    what they train, count and accumulate
     layers        what they hold
     models        what ``compile`` and ``fit`` know, and a model class to derive from
+    user_code     whether a step has code that is not Keras'
     saving        how Keras saves an object
     callbacks     what Keras' own look at
     adapters      the data of ``fit``

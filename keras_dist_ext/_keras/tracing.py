@@ -77,8 +77,14 @@ class AsideTrace:
     def evaluate(self, values: Sequence[tf.Tensor], batches: Sequence[Any]) -> list[list[tf.Tensor]]:
         """Compute tensors of the graph for each of some batches."""
         pruned = self._wrapped.prune(self._feeds, list(values))
+        assigns = b"Assign" in pruned.graph.as_graph_def().SerializeToString()
+        kept = [(variable, variable.read_value()) for variable in pruned.graph.variables if assigns]
         given = [[one for one in keras.tree.flatten(batch) if one is not None] for batch in batches]
-        return [list(pruned(*tf.nest.flatten(leaves, expand_composites=True))) for leaves in given]
+        try:
+            return [list(pruned(*tf.nest.flatten(leaves, expand_composites=True))) for leaves in given]
+        finally:
+            for variable, value in kept:
+                variable.assign(value)
 
 
 def functions_of_op(op: tf.Operation) -> list[tf.Graph]:

@@ -26,6 +26,9 @@ In reading order:
     worker_sync       several workers begin alike and end together
     whole_saves       saved files are whole, whoever writes them at the same time
     divergence        find variables whose copies differ
+    self_check        a step on a few examples, on one device and on replicas, before training
+    check_mode        whether that is done
+    gap_report        what is said of it
     gaps              how far replicas are from one device, and what rounding explains
     snapshot          keep the state of a model, and restore it
     loop              ``kde.TrainLoop``

@@ -14,6 +14,7 @@ from keras_dist_ext._keras.models import overrides
 from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import is_default_strategy, regroup, seen_as_one_replica
 from keras_dist_ext._keras.tracing import scratch_graph
+from keras_dist_ext._keras.user_code import has_user_code
 from keras_dist_ext.data import split as data
 from keras_dist_ext.step.added_losses import UnknownLossExponents, find_exponents
 from keras_dist_ext.step.logs import (
@@ -92,6 +93,18 @@ class DistributedStep:
         self.first_batch: Callable[[], Any] | None = None
         self.observer = StepObserver()
         self._exponents: BatchExponents | None = self._runtime.exponents.setdefault(kind, BatchExponents())
+
+    logs_are_compared = True
+    """Whether logs tell if replicas do what one device does."""
+
+    @property
+    def has_user_code(self) -> bool:
+        """Whether it runs code that is neither Keras' nor of this package."""
+        return has_user_code(self.model)
+
+    def again(self) -> DistributedStep:
+        """Return another step like this, of which nothing is traced."""
+        return DistributedStep(self.model, self.kind)
 
     def without_xla(self) -> None:
         """Go on uncompiled."""

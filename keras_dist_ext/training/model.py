@@ -41,6 +41,7 @@ from keras_dist_ext.training.adoption.stand_in import OwnClasses
 from keras_dist_ext.training.adoption.take_over import take_over
 from keras_dist_ext.training.batch_spec import any_number_of_rows, rows_of_one
 from keras_dist_ext.training.callbacks import RunCallbackList
+from keras_dist_ext.training.check_mode import CheckMode, check_mode, note_mode, read_mode, read_mode_from_file
 from keras_dist_ext.training.construction import Scoped
 from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.epoch_data import EpochData
@@ -84,7 +85,7 @@ class Model(HookedModel, metaclass=Scoped):
     Code inside ``train_step``, ``test_step``, ``compute_loss``, losses, layers and metrics sees the rows of one
     replica, and is written as for one device: losses are means over the rows at hand, or sums over them, and nothing
     is divided by the number of replicas. Gradients, losses and metrics of all replicas then add up to those of the
-    global batch. What cannot be told from the graph (see ``batch_scaling``) counts as a mean.
+    global batch. ``fit`` sees before its first step whether this holds, see ``compile``.
 
     Differences that mathematics imposes: ``BatchNormalization(synchronized=False)`` normalizes with the statistics of
     each replica's rows; its moving statistics, like all non-trainable float state that a layer assigns while it is
@@ -166,7 +167,7 @@ class Model(HookedModel, metaclass=Scoped):
         arguments = keras.saving.deserialize_keras_object(config)
         if arguments.get("steps_per_execution") == 1:  # how "auto" is saved, so that stock Keras can load it
             arguments["steps_per_execution"] = "auto"
-        self.compile(**arguments, virtual_replicas=VirtualReplicas.read_from(config))
+        self.compile(**arguments, virtual_replicas=VirtualReplicas.read_from(config), check=read_mode(config))
         if self.optimizer is not None and self.built:
             with self.replica_runtime.in_scope():
                 self.optimizer.build(self.trainable_variables)
@@ -174,6 +175,13 @@ class Model(HookedModel, metaclass=Scoped):
     def get_compile_config(self) -> Any:
         """See ``keras.Model.get_compile_config``."""
         config = super().get_compile_config()
+        if not config or (self.virtual_replicas is None and self.replica_runtime.check is True):
+            return config
+        if isinstance(config.get("optimizer"), str):  # in whose config ours is noted
+            with self.replica_runtime.in_scope():
+                optimizer = keras.optimizers.get(config["optimizer"])
+            config = {**config, "optimizer": keras.saving.serialize_keras_object(optimizer)}
+        config = note_mode(config, self.replica_runtime.check)
         return config if self.virtual_replicas is None else self.virtual_replicas.noted_in(config)
 
     def compile(
@@ -188,6 +196,7 @@ class Model(HookedModel, metaclass=Scoped):
         jit_compile: bool | str = "auto",
         auto_scale_loss: bool = True,
         virtual_replicas: VirtualReplicas | int | None = None,
+        check: CheckMode = True,
     ) -> None:
         """Configure the model as ``keras.Model.compile`` does, in the scope of its strategy.
 
@@ -206,12 +215,16 @@ class Model(HookedModel, metaclass=Scoped):
             auto_scale_loss: ...
             virtual_replicas: for how many replicas the run is defined, on as many devices or fewer: a number, or
                 ``VirtualReplicas``. By default as many as the strategy has.
+            check: what ``fit`` does, before its first step on several replicas, for a model with code of yours in its
+                step: it makes a step on a few examples both on one device and on replicas, puts everything back, and
+                warns of what differs (True), raises a ``StepError`` ("raise"), or makes no such step (False).
 
         Raises:
             StrategyError: the replicas of the strategy cannot carry so many virtual ones evenly.
-            ValueError: ``steps_per_execution`` is neither "auto" nor an integer >= 1.
+            ValueError: ``steps_per_execution`` is neither "auto" nor an integer >= 1, or ``check`` none of these.
         """
         steps_per_execution = checked_steps_per_execution(steps_per_execution)
+        check = check_mode(check)
         virtual = VirtualReplicas.of(virtual_replicas, self.distribute_strategy)
         if virtual is not None:
             if jit_compile is True:
@@ -240,6 +253,7 @@ class Model(HookedModel, metaclass=Scoped):
             )
         self.replica_runtime.chooses_num_steps = steps_per_execution == "auto"
         self.virtual_replicas = virtual
+        self.replica_runtime.check = check
         self.replica_runtime.forget_traces()
 
     def _build_for_run(self, iterator: Any, batch: Any) -> None:
@@ -372,6 +386,7 @@ class Model(HookedModel, metaclass=Scoped):
         adopted = take_over(model, tf.distribute.get_strategy(), OWN_CLASSES, compile=True)
         adopted.replica_seeds.load(saved_variables(file, "replica_seeds"))
         adopted.virtual_replicas = VirtualReplicas.read_from_file(file)
+        adopted.replica_runtime.check = read_mode_from_file(file)
         return adopted
 
     def _sizers(self, callbacks: Any, workers: Workers | None, *kinds: Kind) -> dict[Kind, ExecutionSizer]:

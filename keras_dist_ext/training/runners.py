@@ -22,6 +22,7 @@ from keras_dist_ext.training.batch_reader import BatchReader
 from keras_dist_ext.training.execution import Execution
 from keras_dist_ext.training.prediction import PredictProgram, concat_outputs
 from keras_dist_ext.training.program import StepProgram
+from keras_dist_ext.training.self_check import check_training
 
 __all__ = ["CoordinatorProgram", "StepRunner", "predictor"]
 
@@ -44,7 +45,7 @@ class StepRunner:
             runtime.scatter_accumulators()
         if isinstance(iterator, Execution):
             run_steps = functools.partial(_run, program, iterator)
-            first_batch = iterator.reader.peek
+            first_batch: Callable[[], Any] = functools.cache(iterator.reader.peek)
         else:
             batch = tree.map_structure(_as_tensor, next(iterator))
             self._compare_first_batch(batch)
@@ -55,6 +56,8 @@ class StepRunner:
         try:
             if isinstance(program, StepProgram) and program.is_eager and program.kind not in runtime.loss_exponents:
                 self._prepare_eager(program)
+            if isinstance(iterator, Execution) and isinstance(program, StepProgram) and program.kind == "train":
+                check_training(program.step, first_batch, functools.partial(_prepare, program), _UNPREPARED)
             while True:
                 try:
                     with as_data_errors():

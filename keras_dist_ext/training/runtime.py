@@ -24,6 +24,7 @@ from keras_dist_ext.strategy.scope import optimizers
 from keras_dist_ext.strategy.virtual import num_replicas_of
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.building import build_for_run
+from keras_dist_ext.training.check_mode import CheckMode
 from keras_dist_ext.training.divergence import Divergence
 from keras_dist_ext.training.run_callback import RunCallback, callbacks_in
 from keras_dist_ext.training.stop_signal import StopSignal
@@ -50,6 +51,8 @@ class ReplicaRuntime:
         batch_spec: of the batch that the model was built for: shapes with an unknown number of rows.
         loss_exponents: how losses given to ``add_loss`` grow with the rows, by the kind of step and the layer's id.
         exponents: how other numbers of a step do, by the kind of step.
+        check: how `compile` was told to check steps, and
+        is_checked: whether that was done.
         chooses_num_steps: whether the number of steps of an execution is ours to choose (``"auto"``).
         can_split_batches: whether steps can be made of parts of a replica's rows.
         kind_of_batches: what a step makes of a batch that is given by itself.
@@ -71,6 +74,8 @@ class ReplicaRuntime:
         self.batch_spec: Any = None
         self.loss_exponents: dict[str, dict[int, list[Fraction]]] = {}
         self.exponents: dict[str, BatchExponents] = {}
+        self.check: CheckMode = True
+        self.is_checked = False
         self.chooses_num_steps = True
         self.can_split_batches = True
         self.kind_of_batches: Kind = "train"
@@ -123,6 +128,7 @@ class ReplicaRuntime:
         self.loss_exponents.clear()
         self.exponents.clear()
         self._built_for.clear()
+        self.is_checked = False
         if self._coordinator is not None:
             self._coordinator.close()
             self._coordinator = None

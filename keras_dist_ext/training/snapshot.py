@@ -16,10 +16,11 @@ from keras_dist_ext._keras.optimizers import optimized_variables
 from keras_dist_ext._keras.strategies import strategy_of_optimizer
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.data.buckets import BucketedDataset
+from keras_dist_ext.step.logs import leaf_metrics
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.training.runtime import runtime_of
 
-__all__ = ["kept_pass", "kept_state"]
+__all__ = ["kept_pass", "kept_random", "kept_state"]
 
 _MISSING = object()
 
@@ -44,9 +45,9 @@ def kept_state(model: keras.Model) -> Iterator[None]:
         for name in names
     ]
     epoch = initial_epoch(model)
-    of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
-        yield
+        with kept_random():
+            yield
     finally:
         for optimizer in unbuilt:
             if optimizer.built:
@@ -60,6 +61,15 @@ def kept_state(model: keras.Model) -> Iterator[None]:
             elif name in vars(owner):
                 object.__delattr__(owner, name)
         set_initial_epoch(model, epoch)
+
+
+@contextlib.contextmanager
+def kept_random() -> Iterator[None]:
+    """Undo in the end what is drawn in between from the generators of Python and NumPy."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
 
@@ -77,10 +87,11 @@ def kept_pass(data: Any) -> Iterator[None]:
 
 def _copies(model: keras.Model) -> list[Any]:
     """Return all copies of all variables that a step may change, each once."""
-    variables = [*model.variables, *getattr(model, "metrics_variables", ())]
+    metrics = leaf_metrics(model)
+    variables = [*model.variables, *(variable for metric in metrics for variable in metric.variables)]
     for optimizer in _optimizers(model):
         variables += [*optimizer.variables, *getattr(getattr(optimizer, "inner_optimizer", None), "variables", ())]
-    variables += [variable for layer in flat_layers(model) for _, variable in raw_variables(layer)]
+    variables += [variable for holder in (*flat_layers(model), *metrics) for _, variable in raw_variables(holder)]
     runtime = runtime_of(model)
     if runtime is not None:
         variables += [generator.state for generator in runtime.seeds.generators(with_global=True)]

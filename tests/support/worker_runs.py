@@ -319,7 +319,43 @@ def broadcasts(strategy: Any, worker: int, folder: pathlib.Path) -> dict[int, in
     return found
 
 
+def total_loss(y: Any, y_pred: Any) -> Any:
+    """A sum over examples that no graph tells from a mean."""
+    import tensorflow as tf
+
+    return tf.foldl(lambda total, value: total + value, tf.reduce_sum(tf.square(y - y_pred), axis=-1))
+
+
+def trained_by(loss: Any, lib: Any) -> list[float]:
+    """Train a small model by a loss, and return its weights."""
+    import keras
+    import tensorflow as tf
+
+    x = np.linspace(-1, 1, 14, dtype="float32")[:, None]
+    model = lib.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile(keras.optimizers.SGD(0.01), loss)
+    model.fit(tf.data.Dataset.from_tensor_slices((x, x * x)).batch(7), shuffle=False, verbose=0)
+    return [float(w.ravel()[0]) for w in model.get_weights()]
+
+
+def measures_and_checks(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
+    import tensorflow as tf
+
+    import keras_dist_ext as kde
+
+    weights: list[float] = []
+
+    def train(loss: Any) -> None:
+        with strategy.scope():
+            weights.extend(trained_by(loss, kde))
+
+    said = said_while(lambda: train(total_loss), "does not train on")
+    largest = said_while(lambda: train(lambda y, p: tf.reduce_max(tf.square(y - p))), "does not train on")
+    return weights[:2], said, largest
+
+
 RUN_CASES: dict[str, Case] = {
+    "measures and checks": measures_and_checks,
     "warns of other data": warns_of_other_data,
     "takes over values": takes_over_values,
     "rates part": rates_part,

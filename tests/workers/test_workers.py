@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from two_workers import on_two_workers
-from worker_runs import BROADCAST_SIZES, DATA_CASES, NUM_EXAMPLES, RUN_CASES, ids, run_cases
+from worker_runs import BROADCAST_SIZES, DATA_CASES, NUM_EXAMPLES, RUN_CASES, ids, run_cases, total_loss, trained_by
 
 import keras_dist_ext as kde
 from keras_dist_ext.strategy.workers import Workers, checksum_of
@@ -40,6 +40,16 @@ def test_each_example_is_used_once_an_epoch_over_all_workers(name: str, values: 
 @on_both
 def test_a_wish_to_stop_on_one_worker_ends_all_after_the_same_step(values: Any) -> None:
     assert values[0]["stops from worker 1"] == values[1]["stops from worker 1"] == (3, 1)
+
+
+@on_both
+def test_workers_measure_sums_and_check_steps_alike(values: Any) -> None:
+    expected = trained_by(total_loss, keras)
+    for weights, said, of_largest in (worker["measures and checks"] for worker in values):
+        np.testing.assert_allclose(weights, expected, rtol=1e-5)
+        assert said == []
+        assert len(of_largest) == 1
+        assert "does not train on 2 replicas as on one device" in of_largest[0]
 
 
 @on_both

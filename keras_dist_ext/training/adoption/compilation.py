@@ -57,6 +57,7 @@ def read_compile_state(model: keras.Model) -> Callable[[Any], None]:
             jit_compile=model.jit_compile,
             auto_scale_loss=False,  # the optimizer was wrapped already if it was to be
             virtual_replicas=getattr(model, "virtual_replicas", None),
+            check=getattr(getattr(model, "replica_runtime", None), "check", True),
         )
 
     return compile_alike

@@ -53,6 +53,13 @@ class DeclaredStep(DistributedStep):
         self._exponents = None  # a step was examined: what it differentiates is a mean
         self._kept = kept
 
+    has_user_code = True
+    logs_are_compared = False  # what is declared may say how many replicas there are
+
+    def again(self) -> DistributedStep:
+        """See ``DistributedStep``."""
+        return DeclaredStep(self.model, self.kind, self._kept)
+
     def learn_loss_exponents(self) -> None:
         """Know of none: the step adds up its own losses."""
         self._runtime.loss_exponents[self.kind] = {}

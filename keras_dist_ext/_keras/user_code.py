@@ -1,0 +1,45 @@
+"""Tell whether a model has code of the user's in its step: methods, layers, losses and metrics that are not Keras'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.models import compile_arguments, overrides
+
+__all__ = ["has_user_code"]
+
+_METHODS = ("train_step", "compute_loss", "compute_metrics")
+
+
+def has_user_code(model: keras.Model) -> bool:
+    """Whether training a model runs code that is neither Keras' nor ours, in layers, losses, metrics or methods."""
+    if any(overrides(model, name) for name in _METHODS):
+        return True
+    if any(_is_users(type(layer).call) or isinstance(layer, keras.layers.Lambda) for layer in flat_layers(model)):
+        return True
+    return any(map(_is_users, _compiled(model)))
+
+
+def _compiled(model: keras.Model) -> Iterator[Any]:
+    """Yield what losses and metrics of ``compile`` run (losses/losses.py, metrics/reduction_metrics.py)."""
+    given = compile_arguments(model) if model.compiled else {}
+    getters = {"loss": keras.losses.get, "metrics": keras.metrics.get, "weighted_metrics": keras.metrics.get}
+    for kind, get in getters.items():
+        for one in tree.flatten(given.get(kind)):
+            if isinstance(one, str):
+                one = None if one in _SHORT_NAMES else get(one)
+            if isinstance(one, keras.Loss | keras.Metric):
+                yield from (type(one), getattr(one, "fn", None), getattr(one, "_fn", None))
+            else:
+                yield one
+
+
+_SHORT_NAMES = ("accuracy", "acc", "crossentropy", "ce")  # trainers/compile_utils.py finds out which are meant
+
+
+def _is_users(code: Any) -> bool:
+    root = str(getattr(code, "__module__", None) or "").split(".")[0]
+    return code is not None and root not in ("keras", "keras_dist_ext")

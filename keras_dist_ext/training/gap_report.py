@@ -1,0 +1,69 @@
+"""Say in a sentence what a step on replicas makes otherwise than one device, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from keras_dist_ext.training.gaps import Gap
+
+__all__ = ["describe"]
+
+_LISTED = 3  # of each kind, before the rest is counted
+_KINDS = {
+    "gradient": "the gradient of",
+    "weights": "the weights",
+    "state": "the state",
+    "metric": "the log",
+}
+_ADVICE = {
+    "state": (
+        "State that is assigned from examples becomes the mean of what the replicas have assigned: gather the examples "
+        "of all replicas first, by kde.gather_rows."
+    ),
+    "weights": "What assigns weights must be computed from gradients or sums of all replicas.",
+    "gradient": (
+        "A loss must be a mean or a sum over the examples at hand, or several of them added up, and not be divided by "
+        "the number of replicas; where examples meet in it (pairs, a maximum, a quotient of sums), gather those of all "
+        "replicas first, by kde.gather_rows."
+    ),
+    "metric": (
+        "What a metric keeps must add up over replicas, as sums and counts do, and a maximum or kept examples do not, "
+        "unless kde.gather_rows has gathered the examples; a value in the logs must be a mean or a sum over the "
+        "examples at hand."
+    ),
+}
+
+
+def describe(model: str, num_replicas: int, num_examples: int, gaps: Sequence[Gap]) -> str:
+    """Describe what differs.
+
+    Args:
+        model: its name.
+        num_replicas: on which the step was made.
+        num_examples: that it was made on.
+        gaps: beyond rounding.
+    """
+    by_part = {part: [gap for gap in gaps if gap.part == part] for part in _KINDS}
+    if by_part["gradient"]:
+        by_part["weights"] = [g for g in by_part["weights"] if g.name not in {h.name for h in by_part["gradient"]}]
+    found = [_listed(_KINDS[part], of_part) for part, of_part in by_part.items() if of_part]
+    advice = [text for part, text in _ADVICE.items() if by_part[part]]
+    if by_part["gradient"] and by_part["metric"]:
+        others = [gap for gap in by_part["metric"] if "loss" not in gap.name]
+        advice = [text for part, text in _ADVICE.items() if by_part[part] and (part != "metric" or others)]
+    return (
+        f"'{model}' does not train on {num_replicas} replicas as on one device. One step on {num_examples} examples, "
+        f"made both ways from the same state, differs in {'; '.join(found)}. {' '.join(advice)} `compile(check=False)` "
+        'leaves out this check, `check="raise"` makes it an error.'
+    )
+
+
+def _listed(kind: str, gaps: Sequence[Gap]) -> str:
+    worst = sorted(gaps, key=lambda gap: -gap.excess)
+    names = ", ".join(f"{gap.name} (by {_percent(gap.relative)})" for gap in worst[:_LISTED])
+    rest = len(worst) - _LISTED
+    return f"{kind} {names}{f' and {rest} more' if rest > 0 else ''}"
+
+
+def _percent(relative: float) -> str:
+    return "another shape" if relative == float("inf") else f"{100 * relative:.2g}%"

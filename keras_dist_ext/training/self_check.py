@@ -1,0 +1,317 @@
+"""Before training, make one step on a few rows both on one device and on replicas, and say what differs.
+
+Only for models with code of the user's in their steps. Both begin from the same state, and all that they change is put
+back. What differs by definition is left out on both sides: moments of ``BatchNormalization`` that is not synchronized,
+and random numbers, which are the same for each row.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext._keras import tree
+from keras_dist_ext._keras.layers import clear_losses, flat_layers, seed_generators
+from keras_dist_ext._keras.losses import without_parts
+from keras_dist_ext._keras.optimizers import end_accumulation_next
+from keras_dist_ext._keras.random import intercept_random_ops
+from keras_dist_ext._keras.variables import components, is_sync_on_read
+from keras_dist_ext.data.split import num_rows, take_rows, without_optionals
+from keras_dist_ext.errors import StepError
+from keras_dist_ext.step.alike_draws import RowsAlike
+from keras_dist_ext.step.ancestry import operations
+from keras_dist_ext.step.graphs import in_graph
+from keras_dist_ext.step.logs import ComputesWithResults, leaf_metrics
+from keras_dist_ext.step.observer import StepObserver
+from keras_dist_ext.strategy.scope import optimizers, raw_variables
+from keras_dist_ext.strategy.virtual import num_replicas_of
+from keras_dist_ext.strategy.workers import Workers, workers_of
+from keras_dist_ext.training.batch_split import is_per_replica
+from keras_dist_ext.training.distributed_step import DistributedStep
+from keras_dist_ext.training.gap_report import describe
+from keras_dist_ext.training.gaps import (
+    Array,
+    Gap,
+    Part,
+    as_float,
+    difference,
+    largest,
+    measure,
+    moved_by_rounding,
+    rounding_of,
+)
+from keras_dist_ext.training.snapshot import kept_random, kept_state
+
+__all__ = ["check_training"]
+
+_Prepare = Callable[[Exception], None]
+
+
+def check_training(
+    of_training: DistributedStep,
+    first_batch: Callable[[], Any],
+    prepare: _Prepare,
+    unprepared: tuple[type[Exception], ...],
+) -> None:
+    """Once after a model was compiled, see whether its step does on replicas what it does on one device.
+
+    Args:
+        of_training: the step that is about to be made.
+        first_batch: returns the first batch, without taking it.
+        prepare: makes good what tracing a step has found missing.
+        unprepared: the exceptions that it takes.
+
+    Raises:
+        StepError: it does not, and the model is compiled to have that be an error.
+    """
+    model = of_training.model
+    runtime = model.replica_runtime
+    if not runtime.check or runtime.is_checked:
+        return
+    runtime.is_checked = True
+    num_replicas = num_replicas_of(model)
+    is_out_of_reach = (
+        model.run_eagerly
+        or tf.config.functions_run_eagerly()
+        or isinstance(runtime.strategy, tf.distribute.TPUStrategy)
+        or model.placement is not None
+    )
+    if num_replicas == 1 or is_out_of_reach or not of_training.has_user_code:
+        return
+    workers = workers_of(runtime.strategy)
+    rows = _few_rows(first_batch(), 2 * num_replicas + 1, workers)
+    if rows is None:
+        return
+    found = _deviations(of_training, rows, prepare, unprepared)
+    message = describe(model.name, num_replicas, int(num_rows(rows)), found) if found else ""
+    if workers is not None:
+        message = workers.broadcast_bytes(message.encode()).decode()
+    if message and runtime.check == "raise":
+        raise StepError(message)
+    if message:
+        warnings.warn(message, stacklevel=2)
+
+
+def _few_rows(batch: Any, count: int, workers: Workers | None) -> Any:
+    """Return the first rows of a batch, of the chief's where there are workers; None where there are not two."""
+    rows = None if batch is None or is_per_replica(batch) else without_optionals(batch)
+    has_few = rows is None or int(num_rows(rows)) < 2
+    if workers is not None:
+        has_few = workers.sum([float(has_few)])[0] > 0
+    if has_few:
+        return None
+    rows = take_rows(rows, np.arange(min(int(num_rows(rows)), count)))
+    if workers is None:
+        return rows
+    leaves = tf.nest.flatten(rows, expand_composites=True)
+    parts = tf.stack([tf.io.serialize_tensor(leaf) for leaf in leaves if leaf is not None])
+    of_chief = workers.broadcast_bytes(tf.io.serialize_tensor(parts).numpy())
+    given = iter(tf.unstack(tf.io.parse_tensor(of_chief, tf.string)))
+    leaves = [None if leaf is None else tf.io.parse_tensor(next(given), leaf.dtype) for leaf in leaves]
+    return tf.nest.pack_sequence_as(rows, leaves, expand_composites=True)
+
+
+def _deviations(
+    of_training: DistributedStep,
+    rows: Any,
+    prepare: _Prepare,
+    unprepared: tuple[type[Exception], ...],
+) -> list[Gap]:
+    """Make a step both ways, and return what differs beyond rounding.
+
+    Nothing is returned where the step cannot be made on so few rows, where it calls Python when it runs, and where it
+    draws random numbers that cannot be made alike for all rows.
+    """
+    model, draws = of_training.model, RowsAlike()
+    runtime = model.replica_runtime
+    kept, runtime.recorders, runtime.guard = (runtime.recorders, runtime.guard), (), None
+    try:
+        step = of_training.again()
+        step.without_xla()
+        with kept_random(), tf.summary.record_if(False), intercept_random_ops(draws), without_parts({"moments"}):
+            gaps = _BothWays(step, rows, prepare, unprepared).compare()
+    except _IGNORED:
+        return []
+    finally:
+        runtime.recorders, runtime.guard = kept
+        clear_losses(model)
+    return [] if draws.unknown else gaps
+
+
+_IGNORED: tuple[type[Exception], ...] = (Exception,)  # training will end with it, too, or not meet it on whole batches
+
+
+_OF_PYTHON = ("EagerPyFunc", "PyFunc")
+
+
+class _RunsPython(Exception):
+    """A step calls Python when it runs, and what that changes cannot be put back."""
+
+
+class _Gradients(StepObserver):
+    """Keeps the gradients that optimizers run with, of the first replica that is traced, or runs."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, tf.Tensor] = {}  # by the variable's id
+        self._graph = tf.compat.v1.get_default_graph()
+
+    def on_update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Keep them, unless they are in a branch or loop of the graph."""
+        if tf.compat.v1.get_default_graph() is self._graph:
+            for gradient, variable in zip(gradients, variables, strict=True):
+                if gradient is not None:
+                    self.of.setdefault(id(variable), tf.convert_to_tensor(gradient))
+
+
+class _BothWays:
+    """One step, made on one device and on replicas from the same state."""
+
+    def __init__(self, step: DistributedStep, rows: Any, prepare: _Prepare, unprepared: Any) -> None:
+        self._step = step
+        self._rows = rows
+        self._prepare = prepare
+        self._unprepared = unprepared
+        self._compared = list(_compared(step.model))
+        self._paths = {id(variable): path for (_, path), variable in self._compared}
+
+    def compare(self) -> list[Gap]:
+        """Return what is beyond rounding."""
+        one, many = self._runner(self._alone), self._runner(self._on_replicas)
+        with kept_state(self._step.model):
+            expected = self._made(one, self._rows)
+        with kept_state(self._step.model):
+            found = self._made(many, self._rows)
+        rounding = rounding_of(self._step.model)
+        off = _suspects(expected, found, rounding)
+        if not off:
+            return []
+        before = {part: components(variable)[0].numpy() for part, variable in self._compared}
+        with kept_state(self._step.model):
+            reordered = self._made(one, self._in_other_order(before))
+        gaps = measure(off, found, reordered, {k: as_float(v) for k, v in before.items()}, 1, rounding, {})
+        return [gap for gap in gaps if gap.is_beyond or gap.is_apart]
+
+    def _in_other_order(self, before: Mapping[Part, Array]) -> Any:
+        """Reorder the rows, and move values by rounding: what one device makes of that is as good."""
+        random = np.random.default_rng(0)
+        for part, variable in self._compared:
+            components(variable)[0].assign(moved_by_rounding(before[part], random))
+        return take_rows(self._rows, random.permutation(int(num_rows(self._rows))))
+
+    def _alone(self, rows: Any) -> Any:
+        return self._step.logs_alone(self._step.run_alone(rows))
+
+    def _on_replicas(self, rows: Any) -> Any:
+        extra, _ = self._step.run(rows)
+        return self._step.logs(extra)
+
+    def _runner(self, way: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, dict[int, Any]]]:
+        """Trace a way of making the step; return what makes it, and gives logs and gradients, these by variable."""
+
+        def run(rows: Any) -> tuple[Any, dict[str, Any]]:
+            gradients = self._step.observer = _Gradients()
+            logs = way(rows)
+            return logs, {str(key): gradient for key, gradient in gradients.of.items()}
+
+        def made(traced: Any, rows: Any) -> tuple[Any, dict[int, Any]]:
+            logs, gradients = traced(rows)
+            return logs, {int(key): gradient for key, gradient in gradients.items()}
+
+        try:
+            return functools.partial(made, self._traced(run, self._step.model.replica_runtime.batch_spec))
+        except _RunsPython:
+            raise
+        except Exception:  # code that needs a number of rows
+            return functools.partial(made, self._traced(run, tree.map_structure(_spec, self._rows)))
+
+    def _traced(self, run: Callable[[Any], Any], spec: Any) -> Any:
+        while True:
+            try:
+                traced = in_graph(run).get_concrete_function(spec)
+            except ComputesWithResults:
+                self._step.pool_results()
+            except self._unprepared as missing:
+                self._prepare(missing)
+            else:
+                if any(op.type in _OF_PYTHON for op in operations(traced.graph)):
+                    raise _RunsPython
+                return traced
+
+    def _made(self, run: Callable[[Any], tuple[Any, dict[int, Any]]], rows: Any) -> dict[Part, tuple[Array, ...]]:
+        """Make a step; return all that it has changed, a value for each replica of this worker."""
+        model = self._step.model
+        for metric in leaf_metrics(model):
+            metric.reset_state()
+        for _, optimizer in optimizers(model):
+            end_accumulation_next(optimizer)
+        logs, gradients = run(rows)
+        seen: dict[Part, tuple[Array, ...]] = {}
+        for key, gradient in gradients.items():
+            if key in self._paths:
+                seen["gradient", self._paths[key]] = (np.asarray(gradient),)
+        for part, variable in self._compared:
+            seen[part] = tuple(copy.numpy() for copy in components(variable))
+        for name, value in _leaves(logs, "") if self._step.logs_are_compared else ():
+            seen["metric", name] = (np.asarray(value),)
+        return seen
+
+
+def _spec(leaf: Any) -> Any:
+    return None if leaf is None else tf.type_spec_from_value(leaf)
+
+
+def _leaves(logs: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(logs, Mapping):
+        for name, value in logs.items():
+            yield from _leaves(value, f"{path}/{name}" if path else str(name))
+    elif isinstance(logs, list | tuple):
+        for number, value in enumerate(logs):
+            yield from _leaves(value, f"{path}/{number}" if path else str(number))
+    elif tf.is_tensor(logs) and (logs.dtype.is_floating or logs.dtype.is_integer):
+        yield path or "the logs", logs
+
+
+def _compared(model: Any) -> Iterator[tuple[Part, Any]]:
+    """Yield what a step may change, but for what optimizers, metrics and random generators hold."""
+    seeds = {id(generator.state) for layer in flat_layers(model) for generator in seed_generators(layer)}
+    seen: set[Part] = set()
+    for variable in model.variables:
+        part = "weights" if variable.trainable else "state", variable.path
+        if id(variable) not in seeds and part not in seen and not is_sync_on_read(variable):
+            seen.add(part)
+            yield part, variable
+    for layer in flat_layers(model):
+        for name, variable in raw_variables(layer):
+            part = "state", f"{layer.path or layer.name}/{name}"
+            is_number = variable.dtype.is_floating or variable.dtype.is_integer
+            if is_number and part not in seen and not is_sync_on_read(variable):
+                seen.add(part)
+                yield part, variable
+
+
+def _suspects(
+    expected: Mapping[Part, tuple[Array, ...]], found: Mapping[Part, tuple[Array, ...]], rounding: float
+) -> dict[Part, tuple[Array, ...]]:
+    """Return of what was expected that of which something else was found, and the largest gradient, to measure by."""
+    off = {}
+    for part, copies in expected.items():
+        others = found.get(part, ())
+        if part[0] == "gradient" and not others:
+            continue
+        if not others or any(np.shape(other) != np.shape(copies[0]) for other in others):
+            off[part] = copies
+            continue
+        one = as_float(copies[0])
+        if not all(largest(difference(as_float(other), one)) <= 1e-2 * rounding * largest(one) for other in others):
+            off[part] = copies
+    if off:
+        gradients = {part: largest(as_float(copies[0])) for part, copies in expected.items() if part[0] == "gradient"}
+        parts = [max(gradients, key=lambda part: gradients[part])] if gradients else []
+        parts += [("gradient", name) for kind, name in off if kind == "weights" and ("gradient", name) in gradients]
+        off.update({part: expected[part] for part in parts if part in found})
+    return off

@@ -1,0 +1,313 @@
+"""Before training, `fit` sees whether a step with code of the user's does on replicas what it does on one device."""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import rotating
+from keras import layers, ops
+from keras.optimizers import SGD, Adam, LossScaleOptimizer
+
+import keras_dist_ext as kde
+from keras_dist_ext.errors import StepError
+
+X = np.random.default_rng(0).normal(size=(24, 5)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(24, 3)).astype("float32")
+Loss = Callable[[Any, Any, Any], Any]
+
+
+def data() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+
+
+def squares(y: Any, y_pred: Any) -> Any:
+    return tf.reduce_mean(tf.square(y - y_pred), axis=-1)
+
+
+def stack(cls: Any = kde.Model, *between: Any) -> Any:
+    x = inputs = layers.Input((5,))
+    for layer in (layers.Dense(4, activation="tanh"), *between, layers.Dense(3)):
+        x = layer(x)
+    return cls(inputs, x, name="net")
+
+
+def of_loss(loss_of: Loss, optimizer: Callable[[], Any] = Adam, **compiled: Any) -> Callable[[], Any]:
+    class Net(kde.Model):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = loss_of(self, y, self(x, training=True))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    def make() -> Any:
+        model = stack(Net)
+        model.compile(optimizer(), **compiled)
+        return model
+
+    return make
+
+
+def of_metric(cls: Callable[[], Any]) -> Callable[[], Any]:
+    def make() -> Any:
+        model = stack()
+        model.compile("sgd", "mse", metrics=[cls()])
+        return model
+
+    return make
+
+
+def of_layer(cls: Callable[[], Any]) -> Callable[[], Any]:
+    def make() -> Any:
+        model = stack(kde.Model, cls())
+        model.compile(SGD(0.1), "mse")
+        return model
+
+    return make
+
+
+def of_layers_and_loss(cls: Callable[[], Any]) -> Callable[[], Any]:
+    def make() -> Any:
+        model = stack(kde.Model, cls())
+        model.compile("adam", lambda y, p: squares(y, p))
+        return model
+
+    return make
+
+
+class Peak(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="peak")
+        self.largest = self.add_variable((), "zeros", name="largest")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.largest.assign(ops.maximum(self.largest, ops.max(ops.abs(y_pred))))
+
+    def result(self) -> Any:
+        return ops.convert_to_tensor(self.largest)
+
+
+class LastRow(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="last_row")
+        self.row = tf.Variable(tf.zeros([3]), trainable=False)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.row.assign(y_pred[-1])
+
+    def result(self) -> Any:
+        return tf.reduce_sum(self.row)
+
+    def reset_state(self) -> None:
+        self.row.assign(tf.zeros([3]))
+
+
+class MeanSize(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="mean_size")
+        self.total = self.add_variable((), "zeros", name="total")
+        self.count = self.add_variable((), "zeros", name="count")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(ops.sum(ops.abs(y_pred)))
+        self.count.assign_add(ops.cast(ops.size(y_pred), "float32"))
+
+    def result(self) -> Any:
+        return self.total / self.count
+
+
+class Bank(layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.rows = self.add_weight(shape=(8, shape[-1]), initializer="zeros", trainable=False, name="rows")
+
+    def call(self, x: Any) -> Any:
+        self.rows.assign(ops.concatenate([x, self.rows[: -ops.shape(x)[0]]]))
+        return x
+
+
+class Centred(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x - ops.mean(x, axis=0)
+
+
+class Noisy(layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def call(self, x: Any) -> Any:
+        return x * keras.random.uniform(ops.shape(x), seed=self.seeds)
+
+
+def pairs(net: Any, y: Any, p: Any) -> Any:
+    p = tf.math.l2_normalize(p, -1)
+    own = tf.range(tf.shape(p)[0])
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(own, 5.0 * tf.matmul(p, p, transpose_b=True)))
+
+
+@tf.function
+def sum_and_mean(y: Any, p: Any) -> Any:
+    return tf.reduce_sum(squares(y, p)) + tf.reduce_mean(squares(y, p))
+
+
+def by_own_weights(net: Any, y: Any, p: Any) -> Any:
+    weights = tf.abs(y[:, 0])
+    return tf.reduce_sum(weights * squares(y, p)) / tf.reduce_sum(weights)
+
+
+def by_replicas(net: Any, y: Any, p: Any) -> Any:
+    return tf.reduce_mean(squares(y, p)) / net.distribute_strategy.num_replicas_in_sync
+
+
+LOSS = r"the gradient of dense.*\(by .*%\).*the log loss .*A loss must be a mean or a sum over the examples at hand"
+STATE = r"the state .*rows \(by .*State that is assigned from examples becomes the mean"
+METRIC = r"differs in the log {} \(by .*What a metric keeps must add up over replicas"
+DIFFERENT: dict[str, tuple[Callable[[], Any], str]] = {
+    "a contrastive loss": (of_loss(pairs), LOSS),
+    "a maximum": (of_loss(lambda net, y, p: tf.reduce_max(squares(y, p))), LOSS),
+    "a root of a mean": (of_loss(lambda net, y, p: tf.sqrt(tf.reduce_mean(squares(y, p)))), LOSS),
+    "a sum and a mean in one term": (of_loss(lambda net, y, p: sum_and_mean(y, p)), LOSS),
+    "a mean by weights of its own": (of_loss(by_own_weights), LOSS),
+    "a loss divided by the replicas": (of_loss(by_replicas), LOSS),
+    "a layer that takes a mean of the batch": (of_layer(Centred), LOSS),
+    "a memory bank": (of_layer(Bank), STATE),
+    "a running maximum": (of_metric(Peak), METRIC.format("peak")),
+    "a variable that holds rows": (of_metric(LastRow), METRIC.format("last_row")),
+}
+
+
+def mean(net: Any, y: Any, p: Any) -> Any:
+    return tf.reduce_mean(squares(y, p))
+
+
+def scaled(net: Any, y: Any, p: Any) -> Any:
+    return net.optimizer.scale_loss(mean(net, y, p))
+
+
+ALIKE: dict[str, Callable[[], Any]] = {
+    "a mean": of_loss(mean),
+    "a sum": of_loss(lambda net, y, p: tf.reduce_sum(squares(y, p)), lambda: SGD(0.1, momentum=0.9)),
+    "clipping": of_loss(mean, lambda: Adam(global_clipnorm=0.1)),
+    "accumulation": of_loss(mean, lambda: Adam(gradient_accumulation_steps=3)),
+    "a loss scale": of_loss(scaled, lambda: LossScaleOptimizer(SGD(0.1))),
+    "XLA": of_loss(mean, jit_compile=True),
+    "virtual replicas": of_loss(mean, virtual_replicas=4),
+    "a metric that adds up": of_metric(MeanSize),
+    "noise": of_layer(Noisy),
+    "dropout": of_layers_and_loss(lambda: layers.Dropout(0.5)),
+    "unsynchronized batch statistics": of_layers_and_loss(layers.BatchNormalization),
+}
+
+
+def fitted(make: Callable[[], Any], strategy: Any) -> Any:
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = make()
+    model.fit(data(), shuffle=False, verbose=0)
+    return model
+
+
+def said_of(make: Callable[[], Any], strategy: Any) -> list[str]:
+    """Return what fit says of a model, of all that is said meanwhile."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted(make, strategy)
+    return [str(one.message) for one in caught if "does not train on" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    rotating(DIFFERENT, ["a contrastive loss", "a memory bank", "a running maximum", "a loss divided by the replicas"]),
+)
+def test_what_differs_is_named_with_what_to_do(mirrored, name):
+    make, message = DIFFERENT[name]
+    (said,) = said_of(make, mirrored)
+    assert re.search(message, said)
+
+
+@pytest.mark.parametrize("name", rotating(ALIKE, ["a sum", "noise", "a metric that adds up"]))
+def test_nothing_is_said_of_what_is_alike(mirrored, name):
+    assert said_of(ALIKE[name], mirrored) == []
+
+
+def state(model: Any) -> list[Any]:
+    return [*model.get_weights(), *(np.asarray(v) for v in model.optimizer.variables), model.history.history["loss"]]
+
+
+@pytest.mark.parametrize("layer", rotating([Noisy, Bank], [Noisy]))
+def test_all_is_put_back_bit_for_bit(mirrored, layer):
+    """Training, with random numbers and state, gives the bits that it gives without the check."""
+    results = []
+    for check in (True, False):
+
+        def make(check: bool = check) -> Any:
+            model = stack(kde.Model, layer(), layers.BatchNormalization(), layers.Dropout(0.5))
+            model.compile("adam", "mse", check=check)
+            return model
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results.append(state(fitted(make, mirrored)))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_check_is_an_error_if_asked_for_and_survives_saving_and_adoption(mirrored, tmp_path):
+    def make(check: Any) -> Any:
+        model = stack()
+        model.compile("sgd", lambda y, p: tf.reduce_max(squares(y, p)), check=check)
+        return model
+
+    with mirrored.scope():
+        model = make("raise")
+        with pytest.raises(ValueError, match=r"Invalid check='loud'; must be True, False or 'raise'\."):
+            make("loud")
+    before = model.get_weights()
+    with pytest.raises(StepError, match="'net' does not train on 2 replicas as on one device. One step on 5 examples"):
+        model.fit(data(), shuffle=False, verbose=0)
+    assert all(map(np.array_equal, before, model.get_weights()))
+    copy = kde.adopt(model, mirrored)
+    with pytest.raises(StepError, match="made both ways"):
+        copy.fit(data(), shuffle=False, verbose=0)
+
+    for check in ("raise", False):
+        with mirrored.scope():
+            saved = stack()
+            saved.compile("sgd", "mse", check=check)
+        saved.save(tmp_path / "net.keras")
+        loaded = kde.load_model(tmp_path / "net.keras", strategy=mirrored)
+        assert loaded.replica_runtime.check == check
+        keras.models.load_model(tmp_path / "net.keras")  # Keras itself does not look
+
+
+def test_built_in_models_are_not_checked(mirrored, monkeypatch):
+    from keras_dist_ext.training import self_check
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(self_check, "_few_rows", refuse)
+    with mirrored.scope():
+        model = stack(kde.Model, layers.BatchNormalization(), layers.Dropout(0.5))
+        model.compile("adam", keras.losses.Huber(), metrics=["accuracy", "mae", keras.metrics.MeanSquaredError()])
+    model.fit(data(), shuffle=False, verbose=0)
+
+
+def test_the_data_is_read_as_without_the_check(mirrored):
+    seen = []
+
+    def batches() -> Any:
+        for number in range(3):
+            seen.append(number)
+            yield X[8 * number : 8 * number + 8], Y[8 * number : 8 * number + 8]
+
+    model = None
+    with mirrored.scope():
+        model = of_loss(mean)()
+    model.fit(batches(), verbose=0)
+    assert seen == [0, 1, 2]
