@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _flush() -> None:
     """Write what is left of our output, or drop it, as on a full disk: the interpreter would fail when it exits."""
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError:
         _drop_output()
 

@@ -77,7 +77,12 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
 
 def unfinished(path: Path) -> Path:
     """Return a name for what is to become a file or folder, that nothing else has."""
-    return path.with_name(f"{path.name[:200]}.{uuid.uuid4().hex[:12]}.tmp")
+    return path.with_name(f"{_start(path)}.{uuid.uuid4().hex[:12]}.tmp")
+
+
+def _start(path: Path) -> str:
+    """Return as much of a name as leaves room for what is added to it."""
+    return os.fsencode(path.name)[:200].decode(errors="ignore")
 
 
 def create_unfinished(path: Path) -> int:
@@ -106,7 +111,7 @@ def unfinished_folder(path: Path) -> Iterator[Path]:
     Raises:
         OSError: it cannot be made.
     """
-    pattern = re.compile(rf"{re.escape(path.name[:200])}\.[0-9a-f]{{12}}\.tmp")
+    pattern = re.compile(rf"{re.escape(_start(path))}\.[0-9a-f]{{12}}\.tmp")
     for name in os.listdir(path.parent):
         if pattern.fullmatch(name):
             with contextlib.suppress(OSError), locked_folder(path.parent / name, 0.0) as is_abandoned:

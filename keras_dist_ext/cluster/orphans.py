@@ -32,7 +32,11 @@ class Orphans:
         self._before: set[int] = set()
         self.are_taken_in = sys.platform == "linux" and threading.active_count() == 1
         if self.are_taken_in:
-            self._before = set(children_of(os.getpid()))
+            new = [os.getpid()]
+            while new:
+                found = children_of(new.pop())
+                self._before.update(found)
+                new += found
             libc = ctypes.CDLL(None)
             libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(self._was), 0, 0, 0)
             self.are_taken_in = libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -170,5 +171,5 @@ def check_folder(path: str) -> None:
         try:
             _append(probe, b"\n")
         finally:
-            if os.path.exists(probe):
+            with contextlib.suppress(FileNotFoundError):
                 os.remove(probe)

@@ -118,7 +118,7 @@ def test_errors_and_messages_name_the_path_that_was_given(
 
 
 def test_links_modes_and_other_files_in_a_folder_stay(model: Any, tmp_path: pathlib.Path) -> None:
-    target, link = tmp_path / "data" / "17.keras", tmp_path / "latest.keras"
+    target, link = tmp_path / "data" / f"{'ü' * 100}.keras", tmp_path / "latest.keras"  # 206 bytes
     target.parent.mkdir()
     target.write_text("")
     target.chmod(0o600)
