@@ -175,7 +175,7 @@ def _pack(metadata: Mapping[str, Any], arrays: Mapping[str, Array]) -> Iterator[
         offset += array.nbytes + -array.nbytes % _ALIGNED
     header = json.dumps({"metadata": metadata, "arrays": entries}, default=_to_python).encode()
     if len(header) > _LONGEST_HEADER:
-        raise OverflowError(f"what callbacks keep beside arrays takes {len(header)} bytes, of at most {_LONGEST_HEADER}")
+        raise OverflowError(f"what callbacks keep beside arrays has {len(header)} bytes, of at most {_LONGEST_HEADER}")
     header += b" " * (-(len(_MAGIC) + 8 + len(header)) % _ALIGNED)
     yield _MAGIC + len(header).to_bytes(8, "little") + header
     for array in arrays.values():
