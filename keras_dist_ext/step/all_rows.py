@@ -23,7 +23,7 @@ from keras_dist_ext.step.row_weights import RowWeights
 
 __all__ = ["AllRows", "is_examined", "rows_of_no_batch", "stands_for_all"]
 
-_ANY_NUMBER = 1021  # of rows, in a trace that is never run
+_ANY_NUMBER = 1021  # of rows, in a trace aside
 
 
 class AllRows:
@@ -82,7 +82,7 @@ class AllRows:
         values = [self._checked(value) for value in values]
         self._use()
         if self._weights.are_examined:
-            return [stands_for_all(value) for value in values]
+            return [self._weights.mark_as_mean(stands_for_all(value)) for value in values]
         smooth = [place for place, value in enumerate(values) if value.dtype.is_floating or value.dtype.is_complex]
         other = [place for place in range(len(values)) if place not in smooth]
         gathered: list[Any] = list(values)
@@ -170,13 +170,13 @@ class AllRows:
 
 
 def stands_for_all(value: tf.Tensor) -> tf.Tensor:
-    """Return what stands for the rows of all replicas in a trace that is never run.
+    """Return what stands for the rows of all replicas in a trace aside: those at hand, again and again.
 
-    Their number is known there, unlike that of the replica's own, so that sums over them do not grow with these.
+    Their number is known there, and the same whatever that of the replica's own is, so that sums over them do not grow
+    with these.
     """
-    rest = value.shape[1:]
-    shape = [_ANY_NUMBER, *rest] if rest.is_fully_defined() else tf.concat([[_ANY_NUMBER], tf.shape(value)[1:]], 0)
-    return tf.ensure_shape(tf.reshape(value, shape), [_ANY_NUMBER, *rest])
+    rows = tf.maximum(tf.shape(value)[0], 1)
+    return tf.ensure_shape(tf.gather(value, tf.range(_ANY_NUMBER) % rows), [_ANY_NUMBER, *value.shape[1:]])
 
 
 _thread = threading.local()
@@ -184,7 +184,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def rows_of_no_batch() -> Iterator[None]:
-    """Outside of a step, trace what is never run: what is gathered has a known number of rows meanwhile."""
+    """Outside of a step, trace aside: what is gathered has a known number of rows meanwhile."""
     _thread.is_examined = True
     try:
         yield

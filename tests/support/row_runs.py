@@ -48,6 +48,7 @@ LOSSES: dict[str, Any] = {
     "mean of own": lambda z, other: tf.reduce_mean(in_batch(z, other)),
     "sum of own": lambda z, other: tf.reduce_sum(in_batch(z, other)),
     "vector of own": in_batch,
+    "loop over own": lambda z, other: tf.foldl(lambda total, one: total + one, in_batch(z, other), 0.0),
     "both": of_all_and_own,
     "divided by all": divided_by_all,
 }
