@@ -4,7 +4,7 @@ Importing this package imports no TensorFlow: each name loads its module when it
 which. In the order in which a training script meets them:
 
     strategies   pick_strategy, StrategyChoice, VirtualReplicas, check_scope, ScopeGuard
-    models       Model, Sequential, adopt, clone_model, load_model, place, Placement
+    models       Model, Sequential, adopt, clone_model, load_model, local_copy, place, Placement
     loops        gather_rows, row_indices, TrainLoop, Replica, per_replica, gather, NonFinite, every, on_improvement,
                  on_preemption, Resume
     data         distribute, bucket_by_length, audit, inspect

@@ -51,6 +51,7 @@ from .training.adoption.adopt import clone_model as clone_model
 from .training.adoption.adopt import load_model as load_model
 from .training.callbacks import ReplicaSeeds as ReplicaSeeds
 from .training.callbacks import ScopeGuard as ScopeGuard
+from .training.local_copy import local_copy as local_copy
 from .training.loop.gathering import gather as gather
 from .training.loop.gathering import per_replica as per_replica
 from .training.loop.replica import Replica as Replica

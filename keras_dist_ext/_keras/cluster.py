@@ -6,6 +6,7 @@ What is private is imported where it is used, so that a strategy can be picked w
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ __all__ = [
     "delete_key",
     "abort_collectives",
     "is_collective_mismatch",
+    "lost_tasks",
 ]
 
 
@@ -119,3 +121,32 @@ def is_collective_mismatch(error: Exception) -> bool:
     return isinstance(error, tf.errors.OpError) and (
         "mismatch in the collective instance" in text or ("Collective instance" in text and "expected" in text)
     )
+
+
+def lost_tasks(error: Exception) -> list[tuple[str, int]] | None:
+    """Return the tasks that an error says are lost, by job and number; None where it is about no lost task.
+
+    The coordination service (xla/tsl/distributed_runtime/coordination/coordination_service.cc) lists tasks that have
+    stopped sending heartbeats, and collectives (tensorflow/core/common_runtime/collective_rma_local.cc, gRPC) say
+    which connection is gone.
+    """
+    text = str(error)
+    if not isinstance(error, tf.errors.OpError) or not any(phrase in text for phrase in _LOST):
+        return None
+    return list(dict.fromkeys((job, int(number)) for job, number in re.findall(_TASK, text.partition(_UNHEALTHY)[2])))
+
+
+_UNHEALTHY = "stopped sending heartbeats"
+_LOST = (
+    _UNHEALTHY,
+    "Collective ops is aborted",
+    "Socket closed",
+    "Connection refused",
+    "Connection reset",
+    "failed to connect",
+    "coordination service",
+    "Coordination service",
+    "CoordinationService",
+    "heartbeat",
+)
+_TASK = r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)"

@@ -13,6 +13,7 @@ In reading order:
     workers      the workers of a ``MultiWorkerMirroredStrategy``: sums and broadcasts between steps
     consistency  see that all workers are about to do the same
     key_value    what workers tell each other without a collective
+    presence     where each worker is, and whether its program has ended
     deadlock     find workers that wait for each other
 """
 

@@ -20,6 +20,7 @@ from keras_dist_ext.cluster.spec import JOBS, Cluster
 from keras_dist_ext.errors import ClusterError, StrategyError
 from keras_dist_ext.strategy.decision import Decision
 from keras_dist_ext.strategy.resources import TPU_VARIABLES, Resources, listed, of_type
+from keras_dist_ext.strategy.workers import workers_of
 
 __all__ = ["Communication", "build"]
 
@@ -156,7 +157,7 @@ def _join(cluster: Cluster, num_gpus: int, communication: Communication, wait_se
     wait_for_workers(cluster, wait_seconds)
     set_cluster_timeout({"chief": len(cluster.chief), "worker": len(cluster.worker)}, wait_seconds)
     try:
-        return tf.distribute.MultiWorkerMirroredStrategy(
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(
             _resolver_of(cluster, num_gpus),
             tf.distribute.experimental.CommunicationOptions(
                 bytes_per_pack=communication.bytes_per_pack,
@@ -169,6 +170,8 @@ def _join(cluster: Cluster, num_gpus: int, communication: Communication, wait_se
             f"{cluster.task} and the others had found each other, but not all joined within {wait_seconds:g} s. "
             "Look for the first worker that has failed, and start all of them again."
         ) from error
+    workers_of(strategy)  # from here on they can tell each other where they are
+    return strategy
 
 
 def _check_not_started() -> None:

@@ -237,6 +237,7 @@ def exchange_fingerprints(
     what: str,
     wait_seconds: float,
     clock: Callable[[], float],
+    look: Callable[[], None] = lambda: None,
 ) -> list[Fingerprint]:
     """Publish what this worker is about to do, and return the fingerprints of all workers, in their order.
 
@@ -247,6 +248,7 @@ def exchange_fingerprints(
         what: they are about to do, such as "call fit".
         wait_seconds: for all of them.
         clock: seconds that only go forward.
+        look: called now and then while it waits; may raise.
 
     Raises:
         WorkersError: one has not published its own in time.
@@ -256,6 +258,7 @@ def exchange_fingerprints(
     fingerprints: dict[int, Fingerprint] = {store.index: fingerprint}
     is_noticed = False
     while len(fingerprints) < store.num_workers:
+        look()
         for worker in store.others:
             if worker in fingerprints:
                 continue
@@ -290,13 +293,16 @@ def check_consistency(
     what: str,
     wait_seconds: float,
     clock: Callable[[], float] = time.monotonic,
+    look: Callable[[], None] = lambda: None,
 ) -> None:
     """Check that all workers are about to do the same; see ``exchange_fingerprints``.
 
     Raises:
         WorkersError: they are not, or one has not published its own in time; the same on all workers.
     """
-    fingerprints = exchange_fingerprints(store, topic, fingerprint, what=what, wait_seconds=wait_seconds, clock=clock)
+    fingerprints = exchange_fingerprints(
+        store, topic, fingerprint, what=what, wait_seconds=wait_seconds, clock=clock, look=look
+    )
     found = differences(fingerprints)
     if found:
         more = f"; and {counted(len(found) - _LISTED, 'other difference')}" if len(found) > _LISTED else ""

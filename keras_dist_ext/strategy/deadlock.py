@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import sys
 import threading
-import traceback
+import time
+import warnings
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple, SupportsInt, TypeVar
+from typing import Any, NamedTuple, SupportsInt, TypeVar
 
-from keras_dist_ext._keras.cluster import abort_collectives, is_collective_mismatch
+from keras_dist_ext._keras.cluster import abort_collectives, is_collective_mismatch, lost_tasks
 from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.strategy.key_value import KeyValueStore
+from keras_dist_ext.strategy.presence import Presence, line_of
 
 __all__ = ["DeadlockWatch"]
 
 _LOOK_SECONDS = 2.0
-_STUCK_SECONDS = 20.0
-_TOPIC = "waits"
+_STUCK_SECONDS = 14.0
+_NOTICE_SECONDS = 30.0  # of a wait for a worker that is busy elsewhere
+_TOPIC, _MET = "waits", "met"
 _Count = TypeVar("_Count", bound=SupportsInt)
 
 
@@ -43,7 +43,7 @@ class DeadlockWatch:
 
     Waits are counted, in the same order on all workers. One that has passed its k-th wait has had what it waited for
     from all the others, so a worker still in its k-th does not wait for that one. If nobody moves, and the numbers
-    differ, or the kinds of wait, nobody ever will.
+    differ, or the kinds of wait, nobody ever will. Nor will one that has ended before it has begun the wait.
 
     Args:
         store: of the workers.
@@ -55,6 +55,7 @@ class DeadlockWatch:
         self, store: KeyValueStore, *, stuck_seconds: float = _STUCK_SECONDS, look_seconds: float = _LOOK_SECONDS
     ) -> None:
         self._store = store
+        self.presence = Presence(store)
         self._num_looks = max(1, round(stuck_seconds / look_seconds))
         self._look_seconds = look_seconds
         self._number = 0
@@ -81,6 +82,7 @@ class DeadlockWatch:
             yield
             return
         self._number += 1
+        self.presence.wait = what
         self._data_ended = ""
         self._waiting_thread = threading.get_ident()
         with self._lock:
@@ -90,41 +92,85 @@ class DeadlockWatch:
                 self._thread.start()
         try:
             yield
+            self.presence.num_waits = self._number
         except Exception as error:
             if self._deadlock is not None:
                 raise WorkersError(self._deadlock) from error
             if is_collective_mismatch(error):
                 raise WorkersError(self.mismatch_message(what)) from error
+            tasks = lost_tasks(error)
+            if tasks is not None:
+                raise WorkersError(self._lost_message(what, [number for _, number in tasks])) from error
             raise
         finally:
             self._here = None
+            self.presence.wait = ""
 
     def note_steps(self, num_made: _Count) -> _Count:
         """Note, while this worker waits, that its data had so many of the steps that it waits in."""
         self._data_ended = f", without data after {int(num_made)} of them"
         return num_made
 
+    def check(self) -> None:
+        """End a wait that no collective would end.
+
+        Raises:
+            WorkersError: it was found to be a deadlock.
+        """
+        if self._deadlock is not None:
+            raise WorkersError(self._deadlock)
+
     def mismatch_message(self, what: str) -> str:
-        """Say that another worker was met that is in another collective.
+        """Say that another worker was met that is in another collective, and in which, if it says so in time.
 
         Args:
             what: this worker is in.
         """
-        return (
-            f"Worker {self._store.index} is in {what}{_line_of(threading.get_ident())}, and met another worker that "
-            f"is in another collective. {_ADVICE}"
-        )
+        places = {self._store.index: f"in {what}{line_of(threading.get_ident())}"}
+        with contextlib.suppress(Exception):  # it has said so before, or the cluster is gone
+            self._store.set(f"{_MET}/{self._number}", places[self._store.index])
+            for worker in self._store.others:
+                place = self._store.get(f"{_MET}/{self._number}", worker, _MET_SECONDS / len(self._store.others))
+                if place is not None:
+                    places[worker] = place
+        where = ", ".join(f"{'Worker' if not n else 'worker'} {w} is {p}" for n, (w, p) in enumerate(places.items()))
+        return f"{where}, and met another worker that is in another collective. {_ADVICE}"
+
+    def _lost_message(self, what: str, lost: list[int]) -> str:
+        """Say which workers were lost while this one waited, and where the others are.
+
+        Args:
+            what: this worker is in.
+            lost: workers that TensorFlow has named.
+        """
+        here = f"Worker {self._store.index} is in {what}{line_of(threading.get_ident())}"
+        ends = {worker: self._end_of(worker) for worker in self._store.others}
+        said = [f"worker {worker} {end.what}" for worker, end in ends.items() if end is not None]
+        said += [f"worker {worker} sends no sign of life" for worker in lost if ends.get(worker, here) is None]
+        if not said:
+            said = ["the first worker, by which all know of each other, or its machine, cannot be reached"]
+        return f"{here}, and cannot continue: {'; '.join(said)}. {_LOST_ADVICE}"
+
+    def _end_of(self, worker: int) -> Any:
+        with contextlib.suppress(Exception):  # the cluster is gone
+            return self.presence.end_of(worker)
+        return None
 
     def _watch(self) -> None:
         """Look every few seconds, until there was no wait for some time."""
         pause = threading.Event()
         before, num_looks, suspected = None, 0, None
+        began, noticed = time.monotonic(), 0
         with contextlib.suppress(Exception):  # the cluster is gone: what waits for it raises
             while self._deadlock is None:
                 pause.wait(self._look_seconds)
                 here = self._here
+                if here is not before:
+                    began = time.monotonic()
                 num_looks = num_looks + 1 if here is before else 0
                 before = here
+                if here is not None and num_looks and self._ended_before(here):
+                    num_looks = max(num_looks, self._num_looks)
                 if num_looks < self._num_looks:
                     suspected = None
                     self._publish("")
@@ -135,7 +181,7 @@ class DeadlockWatch:
                             return
                 else:
                     what = here.what + self._data_ended
-                    self._publish(json.dumps(here._replace(what=what, line=_line_of(self._waiting_thread))))
+                    self._publish(json.dumps(here._replace(what=what, line=line_of(self._waiting_thread))))
                     self._read_others()
                     found = self._find_deadlock()
                     if found and found == suspected:  # and nobody has moved since the last look
@@ -143,6 +189,9 @@ class DeadlockWatch:
                         pause.wait(self._look_seconds)  # until the others have found it, too
                         abort_collectives(found)
                     suspected = found
+                    if not found and noticed != here.number and time.monotonic() - began > _NOTICE_SECONDS:
+                        noticed = here.number
+                        self._warn_of_busy(here)
 
     def _publish(self, text: str) -> None:
         last = self._published[-1] if self._published else ""
@@ -160,6 +209,17 @@ class DeadlockWatch:
         """Say where all workers wait, if they do and cannot meet."""
         texts = {worker: last for worker, (_, last) in self._read.items()}
         texts[self._store.index] = self._published[-1]
+        here = _Wait(*json.loads(self._published[-1]))
+        ended = self._ended_before(here)
+        if ended:
+            others = [worker for worker in self._store.others if worker not in ended]
+            busy = self.presence.ask([worker for worker in others if not texts[worker]])
+            waits = {worker: _Wait(*json.loads(texts[worker])) for worker in others if texts[worker]}
+            said = [f"worker {worker} {what}" for worker, what in ended.items()]
+            said += [f"worker {worker} is in {wait.what}{wait.line}" for worker, wait in waits.items()]
+            said += [f"worker {worker} {place}" for worker, place in busy.items()]
+            place = f"Worker {self._store.index} is in {here.what}{here.line}"
+            return f"{place}, and waits for a worker that never comes: {'; '.join(said)}. {_ADVICE}"
         if not all(texts.values()):
             return None
         places = {worker: _Wait(*json.loads(texts[worker])) for worker in sorted(texts)}
@@ -168,21 +228,28 @@ class DeadlockWatch:
         where = "; ".join(f"worker {worker} in {place.what}{place.line}" for worker, place in places.items())
         return f"The workers wait for each other in different places, a deadlock: {where}. {_ADVICE}"
 
+    def _ended_before(self, here: _Wait) -> dict[int, str]:
+        """Return the workers that have ended before they began a wait, with their last words."""
+        ends = {worker: self.presence.end_of(worker) for worker in self._store.others}
+        return {worker: end.what for worker, end in ends.items() if end is not None and end.number < here.number}
 
+    def _warn_of_busy(self, here: _Wait) -> None:
+        """Say for whom this worker waits, where these are busy in another place."""
+        busy = self.presence.ask([worker for worker, (_, last) in self._read.items() if not last])
+        if busy and self._here is here:
+            warnings.warn(
+                f"Worker {self._store.index} has waited {_NOTICE_SECONDS:g} s in {here.what}"
+                f"{line_of(self._waiting_thread)}: {'; '.join(f'worker {w} {place}' for w, place in busy.items())}. "
+                "It keeps waiting.",
+                stacklevel=2,
+            )
+
+
+_MET_SECONDS = 3.0
+_LOST_ADVICE = (
+    "Look for the first error among the workers, and start all of them again; every worker must make the same calls."
+)
 _ADVICE = (
     "Every worker must make the same calls of fit, evaluate and predict, in the same order, on as many batches, also "
     "in callbacks."
 )
-
-
-def _line_of(thread: int) -> str:
-    """Name the line of the user's program that a thread is in; empty where there is none."""
-    frame = sys._current_frames().get(thread)
-    for summary in reversed(traceback.extract_stack(frame)):
-        if not summary.filename.startswith(_NOT_USERS) and f"{os.sep}site-packages{os.sep}" not in summary.filename:
-            return f" ({os.path.basename(summary.filename)}:{summary.lineno}, {summary.name})"
-    return ""
-
-
-_OURS = str(Path(__file__).resolve().parents[1]) + os.sep
-_NOT_USERS = (_OURS, os.path.dirname(os.path.abspath(os.__file__)) + os.sep, "<")

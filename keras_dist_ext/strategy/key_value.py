@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import tensorflow as tf
+
 from keras_dist_ext._keras.cluster import delete_key, get_key, set_key
 
 __all__ = ["KeyValueStore"]
@@ -32,10 +36,19 @@ class KeyValueStore:
         """Return what a worker has stored on a topic; None where it has stored nothing for so long."""
         return get_key(_name(topic, worker), wait_seconds)
 
+    def set_for_all(self, topic: str, text: str) -> None:
+        """Store a text on a topic of all workers, unless one of them has."""
+        with contextlib.suppress(tf.errors.AlreadyExistsError):
+            set_key(_name(topic, "all"), text)
+
+    def get_for_all(self, topic: str, wait_seconds: float) -> str | None:
+        """Return what one of the workers has stored on a topic of all."""
+        return get_key(_name(topic, "all"), wait_seconds)
+
     def delete(self, topic: str) -> None:
         """Delete what this worker has stored."""
         delete_key(_name(topic, self.index))
 
 
-def _name(topic: str, worker: int) -> str:
+def _name(topic: str, worker: int | str) -> str:
     return f"keras_dist_ext/{topic}/{worker}"

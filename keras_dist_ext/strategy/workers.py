@@ -66,6 +66,7 @@ class Workers:
         self._store = KeyValueStore(self.num_workers, self.index)
         self._num_checks = 0
         self.watch = DeadlockWatch(self._store)
+        self.watch.presence.begin()
 
     @property
     def store(self) -> KeyValueStore:
@@ -83,9 +84,15 @@ class Workers:
             WorkersError: they are not, or one does not arrive; says what differs.
         """
         self._num_checks += 1
-        check_consistency(
-            self._store, f"run/{self._num_checks}", fingerprint, what=what, wait_seconds=wait_seconds_of(self.strategy)
-        )
+        with self.watch.waiting(f"the check before they {what}"):
+            check_consistency(
+                self._store,
+                f"run/{self._num_checks}",
+                fingerprint,
+                what=what,
+                wait_seconds=wait_seconds_of(self.strategy),
+                look=self.watch.check,
+            )
         self._store.delete(f"run/{self._num_checks - 1}")  # which all have read, since all have got here
 
     def sum(self, values: Sequence[float] | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

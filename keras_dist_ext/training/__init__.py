@@ -33,6 +33,7 @@ In reading order:
     snapshot          keep the state of a model, and restore it
     loop              ``kde.TrainLoop``
     adoption          ``kde.adopt``, ``kde.clone_model``, ``kde.load_model``
+    local_copy        ``kde.local_copy``
     resume            ``kde.Resume``
     placement         ``kde.place``
     parameter_server  training under a ``ParameterServerStrategy``

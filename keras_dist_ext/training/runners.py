@@ -49,7 +49,7 @@ class StepRunner:
         else:
             batch = tree.map_structure(_as_tensor, next(iterator))
             self._compare_first_batch(batch)
-            run_steps = functools.partial(program.on_batch, batch)
+            run_steps = functools.partial(_run_on_batch, program, batch)
             first_batch = functools.partial(_given, batch)
         if isinstance(program, StepProgram):
             program.step.first_batch = first_batch
@@ -104,15 +104,25 @@ def _run(program: StepProgram | CoordinatorProgram, execution: Execution) -> Any
     return logs
 
 
+def _run_on_batch(program: StepProgram | CoordinatorProgram, batch: Any) -> Any:
+    with _waiting(program.strategy, f"{program.kind}_on_batch"):
+        return program.on_batch(batch)
+
+
 def _watched(
     program: StepProgram | CoordinatorProgram, execution: Execution
 ) -> contextlib.AbstractContextManager[None]:
-    """Have steps in which workers wait for each other watched: those of training, where each step does."""
-    workers = workers_of(program.strategy) if program.kind == "train" else None
-    if workers is None:
-        return contextlib.nullcontext()
+    """Have steps in which workers wait for each other watched."""
     last = execution.first + execution.num_steps - 1
-    return workers.watch.waiting(f"steps {execution.first} to {last} of training")
+    return _waiting(program.strategy, f"steps {execution.first} to {last} of {_NAMES[program.kind]}")
+
+
+_NAMES = {"train": "training", "test": "evaluation", "predict": "prediction"}
+
+
+def _waiting(strategy: tf.distribute.Strategy, what: str) -> contextlib.AbstractContextManager[None]:
+    workers = workers_of(strategy)
+    return contextlib.nullcontext() if workers is None else workers.watch.waiting(what)
 
 
 def _prepare(program: StepProgram, unprepared: Exception) -> None:
@@ -150,11 +160,13 @@ def predictor(program: PredictProgram | CoordinatorProgram) -> Callable[[Any], A
         if isinstance(batches[0], Execution):
             (execution,) = batches
             heartbeat.steps_begin("predict", execution.first, execution.num_steps)
-            with as_data_errors():
-                outputs = program.on_batches(list(execution.batches()), of_worker=execution.reader.is_of_worker)
+            batches = list(execution.batches())
+            last = execution.first + len(batches) - 1
+            with _waiting(program.strategy, f"steps {execution.first} to {last} of prediction"), as_data_errors():
+                outputs = program.on_batches(batches, of_worker=execution.reader.is_of_worker)
             heartbeat.steps_end(execution.num_made)
             return outputs
-        with as_data_errors():
+        with _waiting(program.strategy, "predict_on_batch"), as_data_errors():
             return program.on_batches([tree.map_structure(_as_tensor, batch) for batch in batches])
 
     return run

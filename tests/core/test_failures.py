@@ -8,6 +8,7 @@ import pathlib
 import re
 import socket
 import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -311,6 +312,12 @@ class StoreOf:
     def get(self, topic: str, worker: int, wait_seconds: float) -> str | None:
         return self._texts.get((topic, worker))
 
+    def set_for_all(self, topic: str, text: str) -> None:
+        self._texts.setdefault((topic, -1), text)
+
+    def get_for_all(self, topic: str, wait_seconds: float) -> str | None:
+        return self._texts.get((topic, -1))
+
     def delete(self, topic: str) -> None:
         self._texts.pop((topic, self.index), None)
 
@@ -479,6 +486,82 @@ def test_workers_that_wait_at_different_places_are_told_where(watches: Any) -> N
     assert "worker 0 in steps 1 to 8 of training (test_failures.py:" in text
     assert "worker 1 in a worker sync (feed.evaluate) (test_failures.py:" in text
     assert aborted == [text, text]
+
+
+def test_a_wait_for_a_worker_that_has_ended_says_so(watches: Any) -> None:
+    first, second, aborted, _ = watches
+    with first.waiting("step 1"), second.waiting("step 1"):
+        pass
+    second.presence.end()
+
+    def wait_in_vain() -> None:
+        with first.waiting("steps 2 to 8 of training"):
+            while not aborted:
+                time.sleep(0.05)
+            raise tf.errors.InternalError(None, None, aborted[0])
+
+    with pytest.raises(
+        kde.WorkersError, match=r"^Worker 0 is in steps 2 to 8 of training \(test_failures.py:"
+    ) as raised:
+        wait_in_vain()
+    assert "waits for a worker that never comes: worker 1 has ended. Every worker must make the same" in str(
+        raised.value
+    )
+
+
+def test_a_worker_that_ends_after_the_last_common_step_does_no_harm(watches: Any) -> None:
+    first, second, aborted, _ = watches
+    with first.waiting("step 1"):
+        with second.waiting("step 1"):
+            pass
+        second.presence.end()
+        time.sleep(0.6)
+    assert aborted == []
+
+
+def test_the_last_word_of_a_program_that_has_failed_names_the_error_and_its_line(watches: Any) -> None:
+    first, second, *_ = watches
+    try:
+        int("no number")
+    except ValueError as error:
+        second.presence.note_failure(type(error), error.__traceback__)
+    second.presence.end()
+    assert first.presence.end_of(1).what.startswith("has failed with ValueError (test_failures.py:")
+
+
+def test_a_worker_that_is_asked_says_where_its_program_is(watches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, *_ = watches
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    second.presence.begin()
+    assert re.fullmatch(r"is elsewhere in its program \(test_failures.py:\d+, test_.*\)", first.presence.ask([1])[1])
+    with second.waiting("step 1"):
+        assert re.match(r"is in step 1 \(test_failures.py:", first.presence.ask([1])[1])
+    second.presence.end()
+
+
+LOST = (
+    "Collective ops is aborted by: Error reported from /job:worker/task:1: The following tasks are unhealthy (stopped "
+    "sending heartbeats):\n/job:worker/replica:0/task:1\nThe tasks have crashed."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [
+        (tf.errors.UnavailableError(None, None, LOST), kde.WorkersError, "and cannot continue: worker 1 sends no sign"),
+        (
+            tf.errors.UnavailableError(None, None, "failed to connect to all addresses"),
+            kde.WorkersError,
+            "the first worker, by which all know of each other, or its machine, cannot be reached",
+        ),
+        (tf.errors.InvalidArgumentError(None, None, "shapes"), tf.errors.InvalidArgumentError, "shapes"),
+    ],
+)
+def test_an_error_of_tensorflow_about_a_lost_worker_is_told_with_its_name(
+    watches: Any, error: Exception, expected: type[Exception], message: str
+) -> None:
+    with pytest.raises(expected, match=message), watches[0].waiting("step 3"):
+        raise error
 
 
 def test_a_worker_that_is_slow_or_busy_is_not_held_for_stuck(watches: Any) -> None:
@@ -728,16 +811,17 @@ DIFFERENT_WAYS = [
         "one evaluates alone",
         "is in another collective. Every worker must make the same calls of fit, evaluate and predict",
     ),
+    ("one predicts alone", "waits for a worker that never comes: worker 1 has ended. Every worker must"),
     ("one does not train", "Worker 0 is about to call fit, and worker 1 did not arrive within 20 s"),
 ]
 
 
 @pytest.mark.multiworker
-@pytest.mark.parametrize(("case", "message"), rotating(DIFFERENT_WAYS, [], slow=DIFFERENT_WAYS[1:2]))
+@pytest.mark.parametrize(("case", "message"), rotating(DIFFERENT_WAYS, [], slow=DIFFERENT_WAYS[1:3]))
 def test_workers_that_go_different_ways_are_told_so(case: str, message: str, tmp_path: pathlib.Path) -> None:
     values = launch(2, runs.parted, args=(case, str(tmp_path)), time_limit=150).values
     assert message in values[0]
-    if case != "one does not train":
+    if case not in ("one does not train", "one predicts alone"):
         assert values[1]
 
 

@@ -153,6 +153,8 @@ def parted(case: str, folder: str) -> str:
             model.fit(data, epochs=2, verbose=0)
         elif case == "one evaluates alone":
             fit(model, (X, Y), Alone(), epochs=2)
+        elif case == "one predicts alone" and index == 0:
+            model.predict(X, verbose=0)
         elif case == "one does not train" and index == 0:
             fit(model, (X, Y))
         elif case == "one does not train":
