@@ -10,6 +10,10 @@ A straggler is below the threshold for several windows, and not in the majority:
 that one is fast. More examples take longer, so a replica is compared with replicas, and with windows, that had at least
 9/10 as many.
 
+CPU devices share their processor with each other and with all other programs, which may take a core from one replica
+for a moment, or make all of them slower. So there a replica is a straggler only after a second, and against its own
+best only where it became slower than the others did.
+
 Letters: R = replicas in sync, over all workers; W = workers, each with R / W replicas.
 """
 
@@ -34,6 +38,7 @@ Floats = npt.NDArray[np.float64]
 _COMPARABLE = 0.9  # of the other's examples, at least
 _WINDOW_STEPS = 10  # scored together: the best single step would be chance
 _MIN_WINDOWS = 3  # consecutive ones below the threshold: a single outlier is not a straggler
+_MIN_SECONDS_ON_CPU = 1.0  # of them, where other programs run on the same device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +56,15 @@ class Stragglers:
         threshold: below which a score is too low, from 0 to 1.
         num_workers: W.
         shares_cores: whether replicas share so few cores that they wait for each other: then the last is no straggler.
+        on_cpu: whether replicas are CPU devices, which other programs use too.
 
     Raises:
         MonitorError: the threshold is not from 0 to 1.
     """
 
-    def __init__(self, threshold: float = 0.75, *, num_workers: int = 1, shares_cores: bool = False) -> None:
+    def __init__(
+        self, threshold: float = 0.75, *, num_workers: int = 1, shares_cores: bool = False, on_cpu: bool = False
+    ) -> None:
         try:
             self._threshold = arguments.number("", threshold, least=0.0, most=1.0, error=MonitorError)
         except MonitorError:
@@ -66,11 +74,13 @@ class Stragglers:
             ) from None
         self._num_workers = num_workers
         self._shares_cores = shares_cores
+        self._on_cpu = on_cpu
         self._num_replicas = 0
         self._window: list[ReplicaStats] = []
         self._most: Floats = np.zeros(0)  # the most examples per step of each replica, [R]
         self._best: Floats = np.zeros(0)  # its least busy seconds per step, with at least 9/10 of them, [R]
-        self._streaks = (_Streaks("slow-replica"), _Streaks("slower-than-before"))
+        seconds = _MIN_SECONDS_ON_CPU if on_cpu else 0.0
+        self._streaks = (_Streaks("slow-replica", seconds), _Streaks("slower-than-before", seconds))
 
     def score(self, stats: ReplicaStats) -> Scores:
         """Return the scores of an interval of training, and look for stragglers."""
@@ -104,7 +114,15 @@ class Stragglers:
         slow, slower = self._streaks
         if not self._shares_cores:
             slow.add(window, is_slow, by=fastest, lost=busy - others)
-        slower.add(window, self._best / busy < self._threshold, by=self._best, lost=busy - self._best)
+        expected = self._best * self._slowdown_of_all(busy)
+        slower.add(window, expected / busy < self._threshold, by=self._best, lost=busy - expected)
+
+    def _slowdown_of_all(self, busy: Floats) -> float:
+        """Return how many times as long as at best half of the replicas take at least, where the machine does that."""
+        if not self._on_cpu:
+            return 1.0
+        slowdown = _lower_median(busy / self._best)
+        return slowdown if slowdown > 1.0 else 1.0
 
     @property
     def findings(self) -> list[FindingRecord]:
@@ -182,9 +200,10 @@ class _Streak:
 class _Streaks:
     """The replicas that stay below a threshold, for how long, and the seconds lost by that."""
 
-    def __init__(self, code: str) -> None:
+    def __init__(self, code: str, min_seconds: float = 0.0) -> None:
         self.replicas: set[int] = set()  # found
         self._code = code
+        self._min_seconds = min_seconds
         self._step = 0  # when the first one was found
         self._running: dict[int, _Streak] = {}  # by replica
         self._seconds_lost = 0.0
@@ -199,17 +218,20 @@ class _Streaks:
             )
             for replica in np.flatnonzero(is_low).tolist()
         }
-        stragglers = {replica: streak for replica, streak in self._running.items() if streak.windows >= _MIN_WINDOWS}
+        stragglers = {replica: streak for replica, streak in self._running.items() if self._is_long(streak)}
         if not stragglers:
             return
         self._step = self._step or window.step
         self.replicas |= set(stragglers)
         uncounted = [
-            streak.lost - (before[replica].lost if streak.windows > _MIN_WINDOWS else 0.0)
+            streak.lost - (before[replica].lost if self._is_long(before.get(replica, _Streak())) else 0.0)
             for replica, streak in stragglers.items()
         ]
         self._seconds_lost += max(uncounted)  # all wait for the slowest at the same time
         self._worst = max(self._worst, *stragglers.items(), key=lambda item: (item[1].lost, item[1].steps, item[0]))
+
+    def _is_long(self, streak: _Streak) -> bool:
+        return streak.windows >= _MIN_WINDOWS and streak.busy >= self._min_seconds
 
     def finding(self, names: str) -> FindingRecord:
         """Return the finding about these replicas."""

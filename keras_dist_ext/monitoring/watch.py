@@ -67,10 +67,12 @@ class Watch:
         self._num_workers = 1 if self._workers is None else self._workers.num_workers
         num_local = self._num_replicas // self._num_workers
         self._replicas = range(self._first_replica, self._first_replica + num_local)
+        on_cpu = "CPU" in replica_devices(model.distribute_strategy)[0]
         self._stragglers = Stragglers(
             straggler_threshold,
             num_workers=self._num_workers,
-            shares_cores=num_local > num_cores() and "CPU" in replica_devices(model.distribute_strategy)[0],
+            shares_cores=on_cpu and num_local > num_cores(),
+            on_cpu=on_cpu,
         )
         self._divergence = None if check_divergence_every is None else Divergence(model)
         self._check_every = check_divergence_every or 0

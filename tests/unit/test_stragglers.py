@@ -140,6 +140,40 @@ def test_replicas_that_share_few_cores_are_compared_only_with_their_own_best() -
     assert [f["code"] for f in stragglers.findings] == ["slower-than-before"]
 
 
+def test_on_cpus_a_replica_is_not_slow_before_a_second_has_passed() -> None:
+    slow, even = [0.005, 0.010], [0.005, 0.005]
+    stragglers = Stragglers(on_cpu=True)
+    judge(stragglers, even, *[slow] * 9, even, *[slow] * 9)  # 0.9 s each time
+    assert stragglers.findings == []
+    judge(stragglers, *[slow] * 9)
+    assert [f["code"] for f in stragglers.findings] == ["slow-replica", "slower-than-before"]
+    assert [f["seconds"] for f in stragglers.findings] == [pytest.approx(180 * 0.005)] * 2
+
+
+def test_on_cpus_what_makes_all_replicas_slower_is_no_straggler() -> None:
+    stragglers = Stragglers(on_cpu=True)
+    judge(stragglers, [0.010, 0.010], *[[0.018, 0.020]] * 30)
+    assert stragglers.findings == []
+    judge(stragglers, *[[0.018, 0.040]] * 30)
+    before = next(f for f in stragglers.findings if f["code"] == "slower-than-before")
+    assert before["what"] == "Replica 1 became slower: a step takes 4.00 times as long as at best."
+    assert before["evidence"].startswith("40 ms computing and 0 ms waiting for input per step, at best 10 ms together")
+    assert before["seconds"] == pytest.approx(300 * (0.040 - 0.018))
+
+
+def test_on_cpus_a_slow_replica_of_many_on_few_cores_is_found_against_its_own_best() -> None:
+    stragglers = Stragglers(on_cpu=True, shares_cores=True)
+    judge(stragglers, *[[0.010, 0.040, 0.020, 0.030]] * 9, *[[0.012, 0.041, 0.060, 0.031]] * 9)
+    (finding,) = stragglers.findings
+    assert finding["what"].startswith("Replica 2 became slower: ")
+
+
+def test_a_replica_alone_on_a_cpu_is_not_slower_than_before() -> None:
+    stragglers = Stragglers(on_cpu=True)
+    judge(stragglers, [0.010], *[[0.030]] * 30)
+    assert stragglers.findings == []
+
+
 def test_a_slow_worker_is_named_as_one() -> None:
     stragglers = Stragglers(num_workers=2)
     judge(stragglers, *[[0.010, 0.011, 0.021, 0.020]] * 3)
