@@ -4,7 +4,15 @@ import argparse
 
 from keras_dist_ext.arguments import LONGEST_SECONDS, MOST_PROCESSES
 
-__all__ = ["count", "process_count", "process_count_or_auto", "process_count_or_zero", "restart_count", "seconds"]
+__all__ = [
+    "count",
+    "path",
+    "process_count",
+    "process_count_or_auto",
+    "process_count_or_zero",
+    "restart_count",
+    "seconds",
+]
 
 _MOST = 2**31 - 1
 
@@ -16,6 +24,17 @@ def count(text: str) -> int:
         argparse.ArgumentTypeError: it is something else.
     """
     return _integer(text, 1, _MOST)
+
+
+def path(text: str) -> str:
+    """Read a path.
+
+    Raises:
+        argparse.ArgumentTypeError: it is empty.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("'' must be a path")
+    return text
 
 
 def process_count(text: str) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from keras_dist_ext import __version__
 from keras_dist_ext.argument_types import (
     count,
+    path,
     process_count,
     process_count_or_auto,
     process_count_or_zero,
@@ -118,7 +119,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=seconds, metavar="S", help="seconds without a finished step after which a worker hangs"
     )
     parser.add_argument("--time-limit", type=seconds, metavar="S", help="seconds that the whole may take")
-    parser.add_argument("--log-dir", metavar="DIR", help="keep the output of each process here, as worker-0.log")
+    parser.add_argument("--log-dir", type=path, metavar="DIR", help="keep each process' output here, as worker-0.log")
     parser.add_argument("--threads", type=count, metavar="N", help="threads of each pool in each process")
     parser.add_argument("--affinity", action="store_true", help="divide the CPUs, and with them threads (Linux)")
     parser.add_argument("--grace", type=seconds, default=20.0, metavar="S", help="seconds from SIGTERM to SIGKILL (20)")
@@ -192,8 +193,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--allow", action="append", default=[], metavar="CODE", help="a finding that --certify accepts")
     parser.add_argument("--interventions", action="store_true", help="make experiments too, for about ten seconds")
-    parser.add_argument("--json", metavar="FILE", help="write the report there, too")
-    parser.add_argument("--log-dir", metavar="DIR", help="for TensorBoard")
+    parser.add_argument("--json", type=path, metavar="FILE", help="write the report there, too")
+    parser.add_argument("--log-dir", type=path, metavar="DIR", help="for TensorBoard")
     parser.add_argument("script", metavar="SCRIPT.py")
     rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="passed to it untouched")
     rest.required = False  # argparse would ask for it when the script is missing

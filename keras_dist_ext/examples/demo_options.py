@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from keras_dist_ext.argument_types import count, process_count
+from keras_dist_ext.argument_types import count, path, process_count
 
 __all__ = ["add_options", "given_options"]
 
@@ -13,7 +13,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=count, metavar="N", help="replicas in each process", dest="num_replicas")
     parser.add_argument("--workers", type=process_count, metavar="N", help="processes", dest="num_workers")
     parser.add_argument("--epochs", type=count, metavar="N")
-    parser.add_argument("--log-dir", metavar="DIR", help="for TensorBoard")
+    parser.add_argument("--log-dir", type=path, metavar="DIR", help="for TensorBoard")
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:

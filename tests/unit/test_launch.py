@@ -738,6 +738,12 @@ def test_the_command_line_returns_the_code_of_the_first_failure(tmp_path, capfd)
         (["launch", "--workers", "2", "--ps", "-1", "x.py"], "argument --ps"),
         (["launch", "--workers", "2", "--timeout", "soon", "x.py"], "'soon' must be a number of seconds > 0"),
         (["launch", "--work", "2", "x.py"], "required: --workers"),
+        (["launch", "--workers", "99999999999", "x.py"], "--workers: '99999999999' must be an integer from 1 to 65535"),
+        (["launch", "--workers", "9" * 5000, "x.py"], "must be an integer from 1 to 65535"),
+        (["launch", "--workers", "2", "--log-dir", "", "x.py"], "argument --log-dir: '' must be a path"),
+        (["launch", "--workers", "2", "--time-limit", "1e300", "x.py"], "a number of seconds > 0 and <= 1e+09"),
+        (["doctor", "--json", "", "x.py"], "argument --json: '' must be a path"),
+        (["demo", "--log-dir", ""], "argument --log-dir: '' must be a path"),
     ],
 )
 def test_a_wrong_command_line_says_what_is_wrong(words, message, capsys):
