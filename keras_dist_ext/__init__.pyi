@@ -37,6 +37,7 @@ from .monitoring.terminal import TerminalWriter as TerminalWriter
 from .monitoring.writers import MemoryWriter as MemoryWriter
 from .step.gather_rows import gather_rows as gather_rows
 from .step.gather_rows import row_indices as row_indices
+from .step.global_gradients import reduce_gradients as reduce_gradients
 from .step.seed_table import describe_seeds as describe_seeds
 from .step.seeds import seed_replicas as seed_replicas
 from .strategy.pick import StrategyChoice as StrategyChoice

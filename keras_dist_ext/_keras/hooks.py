@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import random as tf_random
+from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as loss_module
 from keras.src.losses import losses as losses_module
 from keras.src.metrics import reduction_metrics
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.framework import random_seed
+from tensorflow.python.ops import cond as cond_module
 from tensorflow.python.ops import gen_stateless_random_ops_v2
+from tensorflow.python.ops import while_loop as while_module
 
 from keras_dist_ext._keras import (
     creation,  # noqa: F401 - installs hooks
@@ -174,7 +178,7 @@ def _(original: Callable[..., Any], step: Step, context: Any, reduce_op: Any, va
     return step.all_reduce(reduce_op, value, functools.partial(original, context, options=options))
 
 
-# tensorflow/python/eager/backprop.py: what a step of the user's own differentiates is looked at before it runs.
+# tensorflow/python/eager/backprop.py: gradients of what all replicas share are those of the global batch.
 @install(tf.GradientTape, "gradient")
 def _(
     original: Callable[..., Any],
@@ -188,9 +192,33 @@ def _(
     def gradient(target: Any, output_gradients: Any) -> Any:
         return original(tape, target, sources, output_gradients, **kwargs)
 
-    if output_gradients is None and hasattr(step, "differentiate"):
-        return step.differentiate(gradient, target, sources)
-    return gradient(target, output_gradients)
+    differentiate = getattr(step, "differentiate", None)
+    if differentiate is None:
+        return gradient(target, output_gradients)
+    caller = sys._getframe(2)
+    optimizer = caller.f_locals["self"].optimizer if caller.f_code is _KERAS_STEP else None
+    return differentiate(gradient, target, sources, output_gradients, of_keras=optimizer)
+
+
+# It is made by calls of `gradient` in a loop, where replicas cannot meet.
+@install(tf.GradientTape, "jacobian")
+def _(original: Callable[..., Any], step: Step, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+    def jacobian() -> Any:
+        with intercept(None):
+            return original(tape, target, sources, *args, **kwargs)
+
+    of_step = getattr(step, "jacobian", None)
+    return jacobian() if of_step is None else of_step(jacobian, target, sources)
+
+
+@install(tf.GradientTape, "batch_jacobian")
+def _(original: Callable[..., Any], step: Step, tape: Any, *args: Any, **kwargs: Any) -> Any:
+    with intercept(None):
+        return original(tape, *args, **kwargs)
+
+
+# keras/src/backend/tensorflow/trainer.py: what it differentiates goes into the optimizer.
+_KERAS_STEP = tf_trainer.TensorFlowTrainer.train_step.__code__
 
 
 # tensorflow/python/ops/nn_impl_distribute.py: these divide by the number of replicas, over which steps here are means.
@@ -245,7 +273,44 @@ def _spans_rows(y_pred: Any, axis: Any) -> bool:
 # tensorflow/python/eager/polymorphic_function/polymorphic_function.py: a trace is used again on the same device.
 @install(polymorphic_function.Function, "__call__")
 def _(original: Callable[..., Any], step: Step, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return original(step.trace_of(function), *args, **kwargs)
+    return step.call_function(original, function, args, kwargs)
+
+
+# tensorflow/python/ops/cond.py, while_loop.py: replicas may add up in branches and loops, also in those of AutoGraph.
+@install(cond_module, "cond")
+def _(
+    original: Callable[..., Any],
+    step: Step,
+    pred: Any,
+    true_fn: Any = None,
+    false_fn: Any = None,
+    strict: bool = False,
+    name: str | None = None,
+    **others: Any,
+) -> Any:
+    if others or not hasattr(step, "cond") or not (callable(true_fn) and callable(false_fn)):
+        return original(pred, true_fn, false_fn, strict, name, **others)
+
+    def branch(pred: Any, true: Any, false: Any) -> Any:
+        return original(pred, true, false, strict=strict or true is not true_fn, name=name)
+
+    return step.cond(branch, pred, true_fn, false_fn)
+
+
+@install(while_module, "while_loop")
+def _(
+    original: Callable[..., Any],
+    step: Step,
+    cond: Any,
+    body: Any,
+    loop_vars: Any,
+    shape_invariants: Any = None,
+    *others: Any,
+    **options: Any,
+) -> Any:
+    if others or not hasattr(step, "while_loop"):
+        return original(cond, body, loop_vars, shape_invariants, *others, **options)
+    return step.while_loop(original, cond, body, loop_vars, shape_invariants, **options)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from keras_dist_ext._keras.variables import components
 
 __all__ = [
     "inner_optimizer",
+    "keeps_gradients",
     "optimized_variables",
     "num_batches_used",
     "ends_accumulation",
@@ -27,6 +28,14 @@ __all__ = [
 def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """The optimizer that a LossScaleOptimizer wraps, or the optimizer itself (optimizers/loss_scale_optimizer.py)."""
     return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def keeps_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer takes gradients as they are: its `apply` is Keras' own (keras/src/optimizers/*.py)."""
+    names = ("apply", "apply_gradients")
+    return not any(
+        name in vars(optimizer) or getattr(type(optimizer), name).__module__.split(".")[0] != "keras" for name in names
+    )
 
 
 def optimized_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

@@ -11,14 +11,19 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from tensorflow.python.autograph.core import ag_ctx, converter
+from tensorflow.python.autograph.impl import api as ag_api
 from tensorflow.python.data.ops import iterator_ops
 from tensorflow.python.eager import context as tf_context
+from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function, tracing_compilation
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs, summary_ops_v2
+from tensorflow.python.util import tf_decorator
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.interception import thread
 
 __all__ = [
     "AsideTrace",
@@ -31,6 +36,11 @@ __all__ = [
     "run_independently",
     "in_branch",
     "in_xla",
+    "is_differentiated",
+    "may_be_differentiated",
+    "know_variables",
+    "capture_thread_state",
+    "inlined",
     "observe_traces",
     "IteratorFunction",
     "traced_graphs",
@@ -210,6 +220,62 @@ _BRANCHES = (
 def in_xla() -> bool:
     """Whether the code being traced will be compiled by XLA."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(tf_ops.get_default_graph()))
+
+
+def is_differentiated(values: Sequence[Any]) -> bool:
+    """Whether a tape of this thread records what is computed from some values (python/eager/record.py)."""
+    dense = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
+    return bool(record.should_record_backprop(dense))
+
+
+def know_variables(graph: Any) -> None:
+    """Have a scratch graph know its variables, as that of a tf.function does (python/framework/func_graph.py)."""
+    graph.variables = graph._watched_variables
+
+
+def may_be_differentiated() -> bool:
+    """Whether a tape of this thread records at all (python/eager/record.py)."""
+    return bool(record.could_possibly_record())
+
+
+def capture_thread_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Note what Keras, AutoGraph and our own hooks know of this thread, for others to enter.
+
+    Keras' globals belong to a thread (keras/src/backend/common/global_state.py), and so does whether AutoGraph converts
+    (python/autograph/core/ag_ctx.py).
+    """
+    globals_of_keras = dict(vars(global_state.GLOBAL_STATE_TRACKER))
+    own = dict(vars(thread))
+    control = ag_ctx.control_status_ctx()
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        vars(global_state.GLOBAL_STATE_TRACKER).update(globals_of_keras)
+        vars(thread).update(own)
+        with ag_ctx.ControlStatusCtx(control.status, control.options):
+            yield
+
+    return enter
+
+
+def inlined(function: Any) -> Callable[..., Any]:
+    """What a tf.function traces, to be called as a part of what is traced (polymorphic_function/autograph_util.py).
+
+    TensorFlow would make other errors of those that it raises.
+    """
+    python_function = function.python_function
+    if not function._autograph:
+        return python_function  # type: ignore[no-any-return]
+    _, inner = tf_decorator.unwrap(python_function)
+    options = converter.ConversionOptions(
+        recursive=True, optional_features=function._experimental_autograph_options, user_requested=True
+    )
+
+    def converted(*args: Any, **kwargs: Any) -> Any:
+        with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED):
+            return ag_api.converted_call(inner, args, kwargs, options=options)
+
+    return tf_decorator.rewrap(python_function, inner, tf_decorator.make_decorator(inner, converted))  # type: ignore[no-any-return]
 
 
 def observe_traces(note: Callable[[str, dict[str, str], float], None]) -> Callable[[], None]:

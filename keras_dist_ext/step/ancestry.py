@@ -15,6 +15,7 @@ __all__ = [
     "Value",
     "assignments",
     "copies_by_handle",
+    "decisions",
     "is_argument",
     "operations",
     "outermost",
@@ -133,6 +134,13 @@ def _operations(
             decides = (*conditions, Value(graphs[1].outputs[0], inside))
         for called in graphs:
             yield from _operations(called, inside, decides)
+
+
+def decisions(graph: Any) -> Iterator[tuple[Any, tuple[Value, ...]]]:
+    """Yield the ops in branches and loops of a graph, each with what decides whether it runs."""
+    for op, _, conditions in _operations(graph, (), ()):
+        if conditions:
+            yield op, conditions
 
 
 def copies_by_handle(graph: Any) -> dict[int, Any]:

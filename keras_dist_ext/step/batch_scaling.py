@@ -19,7 +19,7 @@ __all__ = ["Reading", "additive_terms", "batch_exponent", "read_exponent"]
 
 _SAME = {
     "Abs", "Cast", "CheckNumerics", "EnsureShape", "ExpandDims", "Identity", "Neg", "PreventGradient", "Relu",
-    "Reshape", "Squeeze", "StopGradient", "Transpose",
+    "Reshape", "Snapshot", "Squeeze", "StopGradient", "Transpose",
 }  # fmt: skip
 _PARTS = {"GatherV2", "Slice", "StridedSlice", "Unpack"}
 _SUMS = {"Add", "AddN", "AddV2", "ConcatV2", "Maximum", "Minimum", "Pack", "SelectV2", "Sub", "Where"}

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from keras_dist_ext.step.seeds import Seeds
+from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.strategy.virtual import VirtualReplicas
 
 __all__ = ["DistributedModel", "StepRuntime"]
@@ -21,6 +22,10 @@ class StepRuntime(Protocol):
     @property
     def loss_exponents(self) -> Mapping[str, Mapping[int, Sequence[Fraction]]]:
         """Exponents in the batch size of losses given to ``add_loss``, by the kind of step and the layer's id."""
+
+    @property
+    def plans(self) -> dict[str, StepPlan]:
+        """What is known of its steps, by their kind."""
 
     def in_scope(self) -> contextlib.AbstractContextManager[None]:
         """Enter the strategy's scope, unless one is entered already."""

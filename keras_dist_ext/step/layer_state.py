@@ -5,11 +5,12 @@ What is computed from the rows of all replicas is equal on them already.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras.variables import local_component
+from keras_dist_ext._keras.variables import local_component, tf_variable
 from keras_dist_ext.step.all_rows import AllRows
 from keras_dist_ext.step.reduce import scale
 from keras_dist_ext.step.row_weights import RowWeights
@@ -23,11 +24,13 @@ class LayerState:
     Args:
         weights: of the replica's rows.
         all_rows: what is computed from these is equal on all replicas, and stays as it is.
+        shared: ids of distributed variables to which all replicas assign the same.
     """
 
-    def __init__(self, weights: RowWeights, all_rows: AllRows) -> None:
+    def __init__(self, weights: RowWeights, all_rows: AllRows, shared: Container[int] = ()) -> None:
         self._weights = weights
         self._all_rows = all_rows
+        self._shared = shared
         self._assigned: dict[int, Any] = {}
         self._differing: set[int] = set()  # ids of those that may have other values on other replicas
 
@@ -38,7 +41,7 @@ class LayerState:
         """Note that a value was assigned to a variable; return whether the replicas will agree on it."""
         dtype = tf.as_dtype(variable.dtype)
         is_number = dtype.is_floating or dtype.is_integer or dtype.is_bool
-        if is_number and not variable.trainable:
+        if is_number and not variable.trainable and id(tf_variable(variable)) not in self._shared:
             self._assigned[id(variable)] = variable
             if self._weights.is_uneven or self._all_rows.kind_of(value) != "replicated":
                 self._differing.add(id(variable))

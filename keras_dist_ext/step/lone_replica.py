@@ -13,7 +13,7 @@ from keras_dist_ext._keras.strategies import local_replica_id
 from keras_dist_ext.step.pass_through import LocalUpdate, PassThrough
 from keras_dist_ext.step.reduce import scale
 from keras_dist_ext.step.reducers import Reducer, RowRange
-from keras_dist_ext.step.update import Update, assign_reduced, run_optimizer, split_flags
+from keras_dist_ext.step.update import Update, assign_reduced, run_optimizer, run_update, split_flags
 
 __all__ = ["LoneReplica", "is_first_of_worker"]
 
@@ -71,6 +71,9 @@ class LoneReplica(Reducer):
 
     def update(self, update: Update) -> None:
         """Run the optimizer; gradients that it accumulates are all this replica's own."""
+        if update.are_global:
+            run_update(self, update)
+            return
         gradients, values = self.sum(update.terms), self.sum(update.values)
         values, may_update = split_flags(update.guard, values)
         assign_reduced(update.states, values)

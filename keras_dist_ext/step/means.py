@@ -66,6 +66,11 @@ class BatchExponents:
         self._learned: list[list[Fraction]] | None = None
         self._asked: list[Asked] | None = None  # while a step is traced aside
 
+    @property
+    def are_known(self) -> bool:
+        """Whether a step is being traced aside, or was, and has asked for some."""
+        return self.are_being_learned or bool(self._learned)
+
     @contextlib.contextmanager
     def learn(self) -> Iterator[list[Asked]]:
         """Note what the step that is traced meanwhile asks for, to be settled after it."""
@@ -124,6 +129,11 @@ class Means:
     def are_read(self) -> bool:
         """Whether the graphs of scalars are read at all."""
         return self._exponents is not None
+
+    @property
+    def are_known(self) -> bool:
+        """Whether exponents are those of the step, traced on batches of unknown size."""
+        return self._exponents is not None and self._exponents.are_known
 
     @property
     def are_examined(self) -> bool:

@@ -154,6 +154,11 @@ class StepGuard:
         """Whether weights may be updated, given the sum of what all replicas have found, [3, R]."""
         return tf.logical_and(tf.reduce_all(tf.equal(found, 0.0)), tf.equal(self._state.read_value()[_STOPPED], 0))
 
+    def allows(self) -> tf.Tensor:
+        """Whether weights may be updated, given what all replicas have found in this step so far."""
+        state = self._state.read_value()
+        return tf.logical_and(tf.reduce_all(tf.equal(state[_FOUND:], 0)), tf.equal(state[_STOPPED], 0))
+
     def keep(self, found: tf.Tensor) -> None:
         """Keep the sum of what all replicas have found, [3, R], with what was found in this step before."""
         state = self._state.read_value()

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from keras_dist_ext.step.step_plan import GradientCall
+
 __all__ = ["StepObserver"]
 
 
 class StepObserver:
-    """Is told what a step does while it is traced; this one takes no note."""
+    """Is told what a step does while it is traced; this one takes no note.
+
+    Attributes:
+        examines: whether the step is traced aside, to learn what becomes of its gradients.
+        nested: the branches, loops and functions that are being traced, the outermost first.
+    """
+
+    examines = False
+    nested: Sequence[Any] = ()
 
     def on_draw(self, state: Any) -> Any:
         """Return the seed that the replica draws with, or another tensor in its place."""
@@ -18,20 +28,33 @@ class StepObserver:
     def on_variable(self, name: str) -> None:
         """Take note of a variable of Keras that the step makes."""
 
+    def on_write(self, variable: Any) -> None:
+        """Take note of a variable of Keras that the step assigns."""
+
     def on_assign(self, variable: Any) -> None:
         """Take note of state of a layer whose mean over replicas is taken after the step."""
 
     def on_gather(self, value: Any) -> None:
         """Take note of a tensor with the rows of all replicas."""
 
-    def on_differentiate(self, target: Any, sources: Any) -> None:
-        """Take note of losses, and what they are differentiated for."""
+    def on_differentiate(self, target: Any, sources: Sequence[Any]) -> GradientCall | None:
+        """Take note of losses, and what they are differentiated for; say what becomes of the gradients, if it is so."""
+
+    def on_gradient(self, value: Any) -> Any:
+        """Return what a step gets for the gradient that it has asked for."""
+        return value
 
     def on_apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Take note of a replica's gradients that are given to an optimizer."""
+        """Take note of gradients that are given to an optimizer."""
 
-    def on_reduce(self, gradients: Sequence[Any]) -> None:
-        """Take note of a replica's gradients that are made global by hand."""
+    def on_result(self) -> None:
+        """Take note that the result of a metric is computed."""
+
+    def on_end(self, gradients: Any, returned: Sequence[Any]) -> None:
+        """Take note of a replica's gradients when its step is over, and of what it returns."""
+
+    def on_reduce(self, gradients: Sequence[Any]) -> Sequence[bool] | None:
+        """Take note of gradients that are made global by hand; say which of them are this replica's own, if known."""
 
     def on_update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Take note of the gradients of the global batch that an optimizer runs with."""

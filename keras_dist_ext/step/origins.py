@@ -13,7 +13,15 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from keras_dist_ext.step.ancestry import Value, copies_by_handle, is_argument, outermost, variable_of, walk_back
+from keras_dist_ext.step.ancestry import (
+    Value,
+    copies_by_handle,
+    decisions,
+    is_argument,
+    outermost,
+    variable_of,
+    walk_back,
+)
 
 __all__ = ["Origins", "draws", "read_parts"]
 
@@ -44,7 +52,17 @@ class Origins:
             return tf.IndexedSlices(
                 self.mark_replicated(value.values), self.mark_replicated(value.indices), value.dense_shape
             )
-        value = tf.raw_ops.Snapshot(input=tf.convert_to_tensor(value))
+        return self._note_common(tf.raw_ops.Snapshot(input=tf.convert_to_tensor(value)))
+
+    def mark_gradient(self, value: Any) -> Any:
+        """Return a gradient as one that is the same on all replicas; it may be differentiated further."""
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(
+                self.mark_gradient(value.values), self.mark_gradient(value.indices), value.dense_shape
+            )
+        return self._note_common(tf.identity(value))
+
+    def _note_common(self, value: Any) -> Any:
         self._common[value.op] = value
         return value
 
@@ -74,6 +92,28 @@ class Origins:
     def replicated_ids(self) -> set[int]:
         """Ids of the tensors that are the same on all replicas."""
         return {id(value) for value in self._common.values()}
+
+    def meets_by_own_decision(self, graph: Any) -> bool:
+        """Whether replicas add up in a branch or loop of a graph that each takes by its own rows or numbers."""
+        return any(op in self._common and self.replicas_of(given) for op, given in decisions(graph))
+
+    def is_shared(self, value: Value) -> bool:
+        """Whether a value is the same on all replicas because it is computed from weights, or from sums over them.
+
+        A constant alone may stand for rows, such as zeros that are added to them.
+        """
+        seen = {"own": False, "shared": False}
+
+        def ends(value: Value) -> bool:
+            op = value.tensor.op
+            is_common = op in self._common or op.type == "ReadVariableOp" or op.type.startswith("Collective")
+            is_own = not is_common and (op in self._own or draws(op))
+            seen["own"] |= is_own
+            seen["shared"] |= is_common
+            return is_common or is_own
+
+        collections.deque(walk_back([value], ends), maxlen=0)
+        return seen["shared"] and not seen["own"]
 
     def replicas_of(self, values: Iterable[Value]) -> set[int]:
         """Return the replicas whose own rows or numbers values are computed from."""

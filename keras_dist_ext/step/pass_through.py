@@ -72,9 +72,9 @@ class PassThrough:
         """Reduce as TensorFlow does."""
         return original(reduce_op, value)
 
-    def trace_of(self, function: Any) -> Any:
+    def call_function(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """Call a tf.function as it is."""
-        return function
+        return original(function, *args, **kwargs)
 
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
         """Assign to every copy on this worker, without a collective."""

@@ -108,16 +108,16 @@ class Reducer(abc.ABC):
     Attributes:
         num_replicas: R.
         is_alone: whether there is nothing to add up, and steps are Keras' own.
-        has_mixed: whether a layer has summed over replicas.
         virtual_replica: the number of the virtual replica, or of the part of a batch, where a replica carries several.
         traces_each_replica: whether each replica has a trace of its own.
+        merges_branches: whether one branch or loop of the graph can be traced for all replicas of the process.
     """
 
     num_replicas: int
     is_alone = False
-    has_mixed = False
     virtual_replica: int | None = None
     traces_each_replica = True
+    merges_branches = False
 
     @property
     def replica_id(self) -> Any:
@@ -151,7 +151,6 @@ class Reducer(abc.ABC):
 
         TensorFlow's collectives of several strategies in a process take each other's keys (tensorflow#62790).
         """
-        self.has_mixed = True
         if not self.sums_in_layers:
             with intercept(None):
                 return original(reduce_op, value)
@@ -278,6 +277,8 @@ class MirroredReducer(Reducer):
         strategy: of the replicas.
         loops: whether one execution may make several steps.
     """
+
+    merges_branches = True
 
     def __init__(self, model: DistributedModel, strategy: tf.distribute.Strategy, *, loops: bool) -> None:
         self.num_replicas = strategy.num_replicas_in_sync

@@ -27,10 +27,10 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras import tree
-from keras_dist_ext._keras.tracing import clone_function
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step import pass_through
 from keras_dist_ext.step.all_rows import AllRows
+from keras_dist_ext.step.branches import Branches
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.draws import RandomStreams
 from keras_dist_ext.step.gradients import Gradients
@@ -44,6 +44,7 @@ from keras_dist_ext.step.recorder import StepNote
 from keras_dist_ext.step.reduce import as_float, scale
 from keras_dist_ext.step.reducers import Reducer, reducer_of
 from keras_dist_ext.step.row_weights import RowWeights
+from keras_dist_ext.step.step_plan import StepPlan
 
 __all__ = ["ReplicaStep", "StepOptions"]
 
@@ -60,6 +61,7 @@ class StepOptions:
         note: takes what is recorded of the step, if anything is.
         guard: leaves the step out if something in it is not finite, if that is wanted.
         exponents: how numbers grow with the rows, where the graph does not tell; None takes all of them for means.
+        plan: what is known of the step; None if it is not asked for.
         observer: is told of what the step does while it is traced.
     """
 
@@ -69,6 +71,7 @@ class StepOptions:
     note: StepNote | None = None
     guard: StepGuard | None = None
     exponents: BatchExponents | None = None
+    plan: StepPlan | None = None
     observer: StepObserver = dataclasses.field(default_factory=StepObserver)
 
 
@@ -105,10 +108,12 @@ class ReplicaStep:
         self.note = options.note
         self.results: dict[int, Result] = {}
         self._reducer = reducer = reducer_of(model) if reducer is None else reducer
-        self.weights = RowWeights(model, rows, global_rows, reducer, options.exponents)
+        of_rows = None if options.plan is None else options.plan.exponents
+        self.weights = RowWeights(model, rows, global_rows, reducer, options.exponents, of_rows)
         self._streams = RandomStreams(model, reducer, options.global_generator)
         self.all_rows = AllRows(self.weights, reducer, first_row, options.observer)
-        self._states = LayerState(self.weights, self.all_rows)
+        shared = () if options.plan is None else options.plan.shared_state
+        self._states = LayerState(self.weights, self.all_rows, shared)
         self._metrics = MetricState(model, reducer, self.all_rows)
         self._guard = (
             None
@@ -116,9 +121,12 @@ class ReplicaStep:
             else ReplicaGuard(options.guard, reducer.replica_id, reducer.num_replicas, rows)
         )
         self._observer = options.observer
-        self.gradients = Gradients(reducer, self.weights, self._states, self.note, self._guard, self._observer)
+        self.gradients = Gradients(
+            reducer, self.weights, self._states, self.note, self._guard, self._observer, options.plan
+        )
         self._pools_results = options.pools_results
-        self._functions: dict[int, tuple[Any, Any]] = {}  # by id: a tf.function of the user's, and its copy
+        examination = self._observer if self._observer.examines else None
+        self._branches = Branches(model, reducer, options.plan, examination)
 
     @property
     def num_replicas(self) -> int:
@@ -183,10 +191,37 @@ class ReplicaStep:
         """Weight the loss by the replica's share."""
         return self.weights.scale_loss(optimizer, loss, original)
 
-    def differentiate(self, gradient: Callable[[Any, Any], Any], target: Any, sources: Any) -> Any:
-        """Differentiate losses of a step of the user's own as means."""
-        self._observer.on_differentiate(target, sources)
-        return self.weights.differentiate(gradient, target, sources)
+    def differentiate(
+        self,
+        gradient: Callable[[Any, Any], Any],
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        *,
+        of_keras: Any = None,
+    ) -> Any:
+        """Return gradients of the global batch for what all replicas share, and this replica's own for all else.
+
+        Args:
+            gradient: takes a target and what comes from above; returns gradients.
+            target: a loss, or several.
+            sources: what it is differentiated for.
+            output_gradients: what comes from above.
+            of_keras: the optimizer of the model whose step of Keras' own asks, if one does.
+        """
+        if self.kind == "predict":
+            return gradient(target, output_gradients)
+        return self.gradients.differentiate(gradient, target, sources, output_gradients, of_keras=of_keras)
+
+    def jacobian(self, jacobian: Callable[[], Any], target: Any, sources: Any) -> Any:
+        """Return a jacobian over the global batch, where the target has no dimension of examples, else of this replica.
+
+        Args:
+            jacobian: computes it from this replica's examples.
+            target: what is differentiated.
+            sources: what for.
+        """
+        return jacobian() if self.kind == "predict" else self.gradients.jacobian(jacobian, target, sources)
 
     def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
         """Sum the gradients over replicas, then let every replica run the optimizer on its own copies."""
@@ -206,6 +241,7 @@ class ReplicaStep:
             self._guard.of_step.note(variable)
         if self._metrics.assign(variable, value):
             return
+        self._observer.on_write(variable)
         is_shared = self._reducer.assign(variable, value, original)
         if is_shared and not self._streams.is_drawing and self._states.note(variable, value):
             self._observer.on_assign(variable)
@@ -230,13 +266,17 @@ class ReplicaStep:
         """Under XLA and a global seed, draw the numbers that are drawn without XLA."""
         return self._streams.compiled_draw(kind, shape, dtype, **key)
 
-    def trace_of(self, function: Any) -> Any:
-        """Have a tf.function traced for steps, and anew in each: only while it is traced, what it assigns is seen."""
-        if not self._reducer.traces_functions_anew:
-            return function
-        if id(function) not in self._functions:
-            self._functions[id(function)] = (function, clone_function(function))
-        return self._functions[id(function)][1]
+    def call_function(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        """Call a tf.function of the user's, traced anew for each step."""
+        return self._branches.call(original, function, args, kwargs)
+
+    def cond(self, original: Callable[..., Any], predicate: Any, true: Any, false: Any) -> Any:
+        """Trace a branch of the graph."""
+        return self._branches.cond(original, predicate, true, false)
+
+    def while_loop(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Trace a loop of the graph."""
+        return self._branches.while_loop(original, *args, **options)
 
     def on_rows(self, inputs: Any, op: Callable[[Any], Any]) -> Any:
         """Return what an op gives for each row, where this replica may have none."""
@@ -262,6 +302,7 @@ class ReplicaStep:
         """Remember that ``value`` is the result of ``metric``, to compute it from the pooled state instead."""
         if self._pools_results and self.num_replicas > 1:
             return self._reducer.pooled_result(metric)
+        self._observer.on_result()
         for place, leaf in enumerate(tree.flatten(value)):  # a result may be a dict of several
             if tf.is_tensor(leaf):
                 self.results[id(leaf)] = Result(metric, place, leaf)
@@ -271,6 +312,20 @@ class ReplicaStep:
     def has_assigned(self) -> bool:
         """Whether state was assigned on which the replicas have not agreed yet."""
         return bool(self._states)
+
+    def end(self, returned: Sequence[Any]) -> None:
+        """See that what was known of the step has come true, or say to who examines it that it has ended.
+
+        Args:
+            returned: what it returns.
+
+        Raises:
+            StalePlan: it has not.
+        """
+        if self._observer.examines:
+            self._observer.on_end(self.gradients, returned)
+        elif self.num_replicas > 1 and not tf.executing_eagerly():
+            self.gradients.check_plan(returned)
 
     def finish(self, logs: Any) -> list[tf.Tensor]:
         """Agree on what is left, and return the leaves of the logs that are not results of metrics."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.losses import apply_mask
 from keras_dist_ext._keras.models import tracks_loss
@@ -33,8 +32,8 @@ class RowWeights:
         rows: n, an int where static.
         global_rows: N, an int where static.
         reducer: how the replica meets the others.
-        exponents: how numbers grow with the rows, where the graph does not tell. None takes all of them for means, and
-            leaves losses that an optimizer scales as they are: gradients are weighted when they are summed.
+        exponents: how numbers grow with the rows, where the graph does not tell. None takes all of them for means.
+        of_rows: the same for what is differentiated for rows, where ``exponents`` is None.
     """
 
     def __init__(
@@ -44,6 +43,7 @@ class RowWeights:
         global_rows: int | tf.Tensor,
         reducer: Reducer,
         exponents: BatchExponents | None,
+        of_rows: BatchExponents | None = None,
     ) -> None:
         self.rows = rows
         self.global_rows = global_rows
@@ -51,9 +51,9 @@ class RowWeights:
         self._reducer = reducer
         self._num_replicas = reducer.num_replicas
         self._can_be_empty = not (isinstance(rows, int) and rows > 0)
-        self._scaled: set[int] = set()  # ids of optimizers that have scaled the loss by the share
-        self._weighted: dict[int, Any] = {}  # by id: losses that were
+        self._scaled: dict[int, tuple[Any, Any]] = {}  # by id: losses that an optimizer has scaled, and the optimizer
         self._means = Means(rows, exponents)
+        self._of_rows = self._means if exponents is not None or of_rows is None else Means(rows, of_rows)
         self._has_sums = False  # whether a loss was a sum over all rows, and was made a mean
 
     @property
@@ -68,7 +68,7 @@ class RowWeights:
 
     @has_gathered.setter
     def has_gathered(self, value: bool) -> None:
-        self._means.has_gathered = value
+        self._means.has_gathered = self._of_rows.has_gathered = value
 
     @property
     def is_uneven(self) -> bool:
@@ -145,31 +145,56 @@ class RowWeights:
         factor = self._factor(term.exponent) if term.exponent else 1.0
         return scale(value, factor * term.sign)
 
-    def differentiate(self, gradient: Callable[[Any, Any], Any], target: Any, sources: Any) -> Any:
-        """Differentiate losses of a step of the user's own as means.
+    def differentiate(
+        self,
+        gradient: Callable[[Any, Any], Any],
+        target: Any,
+        output_gradients: Any = None,
+        *,
+        of_shared: bool = True,
+    ) -> Any:
+        """Differentiate losses such that the gradients of all replicas add up to those of the global batch.
 
-        Through a sum over replicas in a layer come the losses of the others, so each must have its weight by then. What
-        the step gets is that of a replica by itself nevertheless, and is weighted when it is summed.
+        A loss has its weight before it is differentiated: through a sum over replicas come the losses of the others.
 
         Args:
             gradient: takes a target and what comes from above; returns gradients.
             target: a loss, or several.
-            sources: what it is differentiated for; where these are no variables, nothing is done.
+            output_gradients: what comes from above, see ``tf.GradientTape.gradient``.
+            of_shared: whether some source is the same on all replicas.
         """
         flat = tf.nest.flatten(target)
-        of_variables = all(isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources))
-        if self._num_replicas == 1 or not of_variables or not all(isinstance(value, tf.Tensor) for value in flat):
+        above = [None] * len(flat) if output_gradients is None else tf.nest.flatten(output_gradients)
+        if not all(isinstance(value, tf.Tensor) for value in flat) or len(above) != len(flat):
+            found = gradient(target, output_gradients)
+            return tf.nest.map_structure(lambda g: None if g is None else scale(g, self.share), found)
+        values: list[Any] = []
+        upstream: list[Any] = []
+        for value, given in zip(flat, above, strict=True):
+            for part, weight in self._weighted_parts(value, given, of_shared=of_shared):
+                values.append(part)
+                upstream.append(_upstream(part, given, weight))
+        if all(part is None for part in upstream):
             return gradient(target, None)
-        terms = [term for value in flat for term in self._means.terms(value)]
-        must_weigh = self._reducer.has_mixed and not any(id(value) in self._weighted for value in flat)
-        if not must_weigh and not any(term.exponent for term in terms):
-            return gradient(target, None)
-        values = [term.value for term in terms]
-        factors = [self._mean_of(term, tf.ones_like(term.value)) for term in terms]
-        if not must_weigh:
-            return gradient(values, factors)
-        gradients = gradient(values, [scale(factor, self.share) for factor in factors])
-        return tf.nest.map_structure(lambda g: None if g is None else scale(g, self.inverse_share), gradients)
+        upstream = [tf.ones_like(v) if part is None else part for v, part in zip(values, upstream, strict=True)]
+        if len(values) == len(flat) and all(value is part for value, part in zip(flat, values, strict=True)):
+            return gradient(target, tf.nest.pack_sequence_as(target, upstream))
+        return gradient(values, upstream)
+
+    def _weighted_parts(self, value: Any, given: Any, *, of_shared: bool) -> list[tuple[Any, float | tf.Tensor]]:
+        """Split a target into parts, each with what it counts on this replica in the sum over replicas."""
+        if not of_shared and not self._of_rows.are_known and value.shape.rank != 0:
+            return [(value, 1.0)]  # a vector of rows is a sum
+        means = self._means if of_shared else self._of_rows
+        if given is not None:
+            (term, *_) = means.terms(tf.reduce_sum(value * tf.cast(given, value.dtype)))
+            return [(value, self._weight_of(term))]
+        return [(term.value, self._weight_of(term)) for term in means.terms(value)]
+
+    def _weight_of(self, term: Term) -> float | tf.Tensor:
+        if term.exponent == 1:
+            return float(term.sign)
+        return self.share * self._factor(term.exponent) * term.sign if term.exponent else self.share * term.sign
 
     def sum_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Make a scalar that a step gives to a ``Sum`` count once for the global batch, not once a replica."""
@@ -204,25 +229,25 @@ class RowWeights:
         return values, sample_weight
 
     def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any:
-        """Weight the loss by the replica's share (a vector of losses is a sum: its weight is 1)."""
-        if self._num_replicas == 1 or not self._means.are_read:
-            return original(loss)
+        """Scale a loss as the optimizer does, made a mean (a vector of losses is a sum)."""
         scaled = original(self.as_mean(loss))
-        self._scaled.add(id(optimizer))
-        weighted = scale(scaled, self.share) if scaled.shape.rank == 0 else scaled
-        self._weighted[id(weighted)] = weighted
-        return self._means.mark_as_mean(weighted)
+        self._scaled[id(scaled)] = scaled, optimizer
+        return self._means.mark_as_mean(scaled) if self._means.are_read and not _rank(scaled) else scaled
 
-    def is_weighted(self, optimizer: Any) -> bool:
-        """Whether the loss that an optimizer has scaled was weighted, and with it its gradients."""
-        return id(optimizer) in self._scaled
+    def scaled_by(self, target: Any) -> Any:
+        """Return the optimizer that has scaled a loss; None if none has."""
+        return next((self._scaled[id(v)][1] for v in tf.nest.flatten(target) if id(v) in self._scaled), None)
 
-    def terms(self, optimizer: Any, gradients: list[Any]) -> list[Any]:
-        """Return what this replica's gradients add to those of the global batch, those given to an optimizer."""
-        if not self.is_weighted(optimizer):
-            gradients = [scale(g, self.share) for g in gradients]
-        self._scaled.discard(id(optimizer))
-        return self.zero_if_empty(gradients)
+    def as_means(self, gradients: list[Any]) -> list[Any]:
+        """Return what gradients that are taken for means over the rows add to the global ones."""
+        return gradients if self._num_replicas == 1 else [scale(g, self.share) for g in gradients]
+
+    def weight_of(self, value: Any) -> float | tf.Tensor:
+        """Return what a tensor of numbers that are means or sums over the rows counts in the sum over replicas."""
+        if isinstance(value, tf.IndexedSlices):
+            return self.share
+        (term, *_) = self._means.terms(tf.reduce_sum(value))
+        return self._weight_of(term)
 
     def zero_if_empty(self, values: list[Any]) -> list[Any]:
         """Replace what an empty batch gave (perhaps NaN) by zeros."""
@@ -238,6 +263,13 @@ class RowWeights:
             tf.IndexedSlices(d, v.indices, v.dense_shape) if isinstance(v, tf.IndexedSlices) else d
             for d, v in zip(dense, values, strict=True)
         ]
+
+
+def _upstream(value: Any, given: Any, weight: float | tf.Tensor) -> Any:
+    """What comes from above to a value that counts so much: None stands for ones."""
+    if isinstance(weight, float) and weight == 1.0:
+        return given
+    return scale(tf.ones_like(value) if given is None else tf.cast(given, value.dtype), weight)
 
 
 def _rank(value: Any) -> int:

@@ -70,6 +70,7 @@ class Update:
         states: variables that layers have assigned, and
         values: what this replica adds to their means; where steps are guarded, what it has found is the last one.
         guard: of the step, if there is one.
+        are_global: whether the terms are the gradients of the global batch already, on every replica.
     """
 
     optimizer: Any
@@ -80,6 +81,7 @@ class Update:
     states: list[Any]
     values: list[Any]
     guard: StepGuard | None
+    are_global: bool = False
 
     @property
     def trained(self) -> list[Any]:
@@ -102,6 +104,9 @@ def build_optimizer(optimizer: Any, variables: list[Any]) -> None:
 
 def run_update(replicas: Replicas, update: Update) -> None:
     """Add up the terms of all replicas, and let every replica run the optimizer on its own copies."""
+    if update.are_global:
+        run_optimizer(replicas, update, update.terms, None if update.guard is None else update.guard.allows())
+        return
     gradients, values = sum_terms(replicas, update, update.terms, update.values)
     values, may_update = split_flags(update.guard, values)
     assign_reduced(update.states, values)

@@ -39,6 +39,7 @@ from keras_dist_ext.step.update import (
     assign_mean,
     build_optimizer,
     run_optimizer,
+    run_update,
     split_flags,
     sum_terms,
 )
@@ -195,6 +196,10 @@ class _VirtualReplicas:
         real, num_gradients = self._real, len(update.terms)
         if real.num_replicas > 1:
             build_optimizer(update.optimizer, update.variables)
+        if update.are_global:
+            self._state.share(update.variables)
+            run_update(real, update)
+            return
         if self._virtual.is_ordered or real.num_replicas == 1:
             summed = total.over_replicas()
             gradients, values = summed[:num_gradients], summed[num_gradients:]
@@ -279,7 +284,7 @@ class _VirtualReducer(Reducer):
 
     def update(self, update: Update) -> None:
         """Have the optimizer run once for all virtual replicas, with the sum of their gradients."""
-        self._suspend(SyncPoint("update", update.terms + update.values, update))
+        self._suspend(SyncPoint("update", [] if update.are_global else update.terms + update.values, update))
 
     def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> bool:
         """Assign for this virtual replica only; metrics add up."""

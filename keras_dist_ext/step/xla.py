@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.hooks import current_step
+from keras_dist_ext._keras.hooks import current_step, intercept
 from keras_dist_ext._keras.layers import call_with_training
 from keras_dist_ext._keras.models import compute_loss, overrides, update_loss_tracker
 from keras_dist_ext.data import split as data
@@ -92,7 +92,14 @@ def _forward(model: DistributedModel, training: bool, x: Any, y: Any, sample_wei
         loss = compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
         loss = _step().as_mean(loss)
         scaled = model.optimizer.scale_loss(loss) if training else loss
-    return y_pred, loss, [] if tape is None else tape.gradient(scaled, model.trainable_weights)
+    if tape is None:
+        return y_pred, loss, []
+
+    def gradient(target: Any, above: Any) -> Any:
+        with intercept(None):
+            return tape.gradient(target, model.trainable_weights, above)
+
+    return y_pred, loss, _step().weights.differentiate(gradient, scaled)
 
 
 def _step() -> Any:
@@ -104,6 +111,7 @@ def _train(model: DistributedModel, forward: Callable[..., Any], batch: Any) -> 
     y_pred, loss, gradients = forward(x, y, sample_weight)
     _step().weights.mark_as_mean(loss)
     update_loss_tracker(model, loss, data.num_rows(x))
+    _step().gradients.keep_straight(gradients)
     model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 

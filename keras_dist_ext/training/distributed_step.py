@@ -12,7 +12,7 @@ from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.models import overrides
 from keras_dist_ext._keras.random import use_global_seed_generator
-from keras_dist_ext._keras.strategies import is_default_strategy, regroup, seen_as_one_replica
+from keras_dist_ext._keras.strategies import is_default_strategy, regroup, replica_id, seen_as_one_replica
 from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext._keras.user_code import has_user_code
 from keras_dist_ext.data import split as data
@@ -37,11 +37,13 @@ from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
 from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.step_buffer import ReplicaRecord, StepBuffer, StepRecord
+from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
 from keras_dist_ext.step.xla import can_compile, compiled_step
 from keras_dist_ext.training.batch_split import Split, first_row, is_per_replica, split_of, split_rows
 from keras_dist_ext.training.runtime import ReplicaRuntime
+from keras_dist_ext.training.step_examination import StepExamination
 
 __all__ = ["DistributedStep", "after"]
 
@@ -92,7 +94,8 @@ class DistributedStep:
         self.loops = False  # whether what is traced makes several steps
         self.first_batch: Callable[[], Any] | None = None
         self.observer = StepObserver()
-        self._exponents: BatchExponents | None = self._runtime.exponents.setdefault(kind, BatchExponents())
+        self._plan: StepPlan = self._runtime.plans.setdefault(kind, StepPlan())
+        self._exponents: BatchExponents | None = self._plan.exponents
 
     logs_are_compared = True
     """Whether logs tell if replicas do what one device does."""
@@ -127,6 +130,72 @@ class DistributedStep:
         except Exception:  # code that needs a number of rows, or runs eagerly only
             return
 
+    @property
+    def num_meeting(self) -> int:
+        """How many replicas meet, virtual ones where there are such."""
+        return self.num_replicas if self._virtual is None else self._virtual.count
+
+    def run_examined(self, batch: Any, examination: StepExamination) -> list[tf.Tensor]:
+        """Trace the user's step on all replicas, each on a batch of its own, without running it.
+
+        Args:
+            batch: of any number of rows.
+            examination: sees what the step does.
+
+        Returns:
+            Each local replica's leaves of the logs that no metric holds.
+        """
+        loops, self.loops = self.loops, False
+        try:
+            with self._noted_results():
+                extra = self.strategy.run(self._examined, args=(batch, examination))
+        finally:
+            self.loops = loops
+        return [part for value in extra for part in self.strategy.experimental_local_results(value)]
+
+    def _examined(self, batch: Any, examination: StepExamination) -> list[tf.Tensor]:
+        """Run the user's step aside, on as many rows as there may be."""
+
+        def own(leaf: Any) -> Any:
+            is_same = leaf is None or leaf.shape.rank == 0
+            return leaf if is_same else examination.origins.mark_per_replica(leaf, replica_id())
+
+        batch = tree.map_structure(own, batch)
+        rows = data.num_rows(batch)
+        options = StepOptions(
+            kind=self.kind,
+            pools_results=self._pools_results,
+            global_generator=self._global_generator,
+            exponents=self._exponents,
+            plan=self._plan,
+            observer=examination,
+        )
+        reducer = examination.reducer(reducer_of(self.model))
+        step = ReplicaStep(self.model, rows, examination.origins.mark_replicated(rows), options, reducer)
+        step.begin(batch)
+        with use_global_seed_generator(self._global_generator), self._on_devices(), intercept(step):
+            _, extra = self.run_user_step(step, batch)
+        return extra
+
+    def know_no_loss_exponents(self) -> None:
+        """Take losses that layers add as the graph of the step has them."""
+        self._runtime.loss_exponents[self.kind] = {}
+
+    @property
+    def plan(self) -> StepPlan:
+        """What is known of the step."""
+        return self._plan
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a batch is, over replicas or over parts of a replica's rows."""
+        return self.num_replicas > 1 or self._virtual is not None
+
+    @property
+    def is_of_user(self) -> bool:
+        """Whether the step is not that of Keras' own code."""
+        return overrides(self.model, f"{self.kind}_step")
+
     def learn_loss_exponents(self) -> None:
         """Trace the model aside, to learn which losses given to ``add_loss`` are sums over the rows.
 
@@ -148,7 +217,7 @@ class DistributedStep:
 
     def _as_if_alike(self, rows: Any) -> None:
         """Run the user's step on one replica, as if all replicas had its rows."""
-        self.run_alone(rows, self.num_replicas if self._virtual is None else self._virtual.count)
+        self.run_alone(rows, self.num_meeting)
 
     def run_alone(self, rows: Any, num_replicas: int = 1) -> list[tf.Tensor]:
         """Run the user's step on the first replica of this worker, by itself.
@@ -242,6 +311,7 @@ class DistributedStep:
             guard=guard,
             exponents=self._exponents,
             observer=self.observer,
+            plan=self._plan,
         )
         extra = self._extra_of_replica(batch, split, options)
         if guard is not None:
@@ -301,11 +371,13 @@ class DistributedStep:
         """End a step that has given logs; see ``run_user_step``."""
         if step.note is not None:
             step.note.end(step.replica_id, data.num_rows(batch), logs)
+        returned = tree.flatten(logs)
         if self._plain_logs:
             logs = {}
         if not self._pools_results and computes_with(step.results, logs):
             raise ComputesWithResults
         extra = step.finish(logs)
+        step.end(returned)
         return tree.map_structure(lambda leaf: step.results.get(id(leaf), VALUE), logs), extra
 
     def initial_extra(self, next_batch: Callable[[], Any], *, of_worker: bool = False) -> list[tf.Tensor]:
@@ -313,15 +385,17 @@ class DistributedStep:
         if self._plain_logs or tf.executing_eagerly():
             return []
         known = leaf_metrics(self.model)
+        if self._plan.extra is not None:
+            return [_zeros_like(spec) for spec in self._plan.extra]
         try:
             with scratch_graph("logs_of_a_step"):
                 extra, _ = self.run(next_batch(), of_worker=of_worker)
         except ComputesWithResults:
-            self._pools_results = True
+            self.pool_results()
             return self.initial_extra(next_batch, of_worker=of_worker)
         if len(leaf_metrics(self.model)) > len(known):  # the step has made them, and their results were not known
             return self.initial_extra(next_batch, of_worker=of_worker)
-        return [tf.zeros([d or 0 for d in e.shape] if e.shape.rank is not None else [], e.dtype) for e in extra]
+        return [_zeros_like(value) for value in extra]
 
     def logs(self, extra: Sequence[tf.Tensor]) -> Any:
         """Compute the logs from the state pooled over replicas."""
@@ -342,6 +416,10 @@ class DistributedStep:
         if self._plain_logs:
             return self.model.get_metrics_result()
         return tree.map_structure(lambda leaf: leaf.now() if leaf is not VALUE else next(values), self._log_plan)
+
+
+def _zeros_like(value: Any) -> tf.Tensor:
+    return tf.zeros([d or 0 for d in value.shape] if value.shape.rank is not None else [], value.dtype)
 
 
 def _graph() -> Any:

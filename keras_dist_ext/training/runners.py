@@ -13,16 +13,15 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.data.graph_checks import as_data_errors
-from keras_dist_ext.step.added_losses import UnknownLossExponents
 from keras_dist_ext.step.means import UnknownExponents
 from keras_dist_ext.step.reducers import CannotCompile, CannotLoop
-from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.batch_reader import BatchReader
 from keras_dist_ext.training.execution import Execution
 from keras_dist_ext.training.prediction import PredictProgram, concat_outputs
 from keras_dist_ext.training.program import StepProgram
 from keras_dist_ext.training.self_check import check_training
+from keras_dist_ext.training.step_planning import MISSING, make_plan, prepare
 
 __all__ = ["CoordinatorProgram", "StepRunner", "predictor"]
 
@@ -41,8 +40,6 @@ class StepRunner:
     def __call__(self, iterator: Any) -> Any:
         """Run the steps of an execution, or one step on the next batch; return the logs."""
         program, runtime = self.program, self.program.model.replica_runtime
-        if program.kind == "train":
-            runtime.scatter_accumulators()
         if isinstance(iterator, Execution):
             run_steps = functools.partial(_run, program, iterator)
             first_batch: Callable[[], Any] = functools.cache(iterator.reader.peek)
@@ -54,8 +51,10 @@ class StepRunner:
         if isinstance(program, StepProgram):
             program.step.first_batch = first_batch
         try:
-            if isinstance(program, StepProgram) and program.is_eager and program.kind not in runtime.loss_exponents:
-                self._prepare_eager(program)
+            if isinstance(program, StepProgram):
+                _plan(program)
+            if program.kind == "train":
+                runtime.scatter_accumulators()
             if isinstance(iterator, Execution) and isinstance(program, StepProgram) and program.kind == "train":
                 check_training(program.step, first_batch, functools.partial(_prepare, program), _UNPREPARED)
             while True:
@@ -69,21 +68,6 @@ class StepRunner:
             if isinstance(program, StepProgram):
                 program.step.first_batch = None
 
-    def _prepare_eager(self, program: StepProgram) -> None:
-        """Learn how numbers grow with the rows now, because an eager step has its batch when it meets the loss."""
-        model, runtime = program.model, program.model.replica_runtime
-        is_split = (
-            program.strategy.num_replicas_in_sync > 1
-            or model.virtual_replicas is not None
-            or model.placement is not None
-        )
-        if is_split:
-            try:
-                program.step.learn_loss_exponents()
-            except Exception:  # code that only runs eagerly, and may have no such loss
-                runtime.loss_exponents[program.kind] = {}
-            _prepare(program, UnknownExponents())
-
     def _compare_first_batch(self, batch: Any) -> None:
         """See once that all workers call ``train_on_batch`` and ``test_on_batch`` with the same rows."""
         workers = workers_of(self.program.strategy)
@@ -92,7 +76,21 @@ class StepRunner:
             workers.compare_batch(batch)
 
 
-_UNPREPARED = (UnbuiltOptimizer, UnknownLossExponents, UnknownExponents, CannotCompile, CannotLoop)
+_UNPREPARED = (*MISSING, CannotCompile, CannotLoop)
+
+
+def _plan(program: StepProgram) -> None:
+    """Know what a step of the user's does, or one that runs eagerly, before it is traced to be run, or runs."""
+    step = program.step
+    if step.plan.is_made or not step.is_split or not (step.is_of_user or program.is_eager):
+        return
+    if program.is_eager:  # it has its batch when it meets the loss
+        try:
+            step.learn_loss_exponents()
+        except Exception:  # code that only runs eagerly, and may have no such loss
+            step.know_no_loss_exponents()
+        prepare(step, UnknownExponents())
+    make_plan(step)
 
 
 def _run(program: StepProgram | CoordinatorProgram, execution: Execution) -> Any:
@@ -127,27 +125,14 @@ def _waiting(strategy: tf.distribute.Strategy, what: str) -> contextlib.Abstract
 
 def _prepare(program: StepProgram, unprepared: Exception) -> None:
     """Make good what tracing a step has found missing."""
-    model, runtime = program.model, program.model.replica_runtime
-    if isinstance(unprepared, UnbuiltOptimizer):
-        with runtime.in_scope():
-            unprepared.build()
-    elif isinstance(unprepared, UnknownLossExponents):
-        try:
-            program.step.learn_loss_exponents()
-        except NotImplementedError:  # by Keras: the model has no `call`, its step calls others
-            runtime.loss_exponents[program.kind] = {}
-    elif isinstance(unprepared, UnknownExponents):
-        try:
-            program.step.learn_exponents()
-        except (UnbuiltOptimizer, UnknownLossExponents) as more:
-            _prepare(program, more)
-            _prepare(program, unprepared)
+    if isinstance(unprepared, MISSING):
+        prepare(program.step, unprepared)
     elif isinstance(unprepared, CannotLoop):
         program.make_single_steps()
     else:
         warnings.warn(
-            f"jit_compile=True: '{model.name}' has a loss with a mask or sample weights, or a layer, that sums over "
-            "replicas while it is computed, which XLA cannot compile; the step runs without XLA.",
+            f"jit_compile=True: '{program.model.name}' has a loss with a mask or sample weights, or a layer, that sums "
+            "over replicas while it is computed, which XLA cannot compile; the step runs without XLA.",
             stacklevel=2,
         )
         program.step.without_xla()

@@ -14,12 +14,12 @@ from keras_dist_ext._keras.optimizers import accumulated_gradients, inner_optimi
 from keras_dist_ext._keras.strategies import strategy_of_model
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.step.distributed_model import DistributedModel
-from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.nan_guard import Guard
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.step.reduce import keep_on_first_replica, sum_components
 from keras_dist_ext.step.seeds import Seeds
 from keras_dist_ext.step.stats import Kind
+from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.strategy.scope import optimizers
 from keras_dist_ext.strategy.virtual import num_replicas_of
 from keras_dist_ext.strategy.workers import workers_of
@@ -50,7 +50,7 @@ class ReplicaRuntime:
         functions: what Keras calls for each execution, by the kind of step, then by what its steps record.
         batch_spec: of the batch that the model was built for: shapes with an unknown number of rows.
         loss_exponents: how losses given to ``add_loss`` grow with the rows, by the kind of step and the layer's id.
-        exponents: how other numbers of a step do, by the kind of step.
+        plans: what is known of a step before it is traced to be run, by the kind of step.
         check: how `compile` was told to check steps, and
         is_checked: whether that was done.
         chooses_num_steps: whether the number of steps of an execution is ours to choose (``"auto"``).
@@ -73,7 +73,7 @@ class ReplicaRuntime:
         self.functions: dict[str, dict[tuple[bool, ...], Callable[[Any], Any]]] = {"train": {}, "test": {}}
         self.batch_spec: Any = None
         self.loss_exponents: dict[str, dict[int, list[Fraction]]] = {}
-        self.exponents: dict[str, BatchExponents] = {}
+        self.plans: dict[str, StepPlan] = {}
         self.check: CheckMode = True
         self.is_checked = False
         self.chooses_num_steps = True
@@ -126,7 +126,7 @@ class ReplicaRuntime:
     def forget_traces(self) -> None:
         """Have all that is known of the model's steps found out anew: it was compiled again."""
         self.loss_exponents.clear()
-        self.exponents.clear()
+        self.plans.clear()
         self._built_for.clear()
         self.is_checked = False
         if self._coordinator is not None:
@@ -224,7 +224,7 @@ class ReplicaRuntime:
     def _gather_accumulators(self) -> None:
         if self.accumulators_are_split:
             self.accumulators_are_split = False
-            for optimizer in _accumulating(self.model):
+            for optimizer in self._accumulating():
                 sum_components(self.strategy, accumulated_gradients(optimizer))
 
     def scatter_accumulators(self) -> None:
@@ -236,9 +236,14 @@ class ReplicaRuntime:
         self.accumulators_are_split = self.strategy.num_replicas_in_sync > 1 and not sums_each_batch
         if self.accumulators_are_split:
             workers = workers_of(self.strategy)
-            for optimizer in _accumulating(self.model):
+            for optimizer in self._accumulating():
                 for accumulator in accumulated_gradients(optimizer):
                     keep_on_first_replica(accumulator, is_chief=workers is None or workers.is_chief)
+
+    def _accumulating(self) -> list[Any]:
+        """The optimizers in the middle of an accumulation of gradients of which each replica has a part."""
+        whole = self.plans["train"].whole_accumulators if "train" in self.plans else ()
+        return [optimizer for optimizer in _accumulating(self.model) if id(optimizer) not in whole]
 
     def find_divergence(self) -> str | None:
         """Say what differs between replicas, over all workers; None where nothing does."""

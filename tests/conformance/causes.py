@@ -20,6 +20,7 @@ from keras_dist_ext._keras.strategies import replica_id
 from keras_dist_ext._keras.variables import components, is_sync_on_read
 from keras_dist_ext.data import split as data
 from keras_dist_ext.step import draws, pass_through, recorder, reduce, reducers, update, xla
+from keras_dist_ext.step.gradients import Gradients
 from keras_dist_ext.step.pass_through import LocalUpdate, PassThrough
 from keras_dist_ext.step.reducers import MirroredReducer
 from keras_dist_ext.step.replica_step import ReplicaStep
@@ -107,14 +108,15 @@ def penalties_once_a_replica() -> AbstractContextManager[Any]:
 def unscaled_gradients_are_whole() -> AbstractContextManager[Any]:
     """Gradients of a loss that no optimizer has scaled are added without weights."""
 
-    def terms(original: Any) -> Any:
-        def changed(self: Any, optimizer: Any, gradients: Any) -> Any:
-            self._scaled.add(id(optimizer))
-            return original(self, optimizer, gradients)
+    def differentiate(original: Any) -> Any:
+        def changed(self: Any, gradient: Any, target: Any, output_gradients: Any = None, **how: Any) -> Any:
+            if self.scaled_by(target) is None:
+                return gradient(target, output_gradients)
+            return original(self, gradient, target, output_gradients, **how)
 
         return changed
 
-    return instead(RowWeights, "terms", terms)
+    return instead(RowWeights, "differentiate", differentiate)
 
 
 def sparse_of_the_first() -> AbstractContextManager[Any]:
@@ -132,13 +134,14 @@ def sparse_of_the_first() -> AbstractContextManager[Any]:
 def clipped_before_the_sum() -> AbstractContextManager[Any]:
     """Each replica clips its own gradients."""
 
-    def terms(original: Any) -> Any:
-        def changed(self: Any, optimizer: Any, gradients: Any) -> Any:
-            return optimizer._clip_gradients(original(self, optimizer, gradients))
+    def own_terms(original: Any) -> Any:
+        def changed(self: Any, optimizer: Any, present: Any, terms: Any) -> Any:
+            own, are_global = original(self, optimizer, present, terms)
+            return optimizer._clip_gradients(own), are_global
 
         return changed
 
-    return instead(RowWeights, "terms", terms)
+    return instead(Gradients, "_own_terms", own_terms)
 
 
 def counts_of_the_first() -> AbstractContextManager[Any]:

@@ -763,13 +763,11 @@ def test_a_sum_may_be_differentiated_for_rows_and_a_number_of_replicas_be_used(m
 
 
 def own_gradients(line: Any, replica: Any, batch: Any) -> None:
-    with tf.GradientTape() as tape:
-        loss = replica.mean_loss((line(batch[0]) - batch[1]) ** 2)
-    line.offset.assign_sub(tape.gradient(loss, line.offset))
+    line.offset.assign_sub(tf.reduce_mean(line(batch[0]) - batch[1]))
 
 
 OWN = {
-    "gradients that are not reduced": own_gradients,
+    "gradients that no tape has made": own_gradients,
     "a count of rows": lambda line, replica, batch: line.offset.assign_add(tf.cast(replica.rows, tf.float32)),
     "noise of TensorFlow's": lambda line, replica, batch: line.offset.assign_add(tf.random.normal([])),
     "noise of Keras'": lambda line, replica, batch: line.offset.assign_add(keras.random.normal(())),
@@ -840,19 +838,43 @@ def test_a_step_of_evaluation_does_not_train(mirrored: Any) -> None:
         both.evaluate(batches(), verbose=0)
 
 
-@pytest.mark.parametrize("where", ["a branch", "a loop", "a function"])
-def test_sums_where_replicas_cannot_meet_are_refused(where: str, mirrored: Any) -> None:
-    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
-        def total() -> Any:
-            return replica.sum(tf.reduce_sum(batch[1]))
+def sums_in(where: str, decides: Any, total: Any) -> Any:
+    if where == "a branch":
+        return tf.cond(decides > 0, total, lambda: 0.0)
+    if where == "a loop":
+        _, value = tf.while_loop(lambda i, value: i < decides, lambda i, value: (i + 1, value + total()), (0, 0.0))
+        return value
+    if where == "a function":
+        return tf.function(total, autograph=False)()
+    return tf.switch_case(tf.cast(decides > 0, tf.int32), [total, total])
 
-        if where == "a branch":
-            value = tf.cond(tf.reduce_sum(batch[1]) > 0, total, lambda: 0.0)
-        elif where == "a loop":
-            (value,) = tf.while_loop(lambda value: value < 1, lambda value: (total(),), (0.0,))
-        else:
-            value = tf.function(total, autograph=False)()
-        return {"loss": value}
+
+@pytest.mark.parametrize("where", ["a branch", "a loop", "a function"])
+def test_replicas_add_up_in_branches_that_all_take_alike(where: str, mirrored: Any) -> None:
+    with mirrored.scope():
+        count = tf.Variable(2)
+
+    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        return {"loss": sums_in(where, count + 0, lambda: replica.sum(tf.reduce_sum(batch[1])))}
+
+    history = small_loop(mirrored, step, {"count": count}, loss="max").fit(batches(), verbose=0).history
+    times = 2 if where == "a loop" else 1
+    assert history["loss"] == [pytest.approx(times * max(Y[i : i + 9].sum() for i in range(0, 29, 9)), rel=1e-5)]
+
+
+@pytest.mark.parametrize("where", ["a branch", "a loop"])
+def test_sums_in_branches_that_each_replica_takes_by_itself_are_refused(where: str, mirrored: Any) -> None:
+    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        own = tf.cast(tf.reduce_sum(batch[1]), tf.int32)
+        return {"loss": sums_in(where, own, lambda: replica.sum(tf.reduce_sum(batch[1])))}
+
+    with pytest.raises(LoopError, match="adds up over replicas .* that each replica takes by its own rows"):
+        small_loop(mirrored, step, loss="max").fit(batches(), verbose=0)
+
+
+def test_sums_where_replicas_cannot_meet_are_refused(mirrored: Any) -> None:
+    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        return {"loss": sums_in("one of several", tf.constant(1), lambda: replica.sum(tf.reduce_sum(batch[1])))}
 
     with pytest.raises(LoopError, match=r"adds up over replicas .* inside of a tf\.function, or of a branch or loop"):
         small_loop(mirrored, step, loss="max").fit(batches(), verbose=0)

@@ -61,9 +61,8 @@ def test_what_one_replica_has_computed_is_not_assigned_there_either(place: str, 
         weight = tf.Variable(1.0, name="weight")
 
     def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
-        with tf.GradientTape() as tape:
-            loss = replica.mean_loss(weight * batch[1])
-        gradient = tape.gradient(loss, weight)
+        loss = replica.mean_loss(weight * batch[1])
+        gradient = tf.reduce_mean(batch[1])
         PLACES[place](lambda: weight.assign_sub(0.1 * gradient))
         return {"loss": loss}
 

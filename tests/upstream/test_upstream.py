@@ -375,9 +375,9 @@ class Recorder:
         self.asked.append(("assign", variable.path))
         original(value)
 
-    def trace_of(self, function: Any) -> Any:
-        self.asked.append(("trace_of", function))
-        return function
+    def call_function(self, original: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        self.asked.append(("call_function", function))
+        return original(function, *args, **kwargs)
 
 
 def compiled(*middle: Any, optimizer: Any = None, **arguments: Any) -> Any:
@@ -1548,7 +1548,7 @@ def test_a_copy_of_a_function_is_traced_again() -> None:
     recorder = Recorder()
     with intercept(recorder):
         method(one)
-    assert recorder.about("trace_of") == [method]
+    assert recorder.about("call_function") == [method]
 
 
 def test_each_trace_of_a_function_is_noted_once_with_its_arguments() -> None:

@@ -5,7 +5,6 @@ Nothing of the trace is ever run: replicas do not add anything up in it.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,22 +15,23 @@ from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.layers import clear_losses, flat_layers, needs_build
 from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import replica_id
-from keras_dist_ext._keras.variables import distributed_variable, local_component
+from keras_dist_ext._keras.variables import distributed_variable
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import KerasDistError, LoopError
-from keras_dist_ext.step.all_rows import stands_for_all
 from keras_dist_ext.step.ancestry import assignments, operations
 from keras_dist_ext.step.distributed_model import DistributedModel
-from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.origins import Origins, draws
-from keras_dist_ext.step.reducers import Reducer, RowRange, reducer_of
+from keras_dist_ext.step.reducers import reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
 from keras_dist_ext.step.seeds import global_generator_of
-from keras_dist_ext.step.update import UnbuiltOptimizer, Update, assign_reduced, build_optimizer, run_optimizer
+from keras_dist_ext.step.step_plan import GradientCall, StepPlan
+from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.training.loop.losses import check_mean, check_not_scaled, multiples, warn_of_own_divisor
 from keras_dist_ext.training.loop.python_effects import effects_of, names_used
 from keras_dist_ext.training.loop.replica import Replica
-from keras_dist_ext.training.loop.step_variables import check_assigned, check_known, check_results, updated_metrics
+from keras_dist_ext.training.loop.step_variables import check_known, check_not_trained, check_results, updated_metrics
+from keras_dist_ext.training.step_assignments import check_assigned, check_decisions
+from keras_dist_ext.training.step_examination import StepExamination
 
 __all__ = ["Output", "examine"]
 
@@ -70,7 +70,8 @@ def examine(
     _check_built(loop)
     name = getattr(function, "__name__", type(function).__name__)
     _check_names(name, function)
-    (graph, values, seen), effects = _trace_for_effects(loop, name, function, batch_spec)
+    plan = StepPlan()
+    (graph, values, seen), effects = _trace_for_effects(loop, name, function, batch_spec, plan)
     if effects and not loop.run_eagerly:
         raise LoopError(
             f"The step {name!r} has changed {', '.join(effects)} while it was traced. Python runs once when a step is "
@@ -81,14 +82,20 @@ def examine(
     _check_uses_batch(name, graph, values)
     assigned = list(assignments(graph))
     check_known(loop, name, graph, {id(distributed_variable(one.variable)) for one in assigned})
-    check_assigned(loop, name, kind, assigned, seen.origins, seen.averaged)
+    check_decisions(name, graph, seen.origins)
+    if kind == "test":
+        check_not_trained(name, assigned)
+    check_assigned(loop.distribute_strategy, name, assigned, seen.origins, seen.averaged)
     check_results(loop, name, graph, values)
     outputs = _outputs(name, values, reduce, seen)
+    if loop.distribute_strategy.num_replicas_in_sync > 1:
+        seen.complete(plan, assigned)
+        loop.replica_runtime.plans[kind] = plan
     return outputs, updated_metrics(own_metrics, name, assigned, outputs)
 
 
 def _trace_for_effects(
-    loop: DistributedModel, name: str, function: Callable[..., Any], spec: Any
+    loop: DistributedModel, name: str, function: Callable[..., Any], spec: Any, plan: StepPlan
 ) -> tuple[Any, list[str]]:
     """Trace a step, and again if Python has changed something meanwhile, which others may have done, or once for all.
 
@@ -97,12 +104,12 @@ def _trace_for_effects(
     """
     scales = not {"num_replicas", "num_replicas_in_sync"}.isdisjoint(names_used(function))
     with effects_of(function) as effects:
-        traced = _trace(loop, name, function, spec, scales=scales)
+        traced = _trace(loop, name, function, spec, plan, scales=scales)
     if not effects:
         return traced, []
     with effects_of(function) as again:
         try:
-            traced = _trace(loop, name, function, spec, scales=scales)
+            traced = _trace(loop, name, function, spec, plan, scales=scales)
         except Exception:  # it uses what it has kept of the first graph
             return traced, effects
     return traced, [effect for effect in effects if effect in again]
@@ -135,85 +142,8 @@ def _check_names(name: str, function: Callable[..., Any]) -> None:
             )
 
 
-class _ExaminedReducer(Reducer):
-    """Adds nothing up, and returns what may be the sums.
-
-    Args:
-        step_name: for messages.
-        origins: of the values in the graph.
-        own: how the replica meets the others when the step is run.
-    """
-
-    def __init__(self, step_name: str, origins: Origins, own: Reducer) -> None:
-        self.num_replicas = own.num_replicas
-        self.is_alone = own.is_alone
-        self.traces_each_replica = own.traces_each_replica
-        self.reduced: dict[int, Any] = {}  # by id: what the user's code has added up by itself
-        self._step_name = step_name
-        self._origins = origins
-        self._own = own
-        self._graph = tf.compat.v1.get_default_graph()
-
-    @property
-    def traces_functions_anew(self) -> bool:
-        """See ``Reducer``."""
-        return self._own.traces_functions_anew
-
-    @property
-    def sums_in_layers(self) -> bool:
-        """See ``Reducer``."""
-        return self._own.sums_in_layers
-
-    def sum(self, values: Sequence[Any]) -> list[Any]:
-        """Return what may be the sums.
-
-        Raises:
-            LoopError: replicas cannot wait for each other where this is traced.
-        """
-        if self.num_replicas > 1 and tf.compat.v1.get_default_graph() is not self._graph:
-            raise LoopError(
-                f"The step {self._step_name!r} adds up over replicas (an optimizer's update, reduce_gradients, a sum "
-                "or a weighted mean) inside of a tf.function, or of a branch or loop in the graph, where replicas "
-                "cannot wait for each other. Add up before: gradients by replica.reduce_gradients, which optimizers "
-                "take as they are, there too. A loop of a fixed number of updates can be one of Python's."
-            )
-        return [self._origins.mark_replicated(value) for value in values]
-
-    def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
-        """See ``sum``."""
-        return self.sum(values)
-
-    def updating(self) -> contextlib.AbstractContextManager[None]:
-        """See ``Reducer``."""
-        return self._own.updating()
-
-    def update(self, update: Update) -> None:
-        """Run the optimizer with what may be the sums, also where gradients are accumulated."""
-        if self.is_alone:
-            self._own.update(update)
-            return
-        gradients, values = self.sum(update.terms), self.sum(update.values)
-        assign_reduced(update.states, values)
-        run_optimizer(self, update, gradients)
-
-    def gather(self, values: Sequence[tf.Tensor], rows: RowRange) -> list[tf.Tensor]:
-        """Return what stands for the rows of all replicas."""
-        return self.sum([stands_for_all(value) for value in values])
-
-    def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
-        """Note what is reduced."""
-
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def reduced(given: tf.Tensor) -> Any:
-            return self._origins.mark_replicated(given), self._origins.mark_replicated
-
-        total = tf.nest.map_structure(lambda given: reduced(tf.convert_to_tensor(given)), value)
-        self.reduced.update({id(leaf): leaf for leaf in tf.nest.flatten(total)})
-        return total
-
-
-class _Examination(StepObserver):
-    """What was noted of a step while it was traced, on all replicas.
+class _LoopExamination(StepExamination):
+    """What was noted of a loop's step; beside what all steps are refused, losses that are no means.
 
     Args:
         name: of the step.
@@ -222,22 +152,9 @@ class _Examination(StepObserver):
     """
 
     def __init__(self, name: str, num_replicas: int, *, scales: bool) -> None:
-        self.name = name
-        self.num_replicas = num_replicas
+        super().__init__(name, num_replicas)
         self.scaled_by = num_replicas if scales and num_replicas > 1 else None
-        self.origins = Origins()
         self.gathered = Origins()
-        self.averaged: dict[int, Any] = {}  # state of layers, whose mean over replicas is taken after the step
-        self._reducers: list[_ExaminedReducer] = []
-
-    def reducer(self, own: Reducer) -> _ExaminedReducer:
-        """Return how a replica seems to meet the others; see there."""
-        self._reducers.append(_ExaminedReducer(self.name, self.origins, own))
-        return self._reducers[-1]
-
-    def on_draw(self, state: Any) -> Any:
-        """Note what is drawn."""
-        return self.origins.mark_per_replica(state, replica_id()) if self.num_replicas > 1 else state
 
     def on_variable(self, name: str) -> None:
         """Refuse to make a variable."""
@@ -247,38 +164,36 @@ class _Examination(StepObserver):
             "an Input or a call there, and name them in parts={...}."
         )
 
-    def on_assign(self, variable: Any) -> None:
-        """Note of which state the mean will be taken."""
-        self.averaged[id(local_component(variable))] = variable
-
     def on_gather(self, value: Any) -> None:
         """Note what is the same on all replicas."""
-        self.origins.note_replicated(value)
+        super().on_gather(value)
         self.gathered.note_replicated(value)
 
     def is_of_all_rows(self, value: Any) -> bool:
         """Whether a value is computed from gathered rows, and from nothing that one replica has for itself."""
         return self.gathered.kind_of(value) == "replicated" and self.origins.kind_of(value) == "replicated"
 
-    def on_differentiate(self, target: Any, sources: Any) -> None:
+    def on_differentiate(self, target: Any, sources: Sequence[Any]) -> GradientCall:
         """Look at what is differentiated for variables: a loss."""
-        if all(isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources)):
-            for value in tf.nest.flatten(target):
+        if all(isinstance(source, tf.Variable | keras.Variable) for source in sources):
+            for value in [] if target is None else tf.nest.flatten(target):
                 if tf.is_tensor(value) and not isinstance(value, tf.IndexedSlices):
                     total = value if value.shape.rank == 0 else tf.reduce_sum(value)  # as the tape takes it
                     what = f"The loss that the step {self.name!r} differentiates"
                     check_mean(what, total, self.origins.replicated_ids, self.scaled_by)
                     if self.num_replicas > 1:
                         warn_of_own_divisor(what, total, self.origins.replicated_ids)
+        return super().on_differentiate(target, sources)
 
     def on_apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Look at the gradients, and have the variables of the optimizer made, which a step cannot."""
+        """Look at the gradients."""
         self._check_gradients(f"gradients given to {optimizer.name}", gradients)
-        build_optimizer(optimizer, list(variables))
+        super().on_apply(optimizer, gradients, variables)
 
-    def on_reduce(self, gradients: Sequence[Any]) -> None:
+    def on_reduce(self, gradients: Sequence[Any]) -> Sequence[bool]:
         """Look at the gradients."""
         self._check_gradients("gradients given to reduce_gradients", gradients)
+        return super().on_reduce(gradients)
 
     def _check_gradients(self, what: str, gradients: Sequence[Any]) -> None:
         self.check_single(what, gradients)
@@ -291,22 +206,22 @@ class _Examination(StepObserver):
         """Refuse values that the user's code has reduced over replicas already."""
         for value in values:
             for inner in multiples(value):
-                if any(id(inner) in reducer.reduced for reducer in self._reducers):
+                if any(id(inner) in reducer.reduced for reducer in self.reducers):
                     raise LoopError(
                         f"The {what} were reduced over replicas before, by all_reduce in the step, and would be "
-                        "reduced twice. Leave all_reduce out: Keras' optimizers, replica.reduce_gradients and declared "
+                        "reduced twice. Leave all_reduce out: gradients of a tape, Keras' optimizers and declared "
                         "reductions add up over replicas, exactly."
                     )
 
 
 def _trace(
-    loop: DistributedModel, name: str, function: Callable[..., Any], spec: Any, *, scales: bool
-) -> tuple[Any, dict[str, Any], _Examination]:
+    loop: DistributedModel, name: str, function: Callable[..., Any], spec: Any, plan: StepPlan, *, scales: bool
+) -> tuple[Any, dict[str, Any], _LoopExamination]:
     """Return the graph of a step, what the first replica returns, and what was seen."""
     strategy = loop.distribute_strategy
     global_generator = global_generator_of(strategy, is_seeded=loop.replica_seeds.root is not None)
     returned: list[Any] = []
-    seen = _Examination(name, strategy.num_replicas_in_sync, scales=scales)
+    seen = _LoopExamination(name, strategy.num_replicas_in_sync, scales=scales)
 
     def refuse(next_creator: Any, **given: Any) -> Any:
         seen.on_variable(given.get("name") or "without a name")
@@ -316,7 +231,7 @@ def _trace(
             batch = seen.origins.mark_per_replica(batch, replica_id())
         rows = data.num_rows(batch)
         global_rows = seen.origins.mark_replicated(rows) if strategy.num_replicas_in_sync > 1 else rows
-        options = StepOptions(global_generator=global_generator, observer=seen)
+        options = StepOptions(global_generator=global_generator, plan=plan, observer=seen)
         step = ReplicaStep(loop, rows, global_rows, options, seen.reducer(reducer_of(loop)))
         with (
             use_global_seed_generator(global_generator),
@@ -332,6 +247,7 @@ def _trace(
         values = {key: _tensor(name, key, value) for key, value in values.items()}
         for key, value in values.items():
             seen.check_single(f"values returned as {key!r}", [value])
+        step.end(list(values.values()))
         returned.append(values)
 
     def traced(batch: Any) -> None:
@@ -342,13 +258,19 @@ def _trace(
 
     for _ in range(100):  # optimizers, at most
         returned.clear()
+        seen.forget()
         try:
-            graph = tf.function(traced, autograph=False).get_concrete_function(spec).graph
+            with plan.exponents.learn() as asked:
+                graph = tf.function(traced, autograph=False).get_concrete_function(spec).graph
+            plan.exponents.settle([one.exponents({}) for one in asked])
             break
         except UnbuiltOptimizer as unbuilt:
             with loop.replica_runtime.in_scope():
                 unbuilt.build()
         except Exception as error:
+            if seen.functions - plan.inlined:
+                plan.inlined |= seen.functions
+                continue
             explained = _explained(name, error, is_eager=loop.run_eagerly)
             if explained is None:
                 raise
@@ -421,7 +343,7 @@ def _is_used(value: Any, returned: set[str]) -> bool:
 
 
 def _outputs(
-    name: str, values: Mapping[str, tf.Tensor], reduce: Mapping[str, str], seen: _Examination
+    name: str, values: Mapping[str, tf.Tensor], reduce: Mapping[str, str], seen: _LoopExamination
 ) -> dict[str, Output]:
     for key, value in values.items():
         if value.shape.rank is None:

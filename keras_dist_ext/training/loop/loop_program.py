@@ -51,6 +51,7 @@ class DeclaredStep(DistributedStep):
         super().__init__(model, kind)
         self._plain_logs = True
         self._exponents = None  # a step was examined: what it differentiates is a mean
+        self._plan.is_made = True  # as far as it was examined
         self._kept = kept
 
     has_user_code = True
@@ -70,6 +71,7 @@ class DeclaredStep(DistributedStep):
         if step.note is not None:
             step.note.end(step.replica_id, num_rows(batch), values)
         step.finish({})
+        step.end(list(values.values()))
         return None, [values[name] for name in self._kept]
 
     def logs(self, extra: Sequence[tf.Tensor]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext.data import split as data
+from keras_dist_ext.step.global_gradients import reduce_gradients
 from keras_dist_ext.step.replica_step import ReplicaStep
 
 __all__ = ["Replica"]
@@ -100,19 +101,13 @@ class Replica:
     def reduce_gradients(self, gradients: Any) -> Any:
         """Return the gradients of the global batch, the same on every replica, from this replica's own.
 
-        For optimizers written by hand, and to look at gradients or clip them after the reduction. Keras' optimizers
-        reduce what they are given by themselves; what is reduced already they leave as it is.
+        What a tape returns for weights is global already, and stays as it is; see ``kde.reduce_gradients``, which this
+        is.
 
         Args:
             gradients: of a mean over this replica's rows, a structure in which None may stand for what has none.
         """
-        step = self._step
-        flat = tf.nest.flatten(gradients)
-        places = [i for i, gradient in enumerate(flat) if gradient is not None]
-        reduced = step.gradients.reduce([flat[i] for i in places])
-        for place, gradient in zip(places, reduced, strict=True):
-            flat[place] = gradient
-        return tf.nest.pack_sequence_as(gradients, flat)
+        return reduce_gradients(gradients)
 
     def sum(self, values: Any) -> Any:
         """Add up values over all replicas; no gradient flows through it.

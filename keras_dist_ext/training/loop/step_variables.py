@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,13 +19,12 @@ from keras_dist_ext._keras.variables import (
 from keras_dist_ext.errors import LoopError, ScopeError
 from keras_dist_ext.step.ancestry import Assignment
 from keras_dist_ext.step.distributed_model import DistributedModel
-from keras_dist_ext.step.origins import Origins, read_parts
+from keras_dist_ext.step.origins import read_parts
 from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_variables
+from keras_dist_ext.training.step_assignments import labels, shortened
 
-__all__ = ["check_assigned", "check_known", "check_results", "updated_metrics"]
-
-_LISTED = 5  # variables that a message names before it counts the rest
+__all__ = ["check_known", "check_not_trained", "check_results", "updated_metrics"]
 
 
 def check_known(loop: DistributedModel, name: str, graph: Any, assigned: set[int]) -> None:
@@ -43,73 +41,36 @@ def check_known(loop: DistributedModel, name: str, graph: Any, assigned: set[int
         if id(variable) not in assigned and not (variable.trainable and variable.dtype.is_floating):
             continue  # it is a constant to the step
         own = strategy_of_variable(variable)
-        (label,) = _labels([variable])
+        (label,) = labels([variable])
         if strategy.num_replicas_in_sync > 1 and (own is None or own.extended is not strategy.extended):
             elsewhere.append(label)
         else:
             unknown.append(label)
     if elsewhere:
         raise ScopeError(
-            f"The step {name!r} uses what was created outside {describe_strategy(strategy)}: {_shortened(elsewhere)}. "
+            f"The step {name!r} uses what was created outside {describe_strategy(strategy)}: {shortened(elsewhere)}. "
             "All replicas would write to one copy, in no order. Make it inside `with strategy.scope():`, and name it "
             "in parts={...}."
         )
     if unknown:
         raise LoopError(
-            f"The step {name!r} trains with, or changes, variables that no part holds: {_shortened(unknown)}. They "
+            f"The step {name!r} trains with, or changes, variables that no part holds: {shortened(unknown)}. They "
             "would not be saved, restored, seeded or compared between replicas. Name what holds them in parts={...}: "
             "models, optimizers, metrics, random generators, variables."
         )
 
 
-def check_assigned(
-    loop: DistributedModel,
-    name: str,
-    kind: str,
-    assigned: Sequence[Assignment],
-    origins: Origins,
-    averaged: Mapping[int, Any],
-) -> None:
-    """Refuse to assign what only one replica has computed, and to train where a step evaluates."""
-    strategy = loop.distribute_strategy
-    if kind == "test":
-        trained = {id(v): v for v in (distributed_variable(one.variable) for one in assigned) if v.trainable}
-        if trained:
-            raise LoopError(
-                f"The step {name!r} is for evaluation, and changes {_shortened(_labels(trained.values()))}. Leave the "
-                "update to the step of training."
-            )
-    if strategy.num_replicas_in_sync == 1 or not isinstance(strategy, _MIRRORED):
-        return
-    shared = {id(one.variable): distributed_variable(one.variable) for one in assigned}
-    shared = {
-        copy: variable
-        for copy, variable in shared.items()
-        if copy not in averaged and variable.synchronization != tf.VariableSynchronization.ON_READ
-    }
-    partly = {
-        id(variable): variable
-        for variable in shared.values()
-        if any(id(copy) not in shared for copy in components(variable))
-    }
-    if partly:
+def check_not_trained(name: str, assigned: Sequence[Assignment]) -> None:
+    """Refuse to train where a step evaluates.
+
+    Raises:
+        LoopError: it does.
+    """
+    trained = {id(v): v for v in (distributed_variable(one.variable) for one in assigned) if v.trainable}
+    if trained:
         raise LoopError(
-            f"The step {name!r} assigns to {_shortened(_labels(partly.values()))} on some replicas only, so that they "
-            "would go on with different values, and the first one's would be saved. Assign on all of them alike, "
-            "whatever replica.index is."
-        )
-    differing = {
-        id(shared[id(one.variable)]): shared[id(one.variable)]
-        for one in assigned
-        if id(one.variable) in shared and len(origins.replicas_of(one.values)) == 1
-    }
-    if differing:
-        raise LoopError(
-            f"The step {name!r} assigns to {_shortened(_labels(differing.values()))} what each replica computes from "
-            "its own rows or random numbers, so that replicas would go on with different values, and the first one's "
-            "would be saved. Add up over replicas before: gradients by replica.reduce_gradients or an optimizer of "
-            "Keras, other values by replica.sum. What is meant to be a part of a sum on each replica is a variable "
-            "with synchronization=tf.VariableSynchronization.ON_READ and an aggregation."
+            f"The step {name!r} is for evaluation, and changes {shortened(labels(trained.values()))}. Leave the "
+            "update to the step of training."
         )
 
 
@@ -124,7 +85,7 @@ def check_results(loop: DistributedModel, name: str, graph: Any, values: Mapping
         read = {id(v): v for v in map(distributed_variable, read_parts(graph, value, is_part))}
         if read:
             raise LoopError(
-                f"The step {name!r} returns {key!r}, computed from {_shortened(_labels(read.values()))}, of which each "
+                f"The step {name!r} returns {key!r}, computed from {shortened(labels(read.values()))}, of which each "
                 "replica holds a part: it is the result for its own rows, since it was last reset. Name the metric in "
                 "parts={...}, update it in the step, and return nothing of it: its result over all replicas is logged "
                 "under its own name."
@@ -152,13 +113,6 @@ def updated_metrics(
     return updated
 
 
-_MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
-
-
-def _labels(variables: Iterable[Any]) -> list[str]:
-    return [f"{re.sub(':.*', '', variable.name)} {tuple(variable.shape)}" for variable in variables]
-
-
 def _of_parts(loop: DistributedModel) -> list[Any]:
     variables = [variable for layer in flat_layers(loop) for _, variable in raw_variables(layer)]
     made = [optimizer for _, optimizer in optimizers(loop)]
@@ -166,8 +120,3 @@ def _of_parts(loop: DistributedModel) -> list[Any]:
     kerases = [*loop.variables, *loop.metrics_variables]
     kerases += [variable for optimizer in made for variable in optimizer.variables]
     return variables + [tf_variable(v) for v in kerases]
-
-
-def _shortened(labels: list[str]) -> str:
-    rest = f" and {len(labels) - _LISTED} more" if len(labels) > _LISTED else ""
-    return ", ".join(labels[:_LISTED]) + rest

@@ -1,0 +1,87 @@
+"""What is known of a step before it is traced to be run: it was traced aside before, and nothing of that is run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext._keras import keras
+from keras_dist_ext.step.means import BatchExponents
+
+__all__ = ["GradientCall", "StalePlan", "StepPlan", "Unplanned"]
+
+
+class Unplanned(Exception):
+    """A step has come to gradients, and it is not known yet what becomes of them."""
+
+
+class StalePlan(Exception):
+    """A step does something else with its gradients than it did when it was traced aside."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientCall:
+    """What becomes of the gradients that one call of a tape returns.
+
+    Attributes:
+        are_shared: for each source, whether it is the same on all replicas, so that its gradients are summed.
+        go_straight: for each, whether the gradient goes as it is into one optimizer, in the graph where it was made,
+            and nowhere else: the optimizer's update sums it.
+    """
+
+    are_shared: tuple[bool, ...]
+    go_straight: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, sources: Sequence[Any], *, go_straight: bool = False) -> GradientCall:
+        """Return what is true of gradients of variables, if nothing else is known."""
+        shared = tuple(isinstance(source, tf.Variable | keras.Variable) for source in sources)
+        return cls(shared, tuple(is_shared and go_straight for is_shared in shared))
+
+
+class StepPlan:
+    """What was learned of a step of one kind.
+
+    Attributes:
+        exponents: of its scalars in the batch size.
+        is_made: whether the step was traced aside, or was tried to.
+        is_checked: whether it was, and what optimizers and weights get is known to be the same on all replicas.
+        calls: of tapes, in their order.
+        are_own: for each call of ``reduce``, for each of its values, whether it is one replica's own.
+        shared_state: ids of variables that are assigned the same on all replicas.
+        whole_accumulators: ids of optimizers that accumulate gradients which are global already.
+        meeting: branches and loops of the graph in which replicas add up, and
+        inlined: functions of TensorFlow in which they do; both as ``branches.identity_of`` knows them.
+        extra: what its logs hold that no metric does, of each local replica; None where that is not known.
+    """
+
+    def __init__(self) -> None:
+        self.exponents = BatchExponents()
+        self.is_made = False
+        self.is_checked = False
+        self.calls: Sequence[GradientCall] = ()
+        self.are_own: Sequence[Sequence[bool]] = ()
+        self.shared_state: frozenset[int] = frozenset()
+        self.whole_accumulators: frozenset[int] = frozenset()
+        self.meeting: frozenset[Hashable] = frozenset()
+        self.inlined: frozenset[Hashable] = frozenset()
+        self.extra: Sequence[tf.TensorSpec] | None = None
+
+    def call(self, number: int, sources: Sequence[Any]) -> GradientCall:
+        """Return what becomes of the gradients of a call, the first having the number 0.
+
+        Raises:
+            Unplanned: the step is to be traced aside first.
+        """
+        if not self.is_made:
+            raise Unplanned
+        if number < len(self.calls) and len(self.calls[number].are_shared) == len(sources):
+            return self.calls[number]
+        return GradientCall.of(sources)
+
+    def sum_at_once(self) -> None:
+        """Have all gradients summed where they are made."""
+        self.calls = [GradientCall(call.are_shared, (False,) * len(call.are_shared)) for call in self.calls]

@@ -1,0 +1,94 @@
+"""Make the plan of a step, once, before it is traced to be run."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from keras_dist_ext._keras.tracing import know_variables, scratch_graph
+from keras_dist_ext.errors import KerasDistError
+from keras_dist_ext.step.added_losses import UnknownLossExponents, placeholders
+from keras_dist_ext.step.ancestry import assignments
+from keras_dist_ext.step.logs import ComputesWithResults, leaf_metrics
+from keras_dist_ext.step.means import UnknownExponents
+from keras_dist_ext.step.step_plan import StalePlan, Unplanned
+from keras_dist_ext.step.update import UnbuiltOptimizer
+from keras_dist_ext.training.distributed_step import DistributedStep
+from keras_dist_ext.training.step_assignments import check_assigned, check_decisions, check_of_keras
+from keras_dist_ext.training.step_examination import StepExamination
+
+__all__ = ["MISSING", "make_plan", "prepare"]
+
+MISSING = (UnbuiltOptimizer, UnknownLossExponents, UnknownExponents, ComputesWithResults, Unplanned, StalePlan)
+"""What is raised where a step that is traced lacks something that ``prepare`` makes good."""
+
+
+def make_plan(step: DistributedStep) -> None:
+    """Trace a step aside until it has all that it needs, and know then what it does; see ``StepPlan``.
+
+    A step that cannot be traced on batches of any size is right nevertheless: gradients are summed where they are made,
+    and numbers count as means.
+
+    Args:
+        step: of any kind.
+
+    Raises:
+        KerasDistError: it would not do what it seems to.
+    """
+    while True:
+        num_inlined = len(step.plan.inlined)
+        try:
+            _trace_aside(step)
+        except MISSING as missing:
+            prepare(step, missing)
+        except KerasDistError:
+            raise
+        except Exception:  # code that needs a number of rows, or runs eagerly only
+            if len(step.plan.inlined) == num_inlined:
+                return
+        else:
+            return
+
+
+def prepare(step: DistributedStep, missing: Exception) -> None:
+    """Make good what tracing a step has found missing, one of ``MISSING``."""
+    if isinstance(missing, UnbuiltOptimizer):
+        with step.model.replica_runtime.in_scope():
+            missing.build()
+    elif isinstance(missing, UnknownLossExponents):
+        try:
+            step.learn_loss_exponents()
+        except NotImplementedError:  # by Keras: the model has no `call`, its step calls others
+            step.know_no_loss_exponents()
+    elif isinstance(missing, UnknownExponents):
+        try:
+            step.learn_exponents()
+        except (UnbuiltOptimizer, UnknownLossExponents) as more:
+            prepare(step, more)
+            prepare(step, missing)
+    elif isinstance(missing, ComputesWithResults):
+        step.pool_results()
+    elif isinstance(missing, Unplanned):
+        make_plan(step)
+    else:
+        step.plan.sum_at_once()
+
+
+def _trace_aside(step: DistributedStep) -> None:
+    """Trace a step on batches of any size, without running it, to see what it does."""
+    model, plan, name = step.model, step.plan, f"{step.model.name}.{step.kind}_step"
+    examination, metrics = StepExamination(name, step.num_meeting), leaf_metrics(model)
+    try:
+        with scratch_graph("plan_of_a_step") as graph:
+            extra = step.run_examined(placeholders(model.replica_runtime.batch_spec), examination)
+            know_variables(graph)
+            assigned = list(assignments(graph))
+            check_decisions(name, graph, examination.origins)
+            check_assigned(step.strategy, name, assigned, examination.origins, examination.averaged)
+            if model.virtual_replicas is not None:
+                check_of_keras(name, assigned, examination.of_keras)
+            if len(leaf_metrics(model)) == len(metrics):  # else the results of those that it made are in it
+                plan.extra = [tf.TensorSpec(value.shape, value.dtype) for value in extra]
+        examination.complete(plan, assigned)
+    finally:
+        plan.is_made = True
+        plan.inlined |= examination.functions
