@@ -8,8 +8,12 @@ In reading order:
     layer_state         state that layers assign
     metric_state        what metrics compute from the rows of all replicas
     gradients           from a replica's gradients to those of the global batch
+    kept_gradients      those that are not summed yet, and where they go
+    branches            branches, loops and functions in which replicas add up
     reducers          how replicas meet: alone, mirrored, on a TPU
     update            let every replica run an optimizer
+    step_plan         what is known of a step before it is traced to be run
+    global_gradients  ``kde.reduce_gradients``
     observer          what may be told of a step while it is traced
     ancestry          what a value in a graph is computed from
     origins           which values are one replica's own

@@ -130,11 +130,11 @@ class Branches:
             args: ...
             kwargs: ...
         """
+        key = identity_of(function.python_function)
+        if self._plan is not None and key in self._plan.inlined and self._reducer.num_replicas > 1:
+            return (function.python_function if tf.executing_eagerly() else inlined(function))(*args, **kwargs)
         if not self._reducer.traces_functions_anew:
             return original(function, *args, **kwargs)
-        key = identity_of(function.python_function)
-        if self._is_planned and key in self._known.inlined:
-            return inlined(function)(*args, **kwargs)
         if id(function) not in self._functions:
             self._functions[id(function)] = (function, clone_function(function))
         with nested_in(self._examination, key, is_function=True):

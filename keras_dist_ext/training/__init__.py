@@ -9,6 +9,9 @@ In reading order:
     program           runs the steps of training and evaluation, one or several at once
     step_loops        loops over a step, traced or run as Python
     distributed_step  one step over all replicas, and its logs
+    step_planning     trace a step of the user's aside, to make its plan
+    step_examination  what is seen of a step that is traced aside
+    step_assignments  what a step may assign
     batch_split       a replica's rows of a batch
     prediction        the compiled loop of ``predict``
     runners           what Keras calls for each execution
