@@ -55,6 +55,7 @@ class StepPlan:
         whole_accumulators: ids of optimizers that accumulate gradients which are global already.
         meeting: branches and loops of the graph in which replicas add up, and
         inlined: functions of TensorFlow in which they do; both as ``branches.identity_of`` knows them.
+        pools_results: whether the step computes with the results of metrics, so that they are those of all replicas.
         extra: what its logs hold that no metric does, of each local replica; None where that is not known.
     """
 
@@ -68,6 +69,7 @@ class StepPlan:
         self.whole_accumulators: frozenset[int] = frozenset()
         self.meeting: frozenset[Hashable] = frozenset()
         self.inlined: frozenset[Hashable] = frozenset()
+        self.pools_results = False
         self.extra: Sequence[tf.TensorSpec] | None = None
 
     def call(self, number: int, sources: Sequence[Any]) -> GradientCall:

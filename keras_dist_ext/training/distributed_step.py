@@ -73,7 +73,6 @@ class DistributedStep:
         self._global_generator = global_generator_of(self.strategy, is_seeded=self._runtime.seeds.root is not None)
         self._log_plan: Any = None
         self.is_eager: bool = model.run_eagerly or tf.config.functions_run_eagerly()
-        self._pools_results: bool = self.is_eager
         self._user_step = getattr(model, f"{kind}_step")
         virtual = model.virtual_replicas
         if model.placement is not None:
@@ -95,6 +94,7 @@ class DistributedStep:
         self.first_batch: Callable[[], Any] | None = None
         self.observer = StepObserver()
         self._plan: StepPlan = self._runtime.plans.setdefault(kind, StepPlan())
+        self._pools_results = self.is_eager or self._plan.pools_results
         self._exponents: BatchExponents | None = self._plan.exponents
 
     logs_are_compared = True
@@ -123,7 +123,7 @@ class DistributedStep:
         try:
             learn_exponents(self._exponents, self._as_if_alike, self._runtime.batch_spec, self._first_rows())
         except ComputesWithResults:
-            self._pools_results = True
+            self.pool_results()
             self.learn_exponents()
         except (UnbuiltOptimizer, UnknownLossExponents):
             raise
@@ -257,7 +257,7 @@ class DistributedStep:
 
     def pool_results(self) -> None:
         """Have the results of metrics in the step be those of all replicas, because it computes with them."""
-        self._pools_results = True
+        self._pools_results = self._plan.pools_results = True
 
     def run(
         self, batch: Any, times: Any = None, *, of_worker: bool = False

@@ -82,15 +82,17 @@ _UNPREPARED = (*MISSING, CannotCompile, CannotLoop)
 def _plan(program: StepProgram) -> None:
     """Know what a step of the user's does, or one that runs eagerly, before it is traced to be run, or runs."""
     step = program.step
-    if step.plan.is_made or not step.is_split or not (step.is_of_user or program.is_eager):
+    if not step.is_split:
         return
-    if program.is_eager:  # it has its batch when it meets the loss
+    known = program.model.replica_runtime.loss_exponents
+    if program.is_eager and program.kind not in known:  # an eager step has its batch when it meets the loss
         try:
             step.learn_loss_exponents()
         except Exception:  # code that only runs eagerly, and may have no such loss
             step.know_no_loss_exponents()
         prepare(step, UnknownExponents())
-    make_plan(step)
+    if not step.plan.is_made and (step.is_of_user or program.is_eager):
+        make_plan(step)
 
 
 def _run(program: StepProgram | CoordinatorProgram, execution: Execution) -> Any:
