@@ -401,6 +401,7 @@ OWN = {
     "VirtualReplicas.read_from",
     "VirtualReplicas.read_from_file",
     "gather_rows",
+    "reduce_gradients",
     "row_indices",
     "tuner.Coupled.declare",
     "tuner.Coupled.values",
