@@ -143,7 +143,8 @@ class Gradients:
 
     def _is_of_batch(self, target: Any) -> bool:
         """Whether a target has no dimension of examples, as far as its shape tells."""
-        return not target.shape.rank or target.shape[0] not in (None, self._weights.rows)
+        first, rows = target.shape[0] if target.shape.rank else 1, self._weights.rows
+        return not target.shape.rank or (first is not None and not (isinstance(rows, int) and rows == first))
 
     def _next_call(self, flat_sources: Sequence[Any]) -> GradientCall:
         if self._plan is None:

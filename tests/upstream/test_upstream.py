@@ -1326,8 +1326,10 @@ def test_a_step_sees_what_is_differentiated() -> None:
     seen: list[Any] = []
 
     class Step:
-        def differentiate(self, gradient: Any, target: Any, sources: Any) -> Any:
-            seen.append((target, sources))
+        def differentiate(
+            self, gradient: Any, target: Any, sources: Any, output_gradients: Any = None, *, of_keras: Any = None
+        ) -> Any:
+            seen.append((target, sources, output_gradients, of_keras))
             return gradient([target], [tf.constant(3.0)])
 
     variable = tf.Variable(2.0)
@@ -1337,7 +1339,23 @@ def test_a_step_sees_what_is_differentiated() -> None:
             gradient = tape.gradient(loss, [variable])
         assert float(gradient[0]) == 4.0 * factor
     assert len(seen) == 1
-    assert (float(seen[0][0]), seen[0][1][0] is variable) == (4.0, True)
+    assert (float(seen[0][0]), seen[0][1][0] is variable, *seen[0][2:]) == (4.0, True, None, None)
+
+
+def test_a_step_of_keras_own_says_which_optimizer_gets_its_gradients() -> None:
+    """keras/src/backend/tensorflow/trainer.py, `train_step`."""
+    seen: list[Any] = []
+
+    class Step(PassThrough):
+        def differentiate(self, gradient: Any, target: Any, sources: Any, above: Any, *, of_keras: Any) -> Any:
+            seen.append(of_keras)
+            return gradient(target, above)
+
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with intercept(Step()):
+        model.train_step((tf.constant(X), tf.constant(Y)))
+    assert seen == [model.optimizer]
 
 
 def test_a_wrapped_dataset_gives_what_it_wraps_and_carries_its_options(mirrored: Any) -> None:
