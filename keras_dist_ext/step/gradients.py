@@ -246,7 +246,8 @@ class Gradients:
 
     def _observed(self, original: Callable[..., None]) -> Callable[..., None]:
         def run(gradients: Any, variables: Any) -> None:
-            self._observer.on_update(gradients, variables)
+            if _graph() is self._graph:  # those of a branch are not seen outside of it
+                self._observer.on_update(gradients, variables)
             original(gradients, variables)
 
         return run

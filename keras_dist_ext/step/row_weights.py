@@ -130,8 +130,6 @@ class RowWeights:
         """Turn a scalar of the user's code into one whose mean over replicas, weighted by share, is the global one."""
         if self._num_replicas == 1 or _rank(value) > 0:
             return value
-        if id(value) in self._weighted:  # it is logged, too
-            return self._means.mark_as_mean(scale(value, self.inverse_share))
         terms = self._means.terms(value)
         if not any(term.exponent for term in terms):
             return value
