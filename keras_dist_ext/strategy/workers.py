@@ -68,11 +68,6 @@ class Workers:
         self.watch = DeadlockWatch(self._store)
         self.watch.presence.begin()
 
-    @property
-    def store(self) -> KeyValueStore:
-        """Texts that all workers can read at any time."""
-        return self._store
-
     def check_consistency(self, what: str, fingerprint: Fingerprint) -> None:
         """Check that all workers are about to do the same. Every worker must call it, at the same point of its program.
 

@@ -354,7 +354,7 @@ class Model(HookedModel, metaclass=Scoped):
 
         def shared(written: Path) -> SharedSaves:
             weights = checksum_of([components(weight)[0] for weight in self.weights])
-            return SharedSaves(workers.store, f"{weights:08x}-{zlib.crc32(arguments.encode()):08x}")
+            return SharedSaves(f"{weights:08x}-{zlib.crc32(arguments.encode()):08x}")
 
         # Any of them may, by itself.
         return without_collectives(save_whole)(save, path, makes_parents=makes_parents, shared=shared)
@@ -365,7 +365,7 @@ class Model(HookedModel, metaclass=Scoped):
             return write(prefix)
 
         def shared(written: Path) -> SharedSaves:
-            return SharedSaves(workers.store, checkpoint_state(written))
+            return SharedSaves(checkpoint_state(written))
 
         without_collectives(save_whole)(write, prefix, makes_parents=True, shared=shared)
         return prefix

@@ -24,6 +24,7 @@ from keras_dist_ext.whole_files import exchange, locked_folder, sync_file, sync_
 __all__ = ["SharedSaves", "checkpoint_state", "save_whole"]
 
 _T = TypeVar("_T")
+_ANSWER_SECONDS = 1.0  # milliseconds, but on a busy machine; a path that does not exist yet is not asked for
 _LOCK_SECONDS = 10.0  # others hold a lock for milliseconds, unless they are stopped
 
 
@@ -34,20 +35,17 @@ class SharedSaves:
     processes. A worker that reads what it has saved would find a mixture if the others replaced it meanwhile.
 
     Args:
-        store: of the workers.
         state: tells what is saved; the same on workers that save the same.
     """
 
-    def __init__(self, store: KeyValueStore, state: str) -> None:
-        self._store = store
+    def __init__(self, state: str) -> None:
+        self._store = KeyValueStore(1, 0)  # one text on a topic, of whichever worker
         self._state = state
 
     def has(self, path: Path) -> bool:
         """Whether a file or folder is as a worker has left it that has saved the same state."""
         with contextlib.suppress(OSError, tf.errors.OpError):
-            as_it_is = _identity(path)
-            workers = range(self._store.num_workers)
-            return any(self._store.get(self._topic(path), worker, 0.0) == as_it_is for worker in workers)
+            return _identity(path) == self._store.get(self._topic(path), 0, _ANSWER_SECONDS)
         return False
 
     def note(self, path: Path) -> None:
