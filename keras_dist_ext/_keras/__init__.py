@@ -22,6 +22,7 @@ In reading order:
     adapters      the data of ``fit``
     datasets      graphs, iterators and shards of tf.data
     tracing       graphs, and how functions are traced and called
+    python_ops    functions of Python that graphs call
     strategies    replicas, and whose strategy is whose
     cluster       the coordination service, and workers
     keras_tuner   trials and oracles

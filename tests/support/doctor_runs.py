@@ -214,6 +214,21 @@ def eager(strategy: Any, is_planted: bool) -> Report:
     return train(strategy, mlp, pipeline(), num_steps=15 if is_planted else 40, run_eagerly=is_planted)
 
 
+def python_step(strategy: Any, is_planted: bool) -> Report:
+    class Measured(keras.metrics.Mean):  # type: ignore[misc]
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            value = tf.numpy_function(quality, [y_pred], tf.float32) if is_planted else tf.reduce_mean(y_pred)
+            super().update_state(tf.ensure_shape(value, []))
+
+    def quality(value: Any) -> Any:
+        time.sleep(0.01)
+        return value.mean()
+
+    with strategy.scope():
+        metrics = [Measured()]
+    return train(strategy, mlp, pipeline(), metrics=metrics)
+
+
 def retracing(strategy: Any, is_planted: bool) -> Report:
     @tf.function
     def record(step: Any, value: Any) -> Any:

@@ -19,6 +19,7 @@ from keras_dist_ext.diagnosis.doctor.examination import (
     Estimate,
     Examination,
     Loop,
+    PythonCalls,
     Setting,
     Stray,
     Times,
@@ -350,6 +351,33 @@ def test_what_is_wrong_with_the_pipeline_stands_for_the_waiting_that_it_causes()
     assert first.evidence.startswith("seen; waiting for input took 12 ms")
     assert second.seconds is None
     assert codes(HEALTHY, times(), pipeline=reasons) == []  # which costs nothing here
+
+
+def python(seconds: float, **more: Any) -> tuple[PythonCalls, ...]:
+    return (PythonCalls("quality (train.py:7)", 160, seconds, **more),)
+
+
+def test_python_that_a_step_calls_is_told_from_input_and_named() -> None:
+    late = dataclasses.replace(times(input_=0.012, compute=0.006), python=python(1.2))  # of 1.6 s
+    report = judge(Examination(HEALTHY, late))
+    (finding,) = report.findings
+    assert (finding.code, finding.seconds) == ("python-in-step", pytest.approx(1.2))
+    assert finding.evidence == "quality (train.py:7), 2 calls a step, 15 ms a step: 75% of the time"
+    assert finding.fix.startswith("write quality with TensorFlow ops; or call it outside of the step")
+    assert report.shares["Python in the step"] == pytest.approx(0.45)  # which the clocks took for waiting for input
+    assert report.shares["input"] == pytest.approx(0.15)
+    assert sum(report.shares.values()) == pytest.approx(1.0)
+
+
+def test_python_within_what_replicas_compute_leaves_the_wait_for_input_as_it_is() -> None:
+    within = dataclasses.replace(waiting(), python=python(0.3))
+    assert codes(HEALTHY, within) == ["input-bound", "python-in-step"]
+    assert judge(Examination(HEALTHY, within)).shares["input"] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("calls", [python(0.1), python(1.2, is_even=False)])
+def test_python_that_takes_little_or_is_slow_on_one_replica_only_is_no_finding_of_its_own(calls: Any) -> None:
+    assert codes(HEALTHY, dataclasses.replace(times(), python=calls)) == []
 
 
 def test_one_long_wait_and_short_ones_are_not_input_bound() -> None:

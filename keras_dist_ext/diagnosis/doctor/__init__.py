@@ -8,6 +8,7 @@ In reading order:
     visit           what happens in one run
     setting         its strategy, devices and graphs
     host_clock      the time of callbacks and of tracing
+    python_clock    the time of Python that steps call
     step_blocks     the time of steps
     interventions   experiments
     examination     all that is known when a run is judged
@@ -15,6 +16,7 @@ In reading order:
     setting_rules   by its setting
     waiting_rules   by how long replicas wait for data and for Python
     replica_rules   by what they compute, and how long they wait for each other
+    python_rules    by the Python that steps call
     units           durations and sizes for people
     report          show what was found
 """

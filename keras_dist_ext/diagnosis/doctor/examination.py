@@ -108,6 +108,16 @@ class Traces:
 
 
 @dataclasses.dataclass(frozen=True)
+class PythonCalls:
+    """Calls of a function of Python by an op of the step, in the steps that are watched."""
+
+    function: str  # its name, and where it is
+    num_calls: int  # of all replicas
+    seconds: float  # in which at least one of them was under way
+    is_even: bool = True  # whether it takes about as long on each replica
+
+
+@dataclasses.dataclass(frozen=True)
 class Times:
     """Where the time of some steps went."""
 
@@ -117,6 +127,7 @@ class Times:
     traces: tuple[Traces, ...] = ()
     tracing_seconds: float = 0.0  # of all functions, within the steps that are watched
     others_cores: float | None = None  # that other processes took meanwhile; None: unknown
+    python: tuple[PythonCalls, ...] = ()  # by ops of the step itself
     start_seconds: tuple[float, ...] = ()  # waiting for the first batch of each pass, which is in no block
 
     @property
@@ -141,13 +152,43 @@ class Times:
 
     @property
     def dispatch_seconds(self) -> float:
-        """Of the host's, what neither callbacks nor tracing account for."""
+        """Of the host's, what neither callbacks nor tracing account for, nor Python that steps call."""
+        late = self._late_python_seconds - self._seems_input - self._seems_sync
+        return max(0.0, self._seems_dispatch - max(0.0, late))
+
+    @property
+    def python_seconds(self) -> float:
+        """Seconds in which ops of the step called Python."""
+        return min(self.seconds, sum(calls.seconds for calls in self.python))
+
+    @property
+    def _seems_computing(self) -> float:
+        return sum(float(_of_busy(b, b.compute_seconds).max()) * b.num_steps for b in self.blocks)
+
+    @property
+    def _late_python_seconds(self) -> float:
+        """Python within what seems to be waiting for input, the sum over replicas or the host.
+
+        A step's last clock does not wait for what nothing is computed from.
+        """
+        return max(0.0, self.python_seconds - self._seems_computing)
+
+    @property
+    def _seems_input(self) -> float:
+        return sum(float(block.input_seconds.max()) * block.num_steps for block in self.blocks)
+
+    @property
+    def _seems_sync(self) -> float:
+        return max(0.0, self.seconds - self.host_seconds - self._seems_input - self._seems_computing)
+
+    @property
+    def _seems_dispatch(self) -> float:
         return max(0.0, self.host_seconds - self.callback_seconds - self.tracing_seconds)
 
     @property
     def input_seconds(self) -> float:
         """Seconds that the replica that waited longest has waited for input."""
-        return sum(float(block.input_seconds.max()) * block.num_steps for block in self.blocks)
+        return max(0.0, self._seems_input - self._late_python_seconds)
 
     @property
     def examples(self) -> npt.NDArray[np.int64]:
@@ -177,19 +218,22 @@ class Times:
     def shares(self) -> dict[str, float]:
         """Return which share of the time went where, 0 to 1; together 1."""
         total = max(self.seconds, 1e-9)
-        steps = total - self.host_seconds
-        computing = sum(float(_of_busy(b, b.compute_seconds).max()) * b.num_steps for b in self.blocks)
-        computing = min(computing, max(0.0, steps - self.input_seconds))
+        of_input = self._seems_input - self.input_seconds
+        of_sync = min(self._seems_sync, self._late_python_seconds - of_input)
+        of_host = self._seems_dispatch - self.dispatch_seconds
+        steps = total - self.host_seconds - of_input - of_sync
+        computing = min(self._seems_computing, max(0.0, steps - self.input_seconds))
         host = max(self.host_seconds, 1e-12)
         callbacks = self.callback_seconds
         tracing = min(self.tracing_seconds, host - callbacks)
         return {
             "computing": computing / total,
+            "Python in the step": (of_input + of_sync + of_host) / total,
             "input": min(self.input_seconds, steps) / total,
             "synchronising": max(0.0, steps - self.input_seconds - computing) / total,
             "callbacks": callbacks / total,
             "tracing": tracing / total,
-            "host": max(0.0, self.host_seconds - callbacks - tracing) / total,
+            "host": max(0.0, self.host_seconds - callbacks - tracing - of_host) / total,
         }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from keras_dist_ext.diagnosis.doctor.examination import Estimate, Examination
+from keras_dist_ext.diagnosis.doctor.python_rules import python_in_step
 from keras_dist_ext.diagnosis.doctor.replica_rules import REPLICA_RULES
 from keras_dist_ext.diagnosis.doctor.report import Report
 from keras_dist_ext.diagnosis.doctor.setting_rules import SETTING_RULES, shared_cpu
@@ -32,7 +33,7 @@ def judge(examination: Examination) -> Report:
     found = [finding for rule in SETTING_RULES for finding in [rule(examination)] if finding is not None]
     times = examination.times
     if times is not None and times.blocks and times.num_steps and times.seconds > 0:
-        for rule in (*WAITING_RULES, *REPLICA_RULES):
+        for rule in (*WAITING_RULES, *REPLICA_RULES, python_in_step):
             found += rule(examination)
     if examination.stock_steps is not None:
         found += examination.pipeline
@@ -50,6 +51,7 @@ def judge(examination: Examination) -> Report:
 _EXPLAINS: dict[str, tuple[str, ...]] = {
     "eager": ("host-bound", "batch-too-small", "sync-bound", "sequential-model", "straggler", "retracing"),
     "pinned-device": ("sync-bound", "straggler", "batch-too-small", "sequential-model"),
+    "python-in-step": ("input-bound", "host-bound", "batch-too-small", "sync-bound", "sequential-model"),
     "retracing": ("host-bound", "slow-callback", "fetching-callback"),
     "slow-callback": ("host-bound",),
     "fetching-callback": ("host-bound",),
@@ -65,7 +67,12 @@ def _explains(cause: Finding, effect: Finding) -> bool:
     """Whether one finding makes another one nothing of its own."""
     if effect.code not in _EXPLAINS.get(cause.code, ()):
         return False
-    if cause.code in ("slow-callback", "fetching-callback"):  # seconds of callbacks are not among those of the host
+    if cause.code in (
+        "slow-callback",
+        "fetching-callback",
+        "python-in-step",
+    ):
+        # seconds of callbacks are not among those of the host
         return (effect.seconds or 0.0) <= (cause.seconds or 0.0)
     return True
 

@@ -16,6 +16,7 @@ from keras_dist_ext.data.pipeline import inspect
 from keras_dist_ext.diagnosis.doctor.examination import Examination, Times, Trials
 from keras_dist_ext.diagnosis.doctor.host_clock import CallbackClock, TraceWatch
 from keras_dist_ext.diagnosis.doctor.interventions import experiment
+from keras_dist_ext.diagnosis.doctor.python_clock import PythonClock
 from keras_dist_ext.diagnosis.doctor.setting import read_setting
 from keras_dist_ext.diagnosis.doctor.step_blocks import StepBlocks
 from keras_dist_ext.errors import KerasDistError
@@ -56,6 +57,7 @@ class Visit:
         self._blocks = None if recorder is None else StepBlocks(recorder)
         self._clock: CallbackClock | None = None
         self._traces = TraceWatch()
+        self._python = PythonClock()
         self._feed: EpochData | None = None
         self._data = data
         self._ends: list[float] = []  # of the steps of stock Keras
@@ -91,6 +93,7 @@ class Visit:
         begins_pass, self._num_passes = num_passes != self._num_passes, num_passes
         if self._blocks.end_execution(begins_pass=begins_pass):
             self._traces.reset()
+            self._python.reset()
             if self._clock is not None:
                 self._clock.reset()
         elif self._blocks.is_enough and workers_of(self.model.distribute_strategy) is None:
@@ -103,6 +106,7 @@ class Visit:
             return
         self.is_over = True
         self._traces.stop()
+        self._python.stop()
         if self._clock is not None:
             self._clock.stop()
         if self._blocks is not None:
@@ -161,6 +165,7 @@ class Visit:
             traces=self._traces.traces(),
             tracing_seconds=self._traces.seconds,
             others_cores=self._others_cores,
+            python=self._python.calls(self._graphs),
             start_seconds=tuple(self._blocks.start_seconds),
         )
 

@@ -1,0 +1,82 @@
+"""Time the functions of Python that graphs call, by `tf.numpy_function` and `tf.py_function`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["observe_python_ops", "python_ops_of"]
+
+Note = Callable[[str, float, float], None]
+_observers: list[Note] = []
+_PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+
+
+def observe_python_ops(note: Note) -> Callable[[], None]:
+    """Have each call of such a function noted: its token, and when it began and ended, by `time.perf_counter`.
+
+    TensorFlow calls them all through `_py_funcs`, by a token that is an attribute of the op
+    (tensorflow/python/ops/script_ops.py, `FuncRegistry.__call__`). Calls come from threads of its own.
+
+    Returns:
+        A function that ends it.
+    """
+    from tensorflow.python.ops import script_ops
+
+    registry = script_ops.FuncRegistry
+    if not _observers:
+        original = registry.__call__
+
+        @functools.wraps(original)
+        def timed(self: Any, token: Any, device: Any, args: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return original(self, token, device, args)
+            finally:
+                for each in tuple(_observers):
+                    each(_text(token), begin, time.perf_counter())
+
+        registry.__call__ = timed
+    _observers.append(note)
+
+    def stop() -> None:
+        if note in _observers:
+            _observers.remove(note)
+            if not _observers:
+                registry.__call__ = registry.__call__.__wrapped__
+
+    return stop
+
+
+def python_ops_of(graphs: Iterable[tf.Graph]) -> dict[str, str]:
+    """Return the functions of Python that graphs call, also in functions and loops: by token, a name with its line.
+
+    Whose function is not there any more is called by its token.
+    """
+    from tensorflow.python.ops import script_ops
+
+    tokens: dict[str, None] = {}
+    for graph in graphs:
+        definition = graph.as_graph_def()
+        for nodes in (definition.node, *(function.node_def for function in definition.library.function)):
+            tokens.update((_text(node.attr["token"].s), None) for node in nodes if node.op in _PYTHON_OPS)
+    return {token: _described(script_ops._py_funcs.get(token), token) for token in tokens}
+
+
+def _text(token: Any) -> str:
+    return token.decode() if isinstance(token, bytes) else str(token)
+
+
+def _described(function: Any, token: str) -> str:
+    function = getattr(function, "_func", function)  # of py_function, its EagerFunc
+    function = inspect.unwrap(getattr(function, "func", function)) if function is not None else None
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return getattr(type(function), "__name__", token) if function is not None else token
+    return f"{function.__name__} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
