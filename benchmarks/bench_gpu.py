@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cases import MODELS, Case, Classes, Train, epoch_times
+from cases import MODELS, Case, Classes, Train, batches_of, epoch_times
 from harness import Timings, describe_machine, run_apart, take_turns
 from rich.console import Console
 from rich.table import Table
@@ -169,22 +169,6 @@ def start(device: str, num_replicas: int) -> Any:
     return tf.distribute.MirroredStrategy([f"{device}:{index}" for index in range(num_replicas)])
 
 
-def batches_of(case: Case) -> Any:
-    """Return a dataset that gives one global batch of made-up numbers, again and again."""
-    import numpy as np
-    import tensorflow as tf
-
-    random = np.random.default_rng(0)
-    x = random.normal(size=(case.batch_size, *case.input_shape)).astype("float32")
-    if case.num_classes:
-        y = random.integers(case.num_classes, size=case.batch_size).astype("int32")
-    else:
-        y = random.normal(size=(case.batch_size, 1)).astype("float32")
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return tf.data.Dataset.from_tensors((x, y)).repeat().prefetch(4).with_options(options)
-
-
 def by_fit(
     case: Case, strategy: Any, library: str, seconds: float, *, is_watched: bool = False, **compiled: Any
 ) -> Callable[[], float]:
@@ -198,7 +182,7 @@ def by_fit(
         model = case.build(classes)
         model.compile("adam", case.loss, **compiled)
     keras.mixed_precision.set_global_policy("float32")
-    data = batches_of(case)
+    data = batches_of(case).prefetch(4)
 
     def train(num_steps: int) -> float:
         times = epoch_times()
@@ -219,7 +203,7 @@ def by_hand(case: Case, seconds: float) -> Callable[[], float]:
     optimizer.build(model.trainable_variables)
     loss_of_rows = keras.losses.get(case.loss)
     device = tf.config.list_logical_devices("GPU")[:1]
-    data = batches_of(case)
+    data = batches_of(case).prefetch(4)
     if device:
         data = data.apply(tf.data.experimental.prefetch_to_device(device[0].name, buffer_size=2))
     iterator = iter(data)
