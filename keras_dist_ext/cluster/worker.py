@@ -167,7 +167,7 @@ def _import(name: str, file: str | None) -> ModuleType:
     return module
 
 
-def _pickle_value(value: Any, function: Callable[..., Any]) -> bytes:
+def _pickle_value(value: object, function: Callable[..., Any]) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:

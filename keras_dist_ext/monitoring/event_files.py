@@ -276,7 +276,7 @@ def _findings_markdown(findings: Sequence[FindingRecord]) -> str:
     return "\n".join(["| finding | lost | what | evidence | fix |", "| --- | --- | --- | --- | --- |", *lines])
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     """Return a value as Markdown that shows it literally."""
     text = re.sub(r"([\\`*_\[\]])", r"\\\1", html.escape(str(value), quote=False))
     return text.replace("|", "&#124;").replace("\n", " ")

@@ -116,7 +116,7 @@ def _end_of_torn_line(path: str) -> str:
         return "" if file.read() == b"\n" else "\n"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return a value of numbers, arrays, lists and dicts as strict JSON represents it."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}

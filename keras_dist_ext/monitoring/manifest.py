@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import socket
-from typing import Any
 
 import tensorflow as tf
 
@@ -111,7 +110,7 @@ def describe_model(model: Model) -> dict[str, str]:
     return details
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """Return a setting of an optimizer as short text; a schedule is a config."""
     if isinstance(value, dict) and "class_name" in value:
         return f"{value['class_name']} {value.get('config', '')}"

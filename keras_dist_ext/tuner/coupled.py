@@ -106,7 +106,7 @@ class Coupled:
             num_replicas: of the trial's strategy, over all workers.
         """
 
-        def read(name: str, default: Any) -> Any:
+        def read(name: str, default: object) -> Any:
             # Without the first condition, it would be a hyperparameter of the user's with the same name.
             return hp.get(name) if self._given(name) and name in hp else default
 
@@ -129,7 +129,7 @@ class Coupled:
         )
 
 
-def _several(given: Any) -> list[Any]:
+def _several(given: object) -> list[Any]:
     if given is None:
         return []
     return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
@@ -215,7 +215,7 @@ class ScaledLearningRate(keras.optimizers.schedules.LearningRateSchedule):  # ty
         self.factor = factor
         self.warmup_steps = warmup_steps
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: object) -> Any:
         """Return the learning rate at a step."""
         base = self.base(step) if callable(self.base) else tf.constant(self.base, tf.float32)
         if not self.warmup_steps:
@@ -229,7 +229,7 @@ class ScaledLearningRate(keras.optimizers.schedules.LearningRateSchedule):  # ty
         return {"base": base, "factor": self.factor, "warmup_steps": self.warmup_steps}
 
 
-def _schedule(base: Any) -> Any:
+def _schedule(base: object) -> Any:
     return keras.optimizers.schedules.deserialize(base) if isinstance(base, dict) else base
 
 
@@ -299,7 +299,7 @@ def _batch_dataset(dataset: tf.data.Dataset, batch_size: int, name: str, model: 
     return dataset.batch(batch_size).prefetch(tf.data.AUTOTUNE)
 
 
-def _are_batches(spec: Any, model: keras.Model | None) -> bool:
+def _are_batches(spec: object, model: keras.Model | None) -> bool:
     """Whether elements have the shapes of a model's inputs: batches of a fixed size, by `drop_remainder=True`."""
     inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
     given = keras.tree.flatten(spec[0] if isinstance(spec, tuple) else spec)
@@ -313,7 +313,7 @@ def _are_batches(spec: Any, model: keras.Model | None) -> bool:
     )
 
 
-def _check_arrays(data: Any, name: str) -> None:
+def _check_arrays(data: object, name: str) -> None:
     leaves = keras.tree.flatten(data)
     if data is None or any(not hasattr(leaf, "shape") for leaf in leaves if leaf is not None):
         raise TunerError(

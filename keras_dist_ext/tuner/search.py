@@ -334,7 +334,7 @@ def _refuse_scope(what: str) -> None:
         )
 
 
-def _refuse_resume(callbacks: Any) -> None:
+def _refuse_resume(callbacks: object) -> None:
     """Refuse a callback that would make each trial continue from the one before."""
     if any(isinstance(callback, Resume) for callback in keras.tree.flatten(callbacks or [])):
         raise TunerError(

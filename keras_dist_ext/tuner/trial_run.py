@@ -103,7 +103,7 @@ class TrialRun:
             if isinstance(callback, ReplicaMonitor):
                 callback.use_subdirectory(name)
 
-    def _check_numbers(self, results: Any) -> None:
+    def _check_numbers(self, results: object) -> None:
         if isinstance(results, list):
             for result in results:
                 self._check_numbers(result)
@@ -123,7 +123,7 @@ class TrialRun:
             epochs = f" in {counted(len(numbers), 'epoch')} out of {len(numbers)}" if isinstance(values, list) else ""
             raise InfeasibleError(Failure("NaN loss", f"{name} was NaN{epochs}"))
 
-    def _add_measurements(self, results: Any, meter: Meter) -> Any:
+    def _add_measurements(self, results: object, meter: Meter) -> Any:
         """Return the results with what was measured, now that training has ended."""
         if isinstance(results, list):
             return [self._add_measurements(result, meter) for result in results]
@@ -134,7 +134,7 @@ class TrialRun:
                 results = {**results, objective.name: objective.value(results, meter)}
         return results
 
-    def check(self, results: Any) -> None:
+    def check(self, results: object) -> None:
         """Check that the results of `run_trial` have a score.
 
         Raises:
@@ -192,7 +192,7 @@ class TrialRun:
         )
 
 
-def _is_missing(results: Any, name: str) -> bool:
+def _is_missing(results: object, name: str) -> bool:
     if isinstance(results, list):
         return any(_is_missing(result, name) for result in results)
     results = results.history if isinstance(results, keras.callbacks.History) else results

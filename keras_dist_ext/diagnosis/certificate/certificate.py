@@ -38,7 +38,7 @@ __all__ = ["Certificate", "certify", "check_strategy"]
 def certify(
     build_model: Callable[[], Any],
     strategy: tf.distribute.Strategy,
-    data: Any,
+    data: object,
     steps: int = 10,
     *,
     batch_size: int = 32,
@@ -157,7 +157,7 @@ class Certificate:
         fields["deviations"] = [{**dataclasses.asdict(gap), "is_beyond": gap.is_beyond} for gap in self.deviations]
         return json.dumps(_finite(fields), allow_nan=False)
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+    def __rich_console__(self, console: object, options: object) -> Iterator[Any]:
         """Show the verdict, the findings, and tables of deviations and draws, with rich."""
         from rich import box
         from rich.table import Table
@@ -216,7 +216,7 @@ def _no_word_about_retracing() -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
@@ -420,7 +420,7 @@ _KNOWN_CRASHES = (
 )
 
 
-def check_strategy(strategy: Any) -> None:
+def check_strategy(strategy: object) -> None:
     """See whether a strategy's replicas can be compared.
 
     Raises:
@@ -446,7 +446,7 @@ def check_strategy(strategy: Any) -> None:
         )
 
 
-def _check(build_model: Any, strategy: Any) -> None:
+def _check(build_model: object, strategy: object) -> None:
     if isinstance(build_model, keras.Model) or not callable(build_model):
         raise CertificateError(
             "certify takes a function that builds and compiles a model as build_model, and got "

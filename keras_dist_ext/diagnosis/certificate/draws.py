@@ -16,6 +16,7 @@ from keras_dist_ext._keras.layers import current_layer_path
 from keras_dist_ext._keras.random import intercept_dropout, intercept_random_ops
 from keras_dist_ext._keras.strategies import replica_id
 from keras_dist_ext.diagnosis.certificate.sides import Side
+from keras_dist_ext.step.step_data import StepData
 
 __all__ = ["Draws", "watch_draws"]
 
@@ -37,7 +38,7 @@ class Draws:
     keeps_right: bool = True
 
 
-def watch_draws(side: Side, batch: Any, bounds: Sequence[int], num_steps: int = 2) -> tuple[Draws, ...]:
+def watch_draws(side: Side, batch: StepData, bounds: Sequence[int], num_steps: int = 2) -> tuple[Draws, ...]:
     """Make steps with random ops as they are, and look at what each replica drew.
 
     Args:
@@ -76,7 +77,7 @@ class _Watcher:
         op = self._num_ops[layer, replica]
         self._num_ops[layer, replica] += 1
 
-        def note(values: Any) -> Any:
+        def note(values: object) -> Any:
             self._drawn[layer, op, replica].append(np.array(values))
             return np.int32(0)
 
@@ -126,7 +127,7 @@ def _layer() -> str:
     return current_layer_path() or "the step"
 
 
-def _after(noted: Any, value: Any) -> Any:
+def _after(noted: object, value: object) -> Any:
     with tf.control_dependencies([noted]):
         return tf.identity(value)
 

@@ -17,7 +17,7 @@ __all__ = ["global_batches"]
 READ_TO_FIND_THE_LAST = 1000  # batches of a dataset; beyond them, the last one is not among those trained on
 
 
-def global_batches(data: Any, steps: int, batch_size: int) -> list[Any]:
+def global_batches(data: object, steps: int, batch_size: int) -> list[Any]:
     """Return so many batches to train on, as tensors; data that has fewer is begun again.
 
     Args:
@@ -65,20 +65,20 @@ def _first_and_last(dataset: tf.data.Dataset, steps: int) -> list[Any]:
     return batches
 
 
-def _are_arrays(data: Any) -> bool:
+def _are_arrays(data: object) -> bool:
     """Whether all that is given are arrays; an optional input may be None."""
     leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
     return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
 
 
-def _as_array(leaf: Any) -> Any:
+def _as_array(leaf: object) -> Any:
     if leaf is None:
         return None
     array = np.asarray(leaf)
     return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
 
 
-def _as_tensor(leaf: Any) -> Any:
+def _as_tensor(leaf: object) -> Any:
     if leaf is None or isinstance(leaf, tf.SparseTensor | tf.RaggedTensor) or tf.is_tensor(leaf):
         return leaf
     return tf.convert_to_tensor(leaf)

@@ -28,6 +28,7 @@ from keras_dist_ext.diagnosis.certificate.sides import (
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.step.alike_draws import RowsAlike
+from keras_dist_ext.step.step_data import StepData
 from keras_dist_ext.strategy.scope import describe_strategy
 from keras_dist_ext.training.gaps import (
     LEAST,
@@ -51,7 +52,7 @@ class Comparison:
 
     step: int
     sizes: tuple[int, ...]  # rows of each replica
-    batch: Any
+    batch: StepData
     before: State
     expected: Values
     found: Values  # one array a replica
@@ -98,7 +99,7 @@ class Lockstep:
         self,
         build_model: Callable[[], Any],
         strategy: tf.distribute.Strategy,
-        batch: Any,
+        batch: StepData,
         draws: RowsAlike,
     ) -> None:
         self.strategy = strategy
@@ -118,7 +119,7 @@ class Lockstep:
         self._slots: dict[str, SlotKind] = {}
         self.rounding = rounding_of(self.many.model)
 
-    def build_optimizers(self, batch: Any) -> None:
+    def build_optimizers(self, batch: StepData) -> None:
         """Have optimizers make their variables that only do so in a step."""
         for side in (self.one, self.many):
             side.build_optimizers(batch, self.bounds(int(num_rows(batch))))
@@ -156,7 +157,7 @@ class Lockstep:
 
     def compare(
         self,
-        batch: Any,
+        batch: StepData,
         step: int,
         *,
         before: State | None = None,
@@ -191,7 +192,7 @@ class Lockstep:
         return Comparison(step, sizes, batch, before, expected, found, gaps)
 
     def _on_one_device(
-        self, batch: Any, before: State, without: Collection[str], *, gradients: Values | None = None
+        self, batch: StepData, before: State, without: Collection[str], *, gradients: Values | None = None
     ) -> Values:
         self.one.load(before)
         try:
@@ -201,7 +202,7 @@ class Lockstep:
                 f"The model fails on one device, so nothing says what is right: {type(error).__name__}: {error}"
             ) from error
 
-    def _reordered(self, batch: Any, before: State, without: Collection[str]) -> Values:
+    def _reordered(self, batch: StepData, before: State, without: Collection[str]) -> Values:
         """Make the step on one device in another way that is as good: rows reordered, values moved by rounding."""
         random = np.random.default_rng(0)
         moved = [moved_by_rounding(value, random) for value in before]

@@ -23,9 +23,10 @@ from keras_dist_ext._keras.losses import without_parts
 from keras_dist_ext._keras.models import begin_fit, build_as_fit, build_from_batch, metric_results
 from keras_dist_ext._keras.optimizers import GradientSlots, inner_optimizer, optimized_variables, slots_by_attribute
 from keras_dist_ext._keras.strategies import is_default_strategy, regroup
-from keras_dist_ext._keras.variables import components, is_sync_on_read
+from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
 from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.errors import CertificateError
+from keras_dist_ext.step.step_data import StepData
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_variables
 from keras_dist_ext.training.gaps import Array, Part, SlotKind, Values
 from keras_dist_ext.training.runtime import runtime_of
@@ -47,7 +48,9 @@ class Side:
         CertificateError: what was built cannot be trained, or lives elsewhere.
     """
 
-    def __init__(self, build_model: Callable[[], Any], strategy: tf.distribute.Strategy | None, batch: Any) -> None:
+    def __init__(
+        self, build_model: Callable[[], Any], strategy: tf.distribute.Strategy | None, batch: StepData
+    ) -> None:
         self.strategy = strategy
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             self.model = build_model()
@@ -75,7 +78,7 @@ class Side:
                 "for one device. Take `with strategy.scope():` (or `strategy=`) out of it: it is called in the scope."
             )
 
-    def _build(self, batch: Any) -> None:
+    def _build(self, batch: StepData) -> None:
         if self.is_ours:
             with patched(self.model.replica_runtime, "needs_variables", True):
                 build_as_fit(self.model, batch)
@@ -148,7 +151,7 @@ class Side:
     def _variables(self) -> list[Any]:
         return [*(v for _, _, v in self.compared), *self.optimizer_variables()]
 
-    def build_optimizers(self, batch: Any, bounds: Sequence[int]) -> None:
+    def build_optimizers(self, batch: StepData, bounds: Sequence[int]) -> None:
         """Make a step for nothing but the variables of optimizers that only a step builds."""
         if not all(optimizer.built for _, optimizer in optimizers(self.model)):
             before = [_copies(v)[0] for _, _, v in self.compared]
@@ -202,7 +205,7 @@ class Side:
             seen["metric", name] = (value,)
         return seen
 
-    def _trace_for_any_rows(self, batch: Any) -> None:
+    def _trace_for_any_rows(self, batch: StepData) -> None:
         """Have a step traced for any number of rows, as in `fit`: Keras treats no rows otherwise where it knows it."""
         before = self.state()
         for rows in (1, 2):
@@ -217,7 +220,7 @@ class Side:
         """Have the next step traced anew."""
         self._functions.clear()
 
-    def split(self, batch: Any, bounds: Sequence[int]) -> Any:
+    def split(self, batch: StepData, bounds: Sequence[int]) -> Any:
         """Cut a batch as TensorFlow hands it to replicas."""
         parts = [rows_between(batch, start, stop) for start, stop in itertools.pairwise(bounds)]
         return tree.map_structure(lambda *leaves: None if leaves[0] is None else regroup(leaves), *parts)
@@ -237,7 +240,7 @@ def told_apart(names: Iterable[str]) -> list[str]:
     return unique
 
 
-def on_one_device(build_model: Callable[[], Any], batch: Any) -> Side:
+def on_one_device(build_model: Callable[[], Any], batch: StepData) -> Side:
     """Build the side that is right by definition.
 
     Raises:
@@ -253,7 +256,7 @@ def on_one_device(build_model: Callable[[], Any], batch: Any) -> Side:
         ) from error
 
 
-def _copies(variable: Any) -> tuple[Array, ...]:
+def _copies(variable: Variable) -> tuple[Array, ...]:
     if is_sync_on_read(variable):
         return (np.asarray(tf.convert_to_tensor(variable)),)
     return tuple(np.asarray(copy) for copy in components(variable))
@@ -269,6 +272,6 @@ def bounds_of_tensorflow(rows: int, replicas: int) -> list[int]:
     return [min(rows, replica * -(-rows // replicas)) for replica in range(replicas + 1)]
 
 
-def rows_between(batch: Any, start: int, stop: int) -> Any:
+def rows_between(batch: StepData, start: int, stop: int) -> Any:
     """Cut rows out of a batch; what has no rows stays."""
     return take_rows(batch, np.arange(start, stop))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
@@ -87,7 +88,7 @@ class _Suspects:
         bounds = None if rows is None else even_bounds(int(num_rows(batch)), self._replicas)
         return self.lockstep.compare(batch, of.step, before=of.before, bounds=bounds, without=without)
 
-    def deviates(self, of: Comparison, *, rows: Any = None, without: Sequence[str] = ()) -> bool:
+    def deviates(self, of: Comparison, *, rows: object = None, without: Sequence[str] = ()) -> bool:
         """Whether the step is off then, too."""
         return not self.again(of, rows=rows, without=without).excess <= 1.0
 
@@ -362,7 +363,7 @@ _REST: tuple[tuple[str, str, str, str], ...] = (
 )
 
 
-def of_draws(draws: Sequence[Draws], strategy: Any, *, is_ours: bool) -> Iterator[Finding]:
+def of_draws(draws: Sequence[Draws], strategy: tf.distribute.Strategy | None, *, is_ours: bool) -> Iterator[Finding]:
     """Say what is wrong with random numbers."""
     fix = "Give random ops a keras.random.SeedGenerator as their seed." if is_ours else FIX_OF_STOCK
     same = [d for d in draws if d.is_equal]

@@ -27,9 +27,9 @@ __all__ = ["diagnose"]
 
 
 def diagnose(
-    model: Any,
-    data: Any = None,
-    y: Any = None,
+    model: keras.Model,
+    data: object = None,
+    y: object = None,
     *,
     num_steps: int = 60,
     interventions: bool = True,

@@ -163,7 +163,7 @@ class _Trial:
     def __init__(
         self,
         run: Callable[[Any], Any],
-        dataset: Any,
+        dataset: object,
         num_steps: int,
         condition: Callable[[], contextlib.AbstractContextManager[None]],
         drain_seconds: float,

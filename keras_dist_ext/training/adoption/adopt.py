@@ -26,7 +26,7 @@ from keras_dist_ext.training.model import OWN_CLASSES
 __all__ = ["adopt", "clone_model", "load_model"]
 
 
-def adopt(model: Any, strategy: tf.distribute.Strategy, *, compile: bool = True) -> Any:
+def adopt(model: keras.Model, strategy: tf.distribute.Strategy, *, compile: bool = True) -> Any:
     """Rebuild a model in the scope of a strategy, with equal weights, compile state and optimizer state.
 
     A `keras.Sequential` becomes a `kde.Sequential`, a functional model a functional `kde.Model`. A subclass of

@@ -63,7 +63,7 @@ def read_compile_state(model: keras.Model) -> Callable[[Any], None]:
     return compile_alike
 
 
-def _new_metrics(given: Any, made: dict[int, Any]) -> Any:
+def _new_metrics(given: object, made: dict[int, Any]) -> Any:
     """The metrics given to `compile`, with those that hold variables made again."""
     if isinstance(given, dict):
         return {key: _new_metrics(value, made) for key, value in given.items()}

@@ -107,7 +107,7 @@ class Rebuilt:
             _build_alike(twin, model)
         return self._keep(model, twin, is_graph=True)
 
-    def subclassed(self, model: keras.Model, cls: Any) -> Any:
+    def subclassed(self, model: keras.Model, cls: type[Any]) -> Any:
         """Have the user's class make itself again from its config, and build what `model` has built.
 
         Raises:

@@ -39,7 +39,7 @@ class CannotRebuildError(Exception):
     """Says what stands in the way, and how to mend it, in full sentences."""
 
 
-def make_again(thing: Any, cls: Any, *, records_arguments: bool = False) -> Any:
+def make_again(thing: object, cls: type[Any], *, records_arguments: bool = False) -> Any:
     """Make a layer, model or metric again, as a `cls`, here and now.
 
     Args:

@@ -41,7 +41,7 @@ def side_by_side(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
         yield one, other
 
 
-def variable_pairs(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
+def variable_pairs(old: keras.layers.Layer, new: keras.layers.Layer) -> Iterator[tuple[Any, Any]]:
     """Pair the weights and seed states of a layer and its twin, without those of layers in it.
 
     Raises:

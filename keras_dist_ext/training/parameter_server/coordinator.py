@@ -44,6 +44,7 @@ import tensorflow as tf
 from keras_dist_ext.data.split import without_optionals
 from keras_dist_ext.errors import DataError, StrategyError
 from keras_dist_ext.step.distributed_model import DistributedModel
+from keras_dist_ext.step.step_data import StepData
 from keras_dist_ext.training.parameter_server.pool import Pool
 from keras_dist_ext.training.parameter_server.worker_calls import WorkerCalls, lost_servers_named
 from keras_dist_ext.training.parameter_server.worker_data import WorkerData
@@ -188,7 +189,7 @@ class Coordinator:
 
     # The steps
 
-    def _hand_out(self, kind: str, data: Any, num_steps: int) -> int:
+    def _hand_out(self, kind: str, data: object, num_steps: int) -> int:
         if isinstance(data, tf.distribute.DistributedIterator):
             raise DataError(
                 "A DistributedIterator was given. Under ParameterServerStrategy the chief deals out the batches of an "
@@ -243,7 +244,7 @@ class Coordinator:
         return self._made[kind]
 
 
-def _as_tensors(batch: Any) -> Any:
+def _as_tensors(batch: StepData) -> Any:
     batch = without_optionals(batch)
     return tf.nest.map_structure(lambda v: v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v), batch)
 

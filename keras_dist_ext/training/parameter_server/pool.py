@@ -46,6 +46,6 @@ class Pool:
             return {**self._extra, **model.get_metrics_result()}
 
 
-def _wide(value: Any) -> np.ndarray[Any, Any]:
+def _wide(value: object) -> np.ndarray[Any, Any]:
     narrow: np.ndarray[Any, Any] = np.asarray(value)
     return narrow.astype(np.int64 if narrow.dtype.kind in "biu" else np.float64)

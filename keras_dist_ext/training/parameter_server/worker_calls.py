@@ -53,7 +53,7 @@ class WorkerCalls:
         """Whether `take_next` would not wait."""
         return bool(self._finished.qsize() > 0)
 
-    def schedule(self, on_result: Callable[..., None], function: Any, args: tuple[Any, ...]) -> None:
+    def schedule(self, on_result: Callable[..., None], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Let the next free worker run `function(*args)`, and `take_next` call `on_result` with what it returns.
 
         Raises:

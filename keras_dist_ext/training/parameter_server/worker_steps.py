@@ -17,6 +17,7 @@ from keras_dist_ext.data.split import without_optionals
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.graphs import in_graph
+from keras_dist_ext.step.step_data import StepData
 from keras_dist_ext.strategy.scope import optimizers
 
 __all__ = ["WorkerSteps"]
@@ -168,18 +169,18 @@ def _bundles(batches: Sequence[Any], at_most: int) -> Iterator[list[Any]]:
             yield bundle
 
 
-def _signature(batch: Any) -> Any:
+def _signature(batch: StepData) -> Any:
     leaves = _leaves(batch)
     if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
         return object()  # ragged and sparse tensors stack to something else: never equal to a neighbour
     return _structure(batch), [(tuple(leaf.shape), leaf.dtype) for leaf in leaves]
 
 
-def _leaves(batch: Any) -> list[tf.Tensor]:
+def _leaves(batch: StepData) -> list[tf.Tensor]:
     return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
 
 
-def _structure(batch: Any) -> str:
+def _structure(batch: StepData) -> str:
     """Say how the leaves are nested, and which of them are missing."""
     return repr(tf.nest.map_structure(lambda leaf: leaf is None, batch))
 

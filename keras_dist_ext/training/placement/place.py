@@ -204,7 +204,7 @@ class Placement:
         """Why this cannot make anything faster or smaller, as far as that is known without measuring."""
         return verdict.of_devices(self.parts, self.homes, groups.processors(), self.micro_batches)
 
-    def measure(self, x: Any, y: Any = None, *, num_steps: int = 5) -> Timeline:
+    def measure(self, x: object, y: object = None, *, num_steps: int = 5) -> Timeline:
         """Make some steps of training on a batch, then put everything back; return when each part has worked.
 
         Args:

@@ -78,7 +78,7 @@ class Trace:
     # Forward
 
     def call(
-        self, part: str, device: str, replica: int, function: Callable[[Any], Any], inputs: Any, *, queue: str = ""
+        self, part: str, device: str, replica: int, function: Callable[[Any], Any], inputs: object, *, queue: str = ""
     ) -> Any:
         """Call a layer of a part on its device.
 
@@ -132,7 +132,7 @@ class Trace:
         _send(graph.get_operations()[first:], traced.devices, home, set(devices))
 
 
-def _handovers(part: str, device: str, inputs: Any) -> dict[tuple[str, str], Handover]:
+def _handovers(part: str, device: str, inputs: object) -> dict[tuple[str, str], Handover]:
     found: dict[str, list[Any]] = {}
     for value in tf.nest.flatten(inputs):
         source = _short(value.op.device) if isinstance(value, tf.Tensor) and value.dtype.is_floating else ""
@@ -141,7 +141,7 @@ def _handovers(part: str, device: str, inputs: Any) -> dict[tuple[str, str], Han
     return {(part, source): Handover(part, source, device, tuple(specs)) for source, specs in found.items()}
 
 
-def _in_turn(queue: _Queue, turn: int, function: Callable[[Any], Any], inputs: Any) -> Any:
+def _in_turn(queue: _Queue, turn: int, function: Callable[[Any], Any], inputs: object) -> Any:
     """Call a layer for one of several micro-batches, after the one before it, and so on the way back."""
 
     def enter(value: tf.Tensor) -> tf.Tensor:

@@ -118,7 +118,7 @@ def handlers(methods: Mapping[str, Callable[..., Any]], after_each: Callable[[],
     """Return a gRPC handler for methods by name: requests are keyword arguments, replies a value or an error."""
 
     def served(method: Callable[..., Any]) -> grpc.RpcMethodHandler:
-        def answer(request: bytes, context: Any) -> bytes:
+        def answer(request: bytes, context: object) -> bytes:
             del context
             try:
                 reply = {"value": method(**json.loads(request))}
