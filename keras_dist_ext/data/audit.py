@@ -120,18 +120,18 @@ def audit(
 
         kde.audit(train, strategy, ids=lambda x, y: x["id"]).raise_if_bad()
 
-    Reports examples that nobody gets or several get, workers whose shares are unequal, and batches that do not split.
+    Reports examples that none gets or several get, workers whose shares are unequal, and batches that do not split.
     With several workers this is a collective: all must call it at the same point. No worker waits for another while it
     reads, so that one that cannot read its part is reported, and does not hang the others.
 
     Args:
         dataset: what would be given to `fit` of our models: a tf.data.Dataset, arrays, a generator (which is used up)
             or a PyDataset; or what `distribute` has made.
-        strategy: to deal to; by default the one whose scope is entered, or that of `distribute`.
+        strategy: to distribute to; by default the one whose scope is entered, or that of `distribute`.
         ids: given features, labels and weights of a batch, returns the ids of its examples: integers [n]. By default
             an example is known by a hash of its content, so that equal examples are told apart by their number only.
         expected: the ids that should be given once each, a number n for 0 to n - 1. By default those in the batches
-            that are dealt, for ``stock_policy`` those that a plain pass over the data gives; where each worker reads
+            that are split, for ``stock_policy`` those that a plain pass over the data gives; where each worker reads
             data of its own, those of all workers together.
         stock_policy: "AUTO", "FILE", "DATA" or "OFF": look at TensorFlow's own
             `strategy.experimental_distribute_dataset` under this AutoShardPolicy, and not at our way.
@@ -208,7 +208,7 @@ def _as_ours(
 ) -> tuple[Iterator[list[Ids]], bool]:
     """The ids of this worker's replicas in each step of our models, and whether the rows are the worker's own.
 
-    The ids of the batches that are dealt go to ``wholes``: another pass may well have others, as after `shuffle` those
+    The ids of the batches that are split go to ``wholes``: another pass may well have others, as after `shuffle` those
     that `drop_remainder` leaves out, or draw other numbers.
     """
     is_own = False

@@ -25,7 +25,7 @@ def findings_of(
     Args:
         ids: S lists of R arrays: the examples of each replica in each step.
         num_workers: W; 1 where all workers share each batch.
-        missing: ids that nobody got.
+        missing: ids that no replica got.
         repeated: how often those were given that were given too often.
         errors: what kept a worker from reading, by its number.
     """

@@ -79,7 +79,7 @@ class BucketedDataset(WrappedDataset):
 
     @property
     def epoch(self) -> int:
-        """The number of the next pass: batches depend on it and on the seed alone. Set it to go on from an epoch."""
+        """The number of the next pass: batches depend on it and on the seed alone. Set it to continue from an epoch."""
         return self._epoch
 
     @epoch.setter

@@ -28,13 +28,13 @@ POLICIES = ("auto", "rows", "file", "data", "off")
 
 
 class SharedDataset(WrappedDataset):
-    """A `tf.data.Dataset` that is dealt to the replicas of a strategy; `distribute` makes it.
+    """A `tf.data.Dataset` that is distributed to the replicas of a strategy; `distribute` makes it.
 
     Its elements are the batches that `fit`, `evaluate` and `predict` of our models take: global batches under the
     policy "rows", else the part of each that this worker reads.
 
     Attributes:
-        strategy: that it is dealt to.
+        strategy: that it is distributed to.
         policy: how: "rows", "file", "data" or "off".
         reason: why, in words.
         batch_size: rows of a global batch, None where that cannot be seen.

@@ -42,7 +42,7 @@ def map_findings(graph: DatasetGraph, dataset: tf.data.Dataset, times: Times, sp
 
 
 def _waits(times: Times) -> bool:
-    """Whether the functions spend most of their time waiting, so that other threads can go on meanwhile."""
+    """Whether the functions spend most of their time waiting, so that other threads can continue meanwhile."""
     return times.cpu_share is not None and times.cpu_share < 0.5
 
 

@@ -50,7 +50,7 @@ def _has_rows(leaf: Any) -> bool:
 def replica_rows(data: Any, replica: int, num_replicas: int) -> Any:
     """Return the contiguous rows of ``data`` that belong to ``replica``.
 
-    Rows are dealt as evenly as they go: replica r has rows [r N // R, (r + 1) N // R). With fewer rows than replicas
+    Rows are split as evenly as possible: replica r has rows [r N // R, (r + 1) N // R). With fewer rows than replicas
     some have none. Scalars go to every replica unchanged.
 
     Raises:
@@ -75,7 +75,7 @@ def replica_rows(data: Any, replica: int, num_replicas: int) -> Any:
 
 
 def _rows_of_all(data: Any) -> int | tf.Tensor:
-    """Count the rows, and see that all tensors have as many: now, or when they are there."""
+    """Count the rows, and see that all tensors have as many: now, or when their values are available."""
     named = [(name, leaf) for name, leaf in _named_leaves(data) if _has_rows(leaf)]
     counts = [_count(leaf) for _, leaf in named]
     static = {count for count in counts if isinstance(count, int)}

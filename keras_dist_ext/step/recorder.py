@@ -30,7 +30,7 @@ __all__ = ["Recorder", "StepNote", "now", "when_updated"]
 
 
 def now(after: Any = (), *, independent: bool = False) -> tf.Tensor:
-    """Read the host's clock once ``after`` is there, in seconds since 1970, float64.
+    """Read the host's clock once ``after`` is available, in seconds since 1970, float64.
 
     Args:
         after: what has to be there.
@@ -144,7 +144,7 @@ class StepNote:
 
 
 def _as_soon_as(values: Sequence[Any]) -> tf.Tensor:
-    """Read the clock once values are there, whether or not other replicas have theirs."""
+    """Read the clock once values are available, whatever other replicas do."""
     return now(values, independent=bool(values))
 
 
@@ -159,7 +159,7 @@ def _mean(values: Sequence[Any], counts: Sequence[Any], total: Any) -> Any:
 
 
 def _on_host(values: Sequence[Any]) -> list[Any]:
-    """Return tensors that are there only when ``values`` are computed, not just enqueued."""
+    """Return tensors that are available only when ``values`` are computed, not just enqueued."""
     if not values or all("CPU" in getattr(value, "device", "CPU").upper() or not value.device for value in values):
         return list(values)
     with tf.device("/device:CPU:0"):  # work of a GPU is done in order: the last value waits for all before it
@@ -203,7 +203,7 @@ def _place(device: str) -> tuple[str | None, int | None]:
 
 
 class _Pending:
-    """Executions whose records nobody has fetched.
+    """Executions whose records were not fetched yet.
 
     There are thousands where each has one step. So nothing is kept of each that Python's collector of garbage would
     have to look at: the more of that outlives it, the more often it looks at all there is.
