@@ -1,5 +1,6 @@
 """State that layers assign is the same on all replicas, however the layer goes about it, and whoever else trains."""
 
+import random
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ from keras import layers, ops
 
 import keras_dist_ext as kde
 from keras_dist_ext._keras.variables import components
+from keras_dist_ext.training.snapshot import kept_state
 
 X = np.random.default_rng(0).normal(size=(26, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -44,6 +46,47 @@ def test_a_call_that_is_a_tf_function_agrees_in_every_loop_that_is_traced(strate
     net.train_on_batch(X[:7], Y[:7])  # another loop, in which TensorFlow would use the same trace again
     assert_replicas_agree(net.variables)
     assert not np.allclose(before, net.norm.moving_mean.numpy())
+
+
+class OwnOptimizer(kde.Model):
+    """Updates by an optimizer that the first step builds, and that begins with other numbers than 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = layers.Dense(1)
+        self.own = {"head": keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.25)}
+
+    def call(self, x: Any) -> Any:
+        return self.head(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.own["head"].apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_a_model_is_left_as_it_was_with_an_optimizer_that_was_built_meanwhile(mirrored):
+    with mirrored.scope():
+        net = OwnOptimizer()
+        net.compile(loss="mse")
+    net(X)
+    before = [copy.numpy().tobytes() for variable in net.variables for copy in components(variable)]
+    drawn = random.getstate(), np.random.get_state()[1].tobytes()
+    with kept_state(net):
+        net.fit(X, Y, batch_size=8, verbose=0)
+        random.random()
+        np.random.random()
+    assert [copy.numpy().tobytes() for variable in net.variables for copy in components(variable)] == before
+    assert (random.getstate(), np.random.get_state()[1].tobytes()) == drawn
+    assert vars(net).get("history") is None
+    (accumulators,) = {(copy.numpy().min(), copy.numpy().max()) for v in _accumulators(net) for copy in components(v)}
+    assert accumulators == (0.25, 0.25)
+
+
+def _accumulators(net: OwnOptimizer) -> list[Any]:
+    return [variable for variable in net.own["head"].variables if "accumulator" in variable.path]
 
 
 class Remembers(layers.Layer):

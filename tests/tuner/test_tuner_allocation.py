@@ -41,6 +41,20 @@ def test_an_incomplete_role_is_refused():
         process_role({**ProcessRole("tuner0", "127.0.0.1:4000").environ(), "TF_CONFIG": "worker 0"})
 
 
+# Machines
+
+
+@pytest.mark.parametrize(
+    ("script", "gpus"), [("echo 0; echo 1", ("0", "1")), ("exit 9", ()), (None, ())], ids=["two", "no driver", "none"]
+)
+def test_gpus_are_those_that_the_driver_lists_where_no_variable_limits_them(tmp_path, script, gpus):
+    if script is not None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    assert detect_machine({"PATH": str(tmp_path)}).gpus == gpus
+
+
 # Allocation
 
 FOUR_GPUS = Machine(gpus=("0", "1", "2", "3"), num_cores=16, memory_bytes=1 << 36)
