@@ -159,13 +159,16 @@ class Workers:
 
         By default all workers read the same batches and take their examples of each, so shuffles without a seed get a
         common one. Data is a worker's own where the user has split it: under ``AutoShardPolicy.OFF`` with
-        batches that differ, or by ``Dataset.shard`` with an index that differs.
+        batches that differ, or by ``Dataset.shard`` with an index that differs. The seed is the next number of Python's
+        generator, which the caller draws once the model is built.
 
         Args:
             dataset: of this worker.
             sample: a checksum of some of its examples, where they are in memory, and not from a pipeline of the user's.
         """
+        state = random.getstate()
         seed = int(self.broadcast([random.randrange(2**31)])[0])
+        random.setstate(state)  # layers that the first step makes draw their seeds from here, as on one device
         seed_py_datasets(seed)
         if not isinstance(dataset, tf.data.Dataset):
             return dataset, False, seed

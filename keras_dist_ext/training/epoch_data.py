@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -78,10 +79,12 @@ class EpochData(CustomEpochIterator):
         workers = self._workers = workers_of(strategy)
         self._own_rows = False
         self._common_seed: int | None = None  # of all workers
+        self._has_drawn = True  # whether Python's generator is past it
         dataset = self._given = self.data_adapter.get_tf_dataset()
         if workers is not None:
             dataset, self._own_rows, seed = workers.align_data(dataset, _sample_of(self.data_adapter))
             self._common_seed = seed
+            self._has_drawn = False
             self._dataset = dataset
             self._check_same_data(workers)
         self._is_on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
@@ -278,6 +281,9 @@ class EpochData(CustomEpochIterator):
 
     def executions(self) -> Iterator[tuple[int, int, Execution]]:
         """Yield the executions of an epoch."""
+        if not self._has_drawn:
+            self._has_drawn = True
+            random.randrange(2**31)
         length = self.pass_length
         start, self._start = self._start, None
         in_pass = start is not None and start.num_pass_batches > 0

@@ -12,13 +12,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["PROGRAMS", "Base", "compare", "run"]
+__all__ = ["ON_WORKERS", "PROGRAMS", "Base", "compare", "run"]
 
 RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(22, 6)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 TEXT = np.array(["a b c", "b c", "d a", "c c d", "a"] * 4 + ["b", "d d"])
 PROGRAMS: dict[str, Any] = {}
+ON_WORKERS = ("a gan of parts made in the step", "sparse and ragged batches")
 
 
 class Base:

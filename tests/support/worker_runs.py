@@ -354,6 +354,26 @@ def measures_and_checks(strategy: Any, worker: int, folder: pathlib.Path) -> Any
     return weights[:2], said, largest
 
 
+def makes_parts_in_the_step(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
+    """Return what models give whose parts their steps make, and what `fit` says of layers that learnt other data."""
+    import keras
+    import own_steps
+
+    import keras_dist_ext as kde
+
+    results = {name: own_steps.run(name, own_steps.Base(kde, strategy)) for name in own_steps.ON_WORKERS}
+    normalize = keras.layers.Normalization()
+    normalize.adapt(ids() + worker)
+    with strategy.scope():
+        net = kde.Sequential([keras.Input((1,)), normalize, keras.layers.Dense(1)])
+        net.compile("sgd", "mse")
+    try:
+        net.fit(ids(), ids(), verbose=0)
+    except kde.WorkersError as error:
+        return results, str(error)
+    return results, ""
+
+
 RUN_CASES: dict[str, Case] = {
     "measures and checks": measures_and_checks,
     "warns of other data": warns_of_other_data,
@@ -368,4 +388,5 @@ RUN_CASES: dict[str, Case] = {
     "predicts in order": predicts_in_order,
     "broadcasts bytes": broadcasts,
     "accumulates": accumulates,
+    "makes parts in the step": makes_parts_in_the_step,
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import own_steps
 import pytest
 import tensorflow as tf
 from two_workers import on_two_workers
@@ -194,3 +195,12 @@ def test_a_callback_that_can_run_on_no_part_of_the_workers_is_refused_by_all(mon
     for is_chief in (True, False):
         with pytest.raises(kde.WorkersError, match="would write into one folder .* Save with ModelCheckpoint, or with"):
             callbacks_of_worker([Orbax()], types.SimpleNamespace(is_chief=is_chief))
+
+
+@on_both
+def test_parts_that_a_step_makes_are_those_of_one_device_on_two_workers(values: Any) -> None:
+    for worker in values:
+        results, complaint = worker["makes parts in the step"]
+        for name, result in results.items():
+            own_steps.compare(own_steps.run(name, own_steps.Base()), result)
+        assert "layer that was adapted 1 is Normalization" in complaint
