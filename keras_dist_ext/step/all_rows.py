@@ -82,7 +82,10 @@ class AllRows:
         values = [self._checked(value) for value in values]
         self._use()
         if self._weights.are_examined:
-            return [self._weights.mark_as_mean(stands_for_all(value)) for value in values]
+            found = [self._weights.mark_as_mean(stands_for_all(value)) for value in values]
+            for value in found:
+                self._observer.on_gather(value)
+            return found
         smooth = [place for place, value in enumerate(values) if value.dtype.is_floating or value.dtype.is_complex]
         other = [place for place in range(len(values)) if place not in smooth]
         gathered: list[Any] = list(values)

@@ -22,6 +22,7 @@ VIEWS = tuple(IMAGES + RANDOM.normal(0, 0.3, IMAGES.shape).astype("float32") for
 NOISE = RANDOM.normal(size=(ROWS, 4)).astype("float32")
 PIXELS = RANDOM.normal(size=IMAGES.shape).astype("float32")
 TIMES = RANDOM.uniform(size=(ROWS, 1)).astype("float32")
+LINES = tuple(RANDOM.normal(size=(ROWS, width)).astype("float32") for width in (3, 1, 3, 1))
 
 
 def dense(*widths: int, **arguments: Any) -> Any:
@@ -295,6 +296,111 @@ def distillation(base: Any) -> Any:
     return model
 
 
+def sam(base: Any) -> Any:
+    """Sharpness-aware minimization: the gradient is taken where the loss is highest nearby."""
+
+    class Sam(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = dense(8, 10)
+
+        def call(self, x: Any) -> Any:
+            return self.network(x)
+
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            weights = self.trainable_variables
+            gradients = tape.gradient(loss, weights)
+            norm = tf.linalg.global_norm(gradients)
+            steps = [0.1 * gradient / (norm + 1e-12) for gradient in gradients]
+            for weight, step in zip(weights, steps, strict=True):
+                weight.assign_add(step)
+            with tf.GradientTape() as tape:
+                uphill = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(uphill, weights)
+            for weight, step in zip(weights, steps, strict=True):
+                weight.assign_sub(step)
+            self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+            return {"loss": loss, "norm": norm, "uphill": uphill}
+
+    model = Sam()
+    model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def maml(base: Any) -> Any:
+    """The loss after a step of gradient descent is differentiated for the weights before it."""
+
+    class Maml(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel = self.add_weight(shape=(3, 4), initializer="glorot_uniform", name="kernel")
+            self.head = self.add_weight(shape=(4, 1), initializer="glorot_uniform", name="head")
+
+        def train_step(self, data: Any) -> Any:
+            x, y, query, wanted = data
+            weights = [self.kernel, self.head]
+
+            def loss_of(kernel: Any, head: Any, x: Any, y: Any) -> Any:
+                return tf.reduce_mean((tf.tanh(x @ kernel) @ head - y) ** 2)
+
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as inner:
+                    before = loss_of(*weights, x, y)
+                gradients = inner.gradient(before, weights)
+                adapted = [weight - 0.3 * gradient for weight, gradient in zip(weights, gradients, strict=True)]
+                after = loss_of(*adapted, query, wanted)
+            self.optimizer.apply_gradients(zip(outer.gradient(after, weights), weights, strict=True))
+            return {"before": before, "after": after}
+
+    model = Maml()
+    model.compile(keras.optimizers.SGD(0.1))
+    return model
+
+
+def accumulation(base: Any) -> Any:
+    """Gradients of three batches are added up in variables before they are applied."""
+
+    class Accumulating(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = dense(8, 10)
+            self.network.build((None, 64))
+            self.sums = [
+                self.add_weight(shape=w.shape, initializer="zeros", trainable=False, name=f"sum_{i}")
+                for i, w in enumerate(self.network.trainable_variables)
+            ]
+            self.count = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="count")
+
+        def call(self, x: Any) -> Any:
+            return self.network(x)
+
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            weights = self.network.trainable_variables
+            self.count.assign_add(1)
+            for total, gradient in zip(self.sums, tape.gradient(loss, weights), strict=True):
+                total.assign_add(gradient / 3.0)
+            tf.cond(self.count % 3 == 0, self.update, lambda: None)
+            return {"loss": loss}
+
+        def update(self) -> None:
+            self.optimizer.apply([tf.convert_to_tensor(total) for total in self.sums], self.network.trainable_variables)
+            for total in self.sums:
+                total.assign(tf.zeros_like(total))
+
+    model = Accumulating()
+    model.compile(
+        keras.optimizers.Adam(0.05, epsilon=1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    model.optimizer.build(model.network.trainable_variables)
+    return model
+
+
 STRUCTURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "WGAN-GP": (wgan_gp, (IMAGES, NOISE, TIMES)),
     "DCGAN": (dcgan, (IMAGES, NOISE)),
@@ -303,6 +409,9 @@ STRUCTURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "SimCLR": (simclr, VIEWS),
     "NNCLR": (nnclr, VIEWS),
     "distillation": (distillation, (IMAGES, LABELS)),
+    "SAM": (sam, (IMAGES, LABELS)),
+    "MAML": (maml, LINES),
+    "accumulation": (accumulation, (IMAGES, LABELS)),
 }
 
 
