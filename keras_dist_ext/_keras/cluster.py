@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,6 +22,7 @@ __all__ = [
     "abort_collectives",
     "is_collective_mismatch",
     "lost_tasks",
+    "silent_tasks",
 ]
 
 
@@ -134,6 +135,19 @@ def lost_tasks(error: Exception) -> list[tuple[str, int]] | None:
     if not isinstance(error, tf.errors.OpError) or not any(phrase in text for phrase in _LOST):
         return None
     return list(dict.fromkeys((job, int(number)) for job, number in re.findall(_TASK, text.partition(_UNHEALTHY)[2])))
+
+
+def silent_tasks(jobs: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return the tasks from which the coordination service has no heartbeat any more (python/eager/context.py).
+
+    These come from a thread of TensorFlow's own, whatever Python does in the task.
+
+    Args:
+        jobs: how many tasks each has.
+    """
+    tasks = [(job, number) for job, count in jobs.items() for number in range(count)]
+    states = _context().get_task_states([(job, count) for job, count in jobs.items() if count])
+    return [task for task, state in zip(tasks, states, strict=True) if state is not None]
 
 
 _UNHEALTHY = "stopped sending heartbeats"

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple, SupportsInt, TypeVar
+from typing import NamedTuple, SupportsInt, TypeVar
 
 from keras_dist_ext._keras.cluster import abort_collectives, is_collective_mismatch, lost_tasks
 from keras_dist_ext.errors import WorkersError
@@ -100,7 +100,7 @@ class DeadlockWatch:
                 raise WorkersError(self.mismatch_message(what)) from error
             tasks = lost_tasks(error)
             if tasks is not None:
-                raise WorkersError(self._lost_message(what, [number for _, number in tasks])) from error
+                raise WorkersError(self._lost_message(what, [self._store.index_of(*task) for task in tasks])) from error
             raise
         finally:
             self._here = None
@@ -144,17 +144,19 @@ class DeadlockWatch:
             lost: workers that TensorFlow has named.
         """
         here = f"Worker {self._store.index} is in {what}{line_of(threading.get_ident())}"
-        ends = {worker: self._end_of(worker) for worker in self._store.others}
-        said = [f"worker {worker} {end.what}" for worker, end in ends.items() if end is not None]
-        said += [f"worker {worker} sends no sign of life" for worker in lost if ends.get(worker, here) is None]
-        if not said:
+        found: dict[int, str] = dict.fromkeys(lost, _SILENT)
+        reached = False
+        with contextlib.suppress(Exception):  # the cluster is gone
+            found |= dict.fromkeys(self._store.silent(), _SILENT)
+            ends = {worker: self.presence.end_of(worker) for worker in self._store.others}
+            found |= {worker: end.what for worker, end in ends.items() if end is not None}
+            left = [worker for worker in self._store.others if worker not in found]
+            found |= dict.fromkeys(left, "does not answer") | self.presence.ask(left)
+            reached = True
+        said = [f"worker {worker} {text}" for worker, text in sorted(found.items())]
+        if not reached and not said:
             said = ["the first worker, by which all know of each other, or its machine, cannot be reached"]
         return f"{here}, and cannot continue: {'; '.join(said)}. {_LOST_ADVICE}"
-
-    def _end_of(self, worker: int) -> Any:
-        with contextlib.suppress(Exception):  # the cluster is gone
-            return self.presence.end_of(worker)
-        return None
 
     def _watch(self) -> None:
         """Look every few seconds, until there was no wait for some time."""
@@ -184,7 +186,7 @@ class DeadlockWatch:
                     self._publish(json.dumps(here._replace(what=what, line=line_of(self._waiting_thread))))
                     self._read_others()
                     found = self._find_deadlock()
-                    if found and found == suspected:  # and nobody has moved since the last look
+                    if found and found == suspected and self._here is here:  # and nobody has moved since the last look
                         self._deadlock = found
                         pause.wait(self._look_seconds)  # until the others have found it, too
                         abort_collectives(found)
@@ -206,7 +208,7 @@ class DeadlockWatch:
             self._read[worker] = number, last
 
     def _find_deadlock(self) -> str | None:
-        """Say where all workers wait, if they do and cannot meet."""
+        """Say where all workers wait, if they do and cannot meet, or that one has ended or is lost."""
         texts = {worker: last for worker, (_, last) in self._read.items()}
         texts[self._store.index] = self._published[-1]
         here = _Wait(*json.loads(self._published[-1]))
@@ -220,6 +222,11 @@ class DeadlockWatch:
             said += [f"worker {worker} {place}" for worker, place in busy.items()]
             place = f"Worker {self._store.index} is in {here.what}{here.line}"
             return f"{place}, and waits for a worker that never comes: {'; '.join(said)}. {_ADVICE}"
+        silent = [worker for worker in self._store.silent() if self.presence.end_of(worker) is None]
+        if silent:
+            place = f"Worker {self._store.index} is in {here.what}{here.line}"
+            who = "; ".join(f"worker {worker} {_SILENT}" for worker in silent)
+            return f"{place}, and cannot continue: {who}. {_LOST_ADVICE}"
         if not all(texts.values()):
             return None
         places = {worker: _Wait(*json.loads(texts[worker])) for worker in sorted(texts)}
@@ -246,6 +253,7 @@ class DeadlockWatch:
 
 
 _MET_SECONDS = 3.0
+_SILENT = "sends no sign of life"
 _LOST_ADVICE = (
     "Look for the first error among the workers, and start all of them again; every worker must make the same calls."
 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 
 import tensorflow as tf
 
-from keras_dist_ext._keras.cluster import delete_key, get_key, set_key
+from keras_dist_ext._keras.cluster import delete_key, get_key, set_key, silent_tasks
 
 __all__ = ["KeyValueStore"]
 
@@ -15,18 +16,27 @@ class KeyValueStore:
     """What the workers of a cluster have stored, by topic and worker. A value that is set stays as it is.
 
     Args:
-        num_workers: how many there are.
+        jobs: how many tasks "chief" and "worker" have, of which all are workers, in this order.
         index: of this one.
     """
 
-    def __init__(self, num_workers: int, index: int) -> None:
-        self.num_workers = num_workers
+    def __init__(self, jobs: Mapping[str, int], index: int) -> None:
+        self._jobs = jobs
+        self.num_workers = sum(jobs.values())
         self.index = index
 
     @property
     def others(self) -> list[int]:
         """The numbers of the other workers."""
         return [worker for worker in range(self.num_workers) if worker != self.index]
+
+    def index_of(self, job: str, number: int) -> int:
+        """Return the number of the worker that is a task of a job."""
+        return number if job == "chief" else self._jobs.get("chief", 0) + number
+
+    def silent(self) -> list[int]:
+        """Return the workers that send no sign of life any more; a thread of TensorFlow's does."""
+        return [self.index_of(job, number) for job, number in silent_tasks(self._jobs)]
 
     def set(self, topic: str, text: str) -> None:
         """Store a text on a topic, for all workers to read."""

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple
@@ -83,9 +84,7 @@ class Presence:
 
     def note_failure(self, kind: type[BaseException], trace: TracebackType | None) -> None:
         """Note the exception that ends this worker's program."""
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        self._failure = f"has failed with {kind.__name__}{_line_of_frame(trace and trace.tb_frame)}"
+        self._failure = f"has failed with {kind.__name__}{_line_in(traceback.extract_tb(trace))}"
 
     def end_of(self, worker: int) -> LastWord | None:
         """Return the last word of another worker; None where it has stored none."""
@@ -152,11 +151,12 @@ def _outwards(frame: FrameType | None) -> list[FrameType]:
 
 def line_of(thread: int) -> str:
     """Name the line of the user's program that a thread is in; empty where there is none."""
-    return _line_of_frame(sys._current_frames().get(thread))
+    frame = sys._current_frames().get(thread)
+    return _line_in(traceback.extract_stack(frame) if frame is not None else ())
 
 
-def _line_of_frame(frame: FrameType | None) -> str:
-    for summary in reversed(traceback.extract_stack(frame) if frame is not None else []):
+def _line_in(calls: Sequence[traceback.FrameSummary]) -> str:
+    for summary in reversed(calls):
         if not summary.filename.startswith(_NOT_USERS) and f"{os.sep}site-packages{os.sep}" not in summary.filename:
             return f" ({os.path.basename(summary.filename)}:{summary.lineno}, {summary.name})"
     return ""

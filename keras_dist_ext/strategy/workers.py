@@ -63,7 +63,8 @@ class Workers:
             tf.function(self._sum_in_graph, autograph=False, input_signature=[tf.TensorSpec([None], dtype)])
             for dtype in (tf.float64, tf.int64)
         )
-        self._store = KeyValueStore(self.num_workers, self.index)
+        jobs = {job: len(tasks[job]) for job in ("chief", "worker") if tasks.get(job)}
+        self._store = KeyValueStore(jobs, self.index)
         self._num_checks = 0
         self.watch = DeadlockWatch(self._store)
         self.watch.presence.begin()

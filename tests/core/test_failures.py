@@ -312,6 +312,12 @@ class StoreOf:
     def get(self, topic: str, worker: int, wait_seconds: float) -> str | None:
         return self._texts.get((topic, worker))
 
+    def index_of(self, job: str, number: int) -> int:
+        return number
+
+    def silent(self) -> list[int]:
+        return []
+
     def set_for_all(self, topic: str, text: str) -> None:
         self._texts.setdefault((topic, -1), text)
 
@@ -552,7 +558,7 @@ LOST = (
         (
             tf.errors.UnavailableError(None, None, "failed to connect to all addresses"),
             kde.WorkersError,
-            "the first worker, by which all know of each other, or its machine, cannot be reached",
+            "and cannot continue: worker 1 does not answer. Look for the first error among the workers",
         ),
         (tf.errors.InvalidArgumentError(None, None, "shapes"), tf.errors.InvalidArgumentError, "shapes"),
     ],
