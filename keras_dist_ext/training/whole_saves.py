@@ -39,7 +39,7 @@ class SharedSaves:
     """
 
     def __init__(self, state: str) -> None:
-        self._store = KeyValueStore(1, 0)  # one text on a topic, of whichever worker
+        self._store = KeyValueStore({"worker": 1}, 0)  # one text on a topic, of whichever worker
         self._state = state
 
     def has(self, path: Path) -> bool:
