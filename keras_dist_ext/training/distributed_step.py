@@ -97,6 +97,8 @@ class DistributedStep:
         self._pools_results = self.is_eager or self._plan.pools_results
         self._exponents: BatchExponents | None = self._plan.exponents
 
+    takes_check = "compile"
+    """What is told whether steps are checked."""
     logs_are_compared = True
     """Whether logs tell if replicas do what one device does."""
 

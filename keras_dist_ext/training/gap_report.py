@@ -34,7 +34,9 @@ _ADVICE = {
 }
 
 
-def describe(model: str, num_replicas: int, num_examples: int, gaps: Sequence[Gap]) -> str:
+def describe(
+    model: str, num_replicas: int, num_examples: int, gaps: Sequence[Gap], *, given_to: str = "compile"
+) -> str:
     """Describe what differs.
 
     Args:
@@ -42,6 +44,7 @@ def describe(model: str, num_replicas: int, num_examples: int, gaps: Sequence[Ga
         num_replicas: on which the step was made.
         num_examples: that it was made on.
         gaps: beyond rounding.
+        given_to: what takes the argument ``check``.
     """
     by_part = {part: [gap for gap in gaps if gap.part == part] for part in _KINDS}
     if by_part["gradient"]:
@@ -53,8 +56,8 @@ def describe(model: str, num_replicas: int, num_examples: int, gaps: Sequence[Ga
         advice = [text for part, text in _ADVICE.items() if by_part[part] and (part != "metric" or others)]
     return (
         f"'{model}' does not train on {num_replicas} replicas as on one device. One step on {num_examples} examples, "
-        f"made both ways from the same state, differs in {'; '.join(found)}. {' '.join(advice)} `compile(check=False)` "
-        'leaves out this check, `check="raise"` makes it an error.'
+        f"made both ways from the same state, differs in {'; '.join(found)}. {' '.join(advice)} "
+        f'`{given_to}(check=False)` leaves out this check, `check="raise"` makes it an error.'
     )
 
 

@@ -88,7 +88,8 @@ def check_training(
     if rows is None:
         return
     found = _deviations(of_training, rows, prepare, unprepared)
-    message = describe(model.name, num_replicas, int(num_rows(rows)), found) if found else ""
+    takes = of_training.takes_check
+    message = describe(model.name, num_replicas, int(num_rows(rows)), found, given_to=takes) if found else ""
     if workers is not None:
         message = workers.broadcast_bytes(message.encode()).decode()
     if message and runtime.check == "raise":

@@ -311,3 +311,26 @@ def test_the_data_is_read_as_without_the_check(mirrored):
         model = of_loss(mean)()
     model.fit(batches(), verbose=0)
     assert seen == [0, 1, 2]
+
+
+def test_the_step_of_a_loop_is_checked_too(mirrored):
+    """A loop weighs by rows what is differentiated in it, as a mean; no graph tells that this is a sum."""
+    with mirrored.scope():
+        model = stack()
+        optimizer = SGD(0.1)
+
+    def step(replica: Any, batch: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.foldl(lambda total, value: total + value, squares(batch[1], model(batch[0], training=True)))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return {}
+
+    parts = {"net": model, "optimizer": optimizer}
+    with pytest.raises(StepError, match="made both ways"):
+        kde.TrainLoop(step, parts=parts, reduce={}, check="raise", strategy=mirrored).fit(data(), shuffle=False)
+    loop = kde.TrainLoop(step, parts=parts, reduce={}, strategy=mirrored)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop.fit(data(), shuffle=False, verbose=0)
+    (said,) = [str(one.message) for one in caught if "does not train on" in str(one.message)]
+    assert re.search(r"the gradient of .*dense.*A loss must be a mean or a sum .*`TrainLoop\(check=False\)`", said)

@@ -55,6 +55,7 @@ class DeclaredStep(DistributedStep):
         self._kept = kept
 
     has_user_code = True
+    takes_check = "TrainLoop"
     logs_are_compared = False  # what is declared may say how many replicas there are
 
     def again(self) -> DistributedStep:

@@ -20,6 +20,7 @@ from keras_dist_ext.errors import LoopError, StrategyError
 from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.strategy.given import checked_strategy
 from keras_dist_ext.strategy.scope import move_into_scope, raw_variables
+from keras_dist_ext.training.check_mode import CheckMode
 from keras_dist_ext.training.execution_sizer import checked_steps_per_execution
 from keras_dist_ext.training.loop.arguments import (
     check_named,
@@ -83,6 +84,7 @@ class TrainLoop(Model):
         steps_per_execution: see ``Model.compile``.
         run_eagerly: run the step as Python, for debugging.
         name: of the loop.
+        check: see ``Model.compile``.
         strategy: the strategy to train under (keyword only); by default the one whose scope is entered.
         seed: see ``Model``.
 
@@ -107,6 +109,7 @@ class TrainLoop(Model):
         steps_per_execution: int | str = "auto",
         run_eagerly: bool = False,
         name: str = "loop",
+        check: CheckMode = True,
         strategy: tf.distribute.Strategy | None = None,  # for type checkers: `Scoped` takes it, and enters its scope
     ) -> None:
         checked_strategy(strategy)
@@ -146,6 +149,7 @@ class TrainLoop(Model):
             run_eagerly=run_eagerly,
             jit_compile=False,
             auto_scale_loss=False,
+            check=check,
         )
         self.built = True
 
