@@ -69,11 +69,13 @@ SUMS: dict[str, Callable[[Any], Any]] = {
     "ragged": lambda v: tf.reduce_sum(tf.RaggedTensor.from_uniform_row_length(v, 1)),
     "recompute_grad": lambda v: tf.recompute_grad(tf.reduce_sum)(v),
 }
+NEED_ROWS = ("segment_sum", "foldl", "scan", "cumsum")  # of no rows, TensorFlow itself makes an error of them
 PLACES = ("train_step", "compute_loss", "a compiled loss", "add_loss")
 X = np.random.default_rng(0).normal(size=(15, 5)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(15, 3)).astype("float32")
 DATA = {
-    "unknown rows": lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(7),  # 7, 7 and 1
+    "unknown rows": lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(6),  # 6, 6 and 3
+    "an empty replica": lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(7),  # 7, 7 and 1
     "static rows": lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(5, drop_remainder=True),
 }
 
@@ -144,10 +146,15 @@ def assert_as_on_one_device(strategy: Any, place: str, form: str, rows: str, is_
 
 
 CASES = [
-    (place, form, rows, is_mean) for form in SUMS for place in PLACES for rows in DATA for is_mean in (False, True)
+    (place, form, rows, is_mean)
+    for form in SUMS
+    for place in PLACES
+    for rows in DATA
+    for is_mean in (False, True)
+    if rows != "an empty replica" or form not in NEED_ROWS
 ]
 QUICK = [
-    ("train_step", "tensordot", "unknown rows", False),
+    ("train_step", "tensordot", "an empty replica", False),
     ("compute_loss", "foldl", "static rows", True),
     ("a compiled loss", "cond", "unknown rows", False),
     ("add_loss", "tf.function", "static rows", False),
@@ -159,9 +166,9 @@ def test_a_sum_however_written_and_its_mean_train_as_on_one_device(strategies, p
     assert_as_on_one_device(strategies.get("mirrored2"), place, form, rows, is_mean)
 
 
-@pytest.mark.parametrize("form", rotating(SUMS, []))
+@pytest.mark.parametrize("form", rotating([form for form in SUMS if form not in NEED_ROWS], []))
 def test_so_it_does_on_four_replicas_of_which_some_are_empty(strategies, form):
-    assert_as_on_one_device(strategies.get("mirrored4"), "train_step", form, "unknown rows", False)
+    assert_as_on_one_device(strategies.get("mirrored4"), "train_step", form, "an empty replica", False)
 
 
 @pytest.mark.parametrize("form", rotating(SUMS, []))
