@@ -36,7 +36,7 @@ def local_copy(model: Model) -> Any:
         TypeError: ``model`` is not a model of this package.
     """
     if runtime_of(model) is None:
-        raise TypeError(f"kde.local_copy takes a kde.Model, and got {type(model).__name__}.")
+        raise TypeError(f"model must be a kde.Model, got {type(model).__name__}.")
     if tf.distribute.has_strategy():
         raise ScopeError("kde.local_copy was called inside a strategy's scope, and the copy lives in none. Leave it.")
     return take_over(model, tf.distribute.get_strategy(), OWN_CLASSES, compile=True)

@@ -313,6 +313,7 @@ PUBLIC: dict[str, Entry] = {
         {"path": "path|filepath"},  # Keras' word
         runs=False,
     ),
+    "local_copy": Entry(kde.local_copy, lambda: {"model": stock()}),
     "on_improvement": Entry(kde.on_improvement, lambda: {"name": "loss", "action": print}, {"name": {"text"}}),
     "on_preemption": Entry(kde.on_preemption),
     "per_replica": Entry(kde.per_replica, lambda: {"function": print}, {"strategy": STRATEGY}),

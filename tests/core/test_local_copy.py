@@ -47,7 +47,7 @@ def test_a_copy_is_apart_from_the_model(mirrored):
 
 
 def test_what_cannot_be_copied_is_named(mirrored):
-    with pytest.raises(TypeError, match=r"kde.local_copy takes a kde.Model, and got Sequential\."):
+    with pytest.raises(TypeError, match=r"model must be a kde.Model, got Sequential\."):
         kde.local_copy(keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)]))
     model = runs.make(kde, mirrored)
     with mirrored.scope(), pytest.raises(kde.ScopeError, match="was called inside a strategy's scope"):
