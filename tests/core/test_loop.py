@@ -1017,5 +1017,5 @@ def test_reductions_and_names_are_checked_when_a_loop_is_made() -> None:
         TrainLoop(lambda replica, batch: {}, parts={}, reduce=["loss"])  # type: ignore[arg-type]
     with pytest.raises(LoopError, match="parts must be a dict by name, .* got NoneType"):
         TrainLoop(lambda replica, batch: {}, parts=None, reduce={})  # type: ignore[arg-type]
-    with pytest.raises(LoopError, match=r"A step must be a function of \(replica, batch\)"):
+    with pytest.raises(LoopError, match=r"step must be a function of \(replica, batch\)"):
         TrainLoop({}, parts={}, reduce={})  # type: ignore[arg-type]
