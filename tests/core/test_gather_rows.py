@@ -46,7 +46,7 @@ CASES = {
     "a scaled loss": ("mirrored2", {"scales": True}, {}),
     "even rows, as constants": ("mirrored2", {}, {"size": 6, "static": True}),
     "uneven rows, as constants": ("mirrored2", {}, {"size": 7, "static": True}),
-    "batches that TensorFlow splits": ("mirrored3", {}, {"splits": True}),
+    "batches that TensorFlow splits": ("mirrored3", {"losses": ("sum of all", "both")}, {"splits": True}),
     "4 virtual replicas on 1": ("one_device", {"virtual_replicas": 4}, {}),
     "4 virtual replicas on 2": ("mirrored2", {"virtual_replicas": 4}, {}),
 }
