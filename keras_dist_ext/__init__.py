@@ -5,8 +5,8 @@ which. In the order in which a training script meets them:
 
     strategies   pick_strategy, StrategyChoice, VirtualReplicas, check_scope, ScopeGuard
     models       Model, Sequential, adopt, clone_model, load_model, local_copy, place, Placement
-    loops        gather_rows, row_indices, TrainLoop, Replica, per_replica, gather, NonFinite, every, on_improvement,
-                 on_preemption, Resume
+    steps        gather_rows, row_indices, reduce_gradients
+    loops        TrainLoop, Replica, per_replica, gather, NonFinite, every, on_improvement, on_preemption, Resume
     data         distribute, bucket_by_length, audit, inspect
     seeds        ReplicaSeeds, seed_replicas, describe_seeds
     callbacks    RunCallback: what callbacks of several workers or replicas may implement

@@ -20,7 +20,6 @@ from keras_dist_ext.cluster.spec import JOBS, Cluster
 from keras_dist_ext.errors import ClusterError, StrategyError
 from keras_dist_ext.strategy.decision import Decision
 from keras_dist_ext.strategy.resources import TPU_VARIABLES, Resources, listed, of_type
-from keras_dist_ext.strategy.workers import workers_of
 
 __all__ = ["Communication", "build"]
 
@@ -170,6 +169,8 @@ def _join(cluster: Cluster, num_gpus: int, communication: Communication, wait_se
             f"{cluster.task} and the others had found each other, but not all joined within {wait_seconds:g} s. "
             "Look for the first worker that has failed, and start all of them again."
         ) from error
+    from keras_dist_ext.strategy.workers import workers_of  # stands on private Keras: not for one worker
+
     workers_of(strategy)  # from here on they can tell each other where they are
     return strategy
 

@@ -203,6 +203,7 @@ PUBLIC: dict[str, Entry] = {
             "test": {"None"},
             "predict": {"None"},
             "run_eagerly": FLAG,
+            "check": FLAG,
             "name": {"text"},
             "strategy": STRATEGY,
             "seed": {"None"},

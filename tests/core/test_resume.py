@@ -564,6 +564,7 @@ def test_a_distributed_dataset_is_refused(mirrored: Any, tmp_path: pathlib.Path)
 def finished(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A folder with what a run of `fit_small` has left; to be copied."""
     folder = tmp_path_factory.mktemp("finished")
+    keras.utils.set_random_seed(1337)  # as each test has it (conftest.py)
     fit_small(folder)
     return folder
 

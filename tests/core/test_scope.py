@@ -374,7 +374,7 @@ def test_report_is_frozen_and_says_where_each_thing_lives(mirrored):
 
 
 def test_only_models_and_layers_are_checked(mirrored):
-    with pytest.raises(TypeError, match="check_scope expects a Keras model or layer, got str: 'net'"):
+    with pytest.raises(TypeError, match="model must be a Keras model or layer, got 'net'"):
         kde.check_scope("net", mirrored)
 
 

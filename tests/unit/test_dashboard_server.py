@@ -566,7 +566,9 @@ def test_the_loader_needs_nothing_but_tensorboard():
     ended = subprocess.run([sys.executable, "-c", _LOADER], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert ended.stdout.split() == [
         "keras_dist_ext",
+        "keras_dist_ext.errors",
         "keras_dist_ext.monitoring",
         "keras_dist_ext.monitoring.dashboard",
         "keras_dist_ext.monitoring.dashboard.loader",
+        "keras_dist_ext.versions",
     ]
