@@ -114,7 +114,12 @@ _OF_KERAS = ("x", "y", "sample_weight")
 
 
 def take_rows(data: Any, rows: Sequence[int] | npt.NDArray[Any]) -> Any:
-    """Take rows of a batch by their numbers, in that order; what has no rows stays."""
+    """Take rows of a batch by their numbers, in that order; what has no rows stays.
+
+    Raises:
+        DataError: tensors have different numbers of rows.
+    """
+    _rows_of_all(data)
     index = tf.constant(rows, tf.int64)
 
     def take(leaf: Any) -> Any:

@@ -6,7 +6,8 @@ summed there instead, once, packed with what else all replicas have to know (see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -58,7 +59,7 @@ class Gradients:
         self._guard = guard
         self._observer = observer
         self._plan = plan
-        self._graph = _graph()
+        self._graph = self._noted_graph = _graph()
         self._kept = KeptGradients(self._graph)
         self._global: list[Any] = []  # tensors that were summed
         self._calls: list[GradientCall] = []
@@ -342,8 +343,17 @@ class Gradients:
         ]
         return calls, self._reduced, whole
 
+    @contextlib.contextmanager
+    def noted_here(self) -> Iterator[None]:
+        """Note gradients in the function that is being traced: all of the step is in it, and it returns them."""
+        before, self._noted_graph = self._noted_graph, _graph()
+        try:
+            yield
+        finally:
+            self._noted_graph = before
+
     def _note_gradients(self, optimizer: Any, gradients: Sequence[Any]) -> None:
-        if self._note is None or _graph() is not self._graph:
+        if self._note is None or _graph() is not self._noted_graph:
             return
         factor: Any = self._weights.inverse_share if self._reducer.num_replicas > 1 else 1.0
         if hasattr(optimizer, "dynamic_scale"):

@@ -145,6 +145,10 @@ class Means:
         self._means[id(value)] = value
         return value
 
+    def has_marked(self, value: Any) -> bool:
+        """Whether a tensor is remembered as a mean."""
+        return id(value) in self._means
+
     def terms(self, value: Any) -> list[Term]:
         """Return the terms of a scalar, or a vector as it is.
 

@@ -183,6 +183,8 @@ class RowWeights:
         """Split a target into parts, each with what it counts on this replica in the sum over replicas."""
         if not of_shared and not self._of_rows.are_known and value.shape.rank != 0:
             return [(value, 1.0)]  # a vector of rows is a sum
+        if given is None and _rank(value) and self._means.has_marked(value):
+            return [(value, 1.0)]  # so is a vector of losses
         means = self._means if of_shared else self._of_rows
         if given is not None:
             (term, *_) = means.terms(tf.reduce_sum(value * tf.cast(given, value.dtype)))

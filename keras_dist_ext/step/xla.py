@@ -63,7 +63,8 @@ def _noting(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Compile a step as a whole; what is recorded of it comes out beside its logs."""
 
     def inside(batch: Any) -> Any:
-        logs, note = step(batch), _note()
+        with _step().gradients.noted_here():
+            logs, note = step(batch), _note()
         return logs, () if note is None else note.from_compiled()
 
     function = compiled(inside)

@@ -371,7 +371,7 @@ FAULTS = {
     "fails": (ZeroDivisionError, "the third call"),
     "gathers": (kde.StrategyError, "A step calls merge_call of tf.distribute, as all_gather does"),
     "differs": (kde.StrategyError, "Virtual replica 0 stopped for 'update' with 2 values, and 1 for 'end' with"),
-    "in a branch": (kde.StrategyError, "A step sums over replicas inside of a tf.function, or of a branch or loop"),
+    "in a branch": (kde.LoopError, "inside of a tf.function, or of a branch or loop in the graph, where replicas"),
     "in a function": (
         Exception,
         "StrategyError: A step sums over replicas inside of a tf.function, or of a branch or loop",
