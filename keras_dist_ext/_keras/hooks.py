@@ -85,6 +85,7 @@ def _(
 # keras/src/trainers/trainer.py
 @install(keras.Model, "compute_loss")
 def _(original: Callable[..., Any], step: Step, *args: Any, **kwargs: Any) -> Any:
+    step.begin_loss()
     loss = original(*args, **kwargs)
     step.note_loss(loss)
     return loss

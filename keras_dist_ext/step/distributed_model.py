@@ -41,6 +41,11 @@ class DistributedModel(Protocol):
     train_function: Any
     test_function: Any
     predict_function: Any
+    placement: Any
+
+    @property
+    def losses(self) -> Sequence[Any]:
+        """What its layers have added to the loss."""
 
     @property
     def distribute_strategy(self) -> tf.distribute.Strategy:

@@ -24,7 +24,7 @@ from keras_dist_ext.step.reduce import optimization_barrier, scale
 from keras_dist_ext.step.reducers import Reducer
 from keras_dist_ext.step.row_weights import RowWeights
 from keras_dist_ext.step.step_plan import GradientCall, StepPlan
-from keras_dist_ext.step.update import Update, assign_reduced, split_flags
+from keras_dist_ext.step.update import Update, assign_reduced, build_optimizer, split_flags
 
 __all__ = ["Gradients"]
 
@@ -224,6 +224,8 @@ class Gradients:
         kept = [self._kept.of(gradient) for gradient in gradients]
         others = [gradient if term is None else None for gradient, term in zip(gradients, kept, strict=True)]
         self._observer.on_apply(optimizer, others, variables)
+        if inner_optimizer(optimizer) is not optimizer:  # what has scaled the loss is a constant until it is built
+            build_optimizer(optimizer, variables)
         original = self._observed(original)
         self._reducer.prepare(optimizer, variables, guards=self._guard is not None)
         present = [gradient for gradient in gradients if gradient is not None]

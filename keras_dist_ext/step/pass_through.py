@@ -27,6 +27,9 @@ class PassThrough:
         """Return the loss as it is."""
         return local
 
+    def begin_loss(self) -> None:
+        """Do nothing."""
+
     def note_loss(self, value: Any) -> None:
         """Take no note."""
 

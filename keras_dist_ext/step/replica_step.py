@@ -27,6 +27,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras import tree
+from keras_dist_ext._keras.models import overrides
+from keras_dist_ext._keras.optimizers import inner_optimizer
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step import pass_through
 from keras_dist_ext.step.all_rows import AllRows
@@ -121,6 +123,7 @@ class ReplicaStep:
             else ReplicaGuard(options.guard, reducer.replica_id, reducer.num_replicas, rows)
         )
         self._observer = options.observer
+        self._weighs_early = False  # the losses that are being added up
         self.gradients = Gradients(
             reducer, self.weights, self._states, self.note, self._guard, self._observer, options.plan
         )
@@ -159,11 +162,28 @@ class ReplicaStep:
         """Turn a replica's reduced loss into one whose mean over replicas, weighted by share, is the global loss."""
         if self.all_rows.kind_of(local) == "replicated":  # of the losses of all rows: the same on every replica
             return self.weights.mark_as_mean(local)
-        return self.weights.reduce_loss(local, sample_weight, mask, reduction)
+        loss = self.weights.reduce_loss(local, sample_weight, mask, reduction)
+        return self.weights.weigh_gradient(loss) if self._weighs_early and not loss.shape.rank else loss
+
+    def begin_loss(self) -> None:
+        """Prepare for what Keras' ``compute_loss`` adds up.
+
+        Where all that Keras' own step differentiates are losses of `compile`, and an optimizer scales their sum, each
+        gets its weight by itself.
+        """
+        model, optimizer = self.model, getattr(self.model, "optimizer", None)
+        is_scaled = self.kind == "train" and optimizer is not None and inner_optimizer(optimizer) is not optimizer
+        is_own = any(overrides(model, name) for name in ("train_step", "compute_loss"))
+        self._weighs_early = (
+            is_scaled and self.num_replicas > 1 and model.placement is None and not is_own and not model.losses
+        )
 
     def note_loss(self, value: Any) -> None:
         """Note what Keras' ``compute_loss`` has returned, a sum of means."""
         self.weights.mark_as_mean(value)
+        if self._weighs_early:
+            self.weights.mark_as_weighted(value)
+        self._weighs_early = False
         if len(getattr(value, "shape", ())) == 0:
             if self._guard is not None:
                 self._guard.losses.append(value)

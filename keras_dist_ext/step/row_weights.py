@@ -50,6 +50,7 @@ class RowWeights:
         self._model = model
         self._reducer = reducer
         self._num_replicas = reducer.num_replicas
+        self._weighted: dict[int, Any] = {}  # by id: losses whose parts have had their weight
         self._can_be_empty = not (isinstance(rows, int) and rows > 0)
         self._scaled: dict[int, tuple[Any, Any]] = {}  # by id: losses that an optimizer has scaled, and the optimizer
         self._means = Means(rows, exponents)
@@ -109,6 +110,23 @@ class RowWeights:
         (global_count,) = self._reducer.sum([count])
         factor = tf.math.divide_no_nan(count, global_count) * of_dtype(self.inverse_share, count.dtype)
         return local * tf.cast(tf.stop_gradient(factor), local.dtype)
+
+    def weigh_gradient(self, local: tf.Tensor) -> tf.Tensor:
+        """Return a mean loss as it is, whose gradient has the replica's weight already.
+
+        What scales a loss may overflow, so the weight has to come where one device divides by the rows, and no earlier.
+        """
+        share = self.share
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def weighted(value: tf.Tensor) -> Any:
+            return tf.identity(value), lambda upstream: scale(upstream, share)
+
+        return self._means.mark_as_mean(weighted(local))
+
+    def mark_as_weighted(self, value: Any) -> None:
+        """Remember that all of a loss went through ``weigh_gradient``."""
+        self._weighted[id(value)] = value
 
     def adds_losses_of(self, model: DistributedModel) -> bool:
         """Whether what layers of a model have added to the loss is part of this step, and is made means by it."""
@@ -181,6 +199,8 @@ class RowWeights:
 
     def _weighted_parts(self, value: Any, given: Any, *, of_shared: bool) -> list[tuple[Any, float | tf.Tensor]]:
         """Split a target into parts, each with what it counts on this replica in the sum over replicas."""
+        if id(value) in self._weighted:
+            return [(value, 1.0)]
         if not of_shared and not self._of_rows.are_known and value.shape.rank != 0:
             return [(value, 1.0)]  # a vector of rows is a sum
         if given is None and _rank(value) and self._means.has_marked(value):
@@ -232,6 +252,8 @@ class RowWeights:
         """Scale a loss as the optimizer does, made a mean (a vector of losses is a sum)."""
         scaled = original(self.as_mean(loss))
         self._scaled[id(scaled)] = scaled, optimizer
+        if id(loss) in self._weighted:
+            self.mark_as_weighted(scaled)
         return self._means.mark_as_mean(scaled) if self._means.are_read and not _rank(scaled) else scaled
 
     def scaled_by(self, target: Any) -> Any:
