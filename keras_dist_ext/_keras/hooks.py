@@ -191,10 +191,15 @@ def _(
     **kwargs: Any,
 ) -> Any:
     def gradient(target: Any, output_gradients: Any) -> Any:
-        return original(tape, target, sources, output_gradients, **kwargs)
+        before, thread.is_differentiating = is_inner, True
+        try:
+            return original(tape, target, sources, output_gradients, **kwargs)
+        finally:
+            thread.is_differentiating = before
 
+    is_inner = getattr(thread, "is_differentiating", False)  # by code of a gradient, as in `tf.recompute_grad`
     differentiate = getattr(step, "differentiate", None)
-    if differentiate is None:
+    if differentiate is None or is_inner:
         return gradient(target, output_gradients)
     caller = sys._getframe(2)
     optimizer = caller.f_locals["self"].optimizer if caller.f_code is _KERAS_STEP else None
