@@ -337,6 +337,9 @@ class Recorder:
         self.asked.append(("sum_update", (metric.name, values, sample_weight)))
         return values, sample_weight
 
+    def begin_loss(self) -> None:
+        self.asked.append(("begin_loss", None))
+
     def note_loss(self, value: Any) -> None:
         self.asked.append(("note_loss", value))
 
