@@ -170,6 +170,7 @@ def _later(seconds: float, action: Callable[[], None]) -> None:
 
 def _bring_about_in_save(accident: Accident, action: Callable[[], None]) -> None:
     """Have it happen at a call that a save makes, in the thread that writes it; half of a write is made before."""
+    from keras_dist_ext import whole_files
     from keras_dist_ext.training.resume import checkpoints
 
     original = checkpoints.CheckpointStore.write
@@ -179,7 +180,9 @@ def _bring_about_in_save(accident: Accident, action: Callable[[], None]) -> None
         nonlocal number
         number += 1
         if number >= accident.number:
-            checkpoints.os = _DyingOs(accident.call, accident.count, action)  # type: ignore[attr-defined]
+            dying = _DyingOs(accident.call, accident.count, action)
+            for module in (checkpoints, whole_files):
+                module.os = dying  # type: ignore[attr-defined]
         return original(self, *arguments)
 
     checkpoints.CheckpointStore.write = write  # type: ignore[method-assign]
