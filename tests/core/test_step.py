@@ -1,6 +1,7 @@
 """What replicas compute by themselves, and what they agree on, whatever carries the sums between them."""
 
 import warnings
+from contextlib import nullcontext
 
 import keras
 import numpy as np
@@ -253,7 +254,9 @@ def test_replicas_without_rows_leave_numbers_and_agree(strategies, case, run_eag
         run_eagerly=run_eagerly,
     )
     batches = tf.data.Dataset.from_tensor_slices((X[:5], Y[:5])).batch(2)  # 2, 2 and 1 rows for 3 replicas
-    history = net.fit(batches, epochs=2, verbose=0).history
+    differs = case == "a ratio of means" and not run_eagerly  # fit checks steps in graphs
+    with pytest.warns(UserWarning, match="not train on 3 replicas as on one device") if differs else nullcontext():
+        history = net.fit(batches, epochs=2, shuffle=False, verbose=0).history
     assert np.isfinite(list(history.values())).all()
     assert np.isfinite(net.evaluate(batches, verbose=0)).all()
     prediction = net.predict(batches, verbose=0)
