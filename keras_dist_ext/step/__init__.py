@@ -18,7 +18,6 @@ In reading order:
     ancestry          what a value in a graph is computed from
     origins           which values are one replica's own
     distributed_model what a step needs of a model, as a type
-    step_data         what a step takes, as a type
     means             which numbers are means over examples
     batch_scaling     whether a loss is a mean or a sum over examples
     measured_exponents  how numbers grow with the examples, where no graph tells

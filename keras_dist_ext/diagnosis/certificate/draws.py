@@ -15,8 +15,8 @@ import tensorflow as tf
 from keras_dist_ext._keras.layers import current_layer_path
 from keras_dist_ext._keras.random import intercept_dropout, intercept_random_ops
 from keras_dist_ext._keras.strategies import replica_id
+from keras_dist_ext.aliases import StepData
 from keras_dist_ext.diagnosis.certificate.sides import Side
-from keras_dist_ext.step.step_data import StepData
 
 __all__ = ["Draws", "watch_draws"]
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_dist_ext.aliases import StepData
 from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.diagnosis.certificate.sides import (
     Side,
@@ -28,7 +29,6 @@ from keras_dist_ext.diagnosis.certificate.sides import (
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.step.alike_draws import RowsAlike
-from keras_dist_ext.step.step_data import StepData
 from keras_dist_ext.strategy.scope import describe_strategy
 from keras_dist_ext.training.gaps import (
     LEAST,

@@ -41,10 +41,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext.aliases import StepData
 from keras_dist_ext.data.split import without_optionals
 from keras_dist_ext.errors import DataError, StrategyError
 from keras_dist_ext.step.distributed_model import DistributedModel
-from keras_dist_ext.step.step_data import StepData
 from keras_dist_ext.training.parameter_server.pool import Pool
 from keras_dist_ext.training.parameter_server.worker_calls import WorkerCalls, lost_servers_named
 from keras_dist_ext.training.parameter_server.worker_data import WorkerData

@@ -13,11 +13,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext.aliases import StepData
 from keras_dist_ext.data.split import without_optionals
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.graphs import in_graph
-from keras_dist_ext.step.step_data import StepData
 from keras_dist_ext.strategy.scope import optimizers
 
 __all__ = ["WorkerSteps"]

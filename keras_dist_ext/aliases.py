@@ -1,0 +1,41 @@
+"""Names for types of values that travel, for signatures.
+
+TensorFlow and Keras ship no type information, so ``tf.Tensor`` is ``Any`` to a type checker, and says to a reader what
+is meant. What has no name there, such as a nest of tensors, has one here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = ["Array", "Config", "DType", "JsonObject", "Logs", "SpecNest", "StepData", "TensorNest"]
+
+TensorNest: TypeAlias = Any
+"""Tensors (dense, ragged or sparse), arrays and variables, or None; or tuples, lists and dictionaries of these, as
+``tf.nest`` knows them."""
+
+StepData: TypeAlias = object
+"""What a step takes: such a nest of which nothing is asked but its leaves. Those with a first dimension have equally
+many rows."""
+
+SpecNest: TypeAlias = Any
+"""A nest of the ``tf.TypeSpec`` of such leaves."""
+
+Array: TypeAlias = "npt.NDArray[Any]"
+"""A NumPy array of any type of numbers."""
+
+DType: TypeAlias = "np.dtype[Any]"
+"""The type of its numbers."""
+
+Logs: TypeAlias = dict[str, float]
+"""What Keras tells callbacks: metrics by their names."""
+
+Config: TypeAlias = dict[str, Any]
+"""What ``get_config`` of a layer, an optimizer or a model returns: values that JSON can represent."""
+
+JsonObject: TypeAlias = dict[str, Any]
+"""Any other dictionary of values that JSON can represent."""
