@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import signal
 import threading
+import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
+from keras_dist_ext.aliases import Logs
 from keras_dist_ext.errors import CallbackError
 from keras_dist_ext.training.resume.callback import Resume
-from keras_dist_ext.training.run_callback import RunCallback
+from keras_dist_ext.training.run_callback import RunCallback, RunData
 from keras_dist_ext.training.worker_sync import own_callback
 
 if TYPE_CHECKING:
-    from keras_dist_ext.training.epoch_data import EpochData
     from keras_dist_ext.training.model import Model
 
 __all__ = ["every", "on_improvement", "on_preemption"]
 
-Action = Callable[[Any], None]
+Action = Callable[[keras.Model], object]
 
 
 def every(num_steps: int, action: Action) -> keras.callbacks.Callback:
@@ -49,13 +50,13 @@ class _Every(RunCallback):
         self._num_steps = num_steps
         self._action = action
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         self._made_before = self._made = 0
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._made_before = self._made
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         made = self._made_before + batch + 1
         is_due = made // self._num_steps > self._made // self._num_steps
         self._made = made
@@ -86,10 +87,10 @@ class _OnImprovement(RunCallback):
         self._action = action
         self._sign = 1.0 if mode == "max" else -1.0
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         self._best = -float("inf")
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if self._name not in (logs or {}):
             raise CallbackError(
                 f"on_improvement({self._name!r}): an epoch has the values {sorted(logs or {})}. Name one."
@@ -130,7 +131,7 @@ class _OnPreemption(RunCallback):
         self._is_near = False
         self._before = signal.signal(signal.SIGTERM, self._note)
 
-    def on_run_begin(self, callbacks: Sequence[keras.callbacks.Callback], data: EpochData | None) -> None:
+    def on_run_begin(self, callbacks: Sequence[keras.callbacks.Callback], data: RunData | None) -> None:
         if any(isinstance(own_callback(callback), Resume) for callback in callbacks):
             raise CallbackError(
                 "on_preemption ends training, and Resume beside it would save the run as one that is over, so that it "
@@ -141,11 +142,11 @@ class _OnPreemption(RunCallback):
     def on_run_end(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _note(self, number: int, frame: types.FrameType | None) -> None:
         self._is_near = True
         self.on_run_end()  # a second one does what it did before
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         if self._is_near:
             self._is_near = False
             self._action(self.model)

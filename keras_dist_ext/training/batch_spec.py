@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 
+from keras_dist_ext.aliases import Array
 from keras_dist_ext.errors import DataError
 
 __all__ = ["any_number_of_rows", "rows_of_one"]
 
+_HasShape: TypeAlias = "tf.Tensor | tf.TypeSpec | Array"
 
-def any_number_of_rows(spec: Any) -> Any:
+
+def any_number_of_rows(spec: _HasShape | None) -> tf.TypeSpec | None:
     """Return a spec like that of a tensor, or like that of a sparse or a ragged one, with an unknown first dimension.
 
     Raises:
@@ -31,7 +34,7 @@ def any_number_of_rows(spec: Any) -> Any:
     return _like(spec, shape)
 
 
-def _like(spec: Any, shape: tf.TensorShape) -> Any:
+def _like(spec: _HasShape, shape: tf.TensorShape) -> tf.TypeSpec:
     """Return the spec of another shape."""
     if isinstance(spec, (tf.SparseTensor, tf.RaggedTensor)):
         spec = tf.type_spec_from_value(spec)
@@ -42,7 +45,7 @@ def _like(spec: Any, shape: tf.TensorShape) -> Any:
     return tf.TensorSpec(shape, tf.as_dtype(spec.dtype))
 
 
-def rows_of_one(spec: Any, num_replicas: int) -> Any:
+def rows_of_one(spec: _HasShape | None, num_replicas: int) -> tf.TypeSpec | None:
     """Return the spec of the most rows that one of so many replicas gets of a tensor with this spec."""
     if spec is None:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import tensorflow as tf
 
@@ -12,13 +11,15 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.callbacks import LateCallbackList
 from keras_dist_ext._keras.layers import flat_layers, seed_generators
 from keras_dist_ext._keras.strategies import is_default_strategy
+from keras_dist_ext.aliases import Logs
 from keras_dist_ext.errors import CallbackError, ScopeError
 from keras_dist_ext.hashing import checked_seed
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.seeds import seeds_of
 from keras_dist_ext.strategy.given import checked_strategy
 from keras_dist_ext.strategy.scope import check_scope
-from keras_dist_ext.training.run_callback import RunCallback
+from keras_dist_ext.training.epoch_data import EpochData
+from keras_dist_ext.training.run_callback import Callbacks, RunCallback
 from keras_dist_ext.training.runtime import runtime_of
 
 __all__ = ["ReplicaSeeds", "RunCallbackList", "ScopeGuard"]
@@ -44,15 +45,15 @@ class ScopeGuard(RunCallback):
         super().__init__()
         self._strategy = checked_strategy(strategy)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Check before the first step of `fit`."""
         self._check("fit")
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Check before the first step of `evaluate`, or of a validation."""
         self._check("evaluate")
 
-    def on_predict_begin(self, logs: Any = None) -> None:
+    def on_predict_begin(self, logs: Logs | None = None) -> None:
         """Check before the first step of `predict`."""
         self._check("predict")
 
@@ -108,7 +109,7 @@ class ReplicaSeeds(RunCallback):
         self.seed = checked_seed(seed)
         self.enable_op_determinism = arguments.flag("enable_op_determinism", enable_op_determinism, error=CallbackError)
 
-    def get_run_config(self) -> Mapping[str, Any]:
+    def get_run_config(self) -> Mapping[str, object]:
         """See ``RunCallback``."""
         return {"seed": self.seed}
 
@@ -118,15 +119,15 @@ class ReplicaSeeds(RunCallback):
         if self.enable_op_determinism:
             tf.config.experimental.enable_op_determinism()
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Refuse models of stock Keras."""
         seeds_of(self.model)
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Refuse models of stock Keras."""
         seeds_of(self.model)
 
-    def on_predict_begin(self, logs: Any = None) -> None:
+    def on_predict_begin(self, logs: Logs | None = None) -> None:
         """Refuse models of stock Keras."""
         seeds_of(self.model)
 
@@ -140,7 +141,9 @@ class RunCallbackList(LateCallbackList):
     A ``RunCallback`` has hooks that come before or after those of all others, wherever it stands in the list.
     """
 
-    def __init__(self, callbacks: Any, model: keras.Model, *, verbose: Any, epochs: int, add_history: bool) -> None:
+    def __init__(
+        self, callbacks: Callbacks, model: keras.Model, *, verbose: int | str, epochs: int, add_history: bool
+    ) -> None:
         self._arguments = {"callbacks": callbacks, "model": model, "verbose": verbose, "epochs": epochs}
         self._arguments |= {"add_history": add_history, "add_progbar": verbose != 0}
         self._runtime = model.replica_runtime
@@ -148,10 +151,26 @@ class RunCallbackList(LateCallbackList):
         self._is_set_up = False
         self._run_callbacks: list[RunCallback] = []
         self._on_execution_end: list[Callable[[], None]] = []  # only those that do something: they are called often
-        self.data: Any = None  # the one of training, or of evaluation where nothing is trained
-        self.test_data: Any = None
+        self._data: EpochData | None = None
+        self._test_data: EpochData | None = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    @property
+    def data(self) -> EpochData:
+        """That of training, or of evaluation where nothing is trained; known before a run begins."""
+        assert self._data is not None
+        return self._data
+
+    @property
+    def test_data(self) -> EpochData:
+        """That of the last evaluation; that of training before there is one."""
+        assert self._test_data is not None
+        return self._test_data
+
+    def add_data(self, data: EpochData) -> None:
+        """Take note of the data of training, or of an evaluation."""
+        self._data, self._test_data = self._data or data, data
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Set up, and begin training."""
         self._set_up()
         for callback in self._run_callbacks:
@@ -160,51 +179,51 @@ class RunCallbackList(LateCallbackList):
         for callback in self._run_callbacks:
             callback.on_after_train_begin()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Begin an epoch."""
         super().on_epoch_begin(epoch, logs)
         for callback in self._run_callbacks:
             callback.on_after_epoch_begin()
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Begin an execution of training."""
         with self._stops["train"].shown():
             super().on_train_batch_begin(batch, logs)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """End an execution of training at the batch that was its last."""
         with self._stops["train"].shown():
             super().on_train_batch_end(min(batch, self.data.last_step), logs)
             for on_execution_end in self._on_execution_end:
                 on_execution_end()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """End an epoch."""
         super().on_epoch_end(epoch, logs)
         for callback in self._run_callbacks:
             callback.on_after_epoch_end(epoch)
         self._runtime.agree_on_stop()  # also where one of these has asked for it
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """End training."""
         super().on_train_end(logs)
         for callback in self._run_callbacks:
             callback.on_after_train_end()
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Set up where nothing is trained, and begin evaluation."""
         self._set_up()
         super().on_test_begin(logs)
 
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Begin an execution of evaluation."""
         with self._stops["test"].shown():
             super().on_test_batch_begin(batch, logs)
 
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """End an execution of evaluation at the batch that was its last."""
         with self._stops["test"].shown():
-            super().on_test_batch_end(min(batch, (self.test_data or self.data).last_step), logs)
+            super().on_test_batch_end(min(batch, self.test_data.last_step), logs)
 
     def _set_up(self) -> None:
         if not self._is_set_up:

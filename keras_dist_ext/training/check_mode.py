@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from typing import IO, Any, Literal
+from typing import IO, Literal
+
+from keras_dist_ext.aliases import Config
 
 __all__ = ["CheckMode", "check_mode", "note_mode", "read_mode", "read_mode_from_file"]
 
@@ -14,7 +16,7 @@ CheckMode = bool | Literal["raise"]
 _NOTE = "keras_dist_ext.check"
 
 
-def check_mode(value: Any) -> CheckMode:
+def check_mode(value: object) -> CheckMode:
     """Return what was given as ``check``.
 
     Raises:
@@ -25,7 +27,7 @@ def check_mode(value: Any) -> CheckMode:
     raise ValueError(f"Invalid check={value!r}; must be True, False or 'raise'.")
 
 
-def note_mode(config: dict[str, Any], mode: CheckMode) -> dict[str, Any]:
+def note_mode(config: Config, mode: CheckMode) -> Config:
     """Return a compile config with a note of the mode, if it is not the default."""
     optimizer = config.get("optimizer")
     if mode is True or not isinstance(optimizer, dict):
@@ -33,7 +35,7 @@ def note_mode(config: dict[str, Any], mode: CheckMode) -> dict[str, Any]:
     return {**config, "optimizer": {**optimizer, _NOTE: mode}}
 
 
-def read_mode(config: dict[str, Any] | None) -> CheckMode:
+def read_mode(config: Config | None) -> CheckMode:
     """Return what ``note_mode`` has noted in a compile config."""
     optimizer = (config or {}).get("optimizer")
     return check_mode(optimizer.get(_NOTE, True)) if isinstance(optimizer, dict) else True

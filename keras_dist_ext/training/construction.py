@@ -22,7 +22,7 @@ class Scoped(abc.ABCMeta, type(keras.Model)):  # type: ignore[misc]  # ABCMeta: 
     Where a user's class takes a ``seed`` or a ``strategy`` itself, it is given that, whatever it means there.
     """
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: object, **kwargs: Any) -> keras.Model:
         """Construct an instance in the scope of its strategy."""
         own = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
         seed = kwargs.pop("seed", None) if "seed" not in own else None

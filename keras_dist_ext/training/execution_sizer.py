@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Literal
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.callbacks import saves_each_epoch, traces_batches
-from keras_dist_ext.training.run_callback import RunCallback, callbacks_in
+from keras_dist_ext.training.run_callback import Callbacks, RunCallback, callbacks_in
 from keras_dist_ext.training.worker_sync import own_callback
 
 __all__ = ["ExecutionSizer", "allow_multi_step", "checked_steps_per_execution", "looks_at_batches"]
 
 
-def checked_steps_per_execution(given: object) -> Any:
+def checked_steps_per_execution(given: object) -> int | Literal["auto"]:
     """Return "auto", or an integer.
 
     Raises:
         ValueError: it is neither "auto" nor an integer >= 1, which is what Keras raises.
     """
     if isinstance(given, str) and given == "auto":
-        return given
+        return "auto"
     auto = ", or 'auto'"
     return arguments.integer("steps_per_execution", given, least=1, most=_MOST_STEPS, or_none=auto, error=ValueError)
 
@@ -65,7 +65,7 @@ class ExecutionSizer:
         self._num_steps = max(1, min(fitting, 8 * self._num_steps))
 
 
-def looks_at_batches(callbacks: Any, kind: str) -> bool:
+def looks_at_batches(callbacks: Callbacks, kind: str) -> bool:
     """Return whether a callback of the user's own wants every batch of a run of this kind, train or test."""
     names = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"] + (
         ["on_batch_begin", "on_batch_end"] if kind == "train" else []
@@ -85,7 +85,7 @@ def allow_multi_step(callback: keras.callbacks.Callback) -> None:
     _ALLOWED.add(callback)
 
 
-_ALLOWED: weakref.WeakSet[Any] = weakref.WeakSet()
+_ALLOWED: weakref.WeakSet[keras.callbacks.Callback] = weakref.WeakSet()
 
 
 def _supports_multi_step(callback: keras.callbacks.Callback) -> bool:

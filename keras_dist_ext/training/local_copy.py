@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from keras_dist_ext.errors import ScopeError
@@ -14,7 +12,7 @@ from keras_dist_ext.training.runtime import runtime_of
 __all__ = ["local_copy"]
 
 
-def local_copy(model: Model) -> Any:
+def local_copy(model: Model) -> Model:
     """Return a copy of a model on this worker alone, which needs no other worker.
 
     Every worker must make the same calls of ``model.fit``, ``evaluate`` and ``predict``. What one worker alone is to
@@ -39,4 +37,5 @@ def local_copy(model: Model) -> Any:
         raise TypeError(f"model must be a kde.Model, got {type(model).__name__}.")
     if tf.distribute.has_strategy():
         raise ScopeError("kde.local_copy was called inside a strategy's scope, and the copy lives in none. Leave it.")
-    return take_over(model, tf.distribute.get_strategy(), OWN_CLASSES, compile=True)
+    copy: Model = take_over(model, tf.distribute.get_strategy(), OWN_CLASSES, compile=True)
+    return copy

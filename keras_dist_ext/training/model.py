@@ -335,7 +335,7 @@ class Model(HookedModel, metaclass=Scoped):
             kind = next(kinds)
             new = EpochData(self.replica_runtime, kind, sizers[kind], **arguments)
             if isinstance(callbacks, RunCallbackList):
-                callbacks.data, callbacks.test_data = callbacks.data or new, new
+                callbacks.add_data(new)
             made.append(new)
             return new
 

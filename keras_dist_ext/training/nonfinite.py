@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.variables import components
+from keras_dist_ext.aliases import JsonObject, Logs
 from keras_dist_ext.errors import CallbackError, NonFiniteError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.step.nan_guard import DATA, GRADIENTS, LOSS, BadStep, Guard
@@ -73,12 +74,12 @@ class NonFinite(RunCallback):
         self.left_out: list[LeftOut] = []
         self._num_left_out = 0
         self._guard: Guard | None = None
-        self._guarded: Any = None
+        self._guarded: keras.Model | None = None
         self._epoch = 0
 
     supports_multi_step = True
 
-    def get_run_config(self) -> Mapping[str, Any]:
+    def get_run_config(self) -> Mapping[str, object]:
         """See ``RunCallback``."""
         return {"action": self.action, "most_in_a_row": self.most_in_a_row}
 
@@ -99,16 +100,19 @@ class NonFinite(RunCallback):
         """Forget the run."""
         self._guarded = None
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> JsonObject:
         """Return what a resumed run needs to know, see ``Resume``."""
-        return {"num_left_out": self._num_left_out, "left_out": [list(map(_plain, step)) for step in self.left_out]}
+        return {
+            "num_left_out": self._num_left_out,
+            "left_out": [[*step[:2], *map(list, step[2:])] for step in self.left_out],
+        }
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: JsonObject) -> None:
         """Take ``state``, which ``get_state`` has returned."""
         self._num_left_out = int(state["num_left_out"])
         self.left_out = [LeftOut(e, s, *(tuple(r) for r in replicas)) for e, s, *replicas in state["left_out"]]
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Refuse models of stock Keras."""
         if self._guarded is not self.model:
             raise CallbackError(
@@ -117,11 +121,11 @@ class NonFinite(RunCallback):
                 "kde.adopt(model, strategy)."
             )
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Remember the epoch."""
         self._epoch = epoch
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Look at what the execution has left out; called once an execution."""
         assert self._guard is not None
         before = self._num_left_out
@@ -137,7 +141,7 @@ class NonFinite(RunCallback):
         for step in steps[: max(0, _WARNED - before)]:
             self._warn(f"{self._what(step)} {_LEFT_OUT} Training continues.")
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Say how many steps were left out, if not all were warned of."""
         if self.action == "skip" and self._num_left_out > _WARNED:
             self._warn(
@@ -212,7 +216,3 @@ _LEFT_OUT = "No replica has made this update: weights are as they were before."
 
 def _is(things: str) -> str:
     return "is" if things == "loss" else "are"
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -3,11 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Protocol, TypeAlias
+
+import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.adapters import DataAdapter
 
-__all__ = ["RunCallback", "callbacks_in", "callbacks_of_all_workers"]
+__all__ = ["Callbacks", "RunCallback", "RunData", "callbacks_in", "callbacks_of_all_workers"]
+
+Callbacks: TypeAlias = (
+    "keras.callbacks.CallbackList | keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None"
+)
+"""What ``fit`` takes."""
+
+
+class RunData(Protocol):
+    """What callbacks may know of a run's data; see ``EpochData``."""
+
+    data_adapter: DataAdapter
+    num_passes: int
+
+    @property
+    def given(self) -> tf.data.Dataset:
+        """The dataset that was given, or that Keras has made of what was."""
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether a dataset was given, which Keras reads as it is."""
+
+    @property
+    def can_be_read_again(self) -> bool:
+        """Whether another iterator takes nothing from this one."""
 
 
 class RunCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -57,7 +84,7 @@ class RunCallback(keras.callbacks.Callback):  # type: ignore[misc]
             model: that will run.
         """
 
-    def on_run_begin(self, callbacks: Sequence[keras.callbacks.Callback], data: Any) -> None:
+    def on_run_begin(self, callbacks: Sequence[keras.callbacks.Callback], data: RunData | None) -> None:
         """Look at the other callbacks, and at the data, when the model is built.
 
         Args:
@@ -94,7 +121,7 @@ class RunCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_run_end(self) -> None:
         """Clean up after a run, also after one that an exception has ended."""
 
-    def get_run_config(self) -> Mapping[str, Any]:
+    def get_run_config(self) -> Mapping[str, object]:
         """Return the settings that must be equal on all workers, as far as ``on_run_prepare`` is overridden.
 
         They are compared before training begins, and a difference is a ``WorkersError`` on all workers.
@@ -102,12 +129,12 @@ class RunCallback(keras.callbacks.Callback):  # type: ignore[misc]
         return {}
 
 
-def callbacks_in(callbacks: Any) -> list[keras.callbacks.Callback]:
+def callbacks_in(callbacks: Callbacks) -> list[keras.callbacks.Callback]:
     """Return the callbacks in what a user gives to ``fit``: one, a list of them, a ``CallbackList``, or None."""
     return tree.flatten(getattr(callbacks, "callbacks", callbacks)) if callbacks else []
 
 
-def callbacks_of_all_workers(callbacks: Any) -> list[RunCallback]:
+def callbacks_of_all_workers(callbacks: Callbacks) -> list[RunCallback]:
     """Return the callbacks that all workers must have: those that override ``on_run_prepare``."""
     prepares = RunCallback.on_run_prepare
     return [c for c in callbacks_in(callbacks) if isinstance(c, RunCallback) and type(c).on_run_prepare is not prepares]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext.training.run_callback import callbacks_in
+from keras_dist_ext.aliases import Logs
+from keras_dist_ext.training.run_callback import Callbacks, callbacks_in
 
 __all__ = ["StopSignal", "shown_to"]
 
@@ -54,7 +54,7 @@ class StopSignal:
             self._is_deferred = before
 
 
-def shown_to(callbacks: Any, stop: StopSignal) -> list[Any]:
+def shown_to(callbacks: Callbacks, stop: StopSignal) -> list[keras.callbacks.Callback]:
     """Return the callbacks of a prediction between two that show its signal to them alone, see ``StopSignal``."""
     return [_Around(stop.show), *callbacks_in(callbacks), _Around(stop.defer)]
 
@@ -66,8 +66,8 @@ class _Around(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self._act = act
 
-    def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_predict_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         self._act()
 
-    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_predict_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._act()

@@ -12,7 +12,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, TypeAlias, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -24,6 +24,7 @@ from keras_dist_ext.whole_files import exchange, locked_folder, sync_file, sync_
 __all__ = ["SharedSaves", "checkpoint_state", "save_whole"]
 
 _T = TypeVar("_T")
+_Path: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 _ANSWER_SECONDS = 1.0  # milliseconds, but on a busy machine; a path that does not exist yet is not asked for
 _LOCK_SECONDS = 10.0  # others hold a lock for milliseconds, unless they are stopped
 
@@ -65,7 +66,11 @@ def _identity(path: Path) -> str:
 
 
 def save_whole(
-    save: Callable[[Any], _T], path: Any, *, makes_parents: bool, shared: Callable[[Path], SharedSaves] | None = None
+    save: Callable[[_Path], _T],
+    path: _Path,
+    *,
+    makes_parents: bool,
+    shared: Callable[[Path], SharedSaves] | None = None,
 ) -> _T:
     """Save to a path by ``save(path)``, so that others see what is saved whole or not at all.
 

@@ -7,7 +7,7 @@ import functools
 import warnings
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -16,14 +16,17 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import initial_epoch, set_initial_epoch
+from keras_dist_ext.aliases import Logs
 from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.step.pass_through import PassThrough
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.strategy.workers import Workers
-from keras_dist_ext.training.run_callback import RunCallback, callbacks_in
+from keras_dist_ext.training.run_callback import Callbacks, RunCallback, callbacks_in
 
 __all__ = ["WorkerSync", "callbacks_of_worker", "own_callback", "without_collectives"]
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _WRITERS = (
     keras.callbacks.BackupAndRestore,
@@ -52,7 +55,7 @@ class WorkerSync(RunCallback):
         self._workers = workers
         self._differing = differing
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Take over what a callback, or the program, of the chief has restored."""
         model = self.model
         own = initial_epoch(model)
@@ -79,7 +82,7 @@ class WorkerSync(RunCallback):
         self._workers.broadcast_state([*model.weights, *made, *plain, *generators])
         model.replica_seeds.load({"run": self._workers.broadcast(model.replica_seeds.run)})
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """End training on all workers where one has asked for it; see that their learning rates are equal."""
         workers = self._workers
         self.model.replica_runtime.agree_on_stop()
@@ -105,7 +108,7 @@ def _learning_rate(optimizer: keras.optimizers.Optimizer) -> float:
 _ORBAX = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # older versions of Keras have none
 
 
-def callbacks_of_worker(callbacks: Any, workers: Workers) -> list[Any]:
+def callbacks_of_worker(callbacks: Callbacks, workers: Workers) -> list[keras.callbacks.Callback]:
     """The callbacks that this worker runs: those that write files are for the chief.
 
     Raises:
@@ -124,7 +127,7 @@ def callbacks_of_worker(callbacks: Any, workers: Workers) -> list[Any]:
     ]
 
 
-def own_callback(callback: keras.callbacks.Callback) -> Any:
+def own_callback(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
     """Return the user's callback, which may be wrapped to be run by this worker only."""
     return callback.callback if isinstance(callback, ChiefOnlyCallback) else callback
 
@@ -144,15 +147,15 @@ class ChiefOnlyCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 setattr(self, name, without_collectives(getattr(callback, name)))
 
 
-def without_collectives(method: Callable[..., Any]) -> Callable[..., Any]:
+def without_collectives(method: Callable[_P, _T]) -> Callable[_P, _T]:
     """Return a method as one worker may call it by itself: in no scope, and assigning to its own copies only."""
 
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         with intercept(PassThrough()):
             return method(*args, **kwargs)
 
-    def outside_of_scopes(*args: Any, **kwargs: Any) -> Any:
+    def outside_of_scopes(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if not tf.distribute.has_strategy():
             return call(*args, **kwargs)
         with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a scope is the thread's

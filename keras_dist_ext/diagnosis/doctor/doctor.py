@@ -24,9 +24,8 @@ from keras_dist_ext.monitoring.writers import CompositeWriter, Run, Writer, chec
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.strategy.given import checked_strategy
 from keras_dist_ext.strategy.workers import workers_of
-from keras_dist_ext.training.epoch_data import EpochData
 from keras_dist_ext.training.model import Model
-from keras_dist_ext.training.run_callback import RunCallback
+from keras_dist_ext.training.run_callback import RunCallback, RunData
 from keras_dist_ext.whole_files import write_whole
 
 __all__ = ["ParallelismDoctor"]
@@ -114,7 +113,7 @@ class ParallelismDoctor(RunCallback):
             model.add_recorder(self._recorder)
         self._visit = Visit(model, self._recorder)
 
-    def on_run_begin(self, callbacks: Sequence[keras.callbacks.Callback], data: EpochData | None) -> None:
+    def on_run_begin(self, callbacks: Sequence[keras.callbacks.Callback], data: RunData | None) -> None:
         """Have the other callbacks timed, and look at the data."""
         if self._visit is not None:
             self._visit.meet(callbacks, data, self)

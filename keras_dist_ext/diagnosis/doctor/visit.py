@@ -25,9 +25,8 @@ from keras_dist_ext.monitoring.exchange import gather_intervals
 from keras_dist_ext.monitoring.monitor import ReplicaMonitor
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.strategy.workers import workers_of
-from keras_dist_ext.training.epoch_data import EpochData
 from keras_dist_ext.training.execution_sizer import looks_at_batches
-from keras_dist_ext.training.run_callback import RunCallback
+from keras_dist_ext.training.run_callback import RunCallback, RunData
 from keras_dist_ext.training.snapshot import kept_pass
 from keras_dist_ext.training.worker_sync import own_callback
 
@@ -58,7 +57,7 @@ class Visit:
         self._clock: CallbackClock | None = None
         self._traces = TraceWatch()
         self._python = PythonClock()
-        self._feed: EpochData | None = None
+        self._feed: RunData | None = None
         self._data = data
         self._ends: list[float] = []  # of the steps of stock Keras
         self._step_watchers: tuple[str, ...] = ()
@@ -74,7 +73,7 @@ class Visit:
         """Steps that were watched so far, about."""
         return self.num_executions if self._blocks is None else self._blocks.num_steps
 
-    def meet(self, callbacks: Sequence[keras.callbacks.Callback], feed: EpochData | None, doctor: RunCallback) -> None:
+    def meet(self, callbacks: Sequence[keras.callbacks.Callback], feed: RunData | None, doctor: RunCallback) -> None:
         """Get to know the other callbacks, and the data."""
         self._feed = feed
         self.monitors = [other for other in callbacks if isinstance(other, ReplicaMonitor)]

@@ -21,6 +21,7 @@ from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.models import set_initial_epoch
 from keras_dist_ext._keras.random import random_seed
+from keras_dist_ext.aliases import Logs
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.strategy.consistency import model_fingerprint
 from keras_dist_ext.strategy.workers import Workers, workers_of
@@ -157,7 +158,7 @@ class Resume(RunCallback):
             set_initial_epoch(self.model, None)
             self.model.replica_seeds.order_root = None
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Refuse models of stock Keras."""
         if self._callbacks is None:
             raise ResumeError(
@@ -166,7 +167,7 @@ class Resume(RunCallback):
                 "kde.adopt(model, strategy), and give callbacks as a list."
             )
 
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Let evaluation continue with its data, too."""
         if self._callbacks is None or self.resumed_from is None:
             return
@@ -261,7 +262,7 @@ class Resume(RunCallback):
         if self.on_preemption:
             self._preemption.install()
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Remember the epoch."""
         self._epoch = epoch
 
@@ -299,14 +300,12 @@ class Resume(RunCallback):
     @property
     def _data(self) -> EpochData:
         assert self._callbacks is not None
-        data: EpochData = self._callbacks.data
-        return data
+        return self._callbacks.data
 
     @property
     def _test_data(self) -> EpochData:
         assert self._callbacks is not None
-        data: EpochData = self._callbacks.test_data
-        return data
+        return self._callbacks.test_data
 
     # When to save
 
