@@ -73,7 +73,10 @@ def test_rows_are_gathered_by_collectives_one_step_at_a_time(collective):
 
 @pytest.mark.parametrize(
     "data",
-    [pytest.param(data, marks=on_two_workers(row_runs.train_on_workers, data)) for data in ("dynamic", "static")],
+    [
+        pytest.param("dynamic", marks=on_two_workers(row_runs.train_on_workers, "dynamic")),
+        pytest.param("static", marks=[on_two_workers(row_runs.train_on_workers, "static"), pytest.mark.slow]),
+    ],
 )
 def test_workers_have_the_rows_of_all(values, data):
     given = row_runs.OF_WORKERS[data]

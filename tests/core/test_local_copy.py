@@ -14,6 +14,7 @@ def assert_close(value, expected):
     np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @on_two_workers(runs.of_chief)
 def test_the_chief_alone_gets_the_numbers_of_one_device_and_training_goes_on(values):
     twin = runs.make(keras)

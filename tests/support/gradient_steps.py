@@ -369,8 +369,8 @@ def trained(
     return {"history": history, "weights": weights, "copies": copies}
 
 
-def on_workers(strategy: Any, folder: pathlib.Path, names: tuple[str, ...]) -> dict[str, Any]:
-    """What some of the steps come to on two workers."""
+def on_workers(strategy: Any, folder: pathlib.Path, name: str) -> dict[str, Any]:
+    """What a step comes to on two workers."""
     import keras_dist_ext as kde
 
-    return {name: trained(kde, strategy, STEPS[name]) for name in names}
+    return trained(kde, strategy, STEPS[name])

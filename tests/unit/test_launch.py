@@ -578,7 +578,7 @@ def hidden(how):
 
 
 @linux
-@pytest.mark.parametrize("how", ["quick", "daemon", "killed"])
+@pytest.mark.parametrize("how", ["quick", *(pytest.param(how, marks=pytest.mark.slow) for how in ("daemon", "killed"))])
 def test_a_child_in_a_session_of_its_own_with_an_empty_environment_ends_with_the_launch(how, temporary, monkeypatch):
     monkeypatch.setattr(threading, "active_count", lambda: 1)  # whatever the tests have running beside
     mine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -629,7 +629,12 @@ def start_launcher(tmp_path, token, *options, ignore="") -> subprocess.Popen:
 
 
 @pytest.mark.parametrize(
-    ("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGHUP, -1), (signal.SIGKILL, -9)]
+    ("signum", "exit_code"),
+    [
+        (signal.SIGTERM, -15),
+        *(pytest.param(*end, marks=pytest.mark.slow) for end in [(signal.SIGINT, 130), (signal.SIGHUP, -1)]),
+        (signal.SIGKILL, -9),
+    ],
 )
 def test_no_process_and_no_file_is_left_when_the_launcher_ends(signum, exit_code, tmp_path, temporary):
     token = f"launcher {signum}"

@@ -564,6 +564,7 @@ def test_num_replicas_makes_cpu_devices_before_tensorflow_starts():
 
 
 @pytest.mark.multiworker
+@pytest.mark.slow
 def test_a_real_worker_takes_its_options_and_reduces(kept_port):
     printed = run_python(
         """
@@ -592,6 +593,7 @@ def test_a_real_worker_takes_its_options_and_reduces(kept_port):
 
 
 @pytest.mark.multiworker
+@pytest.mark.slow
 def test_a_worker_is_refused_once_tensorflow_runs(free_port):
     printed = run_python(
         """

@@ -109,8 +109,8 @@ def test_what_needs_no_private_part_works_without_any():
     ("gone", "name"),
     [
         ("keras.src.trainers.compile_utils", "Model"),
-        ("tensorflow.python.ops.handle_data_util", "TrainLoop"),
-        ("keras.src.saving", "tuner.RandomSearch"),
+        pytest.param("tensorflow.python.ops.handle_data_util", "TrainLoop", marks=pytest.mark.slow),
+        pytest.param("keras.src.saving", "tuner.RandomSearch", marks=pytest.mark.slow),
     ],
 )
 def test_a_part_that_has_moved_is_named_by_what_needs_it(gone, name):
@@ -124,6 +124,7 @@ def test_a_part_that_has_moved_is_named_by_what_needs_it(gone, name):
     )
 
 
+@pytest.mark.slow
 def test_a_function_that_is_not_there_to_be_replaced_is_named():
     program = (
         "import keras, keras_dist_ext as kde\nfrom keras.src.losses import loss\n"

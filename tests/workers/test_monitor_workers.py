@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from monitor_runs import run_all
+from monitor_runs import run_case
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from two_workers import on_two_workers
 
 import keras_dist_ext as kde
 from keras_dist_ext.monitoring.dashboard import metadata as names
 
-on_both = on_two_workers(run_all)
+
+def of(name: str) -> pytest.MarkDecorator:
+    """Have a test look at one case, each worker's value of which is its `values[worker][name]`."""
+    return on_two_workers(run_case, name)
 
 
 def scalars(folder: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
@@ -23,7 +26,7 @@ def scalars(folder: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
 
-@on_both
+@of("writes")
 def test_all_workers_have_the_records_of_all_replicas(values: Any) -> None:
     (chief, history), (other, _) = (worker["writes"] for worker in values)
     assert [stats.step for stats in chief.train] == [3, 6, 7, 9, 12, 14]
@@ -44,8 +47,7 @@ def test_all_workers_have_the_records_of_all_replicas(values: Any) -> None:
     assert manifest["batch_size"] == 8
 
 
-@on_both
-@on_both
+@of("writes")
 def test_each_worker_writes_its_own_replica_and_the_chief_what_is_about_all(values: Any) -> None:
     folder = values[0]["folder"]
     chief, _ = values[0]["writes"]
@@ -62,8 +64,7 @@ def test_each_worker_writes_its_own_replica_and_the_chief_what_is_about_all(valu
     assert len({pid for f in (folder / "logs").rglob("*tfevents*") for pid in [f.name.split(".")[-2]]}) == 2
 
 
-@on_both
-@on_both
+@of("writes")
 def test_only_the_chief_writes_lines(values: Any) -> None:
     folder = values[0]["folder"]
     memory = kde.MemoryWriter()
@@ -71,7 +72,8 @@ def test_only_the_chief_writes_lines(values: Any) -> None:
     assert [stats.step for stats in memory.train] == [3, 6, 7, 9, 12, 14]
 
 
-@on_both
+@pytest.mark.slow
+@of("agrees_on_intervals")
 def test_automatic_intervals_end_at_the_same_steps_on_all_workers(values: Any) -> None:
     first, second = (worker["agrees_on_intervals"] for worker in values)
     assert first == second
@@ -79,7 +81,8 @@ def test_automatic_intervals_end_at_the_same_steps_on_all_workers(values: Any) -
     assert len(first) > 2
 
 
-@on_both
+@pytest.mark.slow
+@of("has_a_slow_worker")
 def test_a_worker_that_waits_for_its_input_is_named(values: Any) -> None:
     for findings, intervals in (worker["has_a_slow_worker"] for worker in values):
         finding = next(f for f in findings if f["code"] == "slow-replica")
@@ -92,7 +95,8 @@ def test_a_worker_that_waits_for_its_input_is_named(values: Any) -> None:
         assert syncs[0] > 2 * waits[0]  # it waits, too, but not for input
 
 
-@on_both
+@pytest.mark.slow
+@of("diverges")
 def test_a_variable_that_differs_on_one_worker_is_found_by_all_and_reported_by_the_chief(values: Any) -> None:
     (findings, said), (others, silent) = (worker["diverges"] for worker in values)
     assert findings == others
@@ -101,14 +105,16 @@ def test_a_variable_that_differs_on_one_worker_is_found_by_all_and_reported_by_t
     assert silent == []
 
 
-@on_both
+@pytest.mark.slow
+@of("cannot_write")
 def test_a_worker_that_cannot_write_stops_all_with_an_error(values: Any) -> None:
     fine, failing = (worker["cannot_write"] for worker in values)
     assert "cannot be written to" in failing
     assert fine.startswith("log_dir is not writable on worker 1")
 
 
-@on_both
+@pytest.mark.slow
+@of("evaluates")
 def test_an_evaluation_by_itself_is_shown_on_all_workers(values: Any) -> None:
     for loss, (stats,) in (worker["evaluates"] for worker in values):
         assert stats.mean_loss == pytest.approx(loss, rel=1e-5)

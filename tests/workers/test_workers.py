@@ -15,21 +15,23 @@ import own_steps
 import pytest
 import tensorflow as tf
 from two_workers import on_two_workers
-from worker_runs import BROADCAST_SIZES, DATA_CASES, NUM_EXAMPLES, RUN_CASES, ids, run_cases, total_loss, trained_by
+from worker_runs import BROADCAST_SIZES, DATA_CASES, NUM_EXAMPLES, ids, run_cases, total_loss, trained_by
 
 import keras_dist_ext as kde
 from keras_dist_ext.strategy.workers import Workers, checksum_of
 from keras_dist_ext.training import worker_sync
 from keras_dist_ext.training.worker_sync import callbacks_of_worker, own_callback
 
-on_both = on_two_workers(run_cases, *RUN_CASES)
-QUICK = ("numpy, shuffled",)
+
+def of(name: str) -> pytest.MarkDecorator:
+    """Have a test look at one case, each worker's value of which is its `values[worker][name]`."""
+    return on_two_workers(run_cases, name)
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[on_two_workers(run_cases, name), *([] if name in QUICK else [pytest.mark.rotating])])
+        pytest.param(name, marks=[of(name), *([] if name == "numpy, shuffled" else [pytest.mark.rotating])])
         for name in DATA_CASES
     ],
 )
@@ -38,12 +40,13 @@ def test_each_example_is_used_once_an_epoch_over_all_workers(name: str, values: 
         assert worker[name] == [[1.0] * NUM_EXAMPLES] * 2
 
 
-@on_both
+@of("stops from worker 1")
 def test_a_wish_to_stop_on_one_worker_ends_all_after_the_same_step(values: Any) -> None:
     assert values[0]["stops from worker 1"] == values[1]["stops from worker 1"] == (3, 1)
 
 
-@on_both
+@pytest.mark.slow
+@of("measures and checks")
 def test_workers_measure_sums_and_check_steps_alike(values: Any) -> None:
     expected = trained_by(total_loss, keras)
     for weights, said, of_largest in (worker["measures and checks"] for worker in values):
@@ -53,19 +56,20 @@ def test_workers_measure_sums_and_check_steps_alike(values: Any) -> None:
         assert "does not train on 2 replicas as on one device" in of_largest[0]
 
 
-@on_both
+@pytest.mark.slow
+@of("stops after an epoch")
 def test_a_wish_to_stop_after_an_epoch_ends_all_after_it(values: Any) -> None:
     assert values[0]["stops after an epoch"] == values[1]["stops after an epoch"] == [0, 1]
 
 
-@on_both
+@of("writes from the chief")
 def test_files_are_written_by_the_chief_alone(values: Any) -> None:
     files = values[0]["writes from the chief"]
     assert {"model-1.keras", "model-2.keras", "by hand.keras"} <= set(files)
     assert len([f for f in files if "tfevents" in f]) == 1
 
 
-@on_both
+@of("restores from the chief")
 def test_an_interrupted_run_goes_on_from_the_chiefs_backup_on_all_workers(values: Any) -> None:
     for epochs, resumed, whole in (worker["restores from the chief"] for worker in values):
         assert epochs == [2, 3]
@@ -73,14 +77,15 @@ def test_an_interrupted_run_goes_on_from_the_chiefs_backup_on_all_workers(values
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@on_both
+@of("broadcasts bytes")
 def test_bytes_of_the_chief_come_to_all_workers(values: Any) -> None:
     of_chief = {size: zlib.crc32(np.random.default_rng([size, 0]).bytes(size)) for size in BROADCAST_SIZES}
     for worker in values:
         assert worker["broadcasts bytes"] == of_chief
 
 
-@on_both
+@pytest.mark.slow
+@of("predicts in order")
 def test_predictions_come_in_order_and_batches_are_split(values: Any) -> None:
     for predicted, on_batch, train_loss, test_loss in (worker["predicts in order"] for worker in values):
         np.testing.assert_array_equal(predicted, np.arange(NUM_EXAMPLES))
@@ -89,7 +94,8 @@ def test_predictions_come_in_order_and_batches_are_split(values: Any) -> None:
         assert test_loss == pytest.approx(0.0, abs=1e-6)
 
 
-@on_both
+@pytest.mark.slow
+@of("accumulates")
 def test_accumulated_gradients_are_whole_after_an_epoch(values: Any) -> None:
     stock = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
     stock.compile(keras.optimizers.SGD(1e-4, gradient_accumulation_steps=3), "mse")
@@ -100,14 +106,15 @@ def test_accumulated_gradients_are_whole_after_an_epoch(values: Any) -> None:
             np.testing.assert_allclose(accumulated, one_device, rtol=1e-6)
 
 
-@on_both
+@pytest.mark.slow
+@of("warns of other data")
 def test_data_that_differs_between_workers_is_warned_of(values: Any) -> None:
     chiefs, others = (worker["warns of other data"] for worker in values)
     assert chiefs == {"arrays": 1, "tf.data": 1, "files": 0, "generator": 1, "a batch": 1, "the same": 0}
     assert set(others.values()) == {0}
 
 
-@on_both
+@of("takes over values")
 def test_a_run_begins_with_the_values_of_the_first_worker_everywhere(values: Any) -> None:
     (said, weights), (nothing, others) = (worker["takes over values"] for worker in values)
     assert weights == others
@@ -116,18 +123,21 @@ def test_a_run_begins_with_the_values_of_the_first_worker_everywhere(values: Any
     assert nothing == []
 
 
-@on_both
+@pytest.mark.slow
+@of("rates part")
 def test_learning_rates_that_part_are_an_error_on_all_workers(values: Any) -> None:
     for worker in values:
         assert "learning rate of optimizer is 0.2 on worker 1 and 0.1 on worker 0 after epoch 2" in worker["rates part"]
 
 
-@on_both
+@pytest.mark.slow
+@of("every batch")
 def test_a_callback_gets_every_batch_on_whatever_worker_it_is(values: Any) -> None:
     assert [worker["every batch"] for worker in values] == [[], list(range(15))]
 
 
-@on_both
+@pytest.mark.slow
+@of("steps at once")
 def test_a_checkpoint_an_epoch_does_not_slow_the_steps_down(values: Any) -> None:
     for worker in values:
         assert worker["steps at once"] > 1
@@ -197,7 +207,8 @@ def test_a_callback_that_can_run_on_no_part_of_the_workers_is_refused_by_all(mon
             callbacks_of_worker([Orbax()], types.SimpleNamespace(is_chief=is_chief))
 
 
-@on_both
+@pytest.mark.slow
+@of("makes parts in the step")
 def test_parts_that_a_step_makes_are_those_of_one_device_on_two_workers(values: Any) -> None:
     for worker in values:
         results, complaint = worker["makes parts in the step"]
