@@ -214,6 +214,7 @@ class _Pending:
         follows: whether each came right after the one before.
         ends: see ``Recorder.add``.
         waits: see there.
+        waits_for_others: see there.
     """
 
     def __init__(self) -> None:
@@ -222,6 +223,7 @@ class _Pending:
         self.follows: list[bool] = []
         self.ends: list[Any] = []
         self.waits: list[float] = []
+        self.waits_for_others: list[float] = []
 
 
 class Recorder:
@@ -247,7 +249,15 @@ class Recorder:
         """Note that what comes does not follow what was before: a run begins, or an epoch is over."""
         self._follows = dict.fromkeys(self._follows, False)
 
-    def add(self, kind: Kind, buffer: StepBuffer, num_steps: int, end: Any = None, waited_seconds: float = 0.0) -> None:
+    def add(
+        self,
+        kind: Kind,
+        buffer: StepBuffer,
+        num_steps: int,
+        end: Any = None,
+        waited_seconds: float = 0.0,
+        waited_for_others: float = 0.0,
+    ) -> None:
         """Keep the records of the last execution.
 
         Args:
@@ -257,6 +267,7 @@ class Recorder:
             end: when it was over, a scalar of the same clock; None if its last record says so, or if that was when its
                 last step was.
             waited_seconds: for the batch of the first step, before it began.
+            waited_for_others: seconds until other workers had theirs, before it began.
         """
         if not num_steps:
             return
@@ -267,6 +278,7 @@ class Recorder:
         pending.follows.append(self._follows[kind])
         pending.ends.append(end)
         pending.waits.append(waited_seconds)
+        pending.waits_for_others.append(waited_for_others)
         self._follows[kind] = True
         self._num_pending[kind] += num_steps
         if len(pending.waits) >= MAX_STEPS:
@@ -304,8 +316,11 @@ class Recorder:
         self._waited_ahead[kind], self._last_end[kind] = waited_ahead[-1], end[-1]
         waited_between = begin - end_of_step_before
         waited_between[first] = pending.waits + np.where(pending.follows, waited_ahead[:-1], 0.0)
-        host = np.where(pending.follows, begin[first] - pending.waits - end_before, 0.0)
+        waits_for_others = np.array(pending.waits_for_others)
+        host = np.where(pending.follows, begin[first] - pending.waits - waits_for_others - end_before, 0.0)
         computed = np.clip(steps.computed, batch_ready[:, None], end_of_step[:, None])
+        sync = end_of_step[:, None] - computed
+        sync[first] += waits_for_others[:, None]
         has = steps.examples > 0
         norm = None if steps.gradient_norm is None or kind != "train" else np.where(has, steps.gradient_norm, np.nan)
         self._fetched[kind].append(
@@ -316,7 +331,7 @@ class Recorder:
                 gradient_norm=norm,
                 input_seconds=batch_ready - begin + waited_between,
                 compute_seconds=computed - batch_ready[:, None],
-                sync_seconds=end_of_step[:, None] - computed,
+                sync_seconds=sync,
                 host_seconds=float(np.fmax(host, 0.0).sum()),
             )
         )

@@ -8,7 +8,7 @@ What the times of a step mean, on the host's clock:
 - ``input_seconds``: from the moment when the step could begin until its batch was there;
 - ``compute_seconds``: from then until the replica's own loss, or its gradients, were there;
 - ``sync_seconds``: from then until the step was over: waiting for other replicas, the sum over replicas, the update,
-  and the metrics.
+  and the metrics; before that, waiting until the other workers have a batch, too.
 
 They add up to ``step_seconds``. On CPUs a value is there when it is computed. On GPUs it is when it has reached the
 host, for which one number of each replica is copied a step. On a TPU, and where XLA compiles a whole step, the inside

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -14,7 +14,14 @@ from keras_dist_ext._keras.datasets import iterator_state, set_iterator_state
 from keras_dist_ext.data.iterators import preceded_by, release_iterator
 from keras_dist_ext.strategy.workers import Workers
 
-__all__ = ["BatchReader"]
+__all__ = ["BatchReader", "Waited"]
+
+
+class Waited(NamedTuple):
+    """Seconds until batches were there."""
+
+    own: float = 0.0  # until this worker had its own
+    for_others: float = 0.0  # from then until the other workers had theirs
 
 
 class BatchReader:
@@ -66,7 +73,7 @@ class BatchReader:
         self._source: Any = None  # what the iterator reads from, where a batch was put back
         self.ahead: Any = None
         self._has_more = True
-        self._waited_seconds = 0.0  # for a batch of this worker's, since that was asked for
+        self._waited = Waited()
         if self._looks_ahead:
             self._look_ahead()
 
@@ -105,9 +112,9 @@ class BatchReader:
         """
         self.ahead, self._has_more = ahead, has_more
 
-    def take_waited(self) -> float:
+    def take_waited(self) -> Waited:
         """Return once how many seconds batches have taken that were read ahead."""
-        waited, self._waited_seconds = self._waited_seconds, 0.0
+        waited, self._waited = self._waited, Waited()
         return waited
 
     def __iter__(self) -> Iterator[Any]:
@@ -161,9 +168,11 @@ class BatchReader:
         else:
             self.ahead = next(self.iterator, None)
             self._has_more = self.ahead is not None
-        self._waited_seconds += time.perf_counter() - begin  # without what follows: waiting for other workers
+        is_here = time.perf_counter()
         if self._workers is not None:
             self._has_more = self._workers.sum([float(self._has_more)])[0] > 0
+        own, for_others = is_here - begin, time.perf_counter() - is_here
+        self._waited = Waited(self._waited.own + own, self._waited.for_others + for_others)
 
 
 def _any_rows(spec: Any) -> Any:

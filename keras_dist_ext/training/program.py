@@ -15,7 +15,7 @@ from keras_dist_ext._keras.tracing import IteratorFunction, traced_graphs
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.step_buffer import MAX_STEPS
-from keras_dist_ext.training.batch_reader import BatchReader
+from keras_dist_ext.training.batch_reader import BatchReader, Waited
 from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.step_loops import EagerLoops, StepLoops
 
@@ -36,7 +36,7 @@ class StepProgram:
         self.strategy = step.strategy
         self.is_eager = step.is_eager
         self._has_one_step = False
-        self.waited_seconds = 0.0  # for the first batch of the next execution
+        self.waited = Waited()  # for the first batch of the next execution
         loops = EagerLoops(step) if self.is_eager else StepLoops(step)
         self._of_batch = self._compiled(loops.on_batch)
         self._of_rows = self._compiled(loops.on_rows_of_worker)
@@ -70,13 +70,13 @@ class StepProgram:
             run = self.on_batches_like(reader.spec, of_worker=reader.is_of_worker)
             while made < num_steps and reader.has_more:
                 batch = reader.next_batch()
-                self.waited_seconds = reader.take_waited()
+                self.waited = reader.take_waited()
                 logs = run(batch)
                 made += 1
             return made, logs
         if reader.length_is_known:
             return num_steps, self.on_iterator(reader.iterator, num_steps, one_step=reader.one_step)
-        self.waited_seconds = reader.take_waited()
+        self.waited = reader.take_waited()
         made, ahead, has_more, logs = self.on_optional(
             reader.ahead, reader.iterator, num_steps, one_step=reader.one_step
         )
@@ -163,7 +163,7 @@ class StepProgram:
         """Hand the records of an execution to who wants them; for its end see ``Recorder.add``."""
         buffer = self.step.buffer
         if buffer is not None:
-            waited, self.waited_seconds = self.waited_seconds, 0.0
+            waited, self.waited = self.waited, Waited()
             buffer.end(num_steps)
             for recorder in self.model.replica_runtime.recorders:
-                recorder.add(self.kind, buffer, num_steps, end, waited)
+                recorder.add(self.kind, buffer, num_steps, end, waited.own, waited.for_others)

@@ -360,18 +360,18 @@ def test_time_between_executions_is_the_hosts_or_that_of_who_waited_for_a_batch(
 ) -> None:
     recorder, buffer = Recorder(), StepBuffer(["CPU:0"], gradient_norm=False)
     records = []
-    for begun, end, waited in ((10.0, 13.0, 0.0), (15.0, 17.0, 1.0), (17.5, None, 0.0)):
+    for begun, end, waited in ((10.0, 13.0, ()), (15.0, 17.0, (1.0, 0.25)), (17.5, None, ())):
         buffer.begin(1)
         buffer.write(step_of_one_replica(begun), loops=False)
         buffer.end(1)
-        recorder.add("train", buffer, 1, end, waited)
+        recorder.add("train", buffer, 1, end, *waited)
         if num_fetches == 3:
             records.append(recorder.fetch("train"))
     whole = join_records([part for part in records or [recorder.fetch("train")] if part is not None])
     assert whole.input_seconds.tolist() == [0.25, 0.25 + 1.0 + 1.5, 0.25 + 0.5]  # ahead: from 11.5 to 13, 16.5 to 17
-    assert whole.host_seconds == (15.0 - 1.0 - 13.0) + (17.5 - 17.0)
+    assert whole.host_seconds == (15.0 - 1.0 - 0.25 - 13.0) + (17.5 - 17.0)
     assert whole.compute_seconds.tolist() == [[0.75]] * 3
-    assert whole.sync_seconds.tolist() == [[0.5]] * 3
+    assert whole.sync_seconds.tolist() == [[0.5], [0.5 + 0.25], [0.5]]  # other workers' batches came later
 
 
 @pytest.mark.parametrize("num_fetches", [1, 3])

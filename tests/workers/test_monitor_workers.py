@@ -92,7 +92,8 @@ def test_a_worker_that_waits_for_its_input_is_named(values: Any) -> None:
             for name in ("input_seconds", "sync_seconds")
         )
         assert waits[1] > 2 * waits[0]
-        assert syncs[0] > 2 * waits[0]  # it waits, too, but not for input
+        assert syncs[0] > waits[1] / 2  # it waits, too, but not for input
+        assert syncs[0] > 2 * syncs[1]
 
 
 @pytest.mark.slow
