@@ -16,6 +16,7 @@ import keras_tuner
 import light_search
 import pytest
 import search_runs
+from cases import rotating
 from launching import environ_with, processes_with, script, wait_until
 
 from keras_dist_ext.cli import main
@@ -373,8 +374,9 @@ def test_a_trial_that_always_kills_its_worker_fails_with_the_reason_in_the_repor
     assert found["failures"][name].startswith("worker lost: The worker died 2 times in this trial")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["RandomSearch", "GridSearch", "Hyperband", "BayesianOptimization"])
+@pytest.mark.parametrize(
+    "kind", rotating(["RandomSearch", "GridSearch", "Hyperband", "BayesianOptimization"], [], slow=["RandomSearch"])
+)
 def test_a_chief_that_is_killed_continues_its_project(kind, tmp_path, temporary):
     options = {"max_epochs": 3, "factor": 3} if kind == "Hyperband" else {"max_trials": 5}
     result = run(tmp_path, kind=kind, doom={"who": "chief", "units": 5 if kind == "GridSearch" else None}, **options)
