@@ -1003,6 +1003,7 @@ return found;
 """
 
 
+@pytest.mark.slow
 def test_an_empty_log_directory_shows_the_three_lines_to_add(chrome, tmp_path):
     folder = tmp_path / "logs"
     folder.mkdir()

@@ -92,7 +92,7 @@ def crossentropy(**more: Any) -> dict[str, Any]:
 
 
 BATCHES = [
-    Quick("even batches", dense, mse, arrays(num_rows=48, batch=24)),
+    Row("even batches", dense, mse, arrays(num_rows=48, batch=24)),
     Quick("a partial last batch", dense, mse, arrays()),
     Quick("batches of 1 to 9 rows", dense, mse, batches(*range(1, 10))),
     Row("a first batch of 1 row", dense, mse, batches(1, 8, 8, 8)),
@@ -219,7 +219,7 @@ LOSSES = [
     ),
     Row("a function as loss that gives a scalar", dense, lambda: mse(loss=scalar_loss), arrays()),
     Row("Huber loss", dense, lambda: mse(loss="huber"), arrays()),
-    Quick("regularizers", regularized, mse, arrays()),
+    Row("regularizers", regularized, mse, arrays()),
     Row("an activity regularizer", activity_regularized, mse, arrays()),
     Row("add_loss of a mean", adds_loss(ops.mean), mse, arrays()),
     Row("add_loss of a sum", adds_loss(ops.sum), lambda: mse(SGD(0.01)), arrays()),
@@ -605,7 +605,7 @@ def predict_forms(model: keras.Model, feed: Feed) -> Outcome:
 
 ON_BATCH_AND_PREDICT = [
     Quick("train, test and predict on batch", dense, lambda: mse(**MAE), arrays(), act=on_batches),
-    Quick(
+    Row(
         "train on batch with weights",
         classifier,
         lambda: crossentropy(weighted_metrics=["accuracy"]),
@@ -732,7 +732,7 @@ INPUTS = [
         "strings and bools, first batch uneven", words_and_flags, mse, batches(5, 8, 1, 8, make=feeds.words_and_flags)
     ),
     Row("looked up words", looked_up_words, mse, pipeline(lambda rows: rows.batch(8), feeds.words)),
-    Quick(
+    Row(
         "a generator read once",
         dense,
         mse,
@@ -756,7 +756,7 @@ INPUTS = [
     Row("an endless generator", dense, mse, feeds.generator(8, 8, 5, endless=True, epochs=3, steps_per_epoch=5)),
     Quick("a PyDataset", dense, mse, feeds.py_dataset(workers=1)),
     Row("a PyDataset with 2 workers", dense, mse, feeds.py_dataset(workers=2)),
-    Quick("a distributed dataset", dense, mse, feeds.distributed_dataset()),
+    Row("a distributed dataset", dense, mse, feeds.distributed_dataset()),
     Row("a dataset made on each worker", dense, mse, feeds.dataset_from_function()),
 ]
 

@@ -65,6 +65,7 @@ def test_losses_states_and_metrics_of_all_rows_are_those_of_one_device(strategie
             np.testing.assert_array_equal(copy.numpy(), components(variable)[0].numpy(), err_msg=variable.path)
 
 
+@pytest.mark.slow
 def test_rows_are_gathered_by_collectives_one_step_at_a_time(collective):
     losses = ("sum of all", "both")
     ours = row_runs.make(kde, collective, losses=losses)

@@ -689,6 +689,7 @@ def test_gradients_and_values_that_are_reduced_twice_are_refused(mirrored: Any) 
         small_loop(mirrored, reduces).fit(batches(), verbose=0)
 
 
+@pytest.mark.slow
 def test_synchronized_batch_normalization_is_no_double_reduction(strategies: Any) -> None:
     weights = []
     for strategy in (strategies.get("mirrored4"), tf.distribute.get_strategy()):

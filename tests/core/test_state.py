@@ -67,6 +67,7 @@ class OwnOptimizer(kde.Model):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 def test_a_model_is_left_as_it_was_with_an_optimizer_that_was_built_meanwhile(mirrored):
     with mirrored.scope():
         net = OwnOptimizer()

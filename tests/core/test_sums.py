@@ -188,6 +188,7 @@ def test_so_it_does_eagerly(strategies, form):
     assert_as_on_one_device(strategies.get("mirrored2"), "train_step", form, "static rows", False, run_eagerly=True)
 
 
+@pytest.mark.slow
 def test_a_sum_beside_a_factor_that_is_zero_when_training_begins_is_a_sum(mirrored):
     """As a warm-up has it: what is measured is the sum, and not its product with the factor."""
 

@@ -42,7 +42,7 @@ FAULTS = [
     pytest.param("host_bound", "host-bound"),
     pytest.param("watched_steps", "host-bound", marks=slow),
     pytest.param("eager", "eager", marks=slow),
-    pytest.param("python_step", "python-in-step"),
+    pytest.param("python_step", "python-in-step", marks=slow),
     pytest.param("retracing", "retracing", marks=slow),
     pytest.param("fetching_callback", "fetching-callback", marks=slow),
     pytest.param("slow_callback", "slow-callback", marks=slow),

@@ -71,7 +71,7 @@ TUNERS: dict[str, dict[str, Any]] = {
     "GridSearch": {"max_trials": 2},
 }
 # The others are slow; Hyperband has a quick test of its own.
-QUICKLY = [("BayesianOptimization", "mirrored(2)"), ("GridSearch", "one_device")]
+QUICKLY = [("GridSearch", "mirrored(2)")]
 CASES = rotating(itertools.product(TUNERS, TWO), QUICKLY)
 QUICK = {"epochs": 1, "batch_size": 40, "verbose": 0}
 
@@ -457,6 +457,7 @@ def test_a_search_refuses_resume(tmp_path: pathlib.Path) -> None:
         searched(tmp_path, strategies="one_device", search={"callbacks": [kde.Resume(tmp_path / "run")]})
 
 
+@pytest.mark.slow
 def test_a_subclassed_model_is_loaded_with_its_weights_under_its_strategy(tmp_path: pathlib.Path) -> None:
     tuner = searched(tmp_path, subclassed_model, "GridSearch", strategies=TWO, max_trials=2)
     trials = tuner.oracle.get_best_trials(2)

@@ -134,6 +134,7 @@ def test_all_start_again_after_a_failure_on_other_ports(tmp_path, temporary):
     assert processes_with("again") == []
 
 
+@pytest.mark.slow
 def test_when_restarts_are_used_up_the_last_failure_is_raised():
     with pytest.raises(WorkerFailed, match="worker 1 failed with exit code 1") as caught:
         run(2, act, args=[("fail", "first"), ("fail", "second")], max_restarts=1, pause_seconds=0.01, grace_seconds=0.1)
@@ -172,6 +173,7 @@ def test_pauses_grow_until_steps_are_made():
     assert "worker 1 failed with exit code 1 after step 2. The launch" in shown
 
 
+@pytest.mark.slow
 def test_the_time_limit_is_for_all_attempts_together(monkeypatch):
     def react(shown):
         shown.ahead = 300.0 * (("ValueError" in shown.getvalue()) + ("hangs" in shown.getvalue()))
@@ -263,6 +265,7 @@ def test_a_worker_that_finishes_a_step_now_and_then_does_not_hang(monkeypatch, t
     assert shown.ahead == 2400.0
 
 
+@pytest.mark.slow
 def test_after_a_hang_all_start_again(monkeypatch):
     stream = in_haste_while_hanging(monkeypatch, 1)
     result, shown = run(2, act, args=[("wait_in_vain",)], timeout=1000, max_restarts=1, pause_seconds=0.01,
