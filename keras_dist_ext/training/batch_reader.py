@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.datasets import iterator_state, set_iterator_state
+from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data.iterators import preceded_by, release_iterator
 from keras_dist_ext.strategy.workers import Workers
 
@@ -38,7 +39,7 @@ class BatchReader:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: tf.data.Dataset,
         length: int | None,
         workers: Workers | None = None,
         *,
@@ -70,8 +71,8 @@ class BatchReader:
         self.spec = dataset.element_spec
         if workers is not None:
             self.spec = tree.map_structure(_any_rows, self.spec)
-        self._source: Any = None  # what the iterator reads from, where a batch was put back
-        self.ahead: Any = None
+        self._source: tf.data.Iterator | None = None  # what the iterator reads from, where a batch was put back
+        self.ahead: TensorNest = None  # a batch, or an optional of TensorFlow
         self._has_more = True
         self._waited = Waited()
         if self._looks_ahead:
@@ -103,7 +104,7 @@ class BatchReader:
         """Whether each batch is read by Python before its step, because the graph cannot."""
         return self._workers is not None or not (self._is_plain or self._is_on_tpu)
 
-    def advance(self, ahead: Any, *, has_more: bool) -> None:
+    def advance(self, ahead: tf.experimental.Optional, *, has_more: bool) -> None:
         """Go on after steps that have read for themselves.
 
         Args:
@@ -117,7 +118,7 @@ class BatchReader:
         waited, self._waited = self._waited, Waited()
         return waited
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[StepData]:
         """Yield the batches that are left."""
         while self.has_more:
             try:
@@ -125,7 +126,7 @@ class BatchReader:
             except StopIteration:
                 return
 
-    def next_batch(self) -> Any:
+    def next_batch(self) -> StepData:
         """Return the next batch; without rows, where only other workers have some left."""
         if not self._looks_ahead:
             return next(self.iterator)
@@ -138,7 +139,7 @@ class BatchReader:
         self._look_ahead()
         return batch
 
-    def peek(self) -> Any:
+    def peek(self) -> StepData:
         """Return the next batch without taking it; None where there is none, or it cannot be looked at."""
         if self._looks_ahead and not self._is_plain:
             return self.ahead
@@ -175,7 +176,7 @@ class BatchReader:
         self._waited = Waited(self._waited.own + own, self._waited.for_others + for_others)
 
 
-def _any_rows(spec: Any) -> Any:
+def _any_rows(spec: tf.TypeSpec | None) -> tf.TypeSpec | None:
     if not hasattr(spec, "shape") and not isinstance(spec, tf.OptionalSpec):
         return None
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
@@ -183,7 +184,7 @@ def _any_rows(spec: Any) -> Any:
     return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
 
 
-def _no_rows(spec: Any) -> Any:
+def _no_rows(spec: tf.TypeSpec | None) -> TensorNest:
     if spec is None:
         return None
     if not hasattr(spec, "shape") or isinstance(spec, tf.OptionalSpec):

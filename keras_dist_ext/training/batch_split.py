@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.strategies import replica_id
+from keras_dist_ext.aliases import StepData
 from keras_dist_ext.data import split as data
 from keras_dist_ext.step.reduce import sum_over_replicas
 
@@ -23,19 +23,19 @@ class Split(enum.Enum):
     GLOBAL = "global"  # the global batch
 
 
-def split_of(batch: Any, *, of_worker: bool) -> Split:
+def split_of(batch: StepData, *, of_worker: bool) -> Split:
     """Return how a batch is to be split, given whether its rows are this worker's own."""
     return Split.NONE if is_per_replica(batch) else Split.WORKER if of_worker else Split.GLOBAL
 
 
-def is_per_replica(batch: Any) -> bool:
+def is_per_replica(batch: StepData) -> bool:
     """Whether a batch comes from a distributed iterator, split already."""
     return any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tree.flatten(batch))
 
 
 def split_rows(
-    batch: Any, split: Split, strategy: tf.distribute.Strategy, num_parts: int = 1
-) -> tuple[list[Any], int | tf.Tensor]:
+    batch: StepData, split: Split, strategy: tf.distribute.Strategy, num_parts: int = 1
+) -> tuple[list[StepData], int | tf.Tensor]:
     """Return this replica's rows of a batch, in as many parts, and the number of those of the global batch."""
     parts = [
         data.replica_rows(batch, part, num_parts)
@@ -77,8 +77,8 @@ def global_rows(rows: int | tf.Tensor, num_replicas: int, *, is_even: bool) -> i
 
 
 def rows_of_replica(
-    batch: Any, strategy: tf.distribute.Strategy, *, of_worker: bool = False, part: int = 0, num_parts: int = 1
-) -> Any:
+    batch: StepData, strategy: tf.distribute.Strategy, *, of_worker: bool = False, part: int = 0, num_parts: int = 1
+) -> StepData:
     """Cut this replica's rows, or one of several parts of them, out of the global batch, or out of its worker's."""
     replica, num_replicas = replica_id(), strategy.num_replicas_in_sync
     if of_worker:

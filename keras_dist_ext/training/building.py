@@ -8,7 +8,6 @@ metrics that meet their inputs there make their variables (see ``_keras.creation
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -21,6 +20,8 @@ from keras_dist_ext._keras.models import build_from_batch, overrides
 from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext._keras.tracing import scratch_graph
+from keras_dist_ext._keras.variables import Variable
+from keras_dist_ext.aliases import SpecNest, TensorNest
 from keras_dist_ext.errors import KerasDistError
 from keras_dist_ext.step.added_losses import placeholders
 from keras_dist_ext.step.reducers import OneReplica
@@ -32,7 +33,9 @@ from keras_dist_ext.training.batch_spec import rows_of_one
 __all__ = ["build_for_run"]
 
 
-def build_for_run(model: Any, kind: str, batch_spec: Any, exact_spec: Any, *, was_traced: bool) -> None:
+def build_for_run(
+    model: keras.Model, kind: str, batch_spec: SpecNest, exact_spec: SpecNest, *, was_traced: bool
+) -> None:
     """Build a model, its metrics and its optimizers for steps of a kind.
 
     Args:
@@ -54,16 +57,16 @@ def build_for_run(model: Any, kind: str, batch_spec: Any, exact_spec: Any, *, wa
         build_from_batch(model, batch_spec)
 
 
-def has_own_step(model: Any, kind: str) -> bool:
+def has_own_step(model: keras.Model, kind: str) -> bool:
     """Whether code of the user's says what a step does, beside what the model computes when it is called."""
     return any(overrides(model, name) for name in (f"{kind}_step", "compute_loss", "compute_metrics"))
 
 
-def _build_later(variables: Sequence[Any]) -> None:
+def _build_later(variables: Sequence[Variable]) -> None:
     """Build no optimizer."""
 
 
-def _built_by_step(model: Any, kind: str, spec: Any) -> bool:
+def _built_by_step(model: keras.Model, kind: str, spec: SpecNest) -> bool:
     """Trace a step aside; return whether that could be done.
 
     What cannot be traced so (it runs eagerly only, or asks for what is not there) makes its variables in its first
@@ -95,7 +98,9 @@ def _built_by_step(model: Any, kind: str, spec: Any) -> bool:
 class _Alone(OneReplica):
     """Stands for several replicas where nothing is run."""
 
-    def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
+    def all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp, value: TensorNest, original: Callable[..., TensorNest]
+    ) -> TensorNest:
         """Return what has the shape of the sums."""
         return tf.nest.map_structure(tf.identity, value)
 
@@ -103,10 +108,16 @@ class _Alone(OneReplica):
 class _BuildingStep(ReplicaStep):
     """A step that assigns nothing, and builds optimizers instead of running them."""
 
-    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
+    def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[tf.Tensor], None]) -> None:
         """Assign nothing."""
 
-    def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
+    def apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[tf.Tensor | None],
+        variables: Sequence[Variable] | None,
+        original: Callable[..., None],
+    ) -> None:
         """Have the optimizer make its variables for those that it is to train."""
         if variables is not None and not optimizer.built:
             with keras.name_scope(optimizer.name, caller=optimizer):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras.adapters import ArrayDataAdapter, array_shuffle, seed_array_shuffles
+from keras_dist_ext._keras.adapters import ArrayDataAdapter, DataAdapter, array_shuffle, seed_array_shuffles
 from keras_dist_ext._keras.datasets import (
     caches_in_memory,
     captures_variables,
@@ -37,8 +36,8 @@ class DataOrder:
 
     def __init__(
         self,
-        adapter: Any,
-        given: Any,
+        adapter: DataAdapter,
+        given: tf.data.Dataset,
         strategy: tf.distribute.Strategy,
         *,
         is_seeded: Callable[[], bool],
@@ -50,10 +49,10 @@ class DataOrder:
         self._is_seeded = is_seeded
         self._has_own_rows = has_own_rows
         self._is_on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
-        self._dataset: Any = None  # of arrays, made once
+        self._dataset: tf.data.Dataset | None = None  # of arrays, made once
         self._seed = 0
 
-    def dataset(self, seed: int | None) -> Any:
+    def dataset(self, seed: int | None) -> tf.data.Dataset | None:
         """Return the dataset in the order of a seed; None for the one that was given."""
         if seed is None:
             return None
@@ -61,14 +60,14 @@ class DataOrder:
             return self._arrays(seed) if array_shuffle(self._adapter) else None
         return self.of_pipeline(seed)
 
-    def _arrays(self, seed: int) -> Any:
+    def _arrays(self, seed: int) -> tf.data.Dataset:
         self._seed = seed
         if self._dataset is None:
             with seed_array_shuffles(lambda: self._seed):
                 self._dataset = self._adapter.get_tf_dataset()
         return self._dataset
 
-    def of_pipeline(self, seed: int) -> Any:
+    def of_pipeline(self, seed: int) -> tf.data.Dataset | None:
         """Return the pipeline with what is random drawn by a seed; None where nothing is, or TensorFlow hides it."""
         if self._is_on_tpu or not isinstance(self._given, tf.data.Dataset):
             return None
@@ -98,4 +97,5 @@ class DataOrder:
         return ordered
 
 
-_ORDERED: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # pipelines that cache in memory
+# Pipelines that cache in memory.
+_ORDERED: weakref.WeakKeyDictionary[tf.data.Dataset, tf.data.Dataset] = weakref.WeakKeyDictionary()

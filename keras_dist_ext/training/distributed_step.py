@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import tree
+from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.models import overrides
 from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import is_default_strategy, regroup, replica_id, seen_as_one_replica
 from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext._keras.user_code import has_user_code
+from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data import split as data
 from keras_dist_ext.step.added_losses import UnknownLossExponents, find_exponents
 from keras_dist_ext.step.logs import (
@@ -64,14 +64,14 @@ class DistributedStep:
         devices: of this worker's replicas.
     """
 
-    def __init__(self, model: Any, kind: Kind) -> None:
+    def __init__(self, model: keras.Model, kind: Kind) -> None:
         self.model = model
         self.kind = kind
         self.strategy: tf.distribute.Strategy = model.distribute_strategy
         self.num_replicas: int = self.strategy.num_replicas_in_sync
         self._runtime: ReplicaRuntime = model.replica_runtime
         self._global_generator = global_generator_of(self.strategy, is_seeded=self._runtime.seeds.root is not None)
-        self._log_plan: Any = None
+        self._log_plan: TensorNest = None
         self.is_eager: bool = model.run_eagerly or tf.config.functions_run_eagerly()
         self._user_step = getattr(model, f"{kind}_step")
         virtual = model.virtual_replicas
@@ -91,7 +91,7 @@ class DistributedStep:
         self.buffer = StepBuffer(self.devices, gradient_norm=self._records_norm) if self._runtime.recorders else None
         self._guard = self._runtime.guard if kind == "train" else None
         self.loops = False  # whether what is traced makes several steps
-        self.first_batch: Callable[[], Any] | None = None
+        self.first_batch: Callable[[], StepData] | None = None
         self.observer = StepObserver()
         self._plan: StepPlan = self._runtime.plans.setdefault(kind, StepPlan())
         self._pools_results = self.is_eager or self._plan.pools_results
@@ -137,7 +137,7 @@ class DistributedStep:
         """How many replicas meet, virtual ones where there are such."""
         return self.num_replicas if self._virtual is None else self._virtual.count
 
-    def run_examined(self, batch: Any, examination: StepExamination) -> list[tf.Tensor]:
+    def run_examined(self, batch: StepData, examination: StepExamination) -> list[tf.Tensor]:
         """Trace the user's step on all replicas, each on a batch of its own, without running it.
 
         Args:
@@ -155,10 +155,10 @@ class DistributedStep:
             self.loops = loops
         return [part for value in extra for part in self.strategy.experimental_local_results(value)]
 
-    def _examined(self, batch: Any, examination: StepExamination) -> list[tf.Tensor]:
+    def _examined(self, batch: StepData, examination: StepExamination) -> list[tf.Tensor]:
         """Run the user's step aside, on as many rows as there may be."""
 
-        def own(leaf: Any) -> Any:
+        def own(leaf: TensorNest) -> TensorNest:
             is_same = leaf is None or leaf.shape.rank == 0
             return leaf if is_same else examination.origins.mark_per_replica(leaf, replica_id())
 
@@ -212,16 +212,16 @@ class DistributedStep:
                 raise
             known[self.kind] = {}
 
-    def _first_rows(self) -> Any:
+    def _first_rows(self) -> StepData:
         """Return the first batch of what the step is to be made on; None where it is not known."""
         batch = None if self.first_batch is None else self.first_batch()
         return None if batch is None or is_per_replica(batch) else data.without_optionals(batch)
 
-    def _as_if_alike(self, rows: Any) -> None:
+    def _as_if_alike(self, rows: StepData) -> None:
         """Run the user's step on one replica, as if all replicas had its rows."""
         self.run_alone(rows, self.num_meeting)
 
-    def run_alone(self, rows: Any, num_replicas: int = 1) -> list[tf.Tensor]:
+    def run_alone(self, rows: StepData, num_replicas: int = 1) -> list[tf.Tensor]:
         """Run the user's step on the first replica of this worker, by itself.
 
         Args:
@@ -240,7 +240,7 @@ class DistributedStep:
             observer=self.observer,
         )
 
-        def replica(rows: Any) -> None:
+        def replica(rows: StepData) -> None:
             if not is_first_of_worker():
                 return
             reducer = LoneReplica(self.strategy, num_replicas)
@@ -262,7 +262,7 @@ class DistributedStep:
         self._pools_results = self._plan.pools_results = True
 
     def run(
-        self, batch: Any, times: Any = None, *, of_worker: bool = False
+        self, batch: StepData, times: tuple[tf.Tensor, tf.Tensor] | None = None, *, of_worker: bool = False
     ) -> tuple[list[tf.Tensor], StepRecord | None]:
         """Run one step over all replicas.
 
@@ -289,7 +289,9 @@ class DistributedStep:
             record = StepRecord(replicas, ends, *times)
         return [part for value in extra for part in local(value)], record
 
-    def _replica(self, batch: Any, split: Split, there: Any = None) -> tuple[list[tf.Tensor], Any]:
+    def _replica(
+        self, batch: StepData, split: Split, there: tf.Tensor | None = None
+    ) -> tuple[list[tf.Tensor], tuple[tf.Tensor, ...]]:
         """Run the user's step on this replica's rows.
 
         Args:
@@ -320,7 +322,7 @@ class DistributedStep:
             guard.end()
         return extra, () if note is None else note.record().present
 
-    def _extra_of_replica(self, batch: Any, split: Split, options: StepOptions) -> list[tf.Tensor]:
+    def _extra_of_replica(self, batch: StepData, split: Split, options: StepOptions) -> list[tf.Tensor]:
         with use_global_seed_generator(self._global_generator), self._on_devices():
             if self._num_turns:
                 parts, num_global = split_rows(batch, split, self.strategy, self._num_turns)
@@ -340,9 +342,9 @@ class DistributedStep:
                 )
                 return extra
             if self.num_replicas == 1:
-                rows: Any = 1
+                rows: int | tf.Tensor = 1
                 num_global = 1
-                first: Any = 0
+                first: int | tf.Tensor | None = 0
             else:
                 (batch,), num_global = split_rows(batch, split, self.strategy)
                 rows = data.num_rows(batch)
@@ -365,11 +367,11 @@ class DistributedStep:
         """Return how the replica that is entered meets the others."""
         return reducer_of(self.model, loops=self.loops)
 
-    def run_user_step(self, step: ReplicaStep, batch: Any) -> tuple[Any, list[tf.Tensor]]:
+    def run_user_step(self, step: ReplicaStep, batch: StepData) -> tuple[TensorNest, list[tf.Tensor]]:
         """Run the user's step; return what its logs are, and its part of those that no metric holds."""
         return self._finish(step, self._user_step(batch), batch)
 
-    def _finish(self, step: ReplicaStep, logs: Any, batch: Any) -> tuple[Any, list[tf.Tensor]]:
+    def _finish(self, step: ReplicaStep, logs: TensorNest, batch: StepData) -> tuple[TensorNest, list[tf.Tensor]]:
         """End a step that has given logs; see ``run_user_step``."""
         if step.note is not None:
             step.note.end(step.replica_id, data.num_rows(batch), logs)
@@ -382,7 +384,7 @@ class DistributedStep:
         step.end(returned)
         return tree.map_structure(lambda leaf: step.results.get(id(leaf), VALUE), logs), extra
 
-    def initial_extra(self, next_batch: Callable[[], Any], *, of_worker: bool = False) -> list[tf.Tensor]:
+    def initial_extra(self, next_batch: Callable[[], StepData], *, of_worker: bool = False) -> list[tf.Tensor]:
         """Zeros shaped like the leaves of the logs that a loop must carry, found by tracing a step aside."""
         if self._plain_logs or tf.executing_eagerly():
             return []
@@ -399,7 +401,7 @@ class DistributedStep:
             return self.initial_extra(next_batch, of_worker=of_worker)
         return [_zeros_like(value) for value in extra]
 
-    def logs(self, extra: Sequence[tf.Tensor]) -> Any:
+    def logs(self, extra: Sequence[tf.Tensor]) -> TensorNest:
         """Compute the logs from the state pooled over replicas."""
         num_local = len(self.devices)
         values = [tuple(extra[i : i + num_local]) for i in range(0, len(extra), num_local)]
@@ -409,30 +411,30 @@ class DistributedStep:
         with pooled_state(self.model, self.strategy):
             return self._logs(v[0] for v in values)
 
-    def logs_alone(self, extra: Sequence[tf.Tensor]) -> Any:
+    def logs_alone(self, extra: Sequence[tf.Tensor]) -> TensorNest:
         """Compute the logs of ``run_alone`` from what it has returned, and the state that it has left."""
         with state_of_first(self.model):
             return self._logs(iter(extra))
 
-    def _logs(self, values: Iterator[tf.Tensor]) -> Any:
+    def _logs(self, values: Iterator[tf.Tensor]) -> TensorNest:
         if self._plain_logs:
             return self.model.get_metrics_result()
         return tree.map_structure(lambda leaf: leaf.now() if leaf is not VALUE else next(values), self._log_plan)
 
 
-def _zeros_like(value: Any) -> tf.Tensor:
+def _zeros_like(value: tf.Tensor | tf.TensorSpec) -> tf.Tensor:
     return tf.zeros([d or 0 for d in value.shape] if value.shape.rank is not None else [], value.dtype)
 
 
-def _graph() -> Any:
+def _graph() -> tf.Graph:
     return tf.compat.v1.get_default_graph()
 
 
-def after(there: tf.Tensor, batch: Any) -> Any:
+def after(there: tf.Tensor, batch: StepData) -> StepData:
     """The batch, of which nothing is computed before the clock was read that says when it was there."""
     with tf.control_dependencies([there]):
         return tf.nest.map_structure(_same, batch, expand_composites=True)
 
 
-def _same(leaf: Any) -> Any:
+def _same(leaf: TensorNest) -> TensorNest:
     return tf.identity(leaf) if tf.is_tensor(leaf) else leaf

@@ -9,7 +9,7 @@ Letters: V = variables; L = replicas of this worker; R = replicas in sync, over 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +42,8 @@ class Divergence:
         self._model = model
         self._strategy: tf.distribute.Strategy = model.distribute_strategy
         self._workers: Workers | None = workers_of(self._strategy)
-        self._hashed: list[tuple[str, Any]] = []
-        self._hash_all: Any = None
+        self._hashed: list[tuple[str, Variable]] = []
+        self._hash_all: Callable[[], tuple[tf.Tensor, ...]]
         self._equal_at: int | None = None
 
     def check(self, step: int) -> FindingRecord | None:
@@ -109,7 +109,7 @@ class Divergence:
         return f"; up to {np.abs(first - other).max():.3g} apart"
 
 
-def _variables(model: DistributedModel) -> list[tuple[str, Any]]:
+def _variables(model: DistributedModel) -> list[tuple[str, Variable]]:
     """Return the variables whose copies must be equal, with their paths, in the order in which a model computes."""
     skipped = {id(variable) for variable in model.metrics_variables}
     found = [(variable.path, variable) for variable in model.variables]

@@ -13,7 +13,7 @@ import random
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import tensorflow as tf
 
@@ -21,6 +21,7 @@ from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.adapters import (
     ArrayDataAdapter,
     CustomEpochIterator,
+    DataAdapter,
     GeneratorDataAdapter,
     TFDatasetAdapter,
     array_shuffle,
@@ -29,6 +30,7 @@ from keras_dist_ext._keras.adapters import (
     seed_py_datasets,
 )
 from keras_dist_ext._keras.strategies import spec_of_replica
+from keras_dist_ext.aliases import JsonObject, SpecNest
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step.stats import Kind
@@ -67,7 +69,7 @@ class EpochData(CustomEpochIterator):
     """
 
     def __init__(
-        self, runtime: ReplicaRuntime, kind: Kind | Literal["predict"], sizer: ExecutionSizer, **arguments: Any
+        self, runtime: ReplicaRuntime, kind: Kind | Literal["predict"], sizer: ExecutionSizer, **arguments: object
     ) -> None:
         self._seekable = take_seekable(arguments)
         super().__init__(**arguments)
@@ -122,15 +124,15 @@ class EpochData(CustomEpochIterator):
             workers.check_consistency("read its data", facts)
 
     @property
-    def batch_spec(self) -> Any:
+    def batch_spec(self) -> SpecNest:
         """Specs of a batch: shapes with an unknown number of rows."""
         return tree.map_structure(any_number_of_rows, self.exact_spec)
 
     @property
-    def exact_spec(self) -> Any:
+    def exact_spec(self) -> SpecNest:
         """Specs of a batch, with the number of its rows where that is known."""
 
-        def spec_of(spec: Any) -> Any:
+        def spec_of(spec: tf.TypeSpec) -> tf.TypeSpec | None:
             spec = spec_of_replica(spec)
             is_none = isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape")
             return None if is_none else spec
@@ -143,7 +145,7 @@ class EpochData(CustomEpochIterator):
         return self._kind
 
     @property
-    def given(self) -> Any:
+    def given(self) -> tf.data.Dataset:
         """The dataset that was given, or that Keras has made of what was."""
         return self._given
 
@@ -222,7 +224,7 @@ class EpochData(CustomEpochIterator):
         return is_used or self._first_step + made == (self.steps_per_epoch or -1)
 
     @functools.cached_property
-    def data_facts(self) -> dict[str, Any]:
+    def data_facts(self) -> JsonObject:
         """What a run's data must have in common with that of an earlier process, for positions to mean the same.
 
         Raises:
@@ -394,7 +396,7 @@ class EpochData(CustomEpochIterator):
         self._runtime.end_epoch()
 
 
-def _sample_of(adapter: Any) -> int | None:
+def _sample_of(adapter: DataAdapter) -> int | None:
     """Return a checksum of what is at hand of data that no pipeline of the user's gives."""
     if isinstance(adapter, ArrayDataAdapter):
         return example_checksum(adapter) or 0

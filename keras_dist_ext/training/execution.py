@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeAlias
 
 from keras_dist_ext._keras import tree
+from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.training.batch_reader import BatchReader
 
-__all__ = ["Execution", "Program"]
+__all__ = ["Execution", "Program", "StepFunction"]
+
+StepFunction: TypeAlias = "Callable[[Execution | Iterator[StepData]], TensorNest]"
+"""What Keras calls for each execution, which returns logs; outside of ``fit``, with an iterator over one batch."""
 
 
 class Program(Protocol):
     """Makes steps of one kind on the batches of a reader."""
 
-    def run(self, reader: BatchReader, num_steps: int) -> tuple[int, Any]:
+    def run(self, reader: BatchReader, num_steps: int) -> tuple[int, TensorNest]:
         """Run up to so many steps; return how many were made, and the logs."""
 
 
@@ -30,7 +34,7 @@ class Execution:
         self.seconds = 0.0
         self._is_taken = False
 
-    def run(self, program: Program) -> Any:
+    def run(self, program: Program) -> TensorNest:
         """Run the steps and return their logs."""
         begin = time.perf_counter()
         self.num_made, logs = program.run(self.reader, self.num_steps)
@@ -40,7 +44,7 @@ class Execution:
         self.seconds = time.perf_counter() - begin
         return logs
 
-    def batches(self) -> Iterator[Any]:
+    def batches(self) -> Iterator[StepData]:
         """Yield the batches one by one."""
         begin = time.perf_counter()
         while self.num_made < self.num_steps and self.reader.has_more:

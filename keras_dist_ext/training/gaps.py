@@ -22,17 +22,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext.aliases import Array
 
 __all__ = [
     "LEAST",
     "ROUNDING",
-    "Array",
     "Gap",
     "Part",
     "SlotKind",
@@ -45,7 +45,6 @@ __all__ = [
     "rounding_of",
 ]
 
-Array = npt.NDArray[Any]
 Part = tuple[str, str]  # what a value is, and of what: ("gradient", "dense/kernel")
 Values = Mapping[Part, tuple[Array, ...]]  # one array a replica
 ROUNDING = 1e-5
@@ -152,7 +151,7 @@ def _unsure(gradient: Array, others: Sequence[Array], *, as_whole: bool = False)
     return np.asarray(np.minimum(1.0, share))
 
 
-def as_float(value: Any) -> Array:
+def as_float(value: npt.ArrayLike) -> Array:
     """Return a value as float64."""
     return np.asarray(value).astype(np.float64)
 
@@ -183,11 +182,11 @@ def moved_by_rounding(value: Array, random: np.random.Generator) -> Array:
     return np.asarray(value * (1.0 + signs * np.finfo(value.dtype).eps)).astype(value.dtype)
 
 
-def _unit(layer: Any) -> float:
+def _unit(layer: keras.layers.Layer) -> float:
     """The unit of rounding of a layer's dtype, 0 where float32 or finer."""
     return {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(str(layer.compute_dtype), 0.0)
 
 
-def rounding_of(model: Any) -> float:
+def rounding_of(model: keras.Model) -> float:
     """Return the least bound for a model, relative: more where its layers compute in less than float32."""
     return max([ROUNDING, *(4 * unit for unit in map(_unit, flat_layers(model)))])

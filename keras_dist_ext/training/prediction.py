@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -14,6 +13,7 @@ from keras_dist_ext._keras.layers import clear_losses
 from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import is_default_strategy, regroup
 from keras_dist_ext._keras.tracing import scratch_graph
+from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step.added_losses import placeholders
@@ -44,11 +44,11 @@ class PredictProgram:
         self._global_generator = global_generator_of(self.strategy, is_seeded=is_seeded)
         self._on_batch = self._one if model.run_eagerly else in_graph(self._one, reduce_retracing=True)
 
-    def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:
+    def on_batches(self, batches: Sequence[StepData], *, of_worker: bool = False) -> TensorNest:
         """Predict each batch and concatenate the outputs along the rows."""
         return concat_outputs([self._on_batch(batch, of_worker) for batch in batches])
 
-    def _one(self, batch: Any, of_worker: bool) -> Any:
+    def _one(self, batch: StepData, of_worker: bool) -> TensorNest:
         batch = data.without_optionals(batch)
         is_whole = self.strategy.num_replicas_in_sync == 1
         split = Split.NONE if is_whole else split_of(batch, of_worker=of_worker)
@@ -59,7 +59,7 @@ class PredictProgram:
             self._check_outputs(batch)
         return tree.map_structure(functools.partial(concat_replicas, self.strategy), outputs)
 
-    def _replica(self, batch: Any, split: Split) -> Any:
+    def _replica(self, batch: StepData, split: Split) -> TensorNest:
         num_global = data.num_rows(batch)
         first = first_row(split, self.strategy, num_global)
         if split is not Split.NONE:
@@ -79,7 +79,7 @@ class PredictProgram:
             _check_have_rows(outputs, rows)
         return outputs
 
-    def _check_outputs(self, batch: Any) -> None:
+    def _check_outputs(self, batch: StepData) -> None:
         """Trace the step aside on any number of rows, if that of the batch is a constant, to see what grows with it.
 
         What cannot be traced so, as code that needs the number of rows, is taken for what has one entry for each.
@@ -101,11 +101,11 @@ class PredictProgram:
         _check_have_rows(outputs, rows)
 
 
-def _is_dense(leaf: Any) -> bool:
+def _is_dense(leaf: TensorNest) -> bool:
     return not isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
 
 
-def _check_have_rows(outputs: Any, rows: int | tf.Tensor) -> None:
+def _check_have_rows(outputs: TensorNest, rows: int | tf.Tensor) -> None:
     """Refuse an output that is one for the whole batch: each replica would give its own.
 
     Raises:
@@ -127,7 +127,7 @@ def _check_have_rows(outputs: Any, rows: int | tf.Tensor) -> None:
         )
 
 
-def concat_replicas(strategy: tf.distribute.Strategy, value: Any) -> Any:
+def concat_replicas(strategy: tf.distribute.Strategy, value: TensorNest) -> tf.Tensor:
     """Concatenate what each replica of all workers has for its rows, in the order of the replicas."""
     parts = (value,) if is_default_strategy(strategy) else local_values(strategy, value)
     if len(parts) == strategy.num_replicas_in_sync:
@@ -143,12 +143,12 @@ def concat_replicas(strategy: tf.distribute.Strategy, value: Any) -> Any:
     return tf.cast(gathered, dtype)
 
 
-def concat_outputs(outputs: Sequence[Any]) -> Any:
+def concat_outputs(outputs: Sequence[TensorNest]) -> TensorNest:
     """Concatenate the outputs of several batches along the rows."""
     return outputs[0] if len(outputs) == 1 else tree.map_structure(lambda *parts: _concat(parts), *outputs)
 
 
-def _concat(parts: Sequence[Any]) -> Any:
+def _concat(parts: Sequence[tf.Tensor]) -> tf.Tensor:
     if isinstance(parts[0], tf.SparseTensor):
         return tf.sparse.concat(axis=0, sp_inputs=list(parts))
     if parts[0].shape.rank == 0:

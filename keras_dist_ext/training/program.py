@@ -7,11 +7,12 @@ from the state of the metrics pooled over replicas.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from keras_dist_ext._keras.tracing import IteratorFunction, traced_graphs
+from keras_dist_ext.aliases import SpecNest, StepData, TensorNest
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.step_buffer import MAX_STEPS
@@ -20,6 +21,8 @@ from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.step_loops import EagerLoops, StepLoops
 
 __all__ = ["StepProgram"]
+
+_Loop: TypeAlias = Callable[..., TensorNest]  # what it takes differs: a batch, or an iterator and more
 
 
 class StepProgram:
@@ -45,10 +48,10 @@ class StepProgram:
         self._of_iterator = self._reading(loops.on_iterator)
         self._of_optional = self._reading(loops.on_optional)
 
-    def _compiled(self, loop: Callable[..., Any]) -> Any:
+    def _compiled(self, loop: _Loop) -> Any:
         return loop if self.is_eager else in_graph(loop, reduce_retracing=True)
 
-    def _reading(self, loop: Callable[..., Any]) -> Any:
+    def _reading(self, loop: _Loop) -> _Loop:
         """Compile a loop that takes an iterator."""
         return loop if self.is_eager else IteratorFunction(self._compiled(loop))
 
@@ -56,14 +59,14 @@ class StepProgram:
         """Make one step an execution from here on."""
         self._has_one_step = True
 
-    def graphs(self) -> list[Any]:
+    def graphs(self) -> list[tf.Graph]:
         """Return the graphs that its loops were traced to so far."""
         single = (self._of_batch, self._of_rows, self._one_of_iterator, self._one_of_optional)
         return [graph for run in (*single, self._of_iterator, self._of_optional) for graph in traced_graphs(run)]
 
     # Entry points
 
-    def run(self, reader: BatchReader, num_steps: int) -> tuple[int, Any]:
+    def run(self, reader: BatchReader, num_steps: int) -> tuple[int, TensorNest]:
         """Run up to ``num_steps`` steps on the batches of a reader; return how many were made, and the logs."""
         if reader.is_read_by_host:
             made, logs = 0, None
@@ -83,11 +86,11 @@ class StepProgram:
         reader.advance(ahead, has_more=has_more)
         return made, logs
 
-    def on_batch(self, batch: Any) -> Any:
+    def on_batch(self, batch: StepData) -> TensorNest:
         """Run one step on a batch (global, or per replica) and return its logs."""
         return self._run(1, self._of_batch, batch)
 
-    def on_batches_like(self, spec: Any, *, of_worker: bool) -> Callable[[Any], Any]:
+    def on_batches_like(self, spec: SpecNest, *, of_worker: bool) -> Callable[[StepData], TensorNest]:
         """Return a function that runs one step on a batch of that spec.
 
         It is traced once, whatever the rows: collectives are numbered as they are traced, so all workers must trace
@@ -102,7 +105,7 @@ class StepProgram:
             run = run.get_concrete_function(spec)
         return lambda batch: self._run(1, run, batch)
 
-    def on_iterator(self, iterator: Any, num_steps: int, *, one_step: bool = False) -> Any:
+    def on_iterator(self, iterator: tf.data.Iterator, num_steps: int, *, one_step: bool = False) -> TensorNest:
         """Run exactly ``num_steps`` steps in the graph and return the logs of the last.
 
         Args:
@@ -121,8 +124,8 @@ class StepProgram:
         return logs
 
     def on_optional(
-        self, optional: Any, iterator: Any, num_steps: int, *, one_step: bool = False
-    ) -> tuple[int, Any, bool, Any]:
+        self, optional: tf.experimental.Optional, iterator: tf.data.Iterator, num_steps: int, *, one_step: bool = False
+    ) -> tuple[int, tf.experimental.Optional, bool, TensorNest]:
         """Run up to ``num_steps`` steps; return how many were made, the batch after them, if there is one, and logs.
 
         Args:
@@ -147,7 +150,7 @@ class StepProgram:
             has_more = bool(more)
         return total, optional, has_more, logs
 
-    def _run(self, num_steps: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _run(self, num_steps: int, function: _Loop, *arguments: object) -> TensorNest:
         """Call what makes so many steps, and return their logs."""
         self._begin(num_steps)
         logs = function(*arguments)
@@ -159,7 +162,7 @@ class StepProgram:
         if self.step.buffer is not None:
             self.step.buffer.begin(num_steps)
 
-    def _end(self, num_steps: int, end: Any = None) -> None:
+    def _end(self, num_steps: int, end: tf.Tensor | None = None) -> None:
         """Hand the records of an execution to who wants them; for its end see ``Recorder.add``."""
         buffer = self.step.buffer
         if buffer is not None:

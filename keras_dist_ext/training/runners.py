@@ -6,11 +6,12 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.data.graph_checks import as_data_errors
 from keras_dist_ext.step.means import UnknownExponents
@@ -37,12 +38,12 @@ class StepRunner:
         self.program = program
         self._has_compared = False
 
-    def __call__(self, iterator: Any) -> Any:
+    def __call__(self, iterator: Execution | Iterator[StepData]) -> TensorNest:
         """Run the steps of an execution, or one step on the next batch; return the logs."""
         program, runtime = self.program, self.program.model.replica_runtime
         if isinstance(iterator, Execution):
             run_steps = functools.partial(_run, program, iterator)
-            first_batch: Callable[[], Any] = functools.cache(iterator.reader.peek)
+            first_batch: Callable[[], StepData] = functools.cache(iterator.reader.peek)
         else:
             batch = tree.map_structure(_as_tensor, next(iterator))
             self._compare_first_batch(batch)
@@ -68,7 +69,7 @@ class StepRunner:
             if isinstance(program, StepProgram):
                 program.step.first_batch = None
 
-    def _compare_first_batch(self, batch: Any) -> None:
+    def _compare_first_batch(self, batch: StepData) -> None:
         """See once that all workers call ``train_on_batch`` and ``test_on_batch`` with the same rows."""
         workers = workers_of(self.program.strategy)
         if workers is not None and not self._has_compared:
@@ -95,7 +96,7 @@ def _plan(program: StepProgram) -> None:
         make_plan(step)
 
 
-def _run(program: StepProgram | CoordinatorProgram, execution: Execution) -> Any:
+def _run(program: StepProgram | CoordinatorProgram, execution: Execution) -> TensorNest:
     """Run steps, and say so to who has launched this process."""
     heartbeat.steps_begin(program.kind, execution.first, execution.num_steps)
     with _watched(program, execution):
@@ -104,7 +105,7 @@ def _run(program: StepProgram | CoordinatorProgram, execution: Execution) -> Any
     return logs
 
 
-def _run_on_batch(program: StepProgram | CoordinatorProgram, batch: Any) -> Any:
+def _run_on_batch(program: StepProgram | CoordinatorProgram, batch: StepData) -> TensorNest:
     with _waiting(program.strategy, f"{program.kind}_on_batch"):
         return program.on_batch(batch)
 
@@ -140,12 +141,14 @@ def _prepare(program: StepProgram, unprepared: Exception) -> None:
         program.step.without_xla()
 
 
-def predictor(program: PredictProgram | CoordinatorProgram) -> Callable[[Any], Any]:
+def predictor(
+    program: PredictProgram | CoordinatorProgram,
+) -> Callable[[Sequence[Execution] | Sequence[StepData]], TensorNest]:
     """Return Keras' ``predict_function``: it takes a list, of an ``Execution`` or of batches."""
 
-    def run(batches: Any) -> Any:
-        if isinstance(batches[0], Execution):
-            (execution,) = batches
+    def run(batches: Sequence[Execution] | Sequence[StepData]) -> TensorNest:
+        execution = batches[0]
+        if isinstance(execution, Execution):
             heartbeat.steps_begin("predict", execution.first, execution.num_steps)
             batches = list(execution.batches())
             last = execution.first + len(batches) - 1
@@ -159,11 +162,11 @@ def predictor(program: PredictProgram | CoordinatorProgram) -> Callable[[Any], A
     return run
 
 
-def _given(batch: Any) -> Any:
+def _given(batch: StepData) -> StepData:
     return batch
 
 
-def _as_tensor(value: Any) -> Any:
+def _as_tensor(value: TensorNest) -> TensorNest:
     return None if value is None else tf.convert_to_tensor(value) if not tf.is_tensor(value) else value
 
 
@@ -176,23 +179,23 @@ class CoordinatorProgram:
         self.strategy = model.distribute_strategy
         self._coordinator = model.replica_runtime.coordinator
 
-    def run(self, reader: BatchReader, num_steps: int) -> tuple[int, Any]:
+    def run(self, reader: BatchReader, num_steps: int) -> tuple[int, TensorNest]:
         """Hand out up to ``num_steps`` steps; return how many there were, and the logs of those that are done."""
         return self._hand_out(iter(reader), num_steps)
 
-    def _hand_out(self, batches: Iterator[Any], num_steps: int) -> tuple[int, Any]:
+    def _hand_out(self, batches: Iterator[StepData], num_steps: int) -> tuple[int, TensorNest]:
         made = getattr(self._coordinator, self.kind)(batches, num_steps)
         return made, self._coordinator.logs()
 
-    def graphs(self) -> list[Any]:
+    def graphs(self) -> list[tf.Graph]:
         """Return none: the workers have them."""
         return []
 
-    def on_batch(self, batch: Any) -> Any:
+    def on_batch(self, batch: StepData) -> TensorNest:
         """Run one step and wait for it."""
         self._hand_out(iter([batch]), 1)
         return self._coordinator.join()
 
-    def on_batches(self, batches: Sequence[Any], *, of_worker: bool = False) -> Any:
+    def on_batches(self, batches: Sequence[StepData], *, of_worker: bool = False) -> TensorNest:
         """Predict each batch and concatenate the outputs along the rows."""
         return concat_outputs(list(self._coordinator.predict(batches)))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.optimizers import accumulated_gradients, inner_optimizer, num_batches_used
 from keras_dist_ext._keras.strategies import strategy_of_model
+from keras_dist_ext.aliases import SpecNest
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.nan_guard import Guard
@@ -26,7 +27,8 @@ from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.building import build_for_run
 from keras_dist_ext.training.check_mode import CheckMode
 from keras_dist_ext.training.divergence import Divergence
-from keras_dist_ext.training.run_callback import RunCallback, callbacks_in
+from keras_dist_ext.training.execution import StepFunction
+from keras_dist_ext.training.run_callback import Callbacks, RunCallback, callbacks_in
 from keras_dist_ext.training.stop_signal import StopSignal
 
 if TYPE_CHECKING:
@@ -70,8 +72,8 @@ class ReplicaRuntime:
         }
         self.recorders: tuple[Recorder, ...] = ()
         self.guard: Guard | None = None
-        self.functions: dict[str, dict[tuple[bool, ...], Callable[[Any], Any]]] = {"train": {}, "test": {}}
-        self.batch_spec: Any = None
+        self.functions: dict[str, dict[tuple[bool, ...], StepFunction]] = {"train": {}, "test": {}}
+        self.batch_spec: SpecNest = None
         self.loss_exponents: dict[str, dict[int, list[Fraction]]] = {}
         self.plans: dict[str, StepPlan] = {}
         self.check: CheckMode = True
@@ -103,7 +105,7 @@ class ReplicaRuntime:
 
     # What steps are made for
 
-    def build(self, kind: Kind, batch_spec: Any, exact_spec: Any) -> None:
+    def build(self, kind: Kind, batch_spec: SpecNest, exact_spec: SpecNest) -> None:
         """Build the model for a run, unless it lives under no strategy and Keras' own first step is to build it.
 
         Args:
@@ -165,7 +167,7 @@ class ReplicaRuntime:
         return self._guard
 
     @contextlib.contextmanager
-    def prepared(self, callbacks: Any) -> Iterator[None]:
+    def prepared(self, callbacks: Callbacks) -> Iterator[None]:
         """Let callbacks say what a run needs before it begins, and clean up after it, however it ended.
 
         A callback may begin another run, say predict, in the middle of one.
@@ -240,7 +242,7 @@ class ReplicaRuntime:
                 for accumulator in accumulated_gradients(optimizer):
                     keep_on_first_replica(accumulator, is_chief=workers is None or workers.is_chief)
 
-    def _accumulating(self) -> list[Any]:
+    def _accumulating(self) -> list[keras.optimizers.Optimizer]:
         """The optimizers in the middle of an accumulation of gradients of which each replica has a part."""
         whole = self.plans["train"].whole_accumulators if "train" in self.plans else ()
         return [optimizer for optimizer in _accumulating(self.model) if id(optimizer) not in whole]
@@ -262,16 +264,16 @@ def runtime_of(model: keras.Model) -> ReplicaRuntime | None:
 def stop_attribute(kind: Kind | Literal["predict"]) -> property:
     """Make the attribute of a model by which callbacks end runs of a kind, and Keras' loops are told to."""
 
-    def is_set(model: Any) -> bool:
+    def is_set(model: keras.Model) -> bool:
         return bool(model.replica_runtime.stops[kind].is_set)
 
-    def request(model: Any, value: bool) -> None:
+    def request(model: keras.Model, value: bool) -> None:
         model.replica_runtime.stops[kind].request(value)
 
     return property(is_set, request, doc="Whether the run ends after the step that is under way; callbacks set it.")
 
 
-def _accumulating(model: DistributedModel) -> list[Any]:
+def _accumulating(model: DistributedModel) -> list[keras.optimizers.Optimizer]:
     """The optimizers of a model that are in the middle of an accumulation of gradients."""
     found = [inner_optimizer(optimizer) for _, optimizer in optimizers(model)]
     return [

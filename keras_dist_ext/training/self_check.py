@@ -10,17 +10,17 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras import tree
+from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.layers import clear_losses, flat_layers, seed_generators
 from keras_dist_ext._keras.losses import without_parts
 from keras_dist_ext._keras.optimizers import end_accumulation_next
 from keras_dist_ext._keras.random import intercept_random_ops
-from keras_dist_ext._keras.variables import components, is_sync_on_read
+from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
+from keras_dist_ext.aliases import Array, SpecNest, StepData, TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows, without_optionals
 from keras_dist_ext.errors import StepError
 from keras_dist_ext.step.alike_draws import RowsAlike
@@ -35,7 +35,6 @@ from keras_dist_ext.training.batch_split import is_per_replica
 from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.gap_report import describe
 from keras_dist_ext.training.gaps import (
-    Array,
     Gap,
     Part,
     as_float,
@@ -50,11 +49,13 @@ from keras_dist_ext.training.snapshot import kept_random, kept_state
 __all__ = ["check_training"]
 
 _Prepare = Callable[[Exception], None]
+_Traced = Callable[[StepData], tuple[TensorNest, dict[str, tf.Tensor]]]  # logs, and gradients by their variable's id
+_Runner = Callable[[StepData], tuple[TensorNest, dict[int, tf.Tensor]]]
 
 
 def check_training(
     of_training: DistributedStep,
-    first_batch: Callable[[], Any],
+    first_batch: Callable[[], StepData],
     prepare: _Prepare,
     unprepared: tuple[type[Exception], ...],
 ) -> None:
@@ -98,7 +99,7 @@ def check_training(
         warnings.warn(message, stacklevel=2)
 
 
-def _few_rows(batch: Any, count: int, workers: Workers | None) -> Any:
+def _few_rows(batch: StepData, count: int, workers: Workers | None) -> StepData:
     """Return the first rows of a batch, of the chief's where there are workers; None where there are not two."""
     rows = None if batch is None or is_per_replica(batch) else without_optionals(batch)
     has_few = rows is None or int(num_rows(rows)) < 2
@@ -119,7 +120,7 @@ def _few_rows(batch: Any, count: int, workers: Workers | None) -> Any:
 
 def _deviations(
     of_training: DistributedStep,
-    rows: Any,
+    rows: StepData,
     prepare: _Prepare,
     unprepared: tuple[type[Exception], ...],
 ) -> list[Gap]:
@@ -161,7 +162,7 @@ class _Gradients(StepObserver):
         self.of: dict[int, tf.Tensor] = {}  # by the variable's id
         self._graph = tf.compat.v1.get_default_graph()
 
-    def on_update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    def on_update(self, gradients: Sequence[tf.Tensor | None], variables: Sequence[Variable]) -> None:
         """Keep them, unless they are in a branch or loop of the graph."""
         if tf.compat.v1.get_default_graph() is self._graph:
             for gradient, variable in zip(gradients, variables, strict=True):
@@ -172,7 +173,9 @@ class _Gradients(StepObserver):
 class _BothWays:
     """One step, made on one device and on replicas from the same state."""
 
-    def __init__(self, step: DistributedStep, rows: Any, prepare: _Prepare, unprepared: Any) -> None:
+    def __init__(
+        self, step: DistributedStep, rows: StepData, prepare: _Prepare, unprepared: tuple[type[Exception], ...]
+    ) -> None:
         self._step = step
         self._rows = rows
         self._prepare = prepare
@@ -197,29 +200,29 @@ class _BothWays:
         gaps = measure(off, found, reordered, {k: as_float(v) for k, v in before.items()}, 1, rounding, {})
         return [gap for gap in gaps if gap.is_beyond or gap.is_apart]
 
-    def _in_other_order(self, before: Mapping[Part, Array]) -> Any:
+    def _in_other_order(self, before: Mapping[Part, Array]) -> StepData:
         """Reorder the rows, and move values by rounding: what one device makes of that is as good."""
         random = np.random.default_rng(0)
         for part, variable in self._compared:
             components(variable)[0].assign(moved_by_rounding(before[part], random))
         return take_rows(self._rows, random.permutation(int(num_rows(self._rows))))
 
-    def _alone(self, rows: Any) -> Any:
+    def _alone(self, rows: StepData) -> TensorNest:
         return self._step.logs_alone(self._step.run_alone(rows))
 
-    def _on_replicas(self, rows: Any) -> Any:
+    def _on_replicas(self, rows: StepData) -> TensorNest:
         extra, _ = self._step.run(rows)
         return self._step.logs(extra)
 
-    def _runner(self, way: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, dict[int, Any]]]:
+    def _runner(self, way: Callable[[StepData], TensorNest]) -> _Runner:
         """Trace a way of making the step; return what makes it, and gives logs and gradients, these by variable."""
 
-        def run(rows: Any) -> tuple[Any, dict[str, Any]]:
+        def run(rows: StepData) -> tuple[TensorNest, dict[str, tf.Tensor]]:
             gradients = self._step.observer = _Gradients()
             logs = way(rows)
             return logs, {str(key): gradient for key, gradient in gradients.of.items()}
 
-        def made(traced: Any, rows: Any) -> tuple[Any, dict[int, Any]]:
+        def made(traced: _Traced, rows: StepData) -> tuple[TensorNest, dict[int, tf.Tensor]]:
             logs, gradients = traced(rows)
             return logs, {int(key): gradient for key, gradient in gradients.items()}
 
@@ -230,7 +233,7 @@ class _BothWays:
         except Exception:  # code that needs a number of rows
             return functools.partial(made, self._traced(run, tree.map_structure(_spec, self._rows)))
 
-    def _traced(self, run: Callable[[Any], Any], spec: Any) -> Any:
+    def _traced(self, run: _Traced, spec: SpecNest) -> _Traced:
         while True:
             try:
                 traced = in_graph(run).get_concrete_function(spec)
@@ -241,9 +244,10 @@ class _BothWays:
             else:
                 if any(op.type in _OF_PYTHON for op in operations(traced.graph)):
                     raise _RunsPython
-                return traced
+                runner: _Traced = traced
+                return runner
 
-    def _made(self, run: Callable[[Any], tuple[Any, dict[int, Any]]], rows: Any) -> dict[Part, tuple[Array, ...]]:
+    def _made(self, run: _Runner, rows: StepData) -> dict[Part, tuple[Array, ...]]:
         """Make a step; return all that it has changed, a value for each replica of this worker."""
         model = self._step.model
         for metric in leaf_metrics(model):
@@ -262,11 +266,11 @@ class _BothWays:
         return seen
 
 
-def _spec(leaf: Any) -> Any:
+def _spec(leaf: TensorNest) -> tf.TypeSpec | None:
     return None if leaf is None else tf.type_spec_from_value(leaf)
 
 
-def _leaves(logs: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _leaves(logs: TensorNest, path: str) -> Iterator[tuple[str, tf.Tensor]]:
     if isinstance(logs, Mapping):
         for name, value in logs.items():
             yield from _leaves(value, f"{path}/{name}" if path else str(name))
@@ -277,7 +281,7 @@ def _leaves(logs: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path or "the logs", logs
 
 
-def _compared(model: Any) -> Iterator[tuple[Part, Any]]:
+def _compared(model: keras.Model) -> Iterator[tuple[Part, Variable]]:
     """Yield what a step may change, but for what optimizers, metrics and random generators hold."""
     seeds = {id(generator.state) for layer in flat_layers(model) for generator in seed_generators(layer)}
     seen: set[Part] = set()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
@@ -75,17 +75,18 @@ def kept_random() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept_pass(data: Any) -> Iterator[None]:
+def kept_pass(data: tf.data.Dataset | None) -> Iterator[None]:
     """Have data that numbers its passes go on with the number that it had."""
-    number = data.epoch if isinstance(data, BucketedDataset) else None
+    buckets = data if isinstance(data, BucketedDataset) else None
+    number = 0 if buckets is None else buckets.epoch
     try:
         yield
     finally:
-        if number is not None:
-            data.epoch = number
+        if buckets is not None:
+            buckets.epoch = number
 
 
-def _copies(model: keras.Model) -> list[Any]:
+def _copies(model: keras.Model) -> list[tf.Variable]:
     """Return all copies of all variables that a step may change, each once."""
     metrics = leaf_metrics(model)
     variables = [*model.variables, *(variable for metric in metrics for variable in metric.variables)]
@@ -98,7 +99,7 @@ def _copies(model: keras.Model) -> list[Any]:
     return list({id(copy): copy for variable in variables for copy in components(variable)}.values())
 
 
-def _optimizers(model: keras.Model) -> list[Any]:
+def _optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return the optimizers that a model and its parts hold, each once."""
     held = (optimizer for layer in flat_layers(model) for _, optimizer in optimizers(layer))
     return list({id(optimizer): optimizer for optimizer in held}.values())

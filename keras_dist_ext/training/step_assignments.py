@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras.variables import components, distributed_variable
+from keras_dist_ext._keras.variables import Variable, components, distributed_variable
 from keras_dist_ext.errors import LoopError, StrategyError
 from keras_dist_ext.step.ancestry import Assignment
 from keras_dist_ext.step.origins import Origins
@@ -17,7 +16,7 @@ __all__ = ["check_assigned", "check_decisions", "check_of_keras", "labels", "sha
 _LISTED = 5  # variables that a message names before it counts the rest
 
 
-def check_decisions(name: str, graph: Any, origins: Origins) -> None:
+def check_decisions(name: str, graph: tf.Graph, origins: Origins) -> None:
     """Refuse to add up over replicas where each decides by itself whether to.
 
     Args:
@@ -42,7 +41,7 @@ def check_assigned(
     name: str,
     assigned: Sequence[Assignment],
     origins: Origins,
-    averaged: Mapping[int, Any],
+    averaged: Mapping[int, Variable],
 ) -> None:
     """Refuse to assign what only one replica has computed.
 
@@ -122,14 +121,14 @@ def shared_state(assigned: Sequence[Assignment], origins: Origins) -> frozenset[
     return frozenset(map(id, variables.values())) - own
 
 
-def _by_copy(assigned: Iterable[Assignment]) -> dict[int, Any]:
+def _by_copy(assigned: Iterable[Assignment]) -> dict[int, tf.Variable]:
     return {id(one.variable): distributed_variable(one.variable) for one in assigned}
 
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 
 
-def labels(variables: Iterable[Any]) -> list[str]:
+def labels(variables: Iterable[Variable]) -> list[str]:
     """Return how messages name variables."""
     return [f"{variable.name.partition(':')[0]} {tuple(variable.shape)}" for variable in variables]
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.optimizers import inner_optimizer
 from keras_dist_ext._keras.strategies import replica_id
-from keras_dist_ext._keras.variables import local_component, tf_variable
+from keras_dist_ext._keras.variables import Variable, local_component, tf_variable
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.step.all_rows import stands_for_all
 from keras_dist_ext.step.ancestry import Assignment, Value
@@ -50,7 +50,7 @@ class ExaminedReducer(Reducer):
         self.num_replicas = num_replicas
         self.is_alone = own.is_alone and num_replicas == 1
         self.traces_each_replica = own.traces_each_replica
-        self.reduced: dict[int, Any] = {}  # by id: what the user's code has added up by itself
+        self.reduced: dict[int, tf.Tensor] = {}  # by id: what the user's code has added up by itself
         self._step_name = step_name
         self._origins = examination.origins
         self._examination = examination
@@ -67,7 +67,7 @@ class ExaminedReducer(Reducer):
         """See ``Reducer``."""
         return self._own.sums_in_layers
 
-    def sum(self, values: Sequence[Any]) -> list[Any]:
+    def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return what may be the sums."""
         if values:
             self.meet()
@@ -92,7 +92,7 @@ class ExaminedReducer(Reducer):
         self._examination.inline_functions()
         self._examination.meeting.update(place.key for place in self._examination.nested)
 
-    def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
+    def sum_if(self, condition: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See ``sum``."""
         return self.sum(values)
 
@@ -116,16 +116,18 @@ class ExaminedReducer(Reducer):
         """Return what stands for the rows of all replicas."""
         return self.sum([stands_for_all(value) for value in values])
 
-    def pooled_result(self, metric: Any) -> Any:
+    def pooled_result(self, metric: keras.Metric) -> TensorNest:
         """Compute a metric's result from what may be the state of all replicas."""
         return pooled_result(metric, self.sum)
 
-    def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
+    def all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp, value: TensorNest, original: Callable[..., TensorNest]
+    ) -> TensorNest:
         """Note what is reduced."""
         self.meet()
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def reduced(given: tf.Tensor) -> Any:
+        def reduced(given: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             return self._origins.mark_replicated(given), self._origins.mark_replicated
 
         total = tf.nest.map_structure(lambda given: reduced(tf.convert_to_tensor(given)), value)
@@ -147,13 +149,13 @@ class StepExamination(StepObserver):
         self.name = name
         self.num_replicas = num_replicas
         self.origins = Origins()
-        self.averaged: dict[int, Any] = {}  # state of layers, whose mean over replicas is taken after the step
+        self.averaged: dict[int, Variable] = {}  # state of layers, whose mean over replicas is taken after the step
         self.of_keras: set[int] = set()  # variables that are assigned by Keras, or by an optimizer of Keras
         self.reducers: list[ExaminedReducer] = []
         self.nested: list[Place] = []
         self.meeting: set[Hashable] = set()  # branches and loops in which they meet
         self.functions: set[Hashable] = set()  # of TensorFlow, in which they do
-        self._ends: list[tuple[Gradients, Sequence[Any]]] = []  # of each replica's step
+        self._ends: list[tuple[Gradients, Sequence[TensorNest]]] = []  # of each replica's step
 
     def reducer(self, own: Reducer) -> ExaminedReducer:
         """Return how a replica seems to meet the others; see there."""
@@ -190,39 +192,44 @@ class StepExamination(StepObserver):
 
     # StepObserver
 
-    def on_draw(self, state: Any) -> Any:
+    def on_draw(self, state: tf.Tensor) -> tf.Tensor:
         """Note what is drawn."""
         return self.origins.mark_per_replica(state, replica_id()) if self.num_replicas > 1 else state
 
-    def on_write(self, variable: Any) -> None:
+    def on_write(self, variable: Variable) -> None:
         """Note a variable of Keras that is assigned."""
         self.of_keras.add(id(tf_variable(variable)))
 
-    def on_assign(self, variable: Any) -> None:
+    def on_assign(self, variable: Variable) -> None:
         """Note of which state the mean will be taken."""
         self.averaged[id(local_component(variable))] = variable
 
-    def on_differentiate(self, target: Any, sources: Sequence[Any]) -> GradientCall:
+    def on_differentiate(self, target: TensorNest, sources: Sequence[tf.Tensor | Variable]) -> GradientCall:
         """Say that all gradients may go straight into an optimizer, so that it is seen which do."""
         shared = tuple(map(self._is_shared, sources))
         return GradientCall(shared, shared)
 
-    def _is_shared(self, source: Any) -> bool:
+    def _is_shared(self, source: tf.Tensor | Variable) -> bool:
         if isinstance(source, tf.Variable | keras.Variable):
             return True
         return isinstance(source, tf.Tensor) and self.origins.is_shared(Value(source))
 
-    def on_gather(self, value: Any) -> None:
+    def on_gather(self, value: tf.Tensor) -> None:
         """Note what is the same on all replicas."""
         self.origins.note_replicated(value)
         self.reducers[-1].meet()
 
-    def on_gradient(self, value: Any) -> Any:
+    def on_gradient(self, value: tf.Tensor) -> tf.Tensor:
         """Mark a gradient as one of the global batch."""
         self.reducers[-1].meet()
         return self.origins.mark_gradient(value)
 
-    def on_apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    def on_apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[tf.Tensor | None],
+        variables: Sequence[Variable],
+    ) -> None:
         """Refuse gradients that no tape has made, and have the optimizer's variables made, which a step cannot."""
         self.inline_functions()
         present = [(g, v) for g, v in zip(gradients, variables, strict=False) if g is not None]
@@ -244,14 +251,14 @@ class StepExamination(StepObserver):
             self.inline_functions()
             raise ComputesWithResults
 
-    def on_end(self, gradients: Gradients, returned: Sequence[Any]) -> None:
+    def on_end(self, gradients: Gradients, returned: Sequence[TensorNest]) -> None:
         """Note it."""
         self._ends.append((gradients, returned))
 
-    def on_reduce(self, gradients: Sequence[Any]) -> Sequence[bool]:
+    def on_reduce(self, gradients: Sequence[tf.Tensor | None]) -> Sequence[bool]:
         """Say which gradients are a replica's own."""
         return [self._is_own(gradient) for gradient in gradients]
 
-    def _is_own(self, gradient: Any) -> bool:
+    def _is_own(self, gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
         parts = [gradient.values, gradient.indices] if isinstance(gradient, tf.IndexedSlices) else [gradient]
         return bool(self.origins.replicas_of([Value(part) for part in parts if isinstance(part, tf.Tensor)]))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.step.recorder import now
 from keras_dist_ext.step.step_buffer import StepRecord
 from keras_dist_ext.strategy.workers import workers_of
@@ -28,26 +28,28 @@ class StepLoops:
 
     # These two take nothing but the batch: a concrete function of TensorFlow 2.16 misses arguments that have defaults.
 
-    def on_batch(self, batch: Any) -> Any:
+    def on_batch(self, batch: StepData) -> TensorNest:
         """Run one step on a batch, global or per replica."""
         return self._on_one(batch, of_worker=False)
 
-    def on_rows_of_worker(self, batch: Any) -> Any:
+    def on_rows_of_worker(self, batch: StepData) -> TensorNest:
         """Run one step on examples that only this worker has read."""
         return self._on_one(batch, of_worker=True)
 
-    def _on_one(self, batch: Any, *, of_worker: bool) -> Any:
+    def _on_one(self, batch: StepData, *, of_worker: bool) -> TensorNest:
         extra, record = self._single(lambda: batch, of_worker=of_worker)
         self._write(record)
         return self._step.logs(extra)
 
-    def one_of_iterator(self, iterator: Any) -> Any:
+    def one_of_iterator(self, iterator: tf.data.Iterator) -> TensorNest:
         """Run one step on the next batch of an iterator."""
         extra, record = self._single(iterator.get_next)
         self._write(record)
         return self._step.logs(extra)
 
-    def one_of_optional(self, iterator: Any, optional: Any) -> Any:
+    def one_of_optional(
+        self, iterator: tf.data.Iterator, optional: tf.experimental.Optional
+    ) -> tuple[tf.experimental.Optional, tf.Tensor, TensorNest]:
         """Run one step on a batch that was read ahead; return the next one, and whether there is one, too."""
         extra, record = self._single(optional.get_value, is_ahead=True)
         following = iterator.get_next_as_optional()
@@ -57,18 +59,18 @@ class StepLoops:
         return following, has_more, self._step.logs(extra)
 
     def _single(
-        self, pull: Callable[[], Any], *, of_worker: bool = False, is_ahead: bool = False
+        self, pull: Callable[[], StepData], *, of_worker: bool = False, is_ahead: bool = False
     ) -> tuple[list[tf.Tensor], StepRecord | None]:
         """Run the one step of an execution; return what ``DistributedStep.run`` does."""
         self._step.loops = False
         self._step.initial_extra(pull, of_worker=of_worker)
         return self._step.run(*self._timed(pull, is_ahead=is_ahead), of_worker=of_worker)
 
-    def on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
+    def on_iterator(self, iterator: tf.data.Iterator, num_steps: tf.Tensor) -> TensorNest:
         """Run so many steps on the batches of an iterator."""
         self._step.loops = True
 
-        def body(i: tf.Tensor, *_: Any) -> tuple[Any, ...]:
+        def body(i: tf.Tensor, *_: tf.Tensor) -> tuple[tf.Tensor, ...]:
             return (i + 1, *self._recorded(iterator.get_next))
 
         extra = self._step.initial_extra(iterator.get_next)
@@ -81,11 +83,13 @@ class StepLoops:
         )
         return self._step.logs(extra)
 
-    def on_optional(self, iterator: Any, optional: Any, num_steps: tf.Tensor) -> Any:
+    def on_optional(
+        self, iterator: tf.data.Iterator, optional: tf.experimental.Optional, num_steps: tf.Tensor
+    ) -> tuple[int | tf.Tensor, tf.experimental.Optional, tf.Tensor, tf.Tensor | None, TensorNest]:
         """Run up to so many steps, from a batch that was read ahead on; see ``StepProgram.on_optional``."""
         self._step.loops = True
 
-        def body(i: tf.Tensor, optional: Any, *_: Any) -> tuple[Any, ...]:
+        def body(i: tf.Tensor, optional: tf.experimental.Optional, *_: tf.Tensor) -> tuple[tf.Tensor, ...]:
             extra = self._recorded(optional.get_value, is_ahead=True)
             return (i + 1, iterator.get_next_as_optional(), *extra)
 
@@ -112,7 +116,7 @@ class StepLoops:
         reported.set_shape([])
         return reported
 
-    def _recorded(self, pull: Callable[[], Any], *, is_ahead: bool = False) -> list[tf.Tensor]:
+    def _recorded(self, pull: Callable[[], StepData], *, is_ahead: bool = False) -> list[tf.Tensor]:
         """Run a step, leave its record in the buffer, and return its part of the logs."""
         extra, record = self._step.run(*self._timed(pull, is_ahead=is_ahead))
         self._write(record)
@@ -123,11 +127,13 @@ class StepLoops:
         if self._step.buffer is not None and record is not None:
             self._step.buffer.write(record, loops=self._step.loops)
 
-    def _when(self, there: Any) -> tf.Tensor | None:
+    def _when(self, there: TensorNest) -> tf.Tensor | None:
         """When something was there, if steps are recorded."""
         return None if self._step.buffer is None else now(there)
 
-    def _timed(self, pull: Callable[[], Any], *, is_ahead: bool = False) -> tuple[Any, Any]:
+    def _timed(
+        self, pull: Callable[[], StepData], *, is_ahead: bool = False
+    ) -> tuple[StepData, tuple[tf.Tensor, tf.Tensor] | None]:
         """Pull a batch; return it with when that began, and when it was there: at once, if it was read ahead."""
         if self._step.buffer is None:
             return pull(), None
@@ -143,14 +149,16 @@ class StepLoops:
 class EagerLoops(StepLoops):
     """The same loops, run as Python."""
 
-    def on_iterator(self, iterator: Any, num_steps: tf.Tensor) -> Any:
+    def on_iterator(self, iterator: tf.data.Iterator, num_steps: tf.Tensor) -> TensorNest:
         """Run so many steps on the batches of an iterator."""
         extra: list[tf.Tensor] = []
         for _ in range(int(num_steps)):
             extra = self._recorded(lambda: next(iterator))
         return self._step.logs(extra)
 
-    def on_optional(self, iterator: Any, optional: Any, num_steps: tf.Tensor) -> Any:
+    def on_optional(
+        self, iterator: tf.data.Iterator, optional: tf.experimental.Optional, num_steps: tf.Tensor
+    ) -> tuple[int | tf.Tensor, tf.experimental.Optional, tf.Tensor, tf.Tensor | None, TensorNest]:
         """Run up to so many steps, from a batch that was read ahead on; see ``StepProgram.on_optional``."""
         num_made, extra = 0, []
         while num_made < int(num_steps) and optional.has_value():

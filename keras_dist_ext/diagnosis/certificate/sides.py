@@ -24,11 +24,11 @@ from keras_dist_ext._keras.models import begin_fit, build_as_fit, build_from_bat
 from keras_dist_ext._keras.optimizers import GradientSlots, inner_optimizer, optimized_variables, slots_by_attribute
 from keras_dist_ext._keras.strategies import is_default_strategy, regroup
 from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
-from keras_dist_ext.aliases import StepData
+from keras_dist_ext.aliases import Array, StepData
 from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_variables
-from keras_dist_ext.training.gaps import Array, Part, SlotKind, Values
+from keras_dist_ext.training.gaps import Part, SlotKind, Values
 from keras_dist_ext.training.runtime import runtime_of
 
 __all__ = ["Side", "State", "bounds_of_tensorflow", "even_bounds", "on_one_device"]

@@ -37,11 +37,10 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext.aliases import StepData
+from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data.split import without_optionals
 from keras_dist_ext.errors import DataError, StrategyError
 from keras_dist_ext.step.distributed_model import DistributedModel
@@ -81,7 +80,7 @@ class Coordinator:
         self._kind = ""  # what is under way: train, test, predict or nothing
         self._pool: Pool | None = None
 
-    def train(self, data: Iterator[Any] | WorkerData, num_steps: int = 1) -> int:
+    def train(self, data: Iterator[StepData] | WorkerData, num_steps: int = 1) -> int:
         """Hand out up to `num_steps` training steps, evenly over the workers, and return how many it handed out.
 
         Fewer, or 0, says that the batches came to their end. Workers that read for themselves may come to theirs before
@@ -100,7 +99,7 @@ class Coordinator:
         """
         return self._hand_out("train", data, num_steps)
 
-    def test(self, data: Iterator[Any] | WorkerData, num_steps: int = 1) -> int:
+    def test(self, data: Iterator[StepData] | WorkerData, num_steps: int = 1) -> int:
         """Hand out up to `num_steps` evaluation steps; see `train`.
 
         Raises:
@@ -111,7 +110,7 @@ class Coordinator:
         """
         return self._hand_out("test", data, num_steps)
 
-    def predict(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def predict(self, batches: Iterable[StepData]) -> Iterator[TensorNest]:
         """Yield what `predict_step` returns for each batch, in order; workers compute ahead of the reader.
 
         Raises:
@@ -121,7 +120,7 @@ class Coordinator:
         """
         self._begin("predict")
         function = self._steps("predict").predict
-        outputs: dict[int, Any] = {}
+        outputs: dict[int, TensorNest] = {}
         todo = enumerate(batches)
         ahead: deque[int] = deque()
         while True:
@@ -134,7 +133,7 @@ class Coordinator:
                 self._calls.take_next()
             yield outputs.pop(ahead.popleft())
 
-    def join(self) -> dict[str, Any]:
+    def join(self) -> dict[str, TensorNest]:
         """Wait until every step is done, write the pooled metrics to the model's variables, and return the logs.
 
         Raises:
@@ -151,7 +150,7 @@ class Coordinator:
                 variable.assign(value)
         return pool.logs(self.model)
 
-    def logs(self) -> dict[str, Any]:
+    def logs(self) -> dict[str, TensorNest]:
         """Compute the logs of the steps that are finished by now; wait for the first one.
 
         Raises:
@@ -244,7 +243,7 @@ class Coordinator:
         return self._made[kind]
 
 
-def _as_tensors(batch: StepData) -> Any:
+def _as_tensors(batch: StepData) -> StepData:
     batch = without_optionals(batch)
     return tf.nest.map_structure(lambda v: v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v), batch)
 

@@ -6,12 +6,13 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import tensorflow as tf
 
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.errors import ClusterError
 
 __all__ = ["WorkerCalls", "lost_servers_named"]
@@ -45,7 +46,7 @@ class WorkerCalls:
         self._timeout_seconds = timeout_seconds
         self._generation = 0
         self._waited_for: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._finished: queue.SimpleQueue[tuple[_Call, Any]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[_Call, TensorNest]] = queue.SimpleQueue()
         self._num_threads = 0
 
     @property
@@ -53,7 +54,9 @@ class WorkerCalls:
         """Whether `take_next` would not wait."""
         return bool(self._finished.qsize() > 0)
 
-    def schedule(self, on_result: Callable[..., None], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def schedule(
+        self, on_result: Callable[..., None], function: Callable[..., TensorNest], args: Sequence[object]
+    ) -> None:
         """Let the next free worker run `function(*args)`, and `take_next` call `on_result` with what it returns.
 
         Raises:
@@ -129,7 +132,7 @@ class WorkerCalls:
 @dataclass(frozen=True)
 class _Call:
     on_result: Callable[..., None]
-    remote: Any
+    remote: tf.distribute.coordinator.RemoteValue
     generation: int  # calls of an older one were cancelled
 
 

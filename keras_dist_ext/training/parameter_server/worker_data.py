@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -48,7 +47,7 @@ class WorkerData:
         """Whether some worker may have a batch left, as far as the chief has heard."""
         return len(self._exhausted) < self._num_workers
 
-    def add(self, pool: Pool, result: tuple[tf.Tensor, tf.Tensor, tf.Tensor, Any]) -> None:
+    def add(self, pool: Pool, result: tuple[tf.Tensor, tf.Tensor, tf.Tensor, Sequence[tf.Tensor]]) -> None:
         """Take note of what one call of `WorkerSteps.reading` made of its worker's share, and pool its metrics."""
         worker, num_made, has_more, state = result
         self.num_steps += int(num_made)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext.aliases import StepData
+from keras_dist_ext._keras.variables import Variable
+from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data.split import without_optionals
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.step.distributed_model import DistributedModel
@@ -21,6 +22,9 @@ from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.strategy.scope import optimizers
 
 __all__ = ["WorkerSteps"]
+
+_Result: TypeAlias = tuple[list[tf.Tensor], dict[str, tf.Tensor]]  # the state of metrics, and what else the logs have
+_Steps: TypeAlias = Callable[..., _Result]  # of a batch, or of the leaves of several, stacked
 
 
 class WorkerSteps:
@@ -50,12 +54,12 @@ class WorkerSteps:
         self._counters = [optimizer.iterations for optimizer in used]
         kept = [variable for optimizer in used for variable in optimizer.variables]
         self._shared = {id(v): v.value for v in (*model.variables, *kept)}
-        self._many: dict[tuple[str, tuple[tf.TensorSpec, ...]], Any] = {}
+        self._many: dict[tuple[str, tuple[tf.TensorSpec, ...]], _Steps] = {}
         self._one = in_graph(lambda batch: self._run(batch, self._zeros()), reduce_retracing=True)
         self.reading = in_graph(self._read, reduce_retracing=True)
         self.predict = in_graph(lambda batch: self._strategy.run(self._step, args=(batch,)), reduce_retracing=True)
 
-    def calls(self, batches: Sequence[Any], at_most: int) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    def calls(self, batches: Sequence[StepData], at_most: int) -> Iterator[tuple[_Steps, tuple[StepData, ...]]]:
         """Yield functions that make a step of each batch, and what to call them with.
 
         Args:
@@ -65,7 +69,7 @@ class WorkerSteps:
         for bundle in _bundles(batches, at_most):
             yield self._many_at_once(bundle) if len(bundle) > 1 else (self._one, tuple(bundle))
 
-    def _many_at_once(self, batches: Sequence[Any]) -> tuple[Any, tuple[tf.Tensor, ...]]:
+    def _many_at_once(self, batches: Sequence[StepData]) -> tuple[_Steps, tuple[StepData, ...]]:
         present = [leaf is not None for leaf in tf.nest.flatten(batches[0])]
         stacks = [tf.stack(leaves) for leaves in zip(*map(_leaves, batches), strict=True)]
         # An unknown length, so that one trace serves stacks of any: the last one is often shorter.
@@ -73,8 +77,8 @@ class WorkerSteps:
         key = (_structure(batches[0]), signature)
         if key not in self._many:
 
-            def run(*stacks: tf.Tensor) -> Any:
-                def batch(i: Any) -> Any:
+            def run(*stacks: tf.Tensor) -> _Result:
+                def batch(i: int | tf.Tensor) -> StepData:
                     rows = iter([stack[i] for stack in stacks])
                     return tf.nest.pack_sequence_as(batches[0], [next(rows) if here else None for here in present])
 
@@ -83,19 +87,23 @@ class WorkerSteps:
             self._many[key] = in_graph(run, input_signature=signature)
         return self._many[key], tuple(stacks)
 
-    def _run(self, batch: Any, state: Sequence[tf.Tensor]) -> Any:
-        return self._strategy.run(self._replica, args=(batch, state))
+    def _run(self, batch: StepData, state: Sequence[tf.Tensor]) -> _Result:
+        new_state, extra = self._strategy.run(self._replica, args=(batch, state))
+        return new_state, extra
 
-    def _run_many(self, batch: Callable[[Any], Any], num_steps: tf.Tensor) -> Any:
-        def body(i: tf.Tensor, state: Any, _: Any) -> Any:
+    def _run_many(self, batch: Callable[[int | tf.Tensor], StepData], num_steps: tf.Tensor) -> _Result:
+        def body(i: tf.Tensor, state: Sequence[tf.Tensor], _: TensorNest) -> tuple[tf.Tensor, ...]:
             return (i + 1, *self._run(batch(i), state))
 
         # The first step stands before the loop because only it tells what else is in the logs.
         first = (tf.constant(1), *self._run(batch(0), self._zeros()))
-        return tf.while_loop(lambda i, *_: i < num_steps, body, first, parallel_iterations=1)[1:]
+        _, state, extra = tf.while_loop(lambda i, *_: i < num_steps, body, first, parallel_iterations=1)
+        return state, extra
 
-    def _read(self, iterator: Any, worker: tf.Tensor, num_steps: tf.Tensor) -> Any:
-        def body(i: tf.Tensor, _: Any, state: Any) -> Any:
+    def _read(
+        self, iterator: tf.data.Iterator, worker: tf.Tensor, num_steps: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, Sequence[tf.Tensor]]:
+        def body(i: tf.Tensor, _: tf.Tensor, state: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
             batch = iterator.get_next_as_optional()
             has_value = batch.has_value()
             state = tf.cond(has_value, lambda: self._run(batch.get_value(), state)[0], lambda: state)
@@ -110,7 +118,7 @@ class WorkerSteps:
     def _zeros(self) -> list[tf.Tensor]:
         return [tf.zeros(variable.shape, variable.dtype) for variable in self._metrics]
 
-    def _replica(self, batch: Any, state: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], dict[str, Any]]:
+    def _replica(self, batch: StepData, state: Sequence[tf.Tensor]) -> _Result:
         """Make one step; its metrics go on from `state`, and its counters reach the parameter server as sums.
 
         Keras counts `iterations` as `iterations.assign(iterations + 1)`, which loses steps when workers do it at once.
@@ -162,14 +170,14 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             )
 
 
-def _bundles(batches: Sequence[Any], at_most: int) -> Iterator[list[Any]]:
+def _bundles(batches: Sequence[StepData], at_most: int) -> Iterator[list[StepData]]:
     """Group neighbours of equal structure and shapes, which can be stacked."""
     for _, group in itertools.groupby(batches, key=_signature):
         while bundle := list(itertools.islice(group, at_most)):
             yield bundle
 
 
-def _signature(batch: StepData) -> Any:
+def _signature(batch: StepData) -> object:
     leaves = _leaves(batch)
     if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
         return object()  # ragged and sparse tensors stack to something else: never equal to a neighbour
@@ -192,13 +200,13 @@ class _StepScope(keras.StatelessScope):  # type: ignore[misc]
     optimizer updates them in place, gradients find them, and assignments reach the parameter server.
     """
 
-    def __init__(self, shared: dict[int, Any], private: Iterable[tuple[Any, tf.Tensor]]) -> None:
+    def __init__(self, shared: dict[int, tf.Variable], private: Iterable[tuple[Variable, tf.Tensor]]) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
         own = {id(variable): value for variable, value in private}
         self.state_mapping = {**shared, **own}
         self._private = frozenset(own)
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
+    def add_update(self, update: tuple[Variable, tf.Tensor]) -> None:
         """Keep a private variable's new value; write a shared one's."""
         variable, value = update
         if id(variable) in self._private:
