@@ -12,7 +12,18 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["Array", "Config", "DType", "JsonObject", "Logs", "SpecNest", "StepData", "TensorNest"]
+__all__ = [
+    "Array",
+    "Config",
+    "DType",
+    "Gradient",
+    "JsonObject",
+    "Logs",
+    "SpecNest",
+    "StepData",
+    "TensorNest",
+    "Variable",
+]
 
 TensorNest: TypeAlias = Any
 """Tensors (dense, ragged or sparse), arrays and variables, or None; or tuples, lists and dictionaries of these, as
@@ -24,6 +35,12 @@ many rows."""
 
 SpecNest: TypeAlias = Any
 """A nest of the ``tf.TypeSpec`` of such leaves."""
+
+Gradient: TypeAlias = Any
+"""A dense gradient, or one of some rows (``tf.IndexedSlices``); None where a variable has none."""
+
+Variable: TypeAlias = Any
+"""A ``keras.Variable``, or one of TensorFlow's."""
 
 Array: TypeAlias = "npt.NDArray[Any]"
 """A NumPy array of any type of numbers."""

@@ -17,6 +17,7 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import current_step, intercept
 from keras_dist_ext._keras.layers import call_with_training, clear_losses, flat_layers, layer_losses
 from keras_dist_ext._keras.tracing import AsideTrace
+from keras_dist_ext.aliases import SpecNest, TensorNest
 from keras_dist_ext.step.all_rows import rows_of_no_batch
 from keras_dist_ext.step.batch_scaling import read_exponent
 from keras_dist_ext.step.distributed_model import DistributedModel
@@ -30,7 +31,7 @@ class UnknownLossExponents(Exception):
     """A layer has called ``add_loss``, and the exponents of such losses in the batch size are not known yet."""
 
 
-def losses_as_means(model: DistributedModel, losses: list[Any]) -> list[Any]:
+def losses_as_means(model: DistributedModel, losses: list[tf.Tensor]) -> list[tf.Tensor]:
     """Return the losses of a model; in a step, each as a mean whose mean over replicas is that of one device.
 
     Raises:
@@ -46,7 +47,7 @@ def losses_as_means(model: DistributedModel, losses: list[Any]) -> list[Any]:
     if step.kind not in known:
         raise UnknownLossExponents
 
-    def exact(loss: Any) -> Any:
+    def exact(loss: tf.Tensor) -> tf.Tensor:
         layer, place = added.get(id(loss), (None, 0))
         exponents = known[step.kind].get(id(layer), [])
         # A loss that the trace of the model did not have is read from the graph of the step.
@@ -56,7 +57,7 @@ def losses_as_means(model: DistributedModel, losses: list[Any]) -> list[Any]:
 
 
 def find_exponents(
-    model: DistributedModel, batch_spec: Any, *, training: bool, rows: Any = None
+    model: DistributedModel, batch_spec: SpecNest, *, training: bool, rows: TensorNest = None
 ) -> dict[int, list[Any]]:
     """Trace a model without running it; return the exponents of the losses that each layer adds, by the layer's id.
 
@@ -68,7 +69,7 @@ def find_exponents(
     """
     added: dict[int, list[Any]] = {}
 
-    def call(batch: Any) -> None:
+    def call(batch: TensorNest) -> None:
         with intercept(None), rows_of_no_batch():
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             call_with_training(model, x, training=training)
@@ -89,12 +90,12 @@ def find_exponents(
     }
 
 
-def placeholders(batch_spec: Any) -> Any:
+def placeholders(batch_spec: SpecNest) -> TensorNest:
     """Return placeholders for a batch, in the graph that is entered."""
     return tree.map_structure(_placeholder, batch_spec)
 
 
-def _placeholder(spec: Any) -> Any:
+def _placeholder(spec: SpecNest) -> tf.Tensor:
     if spec is None:
         return None
     if isinstance(spec, tf.TensorSpec):

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.tracing import in_branch
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.data.graph_checks import require
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step.observer import StepObserver
@@ -48,10 +49,10 @@ class AllRows:
         self._range = None if first_row is None else RowRange(first_row, weights.rows, weights.global_rows)
         self._observer = observer
         self._origins = Origins()
-        self._batch: Any = None
-        self._graph: Any = None
+        self._batch: TensorNest = None
+        self._graph: tf.Graph | None = None
 
-    def begin(self, batch: Any) -> None:
+    def begin(self, batch: TensorNest) -> None:
         """Know the replica's own rows."""
         self._batch = batch
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -88,7 +89,7 @@ class AllRows:
             return found
         smooth = [place for place, value in enumerate(values) if value.dtype.is_floating or value.dtype.is_complex]
         other = [place for place in range(len(values)) if place not in smooth]
-        gathered: list[Any] = list(values)
+        gathered: list[tf.Tensor] = list(values)
         for places, gather in ((smooth, self._differentiable), (other, self._of_all)):
             if places:
                 for place, value in zip(places, gather([values[p] for p in places]), strict=True):
@@ -104,16 +105,16 @@ class AllRows:
         self._use()
         return self._origins.note_own(tf.range(count) + self.range.first, self._reducer.replica_id)
 
-    def note_own(self, value: Any) -> Any:
+    def note_own(self, value: TensorNest) -> TensorNest:
         """Know that a tensor is the replica's own, as numbers that it has drawn are."""
         return self._origins.note_own(value, self._reducer.replica_id) if tf.is_tensor(value) else value
 
-    def as_own(self, value: Any) -> Any:
+    def as_own(self, value: TensorNest) -> TensorNest:
         """Return a scalar that each replica gives to a metric with a weight of its own, as one that is its own."""
         is_scalar = self.is_used and tf.is_tensor(value) and value.shape.rank == 0
         return self.note_own(tf.identity(value)) if is_scalar else value
 
-    def kind_of(self, value: Any) -> Literal["own", "replicated", "constant"]:
+    def kind_of(self, value: TensorNest) -> Literal["own", "replicated", "constant"]:
         """Whether a value is computed from this replica's own rows or numbers, or else from gathered rows, or neither.
 
         What is computed from gathered rows, and from nothing of one's own, is equal on all replicas. Where a graph does
@@ -142,7 +143,7 @@ class AllRows:
             return [total[first : first + count] for total in self._reducer.differentiable_sum(own)]
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def gathered(*values: tf.Tensor) -> Any:
+        def gathered(*values: tf.Tensor) -> TensorNest:
             return self._of_all(values), back
 
         found = gathered(*values)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_dist_ext._keras.tracing import functions_of_op
+from keras_dist_ext.aliases import Variable
 
 __all__ = [
     "Assignment",
@@ -32,7 +33,7 @@ _ASSIGNS = re.compile("Assign|ResourceApply|ResourceSparseApply|ResourceScatter|
 class Value(NamedTuple):
     """A tensor of a graph, or of a function that is called in it."""
 
-    tensor: Any
+    tensor: tf.Tensor
     calls: tuple[Any, ...] = ()  # the ops that call the functions which it is in, the outermost first
 
 
@@ -93,7 +94,7 @@ def walk_back(values: Iterable[Value], stops: Callable[[Value], bool]) -> Iterat
             pending += sources(value)
 
 
-def outermost(value: Value) -> Any:
+def outermost(value: Value) -> tf.Tensor:
     """Return the op of the graph itself in which a value is computed."""
     return value.calls[0] if value.calls else value.tensor.op
 
@@ -101,11 +102,11 @@ def outermost(value: Value) -> Any:
 class Assignment(NamedTuple):
     """An op that assigns a variable."""
 
-    variable: Any  # this replica's copy
+    variable: Variable  # this replica's copy
     values: tuple[Value, ...]  # what is assigned, and what decides whether it is
 
 
-def assignments(graph: Any) -> Iterator[Assignment]:
+def assignments(graph: tf.Graph) -> Iterator[Assignment]:
     """Yield each assignment of a variable in a graph, and in the functions, branches and loops that its ops call."""
     copies = copies_by_handle(graph)
     for op, calls, conditions in _operations(graph, (), ()):
@@ -116,13 +117,13 @@ def assignments(graph: Any) -> Iterator[Assignment]:
                 yield Assignment(copy, (*given, *conditions))
 
 
-def operations(graph: Any) -> Iterator[Any]:
+def operations(graph: tf.Graph) -> Iterator[tf.Operation]:
     """Yield the ops of a graph, and of the functions, branches and loops that they call."""
     return (op for op, _, _ in _operations(graph, (), ()))
 
 
 def _operations(
-    graph: Any, calls: tuple[Any, ...], conditions: tuple[Value, ...]
+    graph: tf.Graph, calls: tuple[Any, ...], conditions: tuple[Value, ...]
 ) -> Iterator[tuple[Any, tuple[Any, ...], tuple[Value, ...]]]:
     """Yield ops with those that call the functions they are in, and what decides whether they run."""
     for op in graph.get_operations():
@@ -136,19 +137,19 @@ def _operations(
             yield from _operations(called, inside, decides)
 
 
-def decisions(graph: Any) -> Iterator[tuple[Any, tuple[Value, ...]]]:
+def decisions(graph: tf.Graph) -> Iterator[tuple[Any, tuple[Value, ...]]]:
     """Yield the ops in branches and loops of a graph, each with what decides whether it runs."""
     for op, _, conditions in _operations(graph, (), ()):
         if conditions:
             yield op, conditions
 
 
-def copies_by_handle(graph: Any) -> dict[int, Any]:
+def copies_by_handle(graph: tf.Graph) -> dict[int, Any]:
     """Return the copies of variables that a graph uses, by the ids of their handles."""
     return {id(copy.handle): copy for copy in graph.variables}
 
 
-def variable_of(handle: Value, copies: Mapping[int, Any]) -> Any:
+def variable_of(handle: Value, copies: Mapping[int, Any]) -> Variable:
     """Return the copy of a variable that a handle in a graph stands for; None where that is not known.
 
     Args:

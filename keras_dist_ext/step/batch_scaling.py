@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -81,7 +81,7 @@ def additive_terms(value: tf.Tensor, means: Container[int] = ()) -> Iterator[tup
         yield from ((term, sign * inner) for term, inner in additive_terms(part, means))
 
 
-def _parts(op: Any) -> list[tuple[tf.Tensor, int]]:
+def _parts(op: tf.Operation) -> list[tuple[tf.Tensor, int]]:
     if op.type == "Sum":
         inner = op.inputs[0]
         return [(part, 1) for part in (inner.op.inputs if inner.op.type == "Pack" else [inner])]
@@ -103,7 +103,7 @@ class _Reader:
         self._measured = measured
         self._known: dict[int, Fraction | None] = {}
 
-    def exponent(self, value: Any) -> Fraction | None:
+    def exponent(self, value: tf.Tensor) -> Fraction | None:
         if id(value) in self._means:
             return Fraction(0)
         if id(value) not in self._known:
@@ -165,7 +165,7 @@ class _Reader:
             return sum(known, Fraction(int(contracted))) if is_told and len(known) == len(exponents) else None
         return Fraction(0) if all(self.exponent(i) == 0 and not _has_rows(i) for i in inputs) else None
 
-    def _product(self, op: Any) -> Fraction | None:
+    def _product(self, op: tf.Operation) -> Fraction | None:
         one, other = (self.exponent(i) for i in op.inputs)
         if one is None or other is None:
             return None
@@ -206,13 +206,13 @@ def _is_static(value: tf.Tensor) -> bool:
     return value.shape.rank is not None and None not in value.shape.as_list()
 
 
-def _sums_unknown_dimension(matmul: Any) -> bool:
+def _sums_unknown_dimension(matmul: tf.Operation) -> bool:
     one, other = (value.shape for value in matmul.inputs)
     summed = one[0 if matmul.get_attr("transpose_a") else 1], other[1 if matmul.get_attr("transpose_b") else 0]
     return summed == (None, None)
 
 
-def _reduces_rows(op: Any) -> bool:
+def _reduces_rows(op: tf.Operation) -> bool:
     axes = _constant(op.inputs[1])
     rank = op.inputs[0].shape.rank
     return axes is None or any(axis % rank == 0 for axis in axes) if rank else False

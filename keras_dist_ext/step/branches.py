@@ -19,6 +19,7 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import preserve_losses
 from keras_dist_ext._keras.strategies import regroup
 from keras_dist_ext._keras.tracing import capture_thread_state, clone_function, inlined, may_be_differentiated
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.reducers import Reducer
@@ -45,7 +46,7 @@ class Branches:
         self._functions: dict[int, tuple[Any, Any]] = {}  # by id: a tf.function of the user's, and its copy
 
     def cond(
-        self, original: Callable[..., Any], predicate: Any, true: Callable[[], Any], false: Callable[[], Any]
+        self, original: Callable[..., Any], predicate: tf.Tensor, true: Callable[[], Any], false: Callable[[], Any]
     ) -> Any:
         """Trace a branch.
 
@@ -61,7 +62,7 @@ class Branches:
                 return original(predicate, true, false)
         own = _Branch([true, false])
 
-        def merge(strategy: tf.distribute.Strategy, predicate: Any, branches: Any) -> Any:
+        def merge(strategy: tf.distribute.Strategy, predicate: tf.Tensor, branches: Any) -> TensorNest:
             branches = strategy.experimental_local_results(branches)
             here = strategy.experimental_local_results(predicate)[0]
             run = functools.partial(_run_all, strategy, branches)
@@ -75,7 +76,7 @@ class Branches:
         original: Callable[..., Any],
         condition: Callable[..., Any],
         body: Callable[..., Any],
-        loop_vars: Any,
+        loop_vars: TensorNest,
         shape_invariants: Any = None,
         **options: Any,
     ) -> Any:
@@ -98,7 +99,7 @@ class Branches:
         is_packed = options.get("return_same_structure") or len(loop_vars) != 1
         options = {**options, "parallel_iterations": 1, "return_same_structure": True}
 
-        def merge(strategy: tf.distribute.Strategy, flat: Any, branches: Any) -> Any:
+        def merge(strategy: tf.distribute.Strategy, flat: TensorNest, branches: Any) -> TensorNest:
             branches = strategy.experimental_local_results(branches)
             parts = [strategy.experimental_local_results(value) for value in flat]
             parts = [part if len(part) == len(branches) else part * len(branches) for part in parts]
@@ -172,13 +173,13 @@ class _Branch:
         structure: of what they take; that of what they return, where it is None.
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any]], structure: Any = None) -> None:
+    def __init__(self, functions: Sequence[Callable[..., Any]], structure: TensorNest = None) -> None:
         self._functions = functions
         self._takes = structure
         self._gives = structure
         self._entered = capture_thread_state()
 
-    def run(self, which: int, values: Sequence[Any] | None) -> list[Any]:
+    def run(self, which: int, values: Sequence[tf.Tensor] | None) -> list[Any]:
         """Run one of the functions in this thread; return flat tensors."""
         with self._entered():
             if values is None:
@@ -195,14 +196,14 @@ class _Branch:
             flat = tf.nest.flatten(self._gives, expand_composites=True)
             return [tf.constant(False) if value is None else tf.convert_to_tensor(value) for value in flat]
 
-    def packed(self, flat: Sequence[Any]) -> Any:
+    def packed(self, flat: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return what the branch gives, as the functions return it."""
         present = tf.nest.flatten(self._gives, expand_composites=True)
         values = [None if leaf is None else value for leaf, value in zip(present, flat, strict=True)]
         return tf.nest.pack_sequence_as(self._gives, values, expand_composites=True)
 
 
-def _as_leaf(value: Any) -> Any:
+def _as_leaf(value: tf.Tensor) -> tf.Tensor:
     """What a function returns: a tensor that is there once an op was run, for the op."""
     if isinstance(value, tf.Operation):
         with tf.control_dependencies([value]):
@@ -214,7 +215,7 @@ def _as_leaf(value: Any) -> Any:
 
 
 def _run_all(
-    strategy: tf.distribute.Strategy, branches: Sequence[_Branch], which: int, values: Sequence[Any] | None = None
+    strategy: tf.distribute.Strategy, branches: Sequence[_Branch], which: int, values: Sequence[tf.Tensor] | None = None
 ) -> list[Any]:
     """Run a function of each replica, in a thread for each; return the tensors of the first, then of the second, ..."""
     num_values = 0 if values is None else len(values) // len(branches)
@@ -232,7 +233,7 @@ def _run_all(
     return [value for number in range(len(branches)) for value in found[number]]
 
 
-def _regrouped(flat: Any, num_replicas: int) -> list[Any]:
+def _regrouped(flat: TensorNest, num_replicas: int) -> list[Any]:
     size = len(flat) // num_replicas
     return [regroup([flat[replica * size + i] for replica in range(num_replicas)]) for i in range(size)]
 

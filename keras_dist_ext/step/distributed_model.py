@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
+from keras_dist_ext.aliases import TensorNest, Variable
 from keras_dist_ext.step.seeds import Seeds
 from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.strategy.virtual import VirtualReplicas
@@ -35,7 +37,7 @@ class DistributedModel(Protocol):
     """A model of this package; see ``keras.Model``, and ``kde.Model`` for what it adds."""
 
     name: str
-    optimizer: Any
+    optimizer: keras.optimizers.Optimizer
     run_eagerly: bool
     jit_compile: bool
     train_function: Any
@@ -64,27 +66,29 @@ class DistributedModel(Protocol):
         """What it holds for its runs."""
 
     @property
-    def metrics(self) -> list[Any]:
+    def metrics(self) -> list[keras.metrics.Metric]:
         """Its metrics."""
 
     @property
-    def metrics_variables(self) -> list[Any]:
+    def metrics_variables(self) -> list[Variable]:
         """Their variables."""
 
     @property
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[Variable]:
         """Its variables, without those of metrics."""
 
     @property
-    def weights(self) -> list[Any]:
+    def weights(self) -> list[Variable]:
         """These without the state of random generators."""
 
     @property
-    def trainable_weights(self) -> list[Any]:
+    def trainable_weights(self) -> list[Variable]:
         """Those that are trained."""
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Compute the results of its metrics."""
 
-    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+    def compute_metrics(
+        self, x: TensorNest, y: TensorNest, y_pred: TensorNest, sample_weight: TensorNest = None
+    ) -> dict[str, Any]:
         """Update its metrics, and compute their results."""

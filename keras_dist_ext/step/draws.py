@@ -7,7 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.tracing import in_xla
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.hashing import fold_in, replica_offset
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.distributed_model import DistributedModel
@@ -29,7 +31,7 @@ class RandomStreams:
         global_generator: the generator behind ``seed=None``.
     """
 
-    def __init__(self, model: DistributedModel, reducer: Reducer, global_generator: Any) -> None:
+    def __init__(self, model: DistributedModel, reducer: Reducer, global_generator: tf.random.Generator) -> None:
         self.is_drawing = False
         self._model = model
         self._reducer = reducer
@@ -37,7 +39,9 @@ class RandomStreams:
         self._global_generator = global_generator
         self._num_ops = 0  # of `tf.random` so far
 
-    def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
+    def next_seed(
+        self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], Any]
+    ) -> tf.Tensor:
         """Give each replica a stream of its own; the first replica's is that of one device (see ``seeds``)."""
         seeds = self._seeds
         if seeds is not None and generator is self._global_generator:
@@ -85,7 +89,7 @@ class RandomStreams:
                 "want, say so by the callback ReplicaSeeds(seed)."
             )
 
-    def compiled_draw(self, kind: str, shape: Any, dtype: tf.DType, **key: Any) -> Any:
+    def compiled_draw(self, kind: str, shape: TensorNest, dtype: tf.DType, **key: Any) -> tf.Tensor:
         """Under XLA and a global seed, draw the numbers that are drawn without XLA."""
         if self._seeds is None or self._seeds.root is None or not in_xla():
             return None

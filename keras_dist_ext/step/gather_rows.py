@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.hooks import current_step
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step.all_rows import is_examined, stands_for_all
 from keras_dist_ext.step.replica_step import ReplicaStep
@@ -15,7 +14,7 @@ from keras_dist_ext.step.replica_step import ReplicaStep
 __all__ = ["gather_rows", "row_indices"]
 
 
-def gather_rows(values: Any) -> Any:
+def gather_rows(values: TensorNest) -> TensorNest:
     """Return the rows of the whole global batch, in its order, on every replica.
 
     For code inside of a step that compares examples with each other, or keeps them: contrastive losses, memory banks,
@@ -55,7 +54,7 @@ def gather_rows(values: Any) -> Any:
     return tree.map_structure(lambda leaf: leaf if leaf is None else context.all_gather(_dense(leaf), 0), values)
 
 
-def row_indices(value: Any) -> tf.Tensor:
+def row_indices(value: TensorNest) -> tf.Tensor:
     """Return where a replica's rows are in what ``gather_rows`` returns: ``[n]`` int32, on one device 0 to n - 1.
 
     They are the labels of in-batch negatives, where each example is to find its own among those of all:
@@ -81,7 +80,7 @@ def row_indices(value: Any) -> tf.Tensor:
     return tf.range(rows) + tf.cumsum(counts, exclusive=True)[context.replica_id_in_sync_group]
 
 
-def _dense(value: Any) -> tf.Tensor:
+def _dense(value: TensorNest) -> tf.Tensor:
     if isinstance(value, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices):
         raise DataError(
             f"gather_rows was given a {type(value).__name__}, and gathers dense tensors. Make it dense, with a width "

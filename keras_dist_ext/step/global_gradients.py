@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from keras_dist_ext._keras.hooks import current_step
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.step.replica_step import ReplicaStep
 
 __all__ = ["reduce_gradients"]
 
 
-def reduce_gradients(gradients: Any) -> Any:
+def reduce_gradients(gradients: TensorNest) -> TensorNest:
     """Return gradients of the global batch, the same on every replica, from those of a replica's own examples.
 
     Inside a step (``train_step`` of a ``Model``, the step of a ``TrainLoop``) what ``tf.GradientTape`` returns for

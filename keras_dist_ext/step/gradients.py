@@ -12,8 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.optimizers import inner_optimizer, keeps_gradients, optimized_variables
 from keras_dist_ext._keras.tracing import is_differentiated
+from keras_dist_ext.aliases import Gradient, TensorNest, Variable
 from keras_dist_ext.step.ancestry import Value, sources, walk_back
 from keras_dist_ext.step.kept_gradients import KeptGradient, KeptGradients
 from keras_dist_ext.step.layer_state import LayerState
@@ -61,7 +63,7 @@ class Gradients:
         self._plan = plan
         self._graph = self._noted_graph = _graph()
         self._kept = KeptGradients(self._graph)
-        self._global: list[Any] = []  # tensors that were summed
+        self._global: list[tf.Tensor] = []  # tensors that were summed
         self._calls: list[GradientCall] = []
         self._reduced: list[Sequence[bool]] = []
 
@@ -70,12 +72,12 @@ class Gradients:
     def differentiate(
         self,
         gradient: Callable[[Any, Any], Any],
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
+        target: TensorNest,
+        sources: TensorNest,
+        output_gradients: TensorNest = None,
         *,
         of_keras: Any = None,
-    ) -> Any:
+    ) -> TensorNest:
         """Return gradients of the global batch for what all replicas share, and this replica's own for all else.
 
         Args:
@@ -114,7 +116,7 @@ class Gradients:
             flat[place] = total
         return tf.nest.pack_sequence_as(found, flat)
 
-    def jacobian(self, jacobian: Callable[[], Any], target: Any, sources: Any) -> Any:
+    def jacobian(self, jacobian: Callable[[], Any], target: TensorNest, sources: TensorNest) -> TensorNest:
         """Return a jacobian over the global batch, where the target has no dimension of examples, else of this replica.
 
         Args:
@@ -142,23 +144,23 @@ class Gradients:
                 flat[place] = total
         return tf.nest.pack_sequence_as(found, flat)
 
-    def _is_of_batch(self, target: Any) -> bool:
+    def _is_of_batch(self, target: TensorNest) -> bool:
         """Whether a target has no dimension of examples, as far as its shape tells."""
         first, rows = target.shape[0] if target.shape.rank else 1, self._weights.rows
         return not target.shape.rank or (first is not None and not (isinstance(rows, int) and rows == first))
 
-    def _next_call(self, flat_sources: Sequence[Any]) -> GradientCall:
+    def _next_call(self, flat_sources: Sequence[Variable]) -> GradientCall:
         if self._plan is None:
             return GradientCall.of(flat_sources)
         return self._plan.call(len(self._calls), flat_sources)
 
-    def keep_straight(self, gradients: Sequence[Any]) -> None:
+    def keep_straight(self, gradients: Sequence[Gradient]) -> None:
         """Take gradients for those of Keras' own step, which go straight into its optimizer."""
         for place, value in enumerate(gradients):
             if value is not None:
                 self._keep(value, place, is_checked=False)
 
-    def _keep(self, value: Any, place: int, *, is_checked: bool) -> Any:
+    def _keep(self, value: tf.Tensor, place: int, *, is_checked: bool) -> Gradient:
         """Return what the step gets for a gradient that an optimizer is to sum."""
         given = value
         if is_checked:
@@ -167,7 +169,7 @@ class Gradients:
         self._kept.add(KeptGradient(given, value, len(self._calls) - 1, place, _graph(), is_checked=is_checked))
         return given
 
-    def _sum(self, terms: list[Any], optimizer: Any) -> list[Any]:
+    def _sum(self, terms: list[tf.Tensor], optimizer: keras.optimizers.Optimizer) -> list[tf.Tensor]:
         """Add up over replicas; what is differentiated further is differentiated through the sum."""
         self._note_gradients(optimizer, terms)
         found = [] if self._guard is None else [self._guard.found(terms, optimizer)]
@@ -189,7 +191,7 @@ class Gradients:
             self._weights.mark_as_mean(total)
         return summed
 
-    def _guarded(self, gradients: Any, flat_sources: Sequence[Any], target: Any) -> Any:
+    def _guarded(self, gradients: TensorNest, flat_sources: Sequence[Variable], target: TensorNest) -> TensorNest:
         """Look at gradients of the only replica, and give the step zeros if it is left out."""
         flat = tf.nest.flatten(gradients)
         if len(flat) != len(flat_sources):
@@ -201,14 +203,22 @@ class Gradients:
             flat[place] = value
         return tf.nest.pack_sequence_as(gradients, flat)
 
-    def _zero_if_bad(self, gradients: list[Any], optimizer: Any = None) -> list[Any]:
+    def _zero_if_bad(
+        self, gradients: list[Gradient], optimizer: keras.optimizers.Optimizer | None = None
+    ) -> list[Gradient]:
         if self._guard is None or not gradients:
             return gradients
         return _zero_unless(split_flags(self._guard.of_step, [self._guard.found(gradients, optimizer)])[1], gradients)
 
     # Where an optimizer gets them
 
-    def apply(self, optimizer: Any, gradients: Any, variables: Any, original: Callable[..., None]) -> None:
+    def apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: TensorNest,
+        variables: Sequence[Variable],
+        original: Callable[..., None],
+    ) -> None:
         """Let every replica run the optimizer on its own copies, with gradients of the global batch.
 
         Those that are global already are not summed again, so this may be done in a branch or a loop of the graph.
@@ -248,7 +258,7 @@ class Gradients:
         self._reducer.update(Update(optimizer, gradients, variables, original, own, states, values + found, guard))
 
     def _observed(self, original: Callable[..., None]) -> Callable[..., None]:
-        def run(gradients: Any, variables: Any) -> None:
+        def run(gradients: TensorNest, variables: Sequence[Variable]) -> None:
             if _graph() is self._graph:  # those of a branch are not seen outside of it
                 self._observer.on_update(gradients, variables)
             original(gradients, variables)
@@ -256,8 +266,8 @@ class Gradients:
         return run
 
     def _own_terms(
-        self, optimizer: Any, present: list[Any], terms: list[KeptGradient | None]
-    ) -> tuple[list[Any], bool]:
+        self, optimizer: keras.optimizers.Optimizer, present: list[Any], terms: list[KeptGradient | None]
+    ) -> tuple[list[tf.Tensor], bool]:
         """Return what this replica adds to the gradients, or these themselves, and whether that is so."""
         terms = self._kept.used(optimizer, terms)
         straight = [term for term in terms if term is not None]
@@ -270,7 +280,7 @@ class Gradients:
             return present, True
         return self._weights.as_means(present), False
 
-    def _are_global(self, optimizer: Any, gradients: list[Any]) -> bool:
+    def _are_global(self, optimizer: keras.optimizers.Optimizer, gradients: list[Gradient]) -> bool:
         """Whether gradients are those of the global batch, and the optimizer can take them so."""
         if self._observer.examines:
             return True
@@ -279,7 +289,7 @@ class Gradients:
             return plan is not None and id(inner) in plan.whole_accumulators
         return (plan is not None and plan.is_checked) or all(map(self._is_global, gradients))
 
-    def _is_global(self, gradient: Any) -> bool:
+    def _is_global(self, gradient: Gradient) -> bool:
         """Whether a gradient is computed from global ones, and from nothing else but constants."""
         if tf.executing_eagerly():
             return all(any(part is total for total in self._global) for part in _parts(gradient))
@@ -289,7 +299,7 @@ class Gradients:
 
     # Where a step asks for it
 
-    def reduce(self, gradients: list[Any]) -> list[Any]:
+    def reduce(self, gradients: list[Gradient]) -> list[Gradient]:
         """Return the gradients of the global batch, the same on every replica; those that are global stay as they are.
 
         Args:
@@ -321,7 +331,7 @@ class Gradients:
 
     # When the step is over
 
-    def check_plan(self, returned: Sequence[Any]) -> None:
+    def check_plan(self, returned: Sequence[tf.Tensor]) -> None:
         """See that what was to go straight into an optimizer has gone nowhere else.
 
         Args:
@@ -332,7 +342,9 @@ class Gradients:
         """
         self._kept.check(returned)
 
-    def calls_seen(self, returned: Sequence[Any]) -> tuple[list[GradientCall], list[Sequence[bool]], frozenset[int]]:
+    def calls_seen(
+        self, returned: Sequence[tf.Tensor]
+    ) -> tuple[list[GradientCall], list[Sequence[bool]], frozenset[int]]:
         """Return what has become of gradients in a step that was traced aside; see ``StepPlan`` for these.
 
         Args:
@@ -354,30 +366,30 @@ class Gradients:
         finally:
             self._noted_graph = before
 
-    def _note_gradients(self, optimizer: Any, gradients: Sequence[Any]) -> None:
+    def _note_gradients(self, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Gradient]) -> None:
         if self._note is None or _graph() is not self._noted_graph:
             return
-        factor: Any = self._weights.inverse_share if self._reducer.num_replicas > 1 else 1.0
+        factor: tf.Tensor = self._weights.inverse_share if self._reducer.num_replicas > 1 else 1.0
         if hasattr(optimizer, "dynamic_scale"):
             factor = tf.math.divide_no_nan(tf.cast(factor, tf.float32), tf.convert_to_tensor(optimizer.dynamic_scale))
         self._note.gradients(self._reducer.replica_id, gradients, factor)
 
 
-def _graph() -> Any:
+def _graph() -> tf.Graph:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
-def _identity(value: Any) -> Any:
+def _identity(value: tf.Tensor) -> Gradient:
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), value.dense_shape)
     return tf.identity(value)
 
 
-def _parts(gradient: Any) -> tuple[Any, ...]:
+def _parts(gradient: Gradient) -> tuple[tf.Tensor, ...]:
     return (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else (gradient,)
 
 
-def _zero_unless(may_update: Any, gradients: list[Any]) -> list[Any]:
+def _zero_unless(may_update: tf.Tensor, gradients: list[Gradient]) -> list[Gradient]:
     """Replace gradients of a step that is left out by zeros."""
     if may_update is None:
         return gradients

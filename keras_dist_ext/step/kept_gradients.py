@@ -8,7 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.optimizers import inner_optimizer
+from keras_dist_ext.aliases import Gradient
 from keras_dist_ext.step.step_plan import StalePlan
 
 __all__ = ["KeptGradient", "KeptGradients"]
@@ -28,15 +30,15 @@ class KeptGradient:
         is_checked: whether it may have gone elsewhere.
     """
 
-    given: Any
-    value: Any
+    given: Gradient
+    value: tf.Tensor
     call: int
     place: int
-    graph: Any
+    graph: tf.Graph
     num_uses: int = 0
     is_checked: bool = True
 
-    def went_straight(self, returned: set[int], graph: Any) -> bool:
+    def went_straight(self, returned: set[int], graph: tf.Graph) -> bool:
         """Whether it has gone into one optimizer at most, and nowhere else.
 
         Args:
@@ -59,7 +61,7 @@ class KeptGradients:
         graph: of the step.
     """
 
-    def __init__(self, graph: Any) -> None:
+    def __init__(self, graph: tf.Graph) -> None:
         self._graph = graph
         self._kept: dict[int, KeptGradient] = {}  # by the id of what was given
         self._updates: list[tuple[Any, list[KeptGradient | None]]] = []  # optimizers, and what they were given
@@ -68,11 +70,13 @@ class KeptGradients:
         """Remember a gradient."""
         self._kept[id(kept.given)] = kept
 
-    def of(self, gradient: Any) -> KeptGradient | None:
+    def of(self, gradient: Gradient) -> KeptGradient | None:
         """Return what is remembered of a gradient."""
         return self._kept.get(id(gradient))
 
-    def used(self, optimizer: Any, gradients: list[KeptGradient | None]) -> list[KeptGradient | None]:
+    def used(
+        self, optimizer: keras.optimizers.Optimizer, gradients: list[KeptGradient | None]
+    ) -> list[KeptGradient | None]:
         """Note that an optimizer was given gradients; return those that can be summed where it was.
 
         Args:
@@ -86,7 +90,7 @@ class KeptGradients:
         self._updates.append((optimizer, gradients))
         return [None if one is None or one.graph is not here else one for one in gradients]
 
-    def check(self, returned: Sequence[Any]) -> None:
+    def check(self, returned: Sequence[tf.Tensor]) -> None:
         """See that what was to go straight into an optimizer has gone nowhere else.
 
         Args:
@@ -99,7 +103,7 @@ class KeptGradients:
         if not all(one.went_straight(ids, self._graph) for one in self._kept.values() if one.is_checked):
             raise StalePlan
 
-    def places_seen(self, returned: Sequence[Any]) -> tuple[set[tuple[int, int]], frozenset[int]]:
+    def places_seen(self, returned: Sequence[tf.Tensor]) -> tuple[set[tuple[int, int]], frozenset[int]]:
         """Return which gradients have gone straight into an optimizer, and which optimizers accumulate others.
 
         Args:

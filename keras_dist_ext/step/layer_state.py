@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras.variables import local_component, tf_variable
+from keras_dist_ext.aliases import Variable
 from keras_dist_ext.step.all_rows import AllRows
 from keras_dist_ext.step.reduce import scale
 from keras_dist_ext.step.row_weights import RowWeights
@@ -31,13 +32,13 @@ class LayerState:
         self._weights = weights
         self._all_rows = all_rows
         self._shared = shared
-        self._assigned: dict[int, Any] = {}
+        self._assigned: dict[int, tf.Tensor] = {}
         self._differing: set[int] = set()  # ids of those that may have other values on other replicas
 
     def __bool__(self) -> bool:
         return bool(self._assigned)
 
-    def note(self, variable: Any, value: Any) -> bool:
+    def note(self, variable: Variable, value: tf.Tensor) -> bool:
         """Note that a value was assigned to a variable; return whether the replicas will agree on it."""
         dtype = tf.as_dtype(variable.dtype)
         is_number = dtype.is_floating or dtype.is_integer or dtype.is_bool

@@ -14,6 +14,7 @@ from keras_dist_ext._keras.hooks import current_step
 from keras_dist_ext._keras.layers import flat_layers, own_metrics
 from keras_dist_ext._keras.strategies import regroup
 from keras_dist_ext._keras.variables import components, is_sync_on_read, local_component
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.reduce import as_float, shares_memory, sum_over_replicas
 
@@ -36,11 +37,11 @@ VALUE = object()  # in the plan of a step's logs, among `Result`s: a leaf that n
 class Result:
     """A tensor that is the result of a metric, or one of several in its result."""
 
-    metric: Any
+    metric: keras.metrics.Metric
     place: int
-    tensor: Any
+    tensor: tf.Tensor
 
-    def now(self) -> Any:
+    def now(self) -> tf.Tensor:
         """Compute it from what the metric's state is read as now."""
         return tree.flatten(self.metric.result())[self.place]
 
@@ -49,7 +50,7 @@ class ComputesWithResults(Exception):
     """The logs of a step hold something computed from the results of metrics, not only these results."""
 
 
-def computes_with(results: Mapping[int, Result], logs: Any) -> bool:
+def computes_with(results: Mapping[int, Result], logs: TensorNest) -> bool:
     """Whether a leaf of the logs depends on a metric's result without being one."""
     if not results:
         return False
@@ -66,7 +67,7 @@ def computes_with(results: Mapping[int, Result], logs: Any) -> bool:
 
 
 @contextlib.contextmanager
-def noted_results(metrics: Sequence[Any]) -> Iterator[None]:
+def noted_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[None]:
     """Have metrics tell the running step, by its ``note_result``, which tensors are their results."""
     for metric in metrics:
         metric.__dict__["result"] = _noting(metric)
@@ -77,12 +78,12 @@ def noted_results(metrics: Sequence[Any]) -> Iterator[None]:
             metric.__dict__.pop("result", None)
 
 
-def leaf_metrics(model: DistributedModel) -> list[Any]:
+def leaf_metrics(model: DistributedModel) -> list[keras.metrics.Metric]:
     """Return the metrics of a model and of all layers in it, and of those that consist of others these."""
     return list({id(metric): metric for metric in _leaves(_metrics_in(model))}.values())
 
 
-def _metrics_in(model: DistributedModel) -> list[Any]:
+def _metrics_in(model: DistributedModel) -> list[keras.metrics.Metric]:
     """Return all metrics: Keras leaves out those of compiled models in it, and what a user's own list does not name."""
     found = list(model.metrics)
     for layer in flat_layers(model):
@@ -90,7 +91,7 @@ def _metrics_in(model: DistributedModel) -> list[Any]:
     return found
 
 
-def _leaves(metrics: Sequence[Any]) -> Iterator[Any]:
+def _leaves(metrics: Sequence[keras.metrics.Metric]) -> Iterator[keras.metrics.Metric]:
     for metric in metrics:
         inner = getattr(metric, "metrics", None)
         if isinstance(inner, (list, tuple)):
@@ -99,7 +100,7 @@ def _leaves(metrics: Sequence[Any]) -> Iterator[Any]:
             yield metric
 
 
-def _noting(metric: Any) -> Callable[[], Any]:
+def _noting(metric: keras.metrics.Metric) -> Callable[[], Any]:
     def result() -> Any:
         value = type(metric).result(metric)
         note = getattr(current_step(), "note_result", None)
@@ -108,7 +109,7 @@ def _noting(metric: Any) -> Callable[[], Any]:
     return result
 
 
-def pooled_result(metric: Any, sum_over_replicas: Callable[[Sequence[Any]], list[Any]]) -> Any:
+def pooled_result(metric: keras.metrics.Metric, sum_over_replicas: Callable[[Sequence[Any]], list[Any]]) -> tf.Tensor:
     """Compute a metric's result from the state of all replicas, in replica context."""
     variables = [v for v in metric.variables if is_sync_on_read(v)]
     sums = sum_over_replicas([as_float(local_component(v)) for v in variables])
@@ -138,7 +139,7 @@ def pooled_state(model: DistributedModel, strategy: tf.distribute.Strategy) -> I
         yield
 
 
-def _pooled(model: DistributedModel) -> list[Any]:
+def _pooled(model: DistributedModel) -> list[tf.Tensor]:
     """Return the variables of metrics of which each replica holds its own part."""
     variables = [v for metric in _metrics_in(model) for v in metric.variables if is_sync_on_read(v)]
     return list({id(v): v for v in variables}.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -46,13 +45,13 @@ class LoneReplica(Reducer):
         """Always: TensorFlow would wait for the others."""
         return True
 
-    def sum(self, values: Sequence[Any]) -> list[Any]:
+    def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Add up each value over replicas that all have the same."""
         if self.num_replicas == 1:
             return list(values)
         return [scale(value, float(self.num_replicas)) for value in values]
 
-    def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
+    def sum_if(self, condition: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See ``Reducer``."""
         return [
             tf.cond(condition, lambda t=t: tf.identity(t), lambda o=o: tf.identity(o))

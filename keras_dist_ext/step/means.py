@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step.batch_scaling import Reading, additive_terms, read_exponent
 
@@ -31,7 +32,7 @@ class UnknownExponents(Exception):
 class Term(NamedTuple):
     """One term of a sum; or a vector whose sum is meant."""
 
-    value: Any
+    value: tf.Tensor
     sign: int
     exponent: Fraction  # in the batch size: 0 = a mean, 1 = a sum over rows
 
@@ -140,16 +141,16 @@ class Means:
         """Whether nothing is run: the step is traced to learn the exponents."""
         return self._exponents is not None and self._exponents.are_being_learned
 
-    def mark_as_mean(self, value: Any) -> Any:
+    def mark_as_mean(self, value: TensorNest) -> TensorNest:
         """Remember that a tensor is a mean, and return it."""
         self._means[id(value)] = value
         return value
 
-    def has_marked(self, value: Any) -> bool:
+    def has_marked(self, value: tf.Tensor) -> bool:
         """Whether a tensor is remembered as a mean."""
         return id(value) in self._means
 
-    def terms(self, value: Any) -> list[Term]:
+    def terms(self, value: tf.Tensor) -> list[Term]:
         """Return the terms of a scalar, or a vector as it is.
 
         Raises:
@@ -184,7 +185,7 @@ class Means:
         self._num_asked += 1
         return _filled(exponents, ())
 
-    def _eager_terms(self, value: Any) -> list[Term]:
+    def _eager_terms(self, value: tf.Tensor) -> list[Term]:
         exponents = set(self._answer(None) if self._is_learned else [])
         if len(exponents) > 1:
             raise DataError(

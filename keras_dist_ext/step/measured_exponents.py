@@ -17,6 +17,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from keras_dist_ext._keras.tracing import AsideTrace
+from keras_dist_ext.aliases import SpecNest, TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.step.means import BatchExponents
 
@@ -28,7 +29,7 @@ _MOST_ROWS = 4  # that are repeated
 _TOLERANCE = 0.02  # of an exponent, which is a whole number or a half; float16 has 1e-3
 
 
-def learn_exponents(exponents: BatchExponents, step: Callable[[Any], None], spec: Any, batch: Any) -> None:
+def learn_exponents(exponents: BatchExponents, step: Callable[[Any], None], spec: SpecNest, batch: TensorNest) -> None:
     """Learn the exponents of a step's scalars by tracing it aside, and by measuring what the graph does not tell.
 
     Args:
@@ -50,7 +51,7 @@ def learn_exponents(exponents: BatchExponents, step: Callable[[Any], None], spec
             return  # else what was found now may be what the others are computed with
 
 
-def measure_exponents(trace: AsideTrace, values: Sequence[tf.Tensor], batch: Any) -> dict[int, Fraction]:
+def measure_exponents(trace: AsideTrace, values: Sequence[tf.Tensor], batch: TensorNest) -> dict[int, Fraction]:
     """Return the exponents of tensors in the batch size, by id, of those that grow with a power of it.
 
     Args:

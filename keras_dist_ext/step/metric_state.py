@@ -11,7 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.variables import local_component
+from keras_dist_ext.aliases import Variable
 from keras_dist_ext.step.all_rows import AllRows
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.reducers import Reducer
@@ -35,7 +37,7 @@ class MetricState:
         self._kinds: dict[int, set[str]] = {}  # by id of the variable
         self._added: dict[int, Any] = {}  # by id: what it was changed by, by constants
 
-    def assign(self, variable: Any, value: Any) -> bool:
+    def assign(self, variable: Variable, value: tf.Tensor) -> bool:
         """Take note of what is assigned; return whether that is left to the first replica."""
         adds_up = getattr(variable, "synchronization", None) == "on_read"
         if not self._all_rows.is_used or tf.executing_eagerly() or not adds_up or not self._reducer.traces_each_replica:
@@ -61,7 +63,7 @@ class MetricState:
                         local_component(variable).assign_sub(self._added[id(variable)])
 
 
-def _by_metric(metrics: Sequence[Any]) -> Iterator[list[Any]]:
+def _by_metric(metrics: Sequence[keras.metrics.Metric]) -> Iterator[list[Variable]]:
     for metric in metrics:
         inner = getattr(metric, "metrics", None)
         if isinstance(inner, list | tuple) and inner:

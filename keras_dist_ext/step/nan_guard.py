@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras import tree
+from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.variables import components, is_sync_on_read, local_component
+from keras_dist_ext.aliases import Gradient, TensorNest, Variable
 
 __all__ = ["DATA", "GRADIENTS", "LOSS", "BadStep", "Guard", "ReplicaGuard", "StepGuard"]
 
@@ -104,7 +105,7 @@ class StepGuard:
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._before: dict[int, tuple[Any, Any]] = {}
 
-    def note(self, variable: Any) -> None:
+    def note(self, variable: Variable) -> None:
         """Take note, before a variable is assigned in the step, of what it holds."""
         if id(variable) in self._before or (self._graph is None and not tf.executing_eagerly()):
             return
@@ -121,11 +122,11 @@ class StepGuard:
         self,
         replica: Any,
         num_replicas: int,
-        rows: Any,
-        batch: Any,
-        losses: Sequence[Any],
-        gradients: Sequence[Any],
-        scale: Any = None,
+        rows: TensorNest,
+        batch: TensorNest,
+        losses: Sequence[tf.Tensor],
+        gradients: Sequence[Gradient],
+        scale: tf.Tensor = None,
     ) -> tf.Tensor:
         """Return what a replica has found, [3, R] float32: 1 where the loss, gradients or data of one are not finite.
 
@@ -210,17 +211,17 @@ class ReplicaGuard:
 
     def __init__(self, of_step: StepGuard, replica: Any, num_replicas: int, rows: int | tf.Tensor) -> None:
         self.of_step = of_step
-        self.batch: Any = None
-        self.losses: list[Any] = []
+        self.batch: TensorNest = None
+        self.losses: list[tf.Tensor] = []
         self._own = replica, num_replicas, rows
 
-    def found(self, gradients: Sequence[Any], optimizer: Any = None) -> tf.Tensor:
+    def found(self, gradients: Sequence[Gradient], optimizer: keras.optimizers.Optimizer | None = None) -> tf.Tensor:
         """Return what the replica has found, see ``StepGuard.found``."""
         scale = getattr(optimizer, "dynamic_scale", None)
         return self.of_step.found(*self._own, self.batch, self.losses, gradients, scale)
 
 
-def _all_finite(values: Sequence[Any]) -> tf.Tensor:
+def _all_finite(values: Sequence[tf.Tensor]) -> tf.Tensor:
     """Whether all floats are; True for none."""
     dense = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
     dense = [value.flat_values if isinstance(value, tf.RaggedTensor) else value for value in dense]
@@ -229,7 +230,7 @@ def _all_finite(values: Sequence[Any]) -> tf.Tensor:
     return tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
 
 
-def _is_at_hand(value: Any) -> bool:
+def _is_at_hand(value: tf.Tensor) -> bool:
     """Whether the graph that is being traced can use a tensor: it is of this one, or of one around it."""
     if tf.executing_eagerly():
         return True

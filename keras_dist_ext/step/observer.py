@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
+
+from keras_dist_ext._keras import keras
+from keras_dist_ext.aliases import Gradient, TensorNest, Variable
 from keras_dist_ext.step.step_plan import GradientCall
 
 __all__ = ["StepObserver"]
@@ -21,40 +25,42 @@ class StepObserver:
     examines = False
     nested: Sequence[Any] = ()
 
-    def on_draw(self, state: Any) -> Any:
+    def on_draw(self, state: tf.Tensor) -> tf.Tensor:
         """Return the seed that the replica draws with, or another tensor in its place."""
         return state
 
     def on_variable(self, name: str) -> None:
         """Take note of a variable of Keras that the step makes."""
 
-    def on_write(self, variable: Any) -> None:
+    def on_write(self, variable: Variable) -> None:
         """Take note of a variable of Keras that the step assigns."""
 
-    def on_assign(self, variable: Any) -> None:
+    def on_assign(self, variable: Variable) -> None:
         """Take note of state of a layer whose mean over replicas is taken after the step."""
 
-    def on_gather(self, value: Any) -> None:
+    def on_gather(self, value: tf.Tensor) -> None:
         """Take note of a tensor with the rows of all replicas."""
 
-    def on_differentiate(self, target: Any, sources: Sequence[Any]) -> GradientCall | None:
+    def on_differentiate(self, target: TensorNest, sources: Sequence[TensorNest]) -> GradientCall | None:
         """Take note of losses, and what they are differentiated for; say what becomes of the gradients, if it is so."""
 
-    def on_gradient(self, value: Any) -> Any:
+    def on_gradient(self, value: tf.Tensor) -> tf.Tensor:
         """Return what a step gets for the gradient that it has asked for."""
         return value
 
-    def on_apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    def on_apply(
+        self, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Gradient], variables: Sequence[Variable]
+    ) -> None:
         """Take note of gradients that are given to an optimizer."""
 
     def on_result(self) -> None:
         """Take note that the result of a metric is computed."""
 
-    def on_end(self, gradients: Any, returned: Sequence[Any]) -> None:
+    def on_end(self, gradients: TensorNest, returned: Sequence[tf.Tensor]) -> None:
         """Take note of a replica's gradients when its step is over, and of what it returns."""
 
-    def on_reduce(self, gradients: Sequence[Any]) -> Sequence[bool] | None:
+    def on_reduce(self, gradients: Sequence[Gradient]) -> Sequence[bool] | None:
         """Take note of gradients that are made global by hand; say which of them are this replica's own, if known."""
 
-    def on_update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    def on_update(self, gradients: Sequence[Gradient], variables: Sequence[Variable]) -> None:
         """Take note of the gradients of the global batch that an optimizer runs with."""

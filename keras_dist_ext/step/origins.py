@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.step.ancestry import (
     Value,
     copies_by_handle,
@@ -32,21 +33,21 @@ class Origins:
     """Where values of a graph come from, noted while it is traced."""
 
     def __init__(self) -> None:
-        self._own: dict[Any, int] = {}  # by op
+        self._own: dict[tf.Tensor, int] = {}  # by op
         self._common: dict[Any, Any] = {}  # by op
 
-    def mark_per_replica(self, value: Any, replica: int) -> Any:
+    def mark_per_replica(self, value: TensorNest, replica: int) -> TensorNest:
         """Return a value as one that a replica has for itself."""
         return tf.nest.map_structure(lambda leaf: self._note_own(leaf, replica), value, expand_composites=True)
 
-    def _note_own(self, leaf: Any, replica: int) -> Any:
+    def _note_own(self, leaf: tf.Tensor, replica: int) -> tf.Tensor:
         if not tf.is_tensor(leaf):
             return leaf
         leaf = tf.identity(leaf)
         self._own[leaf.op] = replica
         return leaf
 
-    def mark_replicated(self, value: Any) -> Any:
+    def mark_replicated(self, value: TensorNest) -> TensorNest:
         """Return a value as one that is the same on all replicas, of which nothing else is known."""
         if isinstance(value, tf.IndexedSlices):
             return tf.IndexedSlices(
@@ -54,7 +55,7 @@ class Origins:
             )
         return self._note_common(tf.raw_ops.Snapshot(input=tf.convert_to_tensor(value)))
 
-    def mark_gradient(self, value: Any) -> Any:
+    def mark_gradient(self, value: TensorNest) -> TensorNest:
         """Return a gradient as one that is the same on all replicas; it may be differentiated further."""
         if isinstance(value, tf.IndexedSlices):
             return tf.IndexedSlices(
@@ -62,11 +63,11 @@ class Origins:
             )
         return self._note_common(tf.identity(value))
 
-    def _note_common(self, value: Any) -> Any:
+    def _note_common(self, value: tf.Tensor) -> tf.Tensor:
         self._common[value.op] = value
         return value
 
-    def note_own(self, value: Any, replica: int) -> Any:
+    def note_own(self, value: TensorNest, replica: int) -> TensorNest:
         """Know that a value is one that a replica has for itself, and return it."""
         if not tf.executing_eagerly():
             for leaf in tf.nest.flatten(value, expand_composites=True):
@@ -74,13 +75,13 @@ class Origins:
                     self._own[leaf.op] = replica
         return value
 
-    def note_replicated(self, value: Any) -> Any:
+    def note_replicated(self, value: TensorNest) -> TensorNest:
         """Know that a tensor is the same on all replicas, and return it."""
         if not tf.executing_eagerly():
             self._common[value.op] = value
         return value
 
-    def kind_of(self, value: Any) -> Literal["own", "replicated", "constant"]:
+    def kind_of(self, value: TensorNest) -> Literal["own", "replicated", "constant"]:
         """Whether a value is computed from one replica's own, or else from what is the same on all, or from neither."""
         if not _is_of_graph(value):
             return "constant"
@@ -93,7 +94,7 @@ class Origins:
         """Ids of the tensors that are the same on all replicas."""
         return {id(value) for value in self._common.values()}
 
-    def meets_by_own_decision(self, graph: Any) -> bool:
+    def meets_by_own_decision(self, graph: tf.Graph) -> bool:
         """Whether replicas add up in a branch or loop of a graph that each takes by its own rows or numbers."""
         return any(op in self._common and self.replicas_of(given) for op, given in decisions(graph))
 
@@ -119,7 +120,9 @@ class Origins:
         """Return the replicas whose own rows or numbers values are computed from."""
         return self._replicas_of(values, [])
 
-    def _replicas_of(self, values: Iterable[Value], common: list[Any], *, arguments_are_own: bool = False) -> set[int]:
+    def _replicas_of(
+        self, values: Iterable[Value], common: list[tf.Tensor], *, arguments_are_own: bool = False
+    ) -> set[int]:
         found: set[int] = set()
 
         def ends(value: Value) -> bool:
@@ -143,16 +146,16 @@ class Origins:
         return found
 
 
-def _is_of_graph(value: Any) -> bool:
+def _is_of_graph(value: tf.Tensor) -> bool:
     return tf.is_tensor(value) and not hasattr(value, "numpy")
 
 
-def draws(op: Any) -> bool:
+def draws(op: tf.Operation) -> bool:
     """Whether an op draws random numbers that no seed of its inputs determines."""
     return bool(_DRAWS.match(op.type)) and not op.type.startswith("Stateless")
 
 
-def read_parts(graph: Any, value: Any, is_part: Callable[[Any], bool]) -> list[Any]:
+def read_parts(graph: tf.Graph, value: tf.Tensor, is_part: Callable[[Any], bool]) -> list[Any]:
     """Return the variables that a value is computed from, of those of which each replica holds a part.
 
     Args:
@@ -170,7 +173,7 @@ def read_parts(graph: Any, value: Any, is_part: Callable[[Any], bool]) -> list[A
     return found
 
 
-def _replica_of(op: Any) -> int:
+def _replica_of(op: tf.Operation) -> int:
     """The replica that an op was traced for: MirroredStrategy's name scopes say so (mirrored_run.py)."""
     named = re.search(r"(?:^|/)replica_(\d+)/", op.name)
     return int(named.group(1)) if named else 0

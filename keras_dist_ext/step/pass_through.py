@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.variables import components, local_component
+from keras_dist_ext.aliases import Gradient, TensorNest, Variable
 
 __all__ = ["LocalUpdate", "PassThrough", "on_rows"]
 
@@ -23,41 +25,55 @@ class PassThrough:
     def __init__(self, *, of_worker: bool = True) -> None:
         self._of_worker = of_worker
 
-    def reduce_loss(self, local: Any, *_: Any) -> Any:
+    def reduce_loss(self, local: tf.Tensor, *_: Any) -> tf.Tensor:
         """Return the loss as it is."""
         return local
 
     def begin_loss(self) -> None:
         """Do nothing."""
 
-    def note_loss(self, value: Any) -> None:
+    def note_loss(self, value: tf.Tensor) -> None:
         """Take no note."""
 
-    def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
+    def mean_update(
+        self, metric: keras.metrics.Metric, values: tf.Tensor, sample_weight: TensorNest
+    ) -> tuple[TensorNest, TensorNest]:
         """Return what the metric was given."""
         return values, sample_weight
 
-    def sum_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
+    def sum_update(
+        self, metric: keras.metrics.Metric, values: tf.Tensor, sample_weight: TensorNest
+    ) -> tuple[TensorNest, TensorNest]:
         """Return what the metric was given."""
         return values, sample_weight
 
-    def as_mean(self, value: Any) -> Any:
+    def as_mean(self, value: tf.Tensor) -> tf.Tensor:
         """Return the number as it is."""
         return value
 
-    def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any:
+    def scale_loss(
+        self, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor, original: Callable[[Any], Any]
+    ) -> tf.Tensor:
         """Scale as the optimizer does."""
         return original(loss)
 
-    def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
+    def apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[Gradient],
+        variables: Sequence[Variable],
+        original: Callable[..., None],
+    ) -> None:
         """Apply as the optimizer does."""
         original(grads, variables)
 
-    def all_reduce_gradients(self, grads_and_vars: Any) -> Any:
+    def all_reduce_gradients(self, grads_and_vars: TensorNest) -> TensorNest:
         """Leave gradients alone."""
         return grads_and_vars
 
-    def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
+    def next_seed(
+        self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], Any]
+    ) -> tf.Tensor:
         """Draw what Keras draws."""
         return original(ordered)
 
@@ -68,10 +84,12 @@ class PassThrough:
     def constant_seed(self, seed: int) -> None:
         """Take a constant as it is."""
 
-    def compiled_draw(self, kind: str, shape: Any, dtype: tf.DType, **key: Any) -> Any:
+    def compiled_draw(self, kind: str, shape: TensorNest, dtype: tf.DType, **key: Any) -> tf.Tensor:
         """Draw what TensorFlow draws."""
 
-    def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
+    def all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp | str, value: tf.Tensor, original: Callable[..., Any]
+    ) -> tf.Tensor:
         """Reduce as TensorFlow does."""
         return original(reduce_op, value)
 
@@ -79,7 +97,7 @@ class PassThrough:
         """Call a tf.function as it is."""
         return original(function, *args, **kwargs)
 
-    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
+    def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[Any], None]) -> None:
         """Assign to every copy on this worker, without a collective."""
         if not self._of_worker:
             original(value)
@@ -87,18 +105,18 @@ class PassThrough:
         for copy in components(variable):
             copy.assign(tf.cast(value, copy.dtype))
 
-    def on_rows(self, inputs: Any, op: Callable[[Any], Any]) -> Any:
+    def on_rows(self, inputs: TensorNest, op: Callable[[Any], Any]) -> TensorNest:
         """Return what an op gives for each row."""
         return on_rows(inputs, op)
 
-    def check_stateful(self, layer: Any) -> None:
+    def check_stateful(self, layer: keras.layers.Layer) -> None:
         """Let a layer keep a state for each row."""
 
 
 class LocalUpdate(PassThrough):
     """The inside of an optimizer, run by each replica on its own copies of the variables."""
 
-    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
+    def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[Any], None]) -> None:
         """Assign to the replica's own copy."""
         local = local_component(variable)
         local.assign(tf.cast(value, local.dtype))
@@ -107,7 +125,7 @@ class LocalUpdate(PassThrough):
 _guarded = threading.local()  # whether what this thread runs has rows already
 
 
-def on_rows(inputs: Any, op: Callable[[Any], Any]) -> Any:
+def on_rows(inputs: TensorNest, op: Callable[[Any], Any]) -> TensorNest:
     """Run an op that fails on no rows on a row of zeros where there are none, and return none for it.
 
     Convolutions and max pooling do on CPUs (oneDNN's in the forward pass or in the gradient). Where there are rows,

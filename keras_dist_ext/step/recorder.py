@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras.tracing import in_xla, run_independently
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.step.stats import Kind, StepRecords, join_records
 from keras_dist_ext.step.step_buffer import (
     MAX_STEPS,
@@ -29,7 +30,7 @@ from keras_dist_ext.step.step_buffer import (
 __all__ = ["Recorder", "StepNote", "now", "when_updated"]
 
 
-def now(after: Any = (), *, independent: bool = False) -> tf.Tensor:
+def now(after: tf.Tensor = (), *, independent: bool = False) -> tf.Tensor:
     """Read the host's clock once ``after`` is available, in seconds since 1970, float64.
 
     Args:
@@ -45,7 +46,7 @@ def now(after: Any = (), *, independent: bool = False) -> tf.Tensor:
     return clock
 
 
-def _host_of(values: Sequence[Any]) -> str:
+def _host_of(values: Sequence[tf.Tensor]) -> str:
     """The values' own device, if it is a CPU: what is on another one has to be sent to it."""
     device = getattr(values[0], "device", "") if values else ""
     return device if "CPU" in device.upper() else "/device:CPU:0"
@@ -65,7 +66,7 @@ class StepNote:
         self._parts: dict[int, dict[str, Any]] = {}
         self._compiled: dict[str, Any] = {}
 
-    def loss(self, replica: int, value: Any, *, is_logged: bool = False) -> None:
+    def loss(self, replica: int, value: tf.Tensor, *, is_logged: bool = False) -> None:
         """Note the loss of a replica.
 
         Args:
@@ -77,7 +78,7 @@ class StepNote:
         if is_logged or "loss" not in part:
             part["loss"] = tf.cast(value, tf.float32)
 
-    def gradients(self, replica: int, values: Sequence[Any], factor: Any) -> None:
+    def gradients(self, replica: int, values: Sequence[tf.Tensor], factor: tf.Tensor) -> None:
         """Note a replica's own gradients; they are those of its mean loss once multiplied by ``factor``."""
         part = self._here(replica)
         dense = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
@@ -101,7 +102,7 @@ class StepNote:
         """Note what a compiled function has returned."""
         self._parts.setdefault(replica, {}).update(zip(("loss", "norm"), noted, strict=True))
 
-    def end(self, replica: int, examples: Any, logs: Any) -> None:
+    def end(self, replica: int, examples: tf.Tensor, logs: TensorNest) -> None:
         """Note the end of a replica's step.
 
         Args:
@@ -126,7 +127,7 @@ class StepNote:
         names = ["loss", "norm"] if self._wants_norm else ["loss"]
         if len(parts) == 1:
             (part,) = parts
-            examples: Any = part["examples"]
+            examples: tf.Tensor = part["examples"]
             values = [part.get(name, _UNKNOWN) for name in names]
         else:
             counts = [tf.cast(part["examples"], tf.float32) for part in parts]
@@ -137,13 +138,13 @@ class StepNote:
             return ReplicaRecord(tf.constant(float("inf")), *numbers)
         computed = [part["computed"] for part in parts if "computed" in part]
         if not computed:
-            computed_at: Any = tf.constant(float("inf"), tf.float64)
+            computed_at: tf.Tensor = tf.constant(float("inf"), tf.float64)
         else:
             computed_at = computed[0] if len(computed) == 1 else tf.reduce_max(tf.stack(computed))
         return ReplicaRecord(computed_at, *numbers)
 
 
-def _as_soon_as(values: Sequence[Any]) -> tf.Tensor:
+def _as_soon_as(values: Sequence[tf.Tensor]) -> tf.Tensor:
     """Read the clock once values are available, whatever other replicas do."""
     return now(values, independent=bool(values))
 
@@ -151,14 +152,14 @@ def _as_soon_as(values: Sequence[Any]) -> tf.Tensor:
 _UNKNOWN = np.float32("nan")
 
 
-def _mean(values: Sequence[Any], counts: Sequence[Any], total: Any) -> Any:
+def _mean(values: Sequence[tf.Tensor], counts: Sequence[tf.Tensor], total: tf.Tensor) -> tf.Tensor:
     weighted = [
         tf.where(count > 0, value * count, tf.zeros_like(count)) for value, count in zip(values, counts, strict=True)
     ]
     return tf.math.divide_no_nan(tf.add_n(weighted), total)
 
 
-def _on_host(values: Sequence[Any]) -> list[Any]:
+def _on_host(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Return tensors that are available only when ``values`` are computed, not just enqueued."""
     if not values or all("CPU" in getattr(value, "device", "CPU").upper() or not value.device for value in values):
         return list(values)
@@ -254,7 +255,7 @@ class Recorder:
         kind: Kind,
         buffer: StepBuffer,
         num_steps: int,
-        end: Any = None,
+        end: float | tf.Tensor | None = None,
         waited_seconds: float = 0.0,
         waited_for_others: float = 0.0,
     ) -> None:

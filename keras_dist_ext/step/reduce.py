@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras.strategies import regroup
 from keras_dist_ext._keras.variables import components
+from keras_dist_ext.aliases import TensorNest, Variable
 
 __all__ = [
     "OrderedSum",
@@ -29,13 +30,13 @@ __all__ = [
 ]
 
 
-def sum_over_replicas(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:
+def sum_over_replicas(strategy: tf.distribute.Strategy, values: list[tf.Tensor]) -> list[tf.Tensor]:
     """Add up each per-replica value, in cross-replica context."""
     parts = [local_values(strategy, value) for value in values]
     if shares_memory(strategy):
         return [_add(part) for part in parts]
     values = [regroup(part) for part in parts]
-    sums: list[Any] = [None] * len(values)
+    sums: list[tf.Tensor] = [None] * len(values)
     by_dtype: dict[tf.DType, list[int]] = {}
     for i, part in enumerate(parts):
         by_dtype.setdefault(part[0].dtype, []).append(i)
@@ -46,14 +47,14 @@ def sum_over_replicas(strategy: tf.distribute.Strategy, values: list[Any]) -> li
     return sums
 
 
-def concat_over_replicas(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:
+def concat_over_replicas(strategy: tf.distribute.Strategy, values: list[tf.Tensor]) -> list[tf.Tensor]:
     """Concatenate what each replica has of each value, along the rows, in cross-replica context of one memory."""
     return [tf.concat(local_values(strategy, value), 0) for value in values]
 
 
-def local_values(strategy: tf.distribute.Strategy, value: Any) -> tuple[Any, ...]:
+def local_values(strategy: tf.distribute.Strategy, value: TensorNest) -> tuple[tf.Tensor, ...]:
     """One part a local replica; a value that all of them share is repeated."""
-    parts: tuple[Any, ...] = strategy.experimental_local_results(value)
+    parts: tuple[tf.Tensor, ...] = strategy.experimental_local_results(value)
     return parts * len(strategy.extended.worker_devices) if len(parts) == 1 else parts
 
 
@@ -63,7 +64,7 @@ def shares_memory(strategy: tf.distribute.Strategy) -> bool:
     return len(devices) == strategy.num_replicas_in_sync and all("CPU" in device for device in devices)
 
 
-def _add(parts: Sequence[Any]) -> Any:
+def _add(parts: Sequence[tf.Tensor]) -> tf.Tensor:
     if any(isinstance(part, tf.IndexedSlices) for part in parts):
         values = tf.concat([part.values for part in parts], 0)
         return tf.IndexedSlices(values, tf.concat([part.indices for part in parts], 0), parts[0].dense_shape)
@@ -78,14 +79,14 @@ class PlainSum:
     """
 
     def __init__(self) -> None:
-        self.values: list[Any] = []
+        self.values: list[tf.Tensor] = []
 
-    def add(self, term: int, values: Sequence[Any]) -> None:
+    def add(self, term: int, values: Sequence[tf.Tensor]) -> None:
         """Add a term: one value for each of the sum's."""
         values = list(values)
         self.values = [_add(pair) for pair in zip(self.values, values, strict=True)] if self.values else values
 
-    def over_replicas(self) -> list[Any]:
+    def over_replicas(self) -> list[tf.Tensor]:
         """Return the sum of all replicas' terms, in replica context."""
         context = tf.distribute.get_replica_context()
         if context.num_replicas_in_sync == 1 or not self.values:
@@ -109,21 +110,21 @@ class OrderedSum:
         self._nodes: dict[tuple[int, int], list[Any]] = {}  # (first term, terms below it in the padded tree) -> sums
 
     @property
-    def values(self) -> list[Any]:
+    def values(self) -> list[tf.Tensor]:
         """What has been added up so far, where the order does not matter."""
         flat = PlainSum()
         for values in self._in_order():
             flat.add(0, values)
         return flat.values
 
-    def _in_order(self) -> list[list[Any]]:
+    def _in_order(self) -> list[list[tf.Tensor]]:
         return [self._nodes[node] for node in sorted(self._nodes)]
 
-    def add(self, term: int, values: Sequence[Any]) -> None:
+    def add(self, term: int, values: Sequence[tf.Tensor]) -> None:
         """Add a term: one value for each of the sum's."""
         self._place(term, 1, [optimization_barrier(value) for value in values])
 
-    def _place(self, first: int, size: int, values: list[Any]) -> None:
+    def _place(self, first: int, size: int, values: list[tf.Tensor]) -> None:
         while size < self._num_terms:
             sibling = first ^ size
             if sibling < self._num_terms:
@@ -135,7 +136,7 @@ class OrderedSum:
             first, size = min(first, sibling), 2 * size
         self._nodes[first, size] = values
 
-    def over_replicas(self) -> list[Any]:
+    def over_replicas(self) -> list[tf.Tensor]:
         """Return the sum of all replicas' terms, in replica context."""
         context = tf.distribute.get_replica_context()
         nodes = self._in_order()
@@ -148,7 +149,7 @@ class OrderedSum:
         sums = iter(self._dense_over_replicas(context, dense) if dense else [])
         return [next(lists) if is_one else next(sums) for is_one in is_sparse]
 
-    def _dense_over_replicas(self, context: tf.distribute.ReplicaContext, places: Sequence[int]) -> list[Any]:
+    def _dense_over_replicas(self, context: tf.distribute.ReplicaContext, places: Sequence[int]) -> list[tf.Tensor]:
         num_replicas: int = context.num_replicas_in_sync
         blocks = [self._nodes_of_block(replica, num_replicas) for replica in range(num_replicas)]
         own = [[node[place] for place in places] for node in self._in_order()]
@@ -156,14 +157,14 @@ class OrderedSum:
             return [optimization_barrier(value) for value in context.merge_call(sum_over_replicas, args=(own[0],))]
         own += own[-1:] * (max(map(len, blocks)) - len(own))  # all gather as many; what is too many is not read
 
-        def finish(by_replica: list[list[list[Any]]]) -> list[Any]:
+        def finish(by_replica: list[list[list[Any]]]) -> list[tf.Tensor]:
             whole = OrderedSum(self._num_terms)
             for nodes, lists in zip(blocks, by_replica, strict=True):
                 for node, values in zip(nodes, lists, strict=False):
                     whole._place(*node, values)
             return whole._total()
 
-        def finish_in_memory(strategy: tf.distribute.Strategy, own: list[list[Any]]) -> list[Any]:
+        def finish_in_memory(strategy: tf.distribute.Strategy, own: list[list[tf.Tensor]]) -> list[tf.Tensor]:
             parts = [[local_values(strategy, value) for value in values] for values in own]
             return finish([[[p[replica] for p in values] for values in parts] for replica in range(num_replicas)])
 
@@ -171,7 +172,7 @@ class OrderedSum:
             return list(context.merge_call(finish_in_memory, args=(own,)))
         return finish(_gathered(context, own))
 
-    def _total(self) -> list[Any]:
+    def _total(self) -> list[tf.Tensor]:
         ((_, total),) = self._nodes.items()
         return total
 
@@ -182,7 +183,7 @@ class OrderedSum:
         return sorted(block._nodes)
 
 
-def optimization_barrier(value: Any) -> Any:
+def optimization_barrier(value: tf.Tensor) -> tf.Tensor:
     """Keep what computes a value apart from what uses it, by an op that copies nothing.
 
     Grappler's arithmetic optimizer makes one AddN of a tree of additions, and takes common factors out of them
@@ -198,7 +199,7 @@ def optimization_barrier(value: Any) -> Any:
     return tf.ensure_shape(value, value.shape)
 
 
-def _gathered(context: tf.distribute.ReplicaContext, own: list[list[Any]]) -> list[list[list[Any]]]:
+def _gathered(context: tf.distribute.ReplicaContext, own: list[list[tf.Tensor]]) -> list[list[list[tf.Tensor]]]:
     """Give every replica the lists of all replicas by collectives, one for each dtype: [replicas][lists][values]."""
     everyones = [[list(values) for values in own] for _ in range(context.num_replicas_in_sync)]
     by_dtype: dict[tf.DType, list[int]] = {}
@@ -219,7 +220,7 @@ def _gathered(context: tf.distribute.ReplicaContext, own: list[list[Any]]) -> li
     return everyones
 
 
-def scale(value: Any, factor: float | tf.Tensor) -> Any:
+def scale(value: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
     """Multiply a tensor or ``IndexedSlices`` by a scalar."""
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(scale(value.values, factor), value.indices, value.dense_shape)
@@ -231,13 +232,13 @@ def of_dtype(factor: float | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.cast(factor, dtype) if tf.is_tensor(factor) else tf.constant(factor, dtype)
 
 
-def as_float(value: Any) -> tf.Tensor:
+def as_float(value: tf.Tensor) -> tf.Tensor:
     """Return a tensor of floats, of its own kind if it is of floats."""
     value = tf.convert_to_tensor(value)
     return value if value.dtype.is_floating else tf.cast(value, tf.float32)
 
 
-def sum_components(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
+def sum_components(strategy: tf.distribute.Strategy, variables: Sequence[Variable]) -> None:
     """Give every replica the sum of what all replicas hold, in cross-replica context."""
     for variable in variables:
         copies = components(variable)
@@ -246,7 +247,7 @@ def sum_components(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -
             copy.assign(value)
 
 
-def keep_on_first_replica(variable: Any, *, is_chief: bool) -> None:
+def keep_on_first_replica(variable: Variable, *, is_chief: bool) -> None:
     """Leave a mirrored variable's value to the first replica of the chief, and set all others to 0."""
     for copy in components(variable)[1 if is_chief else 0 :]:
         copy.assign(tf.zeros_like(copy))

@@ -13,11 +13,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.hooks import intercept, local_updates
 from keras_dist_ext._keras.layers import preserve_losses
 from keras_dist_ext._keras.strategies import regroup, replica_id
 from keras_dist_ext._keras.tracing import in_xla
 from keras_dist_ext._keras.variables import is_sync_on_read
+from keras_dist_ext.aliases import Variable
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.logs import pooled_result
@@ -120,7 +122,7 @@ class Reducer(abc.ABC):
     merges_branches = False
 
     @property
-    def replica_id(self) -> Any:
+    def replica_id(self) -> tf.Tensor:
         """The replica's number over all workers: an int but on TPUs."""
         return replica_id()
 
@@ -135,18 +137,20 @@ class Reducer(abc.ABC):
         """Whether sums inside of a layer are ours to make; else TensorFlow makes them."""
 
     @abc.abstractmethod
-    def sum(self, values: Sequence[Any]) -> list[Any]:
+    def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Add up each value over all replicas; every replica gets the sums."""
 
     @abc.abstractmethod
-    def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
+    def sum_if(self, condition: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Add up each value over all replicas if a condition holds, the same on all; else return this replica's own."""
 
     @abc.abstractmethod
     def updating(self) -> contextlib.AbstractContextManager[None]:
         """Let an optimizer that is run in here assign this replica's copies."""
 
-    def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
+    def all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp | str, value: tf.Tensor, original: Callable[..., Any]
+    ) -> tf.Tensor:
         """All-reduce inside a layer by plain additions where replicas share memory, else as TensorFlow does.
 
         TensorFlow's collectives of several strategies in a process take each other's keys (tensorflow#62790).
@@ -165,7 +169,7 @@ class Reducer(abc.ABC):
         """Add up each value over all replicas; its gradient is the sum of what comes from above on all, and so on."""
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def total(*values: tf.Tensor) -> Any:
+        def total(*values: tf.Tensor) -> tf.Tensor:
             return self.sum(values), lambda *upstream: self.differentiable_sum(upstream)
 
         summed = total(*values)
@@ -190,7 +194,7 @@ class Reducer(abc.ABC):
         sums = self.sum(placed)
         return [tf.cast(total, value.dtype) for total, value in zip(sums, values, strict=True)]
 
-    def prepare(self, optimizer: Any, variables: list[Any], *, guards: bool) -> None:
+    def prepare(self, optimizer: keras.optimizers.Optimizer, variables: list[Variable], *, guards: bool) -> None:
         """See that an optimizer has its variables before its gradients are looked at.
 
         Args:
@@ -204,16 +208,16 @@ class Reducer(abc.ABC):
         """Add up the terms of all replicas, and let every replica run the optimizer."""
         run_update(self, update)
 
-    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> bool:
+    def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[Any], None]) -> bool:
         """Assign to a variable on this replica; return whether all replicas are to agree on what it holds then."""
         original(value)
         return self.num_replicas > 1 and not is_sync_on_read(variable)
 
-    def assign_mean(self, variables: list[Any], terms: list[Any]) -> None:
+    def assign_mean(self, variables: list[Variable], terms: list[tf.Tensor]) -> None:
         """Assign to variables the sum over replicas of what each adds to it."""
         assign_reduced(variables, self.sum(terms))
 
-    def pooled_result(self, metric: Any) -> Any:
+    def pooled_result(self, metric: keras.metrics.Metric) -> tf.Tensor:
         """Compute a metric's result from the state of all replicas."""
         return pooled_result(metric, self.sum)
 
@@ -234,11 +238,11 @@ class OneReplica(Reducer):
         """See ``Reducer``."""
         return False
 
-    def sum(self, values: Sequence[Any]) -> list[Any]:
+    def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return them."""
         return list(values)
 
-    def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
+    def sum_if(self, condition: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return them."""
         return list(values)
 
@@ -250,7 +254,7 @@ class OneReplica(Reducer):
         """See ``Reducer``."""
         return intercept(None)
 
-    def prepare(self, optimizer: Any, variables: list[Any], *, guards: bool) -> None:
+    def prepare(self, optimizer: keras.optimizers.Optimizer, variables: list[Variable], *, guards: bool) -> None:
         """See ``Reducer``; Keras does it where the update is not in a branch of the graph."""
         if guards:
             build_optimizer(optimizer, variables)
@@ -264,7 +268,7 @@ class OneReplica(Reducer):
         _, may_update = split_flags(update.guard, update.values)
         run_optimizer(self, update, update.terms, may_update)
 
-    def pooled_result(self, metric: Any) -> Any:
+    def pooled_result(self, metric: keras.metrics.Metric) -> tf.Tensor:
         """Compute a metric's result."""
         return type(metric).result(metric)
 
@@ -292,7 +296,7 @@ class MirroredReducer(Reducer):
         """See ``Reducer``."""
         return self._shares_memory
 
-    def sum(self, values: Sequence[Any]) -> list[Any]:
+    def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Add up each value over all replicas; every replica gets the sums."""
         self.check_loop(values)
         if in_xla():
@@ -310,7 +314,7 @@ class MirroredReducer(Reducer):
             context = tf.distribute.get_replica_context()
             return list(context.merge_call(concat_over_replicas, args=(list(values),)))
 
-    def check_loop(self, values: Sequence[Any], rows: RowRange | None = None) -> None:
+    def check_loop(self, values: Sequence[tf.Tensor], rows: RowRange | None = None) -> None:
         """Raise ``CannotLoop`` if these cannot be added up over replicas several times in an execution.
 
         Args:
@@ -324,10 +328,10 @@ class MirroredReducer(Reducer):
         if any(isinstance(v, tf.IndexedSlices) and v.values.shape[0] is None for v in values):
             raise CannotLoop
 
-    def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
+    def sum_if(self, condition: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See ``Reducer``."""
 
-        def merge(strategy: tf.distribute.Strategy, condition: Any, values: list[Any]) -> list[Any]:
+        def merge(strategy: tf.distribute.Strategy, condition: tf.Tensor, values: list[tf.Tensor]) -> list[tf.Tensor]:
             here = strategy.experimental_local_results(condition)[0]
             summed = tf.cond(
                 here,
@@ -360,11 +364,11 @@ class TpuReducer(Reducer):
         """See ``Reducer``."""
         return False
 
-    def sum(self, values: Sequence[Any]) -> list[Any]:
+    def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See ``Reducer``."""
         return list(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, list(values)))
 
-    def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
+    def sum_if(self, condition: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Add up, and throw the sums away where they are not wanted: XLA takes no collective in a condition."""
         return [tf.where(condition, total, own) for total, own in zip(self.sum(values), values, strict=True)]
 

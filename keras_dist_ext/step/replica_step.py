@@ -26,9 +26,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import tree
+from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.models import overrides
 from keras_dist_ext._keras.optimizers import inner_optimizer
+from keras_dist_ext.aliases import DType, Gradient, TensorNest, Variable
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step import pass_through
 from keras_dist_ext.step.all_rows import AllRows
@@ -137,7 +138,7 @@ class ReplicaStep:
         return self._reducer.num_replicas
 
     @property
-    def replica_id(self) -> Any:
+    def replica_id(self) -> tf.Tensor:
         """The replica's number over all workers: an int but on TPUs."""
         return self._reducer.replica_id
 
@@ -146,11 +147,11 @@ class ReplicaStep:
         """The number of the virtual replica, or of the part of a batch, where a replica carries several."""
         return self._reducer.virtual_replica
 
-    def sum_over_replicas(self, values: Sequence[Any]) -> list[Any]:
+    def sum_over_replicas(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Add up each value over all replicas; every replica gets the sums."""
         return self._reducer.sum(values)
 
-    def begin(self, batch: Any) -> None:
+    def begin(self, batch: TensorNest) -> None:
         """Know the replica's rows, also to look at when something in the step is not finite."""
         self.all_rows.begin(batch)
         if self._guard is not None:
@@ -158,7 +159,9 @@ class ReplicaStep:
 
     # What Keras asks (Step)
 
-    def reduce_loss(self, local: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> Any:
+    def reduce_loss(
+        self, local: tf.Tensor, sample_weight: TensorNest, mask: TensorNest, reduction: str | None, dtype: DType
+    ) -> tf.Tensor:
         """Turn a replica's reduced loss into one whose mean over replicas, weighted by share, is the global loss."""
         if self.all_rows.kind_of(local) == "replicated":  # of the losses of all rows: the same on every replica
             return self.weights.mark_as_mean(local)
@@ -178,7 +181,7 @@ class ReplicaStep:
             is_scaled and self.num_replicas > 1 and model.placement is None and not is_own and not model.losses
         )
 
-    def note_loss(self, value: Any) -> None:
+    def note_loss(self, value: tf.Tensor) -> None:
         """Note what Keras' ``compute_loss`` has returned, a sum of means."""
         self.weights.mark_as_mean(value)
         if self._weighs_early:
@@ -190,11 +193,13 @@ class ReplicaStep:
             if self.note is not None:
                 self.note.loss(self.replica_id, value)
 
-    def as_mean(self, value: Any) -> Any:
+    def as_mean(self, value: tf.Tensor) -> tf.Tensor:
         """Turn a scalar of the user's code into one whose mean over replicas, weighted by share, is the global one."""
         return self.weights.as_mean(value)
 
-    def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
+    def mean_update(
+        self, metric: keras.metrics.Metric, values: tf.Tensor, sample_weight: TensorNest
+    ) -> tuple[TensorNest, TensorNest]:
         """Make a scalar that a step gives to a ``Mean`` count once for the global batch, not once a replica."""
         values, sample_weight = self.weights.mean_update(metric, values, sample_weight)
         values = self.all_rows.as_own(values)
@@ -202,24 +207,28 @@ class ReplicaStep:
             self.note.loss(self.replica_id, values, is_logged=True)
         return values, sample_weight
 
-    def sum_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
+    def sum_update(
+        self, metric: keras.metrics.Metric, values: tf.Tensor, sample_weight: TensorNest
+    ) -> tuple[TensorNest, TensorNest]:
         """Make a scalar that a step gives to a ``Sum`` count once for the global batch, not once a replica."""
         values, sample_weight = self.weights.sum_update(metric, values, sample_weight)
         return self.all_rows.as_own(values), sample_weight
 
-    def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any:
+    def scale_loss(
+        self, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor, original: Callable[[Any], Any]
+    ) -> tf.Tensor:
         """Weight the loss by the replica's share."""
         return self.weights.scale_loss(optimizer, loss, original)
 
     def differentiate(
         self,
         gradient: Callable[[Any, Any], Any],
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
+        target: TensorNest,
+        sources: TensorNest,
+        output_gradients: TensorNest = None,
         *,
         of_keras: Any = None,
-    ) -> Any:
+    ) -> TensorNest:
         """Return gradients of the global batch for what all replicas share, and this replica's own for all else.
 
         Args:
@@ -233,7 +242,7 @@ class ReplicaStep:
             return gradient(target, output_gradients)
         return self.gradients.differentiate(gradient, target, sources, output_gradients, of_keras=of_keras)
 
-    def jacobian(self, jacobian: Callable[[], Any], target: Any, sources: Any) -> Any:
+    def jacobian(self, jacobian: Callable[[], Any], target: TensorNest, sources: TensorNest) -> TensorNest:
         """Return a jacobian over the global batch, where the target has no dimension of examples, else of this replica.
 
         Args:
@@ -243,19 +252,27 @@ class ReplicaStep:
         """
         return jacobian() if self.kind == "predict" else self.gradients.jacobian(jacobian, target, sources)
 
-    def apply(self, optimizer: Any, grads: Any, variables: Any, original: Callable[..., None]) -> None:
+    def apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[Gradient],
+        variables: Sequence[Variable],
+        original: Callable[..., None],
+    ) -> None:
         """Sum the gradients over replicas, then let every replica run the optimizer on its own copies."""
         self.gradients.apply(optimizer, grads, variables, original)
 
-    def all_reduce_gradients(self, grads_and_vars: Any) -> Any:
+    def all_reduce_gradients(self, grads_and_vars: TensorNest) -> TensorNest:
         """Leave gradients alone: ``apply`` sums them."""
         return grads_and_vars
 
-    def all_reduce(self, reduce_op: Any, value: Any, original: Callable[..., Any]) -> Any:
+    def all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp | str, value: tf.Tensor, original: Callable[..., Any]
+    ) -> tf.Tensor:
         """All-reduce inside a layer."""
         return self._reducer.all_reduce(reduce_op, value, original)
 
-    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> None:
+    def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[Any], None]) -> None:
         """Note state that a layer assigns, so that the replicas agree on it after the step."""
         if self._guard is not None:
             self._guard.of_step.note(variable)
@@ -270,7 +287,9 @@ class ReplicaStep:
         """Note a variable of Keras that the step makes."""
         self._observer.on_variable(name)
 
-    def next_seed(self, generator: Any, ordered: bool, original: Callable[[bool], Any]) -> Any:
+    def next_seed(
+        self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], Any]
+    ) -> tf.Tensor:
         """Give each replica a stream of its own."""
         return self.all_rows.note_own(self._observer.on_draw(self._streams.next_seed(generator, ordered, original)))
 
@@ -282,7 +301,7 @@ class ReplicaStep:
         """Warn that an integer as a seed gives every replica the same numbers."""
         self._streams.constant_seed(seed)
 
-    def compiled_draw(self, kind: str, shape: Any, dtype: tf.DType, **key: Any) -> Any:
+    def compiled_draw(self, kind: str, shape: TensorNest, dtype: tf.DType, **key: Any) -> tf.Tensor:
         """Under XLA and a global seed, draw the numbers that are drawn without XLA."""
         return self._streams.compiled_draw(kind, shape, dtype, **key)
 
@@ -290,7 +309,7 @@ class ReplicaStep:
         """Call a tf.function of the user's, traced anew for each step."""
         return self._branches.call(original, function, args, kwargs)
 
-    def cond(self, original: Callable[..., Any], predicate: Any, true: Any, false: Any) -> Any:
+    def cond(self, original: Callable[..., Any], predicate: tf.Tensor, true: Any, false: Any) -> Any:
         """Trace a branch of the graph."""
         return self._branches.cond(original, predicate, true, false)
 
@@ -298,11 +317,11 @@ class ReplicaStep:
         """Trace a loop of the graph."""
         return self._branches.while_loop(original, *args, **options)
 
-    def on_rows(self, inputs: Any, op: Callable[[Any], Any]) -> Any:
+    def on_rows(self, inputs: TensorNest, op: Callable[[Any], Any]) -> TensorNest:
         """Return what an op gives for each row, where this replica may have none."""
         return op(inputs) if self.num_replicas == 1 else pass_through.on_rows(inputs, op)
 
-    def check_stateful(self, layer: Any) -> None:
+    def check_stateful(self, layer: keras.layers.Layer) -> None:
         """Refuse a layer that keeps a state for each row of the global batch.
 
         Raises:
@@ -318,7 +337,7 @@ class ReplicaStep:
 
     # Around the user's step
 
-    def note_result(self, metric: Any, value: Any) -> Any:
+    def note_result(self, metric: keras.metrics.Metric, value: tf.Tensor) -> Any:
         """Remember that ``value`` is the result of ``metric``, to compute it from the pooled state instead."""
         if self._pools_results and self.num_replicas > 1:
             return self._reducer.pooled_result(metric)
@@ -333,7 +352,7 @@ class ReplicaStep:
         """Whether state was assigned on which the replicas have not agreed yet."""
         return bool(self._states)
 
-    def end(self, returned: Sequence[Any]) -> None:
+    def end(self, returned: Sequence[tf.Tensor]) -> None:
         """See that what was known of the step has come true, or say to who examines it that it has ended.
 
         Args:
@@ -347,7 +366,7 @@ class ReplicaStep:
         elif self.num_replicas > 1 and not tf.executing_eagerly():
             self.gradients.check_plan(returned)
 
-    def finish(self, logs: Any) -> list[tf.Tensor]:
+    def finish(self, logs: TensorNest) -> list[tf.Tensor]:
         """Agree on what is left, and return the leaves of the logs that are not results of metrics."""
         self._metrics.finish()
         states, terms = self._states.take_terms()

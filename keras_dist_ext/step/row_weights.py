@@ -13,9 +13,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.losses import apply_mask
 from keras_dist_ext._keras.models import tracks_loss
+from keras_dist_ext.aliases import Gradient, TensorNest
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.means import BatchExponents, Means, Term
 from keras_dist_ext.step.reduce import as_float, of_dtype, scale
@@ -90,13 +92,17 @@ class RowWeights:
             return self.global_rows / self.rows if self.rows else 0.0
         return tf.math.divide_no_nan(tf.cast(self.global_rows, tf.float64), tf.cast(self.rows, tf.float64))
 
-    def reduce_loss(self, local: Any, sample_weight: Any, mask: Any, reduction: str | None) -> Any:
+    def reduce_loss(
+        self, local: tf.Tensor, sample_weight: TensorNest, mask: TensorNest, reduction: str | None
+    ) -> tf.Tensor:
         """Turn a replica's reduced loss into one whose mean over replicas, weighted by share, is the global loss."""
         if self._num_replicas == 1 or reduction in (None, "none"):
             return local
         return self._means.mark_as_mean(self._mean_loss(local, sample_weight, mask, reduction))
 
-    def _mean_loss(self, local: Any, sample_weight: Any, mask: Any, reduction: str | None) -> Any:
+    def _mean_loss(
+        self, local: tf.Tensor, sample_weight: TensorNest, mask: TensorNest, reduction: str | None
+    ) -> tf.Tensor:
         if tuple(local.shape) == (0,):
             local = tf.reduce_sum(local)  # Keras leaves the losses of no rows as they are (losses/loss.py)
         weighted = reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None)
@@ -119,12 +125,12 @@ class RowWeights:
         share = self.share
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def weighted(value: tf.Tensor) -> Any:
+        def weighted(value: tf.Tensor) -> tf.Tensor:
             return tf.identity(value), lambda upstream: scale(upstream, share)
 
         return self._means.mark_as_mean(weighted(local))
 
-    def mark_as_weighted(self, value: Any) -> None:
+    def mark_as_weighted(self, value: tf.Tensor) -> None:
         """Remember that all of a loss went through ``weigh_gradient``."""
         self._weighted[id(value)] = value
 
@@ -144,7 +150,7 @@ class RowWeights:
             return self.share ** -float(exponent) if self._has_sums else 1.0
         return self.inverse_share ** float(exponent)
 
-    def as_mean(self, value: Any) -> Any:
+    def as_mean(self, value: tf.Tensor) -> tf.Tensor:
         """Turn a scalar of the user's code into one whose mean over replicas, weighted by share, is the global one."""
         if self._num_replicas == 1 or _rank(value) > 0:
             return value
@@ -153,7 +159,7 @@ class RowWeights:
             return value
         return self._means.mark_as_mean(tf.add_n([self._mean_of(term, as_float(term.value)) for term in terms]))
 
-    def mark_as_mean(self, value: Any) -> Any:
+    def mark_as_mean(self, value: tf.Tensor) -> TensorNest:
         """Take a tensor for what ``as_mean`` has returned, and return it."""
         return self._means.mark_as_mean(value)
 
@@ -164,11 +170,11 @@ class RowWeights:
     def differentiate(
         self,
         gradient: Callable[[Any, Any], Any],
-        target: Any,
-        output_gradients: Any = None,
+        target: TensorNest,
+        output_gradients: TensorNest = None,
         *,
         of_shared: bool = True,
-    ) -> Any:
+    ) -> TensorNest:
         """Differentiate losses such that the gradients of all replicas add up to those of the global batch.
 
         A loss has its weight before it is differentiated: through a sum over replicas come the losses of the others.
@@ -184,8 +190,8 @@ class RowWeights:
         if not all(isinstance(value, tf.Tensor) for value in flat) or len(above) != len(flat):
             found = gradient(target, output_gradients)
             return tf.nest.map_structure(lambda g: None if g is None else scale(g, self.share), found)
-        values: list[Any] = []
-        upstream: list[Any] = []
+        values: list[tf.Tensor] = []
+        upstream: list[tf.Tensor] = []
         for value, given in zip(flat, above, strict=True):
             for part, weight in self._weighted_parts(value, given, of_shared=of_shared):
                 values.append(part)
@@ -197,7 +203,7 @@ class RowWeights:
             return gradient(target, tf.nest.pack_sequence_as(target, upstream))
         return gradient(values, upstream)
 
-    def _weighted_parts(self, value: Any, given: Any, *, of_shared: bool) -> list[tuple[Any, float | tf.Tensor]]:
+    def _weighted_parts(self, value: tf.Tensor, given: Any, *, of_shared: bool) -> list[tuple[Any, float | tf.Tensor]]:
         """Split a target into parts, each with what it counts on this replica in the sum over replicas."""
         if id(value) in self._weighted:
             return [(value, 1.0)]
@@ -216,7 +222,9 @@ class RowWeights:
             return float(term.sign)
         return self.share * self._factor(term.exponent) * term.sign if term.exponent else self.share * term.sign
 
-    def sum_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
+    def sum_update(
+        self, metric: keras.metrics.Metric, values: tf.Tensor, sample_weight: TensorNest
+    ) -> tuple[TensorNest, TensorNest]:
         """Make a scalar that a step gives to a ``Sum`` count once for the global batch, not once a replica."""
         if self._num_replicas == 1 or not self._means.are_read or _rank(values) + _rank(sample_weight) > 0:
             return values, sample_weight
@@ -224,13 +232,15 @@ class RowWeights:
         weight = self._weight(metric, 1.0 if sample_weight is None else sample_weight)
         return self.zero_if_empty([values * weight])[0], None
 
-    def _weight(self, metric: Any, sample_weight: Any) -> Any:
+    def _weight(self, metric: keras.metrics.Metric, sample_weight: TensorNest) -> tf.Tensor:
         """What a scalar weighs on this replica, so that all replicas together give it the weight on one device."""
         if isinstance(self.rows, int) and isinstance(sample_weight, int) and sample_weight == self.rows:
             return sample_weight
         return scale(tf.cast(self.as_mean(sample_weight), metric.dtype), self.share)
 
-    def mean_update(self, metric: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
+    def mean_update(
+        self, metric: keras.metrics.Metric, values: tf.Tensor, sample_weight: TensorNest
+    ) -> tuple[TensorNest, TensorNest]:
         """Make a scalar that a step gives to a ``Mean`` count once for the global batch, not once a replica."""
         if self._num_replicas == 1:
             return values, sample_weight
@@ -248,7 +258,9 @@ class RowWeights:
             values = tf.where(tf.cast(self.rows, tf.int32) > 0, mean, tf.zeros_like(mean))
         return values, sample_weight
 
-    def scale_loss(self, optimizer: Any, loss: Any, original: Callable[[Any], Any]) -> Any:
+    def scale_loss(
+        self, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor, original: Callable[[Any], Any]
+    ) -> tf.Tensor:
         """Scale a loss as the optimizer does, made a mean (a vector of losses is a sum)."""
         scaled = original(self.as_mean(loss))
         self._scaled[id(scaled)] = scaled, optimizer
@@ -256,22 +268,22 @@ class RowWeights:
             self.mark_as_weighted(scaled)
         return self._means.mark_as_mean(scaled) if self._means.are_read and not _rank(scaled) else scaled
 
-    def scaled_by(self, target: Any) -> Any:
+    def scaled_by(self, target: TensorNest) -> tf.Tensor:
         """Return the optimizer that has scaled a loss; None if none has."""
         return next((self._scaled[id(v)][1] for v in tf.nest.flatten(target) if id(v) in self._scaled), None)
 
-    def as_means(self, gradients: list[Any]) -> list[Any]:
+    def as_means(self, gradients: list[Gradient]) -> list[Gradient]:
         """Return what gradients that are taken for means over the rows add to the global ones."""
         return gradients if self._num_replicas == 1 else [scale(g, self.share) for g in gradients]
 
-    def weight_of(self, value: Any) -> float | tf.Tensor:
+    def weight_of(self, value: tf.Tensor) -> float | tf.Tensor:
         """Return what a tensor of numbers that are means or sums over the rows counts in the sum over replicas."""
         if isinstance(value, tf.IndexedSlices):
             return self.share
         (term, *_) = self._means.terms(tf.reduce_sum(value))
         return self._weight_of(term)
 
-    def zero_if_empty(self, values: list[Any]) -> list[Any]:
+    def zero_if_empty(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Replace what an empty batch gave (perhaps NaN) by zeros."""
         if not self._can_be_empty or not values:
             return values
@@ -287,14 +299,14 @@ class RowWeights:
         ]
 
 
-def _upstream(value: Any, given: Any, weight: float | tf.Tensor) -> Any:
+def _upstream(value: tf.Tensor, given: Gradient, weight: float | tf.Tensor) -> Gradient:
     """What comes from above to a value that counts so much: None stands for ones."""
     if isinstance(weight, float) and weight == 1.0:
         return given
     return scale(tf.ones_like(value) if given is None else tf.cast(given, value.dtype), weight)
 
 
-def _rank(value: Any) -> int:
+def _rank(value: tf.Tensor) -> int:
     """How many dimensions; some, if that is not known."""
     shape = tf.TensorShape(getattr(value, "shape", ()))
     return 1 if shape.rank is None else shape.rank

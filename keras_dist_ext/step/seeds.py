@@ -37,6 +37,7 @@ from keras_dist_ext._keras.random import clone_seed_generator, global_seed_gener
 from keras_dist_ext._keras.saving import Saveable
 from keras_dist_ext._keras.strategies import first_replica, is_default_strategy, strategy_of_variable
 from keras_dist_ext._keras.variables import components
+from keras_dist_ext.aliases import Array, Variable
 from keras_dist_ext.errors import SeedError
 from keras_dist_ext.hashing import MODULUS, checked_seed, fold_in, replica_offset
 from keras_dist_ext.strategy.virtual import num_replicas_of
@@ -59,12 +60,12 @@ def stream(seed: int, replica: int, generator: str) -> tuple[int, int]:
     return int(state[0] % MODULUS), int(state[1] % MODULUS)
 
 
-def _initial_state(seed: int, generator: str) -> Any:
+def _initial_state(seed: int, generator: str) -> Array:
     first, second = divmod(fold_in(0, generator), 2**31)
     return np.array([(seed + first) % MODULUS, second % MODULUS], np.int64)
 
 
-def seed_replicas(model: Any, seed: int) -> None:
+def seed_replicas(model: keras.Model, seed: int) -> None:
     """Give all random generators of a model their streams of a global seed, from the first draw on.
 
     For loops without ``fit``; ``fit`` does it with the callback ``ReplicaSeeds(seed)``, which lets a model go on
@@ -80,7 +81,7 @@ def seed_replicas(model: Any, seed: int) -> None:
     seeds_of(model).restart(checked_seed(seed))
 
 
-def seeds_of(model: Any) -> Seeds:
+def seeds_of(model: keras.Model) -> Seeds:
     """The seeds of a model of ours.
 
     Raises:
@@ -106,22 +107,22 @@ class Generator:
         state: the variable that holds ``[seed, counter]``, or the state of a ``tf.random.Generator``.
     """
 
-    def __init__(self, name: str, label: str, state: Any) -> None:
+    def __init__(self, name: str, label: str, state: Variable) -> None:
         self.name = name
         self.label = label
         self.state = state
         self.is_keras = isinstance(state, keras.Variable)
 
-    def read(self) -> Any:
+    def read(self) -> Array:
         """Return the state, an int64 array: ``[seed, counter]``, or ``[counter, counter, key]`` of TensorFlow's."""
-        return components(self.state)[0].numpy().astype(np.int64)
+        return np.asarray(components(self.state)[0].numpy(), np.int64)
 
-    def write(self, state: Any) -> None:
+    def write(self, state: Array) -> None:
         """Set the state on all of this worker's replicas."""
         for copy in components(self.state):
             copy.assign(tf.cast(np.asarray(state, np.int64), copy.dtype))
 
-    def initial_state(self, seed: int) -> Any:
+    def initial_state(self, seed: int) -> Array:
         """The state before the first draw. TensorFlow's generators hash a replica's number into the key themselves."""
         if self.is_keras:
             return _initial_state(seed, self.name)
@@ -164,7 +165,7 @@ class Seeds(Saveable):
         uses_global: whether a step of the model has drawn with ``seed=None``.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = weakref.ref(model)  # which Keras, loading, would find in here, and here in it, and so on
         self._loaded: dict[str, Any] = {}
         self._left: dict[str, Any] = {}
@@ -247,7 +248,7 @@ class Seeds(Saveable):
         root = self.order_root if self.root is None else self.root
         return None if root is None else fold_in(root, "data", number)
 
-    def has(self, generator: Any) -> bool:
+    def has(self, generator: keras.random.SeedGenerator) -> bool:
         """Whether a ``SeedGenerator`` is one of the model's."""
         if id(generator) not in self._known:
             layers = flat_layers(self._made_model())
@@ -258,7 +259,7 @@ class Seeds(Saveable):
     def _strategy(self) -> tf.distribute.Strategy:
         return self._made_model().distribute_strategy
 
-    def _made_model(self) -> Any:
+    def _made_model(self) -> keras.Model:
         model = self._model()
         assert model is not None
         return model
@@ -368,7 +369,7 @@ class _InCheckpoint(tf.train.experimental.PythonState):  # type: ignore[misc]
         self._seeds.load(json.loads(string_value))
 
 
-def global_generator_of(strategy: tf.distribute.Strategy, *, is_seeded: bool = False) -> Any:
+def global_generator_of(strategy: tf.distribute.Strategy, *, is_seeded: bool = False) -> tf.random.Generator:
     """The generator behind ``seed=None`` for the steps of a strategy.
 
     Keras has one, which lives where it was first used; TensorFlow refuses it elsewhere, or has all replicas of another

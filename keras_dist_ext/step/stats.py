@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from keras_dist_ext.aliases import Array
 
 __all__ = ["Kind", "ReplicaStats", "StepRecords", "join_records", "summarize"]
 
@@ -176,7 +178,7 @@ def summarize(records: StepRecords, *, step: int, wall_time: float) -> ReplicaSt
     )
 
 
-def _mean(values: Floats, weights: Any) -> Floats:
+def _mean(values: Floats, weights: Array) -> Floats:
     """Return the weighted mean over the steps, [L]; NaN where all weights are 0."""
     total = weights.sum(axis=0)
     weighted = np.where(weights > 0, values, 0.0) * weights

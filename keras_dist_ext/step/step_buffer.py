@@ -23,10 +23,10 @@ MAX_STEPS = 4096  # that there is room for in a buffer; if there are more, they 
 class ReplicaRecord(NamedTuple):
     """What a replica notes of its step, scalars. Times are in seconds since 1970."""
 
-    computed: Any  # when its gradients, or its loss, were there; infinity where that cannot be told
-    examples: Any
-    loss: Any
-    gradient_norm: Any = None  # None where it is not wanted
+    computed: tf.Tensor  # when its gradients, or its loss, were there; infinity where that cannot be told
+    examples: tf.Tensor
+    loss: tf.Tensor
+    gradient_norm: tf.Tensor = None  # None where it is not wanted
 
     @property
     def present(self) -> tuple[Any, ...]:
@@ -38,10 +38,10 @@ class StepRecord(NamedTuple):
     """What is recorded of a step."""
 
     replicas: Sequence[ReplicaRecord]  # [L]
-    ends: Sequence[Any]  # [L], when each was over with the step
-    begin: Any
-    batch_ready: Any
-    execution_end: Any = np.float64("nan")  # when the execution was over, where its only step says so
+    ends: Sequence[tf.Tensor]  # [L], when each was over with the step
+    begin: tf.Tensor
+    batch_ready: tf.Tensor
+    execution_end: tf.Tensor = np.float64("nan")  # when the execution was over, where its only step says so
 
 
 class BufferedSteps(NamedTuple):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext.aliases import Variable
 from keras_dist_ext.step.means import BatchExponents
 
 __all__ = ["GradientCall", "StalePlan", "StepPlan", "Unplanned"]
@@ -36,7 +36,7 @@ class GradientCall:
     go_straight: tuple[bool, ...]
 
     @classmethod
-    def of(cls, sources: Sequence[Any], *, go_straight: bool = False) -> GradientCall:
+    def of(cls, sources: Sequence[Variable], *, go_straight: bool = False) -> GradientCall:
         """Return what is true of gradients of variables, if nothing else is known."""
         shared = tuple(isinstance(source, tf.Variable | keras.Variable) for source in sources)
         return cls(shared, tuple(is_shared and go_straight for is_shared in shared))
@@ -72,7 +72,7 @@ class StepPlan:
         self.pools_results = False
         self.extra: Sequence[tf.TensorSpec] | None = None
 
-    def call(self, number: int, sources: Sequence[Any]) -> GradientCall:
+    def call(self, number: int, sources: Sequence[Variable]) -> GradientCall:
         """Return what becomes of the gradients of a call, the first having the number 0.
 
         Raises:

@@ -9,13 +9,15 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.optimizers import accumulators_of, ends_accumulation, inner_optimizer
 from keras_dist_ext._keras.variables import local_component
+from keras_dist_ext.aliases import Gradient, Variable
 from keras_dist_ext.step.nan_guard import StepGuard
 
 __all__ = [
@@ -35,10 +37,10 @@ __all__ = [
 class Replicas(Protocol):
     """How replicas meet; see ``reducers``."""
 
-    def sum(self, values: Sequence[Any]) -> list[Any]:
+    def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Add up over replicas."""
 
-    def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
+    def sum_if(self, condition: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Add up over replicas if a condition holds."""
 
     def updating(self) -> contextlib.AbstractContextManager[None]:
@@ -73,23 +75,23 @@ class Update:
         are_global: whether the terms are the gradients of the global batch already, on every replica.
     """
 
-    optimizer: Any
-    gradients: list[Any]
-    variables: list[Any]
+    optimizer: keras.optimizers.Optimizer
+    gradients: list[Gradient]
+    variables: list[Variable]
     original: Callable[..., None]
-    terms: list[Any]
-    states: list[Any]
-    values: list[Any]
+    terms: list[tf.Tensor]
+    states: list[Variable]
+    values: list[tf.Tensor]
     guard: StepGuard | None
     are_global: bool = False
 
     @property
-    def trained(self) -> list[Any]:
+    def trained(self) -> list[Variable]:
         """The variables that have gradients."""
         return [v for g, v in zip(self.gradients, self.variables, strict=True) if g is not None]
 
 
-def build_optimizer(optimizer: Any, variables: list[Any]) -> None:
+def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: list[Variable]) -> None:
     """Make the variables of an optimizer that has none yet.
 
     Raises:
@@ -114,8 +116,8 @@ def run_update(replicas: Replicas, update: Update) -> None:
 
 
 def sum_terms(
-    replicas: Replicas, update: Update, gradients: list[Any], values: list[Any]
-) -> tuple[list[Any], list[Any]]:
+    replicas: Replicas, update: Update, gradients: list[Gradient], values: list[tf.Tensor]
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Add up over replicas, gradients once an accumulation.
 
     Args:
@@ -133,7 +135,7 @@ def sum_terms(
     return summed[: len(gradients)], summed[len(gradients) :]
 
 
-def split_flags(guard: StepGuard | None, values: list[Any]) -> tuple[list[Any], tf.Tensor | None]:
+def split_flags(guard: StepGuard | None, values: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor | None]:
     """Take from summed values what all replicas have found; return the others, and whether weights may change."""
     if guard is None:
         return values, None
@@ -143,19 +145,19 @@ def split_flags(guard: StepGuard | None, values: list[Any]) -> tuple[list[Any], 
     return values, may_update
 
 
-def assign_reduced(variables: Sequence[Any], values: Sequence[Any]) -> None:
+def assign_reduced(variables: Sequence[Variable], values: Sequence[tf.Tensor]) -> None:
     """Assign to this replica's copies what the values of all replicas were reduced to."""
     for variable, value in zip(variables, values, strict=True):
         assign_mean(local_component(variable), value)
 
 
-def assign_mean(local: Any, mean: tf.Tensor) -> None:
+def assign_mean(local: tf.Tensor, mean: tf.Tensor) -> None:
     """Assign to a variable what its replicas have in the mean; of integers and bools, the nearest."""
     local.assign(tf.cast(mean if local.dtype.is_floating else tf.round(mean), local.dtype))
 
 
 def run_optimizer(
-    replicas: Replicas, update: Update, reduced: Sequence[Any], may_update: tf.Tensor | None = None
+    replicas: Replicas, update: Update, reduced: Sequence[tf.Tensor], may_update: tf.Tensor | None = None
 ) -> None:
     """Let every replica run the optimizer on its own copies, if it may.
 
@@ -180,8 +182,12 @@ def run_optimizer(
 
 
 def _accumulate(
-    replicas: Replicas, optimizer: Any, gradients: list[Any], variables: list[Any], may_update: tf.Tensor | None
-) -> list[Any]:
+    replicas: Replicas,
+    optimizer: keras.optimizers.Optimizer,
+    gradients: list[Gradient],
+    variables: list[Variable],
+    may_update: tf.Tensor | None,
+) -> list[tf.Tensor]:
     """Sum over replicas at the last micro-batch of an accumulation only; before it, keep each replica's own.
 
     Keras adds what it is given to its accumulators, and at the update divides the sum of both. So before the update the
@@ -209,7 +215,7 @@ def _accumulate(
     return summed
 
 
-def _empty(accumulators: list[Any], when: tf.Tensor) -> None:
+def _empty(accumulators: list[Variable], when: tf.Tensor) -> None:
     for accumulator in accumulators:
         local = local_component(accumulator)
         local.assign(tf.cond(when, lambda a=local: tf.zeros_like(a), lambda a=local: a.read_value()))

@@ -23,11 +23,12 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import tree
+from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.layers import get_layer_losses, set_layer_losses
 from keras_dist_ext._keras.tracing import capture_thread_context
 from keras_dist_ext._keras.variables import is_sync_on_read, local_component
+from keras_dist_ext.aliases import TensorNest, Variable
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.step.distributed_model import DistributedModel
@@ -90,7 +91,7 @@ class SyncPoint:
     """Where a virtual replica is suspended: what for, what it adds to a sum, and what the others need to know."""
 
     kind: Literal["sum", "gather", "assign", "update", "result", "end"]
-    values: list[Any]
+    values: list[tf.Tensor]
     subject: Any = None
 
 
@@ -117,7 +118,7 @@ class _VirtualReplicas:
         self._first = self._real.replica_id * len(parts)
         self._state = _State(model)
         self._place = capture_thread_context(_OneOfSeveral(context.strategy, self._real.replica_id))
-        self._before: list[Any] = []
+        self._before: list[TensorNest] = []
         self._reducers = [
             _VirtualReducer(self._real, virtual.count, self._first + place, self._state) for place in range(len(parts))
         ]
@@ -211,7 +212,7 @@ class _VirtualReplicas:
         run_optimizer(real, update, gradients, may_update)
 
 
-def _tensors(values: Sequence[Any]) -> list[Any]:
+def _tensors(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
 
 
@@ -255,15 +256,15 @@ class _VirtualReducer(Reducer):
             self._real.check_loop(point.values)
         return self.thread.suspend(point)
 
-    def sum(self, values: Sequence[Any]) -> list[Any]:
+    def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Add up each value over all virtual replicas."""
         return list(self._suspend(SyncPoint("sum", list(values))))
 
-    def gather(self, values: Sequence[Any], rows: RowRange) -> list[Any]:
+    def gather(self, values: Sequence[tf.Tensor], rows: RowRange) -> list[tf.Tensor]:
         """Return each value with the rows of all virtual replicas."""
         return list(self._suspend(SyncPoint("gather", list(values), rows)))
 
-    def sum_if(self, condition: tf.Tensor, values: Sequence[Any]) -> list[Any]:
+    def sum_if(self, condition: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Leave it to the real replica, which runs the optimizer for all.
 
         Raises:
@@ -279,14 +280,14 @@ class _VirtualReducer(Reducer):
         """
         raise NotImplementedError
 
-    def prepare(self, optimizer: Any, variables: list[Any], *, guards: bool) -> None:
+    def prepare(self, optimizer: keras.optimizers.Optimizer, variables: list[Variable], *, guards: bool) -> None:
         """Leave it to the real replica."""
 
     def update(self, update: Update) -> None:
         """Have the optimizer run once for all virtual replicas, with the sum of their gradients."""
         self._suspend(SyncPoint("update", [] if update.are_global else update.terms + update.values, update))
 
-    def assign(self, variable: Any, value: Any, original: Callable[[Any], None]) -> bool:
+    def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[Any], None]) -> bool:
         """Assign for this virtual replica only; metrics add up."""
         if variable.synchronization == "on_read":
             original(value)
@@ -296,11 +297,11 @@ class _VirtualReducer(Reducer):
         local.assign(tf.cast(value, local.dtype))
         return not is_sync_on_read(variable)
 
-    def assign_mean(self, variables: list[Any], terms: list[Any]) -> None:
+    def assign_mean(self, variables: list[Variable], terms: list[tf.Tensor]) -> None:
         """Assign to variables the sum over all virtual replicas of what each adds to it."""
         self._suspend(SyncPoint("assign", terms, variables))
 
-    def pooled_result(self, metric: Any) -> Any:
+    def pooled_result(self, metric: keras.metrics.Metric) -> tf.Tensor:
         """The result of a metric once all virtual replicas have come here."""
         return self._suspend(SyncPoint("result", [], metric))
 
@@ -311,11 +312,11 @@ class _State:
     def __init__(self, model: DistributedModel) -> None:
         self._model = model
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self._variables: dict[int, Any] = {}
-        self._start: dict[int, Any] = {}  # what a variable held when the step began
-        self._held: dict[int, Any] = {}  # what it holds now
-        self._own: dict[tuple[int, int], Any] = {}  # what it holds for a replica that has assigned it
-        self._losses: dict[int, Any] = {}
+        self._variables: dict[int, Variable] = {}
+        self._start: dict[int, tf.Tensor] = {}  # what a variable held when the step began
+        self._held: dict[int, tf.Tensor] = {}  # what it holds now
+        self._own: dict[tuple[int, int], tf.Tensor] = {}  # what it holds for a replica that has assigned it
+        self._losses: dict[int, tf.Tensor] = {}
         self._new: dict[int, None] = {}  # assigned by the replica that runs
 
     def check_graph(self) -> None:
@@ -348,7 +349,7 @@ class _State:
             self._own[place, key] = self._held[key] = value
         self._new.clear()
 
-    def note(self, variable: Any) -> None:
+    def note(self, variable: Variable) -> None:
         """Take note, before a variable is assigned, of what it held when the step began."""
         if self._graph is None and not tf.executing_eagerly():
             raise StrategyError(
@@ -362,18 +363,18 @@ class _State:
                 self._start[key] = self._held[key] = local_component(variable).read_value()
             self._variables[key] = variable
 
-    def _hold(self, key: int, variable: Any, value: Any) -> None:
+    def _hold(self, key: int, variable: Variable, value: tf.Tensor) -> None:
         local = local_component(variable)
         local.assign(tf.cast(value, local.dtype))
         self._held[key] = value
 
-    def assign_reduced(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    def assign_reduced(self, variables: Sequence[Variable], values: Sequence[tf.Tensor]) -> None:
         """Assign what the values of all were reduced to."""
         self.share(variables)
         for variable, value in zip(variables, values, strict=True):
             assign_mean(local_component(variable), value)
 
-    def share(self, variables: Sequence[Any]) -> None:
+    def share(self, variables: Sequence[Variable]) -> None:
         """Let all have the same again in variables that are about to be assigned for all of them."""
         for variable in variables:
             key = id(variable)

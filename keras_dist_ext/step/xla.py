@@ -14,6 +14,7 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.hooks import current_step, intercept
 from keras_dist_ext._keras.layers import call_with_training
 from keras_dist_ext._keras.models import compute_loss, overrides, update_loss_tracker
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.data import split as data
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.distributed_model import DistributedModel
@@ -62,14 +63,14 @@ def compiled_step(model: DistributedModel, kind: str) -> Callable[[Any], Any]:
 def _noting(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Compile a step as a whole; what is recorded of it comes out beside its logs."""
 
-    def inside(batch: Any) -> Any:
+    def inside(batch: TensorNest) -> Any:
         with _step().gradients.noted_here():
             logs, note = step(batch), _note()
         return logs, () if note is None else note.from_compiled()
 
     function = compiled(inside)
 
-    def run(batch: Any) -> Any:
+    def run(batch: TensorNest) -> Any:
         (logs, noted), note = function(batch), _note()
         if note is not None:
             note.put_back(0, noted)
@@ -82,7 +83,9 @@ def _note() -> Any:
     return getattr(_step(), "note", None)
 
 
-def _forward(model: DistributedModel, training: bool, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
+def _forward(
+    model: DistributedModel, training: bool, x: TensorNest, y: TensorNest, sample_weight: TensorNest
+) -> tuple[Any, Any, Any]:
     """What a replica computes by itself: prediction, loss and, to train, gradients of its own rows.
 
     With ``_train`` and ``_test`` this is ``train_step`` and ``test_step`` of keras/src/backend/tensorflow/trainer.py,
@@ -96,7 +99,7 @@ def _forward(model: DistributedModel, training: bool, x: Any, y: Any, sample_wei
     if tape is None:
         return y_pred, loss, []
 
-    def gradient(target: Any, above: Any) -> Any:
+    def gradient(target: TensorNest, above: tf.Tensor) -> Any:
         with intercept(None):
             return tape.gradient(target, model.trainable_weights, above)
 
@@ -107,7 +110,7 @@ def _step() -> Any:
     return current_step()
 
 
-def _train(model: DistributedModel, forward: Callable[..., Any], batch: Any) -> Any:
+def _train(model: DistributedModel, forward: Callable[..., Any], batch: TensorNest) -> Any:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     y_pred, loss, gradients = forward(x, y, sample_weight)
     _step().weights.mark_as_mean(loss)
@@ -117,7 +120,7 @@ def _train(model: DistributedModel, forward: Callable[..., Any], batch: Any) -> 
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
-def _test(model: DistributedModel, forward: Callable[..., Any], batch: Any) -> Any:
+def _test(model: DistributedModel, forward: Callable[..., Any], batch: TensorNest) -> Any:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     y_pred, loss, _ = forward(x, y, sample_weight)
     _step().weights.mark_as_mean(loss)
@@ -128,7 +131,7 @@ def _test(model: DistributedModel, forward: Callable[..., Any], batch: Any) -> A
 _STEPS = {"train": _train, "test": _test}
 
 
-def draw_as_uncompiled(kind: str, shape: Any, dtype: tf.DType, **key: Any) -> Any:
+def draw_as_uncompiled(kind: str, shape: TensorNest, dtype: tf.DType, **key: Any) -> tf.Tensor:
     """Draw under XLA what TensorFlow draws without it, or None where that is not known how.
 
     Both take the same random bits. TensorFlow makes a float of the lowest bits (lib/random/random_distributions.h),
@@ -159,7 +162,7 @@ def draw_as_uncompiled(kind: str, shape: Any, dtype: tf.DType, **key: Any) -> An
 _MANTISSA = {tf.float32: (23, tf.uint32), tf.float16: (10, tf.uint16), tf.bfloat16: (7, tf.uint16)}
 
 
-def _as_float(bits: Any, dtype: tf.DType) -> Any:
+def _as_float(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Make of the lowest bits a float from 1 to 2, less 1."""
     num_bits, holder = _MANTISSA[dtype]
     mantissa = tf.cast(tf.bitwise.bitwise_and(bits, tf.constant(2**num_bits - 1, tf.uint32)), holder)
