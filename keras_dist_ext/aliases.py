@@ -6,6 +6,7 @@ is meant. What has no name there, such as a nest of tensors, has one here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -14,14 +15,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Array",
+    "BatchFunction",
     "Config",
     "DType",
     "Gradient",
     "JsonObject",
     "Logs",
+    "LossNest",
+    "MetricNest",
+    "Scores",
     "SpecNest",
     "StepData",
     "TensorNest",
+    "UserFunction",
     "Variable",
 ]
 
@@ -32,6 +38,21 @@ TensorNest: TypeAlias = Any
 StepData: TypeAlias = object
 """What a step takes: such a nest of which nothing is asked but its leaves. Those with a first dimension have equally
 many rows."""
+
+UserFunction: TypeAlias = Callable[..., TensorNest]
+"""A function of the user's that a step calls, or that is one."""
+
+BatchFunction: TypeAlias = Callable[[TensorNest], TensorNest]
+"""A function of a batch."""
+
+LossNest: TypeAlias = Any
+"""Losses as ``compile`` takes them, or weights of them: one, or a nest with one for each output."""
+
+MetricNest: TypeAlias = Any
+"""Metrics as ``compile`` takes them: a list, or a nest with one for each output."""
+
+Scores: TypeAlias = Any
+"""What ``evaluate`` returns: a number, a list of them, or, with ``return_dict=True``, numbers by name."""
 
 SpecNest: TypeAlias = Any
 """A nest of the ``tf.TypeSpec`` of such leaves."""

@@ -15,7 +15,20 @@ from keras_dist_ext.step.seeds import Seeds
 from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.strategy.virtual import VirtualReplicas
 
-__all__ = ["DistributedModel", "StepRuntime"]
+__all__ = ["DistributedModel", "PlacedParts", "StepRuntime"]
+
+
+class PlacedParts(Protocol):
+    """Parts of a model on several devices; see ``kde.place``."""
+
+    def settle(self) -> None:
+        """Put each part where it belongs, once it is built."""
+
+    def virtual(self, virtual: VirtualReplicas | None, num_replicas: int) -> VirtualReplicas | None:
+        """Return for how many replicas a step runs, given what the model was compiled for."""
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        """Have parts run where they are, while a step is traced."""
 
 
 class StepRuntime(Protocol):
@@ -43,7 +56,7 @@ class DistributedModel(Protocol):
     train_function: Any
     test_function: Any
     predict_function: Any
-    placement: Any
+    placement: PlacedParts | None
 
     @property
     def losses(self) -> Sequence[Any]:

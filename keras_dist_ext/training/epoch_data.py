@@ -13,7 +13,6 @@ import random
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import tensorflow as tf
 
@@ -33,13 +32,12 @@ from keras_dist_ext._keras.strategies import spec_of_replica
 from keras_dist_ext.aliases import JsonObject, SpecNest
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.errors import DataError
-from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.strategy.consistency import data_fingerprint
 from keras_dist_ext.strategy.workers import Workers, checksum_of, workers_of
 from keras_dist_ext.training.batch_reader import BatchReader
 from keras_dist_ext.training.batch_spec import any_number_of_rows
 from keras_dist_ext.training.data_order import DataOrder
-from keras_dist_ext.training.execution import Execution
+from keras_dist_ext.training.execution import Execution, RunKind
 from keras_dist_ext.training.execution_sizer import ExecutionSizer
 from keras_dist_ext.training.resume.position import (
     Position,
@@ -68,13 +66,11 @@ class EpochData(CustomEpochIterator):
         arguments: those of Keras' ``EpochIterator``.
     """
 
-    def __init__(
-        self, runtime: ReplicaRuntime, kind: Kind | Literal["predict"], sizer: ExecutionSizer, **arguments: object
-    ) -> None:
+    def __init__(self, runtime: ReplicaRuntime, kind: RunKind, sizer: ExecutionSizer, **arguments: object) -> None:
         self._seekable = take_seekable(arguments)
         super().__init__(**arguments)
         self._runtime = runtime
-        self._kind: Kind | Literal["predict"] = kind
+        self._kind: RunKind = kind
         self._stop = runtime.stops[kind]
         self._sizer = sizer
         strategy = runtime.strategy
@@ -140,7 +136,7 @@ class EpochData(CustomEpochIterator):
         return tree.map_structure(spec_of, self._dataset.element_spec)
 
     @property
-    def kind(self) -> Kind | Literal["predict"]:
+    def kind(self) -> RunKind:
         """What the data is for."""
         return self._kind
 

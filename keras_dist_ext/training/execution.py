@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, Protocol, TypeAlias
 
 from keras_dist_ext._keras import tree
 from keras_dist_ext.aliases import StepData, TensorNest
+from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.training.batch_reader import BatchReader
 
-__all__ = ["Execution", "Program", "StepFunction"]
+__all__ = ["Execution", "Program", "PredictFunction", "RunKind", "StepFunction"]
+
+RunKind: TypeAlias = Kind | Literal["predict"]
+"""Of a run: what it makes of its data."""
 
 StepFunction: TypeAlias = "Callable[[Execution | Iterator[StepData]], TensorNest]"
 """What Keras calls for each execution, which returns logs; outside of ``fit``, with an iterator over one batch."""
+
+
+PredictFunction: TypeAlias = "Callable[[Sequence[Execution] | Sequence[StepData]], TensorNest]"
+"""What Keras calls for each execution of a prediction, which returns outputs."""
 
 
 class Program(Protocol):

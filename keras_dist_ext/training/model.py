@@ -8,7 +8,7 @@ import inspect
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
@@ -26,8 +26,10 @@ from keras_dist_ext._keras.models import (
 from keras_dist_ext._keras.saving import save_as, saved_variables
 from keras_dist_ext._keras.strategies import strategy_of_model
 from keras_dist_ext._keras.variables import components
+from keras_dist_ext.aliases import Config, LossNest, MetricNest, Scores, StepData, TensorNest
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.added_losses import losses_as_means
+from keras_dist_ext.step.distributed_model import PlacedParts
 from keras_dist_ext.step.nan_guard import Guard
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.step.seeds import Seeds
@@ -45,6 +47,7 @@ from keras_dist_ext.training.check_mode import CheckMode, check_mode, note_mode,
 from keras_dist_ext.training.construction import Scoped
 from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.epoch_data import EpochData
+from keras_dist_ext.training.execution import PredictFunction, RunKind, StepFunction
 from keras_dist_ext.training.execution_sizer import (
     ExecutionSizer,
     checked_steps_per_execution,
@@ -52,28 +55,29 @@ from keras_dist_ext.training.execution_sizer import (
 )
 from keras_dist_ext.training.prediction import PredictProgram
 from keras_dist_ext.training.program import StepProgram
-from keras_dist_ext.training.run_callback import callbacks_of_all_workers
+from keras_dist_ext.training.run_callback import Callbacks, callbacks_of_all_workers
 from keras_dist_ext.training.runners import CoordinatorProgram, StepRunner, predictor
 from keras_dist_ext.training.runtime import ReplicaRuntime, runtime_of, stop_attribute
 from keras_dist_ext.training.stop_signal import shown_to
-from keras_dist_ext.training.whole_saves import SharedSaves, checkpoint_state, save_whole
+from keras_dist_ext.training.whole_saves import SharedSaves, Target, checkpoint_state, save_whole
 from keras_dist_ext.training.worker_sync import WorkerSync, callbacks_of_worker, without_collectives
 
 __all__ = ["OWN_CLASSES", "Functional", "Model", "Sequential"]
 
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+_Method = TypeVar("_Method", bound=Callable[..., object])
+_T = TypeVar("_T")
 
 
-def _documented_as(method: Any) -> Callable[[_Method], _Method]:
+def _documented_as(method: Callable[..., object]) -> Callable[[_Method], _Method]:
     """Show Keras' docstring and signature; to type checkers what `functools.wraps` returns would be no method."""
 
-    def wrap(ours: Any) -> Any:
-        ours = functools.wraps(method)(ours)
-        ours.__doc__ = inspect.getdoc(method)  # Keras' trainer inherits it
-        return ours
+    def wrap(ours: _Method) -> _Method:
+        documented = functools.wraps(method)(ours)
+        documented.__doc__ = inspect.getdoc(method)  # Keras' trainer inherits it
+        return cast("_Method", documented)
 
-    return cast("Callable[[_Method], _Method]", wrap)
+    return wrap
 
 
 class Model(HookedModel, metaclass=Scoped):
@@ -102,18 +106,20 @@ class Model(HookedModel, metaclass=Scoped):
         StrategyError: ``strategy`` is not a ``tf.distribute.Strategy``.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Model:
         """Make a ``Functional`` where inputs and outputs are given, as Keras does."""
         if cls is Model and functional_init_arguments(args, kwargs):
             cls = Functional
         is_graph = issubclass(cls, (KerasFunctional, keras.Sequential))
         # keras.Model.__new__ forgets the arguments that the default get_config returns; Layer's keeps them.
-        instance = super().__new__(cls, *args, **kwargs) if is_graph else keras.Layer.__new__(cls, *args, **kwargs)
+        instance: Model = (
+            super().__new__(cls, *args, **kwargs) if is_graph else keras.Layer.__new__(cls, *args, **kwargs)
+        )
         object.__setattr__(instance, "replica_runtime", ReplicaRuntime(instance))  # past Keras, which would track it
         object.__setattr__(instance, "build", _in_scope_of(instance, instance.build))
         return instance
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         if functional_init_arguments(args, kwargs) and not isinstance(self, KerasFunctional):
             _make_functional(type(self))
             Functional.__init__(self, *args, **kwargs)
@@ -121,11 +127,11 @@ class Model(HookedModel, metaclass=Scoped):
             super().__init__(*args, **kwargs)
 
     virtual_replicas: VirtualReplicas | None = None
-    placement: Any = None  # of its parts, see ``place``
+    placement: PlacedParts | None = None  # of its parts, see ``place``
     replica_runtime: ReplicaRuntime
-    train_function: Any
-    test_function: Any
-    predict_function: Any
+    train_function: StepFunction | None
+    test_function: StepFunction | None
+    predict_function: PredictFunction | None
 
     @property
     def replica_seeds(self) -> Seeds:
@@ -134,32 +140,32 @@ class Model(HookedModel, metaclass=Scoped):
 
     # Variables are made in scope
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> TensorNest:
         """Call the model; what it builds is made in scope."""
         if all(layer.built for layer in flat_layers(self)):  # Keras may call a model built whose layers are not
             return super().__call__(*args, **kwargs)
         with self.replica_runtime.in_scope():
             return super().__call__(*args, **kwargs)
 
-    def build_from_config(self, config: Any) -> None:
+    def build_from_config(self, config: Config) -> None:
         """See ``keras.Layer.build_from_config``; variables are made in scope."""
         with self.replica_runtime.in_scope():
             super().build_from_config(config)
         if self.variables:  # Keras itself says so only when it loads a whole model; keras-tuner loads weights
             self.built = True
 
-    def load_weights(self, *args: Any, **kwargs: Any) -> None:
+    def load_weights(self, *args: object, **kwargs: object) -> None:
         """See ``keras.Model.load_weights``."""
         with contextlib.nullcontext() if self.built else self.replica_runtime.in_scope():
             super().load_weights(*args, **kwargs)
 
     @_documented_as(keras.Model.quantize)
-    def quantize(self, *args: Any, **kwargs: Any) -> None:
+    def quantize(self, *args: object, **kwargs: object) -> None:
         """See ``keras.Model.quantize``."""
         with self.replica_runtime.in_scope():
             super().quantize(*args, **kwargs)
 
-    def compile_from_config(self, config: Any) -> None:
+    def compile_from_config(self, config: Config) -> None:
         """See ``keras.Model.compile_from_config``."""
         if overrides(self, "compile"):
             super().compile_from_config(config)  # says that such a class must override this too
@@ -172,9 +178,9 @@ class Model(HookedModel, metaclass=Scoped):
             with self.replica_runtime.in_scope():
                 self.optimizer.build(self.trainable_variables)
 
-    def get_compile_config(self) -> Any:
+    def get_compile_config(self) -> Config | None:
         """See ``keras.Model.get_compile_config``."""
-        config = super().get_compile_config()
+        config: Config | None = super().get_compile_config()
         if not config or (self.virtual_replicas is None and self.replica_runtime.check is True):
             return config
         if isinstance(config.get("optimizer"), str):  # in whose config ours is noted
@@ -186,11 +192,11 @@ class Model(HookedModel, metaclass=Scoped):
 
     def compile(
         self,
-        optimizer: Any = "rmsprop",
-        loss: Any = None,
-        loss_weights: Any = None,
-        metrics: Any = None,
-        weighted_metrics: Any = None,
+        optimizer: str | Config | keras.optimizers.Optimizer = "rmsprop",
+        loss: LossNest = None,
+        loss_weights: LossNest = None,
+        metrics: MetricNest = None,
+        weighted_metrics: MetricNest = None,
         run_eagerly: bool = False,
         steps_per_execution: int | str = "auto",
         jit_compile: bool | str = "auto",
@@ -256,7 +262,7 @@ class Model(HookedModel, metaclass=Scoped):
         self.replica_runtime.check = check
         self.replica_runtime.forget_traces()
 
-    def _build_for_run(self, iterator: Any, batch: Any) -> None:
+    def _build_for_run(self, iterator: EpochData | None, batch: StepData) -> None:
         runtime = self.replica_runtime
         if iterator is None:
             runtime.build(
@@ -272,24 +278,24 @@ class Model(HookedModel, metaclass=Scoped):
 
     # What runs inside a step
 
-    def make_train_function(self, force: bool = False) -> Any:
+    def make_train_function(self, force: bool = False) -> StepFunction:
         """Return what ``fit`` calls for each execution: it takes an ``Execution``, or an iterator of batches."""
         self.train_function = self._recording_function("train", force or self.train_function is None)
         return self.train_function
 
-    def make_test_function(self, force: bool = False) -> Any:
+    def make_test_function(self, force: bool = False) -> StepFunction:
         """Return what ``evaluate`` calls for each execution."""
         self.test_function = self._recording_function("test", force or self.test_function is None)
         return self.test_function
 
-    def make_predict_function(self, force: bool = False) -> Any:
+    def make_predict_function(self, force: bool = False) -> PredictFunction:
         """Return what ``predict`` calls for each execution."""
         if self.predict_function is None or force:
             program = CoordinatorProgram(self, "predict") if self._is_asynchronous else PredictProgram(self)
             self.predict_function = predictor(program)
         return self.predict_function
 
-    def _recording_function(self, kind: Kind, is_new: bool) -> Any:
+    def _recording_function(self, kind: Kind, is_new: bool) -> StepFunction:
         """Return a function whose steps record what is asked for now; those made for something else are kept."""
         runtime = self.replica_runtime
         with_norm = any(recorder.gradient_norm for recorder in runtime.recorders)
@@ -302,7 +308,7 @@ class Model(HookedModel, metaclass=Scoped):
             made[wanted] = StepRunner(self._program(kind))
         return made[wanted]
 
-    def _program(self, kind: Kind) -> Any:
+    def _program(self, kind: Kind) -> StepProgram | CoordinatorProgram:
         return CoordinatorProgram(self, kind) if self._is_asynchronous else StepProgram(DistributedStep(self, kind))
 
     @property
@@ -310,7 +316,7 @@ class Model(HookedModel, metaclass=Scoped):
         return isinstance(self.distribute_strategy, tf.distribute.ParameterServerStrategy)
 
     @property
-    def losses(self) -> list[Any]:
+    def losses(self) -> list[tf.Tensor]:
         """See ``keras.Layer.losses``; in a step, sums and means that layers have added count as on one device."""
         return losses_as_means(self, super().losses)
 
@@ -321,7 +327,9 @@ class Model(HookedModel, metaclass=Scoped):
     stop_predicting = stop_attribute("predict")
 
     @contextlib.contextmanager
-    def _epoch_data(self, sizers: Mapping[Any, ExecutionSizer], callbacks: Any) -> Iterator[None]:
+    def _epoch_data(
+        self, sizers: Mapping[Kind, ExecutionSizer] | Mapping[RunKind, ExecutionSizer], callbacks: Callbacks
+    ) -> Iterator[None]:
         """Have Keras' loops read the data of a run as ``EpochData``.
 
         Args:
@@ -331,7 +339,11 @@ class Model(HookedModel, metaclass=Scoped):
         kinds = iter([*sizers, *[list(sizers)[-1]] * 8])
         made: list[EpochData] = []
 
-        def make(distribute_strategy: Any = None, steps_per_execution: int = 1, **arguments: Any) -> EpochData:
+        def make(
+            distribute_strategy: tf.distribute.Strategy | None = None,
+            steps_per_execution: int = 1,
+            **arguments: object,
+        ) -> EpochData:
             kind = next(kinds)
             new = EpochData(self.replica_runtime, kind, sizers[kind], **arguments)
             if isinstance(callbacks, RunCallbackList):
@@ -346,7 +358,7 @@ class Model(HookedModel, metaclass=Scoped):
             for each in made:
                 each.close()
 
-    def _save_whole(self, save: Callable[[Any], Any], path: Any, *, makes_parents: bool, arguments: str) -> Any:
+    def _save_whole(self, save: Callable[[Target], _T], path: Target, *, makes_parents: bool, arguments: str) -> _T:
         workers = workers_of(self.distribute_strategy)
         if workers is None:  # several workers' epochs end settled
             self.replica_runtime.synchronize()
@@ -356,10 +368,10 @@ class Model(HookedModel, metaclass=Scoped):
             weights = checksum_of([components(weight)[0] for weight in self.weights])
             return SharedSaves(f"{weights:08x}-{zlib.crc32(arguments.encode()):08x}")
 
-        # Any of them may, by itself.
+        # Each of them may, by itself.
         return without_collectives(save_whole)(save, path, makes_parents=makes_parents, shared=shared)
 
-    def _write_checkpoint(self, write: Callable[[Any], Any], prefix: Any) -> Any:
+    def _write_checkpoint(self, write: Callable[[Target], str], prefix: Target) -> Target:
         workers = workers_of(self.distribute_strategy)
         if workers is None:
             return write(prefix)
@@ -370,11 +382,11 @@ class Model(HookedModel, metaclass=Scoped):
         without_collectives(save_whole)(write, prefix, makes_parents=True, shared=shared)
         return prefix
 
-    def _checkpoint_children(self) -> dict[str, Any]:
+    def _checkpoint_children(self) -> dict[str, object]:
         return {"replica_seeds": self.replica_seeds.in_checkpoint}
 
     @classmethod
-    def _load_pickled(cls, file: Any, load: Callable[[Any], Any]) -> Any:
+    def _load_pickled(cls, file: Target, load: Callable[[Target], keras.Model]) -> keras.Model:
         """Load a pickled model in the scope that is entered.
 
         Files hold the names of Keras' classes, so what comes from them is taken over.
@@ -389,7 +401,7 @@ class Model(HookedModel, metaclass=Scoped):
         adopted.replica_runtime.check = read_mode_from_file(file)
         return adopted
 
-    def _sizers(self, callbacks: Any, workers: Workers | None, *kinds: Kind) -> dict[Kind, ExecutionSizer]:
+    def _sizers(self, callbacks: Callbacks, workers: Workers | None, *kinds: Kind) -> dict[Kind, ExecutionSizer]:
         """Return how many steps an execution makes: each by itself where a callback of any worker looks at it."""
         if not self.replica_runtime.chooses_num_steps:
             return {kind: ExecutionSizer(self.steps_per_execution) for kind in kinds}
@@ -432,7 +444,7 @@ class Model(HookedModel, metaclass=Scoped):
         check_scope(self, self.distribute_strategy).raise_if_bad()
 
     @_documented_as(keras.Model.fit)
-    def fit(self, *args: Any, **kwargs: Any) -> Any:
+    def fit(self, *args: object, **kwargs: object) -> keras.callbacks.History:
         """See ``keras.Model.fit``."""
         call = _FIT.bind(self, *args, **kwargs)
         callbacks = call.arguments.get("callbacks")
@@ -459,7 +471,7 @@ class Model(HookedModel, metaclass=Scoped):
                 self.replica_seeds.end()
 
     @_documented_as(keras.Model.evaluate)
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(self, *args: object, **kwargs: object) -> Scores:
         """See ``keras.Model.evaluate``."""
         call = _EVALUATE.bind(self, *args, **kwargs)
         given = callbacks = call.arguments.get("callbacks")
@@ -477,13 +489,13 @@ class Model(HookedModel, metaclass=Scoped):
             return super().evaluate(*call.args[1:], **call.kwargs)
 
     @_documented_as(keras.Model.test_on_batch)
-    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+    def test_on_batch(self, *args: object, **kwargs: object) -> Scores:
         """See ``keras.Model.test_on_batch``."""
         with patched(self.replica_runtime, "kind_of_batches", "test"):
             return super().test_on_batch(*args, **kwargs)
 
     @_documented_as(keras.Model.predict)
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, *args: object, **kwargs: object) -> TensorNest:
         """See ``keras.Model.predict``."""
         self._check_scope()
         call = _PREDICT.bind(self, *args, **kwargs)
@@ -497,8 +509,8 @@ class Model(HookedModel, metaclass=Scoped):
                     stop = self.replica_runtime.stops["predict"]
                     call.arguments["callbacks"] = shown_to(call.arguments.get("callbacks"), stop)
             ahead = 64 if self._is_asynchronous else 1
-            sizer = ExecutionSizer(max(ahead, self.steps_per_execution))
-            with self._epoch_data({"predict": sizer}, None):
+            sizers: Mapping[RunKind, ExecutionSizer] = {"predict": ExecutionSizer(max(ahead, self.steps_per_execution))}
+            with self._epoch_data(sizers, None):
                 return super().predict(*call.args[1:], **call.kwargs)
 
 
@@ -523,17 +535,17 @@ def _with_defaults(call: inspect.BoundArguments) -> inspect.BoundArguments:
     return whole
 
 
-def _spec_of(value: Any) -> Any:
+def _spec_of(value: TensorNest) -> tf.TypeSpec | None:
     """The spec of an array of any number of rows, or of a number that all of them share."""
     return any_number_of_rows(_with_shape(value))
 
 
-def _exact_spec_of(value: Any) -> Any:
+def _exact_spec_of(value: TensorNest) -> tf.TypeSpec | None:
     """The spec of an array."""
     return rows_of_one(_with_shape(value), 1)
 
 
-def _with_shape(value: Any) -> Any:
+def _with_shape(value: TensorNest) -> TensorNest:
     return value if value is None or hasattr(value, "shape") else np.asarray(value)
 
 
@@ -542,11 +554,11 @@ _PREDICT = inspect.signature(keras.Model.predict)
 _EVALUATE = inspect.signature(keras.Model.evaluate)
 
 
-def _in_scope_of(model: Any, build: Callable[..., None]) -> Callable[..., None]:
+def _in_scope_of(model: Model, build: Callable[..., None]) -> Callable[..., None]:
     """Keras has put a model's ``build``, perhaps one of a user's class, into its attributes (layers/layer.py)."""
 
     @functools.wraps(build)
-    def build_in_scope(*args: Any, **kwargs: Any) -> None:
+    def build_in_scope(*args: object, **kwargs: object) -> None:
         with model.replica_runtime.in_scope():
             build(*args, **kwargs)
 

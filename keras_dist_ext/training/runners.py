@@ -6,7 +6,6 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import tensorflow as tf
 
@@ -18,7 +17,7 @@ from keras_dist_ext.step.means import UnknownExponents
 from keras_dist_ext.step.reducers import CannotCompile, CannotLoop
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.batch_reader import BatchReader
-from keras_dist_ext.training.execution import Execution
+from keras_dist_ext.training.execution import Execution, PredictFunction, RunKind
 from keras_dist_ext.training.prediction import PredictProgram, concat_outputs
 from keras_dist_ext.training.program import StepProgram
 from keras_dist_ext.training.self_check import check_training
@@ -141,9 +140,7 @@ def _prepare(program: StepProgram, unprepared: Exception) -> None:
         program.step.without_xla()
 
 
-def predictor(
-    program: PredictProgram | CoordinatorProgram,
-) -> Callable[[Sequence[Execution] | Sequence[StepData]], TensorNest]:
+def predictor(program: PredictProgram | CoordinatorProgram) -> PredictFunction:
     """Return Keras' ``predict_function``: it takes a list, of an ``Execution`` or of batches."""
 
     def run(batches: Sequence[Execution] | Sequence[StepData]) -> TensorNest:
@@ -173,7 +170,7 @@ def _as_tensor(value: TensorNest) -> TensorNest:
 class CoordinatorProgram:
     """Steps that the workers of a ParameterServerStrategy make, each on its own batch."""
 
-    def __init__(self, model: keras.Model, kind: Literal["train", "test", "predict"]) -> None:
+    def __init__(self, model: keras.Model, kind: RunKind) -> None:
         self.model = model
         self.kind = kind
         self.strategy = model.distribute_strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -27,7 +27,7 @@ from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.building import build_for_run
 from keras_dist_ext.training.check_mode import CheckMode
 from keras_dist_ext.training.divergence import Divergence
-from keras_dist_ext.training.execution import StepFunction
+from keras_dist_ext.training.execution import RunKind, StepFunction
 from keras_dist_ext.training.run_callback import Callbacks, RunCallback, callbacks_in
 from keras_dist_ext.training.stop_signal import StopSignal
 
@@ -65,7 +65,7 @@ class ReplicaRuntime:
     def __init__(self, model: keras.Model) -> None:
         self.model = model
         self.seeds = Seeds(model)
-        self.stops: dict[Kind | Literal["predict"], StopSignal] = {
+        self.stops: dict[RunKind, StopSignal] = {
             "train": StopSignal(),
             "test": StopSignal(),
             "predict": StopSignal(),
@@ -105,7 +105,7 @@ class ReplicaRuntime:
 
     # What steps are made for
 
-    def build(self, kind: Kind, batch_spec: SpecNest, exact_spec: SpecNest) -> None:
+    def build(self, kind: RunKind, batch_spec: SpecNest, exact_spec: SpecNest) -> None:
         """Build the model for a run, unless it lives under no strategy and Keras' own first step is to build it.
 
         Args:
@@ -201,7 +201,7 @@ class ReplicaRuntime:
         if workers is not None and workers.sum([float(stop.is_requested)])[0]:
             stop.request(True)
 
-    def order_seed(self, kind: Kind | Literal["predict"]) -> int | None:
+    def order_seed(self, kind: RunKind) -> int | None:
         """Return the seed of the data's order in the pass that begins; None leaves the order to chance."""
         return self.seeds.order_of_next_pass() if kind == "train" else self.seeds.order_of_evaluation()
 
@@ -261,7 +261,7 @@ def runtime_of(model: keras.Model) -> ReplicaRuntime | None:
     return runtime if isinstance(runtime, ReplicaRuntime) else None
 
 
-def stop_attribute(kind: Kind | Literal["predict"]) -> property:
+def stop_attribute(kind: RunKind) -> property:
     """Make the attribute of a model by which callbacks end runs of a kind, and Keras' loops are told to."""
 
     def is_set(model: keras.Model) -> bool:

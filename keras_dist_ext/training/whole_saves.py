@@ -21,10 +21,10 @@ from keras_dist_ext._keras.saving import said_of
 from keras_dist_ext.strategy.key_value import KeyValueStore
 from keras_dist_ext.whole_files import exchange, locked_folder, sync_file, sync_folder, unfinished_folder
 
-__all__ = ["SharedSaves", "checkpoint_state", "save_whole"]
+__all__ = ["SharedSaves", "Target", "checkpoint_state", "save_whole"]
 
 _T = TypeVar("_T")
-_Path: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
+Target: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 _ANSWER_SECONDS = 1.0  # milliseconds, but on a busy machine; a path that does not exist yet is not asked for
 _LOCK_SECONDS = 10.0  # others hold a lock for milliseconds, unless they are stopped
 
@@ -66,8 +66,8 @@ def _identity(path: Path) -> str:
 
 
 def save_whole(
-    save: Callable[[_Path], _T],
-    path: _Path,
+    save: Callable[[Target], _T],
+    path: Target,
     *,
     makes_parents: bool,
     shared: Callable[[Path], SharedSaves] | None = None,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from keras_dist_ext import arguments
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.messages import close_name
+from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.training.loop.step_metrics import REDUCTIONS
 
 __all__ = ["check_named", "check_reductions", "checked_functions", "checked_kind", "parts_by_name"]
 
 
-def checked_functions(**functions: Any) -> list[Any]:
+def checked_functions(**functions: object) -> list[Any]:
     """Return Python functions, also of a tf.function: the loop compiles them itself.
 
     Raises:
@@ -26,18 +27,17 @@ def checked_functions(**functions: Any) -> list[Any]:
     return [getattr(function, "python_function", function) for function in functions.values()]
 
 
-def checked_kind(kind: Any) -> Literal["train", "test"]:
+def checked_kind(kind: Kind) -> Kind:
     """Return a kind of steps.
 
     Raises:
         LoopError: it is neither "train" nor "test".
     """
     arguments.one_of("kind", kind, ("train", "test"), error=LoopError)
-    given: Literal["train", "test"] = kind
-    return given
+    return kind
 
 
-def check_named(argument: str, given: Any) -> None:
+def check_named(argument: str, given: object) -> None:
     """Refuse anything but a dict by name.
 
     Raises:
@@ -48,7 +48,7 @@ def check_named(argument: str, given: Any) -> None:
         raise LoopError(f"{argument} must be a dict by name, such as {example}, or {{}}; got {type(given).__name__}.")
 
 
-def check_reductions(reduce: Mapping[str, Any]) -> None:
+def check_reductions(reduce: Mapping[str, object]) -> None:
     """Refuse unknown reductions.
 
     Raises:
@@ -62,13 +62,13 @@ def check_reductions(reduce: Mapping[str, Any]) -> None:
             )
 
 
-def parts_by_name(parts: Mapping[str, Any]) -> dict[str, Any]:
+def parts_by_name(parts: Mapping[str, object]) -> dict[str, object]:
     """Return parts by name; those in lists and dicts have the names of both.
 
     Raises:
         LoopError: two have the same name.
     """
-    named: dict[str, Any] = {}
+    named: dict[str, object] = {}
     for name, part in _named(parts):
         if name in named:
             raise LoopError(
@@ -78,7 +78,7 @@ def parts_by_name(parts: Mapping[str, Any]) -> dict[str, Any]:
     return named
 
 
-def _named(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _named(parts: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for name, part in parts.items():
         if isinstance(part, Mapping):
             yield from _named({f"{name}_{key}": value for key, value in part.items()})

@@ -6,7 +6,7 @@ Nothing of the trace is ever run: replicas do not add anything up in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -15,7 +15,8 @@ from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.layers import clear_losses, flat_layers, needs_build
 from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import replica_id
-from keras_dist_ext._keras.variables import distributed_variable
+from keras_dist_ext._keras.variables import Variable, distributed_variable
+from keras_dist_ext.aliases import SpecNest, StepData, TensorNest, UserFunction
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import KerasDistError, LoopError
 from keras_dist_ext.step.ancestry import assignments, operations
@@ -47,12 +48,12 @@ class Output(NamedTuple):
 
 def examine(
     loop: DistributedModel,
-    own_metrics: Sequence[Any],
+    own_metrics: Sequence[keras.Metric],
     kind: str,
-    function: Callable[..., Any],
+    function: UserFunction,
     reduce: Mapping[str, str],
-    batch_spec: Any,
-) -> tuple[dict[str, Output], list[Any]]:
+    batch_spec: SpecNest,
+) -> tuple[dict[str, Output], list[keras.Metric]]:
     """Return what a step returns, by name, and the metrics among the loop's parts that it updates.
 
     Args:
@@ -95,8 +96,8 @@ def examine(
 
 
 def _trace_for_effects(
-    loop: DistributedModel, name: str, function: Callable[..., Any], spec: Any, plan: StepPlan
-) -> tuple[Any, list[str]]:
+    loop: DistributedModel, name: str, function: UserFunction, spec: SpecNest, plan: StepPlan
+) -> tuple[_StepTrace, list[str]]:
     """Trace a step, and again if Python has changed something meanwhile, which others may have done, or once for all.
 
     Returns:
@@ -131,7 +132,7 @@ _SCALING = {
 }
 
 
-def _check_names(name: str, function: Callable[..., Any]) -> None:
+def _check_names(name: str, function: UserFunction) -> None:
     used = names_used(function)
     for scaling, what in _SCALING.items():
         if scaling in used:
@@ -164,16 +165,16 @@ class _LoopExamination(StepExamination):
             "an Input or a call there, and name them in parts={...}."
         )
 
-    def on_gather(self, value: Any) -> None:
+    def on_gather(self, value: tf.Tensor) -> None:
         """Note what is the same on all replicas."""
         super().on_gather(value)
         self.gathered.note_replicated(value)
 
-    def is_of_all_rows(self, value: Any) -> bool:
+    def is_of_all_rows(self, value: tf.Tensor) -> bool:
         """Whether a value is computed from gathered rows, and from nothing that one replica has for itself."""
         return self.gathered.kind_of(value) == "replicated" and self.origins.kind_of(value) == "replicated"
 
-    def on_differentiate(self, target: Any, sources: Sequence[Any]) -> GradientCall:
+    def on_differentiate(self, target: TensorNest, sources: Sequence[tf.Tensor | Variable]) -> GradientCall:
         """Look at what is differentiated for variables: a loss."""
         if all(isinstance(source, tf.Variable | keras.Variable) for source in sources):
             for value in [] if target is None else tf.nest.flatten(target):
@@ -185,24 +186,29 @@ class _LoopExamination(StepExamination):
                         warn_of_own_divisor(what, total, self.origins.replicated_ids)
         return super().on_differentiate(target, sources)
 
-    def on_apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    def on_apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[tf.Tensor | None],
+        variables: Sequence[Variable],
+    ) -> None:
         """Look at the gradients."""
         self._check_gradients(f"gradients given to {optimizer.name}", gradients)
         super().on_apply(optimizer, gradients, variables)
 
-    def on_reduce(self, gradients: Sequence[Any]) -> Sequence[bool]:
+    def on_reduce(self, gradients: Sequence[tf.Tensor | None]) -> Sequence[bool]:
         """Look at the gradients."""
         self._check_gradients("gradients given to reduce_gradients", gradients)
         return super().on_reduce(gradients)
 
-    def _check_gradients(self, what: str, gradients: Sequence[Any]) -> None:
+    def _check_gradients(self, what: str, gradients: Sequence[tf.Tensor | None]) -> None:
         self.check_single(what, gradients)
         if self.scaled_by is not None:
             for gradient in gradients:
                 if tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices):
                     check_not_scaled(f"One of the {what}", [gradient], 1 / self.scaled_by)
 
-    def check_single(self, what: str, values: Sequence[Any]) -> None:
+    def check_single(self, what: str, values: Sequence[tf.Tensor | None]) -> None:
         """Refuse values that the user's code has reduced over replicas already."""
         for value in values:
             for inner in multiples(value):
@@ -214,19 +220,22 @@ class _LoopExamination(StepExamination):
                     )
 
 
+_StepTrace: TypeAlias = tuple[tf.Graph, dict[str, tf.Tensor], _LoopExamination]
+
+
 def _trace(
-    loop: DistributedModel, name: str, function: Callable[..., Any], spec: Any, plan: StepPlan, *, scales: bool
-) -> tuple[Any, dict[str, Any], _LoopExamination]:
+    loop: DistributedModel, name: str, function: UserFunction, spec: SpecNest, plan: StepPlan, *, scales: bool
+) -> _StepTrace:
     """Return the graph of a step, what the first replica returns, and what was seen."""
     strategy = loop.distribute_strategy
     global_generator = global_generator_of(strategy, is_seeded=loop.replica_seeds.root is not None)
-    returned: list[Any] = []
+    returned: list[dict[str, tf.Tensor]] = []
     seen = _LoopExamination(name, strategy.num_replicas_in_sync, scales=scales)
 
-    def refuse(next_creator: Any, **given: Any) -> Any:
+    def refuse(next_creator: Callable[..., tf.Variable], **given: Any) -> None:
         seen.on_variable(given.get("name") or "without a name")
 
-    def replica(batch: Any) -> None:
+    def replica(batch: StepData) -> None:
         if strategy.num_replicas_in_sync > 1:
             batch = seen.origins.mark_per_replica(batch, replica_id())
         rows = data.num_rows(batch)
@@ -250,7 +259,7 @@ def _trace(
         step.end(list(values.values()))
         returned.append(values)
 
-    def traced(batch: Any) -> None:
+    def traced(batch: StepData) -> None:
         if isinstance(strategy, tf.distribute.ParameterServerStrategy):
             replica(batch)  # its run is for what is handed to workers
         else:
@@ -305,7 +314,7 @@ def _explained(name: str, error: Exception, *, is_eager: bool) -> LoopError | No
     return None
 
 
-def _tensor(name: str, key: Any, value: Any) -> Any:
+def _tensor(name: str, key: object, value: object) -> tf.Tensor:
     """Return a value that a step returns as a tensor.
 
     Raises:
@@ -320,7 +329,7 @@ def _tensor(name: str, key: Any, value: Any) -> Any:
         ) from error
 
 
-def _check_uses_batch(name: str, graph: Any, values: Mapping[str, Any]) -> None:
+def _check_uses_batch(name: str, graph: tf.Graph, values: Mapping[str, tf.Tensor]) -> None:
     inputs = graph.inputs[: len(graph.inputs) - len(graph.captures)]
     returned = {value.name for value in values.values()}
     if not inputs or any(draws(op) or op.type.startswith(_OUTSIDE) for op in operations(graph)):
@@ -335,7 +344,7 @@ def _check_uses_batch(name: str, graph: Any, values: Mapping[str, Any]) -> None:
 _OUTSIDE = ("EagerPyFunc", "PyFunc", "StatelessRandom")
 
 
-def _is_used(value: Any, returned: set[str]) -> bool:
+def _is_used(value: tf.Tensor, returned: set[str]) -> bool:
     """Whether a tensor, or a copy of it, is returned, or used for more than its shape."""
     return value.name in returned or any(
         _is_used(op.outputs[0], returned) if op.type == "Identity" else op.type != "Shape" for op in value.consumers()

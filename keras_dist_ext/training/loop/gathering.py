@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.strategies import is_default_strategy
+from keras_dist_ext.aliases import BatchFunction, StepData, TensorNest
 from keras_dist_ext.data.graph_checks import as_data_errors
 from keras_dist_ext.errors import DataError, LoopError, StrategyError
 from keras_dist_ext.step.graphs import in_graph
@@ -21,7 +21,7 @@ from keras_dist_ext.training.prediction import concat_replicas
 __all__ = ["gather", "per_replica"]
 
 
-def per_replica(function: Callable[[Any], Any], strategy: tf.distribute.Strategy | None = None) -> Callable[[Any], Any]:
+def per_replica(function: BatchFunction, strategy: tf.distribute.Strategy | None = None) -> BatchFunction:
     """Return a compiled function that gives each replica its rows of a batch.
 
         predict = kde.per_replica(net, strategy)
@@ -45,10 +45,10 @@ def per_replica(function: Callable[[Any], Any], strategy: tf.distribute.Strategy
     under = given_strategy(strategy)
     arguments.function("function", function, wanted="a function of a batch", error=LoopError)
 
-    def of_replica(batch: Any, is_cut: bool) -> Any:
+    def of_replica(batch: StepData, is_cut: bool) -> TensorNest:
         return function(batch if is_cut else rows_of_replica(batch, under))
 
-    def on_all(batch: Any) -> Any:
+    def on_all(batch: StepData) -> TensorNest:
         if under.num_replicas_in_sync == 1:
             return under.run(function, args=(batch,))
         return under.run(of_replica, args=(batch, is_per_replica(batch)))
@@ -56,19 +56,19 @@ def per_replica(function: Callable[[Any], Any], strategy: tf.distribute.Strategy
     compiled = in_graph(on_all, reduce_retracing=True)
 
     @functools.wraps(function if hasattr(function, "__name__") else of_replica)
-    def call(batch: Any) -> Any:
+    def call(batch: StepData) -> TensorNest:
         with as_data_errors():
             return compiled(tree.map_structure(_as_tensor, batch))
 
     return call
 
 
-def _as_tensor(leaf: Any) -> Any:
+def _as_tensor(leaf: TensorNest) -> TensorNest:
     is_value = leaf is None or isinstance(leaf, tf.distribute.DistributedValues | tf.RaggedTensor | tf.SparseTensor)
     return leaf if is_value else tf.convert_to_tensor(leaf)
 
 
-def gather(values: Any, strategy: tf.distribute.Strategy | None = None) -> Any:
+def gather(values: TensorNest, strategy: tf.distribute.Strategy | None = None) -> TensorNest:
     """Put what the replicas have for their rows together, in the order of the global batch, over all workers.
 
     Args:
@@ -82,7 +82,7 @@ def gather(values: Any, strategy: tf.distribute.Strategy | None = None) -> Any:
     """
     under = given_strategy(strategy)
 
-    def gathered(value: Any) -> Any:
+    def gathered(value: TensorNest) -> tf.Tensor:
         if value is None:
             return None
         if isinstance(value, tf.distribute.DistributedValues) and is_default_strategy(under):
@@ -98,7 +98,7 @@ def gather(values: Any, strategy: tf.distribute.Strategy | None = None) -> Any:
     return tf.nest.map_structure(gathered, values)
 
 
-def _check_shapes(parts: Sequence[Any]) -> None:
+def _check_shapes(parts: Sequence[TensorNest]) -> None:
     """Refuse what can be no tensor: rows of different shapes."""
     if not tf.executing_eagerly():
         return

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext._keras.strategies import regroup
+from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.step.distributed_model import DistributedModel
@@ -66,7 +66,7 @@ class DeclaredStep(DistributedStep):
         """Know of none: the step adds up its own losses."""
         self._runtime.loss_exponents[self.kind] = {}
 
-    def run_user_step(self, step: ReplicaStep, batch: Any) -> tuple[Any, list[tf.Tensor]]:
+    def run_user_step(self, step: ReplicaStep, batch: StepData) -> tuple[None, list[tf.Tensor]]:
         """Run the step; return what is kept of it for all rows."""
         values = self._user_step(batch)
         if step.note is not None:
@@ -75,7 +75,7 @@ class DeclaredStep(DistributedStep):
         step.end(list(values.values()))
         return None, [values[name] for name in self._kept]
 
-    def logs(self, extra: Sequence[tf.Tensor]) -> Any:
+    def logs(self, extra: Sequence[tf.Tensor]) -> TensorNest:
         """Compute what was declared, and gather what is kept for all rows."""
         with pooled_state(self.model, self.strategy):
             logs = self.model.get_metrics_result()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -16,7 +15,7 @@ from keras_dist_ext.step.batch_scaling import batch_exponent
 __all__ = ["check_mean", "check_not_scaled", "multiples", "warn_of_own_divisor"]
 
 
-def check_mean(what: str, value: Any, common: Container[int], num_replicas: int | None) -> None:
+def check_mean(what: str, value: tf.Tensor, common: Container[int], num_replicas: int | None) -> None:
     """Refuse what is no mean over the rows at hand, or that divided by the number of replicas.
 
     Args:
@@ -39,7 +38,7 @@ def check_mean(what: str, value: Any, common: Container[int], num_replicas: int 
         check_not_scaled(what, multiples(value), 1 / num_replicas, num_replicas)
 
 
-def check_not_scaled(what: str, values: Iterable[Any], *factors: float) -> None:
+def check_not_scaled(what: str, values: Iterable[tf.Tensor], *factors: float) -> None:
     """Refuse values that are others times one of some factors, of which the first is one over the number of replicas.
 
     Raises:
@@ -53,7 +52,7 @@ def check_not_scaled(what: str, values: Iterable[Any], *factors: float) -> None:
         )
 
 
-def multiples(value: Any) -> Iterator[Any]:
+def multiples(value: tf.Tensor) -> Iterator[tf.Tensor]:
     """Yield a value, and those of which it is a multiple."""
     while tf.is_tensor(value) and not isinstance(value, tf.IndexedSlices):
         yield value
@@ -62,7 +61,7 @@ def multiples(value: Any) -> Iterator[Any]:
         value = value.op.inputs[0]
 
 
-def _factor(value: Any) -> float:
+def _factor(value: tf.Tensor) -> float:
     """The constant that an op multiplies by; 0 where there is none."""
     if value.op.type not in ("Mul", "RealDiv", "DivNoNan"):
         return 0.0
@@ -72,12 +71,12 @@ def _factor(value: Any) -> float:
     return 1.0 / other if other else 0.0
 
 
-def _constant(value: Any) -> float | None:
+def _constant(value: tf.Tensor) -> float | None:
     constant = tf.get_static_value(value)
     return None if constant is None or np.size(constant) != 1 else float(np.ravel(constant)[0])
 
 
-def warn_of_own_divisor(what: str, value: Any, common: Container[int]) -> None:
+def warn_of_own_divisor(what: str, value: tf.Tensor, common: Container[int]) -> None:
     """Warn of a mean that is not over the rows: each replica divides by a number of its own, and counts by its rows.
 
     Args:
@@ -102,7 +101,7 @@ def warn_of_own_divisor(what: str, value: Any, common: Container[int]) -> None:
         )
 
 
-def _mean(value: Any) -> tuple[Any, Any]:
+def _mean(value: tf.Tensor) -> tuple[tf.Tensor | None, tf.Tensor | None]:
     """What a scalar is the mean of, and what the sum is divided by, if it is one."""
     op = value.op
     if op.type == "Mean":
@@ -113,7 +112,7 @@ def _mean(value: Any) -> tuple[Any, Any]:
     return None, None
 
 
-def _terms(value: Any) -> Iterator[Any]:
+def _terms(value: tf.Tensor) -> Iterator[tf.Tensor]:
     """Yield a scalar, or those that it is the sum of, without constant factors."""
     op = value.op
     if op.type in ("Add", "AddN", "AddV2", "Identity", "Cast", "Neg", "Sub"):
@@ -127,7 +126,7 @@ def _terms(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _adds_up_rows(value: Any) -> bool:
+def _adds_up_rows(value: tf.Tensor) -> bool:
     """Whether values of rows are added up, not just counted."""
 
     def is_sum(given: Value) -> bool:
@@ -137,7 +136,7 @@ def _adds_up_rows(value: Any) -> bool:
     return any(is_sum(given) for given in walk_back([Value(value)], lambda v: v.tensor.shape.rank not in (0, None)))
 
 
-def _is_selection(value: Any) -> bool:
+def _is_selection(value: tf.Tensor) -> bool:
     """Whether the rows of a value are some that were selected by what they hold, as by tf.boolean_mask."""
 
     def ends(given: Value) -> bool:

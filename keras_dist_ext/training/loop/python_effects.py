@@ -8,25 +8,26 @@ import io
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
+
+from keras_dist_ext.aliases import UserFunction
 
 __all__ = ["effects_of", "names_used"]
 
 _FOREIGN = ("tensorflow", "keras", "numpy", "keras_dist_ext", "builtins")
 
 
-def names_used(function: Callable[..., Any]) -> set[str]:
+def names_used(function: UserFunction) -> set[str]:
     """Return the global names and attributes in a function's code, and in user functions that it refers to."""
     return {name for part in _functions(function) for code in _codes(part.__code__) for name in code.co_names}
 
 
-def _functions(function: Any) -> list[types.FunctionType]:
+def _functions(function: UserFunction) -> list[types.FunctionType]:
     """A function, and those of the user's that it refers to by a global name or from an enclosing function."""
     found: dict[int, types.FunctionType] = {}
-    pending = [function]
+    pending: list[object] = [function]
     while pending:
         part = pending.pop()
         if isinstance(part, functools.partial):
@@ -50,12 +51,12 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def _is_foreign(value: Any) -> bool:
+def _is_foreign(value: object) -> bool:
     module = getattr(value, "__module__", None) or type(value).__module__
     return str(module).partition(".")[0] in _FOREIGN and not str(module).startswith("keras_dist_ext.examples")
 
 
-def _references(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _references(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     """What a function refers to outside of itself, by name: perhaps also globals called as attributes that it uses."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not assigned yet
@@ -67,7 +68,7 @@ def _references(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 @contextlib.contextmanager
-def effects_of(function: Callable[..., Any]) -> Iterator[list[str]]:
+def effects_of(function: UserFunction) -> Iterator[list[str]]:
     """Fill a list with what a function has changed while this was entered: names, and generators of random numbers.
 
     Compared are numbers, strings and containers that the function refers to, and those that are attributes of objects
@@ -80,7 +81,7 @@ def effects_of(function: Callable[..., Any]) -> Iterator[list[str]]:
     changed += [name for name in after if name in before and after[name] != before[name]]
 
 
-def _state(function: Callable[..., Any]) -> dict[str, Any]:
+def _state(function: UserFunction) -> dict[str, object]:
     owner = getattr(function, "__self__", None)
     pairs = [("self", owner)] if owner is not None else []
     for part in _functions(function):
@@ -97,24 +98,24 @@ def _state(function: Callable[..., Any]) -> dict[str, Any]:
     return state
 
 
-def _is_tool(value: Any) -> bool:
+def _is_tool(value: object) -> bool:
     """Whether an object or its class is not the user's: a tf.function says that it is what it wraps."""
     return _is_foreign(value) or _is_foreign(type(value))
 
 
-def _numpy_state() -> Any:
+def _numpy_state() -> object:
     kind, keys, *rest = np.random.get_state(legacy=True)
     return kind, np.asarray(keys).tobytes(), *rest
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (int, float, str, bytes, list, dict, set, deque, *_STREAMS))
 
 
 _STREAMS = (random.Random, np.random.Generator, np.random.RandomState, io.IOBase)
 
 
-def _summary(value: Any) -> Any:
+def _summary(value: object) -> object:
     if isinstance(value, list | dict | set | deque):
         return id(value), len(value), [id(part) for part in (value.values() if isinstance(value, dict) else value)]
     if isinstance(value, random.Random):

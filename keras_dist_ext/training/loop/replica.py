@@ -5,10 +5,9 @@ Letters: n = rows of a replica; N = rows of the global batch; R = replicas in sy
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
+from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data import split as data
 from keras_dist_ext.step.global_gradients import reduce_gradients
 from keras_dist_ext.step.replica_step import ReplicaStep
@@ -31,13 +30,13 @@ class Replica:
         batch: this replica's rows.
     """
 
-    def __init__(self, step: ReplicaStep, batch: Any) -> None:
+    def __init__(self, step: ReplicaStep, batch: StepData) -> None:
         self._step = step
         self.rows = data.num_rows(batch)
         self.global_rows = self.rows if step.num_replicas == 1 else step.weights.global_rows
 
     @property
-    def index(self) -> Any:
+    def index(self) -> int | tf.Tensor:
         """The replica's number over all workers: an int, but on TPUs a tensor."""
         return self._step.replica_id
 
@@ -52,7 +51,7 @@ class Replica:
         share = self._step.weights.share if self.num_replicas > 1 else 1.0
         return share if isinstance(share, float) else tf.cast(share, tf.float32)
 
-    def mean_loss(self, per_example: Any, sample_weight: Any = None) -> tf.Tensor:
+    def mean_loss(self, per_example: tf.Tensor, sample_weight: tf.Tensor | None = None) -> tf.Tensor:
         """Return the loss to differentiate: means of all replicas, times ``weight``, add up to the global mean.
 
         Args:
@@ -98,7 +97,7 @@ class Replica:
         mean = tf.math.divide_no_nan(total - change, global_weight)
         return mean * tf.cast(step.weights.inverse_share, mean.dtype)
 
-    def reduce_gradients(self, gradients: Any) -> Any:
+    def reduce_gradients(self, gradients: TensorNest) -> TensorNest:
         """Return the gradients of the global batch, the same on every replica, from this replica's own.
 
         What a tape returns for weights is global already, and stays as it is; see ``kde.reduce_gradients``, which this
@@ -109,7 +108,7 @@ class Replica:
         """
         return reduce_gradients(gradients)
 
-    def sum(self, values: Any) -> Any:
+    def sum(self, values: TensorNest) -> TensorNest:
         """Add up values over all replicas; no gradient flows through it.
 
         Args:
@@ -121,7 +120,7 @@ class Replica:
         return tf.nest.pack_sequence_as(values, flat)
 
 
-def _like(weight: Any, value: Any) -> Any:
+def _like(weight: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     """Let a weight for each row stand for all elements of the row."""
     missing = value.shape.rank - weight.shape.rank
     return (

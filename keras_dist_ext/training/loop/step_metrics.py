@@ -5,7 +5,7 @@ Letters: n = rows of a replica; R = replicas in sync, over all workers.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import tensorflow as tf
 
@@ -30,7 +30,7 @@ class StepMetric(keras.metrics.Metric):  # type: ignore[misc]
         super().__init__(name=name)
         self.has_rows = has_rows
 
-    def update_state(self, value: Any, replica: Replica) -> None:
+    def update_state(self, value: tf.Tensor, replica: Replica) -> None:
         """Take this replica's value of a step."""
         raise NotImplementedError
 
@@ -42,7 +42,7 @@ class Mean(StepMetric):
         super().__init__(name, has_rows=has_rows)
         self.total_and_count = self.add_weight(initializer="zeros", shape=(2,), dtype="float64", name="total_and_count")
 
-    def update_state(self, value: Any, replica: Replica) -> None:
+    def update_state(self, value: tf.Tensor, replica: Replica) -> None:
         """See ``StepMetric``."""
         value = tf.cast(value, tf.float64)
         count = tf.cast(tf.size(value) if self.has_rows else replica.rows, tf.float64)
@@ -51,7 +51,7 @@ class Mean(StepMetric):
             total = tf.where(count > 0, total, 0.0)  # the mean of nothing may be no number
         self.total_and_count.assign_add(tf.stack([total, count]))
 
-    def result(self) -> Any:
+    def result(self) -> tf.Tensor:
         """The mean so far, 0 where there was nothing."""
         total, count = tf.unstack(tf.convert_to_tensor(self.total_and_count))
         return tf.cast(tf.math.divide_no_nan(total, count), tf.float32)
@@ -68,14 +68,14 @@ class Sum(StepMetric):
             initializer="zeros", shape=tuple(shape), dtype="int64" if is_exact else "float64", name="total"
         )
 
-    def update_state(self, value: Any, replica: Replica) -> None:
+    def update_state(self, value: tf.Tensor, replica: Replica) -> None:
         """See ``StepMetric``."""
         value = tf.cast(value, self.total.dtype)
         if self.has_rows:
             value = tf.reshape(tf.reduce_sum(value, axis=0), self.total.shape)
         self.total.assign_add(tf.where(tf.cast(replica.rows, tf.int32) > 0, value, tf.zeros_like(value)))
 
-    def result(self) -> Any:
+    def result(self) -> tf.Tensor:
         """The sum so far."""
         total = tf.convert_to_tensor(self.total)
         return total if total.dtype.is_integer else tf.cast(total, tf.float32)
@@ -93,7 +93,7 @@ class Extreme(StepMetric):
         num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
         self.places = self.add_weight(initializer="zeros", shape=(num_replicas, 2), dtype="float64", name="places")
 
-    def update_state(self, value: Any, replica: Replica) -> None:
+    def update_state(self, value: tf.Tensor, replica: Replica) -> None:
         """See ``StepMetric``."""
         places = tf.convert_to_tensor(self.places)
         seen, before = tf.unstack(places[replica.index])
@@ -104,7 +104,7 @@ class Extreme(StepMetric):
         new = tf.tensor_scatter_nd_update(places, [[replica.index]], [tf.stack([tf.ones_like(value), value])])
         self.places.assign(tf.where(tf.cast(replica.rows, tf.int32) > 0, new, places))
 
-    def result(self) -> Any:
+    def result(self) -> tf.Tensor:
         """The value so far; NaN where there was none."""
         seen, values = tf.unstack(tf.convert_to_tensor(self.places), axis=1)
         largest = tf.reduce_max(tf.where(seen > 0, values, tf.cast(-float("inf"), values.dtype)))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.strategies import strategy_of_variable
 from keras_dist_ext._keras.variables import (
@@ -27,7 +27,7 @@ from keras_dist_ext.training.step_assignments import labels, shortened
 __all__ = ["check_known", "check_not_trained", "check_results", "updated_metrics"]
 
 
-def check_known(loop: DistributedModel, name: str, graph: Any, assigned: set[int]) -> None:
+def check_known(loop: DistributedModel, name: str, graph: tf.Graph, assigned: set[int]) -> None:
     """Refuse variables that were made elsewhere, or that no part holds though the step changes or trains them."""
     strategy = loop.distribute_strategy
     global_generator = global_generator_of(strategy, is_seeded=loop.replica_seeds.root is not None).state
@@ -74,11 +74,11 @@ def check_not_trained(name: str, assigned: Sequence[Assignment]) -> None:
         )
 
 
-def check_results(loop: DistributedModel, name: str, graph: Any, values: Mapping[str, tf.Tensor]) -> None:
+def check_results(loop: DistributedModel, name: str, graph: tf.Graph, values: Mapping[str, tf.Tensor]) -> None:
     """Refuse to return what is computed from a part of a sum that one replica holds, such as the result of a metric."""
     of_metrics = {id(copy) for variable in loop.metrics_variables for copy in components(variable)}
 
-    def is_part(copy: Any) -> bool:
+    def is_part(copy: tf.Variable) -> bool:
         return id(copy) in of_metrics or is_sync_on_read(distributed_variable(copy))
 
     for key, value in values.items():
@@ -93,8 +93,8 @@ def check_results(loop: DistributedModel, name: str, graph: Any, values: Mapping
 
 
 def updated_metrics(
-    metrics: Sequence[Any], name: str, assigned: Sequence[Assignment], outputs: Iterable[str]
-) -> list[Any]:
+    metrics: Sequence[keras.Metric], name: str, assigned: Sequence[Assignment], outputs: Iterable[str]
+) -> list[keras.Metric]:
     """Return the metrics among a loop's parts that a step updates.
 
     Raises:
@@ -113,7 +113,7 @@ def updated_metrics(
     return updated
 
 
-def _of_parts(loop: DistributedModel) -> list[Any]:
+def _of_parts(loop: DistributedModel) -> list[tf.Variable]:
     variables = [variable for layer in flat_layers(loop) for _, variable in raw_variables(layer)]
     made = [optimizer for _, optimizer in optimizers(loop)]
     made += [inner for optimizer in made for _, inner in optimizers(optimizer)]

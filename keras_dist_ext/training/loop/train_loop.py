@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -15,13 +15,19 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import current_step
 from keras_dist_ext._keras.strategies import spec_of_replica
 from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
+from keras_dist_ext.aliases import Array, BatchFunction, Scores, StepData, TensorNest, UserFunction
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.errors import LoopError, StrategyError
 from keras_dist_ext.step.replica_step import ReplicaStep
+from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.strategy.given import checked_strategy
 from keras_dist_ext.strategy.scope import move_into_scope, raw_variables
+from keras_dist_ext.strategy.virtual import VirtualReplicas
+from keras_dist_ext.strategy.workers import Workers
 from keras_dist_ext.training.check_mode import CheckMode
-from keras_dist_ext.training.execution_sizer import checked_steps_per_execution
+from keras_dist_ext.training.epoch_data import EpochData
+from keras_dist_ext.training.execution import Execution, StepFunction
+from keras_dist_ext.training.execution_sizer import ExecutionSizer, checked_steps_per_execution
 from keras_dist_ext.training.loop.arguments import (
     check_named,
     check_reductions,
@@ -35,11 +41,12 @@ from keras_dist_ext.training.loop.replica import Replica
 from keras_dist_ext.training.loop.step_metrics import Reduction, StepMetric, metric_of
 from keras_dist_ext.training.model import Model
 from keras_dist_ext.training.program import StepProgram
+from keras_dist_ext.training.run_callback import Callbacks
+from keras_dist_ext.training.runners import CoordinatorProgram
 
 __all__ = ["TrainLoop"]
 
-Kind = Literal["train", "test"]
-StepFunction = Callable[[Replica, Any], Mapping[str, Any]]
+UserStep = Callable[[Replica, TensorNest], Mapping[str, TensorNest]]
 
 
 class TrainLoop(Model):
@@ -100,12 +107,12 @@ class TrainLoop(Model):
 
     def __init__(
         self,
-        step: StepFunction,
+        step: UserStep,
         *,
-        parts: Mapping[str, Any],
+        parts: Mapping[str, object],
         reduce: Mapping[str, Reduction],
-        test: StepFunction | None = None,
-        predict: Callable[[Any], Any] | None = None,
+        test: UserStep | None = None,
+        predict: BatchFunction | None = None,
         steps_per_execution: int | str = "auto",
         run_eagerly: bool = False,
         name: str = "loop",
@@ -153,13 +160,13 @@ class TrainLoop(Model):
         )
         self.built = True
 
-    _steps: Mapping[str, Any]
+    _steps: Mapping[str, UserFunction]
     _reduce: Mapping[str, Reduction]
-    _own_metrics: list[Any] = []  # noqa: RUF012 (of the parts; each loop has a list of its own)
+    _own_metrics: list[keras.Metric] = []  # noqa: RUF012 (of the parts; each loop has a list of its own)
     _outputs: dict[Kind, dict[str, Output]]
-    _signatures: dict[Kind, list[Any]]  # ranks of the data that the step was examined with
-    _updated: dict[Kind, list[Any]]
-    _collected: dict[Kind, dict[str, list[Any]]]
+    _signatures: dict[Kind, list[int | None]]  # ranks of the data that the step was examined with
+    _updated: dict[Kind, list[keras.Metric]]
+    _collected: dict[Kind, dict[str, list[Array]]]
 
     def _check_asynchronous(self, reduce: Mapping[str, Reduction]) -> None:
         others = [f"{name!r} by {how!r}" for name, how in reduce.items() if how not in ("mean", "sum")]
@@ -179,19 +186,19 @@ class TrainLoop(Model):
 
     # What runs inside a step
 
-    def train_step(self, data: Any) -> dict[str, Any]:
+    def train_step(self, data: StepData) -> dict[str, tf.Tensor]:
         """Make one step of training on a replica's rows."""
         return self._run_step("train", data)
 
-    def test_step(self, data: Any) -> dict[str, Any]:
+    def test_step(self, data: StepData) -> dict[str, tf.Tensor]:
         """Make one step of evaluation on a replica's rows."""
         return self._run_step("test", data)
 
-    def predict_step(self, data: Any) -> Any:
+    def predict_step(self, data: StepData) -> TensorNest:
         """Return outputs for a replica's rows."""
         return self._steps["predict"](data)
 
-    def _run_step(self, kind: Kind, data: Any) -> dict[str, Any]:
+    def _run_step(self, kind: Kind, data: StepData) -> dict[str, tf.Tensor]:
         step = current_step()
         if step is None and self._is_asynchronous:
             step = ReplicaStep(self, num_rows(data), num_rows(data))  # a worker's own
@@ -206,16 +213,16 @@ class TrainLoop(Model):
     # What Keras' loops ask for
 
     @property
-    def metrics(self) -> list[Any]:
+    def metrics(self) -> list[keras.Metric]:
         """What the declared values of the present kind of steps add up to, and the metrics among the parts."""
         return [*self._step_metrics.get(self._kind, {}).values(), *self._own_metrics]
 
-    def get_metrics_result(self) -> dict[str, Any]:
+    def get_metrics_result(self) -> dict[str, tf.Tensor]:
         """Return what has been added up, of the values that the steps of the present kind return."""
         declared = {name: metric.result() for name, metric in self._step_metrics[self._kind].items()}
         return {**declared, **{metric.name: metric.result() for metric in self._updated[self._kind]}}
 
-    def _program(self, kind: Kind) -> Any:
+    def _program(self, kind: Kind) -> StepProgram | CoordinatorProgram:
         if self._is_asynchronous:
             return super()._program(kind)
         kept = self.kept(kind)
@@ -224,7 +231,7 @@ class TrainLoop(Model):
             program.make_single_steps()
         return program
 
-    def _build_for_run(self, iterator: Any, batch: Any) -> None:
+    def _build_for_run(self, iterator: EpochData | None, batch: StepData) -> None:
         spec = iterator.given.element_spec if iterator is not None else tree.map_structure(_spec_of, batch)
         kind, spec = self._kind, tree.map_structure(_any_rows, spec)
         signature = [leaf.shape.rank for leaf in tree.flatten(spec) if leaf is not None]
@@ -244,7 +251,7 @@ class TrainLoop(Model):
 
     # What is kept for all rows
 
-    def rows(self, kind: Kind = "train") -> dict[str, np.ndarray[Any, Any]]:
+    def rows(self, kind: Kind = "train") -> dict[str, Array]:
         """Return what steps have returned under reductions "concat": for all rows, in the order of the data.
 
         Steps that return some are made one at a time.
@@ -276,13 +283,13 @@ class TrainLoop(Model):
         super().reset_metrics()
         self._collected[self._kind] = {}
 
-    def _recording_function(self, kind: Kind, is_new: bool) -> Any:
+    def _recording_function(self, kind: Kind, is_new: bool) -> StepFunction:
         run = super()._recording_function(kind, is_new)
         kept = self.kept(kind)
         if not kept:
             return run
 
-        def keeping(iterator: Any) -> Any:
+        def keeping(iterator: Execution | Iterator[StepData]) -> Mapping[str, TensorNest]:
             logs = dict(run(iterator))
             for name in kept:
                 self._collected[self._kind].setdefault(name, []).append(np.asarray(logs.pop(name)))
@@ -291,7 +298,7 @@ class TrainLoop(Model):
         keeping.program = run.program  # type: ignore[attr-defined]
         return keeping
 
-    def _sizers(self, callbacks: Any, workers: Any, *kinds: Kind) -> Any:
+    def _sizers(self, callbacks: Callbacks, workers: Workers | None, *kinds: Kind) -> dict[Kind, ExecutionSizer]:
         made = super()._sizers(callbacks, workers, *kinds)
         return {kind: OneStepWhereKept(made[kind], functools.partial(self._keeps, kind)) for kind in kinds}
 
@@ -300,7 +307,7 @@ class TrainLoop(Model):
 
     # Keras' loops
 
-    def fit(self, *args: Any, **kwargs: Any) -> Any:
+    def fit(self, *args: object, **kwargs: object) -> keras.callbacks.History:
         """Train; see ``keras.Model.fit``.
 
         Raises:
@@ -318,7 +325,7 @@ class TrainLoop(Model):
         with self._running("train"):
             return super().fit(*args, **kwargs)
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(self, *args: object, **kwargs: object) -> Scores:
         """Evaluate by the step ``test``; see ``keras.Model.evaluate``.
 
         Raises:
@@ -328,7 +335,7 @@ class TrainLoop(Model):
         with self._running("test"):
             return super().evaluate(*args, **kwargs)
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, *args: object, **kwargs: object) -> TensorNest:
         """Return the outputs of ``predict`` for all rows, in order; see ``keras.Model.predict``.
 
         Raises:
@@ -337,7 +344,7 @@ class TrainLoop(Model):
         self._check_has("predict", "predict needs")
         return super().predict(*args, **kwargs)
 
-    def compile(self, *args: Any, virtual_replicas: Any = None, **kwargs: Any) -> None:
+    def compile(self, *args: Any, virtual_replicas: VirtualReplicas | int | None = None, **kwargs: Any) -> None:
         """See ``Model.compile``; a loop is compiled when it is made.
 
         Raises:
@@ -351,12 +358,12 @@ class TrainLoop(Model):
             )
         super().compile(*args, **kwargs)
 
-    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+    def train_on_batch(self, *args: object, **kwargs: object) -> Scores:
         """Make one step; see ``keras.Model.train_on_batch``."""
         with self._running("train"):
             return super().train_on_batch(*args, **kwargs)
 
-    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+    def test_on_batch(self, *args: object, **kwargs: object) -> Scores:
         """Make one step of evaluation; see ``keras.Model.test_on_batch``."""
         self._check_has("test", "test_on_batch needs")
         with self._running("test"):
@@ -381,7 +388,7 @@ class TrainLoop(Model):
         """Count the numbers in all weights of Keras' models, and in all ``tf.Variable``s of other parts."""
         return int(super().count_params()) + sum(int(np.prod(v.shape)) for _, v in raw_variables(self))
 
-    def save(self, *args: Any, **kwargs: Any) -> Any:
+    def save(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse: a step is Python, which no file of Keras holds.
 
         Raises:
@@ -393,23 +400,23 @@ class TrainLoop(Model):
             "part that is a model, loop.net.save('net.keras')."
         )
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: MutableMapping[str, Array]) -> None:
         """Save ``tf.Variable``s into a Keras file, where Keras saves its own."""
         super().save_own_variables(store)
         for name, variable in raw_variables(self):
             store[f"tf.{name.replace('/', '.')}"] = _value_of(variable)
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: MutableMapping[str, Array]) -> None:
         """Load what ``save_own_variables`` has saved."""
         super().load_own_variables({key: store[key] for key in store.keys() if not key.startswith("tf.")})  # noqa: SIM118
         for name, variable in raw_variables(self):
             _set_value(variable, np.asarray(store[f"tf.{name.replace('/', '.')}"]))
 
-    def get_weights(self) -> list[np.ndarray[Any, Any]]:
+    def get_weights(self) -> list[Array]:
         """Return the values of all weights of Keras' models, and then of all ``tf.Variable``s of other parts."""
         return [*super().get_weights(), *(_value_of(variable) for _, variable in raw_variables(self))]
 
-    def set_weights(self, weights: Sequence[Any]) -> None:
+    def set_weights(self, weights: Sequence[Array]) -> None:
         """Set what ``get_weights`` has returned; EarlyStopping does so.
 
         Raises:
@@ -427,13 +434,13 @@ class TrainLoop(Model):
             _set_value(variable, np.asarray(value))
 
 
-def _value_of(variable: Variable) -> np.ndarray[Any, Any]:
+def _value_of(variable: Variable) -> Array:
     """The value of a ``tf.Variable``: that of the first replica, or the sum where each has a part."""
     whole = variable if is_sync_on_read(variable) else components(variable)[0]
     return np.asarray(whole.numpy())
 
 
-def _set_value(variable: Variable, value: np.ndarray[Any, Any]) -> None:
+def _set_value(variable: Variable, value: Array) -> None:
     first, *others = components(variable)
     is_sum = is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.SUM
     first.assign(value)
@@ -444,7 +451,7 @@ def _set_value(variable: Variable, value: np.ndarray[Any, Any]) -> None:
 _SETS_RATE = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
 
 
-def _joined(name: str, parts: list[Any]) -> np.ndarray[Any, Any]:
+def _joined(name: str, parts: Sequence[Array]) -> Array:
     shapes = {part.shape[1:] for part in parts}
     if len(shapes) > 1:
         raise LoopError(
@@ -455,11 +462,11 @@ def _joined(name: str, parts: list[Any]) -> np.ndarray[Any, Any]:
     return np.concatenate(parts)
 
 
-def _spec_of(leaf: Any) -> Any:
+def _spec_of(leaf: TensorNest) -> tf.TypeSpec | None:
     return None if leaf is None else tf.type_spec_from_value(tf.convert_to_tensor(leaf))
 
 
-def _any_rows(spec: Any) -> Any:
+def _any_rows(spec: tf.TypeSpec) -> tf.TypeSpec | None:
     """A spec of one replica's rows, however many there are."""
     spec = spec_of_replica(spec)
     if isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape"):
