@@ -24,6 +24,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_dist_ext._keras import tree
+from keras_dist_ext.aliases import TensorNest
 
 __all__ = [
     "DataAdapter",
@@ -155,7 +156,7 @@ def preserve_py_dataset_order() -> Iterator[None]:
         _py_dataset_order.generator = before
 
 
-def first_batch_of_generator(adapter: DataAdapter) -> list[Any]:
+def first_batch_of_generator(adapter: DataAdapter) -> list[TensorNest]:
     """The arrays of a generator's first batch, which Keras has looked at (data_adapters/generator_data_adapter.py)."""
     return [part for part in tree.flatten(adapter._first_batches[0]) if isinstance(part, np.ndarray | tf.Tensor)]
 
@@ -241,9 +242,9 @@ tf.random.shuffle = _shuffle
 
 
 def make_data_adapter(
-    x: Any,
-    y: Any,
-    sample_weight: Any,
+    x: TensorNest,
+    y: TensorNest,
+    sample_weight: TensorNest,
     *,
     batch_size: int | None,
     shuffle: bool,

@@ -32,7 +32,7 @@ def _context() -> Any:
     return context.context()
 
 
-def per_worker_values(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> Any:
+def per_worker_values(strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor]) -> Any:
     """Put one value on each worker of a ParameterServerStrategy: a tensor, or an iterator over a dataset.
 
     TensorFlow's ``create_per_worker_dataset`` (coordinator/values.py, cluster_coordinator.py) gives all workers the

@@ -14,6 +14,8 @@ from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.core.framework.graph_pb2 import GraphDef
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 
+from keras_dist_ext.aliases import SpecNest
+
 __all__ = [
     "GraphDef",
     "NodeDef",
@@ -270,7 +272,7 @@ class WrappedDataset(tf.data.Dataset):  # type: ignore[misc]
         return [self._wrapped]
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> SpecNest:
         """Specs of an element."""
         return self._wrapped.element_spec
 

@@ -35,6 +35,7 @@ from keras_dist_ext._keras import (
 )
 from keras_dist_ext._keras.interception import Step, install, thread
 from keras_dist_ext._keras.strategies import sum_over_replicas
+from keras_dist_ext.aliases import TensorNest
 
 __all__ = ["intercept", "current_step", "local_updates"]
 
@@ -57,12 +58,12 @@ def current_step() -> Step | None:
 
 # keras/src/losses/loss.py: losses are local means; the step makes their sum over replicas exact.
 @install(loss_module, "scale_loss_for_distribution")
-def _(original: Callable[..., Any], step: Step, value: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, value: tf.Tensor) -> Any:
     return value
 
 
 @install(loss_module, "unscale_loss_for_distribution")
-def _(original: Callable[..., Any], step: Step, value: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, value: tf.Tensor) -> Any:
     return value
 
 
@@ -70,9 +71,9 @@ def _(original: Callable[..., Any], step: Step, value: Any) -> Any:
 def _(
     original: Callable[..., Any],
     step: Step,
-    values: Any,
-    sample_weight: Any = None,
-    mask: Any = None,
+    values: tf.Tensor,
+    sample_weight: TensorNest = None,
+    mask: TensorNest = None,
     reduction: str | None = "sum_over_batch_size",
     dtype: Any = None,
 ) -> Any:
@@ -93,13 +94,17 @@ def _(original: Callable[..., Any], step: Step, *args: Any, **kwargs: Any) -> An
 
 # keras/src/metrics/reduction_metrics.py
 @install(reduction_metrics.Mean, "update_state")
-def _(original: Callable[..., Any], step: Step, metric: keras.Metric, values: Any, sample_weight: Any = None) -> Any:
+def _(
+    original: Callable[..., Any], step: Step, metric: keras.Metric, values: tf.Tensor, sample_weight: TensorNest = None
+) -> Any:
     values, sample_weight = step.mean_update(metric, values, sample_weight)
     return original(metric, values, sample_weight=sample_weight)
 
 
 @install(reduction_metrics.Sum, "update_state")
-def _(original: Callable[..., Any], step: Step, metric: keras.Metric, values: Any, sample_weight: Any = None) -> Any:
+def _(
+    original: Callable[..., Any], step: Step, metric: keras.Metric, values: tf.Tensor, sample_weight: TensorNest = None
+) -> Any:
     values, sample_weight = step.sum_update(metric, values, sample_weight)
     return original(metric, values, sample_weight=sample_weight)
 
@@ -118,19 +123,21 @@ for _optimizer_class in (base_optimizer.BaseOptimizer, loss_scale_optimizer.Loss
         step.apply(optimizer, grads, trainable_variables, functools.partial(original, optimizer))
 
     @install(_optimizer_class, "scale_loss")
-    def _(original: Callable[..., Any], step: Step, optimizer: keras.optimizers.Optimizer, loss: Any) -> Any:
+    def _(original: Callable[..., Any], step: Step, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor) -> Any:
         return step.scale_loss(optimizer, loss, functools.partial(original, optimizer))
 
 
 # keras/src/backend/tensorflow/optimizer.py: the step has summed the gradients already.
 @install(tf_optimizer.TFOptimizer, "_all_reduce_sum_gradients")
-def _(original: Callable[..., Any], step: Step, optimizer: keras.optimizers.Optimizer, grads_and_vars: Any) -> Any:
+def _(
+    original: Callable[..., Any], step: Step, optimizer: keras.optimizers.Optimizer, grads_and_vars: TensorNest
+) -> Any:
     return step.all_reduce_gradients(grads_and_vars)
 
 
 # keras/src/backend/tensorflow/core.py
 @install(keras.Variable, "_direct_assign")
-def _(original: Callable[..., Any], step: Step, variable: keras.Variable, value: Any) -> None:
+def _(original: Callable[..., Any], step: Step, variable: keras.Variable, value: tf.Tensor) -> None:
     step.assign(variable, value, functools.partial(original, variable))
 
 
@@ -175,7 +182,14 @@ for _kind in ("uniform", "normal"):
 
 # tensorflow/python/distribute/distribute_lib.py: BatchNormalization(synchronized=True) calls it in the forward pass.
 @install(tf.distribute.ReplicaContext, "all_reduce")
-def _(original: Callable[..., Any], step: Step, context: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
+def _(
+    original: Callable[..., Any],
+    step: Step,
+    context: Any,
+    reduce_op: tf.distribute.ReduceOp | str,
+    value: tf.Tensor,
+    options: Any = None,
+) -> Any:
     return step.all_reduce(reduce_op, value, functools.partial(original, context, options=options))
 
 
@@ -184,13 +198,13 @@ def _(original: Callable[..., Any], step: Step, context: Any, reduce_op: Any, va
 def _(
     original: Callable[..., Any],
     step: Step,
-    tape: Any,
-    target: Any,
-    sources: Any,
-    output_gradients: Any = None,
+    tape: tf.GradientTape,
+    target: TensorNest,
+    sources: TensorNest,
+    output_gradients: TensorNest = None,
     **kwargs: Any,
 ) -> Any:
-    def gradient(target: Any, output_gradients: Any) -> Any:
+    def gradient(target: TensorNest, output_gradients: TensorNest) -> TensorNest:
         before, thread.is_differentiating = is_inner, True
         try:
             return original(tape, target, sources, output_gradients, **kwargs)
@@ -208,8 +222,16 @@ def _(
 
 # It is made by calls of `gradient` in a loop, where replicas cannot meet.
 @install(tf.GradientTape, "jacobian")
-def _(original: Callable[..., Any], step: Step, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-    def jacobian() -> Any:
+def _(
+    original: Callable[..., Any],
+    step: Step,
+    tape: tf.GradientTape,
+    target: TensorNest,
+    sources: TensorNest,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    def jacobian() -> TensorNest:
         with intercept(None):
             return original(tape, target, sources, *args, **kwargs)
 
@@ -218,7 +240,7 @@ def _(original: Callable[..., Any], step: Step, tape: Any, target: Any, sources:
 
 
 @install(tf.GradientTape, "batch_jacobian")
-def _(original: Callable[..., Any], step: Step, tape: Any, *args: Any, **kwargs: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, tape: tf.GradientTape, *args: Any, **kwargs: Any) -> Any:
     with intercept(None):
         return original(tape, *args, **kwargs)
 
@@ -232,8 +254,8 @@ _KERAS_STEP = tf_trainer.TensorFlowTrainer.train_step.__code__
 def _(
     original: Callable[..., Any],
     step: Step,
-    per_example_loss: Any,
-    sample_weight: Any = None,
+    per_example_loss: tf.Tensor,
+    sample_weight: TensorNest = None,
     global_batch_size: Any = None,
 ) -> Any:
     rows = tf.shape(per_example_loss)[0] if global_batch_size is None else global_batch_size
@@ -241,13 +263,13 @@ def _(
 
 
 @install(tf.nn, "scale_regularization_loss")
-def _(original: Callable[..., Any], step: Step, regularization_loss: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, regularization_loss: tf.Tensor) -> Any:
     return tf.reduce_sum(regularization_loss)
 
 
 # keras/src/losses/losses.py: Dice and Tversky divide sums over all rows by each other, which is no mean over rows.
 @install(losses_module.LossFunctionWrapper, "call")
-def _(original: Callable[..., Any], step: Step, loss: Any, y_true: Any, y_pred: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, loss: tf.Tensor, y_true: TensorNest, y_pred: TensorNest) -> Any:
     for keras_own, over_all in ((losses_module.dice, _dice), (losses_module.tversky, _tversky)):
         if loss.fn is keras_own:
             loss = losses_module.LossFunctionWrapper(functools.partial(over_all, keras_own), **loss._fn_kwargs)
@@ -255,7 +277,7 @@ def _(original: Callable[..., Any], step: Step, loss: Any, y_true: Any, y_pred: 
     return original(loss, y_true, y_pred)
 
 
-def _dice(keras_own: Any, y_true: Any, y_pred: Any, axis: Any = None) -> Any:
+def _dice(keras_own: Any, y_true: TensorNest, y_pred: TensorNest, axis: Any = None) -> tf.Tensor:
     if not _spans_rows(y_pred, axis):
         return keras_own(y_true, y_pred, axis=axis)
     y_true = tf.cast(y_true, y_pred.dtype)
@@ -263,7 +285,9 @@ def _dice(keras_own: Any, y_true: Any, y_pred: Any, axis: Any = None) -> Any:
     return 1 - 2 * both / (true + predicted + keras.backend.epsilon())
 
 
-def _tversky(keras_own: Any, y_true: Any, y_pred: Any, alpha: float = 0.5, beta: float = 0.5, axis: Any = None) -> Any:
+def _tversky(
+    keras_own: Any, y_true: TensorNest, y_pred: TensorNest, alpha: float = 0.5, beta: float = 0.5, axis: Any = None
+) -> tf.Tensor:
     if not _spans_rows(y_pred, axis):
         return keras_own(y_true, y_pred, alpha=alpha, beta=beta, axis=axis)
     y_true = tf.cast(y_true, y_pred.dtype)
@@ -272,7 +296,7 @@ def _tversky(keras_own: Any, y_true: Any, y_pred: Any, alpha: float = 0.5, beta:
     return 1 - both / (both + alpha * missed + beta * wrong + keras.backend.epsilon())
 
 
-def _spans_rows(y_pred: Any, axis: Any) -> bool:
+def _spans_rows(y_pred: TensorNest, axis: Any) -> bool:
     return axis is None or any(place % len(y_pred.shape) == 0 for place in tree.flatten(axis))
 
 
@@ -287,7 +311,7 @@ def _(original: Callable[..., Any], step: Step, function: Callable[..., Any], *a
 def _(
     original: Callable[..., Any],
     step: Step,
-    pred: Any,
+    pred: tf.Tensor,
     true_fn: Any = None,
     false_fn: Any = None,
     strict: bool = False,
@@ -297,7 +321,7 @@ def _(
     if others or not hasattr(step, "cond") or not (callable(true_fn) and callable(false_fn)):
         return original(pred, true_fn, false_fn, strict, name, **others)
 
-    def branch(pred: Any, true: Any, false: Any) -> Any:
+    def branch(pred: tf.Tensor, true: Any, false: Any) -> TensorNest:
         return original(pred, true, false, strict=strict or true is not true_fn, name=name)
 
     return step.cond(branch, pred, true_fn, false_fn)
@@ -309,7 +333,7 @@ def _(
     step: Step,
     cond: Any,
     body: Any,
-    loop_vars: Any,
+    loop_vars: TensorNest,
     shape_invariants: Any = None,
     *others: Any,
     **options: Any,

@@ -18,6 +18,7 @@ from keras.src.layers.pooling.base_pooling import BasePooling
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.interception import Step, install
 from keras_dist_ext._keras.strategies import sum_over_replicas
+from keras_dist_ext.aliases import TensorNest
 
 __all__: list[str] = []
 
@@ -26,7 +27,7 @@ __all__: list[str] = []
 for _op_name in ("conv", "conv_transpose", "depthwise_conv", "separable_conv", "max_pool"):
 
     @install(tf_nn, _op_name)
-    def _(original: Callable[..., Any], step: Step, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _(original: Callable[..., Any], step: Step, inputs: TensorNest, *args: Any, **kwargs: Any) -> Any:
         return step.on_rows(inputs, lambda rows: original(rows, *args, **kwargs))
 
 
@@ -34,7 +35,7 @@ for _op_name in ("conv", "conv_transpose", "depthwise_conv", "separable_conv", "
 for _layer_class in (Conv1D, BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv, BasePooling):
 
     @install(_layer_class, "call")
-    def _(original: Callable[..., Any], step: Step, layer: keras.Layer, inputs: Any) -> Any:
+    def _(original: Callable[..., Any], step: Step, layer: keras.Layer, inputs: TensorNest) -> Any:
         return step.on_rows(inputs, lambda rows: original(layer, rows))
 
 
@@ -43,7 +44,7 @@ for _layer_class in (Conv1D, BaseConv, BaseConvTranspose, BaseDepthwiseConv, Bas
 def _(
     original: Callable[..., Any],
     step: Step,
-    target: Any,
+    target: TensorNest,
     output: Any,
     target_length: Any,
     output_length: Any,
@@ -61,12 +62,12 @@ def _(
 
 # keras/src/layers/normalization/batch_normalization.py: with a mask, Keras' moments are those of a replica's own rows.
 @install(keras.layers.BatchNormalization, "_moments")
-def _(original: Callable[..., Any], step: Step, layer: keras.Layer, inputs: Any, mask: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, layer: keras.Layer, inputs: TensorNest, mask: TensorNest) -> Any:
     if mask is None or not layer.synchronized:
         return original(layer, inputs, mask)
     is_valid = tf.broadcast_to(tf.cast(tf.expand_dims(mask, -1), tf.bool), tf.shape(inputs))
 
-    def sums(*values: Any) -> list[Any]:
+    def sums(*values: tf.Tensor) -> list[tf.Tensor]:
         return sum_over_replicas([tf.reduce_sum(value, layer._reduction_axes, keepdims=True) for value in values])
 
     total, count = sums(tf.where(is_valid, inputs, 0), tf.cast(is_valid, inputs.dtype))
@@ -86,7 +87,7 @@ def _(original: Callable[..., Any], step: Step, layer: keras.Layer, *args: Any, 
 
 # keras/src/backend/tensorflow/numpy.py: takes what has no rows for the vector of a bias, since 0 is no more than 1.
 @install(tf_numpy, "add")
-def _(original: Callable[..., Any], step: Step, x1: Any, x2: Any) -> Any:
+def _(original: Callable[..., Any], step: Step, x1: tf.Tensor, x2: tf.Tensor) -> Any:
     if 0 not in (getattr(x2, "shape", None) or ()):
         return original(x1, x2)
     dtype = keras.backend.result_type(*(getattr(x, "dtype", type(x)) for x in (x1, x2)))

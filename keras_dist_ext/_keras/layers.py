@@ -11,6 +11,7 @@ from keras.src.backend.common import masking
 from keras.src.backend.common.name_scope import current_path
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext.aliases import TensorNest
 
 __all__ = [
     "copy_mask",
@@ -74,7 +75,7 @@ def clear_losses(layer: keras.Layer) -> None:
     layer._clear_losses()
 
 
-def call_with_training(layer: keras.Layer, inputs: Any, *, training: bool) -> Any:
+def call_with_training(layer: keras.Layer, inputs: TensorNest, *, training: bool) -> TensorNest:
     """Call a layer or model, with ``training`` where it takes it, as Keras does (backend/tensorflow/trainer.py)."""
     return layer(inputs, training=training) if layer._call_has_training_arg else layer(inputs)
 

@@ -12,11 +12,12 @@ from keras.src.trainers import compile_utils
 
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.interception import patched
+from keras_dist_ext.aliases import TensorNest
 
 __all__ = ["apply_mask", "without_parts"]
 
 
-def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str | None) -> Any:
+def apply_mask(sample_weight: TensorNest, mask: TensorNest, dtype: Any, reduction: str | None) -> TensorNest:
     """Merge a mask into sample weights as keras/src/losses/loss.py does."""
     return loss_module.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
 
@@ -32,14 +33,16 @@ def without_parts(parts: Collection[str]) -> Iterator[None]:
     """
     reduce_values = loss_module.reduce_weighted_values
 
-    def reduce_all_alike(values: Any, sample_weight: Any = None, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def reduce_all_alike(
+        values: tf.Tensor, sample_weight: TensorNest = None, mask: TensorNest = None, *args: Any, **kwargs: Any
+    ) -> Any:
         kept = (None if "weights" in parts else sample_weight, None if "masks" in parts else mask)
         return reduce_values(values, *kept, *args, **kwargs)
 
-    def moving(layer: keras.Layer, inputs: Any, mask: Any) -> tuple[Any, Any]:
+    def moving(layer: keras.Layer, inputs: TensorNest, mask: TensorNest) -> tuple[Any, Any]:
         return tuple(tf.cast(v.value, inputs.dtype) for v in (layer.moving_mean, layer.moving_variance))
 
-    def mean_square(_: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    def mean_square(_: Any, y_true: TensorNest, y_pred: TensorNest, sample_weight: TensorNest = None) -> Any:
         outputs = [tf.cast(y, tf.float32) for y in tree.flatten(y_pred) if tf.as_dtype(y.dtype).is_floating]
         means = [tf.math.divide_no_nan(tf.reduce_sum(y * y), tf.cast(tf.size(y), tf.float32)) for y in outputs]
         return loss_module.scale_loss_for_distribution(tf.add_n(means))

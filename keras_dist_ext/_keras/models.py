@@ -15,6 +15,7 @@ from keras.src.models.functional import Functional as KerasFunctional
 from keras.src.models.model import functional_init_arguments
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext.aliases import TensorNest
 
 __all__ = [
     "KerasFunctional",
@@ -46,7 +47,7 @@ class HookedModel(keras.Model):  # type: ignore[misc]
     backend/tensorflow/layer.py, trackable.py and saving/keras_saveable.py have the others.
     """
 
-    def _build_for_run(self, iterator: Any, batch: Any) -> None:
+    def _build_for_run(self, iterator: Any, batch: TensorNest) -> None:
         """Build the model, its metrics and its optimizer for an epoch iterator, or for a batch where that is None."""
         super()._maybe_symbolic_build(iterator, batch)
 
@@ -74,7 +75,7 @@ class HookedModel(keras.Model):  # type: ignore[misc]
         """Return the model of a file that Keras has pickled, which it itself would ``load`` so."""
         return load(file)
 
-    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: TensorNest = None) -> None:
         self._build_for_run(iterator, data_batch)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
@@ -144,7 +145,9 @@ def metric_results(model: keras.Model, logs: Any) -> dict[str, npt.NDArray[Any]]
     return dict(leaves(results, "")) if isinstance(results, dict) else {}
 
 
-def compute_loss(model: keras.Model, *, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> tf.Tensor:
+def compute_loss(
+    model: keras.Model, *, x: TensorNest, y: TensorNest, y_pred: TensorNest, sample_weight: TensorNest, training: bool
+) -> tf.Tensor:
     """The loss of a step, as Keras' own steps compute it (keras/src/trainers/trainer.py, ``_compute_loss``).
 
     It leaves out ``training`` where ``compute_loss`` is a user's own that does not take it.
@@ -152,7 +155,7 @@ def compute_loss(model: keras.Model, *, x: Any, y: Any, y_pred: Any, sample_weig
     return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
 
 
-def update_loss_tracker(model: keras.Model, loss: Any, num_examples: Any) -> None:
+def update_loss_tracker(model: keras.Model, loss: tf.Tensor, num_examples: tf.Tensor) -> None:
     """Log the loss of a step, as Keras' own steps do (keras/src/backend/tensorflow/trainer.py)."""
     model._loss_tracker.update_state(loss, sample_weight=num_examples)
 
@@ -167,12 +170,12 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
-def build_from_batch(model: keras.Model, batch: Any) -> None:
+def build_from_batch(model: keras.Model, batch: TensorNest) -> None:
     """Build a model, its metrics and its optimizer as ``fit`` does (trainer.py, ``_symbolic_build``)."""
     model._symbolic_build(data_batch=batch)
 
 
-def build_as_fit(model: HookedModel, batch: Any) -> None:
+def build_as_fit(model: HookedModel, batch: TensorNest) -> None:
     """Have a model of ours build itself for a batch, as for a run (backend/tensorflow/trainer.py)."""
     model._maybe_symbolic_build(data_batch=batch)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import attributes
 from keras_dist_ext._keras.variables import components
+from keras_dist_ext.aliases import Gradient
 
 __all__ = [
     "inner_optimizer",
@@ -125,7 +125,7 @@ class GradientSlots:
             made = [optimizer.add_variable_from_reference(v, name="kept_gradient") for v in trained]
             self.pairs = list(zip(trained, made, strict=True))
 
-    def _update_step(self, gradient: Any, variable: keras.Variable, learning_rate: Any) -> None:
+    def _update_step(self, gradient: Gradient, variable: keras.Variable, learning_rate: tf.Tensor) -> None:
         _, kept = self.pairs[self._optimizer._get_variable_index(variable)]
         if self.are_given:
             gradient = kept.value

@@ -45,7 +45,7 @@ def _hook_saves(owner: Any, name: str, *, makes_parents: bool | None = None) -> 
         return
 
     @functools.wraps(original)
-    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    def save(model: keras.Model, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(model, HookedModel):
             return original(model, filepath, *args, **kwargs)
         makes = not kwargs.get("zipped", True) if makes_parents is None else makes_parents

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext.aliases import SpecNest
 
 __all__ = [
     "make_mirrored",
@@ -72,13 +73,13 @@ def seen_as_one_replica() -> Iterator[None]:
 _thread = threading.local()
 
 
-def sum_over_replicas(values: list[Any]) -> list[Any]:
+def sum_over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
     """Sum each value over all replicas, from within the current one."""
     context = tf.distribute.get_replica_context()
     return list(context.all_reduce(tf.distribute.ReduceOp.SUM, values))
 
 
-def regroup(values: Sequence[Any]) -> Any:
+def regroup(values: Sequence[tf.Tensor]) -> Any:
     """One value a local replica, as what ``strategy.run`` and ``merge_call`` take (distribute_utils.py)."""
     from tensorflow.python.distribute import distribute_utils
 
@@ -114,7 +115,7 @@ def has_several_workers(strategy: tf.distribute.Strategy) -> bool:
     return bool(strategy.extended._in_multi_worker_mode())
 
 
-def spec_of_replica(spec: Any) -> Any:
+def spec_of_replica(spec: SpecNest) -> SpecNest:
     """The spec of the first replica's value where TensorFlow has distributed it (distribute/values.py), or the spec."""
     return spec._value_specs[0] if hasattr(spec, "_value_specs") else spec
 

@@ -24,6 +24,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.interception import thread
+from keras_dist_ext.aliases import SpecNest, TensorNest
 
 __all__ = [
     "AsideTrace",
@@ -73,10 +74,10 @@ class AsideTrace:
         graph: that it was traced to.
     """
 
-    def __init__(self, function: Callable[[Any], Any], spec: Any) -> None:
+    def __init__(self, function: Callable[[Any], Any], spec: SpecNest) -> None:
         specs = [one for one in keras.tree.flatten(spec) if one is not None]
 
-        def traced(*leaves: Any) -> None:
+        def traced(*leaves: tf.Tensor) -> None:
             given = iter(leaves)
             function(keras.tree.map_structure(lambda one: None if one is None else next(given), spec))
 
@@ -84,7 +85,7 @@ class AsideTrace:
         self._feeds = self._wrapped.inputs[: len(tf.nest.flatten(specs, expand_composites=True))]
         self.graph = self._wrapped.graph
 
-    def evaluate(self, values: Sequence[tf.Tensor], batches: Sequence[Any]) -> list[list[tf.Tensor]]:
+    def evaluate(self, values: Sequence[tf.Tensor], batches: Sequence[TensorNest]) -> list[list[tf.Tensor]]:
         """Compute tensors of the graph for each of some batches."""
         pruned = self._wrapped.prune(self._feeds, list(values))
         assigns = b"Assign" in pruned.graph.as_graph_def().SerializeToString()
@@ -200,7 +201,7 @@ def run_independently(value: tf.Tensor) -> None:
         manager.run_independently(value.op)
 
 
-def in_branch(graph: Any) -> bool:
+def in_branch(graph: tf.Graph) -> bool:
     """Whether the code being traced is in a branch or a loop of a graph (ops/control_flow_v2_func_graphs.py)."""
     here = tf_ops.get_default_graph()
     while here is not None and here is not graph:
@@ -222,13 +223,13 @@ def in_xla() -> bool:
     return bool(control_flow_util.GraphOrParentsInXlaContext(tf_ops.get_default_graph()))
 
 
-def is_differentiated(values: Sequence[Any]) -> bool:
+def is_differentiated(values: Sequence[tf.Tensor]) -> bool:
     """Whether a tape of this thread records what is computed from some values (python/eager/record.py)."""
     dense = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
     return bool(record.should_record_backprop(dense))
 
 
-def know_variables(graph: Any) -> None:
+def know_variables(graph: tf.Graph) -> None:
     """Have a scratch graph know its variables, as that of a tf.function does (python/framework/func_graph.py)."""
     graph.variables = graph._watched_variables
 

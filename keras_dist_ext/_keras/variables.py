@@ -40,7 +40,7 @@ def tf_variable(variable: Variable) -> tf.Variable:
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
-def local_component(variable: Variable) -> Any:
+def local_component(variable: Variable) -> Variable:
     """The copy of a mirrored ``tf.Variable`` that belongs to the current replica (values.py)."""
     value = tf_variable(variable)
     return value._get_on_device_or_primary() if hasattr(value, "_get_on_device_or_primary") else value
@@ -52,18 +52,18 @@ def is_sync_on_read(variable: Variable) -> bool:
     return getattr(value, "synchronization", None) == tf.VariableSynchronization.ON_READ and hasattr(value, "_values")
 
 
-def components(variable: Variable) -> tuple[Any, ...]:
+def components(variable: Variable) -> tuple[Variable, ...]:
     """The copies of a variable on this worker's replicas, or the variable itself (values.py)."""
     value = tf_variable(variable)
     return tuple(getattr(value, "_values", (value,)))
 
 
-def distributed_variable(variable: Variable) -> Any:
+def distributed_variable(variable: Variable) -> Variable:
     """The mirrored variable that a copy of it belongs to, or the variable itself (distribute_utils.py)."""
     return distribute_utils.value_container(variable)
 
 
-def parameter_server_variable(variable: Variable) -> Any:
+def parameter_server_variable(variable: Variable) -> Variable:
     """What a parameter server holds, which is what graphs know of a variable; or the variable itself (ps_values.py)."""
     return getattr(variable, "_v", variable)
 
@@ -129,7 +129,7 @@ class NamedVariable:
             "shape": initial_value.shape,
             "shared_name": f"keras_dist_ext_{uuid.uuid4().hex}",
         }
-        self.handle: Any = tf.raw_ops.VarHandleOp(**self._named)
+        self.handle: tf.Tensor = tf.raw_ops.VarHandleOp(**self._named)
         self.handle._handle_data = handle_data_util.create_handle_data(initial_value.shape, initial_value.dtype)
         self._deleter = resource_variable_ops.EagerResourceDeleter(self.handle, self.handle.device)
         tf.raw_ops.AssignVariableOp(resource=self.handle, value=initial_value)
@@ -144,7 +144,7 @@ class NamedVariable:
         """Read it, eagerly; methods of variables take several times as long."""
         return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self._named["dtype"])
 
-    def assign(self, value: Any) -> None:
+    def assign(self, value: tf.Tensor) -> None:
         """Set it, eagerly."""
         tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
 

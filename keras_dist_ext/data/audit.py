@@ -22,6 +22,7 @@ from keras_dist_ext import arguments
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.datasets import local_datasets, with_seeds
 from keras_dist_ext._keras.strategies import first_replica, num_local_replicas
+from keras_dist_ext.aliases import SpecNest, TensorNest
 from keras_dist_ext.data import split as data
 from keras_dist_ext.data.audit_findings import findings_of
 from keras_dist_ext.data.dataset_graph import read_graph
@@ -266,7 +267,7 @@ def _as_stock(
         yield step + [np.zeros(0, np.int64)] * (num_local - len(step))
 
 
-def _named(name: Any, batch: Any, spec: Any) -> Ids:
+def _named(name: Any, batch: TensorNest, spec: SpecNest) -> Ids:
     """The ids of the rows of a batch."""
     batch = data.without_optionals(batch)
     named = np.asarray(name(*batch) if isinstance(spec, tuple) else name(batch))
@@ -279,7 +280,7 @@ def _named(name: Any, batch: Any, spec: Any) -> Ids:
     return named.astype(np.int64).ravel()
 
 
-def _content(*batch: Any) -> Ids:
+def _content(*batch: TensorNest) -> Ids:
     """Name each row by a hash of what it holds."""
     leaves = [leaf for leaf in tree.flatten(batch) if leaf is not None]
     rows: list[Any] = [hashlib.blake2b(digest_size=8) for _ in range(int(data.num_rows(batch)))]

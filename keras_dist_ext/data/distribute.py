@@ -11,6 +11,7 @@ from keras_dist_ext import arguments
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.datasets import WrappedDataset, auto_shard, with_seeds
 from keras_dist_ext._keras.strategies import first_replica, is_default_strategy, num_local_replicas
+from keras_dist_ext.aliases import SpecNest, TensorNest
 from keras_dist_ext.data import split as data
 from keras_dist_ext.data.dataset_graph import DatasetGraph, read_graph
 from keras_dist_ext.data.sharding_findings import findings_of
@@ -66,7 +67,7 @@ class SharedDataset(WrappedDataset):
     def __str__(self) -> str:
         return "\n".join([f"{self.policy}: {self.reason}", *map(str, self.findings)])
 
-    def per_replica(self) -> Any:
+    def per_replica(self) -> TensorNest:
         """Return the same batches for a loop of your own: `for batch in shared.per_replica(): strategy.run(step, ...)`.
 
         Each replica gets the rows that it gets in `fit`, also of a batch that does not divide evenly, and none where a
@@ -92,12 +93,12 @@ class SharedDataset(WrappedDataset):
         plainly = tf.autograph.experimental.do_not_convert
         first, num_shares = (0, num_local) if own else (first_replica(strategy), strategy.num_replicas_in_sync)
 
-        def shares(*batch: Any) -> tf.data.Dataset:
+        def shares(*batch: TensorNest) -> tf.data.Dataset:
             whole = batch if isinstance(self.element_spec, tuple) else batch[0]
             rows = data.num_rows(whole)
             share = rows // num_shares if isinstance(rows, int) and rows % num_shares == 0 else None
 
-            def of_replica(local: tf.Tensor) -> Any:
+            def of_replica(local: tf.Tensor) -> TensorNest:
                 part = data.replica_rows(whole, first + tf.cast(local, tf.int32), num_shares)
                 return tree.map_structure(lambda leaf: _with_rows(leaf, share), part)
 
@@ -106,7 +107,7 @@ class SharedDataset(WrappedDataset):
         return strategy.distribute_datasets_from_function(lambda context: self.flat_map(plainly(shares)))
 
 
-def _with_rows(leaf: Any, rows: int | None) -> Any:
+def _with_rows(leaf: tf.Tensor, rows: int | None) -> tf.Tensor:
     """Let the graph know how many rows a share has; XLA and TPUs need to."""
     if rows is not None and isinstance(leaf, tf.Tensor) and leaf.shape.rank:
         leaf.set_shape([rows, *leaf.shape[1:]])
@@ -293,7 +294,7 @@ def _rows_of_batch(dataset: tf.data.Dataset, graph: DatasetGraph | None) -> int 
     return shapes[0][0] if shapes and shapes[0].rank else None
 
 
-def _described(spec: Any) -> str:
+def _described(spec: SpecNest) -> str:
     leaves = [leaf for leaf in tree.flatten(spec) if hasattr(leaf, "shape")]
     return ", ".join(f"{leaf.dtype.name}{leaf.shape}" for leaf in leaves[:3])
 

@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.datasets import with_seeds
+from keras_dist_ext.aliases import SpecNest, TensorNest
 from keras_dist_ext.data.bucket_plan import BatchSize
 from keras_dist_ext.data.dataset_graph import read_graph
 from keras_dist_ext.data.sources import as_dataset, is_batched
@@ -82,7 +83,7 @@ class Pools:
             measured = length or (lambda *example: ())
             spec = examples.element_spec
 
-            def with_length(*example: Any) -> tuple[Any, Any]:
+            def with_length(*example: TensorNest) -> tuple[Any, Any]:
                 given = _whole(example, spec)
                 return given, measured(*given) if isinstance(given, tuple) else measured(given)
 
@@ -132,7 +133,7 @@ class Pools:
             rows.set_shape([None])
             splits.set_shape([None])
 
-            def batch(i: tf.Tensor) -> Any:
+            def batch(i: tf.Tensor) -> TensorNest:
                 of_batch = rows[splits[i] : splits[i + 1]]
                 return self._padded(pool[0], of_batch)
 
@@ -141,7 +142,7 @@ class Pools:
 
         return self._pools.enumerate().flat_map(_plainly(of_pool))
 
-    def _lay_out(self, spec: Any, padding_value: Any, sequences: Sequence[str] | None, was_padded: bool) -> None:
+    def _lay_out(self, spec: SpecNest, padding_value: Any, sequences: Sequence[str] | None, was_padded: bool) -> None:
         """Find out which leaves are sequences, and what they are padded with."""
         leaves = _leaves_with_paths(spec)
         features = [path for path, _ in leaves if not isinstance(spec, tuple) or path.partition("/")[0] == "0"]
@@ -178,7 +179,7 @@ class Pools:
             leaf = leaf.to_tensor(value)
         return _unpadded_lengths(leaf, value)
 
-    def _padded(self, pool: Any, rows: tf.Tensor) -> Any:
+    def _padded(self, pool: Any, rows: tf.Tensor) -> tf.Tensor:
         """The rows of a batch, with no more padding than they need."""
         taken = {path: self._dense(path, tf.gather(leaf, rows)) for path, leaf in _leaves_with_paths(pool)}
         if self._is_padded:  # all to the same length: a leaf that runs along may hold values that look like padding
@@ -215,17 +216,17 @@ def _examples(data: Any, seed: int) -> tuple[tf.data.Dataset, bool]:
     return dataset.unbatch(), not is_ragged
 
 
-def _without_missing(data: Any) -> Any:
+def _without_missing(data: Any) -> TensorNest:
     """What `fit` takes as ``(x, y, None)`` has no weights."""
     while isinstance(data, tuple) and data and data[-1] is None:
         data = data[:-1]
     return data
 
 
-def _as_tensors(data: Any) -> Any:
+def _as_tensors(data: Any) -> TensorNest:
     """Arrays in memory as tensors, lists of arrays as RaggedTensors."""
 
-    def convert(value: Any) -> Any:
+    def convert(value: TensorNest) -> TensorNest:
         if isinstance(value, (tf.RaggedTensor, tf.Tensor)):
             return value
         is_list = isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object)
@@ -233,7 +234,7 @@ def _as_tensors(data: Any) -> Any:
             return _ragged([np.asarray(row) for row in value])
         return tf.convert_to_tensor(value)
 
-    def walk(value: Any) -> Any:
+    def walk(value: TensorNest) -> TensorNest:
         if isinstance(value, dict):
             return {key: walk(inner) for key, inner in value.items()}
         if isinstance(value, tuple):
@@ -261,7 +262,7 @@ def _num_examples(data: Any) -> int:
     return next(iter(counts.values()))
 
 
-def _whole(arguments: tuple[Any, ...], spec: Any) -> Any:
+def _whole(arguments: tuple[Any, ...], spec: SpecNest) -> Any:
     """An element from the arguments of a function given to `map`."""
     return arguments if isinstance(spec, tuple) else arguments[0]
 
@@ -295,7 +296,7 @@ def _padded_sequences(leaves: list[tuple[str, tf.TypeSpec]], features: list[str]
 
 
 def _values(
-    padding_value: Any, spec: Any, leaves: list[tuple[str, tf.TypeSpec]], features: list[str]
+    padding_value: Any, spec: SpecNest, leaves: list[tuple[str, tf.TypeSpec]], features: list[str]
 ) -> dict[str, Any]:
     if isinstance(padding_value, (dict, tuple, list)):
         by_path = dict(_leaves_with_paths(padding_value))

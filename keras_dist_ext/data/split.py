@@ -12,13 +12,14 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from keras_dist_ext._keras import tree
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.data.graph_checks import require
 from keras_dist_ext.errors import DataError
 
 __all__ = ["num_rows", "replica_rows", "take_rows", "without_optionals"]
 
 
-def num_rows(data: Any) -> int | tf.Tensor:
+def num_rows(data: TensorNest) -> int | tf.Tensor:
     """Count the rows of a batch: an int where the shape is static, else a scalar int32 tensor.
 
     Raises:
@@ -33,7 +34,7 @@ def num_rows(data: Any) -> int | tf.Tensor:
     return _count(leaves[0])
 
 
-def _count(leaf: Any) -> int | tf.Tensor:
+def _count(leaf: tf.Tensor) -> int | tf.Tensor:
     if leaf.shape[0] is not None:
         return int(leaf.shape[0])
     if isinstance(leaf, tf.RaggedTensor):
@@ -43,11 +44,11 @@ def _count(leaf: Any) -> int | tf.Tensor:
     return tf.shape(leaf)[0]
 
 
-def _has_rows(leaf: Any) -> bool:
+def _has_rows(leaf: tf.Tensor) -> bool:
     return getattr(leaf, "shape", None) is not None and leaf.shape.rank is not None and leaf.shape.rank > 0
 
 
-def replica_rows(data: Any, replica: int, num_replicas: int) -> Any:
+def replica_rows(data: TensorNest, replica: int, num_replicas: int) -> TensorNest:
     """Return the contiguous rows of ``data`` that belong to ``replica``.
 
     Rows are split as evenly as possible: replica r has rows [r N // R, (r + 1) N // R). With fewer rows than replicas
@@ -61,7 +62,7 @@ def replica_rows(data: Any, replica: int, num_replicas: int) -> Any:
     rows = _rows_of_all(data)
     start, stop = replica * rows // num_replicas, (replica + 1) * rows // num_replicas
 
-    def cut(leaf: Any) -> Any:
+    def cut(leaf: tf.Tensor) -> tf.Tensor:
         if not _has_rows(leaf):
             return leaf
         if isinstance(leaf, tf.SparseTensor):
@@ -74,7 +75,7 @@ def replica_rows(data: Any, replica: int, num_replicas: int) -> Any:
     return tree.map_structure(cut, data)
 
 
-def _rows_of_all(data: Any) -> int | tf.Tensor:
+def _rows_of_all(data: TensorNest) -> int | tf.Tensor:
     """Count the rows, and see that all tensors have as many: now, or when their values are available."""
     named = [(name, leaf) for name, leaf in _named_leaves(data) if _has_rows(leaf)]
     counts = [_count(leaf) for _, leaf in named]
@@ -99,7 +100,7 @@ def _unequal(named: list[tuple[str, Any]], counts: list[Any]) -> str:
     )
 
 
-def _named_leaves(data: Any) -> list[tuple[str, Any]]:
+def _named_leaves(data: TensorNest) -> list[tuple[str, Any]]:
     """The leaves of a batch with their names, as ``x/nodes``: by place, or as Keras knows them."""
     is_keras = isinstance(data, tuple | list) and len(data) <= len(_OF_KERAS)
     named = []
@@ -113,7 +114,7 @@ def _named_leaves(data: Any) -> list[tuple[str, Any]]:
 _OF_KERAS = ("x", "y", "sample_weight")
 
 
-def take_rows(data: Any, rows: Sequence[int] | npt.NDArray[Any]) -> Any:
+def take_rows(data: TensorNest, rows: Sequence[int] | npt.NDArray[Any]) -> TensorNest:
     """Take rows of a batch by their numbers, in that order; what has no rows stays.
 
     Raises:
@@ -122,7 +123,7 @@ def take_rows(data: Any, rows: Sequence[int] | npt.NDArray[Any]) -> Any:
     _rows_of_all(data)
     index = tf.constant(rows, tf.int64)
 
-    def take(leaf: Any) -> Any:
+    def take(leaf: tf.Tensor) -> tf.Tensor:
         if not _has_rows(leaf):
             return leaf
         if isinstance(leaf, tf.SparseTensor):
@@ -134,6 +135,6 @@ def take_rows(data: Any, rows: Sequence[int] | npt.NDArray[Any]) -> Any:
     return tree.map_structure(take, data)
 
 
-def without_optionals(data: Any) -> Any:
+def without_optionals(data: TensorNest) -> TensorNest:
     """Turn the ``tf.experimental.Optional`` that Keras' adapters write for a missing leaf back into ``None``."""
     return tree.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)

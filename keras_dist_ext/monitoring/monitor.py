@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext import arguments
+from keras_dist_ext.aliases import Logs
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.monitoring.append_file import checked_flush_seconds
@@ -156,32 +157,32 @@ class ReplicaMonitor(RunCallback):
         arguments.instances("findings", findings, dict, wanted="records of findings", error=MonitorError)
         self._watched().add_findings(kind, findings)
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Refuse models of stock Keras."""
         self._watched()
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Continue at the optimizer's step."""
         self._watched().begin_epoch()
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """End intervals that are complete. Our models call it once per execution."""
         assert self._watch is not None
         self._watch.end_execution()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """End the interval."""
         self._watched().end_epoch()
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Write what is left."""
         self._watched().end_training()
 
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Refuse models of stock Keras; before a validation, write the records of training."""
         self._watched().begin_test()
 
-    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_test_end(self, logs: Logs | None = None) -> None:
         """Write the evaluation."""
         self._watched().end_test()
 

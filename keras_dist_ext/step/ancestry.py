@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_dist_ext._keras.tracing import functions_of_op
-from keras_dist_ext.aliases import Variable
+from keras_dist_ext._keras.variables import Variable
 
 __all__ = [
     "Assignment",

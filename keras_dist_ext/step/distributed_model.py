@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext.aliases import TensorNest, Variable
+from keras_dist_ext._keras.variables import Variable
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.step.seeds import Seeds
 from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.strategy.virtual import VirtualReplicas

@@ -15,7 +15,8 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.optimizers import inner_optimizer, keeps_gradients, optimized_variables
 from keras_dist_ext._keras.tracing import is_differentiated
-from keras_dist_ext.aliases import Gradient, TensorNest, Variable
+from keras_dist_ext._keras.variables import Variable
+from keras_dist_ext.aliases import Gradient, TensorNest
 from keras_dist_ext.step.ancestry import Value, sources, walk_back
 from keras_dist_ext.step.kept_gradients import KeptGradient, KeptGradients
 from keras_dist_ext.step.layer_state import LayerState

@@ -10,8 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras.variables import local_component, tf_variable
-from keras_dist_ext.aliases import Variable
+from keras_dist_ext._keras.variables import Variable, local_component, tf_variable
 from keras_dist_ext.step.all_rows import AllRows
 from keras_dist_ext.step.reduce import scale
 from keras_dist_ext.step.row_weights import RowWeights

@@ -12,8 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.variables import local_component
-from keras_dist_ext.aliases import Variable
+from keras_dist_ext._keras.variables import Variable, local_component
 from keras_dist_ext.step.all_rows import AllRows
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.reducers import Reducer

@@ -17,8 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
-from keras_dist_ext._keras.variables import components, is_sync_on_read, local_component
-from keras_dist_ext.aliases import Gradient, TensorNest, Variable
+from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read, local_component
+from keras_dist_ext.aliases import Gradient, TensorNest
 
 __all__ = ["DATA", "GRADIENTS", "LOSS", "BadStep", "Guard", "ReplicaGuard", "StepGuard"]
 

@@ -8,7 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext.aliases import Gradient, TensorNest, Variable
+from keras_dist_ext._keras.variables import Variable
+from keras_dist_ext.aliases import Gradient, TensorNest
 from keras_dist_ext.step.step_plan import GradientCall
 
 __all__ = ["StepObserver"]

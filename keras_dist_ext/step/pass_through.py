@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.variables import components, local_component
-from keras_dist_ext.aliases import Gradient, TensorNest, Variable
+from keras_dist_ext._keras.variables import Variable, components, local_component
+from keras_dist_ext.aliases import Gradient, TensorNest
 
 __all__ = ["LocalUpdate", "PassThrough", "on_rows"]
 

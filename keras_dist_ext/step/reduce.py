@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras.strategies import regroup
-from keras_dist_ext._keras.variables import components
-from keras_dist_ext.aliases import TensorNest, Variable
+from keras_dist_ext._keras.variables import Variable, components
+from keras_dist_ext.aliases import TensorNest
 
 __all__ = [
     "OrderedSum",

@@ -18,8 +18,7 @@ from keras_dist_ext._keras.hooks import intercept, local_updates
 from keras_dist_ext._keras.layers import preserve_losses
 from keras_dist_ext._keras.strategies import regroup, replica_id
 from keras_dist_ext._keras.tracing import in_xla
-from keras_dist_ext._keras.variables import is_sync_on_read
-from keras_dist_ext.aliases import Variable
+from keras_dist_ext._keras.variables import Variable, is_sync_on_read
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.logs import pooled_result

@@ -29,7 +29,8 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.models import overrides
 from keras_dist_ext._keras.optimizers import inner_optimizer
-from keras_dist_ext.aliases import DType, Gradient, TensorNest, Variable
+from keras_dist_ext._keras.variables import Variable
+from keras_dist_ext.aliases import DType, Gradient, TensorNest
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step import pass_through
 from keras_dist_ext.step.all_rows import AllRows

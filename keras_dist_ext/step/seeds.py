@@ -36,8 +36,8 @@ from keras_dist_ext._keras.layers import attributes, flat_layers, seed_generator
 from keras_dist_ext._keras.random import clone_seed_generator, global_seed_generator
 from keras_dist_ext._keras.saving import Saveable
 from keras_dist_ext._keras.strategies import first_replica, is_default_strategy, strategy_of_variable
-from keras_dist_ext._keras.variables import components
-from keras_dist_ext.aliases import Array, Variable
+from keras_dist_ext._keras.variables import Variable, components
+from keras_dist_ext.aliases import Array
 from keras_dist_ext.errors import SeedError
 from keras_dist_ext.hashing import MODULUS, checked_seed, fold_in, replica_offset
 from keras_dist_ext.strategy.virtual import num_replicas_of

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext.aliases import Variable
+from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.step.means import BatchExponents
 
 __all__ = ["GradientCall", "StalePlan", "StepPlan", "Unplanned"]

@@ -16,8 +16,8 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.optimizers import accumulators_of, ends_accumulation, inner_optimizer
-from keras_dist_ext._keras.variables import local_component
-from keras_dist_ext.aliases import Gradient, Variable
+from keras_dist_ext._keras.variables import Variable, local_component
+from keras_dist_ext.aliases import Gradient
 from keras_dist_ext.step.nan_guard import StepGuard
 
 __all__ = [

@@ -27,8 +27,8 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.layers import get_layer_losses, set_layer_losses
 from keras_dist_ext._keras.tracing import capture_thread_context
-from keras_dist_ext._keras.variables import is_sync_on_read, local_component
-from keras_dist_ext.aliases import TensorNest, Variable
+from keras_dist_ext._keras.variables import Variable, is_sync_on_read, local_component
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.step.distributed_model import DistributedModel

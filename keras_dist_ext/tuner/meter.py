@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras.strategies import num_local_replicas
+from keras_dist_ext.aliases import Logs
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.step.stats import StepRecords
 from keras_dist_ext.training.model import Model
@@ -73,11 +73,11 @@ class Meter(RunCallback):
                 return float(steps.examples.sum() / max(steps.step_seconds.sum(), 1e-9)) / self._local_share
         return float("nan")
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Continue, if it is not the first training of the model."""
         self._train_end = None
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Keep the first executions apart. Our models call it once per execution."""
         self._num_executions += 1
         if self._num_executions <= _FIRST_EXECUTIONS:
@@ -87,20 +87,20 @@ class Meter(RunCallback):
             if records is not None:
                 self._first.append(records)
 
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Start to time the first execution of validation."""
         self._test_start = self._clock()
 
-    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Time the first execution of validation."""
         if self._compile_seconds is None and self._train_start is not None and self._test_start is not None:
             self._compile_seconds = self._clock() - self._test_start
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Count what the epoch has done."""
         self._count()
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Count the rest, and stop the clock."""
         self._count()
         self._train_end = self._clock()

@@ -9,6 +9,7 @@ from typing import Any
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.keras_tuner import keras_tuner
+from keras_dist_ext.aliases import Logs
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.tuner.coupled import CoupledValues
@@ -83,6 +84,6 @@ class _StopAfter(RunCallback):
         super().__init__()
         self._meter, self._seconds = meter, seconds
 
-    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         if self._meter.seconds >= self._seconds:
             self.model.stop_training = True

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras.keras_tuner import keras_tuner
+from keras_dist_ext.aliases import Logs
 from keras_dist_ext.errors import TunerError
 
 __all__ = ["UNREACHED", "MeasuredObjective", "SecondsTo", "Timing", "cost", "examples_per_second", "seconds_to"]
@@ -35,7 +36,7 @@ class MeasuredObjective(keras_tuner.Objective):  # type: ignore[misc]
     def reset(self) -> None:
         """Start another execution."""
 
-    def value(self, logs: dict[str, Any], timing: Timing) -> float:
+    def value(self, logs: Logs, timing: Timing) -> float:
         """Return the value after an epoch.
 
         Args:
@@ -61,7 +62,7 @@ def examples_per_second() -> MeasuredObjective:
 class _Throughput(MeasuredObjective):
     needs_steps = True
 
-    def value(self, logs: dict[str, Any], timing: Timing) -> float:
+    def value(self, logs: Logs, timing: Timing) -> float:
         return timing.examples_per_second
 
     def final_values(self, values: list[float], timing: Timing) -> list[float]:
@@ -100,7 +101,7 @@ class SecondsTo(MeasuredObjective):
         self._reached: float | None = None
         self._gap = float("inf")
 
-    def value(self, logs: dict[str, Any], timing: Timing) -> float:
+    def value(self, logs: Logs, timing: Timing) -> float:
         """Return the seconds, or how far the metric has stayed away."""
         gap = self._sign * (self._target - _logged(logs, self._metric, self.name))
         if self._reached is None and gap <= 0:
@@ -135,11 +136,11 @@ class _Cost(MeasuredObjective):
         super().__init__(f"cost_{quality}_{price:g}", "min")
         self._quality, self._price, self._sign = quality, price, -1.0 if direction == "max" else 1.0
 
-    def value(self, logs: dict[str, Any], timing: Timing) -> float:
+    def value(self, logs: Logs, timing: Timing) -> float:
         return self._sign * _logged(logs, self._quality, self.name) + self._price * timing.seconds
 
 
-def _logged(logs: dict[str, Any], metric: str, objective: str) -> float:
+def _logged(logs: Logs, metric: str, objective: str) -> float:
     if metric not in logs:
         raise TunerError(
             f"The objective {objective} needs {metric!r}, which is not logged; logged are {', '.join(logs)}. Compile "

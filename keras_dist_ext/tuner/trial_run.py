@@ -16,6 +16,7 @@ from keras_dist_ext._keras.keras_tuner import (
     keras_tuner,
     score_of,
 )
+from keras_dist_ext.aliases import Logs
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.monitoring.monitor import ReplicaMonitor
@@ -230,29 +231,29 @@ class ObjectiveLogger(RunCallback):
         """Record the steps of the run."""
         self._meter.on_run_prepare(model)
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Start the meter."""
         self._meter.on_train_begin()
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Measure."""
         self._meter.on_train_batch_end(batch)
 
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Measure."""
         self._meter.on_test_begin()
 
-    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Measure."""
         self._meter.on_test_batch_end(batch)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Measure, and add to the logs."""
         self._meter.on_epoch_end(epoch)
         if logs is not None:
             for objective in self._measured:
                 logs[objective.name] = objective.value(logs, self._meter)
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Stop the meter."""
         self._meter.on_train_end()

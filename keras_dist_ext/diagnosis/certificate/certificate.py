@@ -19,6 +19,7 @@ import tensorflow as tf
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.random import intercept_random_ops
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.diagnosis.certificate.draws import Draws, watch_draws
 from keras_dist_ext.diagnosis.certificate.global_batches import global_batches
@@ -227,7 +228,9 @@ def _finite(value: object) -> Any:
 class _Trial:
     """The run of one certificate."""
 
-    def __init__(self, build_model: Callable[[], Any], strategy: tf.distribute.Strategy, batches: list[Any]) -> None:
+    def __init__(
+        self, build_model: Callable[[], Any], strategy: tf.distribute.Strategy, batches: list[TensorNest]
+    ) -> None:
         self._build_model = build_model
         self._strategy = strategy
         self._batches = batches

@@ -56,7 +56,7 @@ def certify_script(path: str, args: Sequence[str] = (), *, steps: int = 10, allo
             "nothing to compare. If a strategy was meant, build the model inside `with strategy.scope():`."
         )
 
-    def build_model() -> Any:
+    def build_model() -> keras.Model:
         with patched(tf.distribute.Strategy, "scope", lambda self: contextlib.nullcontext(self)):
             return _run(path, args).model
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_dist_ext._keras.layers import current_layer_path
 from keras_dist_ext._keras.random import intercept_dropout, intercept_random_ops
 from keras_dist_ext._keras.strategies import replica_id
-from keras_dist_ext.aliases import StepData
+from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.diagnosis.certificate.sides import Side
 
 __all__ = ["Draws", "watch_draws"]
@@ -83,7 +83,7 @@ class _Watcher:
 
         return _after(tf.numpy_function(note, [tf.reshape(drawn, [-1])[:LOOKED_AT]], tf.int32), drawn)
 
-    def dropout(self, original: Callable[..., Any], inputs: Any, rate: float, *args: Any, **kwargs: Any) -> Any:
+    def dropout(self, original: Callable[..., Any], inputs: TensorNest, rate: float, *args: Any, **kwargs: Any) -> Any:
         """Drop units, and count those that are kept."""
         outputs = original(inputs, rate, *args, **kwargs)
         noise_shape = args[0] if args else kwargs.get("noise_shape")
@@ -91,7 +91,7 @@ class _Watcher:
             return outputs
         layer = _layer()
 
-        def note(kept: Any, total: Any) -> Any:
+        def note(kept: tf.Tensor, total: tf.Tensor) -> Any:
             self._kept[layer, float(rate)].append((int(kept), int(total)))
             return np.int32(0)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.aliases import Array, TensorNest
 from keras_dist_ext.errors import CertificateError
 
 __all__ = ["global_batches"]
@@ -17,7 +17,7 @@ __all__ = ["global_batches"]
 READ_TO_FIND_THE_LAST = 1000  # batches of a dataset; beyond them, the last one is not among those trained on
 
 
-def global_batches(data: object, steps: int, batch_size: int) -> list[Any]:
+def global_batches(data: object, steps: int, batch_size: int) -> list[TensorNest]:
     """Return so many batches to train on, as tensors; data that has fewer is begun again.
 
     Args:
@@ -57,9 +57,9 @@ def global_batches(data: object, steps: int, batch_size: int) -> list[Any]:
     return [batches[i % len(batches)] for i in range(steps)]
 
 
-def _first_and_last(dataset: tf.data.Dataset, steps: int) -> list[Any]:
+def _first_and_last(dataset: tf.data.Dataset, steps: int) -> list[TensorNest]:
     """The first batches, and the last."""
-    batches: list[Any] = []
+    batches: list[TensorNest] = []
     for batch in dataset:
         batches = [*batches[: steps - 1], batch] if len(batches) == steps else [*batches, batch]
     return batches
@@ -71,14 +71,14 @@ def _are_arrays(data: object) -> bool:
     return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
 
 
-def _as_array(leaf: object) -> Any:
+def _as_array(leaf: object) -> Array | None:
     if leaf is None:
         return None
     array = np.asarray(leaf)
     return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
 
 
-def _as_tensor(leaf: object) -> Any:
+def _as_tensor(leaf: object) -> tf.Tensor:
     if leaf is None or isinstance(leaf, tf.SparseTensor | tf.RaggedTensor) or tf.is_tensor(leaf):
         return leaf
     return tf.convert_to_tensor(leaf)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext.aliases import StepData
+from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.diagnosis.certificate.sides import (
     Side,
@@ -127,7 +127,7 @@ class Lockstep:
         for side in (self.one, self.many):
             side.slots = list(zip(self._slots, side.optimizer_variables(), strict=True))
 
-    def train_freely(self, batches: Sequence[Any], start: State) -> tuple[float, float]:
+    def train_freely(self, batches: Sequence[TensorNest], start: State) -> tuple[float, float]:
         """Train from a state without taking over any in between.
 
         Returns:

@@ -24,7 +24,7 @@ from keras_dist_ext._keras.models import begin_fit, build_as_fit, build_from_bat
 from keras_dist_ext._keras.optimizers import GradientSlots, inner_optimizer, optimized_variables, slots_by_attribute
 from keras_dist_ext._keras.strategies import is_default_strategy, regroup
 from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
-from keras_dist_ext.aliases import Array, StepData
+from keras_dist_ext.aliases import Array, StepData, TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_variables
@@ -107,7 +107,7 @@ class Side:
                 if variable.dtype.is_floating:
                     yield "state", f"{layer.path or layer.name}/{name}", variable
 
-    def optimizer_variables(self) -> Iterator[Any]:
+    def optimizer_variables(self) -> Iterator[Variable]:
         """What optimizers keep: momenta, counts; not what was added to see the gradients."""
         kept = {id(gradient) for _, gradient in self._gradients()}
         for _, optimizer in optimizers(self.model):
@@ -148,7 +148,7 @@ class Side:
             for copy in components(variable):
                 copy.assign(value)
 
-    def _variables(self) -> list[Any]:
+    def _variables(self) -> list[Variable]:
         return [*(v for _, _, v in self.compared), *self.optimizer_variables()]
 
     def build_optimizers(self, batch: StepData, bounds: Sequence[int]) -> None:
@@ -161,7 +161,12 @@ class Side:
     # Steps
 
     def step(
-        self, batch: Any, bounds: Sequence[int], *, without: Collection[str] = (), gradients: Values | None = None
+        self,
+        batch: TensorNest,
+        bounds: Sequence[int],
+        *,
+        without: Collection[str] = (),
+        gradients: Values | None = None,
     ) -> dict[Part, tuple[Array, ...]]:
         """Make one step.
 
@@ -220,7 +225,7 @@ class Side:
         """Have the next step traced anew."""
         self._functions.clear()
 
-    def split(self, batch: StepData, bounds: Sequence[int]) -> Any:
+    def split(self, batch: StepData, bounds: Sequence[int]) -> TensorNest:
         """Cut a batch as TensorFlow hands it to replicas."""
         parts = [rows_between(batch, start, stop) for start, stop in itertools.pairwise(bounds)]
         return tree.map_structure(lambda *leaves: None if leaves[0] is None else regroup(leaves), *parts)
@@ -272,6 +277,6 @@ def bounds_of_tensorflow(rows: int, replicas: int) -> list[int]:
     return [min(rows, replica * -(-rows // replicas)) for replica in range(replicas + 1)]
 
 
-def rows_between(batch: StepData, start: int, stop: int) -> Any:
+def rows_between(batch: StepData, start: int, stop: int) -> TensorNest:
     """Cut rows out of a batch; what has no rows stays."""
     return take_rows(batch, np.arange(start, stop))

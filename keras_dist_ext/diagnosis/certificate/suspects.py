@@ -8,13 +8,13 @@ when it is taken away, and come when it alone is put back, is the cause.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.diagnosis.certificate.draws import Draws
 from keras_dist_ext.diagnosis.certificate.lockstep import Comparison, Lockstep
@@ -82,7 +82,7 @@ class _Suspects:
 
     # Experiments
 
-    def again(self, of: Comparison, *, rows: Any = None, without: Sequence[str] = ()) -> Comparison:
+    def again(self, of: Comparison, *, rows: TensorNest = None, without: Sequence[str] = ()) -> Comparison:
         """Make a step again; with ``rows``, on these rows of its batch, split evenly."""
         batch = of.batch if rows is None else take_rows(of.batch, rows)
         bounds = None if rows is None else even_bounds(int(num_rows(batch)), self._replicas)
@@ -97,7 +97,7 @@ class _Suspects:
         rest = ("weights", "masks", "moments")
         return self.deviates(of, without=rest) and not self.deviates(of, rows=self.evened(of), without=rest)
 
-    def evened(self, of: Comparison) -> Any:
+    def evened(self, of: Comparison) -> TensorNest:
         """Rows of the batch, the first ones twice where that makes all replicas have equally many."""
         replicas = self._replicas
         rows = sum(of.sizes)

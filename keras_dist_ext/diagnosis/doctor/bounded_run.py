@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.diagnosis.doctor.doctor import ParallelismDoctor
 from keras_dist_ext.diagnosis.doctor.examination import Examination
 from keras_dist_ext.diagnosis.doctor.report import Report
@@ -34,7 +35,7 @@ def diagnose(
     num_steps: int = 60,
     interventions: bool = True,
     strategy: tf.distribute.Strategy | None = None,
-    callbacks: Sequence[Any] = (),
+    callbacks: Sequence[keras.callbacks.Callback] = (),
     **fit_arguments: Any,
 ) -> Report:
     """Train a model for some steps, find out why it is not faster, and leave it bit for bit as it was.
@@ -105,7 +106,7 @@ _MANY_EPOCHS = 10_000  # the doctor stops the run
 class _Keeper(RunCallback):
     """Keeps a model's state from before a run, or from when the run has built it."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         super().__init__()
         self._stack = contextlib.ExitStack()
         self._has_kept = bool(model.built and (model.optimizer is None or model.optimizer.built))
@@ -124,13 +125,13 @@ class _Keeper(RunCallback):
 
 
 def _examined_copy(
-    model: Any,
+    model: keras.Model,
     data: Any,
-    y: Any,
+    y: TensorNest,
     num_steps: int,
     interventions: bool,
     strategy: tf.distribute.Strategy | None,
-    callbacks: Sequence[Any],
+    callbacks: Sequence[keras.callbacks.Callback],
     fit_arguments: dict[str, Any],
 ) -> Report:
     """Examine a model of stock Keras: its own setting, and the steps of a copy that is one of ours."""

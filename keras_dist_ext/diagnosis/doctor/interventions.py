@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.strategies import is_default_strategy
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.diagnosis.doctor.examination import Trials
 from keras_dist_ext.errors import KerasDistError
 from keras_dist_ext.step.reducers import MirroredReducer
@@ -198,8 +199,8 @@ class _Trial:
             return (time.perf_counter() - begin) / (self._num_executions * self.num_steps)
 
 
-def _doubled(batch: Any) -> Any:
-    def twice(leaf: Any) -> Any:
+def _doubled(batch: TensorNest) -> TensorNest:
+    def twice(leaf: tf.Tensor) -> tf.Tensor:
         if isinstance(leaf, tf.SparseTensor):
             return tf.sparse.concat(0, [leaf, leaf])
         has_rows = getattr(leaf, "shape", None) is not None and leaf.shape.rank
