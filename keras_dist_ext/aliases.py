@@ -28,7 +28,6 @@ __all__ = [
     "StepData",
     "TensorNest",
     "UserFunction",
-    "Variable",
 ]
 
 TensorNest: TypeAlias = Any
@@ -59,9 +58,6 @@ SpecNest: TypeAlias = Any
 
 Gradient: TypeAlias = Any
 """A dense gradient, or one of some rows (``tf.IndexedSlices``); None where a variable has none."""
-
-Variable: TypeAlias = Any
-"""A ``keras.Variable``, or one of TensorFlow's."""
 
 Array: TypeAlias = "npt.NDArray[Any]"
 """A NumPy array of any type of numbers."""
