@@ -7,7 +7,7 @@ once, however often the model uses it; then values are copied from layer to laye
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import IO
 
 import tensorflow as tf
 
@@ -21,12 +21,12 @@ from keras_dist_ext.training.adoption.compilation import read_compile_state
 from keras_dist_ext.training.adoption.rebuild import rebuild
 from keras_dist_ext.training.adoption.take_over import explained, refuse_nesting, scope_of, take_over
 from keras_dist_ext.training.check_mode import read_mode_from_file
-from keras_dist_ext.training.model import OWN_CLASSES
+from keras_dist_ext.training.model import OWN_CLASSES, Model
 
 __all__ = ["adopt", "clone_model", "load_model"]
 
 
-def adopt(model: keras.Model, strategy: tf.distribute.Strategy, *, compile: bool = True) -> Any:
+def adopt(model: keras.Model, strategy: tf.distribute.Strategy, *, compile: bool = True) -> Model:
     """Rebuild a model in the scope of a strategy, with equal weights, compile state and optimizer state.
 
     A `keras.Sequential` becomes a `kde.Sequential`, a functional model a functional `kde.Model`. A subclass of
@@ -53,10 +53,11 @@ def adopt(model: keras.Model, strategy: tf.distribute.Strategy, *, compile: bool
             strategy's scope is entered.
         TypeError: `model` is not a Keras model.
     """
-    return take_over(model, strategy, OWN_CLASSES, compile=arguments.flag("compile", compile, error=ScopeError))
+    ours: Model = take_over(model, strategy, OWN_CLASSES, compile=arguments.flag("compile", compile, error=ScopeError))
+    return ours
 
 
-def clone_model(model: Any, strategy: tf.distribute.Strategy | None = None) -> Any:
+def clone_model(model: keras.Model, strategy: tf.distribute.Strategy | None = None) -> keras.Model:
     """Make a model of the same architecture and compile arguments as ours, with new weights, in a strategy's scope.
 
     What `keras.models.clone_model` does, for subclassed models too. Keras' own gives a stock `keras.Sequential` for
@@ -64,7 +65,7 @@ def clone_model(model: Any, strategy: tf.distribute.Strategy | None = None) -> A
     Keras 3.11 to 3.15) and leaves no way to change that. Of functional models it keeps the class.
 
     Args:
-        model: Any Keras model, built or not.
+        model: keras.Model Keras model, built or not.
         strategy: The strategy to live under; by default the one whose scope is entered, else the one of `model`.
 
     Returns:
@@ -86,13 +87,13 @@ def clone_model(model: Any, strategy: tf.distribute.Strategy | None = None) -> A
 
 
 def load_model(
-    path: Any,
+    path: str | os.PathLike[str] | IO[bytes],
     strategy: tf.distribute.Strategy | None = None,
     *,
-    custom_objects: dict[str, Any] | None = None,
+    custom_objects: dict[str, object] | None = None,
     compile: bool = True,
     safe_mode: bool = True,
-) -> Any:
+) -> Model:
     """Load a model that Keras or we saved, as one of ours, in a strategy's scope, with its optimizer state.
 
     Args:
@@ -131,7 +132,7 @@ def load_model(
         if virtual is not None:
             virtual.check(tf.distribute.get_strategy())
         model = keras.models.load_model(path, custom_objects=custom_objects, compile=compile, safe_mode=safe_mode)
-        if isinstance(model, OWN_CLASSES.model):
+        if isinstance(model, Model):
             return model
         adopted = adopt(model, tf.distribute.get_strategy(), compile=compile)
         adopted.replica_seeds.load(saved_variables(path, "replica_seeds"))  # where Keras' own class did not look

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.models import compile_arguments, overrides
 from keras_dist_ext._keras.optimizers import optimized_variables
+from keras_dist_ext._keras.variables import Variable
+from keras_dist_ext.aliases import MetricNest
 from keras_dist_ext.strategy.scope import optimizers
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, by_reference, make_again, read_recipe
 from keras_dist_ext.training.adoption.twins import assign, in_pairs, named
@@ -15,7 +16,7 @@ from keras_dist_ext.training.adoption.twins import assign, in_pairs, named
 __all__ = ["read_compile_state", "take_over_optimizers"]
 
 
-def read_compile_state(model: keras.Model) -> Callable[[Any], None]:
+def read_compile_state(model: keras.Model) -> Callable[[keras.Model], None]:
     """Read how the model was compiled, to compile another with a new optimizer of the same config, and new metrics.
 
     Returns:
@@ -45,7 +46,7 @@ def read_compile_state(model: keras.Model) -> Callable[[Any], None]:
     new_optimizer = None if model.optimizer is None else read_recipe(model.optimizer)
 
     def compile_alike(twin: keras.layers.Layer) -> None:
-        made: dict[int, Any] = {}
+        made: dict[int, keras.Metric] = {}
         twin.compile(
             optimizer=new_optimizer and new_optimizer(type(model.optimizer)),
             loss=given["loss"],
@@ -63,7 +64,7 @@ def read_compile_state(model: keras.Model) -> Callable[[Any], None]:
     return compile_alike
 
 
-def _new_metrics(given: object, made: dict[int, Any]) -> Any:
+def _new_metrics(given: object, made: dict[int, keras.Metric]) -> MetricNest:
     """The metrics given to `compile`, with those that hold variables made again."""
     if isinstance(given, dict):
         return {key: _new_metrics(value, made) for key, value in given.items()}
@@ -76,7 +77,7 @@ def _new_metrics(given: object, made: dict[int, Any]) -> Any:
     return made[id(given)]
 
 
-def take_over_optimizers(twin: keras.layers.Layer, model: keras.Model, variables: dict[int, Any]) -> None:
+def take_over_optimizers(twin: keras.layers.Layer, model: keras.Model, variables: dict[int, Variable]) -> None:
     """Copy the state of all optimizers, slots and counters, and read it back.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import tensorflow as tf
 
@@ -11,6 +10,7 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import attributes, child_layers
 from keras_dist_ext._keras.models import KerasFunctional, input_like
 from keras_dist_ext._keras.variables import components
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, first_init, make_again
 from keras_dist_ext.training.adoption.stand_in import OwnClasses, class_of_ours
 from keras_dist_ext.training.adoption.twins import side_by_side, take_over_trainable, variable_pairs
@@ -26,7 +26,7 @@ def rebuild(model: keras.Model, own: OwnClasses) -> Rebuilt:
         CannotRebuildError: The model, or a layer in it, cannot be made from its config.
     """
     rebuilt = Rebuilt(own)
-    user_class: Any = type(model)
+    user_class: type[keras.Model] = type(model)
     cls = class_of_ours(user_class, own)
     if isinstance(model, KerasFunctional) and (cls is own.functional or rebuilt.is_functional_by_base(model)):
         rebuilt.twin = rebuilt.functional(model, cls)
@@ -52,11 +52,13 @@ class Rebuilt:
 
     def __init__(self, own: OwnClasses) -> None:
         self._own = own
-        self.twin: Any = None
-        self._twins: dict[int, tuple[Any, Any]] = {}  # id of the old layer -> (old, new); keeps the old one alive
+        self.twin: keras.layers.Layer = None
+        self._twins: dict[
+            int, tuple[keras.Layer, keras.Layer]
+        ] = {}  # id of the old layer -> (old, new); keeps the old one alive
         self._graphs: set[int] = set()  # ids of the old models whose layers were made one by one
 
-    def twin_of(self, layer: keras.layers.Layer) -> Any:
+    def twin_of(self, layer: keras.layers.Layer) -> keras.layers.Layer:
         """Make a layer or an operation of a graph again, or return the one that was made.
 
         Raises:
@@ -66,7 +68,7 @@ class Rebuilt:
             self._twins[id(layer)] = (layer, self._make(layer))
         return self._twins[id(layer)][1]
 
-    def _make(self, layer: keras.layers.Layer) -> Any:
+    def _make(self, layer: keras.layers.Layer) -> keras.layers.Layer:
         cls = type(layer)
         if cls in (KerasFunctional, self._own.functional) or self.is_functional_by_base(layer):
             return self.functional(layer, cls)
@@ -81,7 +83,7 @@ class Rebuilt:
         constructors = (KerasFunctional, self._own.functional, keras.Model, self._own.model)
         return isinstance(layer, KerasFunctional) and first_init(type(layer)) in constructors
 
-    def functional(self, model: keras.Model, cls: Any) -> Any:
+    def functional(self, model: keras.Model, cls: type[keras.Model]) -> keras.Model:
         """Call new layers in the order in which the graph of `model` calls the old ones.
 
         Raises:
@@ -94,7 +96,7 @@ class Rebuilt:
         )
         return self._keep(model, cls(inputs, copy.output, name=model.name), is_graph=True)
 
-    def sequential(self, model: keras.Model, cls: Any) -> Any:
+    def sequential(self, model: keras.Model, cls: type[keras.Model]) -> keras.Model:
         """Stack new layers as `model` stacks the old ones.
 
         Raises:
@@ -107,7 +109,7 @@ class Rebuilt:
             _build_alike(twin, model)
         return self._keep(model, twin, is_graph=True)
 
-    def subclassed(self, model: keras.Model, cls: type[Any]) -> Any:
+    def subclassed(self, model: keras.Model, cls: type[keras.Model]) -> keras.Model:
         """Have the user's class make itself again from its config, and build what `model` has built.
 
         Raises:
@@ -120,7 +122,7 @@ class Rebuilt:
         _build_layers_alike(twin, model)
         return self._keep(model, twin, is_graph=False)
 
-    def _attach_late(self, twin: Any, model: Any) -> None:
+    def _attach_late(self, twin: keras.layers.Layer, model: keras.Model) -> None:
         """Give a model the attributes that its class does not make, but its first step or its `compile` has made."""
         for name, value in attributes(model):
             if getattr(twin, name, None) is not None:
@@ -144,19 +146,19 @@ class Rebuilt:
                 start = tf.convert_to_tensor(components(value)[0]).numpy()
                 setattr(twin, name, tf.Variable(start, trainable=value.trainable, aggregation=value.aggregation))
 
-    def _keep(self, model: keras.Model, twin: keras.layers.Layer, is_graph: bool) -> Any:
+    def _keep(self, model: keras.Model, twin: keras.layers.Layer, is_graph: bool) -> keras.Model:
         self._twins[id(model)] = (model, twin)
         if is_graph:
             self._graphs.add(id(model))
         return twin
 
-    def pairs(self) -> list[tuple[Any, Any]]:
+    def pairs(self) -> list[tuple[keras.Layer, keras.Layer]]:
         """(old, new) for every layer of the model and all that is in them, each old one once.
 
         Raises:
             CannotRebuildError: A layer and its twin hold other layers, or were made with other arguments.
         """
-        found: dict[int, tuple[Any, Any]] = {}
+        found: dict[int, tuple[keras.Layer, keras.Layer]] = {}
         for old, new in list(self._twins.values()):
             if not isinstance(old, keras.Layer):
                 continue
@@ -164,12 +166,14 @@ class Rebuilt:
                 found.setdefault(id(one), (one, other))
         return list(found.values())
 
-    def _call_with_new_variables(self, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+    def _call_with_new_variables(
+        self, layer: keras.layers.Layer, *args: TensorNest, **kwargs: TensorNest
+    ) -> TensorNest:
         """A graph may hold a variable itself, such as tied embeddings in a `matmul`: give it the new one."""
         args, kwargs = keras.tree.map_structure(self._new_variable, (args, kwargs))
         return layer(*args, **kwargs)
 
-    def _new_variable(self, value: Any) -> Any:
+    def _new_variable(self, value: TensorNest) -> TensorNest:
         if not isinstance(value, keras.Variable | tf.Variable):
             return value
         for old, new in self.pairs():
@@ -182,14 +186,14 @@ class Rebuilt:
         )
 
 
-def _sequential_input(model: keras.Model) -> Any:
+def _sequential_input(model: keras.Model) -> keras.KerasTensor | None:
     try:
         return input_like(model.inputs[0])
     except AttributeError:  # Keras' way to say that it has none
         return None
 
 
-def _stateless(operation: Any) -> Any:
+def _stateless(operation: keras.Operation) -> keras.Operation:
     """An operation such as `x + y` has no state: where it has no config either, the graphs can share it."""
     try:
         return type(operation).from_config(operation.get_config())
@@ -207,7 +211,7 @@ def _build_alike(twin: keras.layers.Layer, model: keras.Model) -> None:
     twin.built = True
 
 
-def _build_layers_alike(twin: Any, model: Any) -> None:
+def _build_layers_alike(twin: keras.layers.Layer, model: keras.Model) -> None:
     """Build the layers in a model that are built in another: from the outside in, since building may make more."""
     pending, seen = [(model, twin)], set()
     while pending:

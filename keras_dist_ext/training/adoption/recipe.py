@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -23,9 +23,11 @@ from keras_dist_ext._keras.saving import (
     has_recorded_arguments,
     is_serializable_dict,
 )
+from keras_dist_ext.aliases import Config, TensorNest
 
 __all__ = [
     "CannotRebuildError",
+    "Rebuildable",
     "make_again",
     "read_recipe",
     "refuse_lost_arguments",
@@ -35,11 +37,15 @@ __all__ = [
 ]
 
 
+Rebuildable: TypeAlias = "keras.Layer | keras.Metric | keras.optimizers.Optimizer"
+"""What has a config to be made from."""
+
+
 class CannotRebuildError(Exception):
     """Says what stands in the way, and how to mend it, in full sentences."""
 
 
-def make_again(thing: object, cls: type[Any], *, records_arguments: bool = False) -> Any:
+def make_again(thing: object, cls: type[Rebuildable], *, records_arguments: bool = False) -> Rebuildable:
     """Make a layer, model or metric again, as a `cls`, here and now.
 
     Args:
@@ -57,7 +63,7 @@ def make_again(thing: object, cls: type[Any], *, records_arguments: bool = False
     return twin
 
 
-def _rename(twin: keras.layers.Layer, thing: Any) -> None:
+def _rename(twin: keras.layers.Layer, thing: Rebuildable) -> None:
     """Give the layers in `twin` the names of those in `thing`: names that Keras makes up count on."""
     twin.name = thing.name  # many constructors take none
     if isinstance(thing, keras.Layer):
@@ -66,7 +72,7 @@ def _rename(twin: keras.layers.Layer, thing: Any) -> None:
                 new.name = old.name
 
 
-def read_recipe(thing: Any) -> Callable[[Any], Any]:
+def read_recipe(thing: Rebuildable) -> Callable[[type[Rebuildable]], Rebuildable]:
     """Read the config of a thing, where its variables can be read, for a class to make it again elsewhere.
 
     Returns:
@@ -78,14 +84,14 @@ def read_recipe(thing: Any) -> Callable[[Any], Any]:
     shown, name = label(thing), type(thing).__name__
     with by_reference(thing) as objects:
         try:
-            config = _bare(keras.saving.serialize_keras_object(thing.get_config()))
+            config: Config = _bare(keras.saving.serialize_keras_object(thing.get_config()))
         except Exception as error:
             raise CannotRebuildError(
                 f"{shown} gives no config: {_first_sentence(error)} Give {name} a `get_config` that returns the "
                 "arguments of its constructor."
             ) from error
 
-    def make(cls: Any) -> Any:
+    def make(cls: type[Rebuildable]) -> Rebuildable:
         with keras.saving.custom_object_scope(objects):
             try:
                 twin = cls.from_config(dict(config))
@@ -100,7 +106,7 @@ def read_recipe(thing: Any) -> Callable[[Any], Any]:
     return make
 
 
-def _bare(config: Any) -> Any:
+def _bare(config: TensorNest) -> TensorNest:
     """The config without how layers in it were built and compiled: what calls them builds them, under their paths."""
     if isinstance(config, dict):
         dropped = ("build_config", "compile_config") if "class_name" in config else ()
@@ -108,7 +114,7 @@ def _bare(config: Any) -> Any:
     return [_bare(value) for value in config] if isinstance(config, list) else config
 
 
-def refuse_lost_arguments(thing: Any, twin: keras.layers.Layer, config: Any = None) -> None:
+def refuse_lost_arguments(thing: Rebuildable, twin: keras.layers.Layer, config: Config | None = None) -> None:
     """Notice a `get_config` that forgets an argument of the constructor, which then gets its default in silence.
 
     Raises:
@@ -132,7 +138,7 @@ def refuse_lost_arguments(thing: Any, twin: keras.layers.Layer, config: Any = No
             )
 
 
-def _arguments(cls: Any) -> list[str]:
+def _arguments(cls: type[Rebuildable]) -> list[str]:
     """What the constructor of a user's class takes besides what every layer takes."""
     if first_init(cls).__module__.partition(".")[0] in ("keras", "keras_dist_ext"):
         return []
@@ -141,12 +147,12 @@ def _arguments(cls: Any) -> list[str]:
     return [p.name for p in parameters if p.kind not in collects and p.name not in ("name", "dtype", "trainable")]
 
 
-def first_init(cls: type) -> type:
+def first_init(cls: type[Rebuildable]) -> type:
     """The class whose constructor makes instances of `cls`."""
     return next(base for base in cls.__mro__ if "__init__" in vars(base))
 
 
-def _from_nothing(model: keras.Model, cls: Any) -> Any:
+def _from_nothing(model: keras.Model, cls: type[keras.Model]) -> keras.Model:
     """Make a model again whose class has no `get_config`, if its constructor takes nothing that could be lost.
 
     Keras' own `get_config` gives the defaults of a model's constructor, whatever it was called with (Keras 3.15.1: the
@@ -171,13 +177,13 @@ def _first_sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}{'' if text.endswith('.') else '.'}"
 
 
-def label(thing: Any) -> str:
+def label(thing: Rebuildable) -> str:
     """Name a thing and its class."""
     return f"'{thing.name}' ({type(thing).__name__})"
 
 
 @contextlib.contextmanager
-def by_reference(thing: Any) -> Iterator[dict[str, Any]]:
+def by_reference(thing: Rebuildable) -> Iterator[dict[str, object]]:
     """Let the configs of `thing` and of what it holds name the user's functions and classes, rather than their code.
 
     Yields:
@@ -187,8 +193,8 @@ def by_reference(thing: Any) -> Iterator[dict[str, Any]]:
     Raises:
         CannotRebuildError: Two classes have one name.
     """
-    objects: dict[str, Any] = {}
-    renamed: list[tuple[Any, str]] = []
+    objects: dict[str, object] = {}
+    renamed: list[tuple[types.FunctionType, str]] = []
     try:
         for found in _users_own(thing):
             name = keras.saving.get_registered_name(found)
@@ -206,7 +212,7 @@ def by_reference(thing: Any) -> Iterator[dict[str, Any]]:
             function.__name__ = name
 
 
-def _users_own(thing: Any) -> Iterator[Any]:
+def _users_own(thing: Rebuildable) -> Iterator[type | types.FunctionType]:
     """Functions and classes from outside Keras that a layer, metric, optimizer, ... holds, each once."""
     seen: set[int] = set()
     pending = [thing]

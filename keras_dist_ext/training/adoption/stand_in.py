@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.models import KerasFunctional
@@ -17,12 +17,12 @@ __all__ = ["OwnClasses", "class_of_ours"]
 class OwnClasses(NamedTuple):
     """Our classes of models. They are passed in, because the module that has them imports this one to unpickle."""
 
-    model: keras.Model
-    functional: Any
-    sequential: Any
+    model: type[keras.Model]
+    functional: type[keras.Model]
+    sequential: type[keras.Model]
 
 
-def class_of_ours(cls: Any, own: OwnClasses) -> Any:
+def class_of_ours(cls: type, own: OwnClasses) -> type[keras.Model]:
     """The class of ours that stands for a class of Keras' or of the user's."""
     if issubclass(cls, own.model):
         return cls
@@ -36,17 +36,17 @@ def class_of_ours(cls: Any, own: OwnClasses) -> Any:
 
 
 @functools.cache
-def _derived(cls: Any, own: OwnClasses) -> Any:
+def _derived(cls: type, own: OwnClasses) -> type[keras.Model]:
     """A class of the same name that derives from the user's class and from ours."""
     base = own.sequential if issubclass(cls, keras.Sequential) else own.model
     if issubclass(cls, KerasFunctional):
         base = own.functional
 
-    def reduce(model: keras.Model) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def reduce(model: keras.Model) -> tuple[Callable[..., keras.Model], tuple[object, ...]]:
         """Pickle the user's class by name, and the model as Keras does: as the bytes of a `.keras` file."""
         return _unpickle, (cls, own, *keras.Model.__reduce__(model)[1])
 
-    def body(namespace: dict[str, Any]) -> None:
+    def body(namespace: dict[str, object]) -> None:
         namespace.update(
             __doc__=cls.__doc__, __module__=cls.__module__, __qualname__=cls.__qualname__, __reduce__=reduce
         )
@@ -54,7 +54,7 @@ def _derived(cls: Any, own: OwnClasses) -> Any:
     return types.new_class(cls.__name__, (cls, base), exec_body=body)
 
 
-def _unpickle(cls: type, own: OwnClasses, file: Any) -> Any:
+def _unpickle(cls: type[keras.Model], own: OwnClasses, file: BinaryIO) -> keras.Model:
     ours = class_of_ours(cls, own)
     with keras.saving.custom_object_scope({keras.saving.get_registered_name(cls): ours}):
         return unpickle_model(ours, file)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import tensorflow as tf
 
@@ -24,7 +23,7 @@ from keras_dist_ext.training.runtime import runtime_of
 __all__ = ["explained", "refuse_nesting", "scope_of", "take_over"]
 
 
-def take_over(model: Any, strategy: tf.distribute.Strategy, own: OwnClasses, *, compile: bool) -> Any:
+def take_over(model: keras.Model, strategy: tf.distribute.Strategy, own: OwnClasses, *, compile: bool) -> keras.Model:
     """Do what ``kde.adopt`` does.
 
     Args:
@@ -57,7 +56,9 @@ def take_over(model: Any, strategy: tf.distribute.Strategy, own: OwnClasses, *, 
 
 
 @contextlib.contextmanager
-def explained(caller: str, model: Any, strategy: tf.distribute.Strategy | None, *, is_read: bool) -> Iterator[None]:
+def explained(
+    caller: str, model: keras.Model, strategy: tf.distribute.Strategy | None, *, is_read: bool
+) -> Iterator[None]:
     """Refuse what cannot work before anything is made, and say what went wrong where.
 
     Raises:
@@ -104,9 +105,9 @@ def refuse_nesting(caller: str, strategy: tf.distribute.Strategy | None) -> None
         )
 
 
-def scope_of(strategy: tf.distribute.Strategy | None) -> contextlib.AbstractContextManager[Any]:
+def scope_of(strategy: tf.distribute.Strategy | None) -> contextlib.AbstractContextManager[object]:
     """The strategy's scope, where it has one to enter."""
     if strategy is None or is_default_strategy(strategy):
         return contextlib.nullcontext()
-    scope: contextlib.AbstractContextManager[Any] = strategy.scope()
+    scope: contextlib.AbstractContextManager[object] = strategy.scope()
     return scope

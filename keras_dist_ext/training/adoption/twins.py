@@ -9,20 +9,21 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
-from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers, own_variables
 from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
+from keras_dist_ext.aliases import Array
 from keras_dist_ext.strategy.scope import raw_variables
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, label, refuse_lost_arguments
 
 __all__ = ["side_by_side", "variable_pairs", "take_over_trainable", "take_over_state", "assign", "in_pairs", "named"]
 
 
-def side_by_side(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
+def side_by_side(old: keras.Layer, new: keras.Layer) -> Iterator[tuple[keras.Layer, keras.Layer]]:
     """Pair the layers in two layers that the same code made.
 
     Raises:
@@ -41,7 +42,7 @@ def side_by_side(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
         yield one, other
 
 
-def variable_pairs(old: keras.layers.Layer, new: keras.layers.Layer) -> Iterator[tuple[Any, Any]]:
+def variable_pairs(old: keras.layers.Layer, new: keras.layers.Layer) -> Iterator[tuple[Variable, Variable]]:
     """Pair the weights and seed states of a layer and its twin, without those of layers in it.
 
     Raises:
@@ -52,14 +53,14 @@ def variable_pairs(old: keras.layers.Layer, new: keras.layers.Layer) -> Iterator
     yield from in_pairs(named(own_variables(old)), named(own_variables(new)), has, advice)
 
 
-def named(variables: Iterable[Any]) -> list[tuple[str, Any]]:
+def named(variables: Iterable[Variable]) -> list[tuple[str, Variable]]:
     """Put its name before each variable."""
     return [(variable.name, variable) for variable in variables]
 
 
 def in_pairs(
-    olds: list[tuple[str, Any]], news: list[tuple[str, Any]], has: str, advice: str
-) -> Iterator[tuple[Any, Any]]:
+    olds: list[tuple[str, Variable]], news: list[tuple[str, Variable]], has: str, advice: str
+) -> Iterator[tuple[Variable, Variable]]:
     """Pair variables by their order.
 
     Args:
@@ -77,11 +78,11 @@ def in_pairs(
         yield old, new
 
 
-def _listed(variables: Iterable[tuple[str, Any]]) -> str:
+def _listed(variables: Iterable[tuple[str, Variable]]) -> str:
     return ", ".join(f"{name} {tuple(v.shape)}" for name, v in variables) or "none"
 
 
-def take_over_trainable(pairs: list[tuple[Any, Any]]) -> None:
+def take_over_trainable(pairs: list[tuple[keras.Layer, keras.Layer]]) -> None:
     """Set the flags from the outside in; a flag goes down to all layers inside, so shared ones need another round."""
     for _ in pairs:
         wrong = [(old, new) for old, new in pairs if old.trainable != new.trainable]
@@ -95,7 +96,7 @@ def take_over_trainable(pairs: list[tuple[Any, Any]]) -> None:
                 other.trainable = one.trainable
 
 
-def take_over_state(model: keras.Model, pairs: Iterable[tuple[Any, Any]]) -> dict[int, Any]:
+def take_over_state(model: keras.Model, pairs: Iterable[tuple[keras.Layer, keras.Layer]]) -> dict[int, Variable]:
     """Copy the values of all layers, and read them back.
 
     Args:
@@ -109,7 +110,7 @@ def take_over_state(model: keras.Model, pairs: Iterable[tuple[Any, Any]]) -> dic
         CannotRebuildError: A layer and its twin hold other variables, a value was not kept, or the model has variables
             that belong to none of the layers.
     """
-    variables: dict[int, Any] = {}
+    variables: dict[int, Variable] = {}
     for old, new in pairs:
         weights = list(variable_pairs(old, new))
         if type(old).load_own_variables is not keras.Layer.load_own_variables and old.built:
@@ -137,22 +138,22 @@ def take_over_state(model: keras.Model, pairs: Iterable[tuple[Any, Any]]) -> dic
     return variables
 
 
-class _Store(dict[str, Any]):
+class _Store(dict[str, Array]):
     """What `save_own_variables` writes to: keeps values, not variables."""
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: Array) -> None:
         super().__setitem__(key, _read(value) if isinstance(value, keras.Variable) else value)
 
 
-def _read(variable: Variable) -> Any:
+def _read(variable: Variable) -> Array:
     """The value of a variable that may live under another strategy than the one whose scope is entered."""
     if is_sync_on_read(variable):
-        return variable.numpy()
+        return np.asarray(variable.numpy())
     parts = components(variable)  # copies, unless a ShardedVariable
-    return tf.convert_to_tensor(parts[0]).numpy()
+    return np.asarray(tf.convert_to_tensor(parts[0]).numpy())
 
 
-def assign(new: Any, old: Any) -> None:
+def assign(new: Variable, old: Variable) -> None:
     """Copy the value of a variable, and read it back.
 
     Raises:
@@ -166,7 +167,7 @@ def assign(new: Any, old: Any) -> None:
         raise CannotRebuildError(f"the variable '{old.path}' did not keep its value of dtype {old.dtype}.")
 
 
-def _has_value(variable: Variable, value: Any) -> bool:
+def _has_value(variable: Variable, value: Array) -> bool:
     """Whether it holds just these bytes: NaN must be equal to itself."""
     held = _read(variable)
     return bool(held.dtype == value.dtype and held.tobytes() == value.tobytes())

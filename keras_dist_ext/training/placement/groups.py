@@ -6,7 +6,6 @@ Letters: R = replicas of this process.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -45,7 +44,7 @@ _KINDS = (
 )
 
 
-def devices_of_parts(homes: Sequence[str], wanted: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def devices_of_parts(homes: Sequence[str], wanted: Mapping[str, str | Sequence[str]]) -> dict[str, tuple[str, ...]]:
     """Return the devices of each part, one for each replica.
 
     Args:
@@ -70,7 +69,7 @@ def devices_of_parts(homes: Sequence[str], wanted: Mapping[str, Any]) -> dict[st
     return found
 
 
-def _of_part(part: str, given: Any, homes: Sequence[str], existing: Sequence[str]) -> tuple[str, ...]:
+def _of_part(part: str, given: str | Sequence[str], homes: Sequence[str], existing: Sequence[str]) -> tuple[str, ...]:
     is_one = isinstance(given, str) or not isinstance(given, Sequence)
     names = tuple(canonical_device(device, existing) for device in ([given] if is_one else given))
     if missing := [name for name in names if name not in existing]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import child_layers, flat_layers
@@ -22,11 +21,11 @@ class Part:
     """Layers that live on one device of each replica."""
 
     name: str
-    layers: tuple[Any, ...]  # those that the name means; the layers in them go along
+    layers: tuple[keras.layers.Layer, ...]  # those that the name means; the layers in them go along
     devices: tuple[str, ...]  # one for each replica
 
 
-def find_layers(model: keras.Model, names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+def find_layers(model: keras.Model, names: Sequence[str]) -> dict[str, tuple[keras.layers.Layer, ...]]:
     """Return the layers that each name means.
 
     Args:
@@ -49,7 +48,7 @@ def find_layers(model: keras.Model, names: Sequence[str]) -> dict[str, tuple[Any
     return found
 
 
-def _find(model: keras.Model, name: str) -> tuple[Any, ...]:
+def _find(model: keras.Model, name: str) -> tuple[keras.layers.Layer, ...]:
     layers = [model]
     for step, piece in enumerate(name.split("/")):
         named = {label: child for layer in layers for label, child in _named_children(layer).items()}
@@ -71,7 +70,7 @@ def layer_names(model: keras.Model) -> list[str]:
     return list(_named_children(model))
 
 
-def _named_children(layer: keras.layers.Layer) -> dict[str, Any]:
+def _named_children(layer: keras.layers.Layer) -> dict[str, keras.layers.Layer]:
     """A layer's own layers, by name, by attribute, and by place in a list that is an attribute."""
     children = [child for child in child_layers(layer) if not isinstance(child, keras.layers.InputLayer)]
     known = {id(child) for child in children}
@@ -91,14 +90,14 @@ def _shortened(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_LISTED])) + rest
 
 
-def own_layers(layers: Sequence[Any], placed: set[int]) -> list[Any]:
+def own_layers(layers: Sequence[keras.layers.Layer], placed: set[int]) -> list[keras.layers.Layer]:
     """Return layers with all that is in them, but for those that are placed by a name of their own, each once.
 
     Args:
         layers: of one part.
         placed: ids of the layers that are named.
     """
-    found: dict[int, Any] = {}
+    found: dict[int, keras.layers.Layer] = {}
 
     def walk(layer: keras.layers.Layer) -> None:
         found[id(layer)] = layer
@@ -130,12 +129,12 @@ def check_not_shared(parts: Sequence[Part]) -> None:
                 )
 
 
-def layers_left_over(model: keras.Model, parts: Sequence[Part]) -> list[Any]:
+def layers_left_over(model: keras.Model, parts: Sequence[Part]) -> list[keras.layers.Layer]:
     """Return the outermost layers that no part has, each once."""
     placed = {id(layer) for part in parts for layer in part.layers}
     taken = {id(layer) for part in parts for layer in own_layers(part.layers, placed)}
 
-    def walk(layer: keras.layers.Layer) -> Iterator[Any]:
+    def walk(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
         for child in child_layers(layer):
             if id(child) in taken or isinstance(child, keras.layers.InputLayer):
                 continue

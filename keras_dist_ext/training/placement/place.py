@@ -21,12 +21,12 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.models import compile_arguments
 from keras_dist_ext._keras.strategies import local_replica_id
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.errors import PlacementError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted, warn_once
@@ -121,7 +121,7 @@ class Placement:
             before._withdraw()
         move_variables(model, parts)
         self._rest = Part("left over", (), homes)
-        self._placed: list[Any] = []
+        self._placed: list[keras.layers.Layer] = []
         for part in parts:
             for layer in part.layers:
                 self._call_on(layer, part)
@@ -142,7 +142,7 @@ class Placement:
         call = layer.call
 
         @functools.wraps(call)
-        def placed(*args: Any, **kwargs: Any) -> Any:
+        def placed(*args: TensorNest, **kwargs: TensorNest) -> TensorNest:
             replica = local_replica_id()
             return self._trace.call(
                 part.name,

@@ -7,13 +7,14 @@ import math
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.models import build_as_fit
 from keras_dist_ext._keras.tracing import op_spans
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.errors import PlacementError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.training.placement.parts import Part
@@ -88,7 +89,12 @@ class Timeline:
 
 
 def measure(
-    model: Any, parts: Sequence[Part], trace: Trace, batch: tuple[Any, Any], num_steps: int, micro_batches: int
+    model: keras.Model,
+    parts: Sequence[Part],
+    trace: Trace,
+    batch: tuple[TensorNest, TensorNest],
+    num_steps: int,
+    micro_batches: int,
 ) -> Timeline:
     """Make steps on a batch, put everything back, and return when each part has worked.
 
@@ -130,12 +136,13 @@ def _spans_of_parts(spans: Iterable[tuple[str, float, float]], trace: Trace) -> 
     """Spans by part, replica, and 0 for the way forward or 1 for the way back."""
     scopes = trace.scopes
     found: dict[tuple[str, int, int], list[Span]] = {}
-    known: dict[str, Any] = {}
+    known: dict[str, tuple[str, int, int] | None] = {}
     for name, begin, end in spans:
         if name not in known:
             known[name] = part_of_op(name, scopes)
-        if known[name] is not None:
-            found.setdefault(known[name], []).append((begin, end))
+        part = known[name]
+        if part is not None:
+            found.setdefault(part, []).append((begin, end))
     return found
 
 

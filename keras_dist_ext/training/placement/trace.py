@@ -15,13 +15,14 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from keras_dist_ext._keras.hooks import current_step
 from keras_dist_ext._keras.layers import copy_mask
 from keras_dist_ext._keras.tracing import set_op_device
+from keras_dist_ext.aliases import TensorNest, UserFunction
 
 __all__ = ["Handover", "Trace", "part_of_op"]
 
@@ -32,8 +33,8 @@ _GRADIENT = "gradient_tape/"  # tensorflow/python/eager/backprop.py, `_gradient_
 class _Queue:
     """What was traced on one replica of what makes one micro-batch after the other, in the step being traced."""
 
-    forward: dict[int, list[Any]] = dataclasses.field(default_factory=dict)  # by micro-batch: what it has given
-    backward: dict[int, list[Any]] = dataclasses.field(default_factory=dict)  # and gradients of what it was given
+    forward: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)  # by micro-batch: what it has given
+    backward: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)  # and gradients of what it was given
 
     def forget(self) -> None:
         self.forward.clear()
@@ -63,7 +64,7 @@ class Trace:
     """Sends the ops of steps to devices, while they are traced."""
 
     def __init__(self) -> None:
-        self._graphs: weakref.WeakKeyDictionary[Any, _Graph] = weakref.WeakKeyDictionary()
+        self._graphs: weakref.WeakKeyDictionary[tf.Graph, _Graph] = weakref.WeakKeyDictionary()
 
     @property
     def scopes(self) -> dict[str, tuple[str, int]]:
@@ -78,8 +79,8 @@ class Trace:
     # Forward
 
     def call(
-        self, part: str, device: str, replica: int, function: Callable[[Any], Any], inputs: object, *, queue: str = ""
-    ) -> Any:
+        self, part: str, device: str, replica: int, function: UserFunction, inputs: object, *, queue: str = ""
+    ) -> TensorNest:
         """Call a layer of a part on its device.
 
         Args:
@@ -133,7 +134,7 @@ class Trace:
 
 
 def _handovers(part: str, device: str, inputs: object) -> dict[tuple[str, str], Handover]:
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[tuple[tuple[int | None, ...], tf.DType]]] = {}
     for value in tf.nest.flatten(inputs):
         source = _short(value.op.device) if isinstance(value, tf.Tensor) and value.dtype.is_floating else ""
         if source and source != device and value.shape.rank is not None:
@@ -141,7 +142,7 @@ def _handovers(part: str, device: str, inputs: object) -> dict[tuple[str, str], 
     return {(part, source): Handover(part, source, device, tuple(specs)) for source, specs in found.items()}
 
 
-def _in_turn(queue: _Queue, turn: int, function: Callable[[Any], Any], inputs: object) -> Any:
+def _in_turn(queue: _Queue, turn: int, function: UserFunction, inputs: object) -> TensorNest:
     """Call a layer for one of several micro-batches, after the one before it, and so on the way back."""
 
     def enter(value: tf.Tensor) -> tf.Tensor:
@@ -150,8 +151,8 @@ def _in_turn(queue: _Queue, turn: int, function: Callable[[Any], Any], inputs: o
                 return tf.identity(value)
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def gate(value: tf.Tensor) -> Any:
-            def gradient(upstream: Any) -> Any:
+        def gate(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 queue.backward.setdefault(turn, []).append(upstream)
                 return upstream
 
@@ -161,8 +162,8 @@ def _in_turn(queue: _Queue, turn: int, function: Callable[[Any], Any], inputs: o
 
     def leave(value: tf.Tensor) -> tf.Tensor:
         @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def gate(value: tf.Tensor) -> Any:
-            def gradient(upstream: Any) -> Any:
+        def gate(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 with tf.control_dependencies(queue.backward.get(turn - 1, [])):
                     return tf.identity(upstream)
 
@@ -175,18 +176,18 @@ def _in_turn(queue: _Queue, turn: int, function: Callable[[Any], Any], inputs: o
     return outputs
 
 
-def _map_tensors(function: Callable[[tf.Tensor], tf.Tensor], values: Any) -> Any:
+def _map_tensors(function: Callable[[tf.Tensor], tf.Tensor], values: TensorNest) -> TensorNest:
     return tf.nest.map_structure(lambda v: function(v) if isinstance(v, tf.Tensor) else v, values)
 
 
-def _alike(value: Any, other: Any) -> Any:
+def _alike(value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
     """Keras keeps the mask of a tensor at the tensor."""
     other.set_shape(value.shape)
     copy_mask(value, other)
     return other
 
 
-def _send(ops: Sequence[Any], devices: dict[str, str], home: str, own: set[str]) -> None:
+def _send(ops: Sequence[tf.Operation], devices: dict[str, str], home: str, own: set[str]) -> None:
     """Send ops that nobody has placed: to the device of their scope, else to where their inputs come from."""
     free = [op for op in ops if op.device == home and not _is_beside_another(op)]
     for op in free:
@@ -203,7 +204,7 @@ def _send(ops: Sequence[Any], devices: dict[str, str], home: str, own: set[str])
                 set_op_device(op, users.pop())
 
 
-def _is_beside_another(op: Any) -> bool:
+def _is_beside_another(op: tf.Operation) -> bool:
     return op.type == "Placeholder" or any(g != f"loc:@{op.name}".encode() for g in op.colocation_groups())
 
 

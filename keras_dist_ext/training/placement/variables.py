@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -40,14 +39,14 @@ def move_variables(model: keras.Model, parts: Sequence[Part]) -> int:
     return len(astray)
 
 
-def _layers(parts: Sequence[Part]) -> Iterator[tuple[Part, Any]]:
+def _layers(parts: Sequence[Part]) -> Iterator[tuple[Part, keras.layers.Layer]]:
     placed = {id(layer) for part in parts for layer in part.layers}
     for part in parts:
         for layer in own_layers(part.layers, placed):
             yield part, layer
 
 
-def _made(layer: keras.layers.Layer) -> list[Any]:
+def _made(layer: keras.layers.Layer) -> list[Variable]:
     return [variable for variable in own_variables(layer) if tf_variable(variable) is not None]
 
 
@@ -78,7 +77,7 @@ def _remade_optimizers(model: keras.Model) -> Iterator[None]:
                 copy.assign(value)
 
 
-def _like(optimizer: keras.optimizers.Optimizer) -> Any:
+def _like(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     try:
         return type(optimizer).from_config(optimizer.get_config())
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -98,7 +97,7 @@ def stuck_variables(parts: Sequence[Part]) -> list[str]:
     ]
 
 
-def bytes_by_device(variables: Sequence[Any]) -> dict[str, int]:
+def bytes_by_device(variables: Sequence[Variable]) -> dict[str, int]:
     """Count the bytes that variables take on each device, such as `CPU:0`."""
     total: dict[str, int] = {}
     for variable in variables:

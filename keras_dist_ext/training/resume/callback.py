@@ -12,7 +12,7 @@ import re
 import time
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import SupportsIndex
 
 import numpy as np
 import tensorflow as tf
@@ -21,7 +21,7 @@ from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.models import set_initial_epoch
 from keras_dist_ext._keras.random import random_seed
-from keras_dist_ext.aliases import Logs
+from keras_dist_ext.aliases import Array, JsonObject, Logs
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.strategy.consistency import model_fingerprint
 from keras_dist_ext.strategy.workers import Workers, workers_of
@@ -126,7 +126,7 @@ class Resume(RunCallback):
         self._callbacks: RunCallbackList | None = None  # of the present run
         self._others: list[keras.callbacks.Callback] = []
         self._workers: Workers | None = None
-        self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._loaded: tuple[JsonObject, dict[str, Array]] | None = None
         self._fingerprint: dict[str, str] = {}
         self._random_seed: int | None = None  # of keras.utils.set_random_seed, when the run began
         self._epoch = 0
@@ -137,7 +137,7 @@ class Resume(RunCallback):
 
     supports_multi_step = True
 
-    def get_run_config(self) -> Mapping[str, Any]:
+    def get_run_config(self) -> Mapping[str, object]:
         """See ``RunCallback``."""
         return {"save_every": self.save_every, "on_preemption": self.on_preemption}
 
@@ -209,7 +209,7 @@ class Resume(RunCallback):
             order_root = self._loaded[0]["order_root"]
         self.model.replica_seeds.order_root = int(order_root)
 
-    def _check(self, metadata: dict[str, Any], arrays: dict[str, Any], data: dict[str, Any]) -> None:
+    def _check(self, metadata: JsonObject, arrays: dict[str, Array], data: JsonObject) -> None:
         """Check that a checkpoint is well-formed, and of a run over the same data with the same seed.
 
         Raises:
@@ -430,7 +430,7 @@ class Resume(RunCallback):
         return content if self._workers is None else self._workers.broadcast_bytes(content)
 
 
-def _checked_interval(save_every: Any) -> tuple[int, float]:
+def _checked_interval(save_every: object) -> tuple[int, float]:
     """Return the steps and the seconds between two checkpoints; 0 for what does not apply."""
     if _integer(save_every) >= 1:
         return _integer(save_every), 0.0
@@ -447,12 +447,14 @@ def _checked_interval(save_every: Any) -> tuple[int, float]:
     return 0, float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
 
 
-def _integer(number: Any) -> int:
+def _integer(number: object) -> int:
     """Return an integer, also of NumPy; 0 for anything else."""
     try:
-        return 0 if isinstance(number, bool | np.bool_) else operator.index(number)
+        if isinstance(number, SupportsIndex) and not isinstance(number, bool | np.bool_):
+            return operator.index(number)
     except TypeError:
-        return 0
+        pass
+    return 0
 
 
 def _peek_random() -> int:
@@ -464,10 +466,10 @@ def _peek_random() -> int:
         random.setstate(state)
 
 
-def _to_array(parts: list[bytes]) -> np.ndarray[Any, Any]:
+def _to_array(parts: list[bytes]) -> Array:
     sizes = np.array([len(parts), *map(len, parts)], np.int64).tobytes()
     return np.frombuffer(sizes + b"".join(parts), np.uint8)
 
 
-def _write(checkpoints: CheckpointStore, metadata: dict[str, Any], values: dict[str, Any]) -> None:
+def _write(checkpoints: CheckpointStore, metadata: JsonObject, values: dict[str, Array]) -> None:
     checkpoints.write(metadata, {name: v.numpy() if hasattr(v, "numpy") else v for name, v in values.items()})

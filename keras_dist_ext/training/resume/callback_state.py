@@ -11,18 +11,20 @@ import collections
 import types
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.variables import components, is_sync_on_read
+from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
+from keras_dist_ext.aliases import Array
 
 __all__ = ["CallbackStates", "Packed"]
 
-Packed = dict[str, Any]  # attribute -> value that JSON can represent; arrays are replaced by their names
+_PackedValue: TypeAlias = Any  # that JSON can represent; arrays are replaced by their names
+Packed: TypeAlias = dict[str, _PackedValue]  # by attribute
 
 _SET_BY_KERAS = {"params", "_model", "model"}
 _DATA_BYTES = 1 << 20  # a larger array that has not changed counts as data that the callback reads
@@ -66,9 +68,9 @@ class CallbackStates:
         self._callbacks = dict(_named(callbacks))
         self._at_begin = {name: _frozen(callback) for name, callback in self._callbacks.items()}
 
-    def pack(self) -> tuple[dict[str, Packed], dict[str, np.ndarray[Any, Any]]]:
+    def pack(self) -> tuple[dict[str, Packed], dict[str, Array]]:
         """Return what has changed since `begin`, by callback: values that JSON can represent, and arrays."""
-        arrays: dict[str, np.ndarray[Any, Any]] = {}
+        arrays: dict[str, Array] = {}
         states: dict[str, Packed] = {}
         for name, callback in self._callbacks.items():
             if _has_own_state(callback):
@@ -83,7 +85,7 @@ class CallbackStates:
                 states[name] = kept
         return states, arrays
 
-    def check(self, states: Any, arrays: Mapping[str, Any]) -> None:
+    def check(self, states: Mapping[str, Packed], arrays: Mapping[str, Array]) -> None:
         """Check that states that were read are what `pack` returns, of callbacks such as these.
 
         Raises:
@@ -98,7 +100,7 @@ class CallbackStates:
                 if callback is not None and not _has_own_state(callback):
                     _check_kind(callback, attribute, value)
 
-    def unpack(self, states: Mapping[str, Packed], arrays: Mapping[str, Any]) -> None:
+    def unpack(self, states: Mapping[str, Packed], arrays: Mapping[str, Array]) -> None:
         """Restore the states of callbacks that were saved and still exist."""
         for name, packed in states.items():
             callback = self._callbacks.get(name)
@@ -128,7 +130,7 @@ class CallbackStates:
             )
 
 
-def _check_packed(packed: Any, arrays: Mapping[str, Any]) -> None:
+def _check_packed(packed: _PackedValue, arrays: Mapping[str, Array]) -> None:
     """Check that `_unpack` can make something of a value."""
     if isinstance(packed, list):
         for part in packed:
@@ -151,7 +153,7 @@ def _check_packed(packed: Any, arrays: Mapping[str, Any]) -> None:
             _unpack(packed, arrays)  # whether its keys or elements can be hashed, and its length is one
 
 
-def _check_kind(callback: keras.callbacks.Callback, attribute: str, packed: Any) -> None:
+def _check_kind(callback: keras.callbacks.Callback, attribute: str, packed: _PackedValue) -> None:
     """Check that a container or a number of Keras' own callbacks is replaced by one."""
     is_history = isinstance(callback, keras.callbacks.History) and attribute == "epoch"
     held = [] if is_history else vars(callback).get(attribute)  # which it makes when training begins
@@ -195,7 +197,7 @@ def _set(callback: keras.callbacks.Callback, name: str, value: Any) -> None:
         setattr(callback, name, value)
 
 
-def _assign(callback: keras.callbacks.Callback, name: str, variables: Sequence[Any], value: _Values) -> None:
+def _assign(callback: keras.callbacks.Callback, name: str, variables: Sequence[Variable], value: _Values) -> None:
     shapes = [tuple(components(variable)[0].shape) for variable in variables]
     if shapes != [array.shape for array in value.arrays]:
         warnings.warn(
@@ -211,7 +213,7 @@ def _assign(callback: keras.callbacks.Callback, name: str, variables: Sequence[A
 
 
 _Scalar: TypeAlias = "bool | int | float | str | None"
-_Frozen: TypeAlias = "_Scalar | tuple[np.ndarray[Any, Any], bool] | _Items | _Opaque | _Values"  # bool: a NumPy scalar
+_Frozen: TypeAlias = "_Scalar | tuple[Array, bool] | _Items | _Opaque | _Values"  # bool: a NumPy scalar
 
 # Values are frozen when they are read (copies, with arrays), packed for a file (arrays by name), and unpacked.
 
@@ -219,13 +221,13 @@ _Frozen: TypeAlias = "_Scalar | tuple[np.ndarray[Any, Any], bool] | _Items | _Op
 class _Opaque:
     """A value that cannot be saved."""
 
-    def __init__(self, value: Any, *, is_models: bool = False) -> None:
+    def __init__(self, value: object, *, is_models: bool = False) -> None:
         self.value = value
         self.is_models = is_models  # saved with the model
         self.marks = _marks(value)
 
 
-def _marks(value: Any) -> dict[str, Any]:
+def _marks(value: object) -> dict[str, object]:
     """Return values that show that an object of a user's class has changed."""
     if type(value).__module__.partition(".")[0] in _NOT_TRACKED or isinstance(value, type | types.ModuleType):
         return {}
@@ -233,7 +235,7 @@ def _marks(value: Any) -> dict[str, Any]:
     return {name: mark for name, part in list(held.items()) if (mark := _mark(part)) is not None}
 
 
-def _mark(value: Any) -> Any:
+def _mark(value: object) -> object:
     if isinstance(value, bool | int | float | str):
         return value
     return len(value) if isinstance(value, list | tuple | set | dict | collections.deque) else None
@@ -245,11 +247,11 @@ _NOT_TRACKED = ("builtins", "keras", "keras_dist_ext", "tensorflow", "threading"
 class _Values:
     """The values of variables: one, or those of a metric or a seed generator."""
 
-    def __init__(self, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
+    def __init__(self, arrays: Sequence[Array]) -> None:
         self.arrays = arrays
 
 
-def _variables_of(value: Any) -> list[Any] | None:
+def _variables_of(value: object) -> list[Variable] | None:
     """Return the variables of a value, if they can be read and assigned without a collective; else None."""
     if isinstance(value, tf.Variable | keras.Variable):
         variables = [value]
@@ -323,7 +325,7 @@ def _freeze(value: Any, required: str = "") -> _Frozen:
     return _opaque(value, required)
 
 
-def _opaque(value: Any, required: str) -> _Opaque:
+def _opaque(value: object, required: str) -> _Opaque:
     if required:
         raise TypeError(
             f"{required} has a {type(value).__name__}, which Resume cannot save. Return numbers, strings, lists, "
@@ -335,7 +337,7 @@ def _opaque(value: Any, required: str) -> _Opaque:
 class _Items:
     """The items of a container."""
 
-    def __init__(self, value: Any, items: list[_Frozen]) -> None:
+    def __init__(self, value: object, items: list[_Frozen]) -> None:
         self.kind = type(value).__name__
         self.length = getattr(value, "maxlen", None)
         self.items = sorted(items, key=repr) if isinstance(value, set | frozenset) else items
@@ -358,7 +360,7 @@ def _same(one: _Frozen, other: _Frozen) -> bool:
     return type(one) is type(other) and bool(one == other or (one != one and other != other))
 
 
-def _pack(frozen: _Frozen, arrays: dict[str, Any]) -> Any:
+def _pack(frozen: _Frozen, arrays: dict[str, Array]) -> _PackedValue:
     if isinstance(frozen, _Values):
         return {"kind": "variables", "parts": [_pack((array, False), arrays) for array in frozen.arrays]}
     if isinstance(frozen, _Items):
@@ -371,12 +373,12 @@ def _pack(frozen: _Frozen, arrays: dict[str, Any]) -> Any:
     return frozen
 
 
-def _thaw(frozen: _Frozen) -> Any:
-    arrays: dict[str, Any] = {}
+def _thaw(frozen: _Frozen) -> object:
+    arrays: dict[str, Array] = {}
     return _unpack(_pack(frozen, arrays), arrays)
 
 
-def _unpack(packed: Any, arrays: Mapping[str, Any]) -> Any:
+def _unpack(packed: _PackedValue, arrays: Mapping[str, Array]) -> Any:
     if isinstance(packed, list):
         return [_unpack(part, arrays) for part in packed]
     if not isinstance(packed, dict):
@@ -393,4 +395,9 @@ def _unpack(packed: Any, arrays: Mapping[str, Any]) -> Any:
     return _CONTAINERS[kind](parts)
 
 
-_CONTAINERS: Mapping[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}
+_CONTAINERS: Mapping[str, Callable[[list[Any]], object]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict,
+}

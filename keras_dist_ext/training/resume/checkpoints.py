@@ -21,18 +21,17 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from keras_dist_ext.aliases import Array, DType, JsonObject
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.training.resume.owner import OtherRun, Owner
 from keras_dist_ext.whole_files import create_unfinished, open_file, remove_abandoned, sync_folder, unfinished
 
 __all__ = ["InvalidCheckpoint", "CheckpointStore", "unpack"]
 
-Array = npt.NDArray[Any]
 _MAGIC = b"KDECKPT1"
 _ALIGNED = 64  # bytes
 _CHECKSUM = 32  # bytes
@@ -75,7 +74,7 @@ class CheckpointStore:
         self._owner.claim()
         remove_abandoned([*self.directory.glob("ckpt-*.kde.tmp"), *self.directory.glob("ckpt-*.kde.*.tmp")])
 
-    def write(self, metadata: Mapping[str, Any], arrays: Mapping[str, Array]) -> Path:
+    def write(self, metadata: JsonObject, arrays: Mapping[str, Array]) -> Path:
         """Write a checkpoint as the newest, and remove the oldest beyond `keep`.
 
         Args:
@@ -92,7 +91,7 @@ class CheckpointStore:
             self.directory.mkdir(parents=True, exist_ok=True)
             return self._write(metadata, arrays)
 
-    def _write(self, metadata: Mapping[str, Any], arrays: Mapping[str, Array]) -> Path:
+    def _write(self, metadata: JsonObject, arrays: Mapping[str, Array]) -> Path:
         self._check_owner()
         paths = self._paths()
         number = 1 + (_number(paths[-1]) if paths else 0)
@@ -160,15 +159,18 @@ class CheckpointStore:
         return sorted((self.directory / name for name in names if _NAME.fullmatch(name)), key=_number)
 
 
+_Bytes: TypeAlias = bytes | memoryview
+
+
 def _number(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])
 
 
-def _pack(metadata: Mapping[str, Any], arrays: Mapping[str, Array]) -> Iterator[Any]:
+def _pack(metadata: JsonObject, arrays: Mapping[str, Array]) -> Iterator[_Bytes]:
     """Yield the parts of a checkpoint up to its checksum."""
-    entries: list[dict[str, Any]] = []
+    entries: list[JsonObject] = []
     offset = 0
     for name, array in arrays.items():
         entries.append({"name": name, "dtype": array.dtype.name, "shape": array.shape, "offset": offset})
@@ -184,14 +186,14 @@ def _pack(metadata: Mapping[str, Any], arrays: Mapping[str, Array]) -> Iterator[
         yield b"\0" * (-array.nbytes % _ALIGNED)
 
 
-def _to_python(value: Any) -> Any:
+def _to_python(value: object) -> object:
     """Return a NumPy number, as users may give, as a Python number."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"a {type(value).__name__} cannot be saved")
 
 
-def _write_synced(path: Path, parts: Iterator[Any]) -> None:
+def _write_synced(path: Path, parts: Iterator[_Bytes]) -> None:
     checksum = hashlib.sha256()
     file = create_unfinished(path)
     try:
@@ -204,7 +206,7 @@ def _write_synced(path: Path, parts: Iterator[Any]) -> None:
         os.close(file)
 
 
-def _write_all(file: int, data: Any) -> None:
+def _write_all(file: int, data: _Bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(file, rest[:_AT_ONCE]) :]
@@ -234,7 +236,7 @@ def check(content: bytes) -> None:
     _check(io.BytesIO(content), len(content))
 
 
-def _check(file: Any, size: int) -> None:
+def _check(file: IO[bytes], size: int) -> None:
     """Check what a checkpoint says of itself, and then its checksum."""
     start = file.read(len(_MAGIC) + 8)
     if not start.startswith(_MAGIC):
@@ -266,7 +268,7 @@ def _torn(size: int) -> InvalidCheckpoint:
     return InvalidCheckpoint(f"its checksum does not match its {size} bytes, so it is truncated or was changed")
 
 
-def unpack(content: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
+def unpack(content: bytes) -> tuple[JsonObject, dict[str, Array]]:
     """Return the metadata and the arrays of a complete checkpoint."""
     begin = len(_MAGIC) + 8
     length = int.from_bytes(content[len(_MAGIC) : begin], "little")
@@ -283,13 +285,13 @@ class _Entry(NamedTuple):
     """Where an array is, in bytes from the end of the header."""
 
     name: str
-    dtype: np.dtype[Any]
+    dtype: DType
     shape: tuple[int, ...]
     begin: int
     end: int
 
 
-def _parse(header: bytes) -> tuple[dict[str, Any], list[_Entry]]:
+def _parse(header: bytes) -> tuple[JsonObject, list[_Entry]]:
     """Return the metadata, and where the arrays are.
 
     Raises:
@@ -314,10 +316,10 @@ def _parse(header: bytes) -> tuple[dict[str, Any], list[_Entry]]:
     return metadata, entries
 
 
-def _dtype(name: str) -> np.dtype[Any]:
+def _dtype(name: str) -> DType:
     """Return a type of numbers by its name."""
     try:
-        dtype: np.dtype[Any] = np.dtype(name)
+        dtype: DType = np.dtype(name)
     except TypeError:
         import ml_dtypes  # TensorFlow's bfloat16 and float8
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_dist_ext.aliases import Array, JsonObject
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.training.resume.position import Position
 
@@ -22,9 +23,9 @@ _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticErro
 
 
 def check_contents(
-    metadata: Mapping[str, Any],
-    arrays: Mapping[str, Any],
-    check_callbacks: Callable[[Any, Mapping[str, Any]], None],
+    metadata: JsonObject,
+    arrays: Mapping[str, Array],
+    check_callbacks: Callable[[JsonObject, Mapping[str, Array]], None],
     directory: str,
 ) -> None:
     """Check types, names, shapes and ranges of a checkpoint of this version.
@@ -78,16 +79,16 @@ def _require(condition: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) < 60 else f"{text[:60]}..."
 
 
-def _is_count(value: Any, most: int = _LARGEST) -> bool:
+def _is_count(value: object, most: int = _LARGEST) -> bool:
     return type(value) is int and 0 <= value <= most
 
 
-def _check_position(values: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+def _check_position(values: JsonObject, data: JsonObject) -> None:
     names = {field.name for field in dataclasses.fields(Position)}
     _require(set(values) == names, f"position has {', '.join(sorted(map(str, set(values) ^ names)))}, or lacks it")
     for name, value in values.items():
@@ -115,7 +116,7 @@ def _check_position(values: Mapping[str, Any], data: Mapping[str, Any]) -> None:
         _require(values[name] <= largest, f"{name} of the position is {values[name]}, of at most {largest}")
 
 
-def _check_seeds(seeds: Mapping[str, Any]) -> None:
+def _check_seeds(seeds: JsonObject) -> None:
     for name, numbers in seeds.items():
         is_list = isinstance(numbers, list) and all(type(n) is int and -(2**63) <= n < 2**63 for n in numbers)
         _require(is_list, f"the state of the generator {name} is {_short(numbers)}")
@@ -125,7 +126,7 @@ def _check_seeds(seeds: Mapping[str, Any]) -> None:
         _require(is_valid, f"the state of the seeds is {seeds['run']}")
 
 
-def _check_variables(listed: list[Any], per_replica: list[Any], arrays: Mapping[str, Any]) -> None:
+def _check_variables(listed: list[Any], per_replica: list[Any], arrays: Mapping[str, Array]) -> None:
     _require(all(isinstance(name, str) for name in per_replica), f"per_replica is {_short(per_replica)}")
     seen: set[str] = set()
     for name, path, dtype, shape in listed:
@@ -140,7 +141,7 @@ def _check_variables(listed: list[Any], per_replica: list[Any], arrays: Mapping[
     _require(len(seen) == len(listed) and seen.issuperset(per_replica), "variables have no names of their own")
 
 
-def _check_optimizers(optimizers: Mapping[str, Any]) -> None:
+def _check_optimizers(optimizers: JsonObject) -> None:
     for name, value in optimizers.items():
         is_valid = isinstance(value["class"], str) and all(type(number) is int for number in value["of"])
         _require(is_valid, f"{name} is {_short(value)}")
@@ -171,7 +172,7 @@ def numpy_state(row: list[float]) -> tuple[Any, ...] | None:
     return "MT19937", np.array(keys, np.uint32), int(place), int(has_gauss), cached
 
 
-def iterator_parts(array: Any) -> list[bytes] | None:
+def iterator_parts(array: Array | None) -> list[bytes] | None:
     """Return what the iterator over the data held, if it was saved.
 
     Raises:

@@ -10,19 +10,21 @@ import dataclasses
 import types
 import zlib
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras.adapters import (
     ArrayDataAdapter,
+    DataAdapter,
     TFDatasetAdapter,
     num_array_examples,
     resume_py_dataset,
     take_examples,
 )
 from keras_dist_ext._keras.datasets import caches_in_memory, dataset_graph, has_random_order, has_unseeded_shuffle
+from keras_dist_ext.aliases import StepData
 from keras_dist_ext.data.dataset_graph import read_graph
 from keras_dist_ext.errors import DataError
 
@@ -60,14 +62,14 @@ class Position:
 class Seekable(Protocol):
     """An iterator over batches that can seek: ``kde.Model.fit`` takes it where Keras takes a generator."""
 
-    def __next__(self) -> Any:
+    def __next__(self) -> StepData:
         """Return the next batch, a tuple."""
 
     def seek(self, batch: int) -> None:
         """Continue with this batch, counted from 0 at the first batch of the first epoch, through all epochs."""
 
 
-def take_seekable(arguments: dict[str, Any]) -> Seekable | None:
+def take_seekable(arguments: dict[str, object]) -> Seekable | None:
     """Return the data if it is seekable, and replace it by a generator, which Keras takes."""
     x = arguments.get("x")
     if not isinstance(x, Seekable) or isinstance(x, types.GeneratorType):
@@ -77,7 +79,7 @@ def take_seekable(arguments: dict[str, Any]) -> Seekable | None:
     return x
 
 
-def iterate_batches(data: Seekable) -> Iterator[Any]:
+def iterate_batches(data: Seekable) -> Iterator[StepData]:
     """Yield the batches of take_seekable data."""
     while True:
         try:
@@ -87,7 +89,9 @@ def iterate_batches(data: Seekable) -> Iterator[Any]:
         yield batch
 
 
-def check_seekable(adapter: Any, dataset: Any, given: Seekable | None, steps_per_epoch: int | None) -> str:
+def check_seekable(
+    adapter: DataAdapter, dataset: tf.data.Dataset, given: Seekable | None, steps_per_epoch: int | None
+) -> str:
     """Return the kind of the data.
 
     Args:
@@ -138,14 +142,14 @@ def check_seekable(adapter: Any, dataset: Any, given: Seekable | None, steps_per
     return "tf.data"
 
 
-def batch_sizes(dataset: Any) -> list[int]:
+def batch_sizes(dataset: tf.data.Dataset) -> list[int]:
     """Return the batch size of each batching stage of a pipeline, as far as its graph shows it."""
     graph = read_graph(dataset) if isinstance(dataset, tf.data.Dataset) else None
     stages = [] if graph is None else graph.stages.values()
     return [int(stage.batch_size) for stage in stages if stage.batch_size is not None]
 
 
-def example_checksum(adapter: Any) -> int | None:
+def example_checksum(adapter: DataAdapter) -> int | None:
     """Return a checksum of some examples of arrays, to detect other arrays of the same length; None if unavailable."""
     if not num_array_examples(adapter):
         return None
@@ -160,7 +164,7 @@ def example_checksum(adapter: Any) -> int | None:
     return checksum
 
 
-def is_deterministic(dataset: Any) -> bool:
+def is_deterministic(dataset: tf.data.Dataset) -> bool:
     """Whether the order of a pipeline's elements does not depend on timing."""
     graph = dataset_graph(dataset) if isinstance(dataset, tf.data.Dataset) else None
     if graph is None:
@@ -170,7 +174,7 @@ def is_deterministic(dataset: Any) -> bool:
     return b"false" not in said and (dataset.options().deterministic is not False or b"default" not in said)
 
 
-def replay_epochs(adapter: Any, position: Position) -> None:
+def replay_epochs(adapter: DataAdapter, position: Position) -> None:
     """Call a PyDataset's hooks for the epochs that have ended: some choose their batches there."""
     py_dataset = getattr(adapter, "py_dataset", None)
     if py_dataset is not None:
@@ -179,14 +183,14 @@ def replay_epochs(adapter: Any, position: Position) -> None:
             py_dataset.on_epoch_end()
 
 
-def skip_to(batch: int, adapter: Any, seed: int | None) -> Any:
+def skip_to(batch: int, adapter: DataAdapter, seed: int | None) -> tf.data.Dataset | None:
     """Return a dataset that starts with a batch of the pass; None where it has to be read up to there."""
     if batch and getattr(adapter, "py_dataset", None) is not None and adapter.enqueuer is None:
         return resume_py_dataset(adapter, batch, seed)
     return None
 
 
-def has_resumable_iterator(adapter: Any, dataset: Any) -> bool:
+def has_resumable_iterator(adapter: DataAdapter, dataset: tf.data.Dataset) -> bool:
     """Whether an iterator over the data can be saved and restored exactly.
 
     With a shuffle it cannot be restored, and with a cache it may be large.
@@ -197,7 +201,7 @@ def has_resumable_iterator(adapter: Any, dataset: Any) -> bool:
     return not (graph is None or caches_in_memory(graph) or has_random_order(graph))
 
 
-def replay_passes(num_passes: int, dataset: Any, ordered: Any) -> None:
+def replay_passes(num_passes: int, dataset: tf.data.Dataset, ordered: tf.data.Dataset | None) -> None:
     """Make the next pass over a dataset the one after a number of earlier passes.
 
     A shuffle with the user's seed has another order each time that an iterator is created, even if it is not read

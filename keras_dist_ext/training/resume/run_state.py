@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
@@ -23,6 +22,7 @@ from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.optimizers import accumulated_gradients, optimized_variables
 from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext._keras.variables import components, is_sync_on_read
+from keras_dist_ext.aliases import Array, JsonObject
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
@@ -32,14 +32,13 @@ from keras_dist_ext.training.resume.contents import numpy_state, python_state
 
 __all__ = ["Snapshot", "restore", "capture"]
 
-Array = npt.NDArray[Any]
 _LISTED = 5  # differences that a message names before it counts the rest
 
 
 class Snapshot(NamedTuple):
     """The state of a run at one moment."""
 
-    metadata: dict[str, Any]  # values that JSON can represent
+    metadata: JsonObject  # values that JSON can represent
     values: dict[str, Array | tf.Tensor]  # tensors are immutable, so they can be copied later
     stops: bool  # whether a worker has asked to end training
 
@@ -56,8 +55,8 @@ def capture(model: Model, workers: Workers | None) -> Snapshot:
     It takes about as long as reading each variable: a value is copied later, when it is used, or when a step assigns a
     new one.
     """
-    metadata: dict[str, Any] = {"optimizers": _optimizers(model), "variables": [], "per_replica": []}
-    values: dict[str, Any] = {}
+    metadata: JsonObject = {"optimizers": _optimizers(model), "variables": [], "per_replica": []}
+    values: dict[str, Array] = {}
     per_replica: dict[str, list[Array]] = {}
     for name, (_, path, variable) in _variables(model).items():
         copies = components(variable)
@@ -129,10 +128,10 @@ def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def _optimizers(model: Model) -> dict[str, dict[str, Any]]:
+def _optimizers(model: Model) -> dict[str, JsonObject]:
     """The class of each optimizer that is built, and the indices of the weights that it was built for."""
     indices = {id(weight): number for number, weight in enumerate(model.weights)}
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, JsonObject] = {}
     for name, optimizer in _held_optimizers(model):
         if optimizer.built:
             of = [indices.get(id(variable), -1) for variable in optimized_variables(optimizer)]
@@ -168,7 +167,7 @@ def _gather(workers: Workers, local: Mapping[str, Array]) -> dict[str, Array]:
 
 def restore(
     model: Model,
-    metadata: Mapping[str, Any],
+    metadata: JsonObject,
     arrays: Mapping[str, Array],
     workers: Workers | None,
     fingerprint: Mapping[str, str],
@@ -202,7 +201,7 @@ def restore(
             np.random.set_state(state)
 
 
-def _build_optimizers(model: Model, saved: Mapping[str, Mapping[str, Any]]) -> None:
+def _build_optimizers(model: Model, saved: Mapping[str, JsonObject]) -> None:
     """Build optimizers that are otherwise built in their first step: the user's own beside that of `compile`."""
     weights = model.weights
     for name, optimizer in _held_optimizers(model):
@@ -214,7 +213,7 @@ def _build_optimizers(model: Model, saved: Mapping[str, Mapping[str, Any]]) -> N
 
 
 def _check_same(
-    model: Model, metadata: Mapping[str, Any], variables: Mapping[str, _Variable], fingerprint: Mapping[str, str]
+    model: Model, metadata: JsonObject, variables: Mapping[str, _Variable], fingerprint: Mapping[str, str]
 ) -> None:
     saved = {name: (path, f"{dtype} {tuple(shape)}") for name, path, dtype, shape in metadata["variables"]}
     now: dict[str, tuple[str, str]] = {}
