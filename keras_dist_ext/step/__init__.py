@@ -30,6 +30,7 @@ In reading order:
     logs              the metrics of a step
     pass_through      what Keras gets where nothing is shared
     virtual_replicas  several replicas, one after the other, on one device
+    suspendable_thread  how one waits for the others
     xla, graphs       what is compiled by XLA, and what runs as a graph
     seeds             ``kde.seed_replicas``: a stream of random numbers for each replica
     seed_table        ``kde.describe_seeds``

@@ -15,11 +15,9 @@ Letters: V = virtual replicas, P = real ones, both over all workers; a real one 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import tensorflow as tf
 
@@ -35,6 +33,7 @@ from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.reduce import OrderedSum, PlainSum, optimization_barrier
 from keras_dist_ext.step.reducers import MirroredReducer, Reducer, RowRange, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
+from keras_dist_ext.step.suspendable_thread import SuspendableThread, SyncPoint
 from keras_dist_ext.step.update import (
     Update,
     assign_mean,
@@ -86,15 +85,6 @@ def run_virtual_replicas(
     return replicas.run(run)
 
 
-@dataclasses.dataclass(frozen=True)
-class SyncPoint:
-    """Where a virtual replica is suspended: what for, what it adds to a sum, and what the others need to know."""
-
-    kind: Literal["sum", "gather", "assign", "update", "result", "end"]
-    values: list[tf.Tensor]
-    subject: Any = None
-
-
 class _VirtualReplicas:
     """The virtual replicas of one real one, during one step."""
 
@@ -130,7 +120,7 @@ class _VirtualReplicas:
     def run(self, run: Run) -> tuple[Any, list[Any]]:
         """See ``run_virtual_replicas``."""
         for place, reducer in enumerate(self._reducers):
-            reducer.thread = _SuspendableThread(functools.partial(self._one, run, place))
+            reducer.thread = SuspendableThread(functools.partial(self._one, run, place))
         answer: Any = None
         try:
             while True:
@@ -226,7 +216,7 @@ class _VirtualReducer(Reducer):
         state: what each virtual replica has for itself.
     """
 
-    thread: _SuspendableThread
+    thread: SuspendableThread
 
     def __init__(self, real: Reducer, num_replicas: int, replica_id: int, state: _State) -> None:
         self.num_replicas = num_replicas
@@ -396,59 +386,3 @@ class _OneOfSeveral(tf.distribute.ReplicaContext):  # type: ignore[misc]
             "they are assigned; there, virtual replicas cannot wait for each other. Use all_reduce of the replica "
             "context, or compile without virtual_replicas."
         )
-
-
-class _Abandoned(BaseException):
-    """Ends a thread whose others have failed."""
-
-
-class _SuspendableThread:
-    """A function that is suspended where it asks something, and resumed with the answer; one runs at a time."""
-
-    def __init__(self, function: Callable[[], SyncPoint]) -> None:
-        self._function = function
-        self._goes, self._stops = threading.Semaphore(0), threading.Semaphore(0)
-        self._answer: Any = None
-        self._point: SyncPoint | None = None
-        self._error: BaseException | None = None
-        self._is_abandoned = False
-        self._thread = threading.Thread(target=self._run, name="virtual_replica", daemon=True)
-
-    def resume(self, answer: Any) -> SyncPoint:
-        """Answer, and wait until it is suspended again."""
-        self._answer = answer
-        if self._thread.ident is None:
-            self._thread.start()
-        self._goes.release()
-        self._stops.acquire()
-        if self._error is not None:
-            raise self._error
-        assert self._point is not None
-        return self._point
-
-    def suspend(self, point: SyncPoint) -> Any:
-        """Suspend this thread, and return the answer."""
-        if self._is_abandoned:  # and the user's code has caught that
-            raise _Abandoned
-        self._point = point
-        self._stops.release()
-        self._goes.acquire()
-        if self._is_abandoned:
-            raise _Abandoned
-        return self._answer
-
-    def end(self) -> None:
-        """Abandon the function where it is suspended, if it has not returned."""
-        self._is_abandoned = True
-        if self._thread.ident is not None:
-            self._goes.release()
-            self._thread.join()
-
-    def _run(self) -> None:
-        self._goes.acquire()
-        try:
-            self._point = self._function()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._stops.release()

@@ -3,12 +3,15 @@
 In reading order:
 
     certificate       ``kde.certify`` and ``kde.Certificate``
+    certifiable       what can be compared with one device
     certified_script  ``keras-dist-ext doctor --certify SCRIPT.py``
     global_batches    the batches that are compared
     lockstep          the same steps on one device and on replicas
     sides             make one step, and read all that it changes
     draws             what random ops draw on each replica
     suspects          find by experiment what makes a difference
+    gap_findings      differences that are none of gradients
+    crashes           why a step does not run
 """
 
 __all__: list[str] = []

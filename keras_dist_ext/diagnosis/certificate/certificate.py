@@ -8,7 +8,6 @@ import itertools
 import json
 import logging
 import math
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +16,17 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext import arguments
-from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.random import intercept_random_ops
 from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.data.split import num_rows
+from keras_dist_ext.diagnosis.certificate.certifiable import check_certifiable
+from keras_dist_ext.diagnosis.certificate.crashes import crash_finding
 from keras_dist_ext.diagnosis.certificate.draws import Draws, watch_draws
+from keras_dist_ext.diagnosis.certificate.gap_findings import of_gaps
 from keras_dist_ext.diagnosis.certificate.global_batches import global_batches
 from keras_dist_ext.diagnosis.certificate.lockstep import Comparison, Lockstep
 from keras_dist_ext.diagnosis.certificate.sides import on_one_device
-from keras_dist_ext.diagnosis.certificate.suspects import FIX_OF_STOCK, explain, of_draws, of_gaps
+from keras_dist_ext.diagnosis.certificate.suspects import explain, of_draws
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
@@ -33,7 +34,7 @@ from keras_dist_ext.step.alike_draws import RowsAlike
 from keras_dist_ext.strategy.scope import describe_strategy
 from keras_dist_ext.training.gaps import Gap, as_float
 
-__all__ = ["Certificate", "certify", "check_strategy"]
+__all__ = ["Certificate", "certify"]
 
 
 def certify(
@@ -81,7 +82,7 @@ def certify(
             the data holds no batch; the strategy's replicas are not all in this process; or a strategy's scope is
             entered.
     """
-    _check(build_model, strategy)
+    check_certifiable(build_model, strategy)
     steps = arguments.integer("steps", steps, least=1, most=_MOST_STEPS, error=CertificateError)
     most = arguments.MOST_EXAMPLES
     batch_size = arguments.integer("batch_size", batch_size, least=1, most=most, error=CertificateError)
@@ -252,18 +253,20 @@ class _Trial:
                 raise
             except Exception as error:
                 on_one_device(self._build_model, self._batches[0])  # or it is no matter of the strategy
-                self._findings.append(_crash(error, self._strategy, "Building the model", is_ours=False))
+                self._findings.append(crash_finding(error, self._strategy, "Building the model", is_ours=False))
                 return
             self._name, self._is_ours = lockstep.many.model.name, lockstep.many.is_ours
             if lockstep.many.trouble_of_fit is not None:
                 trouble = lockstep.many.trouble_of_fit
-                self._findings.append(_crash(trouble, self._strategy, "`fit`, before its first step,", is_ours=False))
+                self._findings.append(
+                    crash_finding(trouble, self._strategy, "`fit`, before its first step,", is_ours=False)
+                )
             try:
                 self._run(lockstep)
             except CertificateError:
                 raise
             except Exception as error:
-                self._findings.append(_crash(error, self._strategy, "A step", is_ours=self._is_ours))
+                self._findings.append(crash_finding(error, self._strategy, "A step", is_ours=self._is_ours))
                 return
         if draws.has_drawn and self._rows:
             batch = max(self._batches, key=lambda batch: int(num_rows(batch)))
@@ -308,7 +311,7 @@ class _Trial:
 
     def _broken(self, error: Exception, step: int, bounds: list[int]) -> Finding:
         """Name a step that ends with an error, for want of rows where others, in which all had some, do not."""
-        crash = _crash(error, self._strategy, "A step", is_ours=self._is_ours)
+        crash = crash_finding(error, self._strategy, "A step", is_ours=self._is_ours)
         sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
         if crash.code != "does-not-run" or 0 not in sizes or any(0 in rows for rows in self._rows) or not self._rows:
             return crash
@@ -343,7 +346,7 @@ class _Trial:
             model.train_function(iter(self._strategy.experimental_distribute_dataset(repeated)))
         except Exception as error:
             what = f"`fit` with steps_per_execution={model.steps_per_execution}"
-            self._findings.append(_crash(error, self._strategy, what, is_ours=False))
+            self._findings.append(crash_finding(error, self._strategy, what, is_ours=False))
 
     def certificate(self, allow: Collection[str]) -> Certificate:
         """Return what came of it."""
@@ -367,96 +370,3 @@ def _is_finite_on_one_device(comparison: Comparison) -> bool:
     """Whether training is; a metric of too few rows may be NaN, and state infinite until something comes."""
     trained = [values[0] for key, values in comparison.expected.items() if key[0] == "weights" or key[1] == "loss"]
     return all(np.isfinite(as_float(value)).all() for value in trained)
-
-
-def _crash(error: Exception, strategy: tf.distribute.Strategy, what: str, *, is_ours: bool) -> Finding:
-    """Name a step that does not run under the strategy, and why, where that is known."""
-    # TensorFlow puts the stack of the node before what went wrong, and the node behind it.
-    text = " ".join(re.sub(r"(?s)Detected at node.*?\n\n(?=\S)", "", str(error)).partition("[[{{node")[0].split())
-    known = None
-    if not is_ours:
-        known = next(((code, why) for pattern, code, why in _KNOWN_CRASHES if re.search(pattern, text)), None)
-    code, why = known or ("does-not-run", "It runs on one device.")
-    return Finding(
-        code=code,
-        what=f"{what} ends with {type(error).__name__} under {describe_strategy(strategy)}. {why}",
-        evidence=text[-300:] or "the error has no message",
-        fix=_FIXES.get(code) or ("Please report this model: it should not be." if is_ours else FIX_OF_STOCK),
-    )
-
-
-_FIXES = {"strategies-collide": "Certify in a process of its own, with one strategy."}
-_KNOWN_CRASHES = (
-    (
-        r"Collective ops is aborted|in the collective instance",
-        "strategies-collide",
-        "TensorFlow's collectives take this strategy for another one of the same devices, with which this process has "
-        "trained before (tensorflow#62790).",
-    ),
-    (
-        r"AddN|same size and shape|Attempt to convert a value \(PerReplica|Unsupported.*(string|bool)",
-        "fit-averages-a-batch",
-        "Stock Keras builds a model from the mean of the first batch over the replicas, which there is only of numbers "
-        "in parts of equal size.",
-    ),
-    (
-        r"You must feed a value for placeholder",
-        "steps-per-execution",
-        "Stock Keras loops over several steps in a way that TensorFlow cannot run on several devices.",
-    ),
-    (
-        r"called while defining a new graph",
-        "reduction-in-a-condition",
-        "Stock optimizers that accumulate gradients, or overwrite weights by their mean, reduce over replicas inside a "
-        "condition, which TensorFlow cannot do.",
-    ),
-    (
-        r"located in device .* from device|Trying to access resource",
-        "jit-compile",
-        "XLA cannot compile a step that spans devices: jit_compile=True is for one.",
-    ),
-    (
-        r"Mixing different tf.distribute|colocate_vars_with",
-        "outside-of-the-scope",
-        "Something was built outside of the strategy's scope: `kde.check_scope(model, strategy)` names it.",
-    ),
-)
-
-
-def check_strategy(strategy: object) -> None:
-    """See whether a strategy's replicas can be compared.
-
-    Raises:
-        CertificateError: they are not all in this process, or it is no strategy.
-    """
-    if not isinstance(strategy, tf.distribute.Strategy):
-        hint = " Give its attribute `strategy`." if hasattr(strategy, "strategy") else ""
-        raise CertificateError(
-            f"certify takes a tf.distribute.Strategy as strategy, and got {type(strategy).__name__}.{hint}"
-        )
-    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        raise CertificateError(
-            "Under ParameterServerStrategy each worker makes steps of its own, at its own pace, so that no two runs "
-            "are equal, and none is that of one device. What a step computes can be certified with a MirroredStrategy."
-        )
-    is_mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
-    is_far = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-    if strategy.num_replicas_in_sync > 1 and (not is_mirrored or is_far):
-        raise CertificateError(
-            f"A certificate compares what all replicas hold, in one process, and {describe_strategy(strategy)} has "
-            "replicas elsewhere. Certify with a MirroredStrategy of as many replicas, which on a CPU are "
-            f'`kde.pick_strategy("mirrored", num_replicas={strategy.num_replicas_in_sync})`: steps are the same.'
-        )
-
-
-def _check(build_model: object, strategy: object) -> None:
-    if isinstance(build_model, keras.Model) or not callable(build_model):
-        raise CertificateError(
-            "certify takes a function that builds and compiles a model as build_model, and got "
-            f"{type(build_model).__name__}: it builds one for one device, and another in the strategy's scope."
-        )
-    check_strategy(strategy)
-    if tf.distribute.has_strategy():
-        raise CertificateError(
-            "certify was called inside a strategy's scope, where no model can be built for one device. Leave the scope."
-        )

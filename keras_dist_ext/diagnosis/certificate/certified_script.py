@@ -18,7 +18,8 @@ from keras_dist_ext._keras.adapters import make_data_adapter
 from keras_dist_ext._keras.interception import patched
 from keras_dist_ext._keras.models import intercept_fit
 from keras_dist_ext.data.sources import DEFAULT_BATCH_SIZE
-from keras_dist_ext.diagnosis.certificate.certificate import Certificate, certify, check_strategy
+from keras_dist_ext.diagnosis.certificate.certifiable import check_strategy
+from keras_dist_ext.diagnosis.certificate.certificate import Certificate, certify
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.strategy.scope import describe_strategy
 from keras_dist_ext.training.model import Model

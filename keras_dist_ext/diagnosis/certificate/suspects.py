@@ -24,7 +24,7 @@ from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers
 from keras_dist_ext.training.gaps import Gap
 
-__all__ = ["explain", "of_draws", "of_gaps"]
+__all__ = ["FIX_OF_STOCK", "explain", "listed", "of_draws"]
 
 PARTS = ("weights", "masks", "moments", "loss")
 FIX_OF_STOCK = "Derive the model from kde.Model, or take it over by `kde.adopt(model, strategy)`."
@@ -173,7 +173,7 @@ class _Suspects:
 
     def local_statistics(self, off: Comparison) -> Finding:
         """What BatchNormalization does unless it is synchronized."""
-        names = _listed([layer.path or layer.name for layer in self.local_norms])
+        names = listed([layer.path or layer.name for layer in self.local_norms])
         return Finding(
             code="local-batch-statistics",
             what=f"BatchNormalization ({names}) normalizes with the statistics of one replica's rows, where one device "
@@ -184,7 +184,7 @@ class _Suspects:
 
     def imprecise_statistics(self, off: Comparison) -> Finding:
         """What Keras' synchronized BatchNormalization makes of inputs far from 0."""
-        names = _listed([layer.path or layer.name for layer in self._norms])
+        names = listed([layer.path or layer.name for layer in self._norms])
         return Finding(
             code="imprecise-statistics",
             what=f"BatchNormalization ({names}) computes statistics with too few digits: Keras' synchronized one takes "
@@ -207,10 +207,10 @@ class _Suspects:
 
     def empty_replica(self, off: Comparison) -> Finding:
         """Name the statistics of no rows."""
-        names = _listed([g.name for g in off.gaps if not np.isfinite(g.absolute) and g.part in ("weights", "state")])
+        names = listed([g.name for g in off.gaps if not np.isfinite(g.absolute) and g.part in ("weights", "state")])
         cause, proof = "Something divides by no rows", ""
         if self.local_norms and self.again(off, without=("moments",)).is_finite:
-            cause = f"BatchNormalization ({_listed([n.path or n.name for n in self.local_norms])}) divides by no rows"
+            cause = f"BatchNormalization ({listed([n.path or n.name for n in self.local_norms])}) divides by no rows"
             proof = ", and with moving statistics so do the replicas"
         return Finding(
             code="empty-replica",
@@ -256,7 +256,7 @@ class _Suspects:
             for layer in flat_layers(self.model)[1:]
             if type(layer).__module__.split(".")[0] != "keras"
         ]
-        suspects = f"layers of your own: {_listed(own)}" if own else "what computes across rows"
+        suspects = f"layers of your own: {listed(own)}" if own else "what computes across rows"
         return Finding(
             code="rows-interact",
             what=f"What the model computes of a row depends on the other rows of the replica. Suspects are {suspects}.",
@@ -279,7 +279,7 @@ class _Suspects:
             for layer in flat_layers(self.model)
             if isinstance(layer, keras.layers.Masking) or getattr(layer, "mask_zero", False)
         ]
-        return f"; the mask comes from {_listed(makers)}" if makers else ""
+        return f"; the mask comes from {listed(makers)}" if makers else ""
 
 
 def _uncontrolled(names: Sequence[str], gap: Gap) -> Finding:
@@ -294,75 +294,6 @@ def _uncontrolled(names: Sequence[str], gap: Gap) -> Finding:
     )
 
 
-def of_gaps(lockstep: Lockstep, gaps: Sequence[Gap], is_explained: bool) -> Iterator[Finding]:
-    """Say what gaps mean that are no matter of gradients.
-
-    Args:
-        lockstep: both sides.
-        gaps: the worst of each variable and metric.
-        is_explained: whether the gradients are off, which explains what follows from them.
-    """
-    where = describe_strategy(lockstep.strategy)
-    ours = lockstep.many.is_ours
-    fix = "Please report this model: it should not be." if ours else FIX_OF_STOCK
-    apart = [g for g in gaps if g.is_apart and g.part == "state"]
-    if apart:
-        worst = max(apart, key=lambda g: g.spread)
-        yield Finding(
-            code="state-drifts",
-            what=f"Non-trainable state drifts apart between the replicas of {where}: "
-            f"{_listed([g.name for g in apart])}. Each replica keeps what its own rows made of "
-            "it, and `save` and `predict` take whichever they meet.",
-            evidence=f"{worst.name} differs by up to {worst.spread:.3g} between replicas after step {worst.step}.",
-            fix=fix,
-        )
-    for part, what in (("weights", "train different weights"), ("optimizer", "keep different state of the optimizer")):
-        differ = [g for g in gaps if g.is_apart and g.part == part]
-        if differ:
-            worst = max(differ, key=lambda g: g.spread)
-            yield Finding(
-                code="replicas-differ",
-                what=f"Replicas {what}: {_listed([g.name for g in differ])}.",
-                evidence=f"{worst.name} differs by up to {worst.spread:.3g} between replicas after step {worst.step}.",
-                fix="Look for code that assigns these from one replica's rows; apply gradients by the optimizer.",
-            )
-    if is_explained:
-        return
-    for part, code, what, advice in _REST:
-        off = [g for g in gaps if g.part == part and g.is_beyond and not (part != "metric" and g.is_apart)]
-        if off:
-            worst = max(off, key=lambda g: g.excess)
-            yield Finding(
-                code=code,
-                what=f"{what}: {_listed([g.name for g in off])}.",
-                evidence=f"{worst.name} is {worst.relative:.2g} (relative) from one device at step {worst.step}, "
-                f"{worst.excess:.3g} times what rounding explains. The gradients are equal.",
-                fix=advice if ours or part != "metric" else fix,
-            )
-
-
-_REST: tuple[tuple[str, str, str, str], ...] = (
-    (
-        "state",
-        "state-differs",
-        "Replicas agree on state that one device has otherwise",
-        "It is no mean over rows. Assign means over the rows of a call, which average over replicas.",
-    ),
-    (
-        "optimizer",
-        "optimizer-differs",
-        "Equal gradients leave the optimizer otherwise, and later steps with it",
-        "Look at what the optimizer's `update_step` assigns, and whether it counts replicas.",
-    ),
-    (
-        "metric",
-        "metric-differs",
-        "Equal training is logged differently",
-        "Keep in a metric's variables what can be added up over replicas, and compute the result from them.",
-    ),
-)
-
-
 def of_draws(draws: Sequence[Draws], strategy: tf.distribute.Strategy | None, *, is_ours: bool) -> Iterator[Finding]:
     """Say what is wrong with random numbers."""
     fix = "Give random ops a keras.random.SeedGenerator as their seed." if is_ours else FIX_OF_STOCK
@@ -371,7 +302,7 @@ def of_draws(draws: Sequence[Draws], strategy: tf.distribute.Strategy | None, *,
         yield Finding(
             code="same-draws",
             what=f"Replicas of {describe_strategy(strategy)} draw the same random numbers: "
-            f"{_listed([d.layer for d in same])}. Rows on different replicas get the same masks "
+            f"{listed([d.layer for d in same])}. Rows on different replicas get the same masks "
             "and noise, which regularizes less.",
             evidence=f"all of {sum(d.num_numbers for d in same)} numbers looked at are equal on two replicas",
             fix=fix,
@@ -414,7 +345,8 @@ def _is_close(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-3 * abs(other)
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return the first five of some names, and how many more there are."""
     unique = list(dict.fromkeys(names))
     rest = f" and {len(unique) - 5} more" if len(unique) > 5 else ""
     return ", ".join(unique[:5]) + rest

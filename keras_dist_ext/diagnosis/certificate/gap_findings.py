@@ -1,0 +1,82 @@
+"""Say what gaps mean that are no matter of gradients: of state, optimizers, metrics and logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from keras_dist_ext.diagnosis.certificate.lockstep import Lockstep
+from keras_dist_ext.diagnosis.certificate.suspects import FIX_OF_STOCK, listed
+from keras_dist_ext.findings import Finding
+from keras_dist_ext.strategy.scope import describe_strategy
+from keras_dist_ext.training.gaps import Gap
+
+__all__ = ["of_gaps"]
+
+
+def of_gaps(lockstep: Lockstep, gaps: Sequence[Gap], is_explained: bool) -> Iterator[Finding]:
+    """Say what gaps mean that are no matter of gradients.
+
+    Args:
+        lockstep: both sides.
+        gaps: the worst of each variable and metric.
+        is_explained: whether the gradients are off, which explains what follows from them.
+    """
+    where = describe_strategy(lockstep.strategy)
+    ours = lockstep.many.is_ours
+    fix = "Please report this model: it should not be." if ours else FIX_OF_STOCK
+    apart = [g for g in gaps if g.is_apart and g.part == "state"]
+    if apart:
+        worst = max(apart, key=lambda g: g.spread)
+        yield Finding(
+            code="state-drifts",
+            what=f"Non-trainable state drifts apart between the replicas of {where}: "
+            f"{listed([g.name for g in apart])}. Each replica keeps what its own rows made of "
+            "it, and `save` and `predict` take whichever they meet.",
+            evidence=f"{worst.name} differs by up to {worst.spread:.3g} between replicas after step {worst.step}.",
+            fix=fix,
+        )
+    for part, what in (("weights", "train different weights"), ("optimizer", "keep different state of the optimizer")):
+        differ = [g for g in gaps if g.is_apart and g.part == part]
+        if differ:
+            worst = max(differ, key=lambda g: g.spread)
+            yield Finding(
+                code="replicas-differ",
+                what=f"Replicas {what}: {listed([g.name for g in differ])}.",
+                evidence=f"{worst.name} differs by up to {worst.spread:.3g} between replicas after step {worst.step}.",
+                fix="Look for code that assigns these from one replica's rows; apply gradients by the optimizer.",
+            )
+    if is_explained:
+        return
+    for part, code, what, advice in _REST:
+        off = [g for g in gaps if g.part == part and g.is_beyond and not (part != "metric" and g.is_apart)]
+        if off:
+            worst = max(off, key=lambda g: g.excess)
+            yield Finding(
+                code=code,
+                what=f"{what}: {listed([g.name for g in off])}.",
+                evidence=f"{worst.name} is {worst.relative:.2g} (relative) from one device at step {worst.step}, "
+                f"{worst.excess:.3g} times what rounding explains. The gradients are equal.",
+                fix=advice if ours or part != "metric" else fix,
+            )
+
+
+_REST: tuple[tuple[str, str, str, str], ...] = (
+    (
+        "state",
+        "state-differs",
+        "Replicas agree on state that one device has otherwise",
+        "It is no mean over rows. Assign means over the rows of a call, which average over replicas.",
+    ),
+    (
+        "optimizer",
+        "optimizer-differs",
+        "Equal gradients leave the optimizer otherwise, and later steps with it",
+        "Look at what the optimizer's `update_step` assigns, and whether it counts replicas.",
+    ),
+    (
+        "metric",
+        "metric-differs",
+        "Equal training is logged differently",
+        "Keep in a metric's variables what can be added up over replicas, and compute the result from them.",
+    ),
+)
