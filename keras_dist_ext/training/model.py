@@ -39,7 +39,7 @@ from keras_dist_ext.strategy.consistency import run_fingerprint
 from keras_dist_ext.strategy.scope import check_scope, move_into_scope
 from keras_dist_ext.strategy.virtual import VirtualReplicas
 from keras_dist_ext.strategy.workers import Workers, checksum_of, workers_of
-from keras_dist_ext.training.adoption.stand_in import OwnClasses
+from keras_dist_ext.training.adoption.distributed_class import OwnClasses
 from keras_dist_ext.training.adoption.take_over import take_over
 from keras_dist_ext.training.batch_spec import any_number_of_rows, rows_of_one
 from keras_dist_ext.training.callbacks import RunCallbackList

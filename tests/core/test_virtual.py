@@ -389,7 +389,7 @@ def test_what_cannot_take_turns_is_an_error_and_leaves_no_thread(fault):
     with pytest.raises(error) as raised:
         net.fit(X, Y, **FIT)
     assert message in str(raised.value)
-    assert not [thread for thread in set(threading.enumerate()) - before if "in_turns" in thread.name]
+    assert not [thread for thread in set(threading.enumerate()) - before if "virtual_replica" in thread.name]
 
 
 def test_a_tf_function_that_assigns_in_an_eager_run_is_refused():

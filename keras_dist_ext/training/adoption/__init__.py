@@ -2,13 +2,13 @@
 
 In reading order:
 
-    adopt        the three
-    take_over    make a model again in a scope, with all of its state
-    rebuild      make it again, layer by layer
-    recipe       make a layer, metric or optimizer again from its config
-    stand_in     the class of ours for a class of Keras' or of the user's
-    twins        copy values from old layers to new ones
-    compilation  compile the new model as the old one
+    adopt              the three
+    take_over          rebuild a model in a scope, with all of its state
+    rebuild            rebuild it, layer by layer
+    recipe             rebuild a layer, metric or optimizer from its config
+    distributed_class  the class of this package for a class of Keras' or of the user's
+    twins              copy values from old layers to new ones
+    compilation        compile the new model as the old one
 """
 
 __all__: list[str] = []

@@ -10,7 +10,7 @@ from keras_dist_ext._keras.optimizers import optimized_variables
 from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.aliases import MetricNest
 from keras_dist_ext.strategy.scope import optimizers
-from keras_dist_ext.training.adoption.recipe import CannotRebuildError, by_reference, make_again, read_recipe
+from keras_dist_ext.training.adoption.recipe import CannotRebuildError, by_reference, read_recipe, rebuild_from_config
 from keras_dist_ext.training.adoption.twins import assign, in_pairs, named
 
 __all__ = ["read_compile_state", "take_over_optimizers"]
@@ -73,7 +73,7 @@ def _new_metrics(given: object, made: dict[int, keras.Metric]) -> MetricNest:
     if not isinstance(given, keras.Metric):
         return given
     if id(given) not in made:
-        made[id(given)] = make_again(given, type(given))
+        made[id(given)] = rebuild_from_config(given, type(given))
     return made[id(given)]
 
 

@@ -11,8 +11,8 @@ from keras_dist_ext._keras.layers import attributes, child_layers
 from keras_dist_ext._keras.models import KerasFunctional, input_like
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.aliases import TensorNest
-from keras_dist_ext.training.adoption.recipe import CannotRebuildError, first_init, make_again
-from keras_dist_ext.training.adoption.stand_in import OwnClasses, class_of_ours
+from keras_dist_ext.training.adoption.distributed_class import OwnClasses, distributed_class_for
+from keras_dist_ext.training.adoption.recipe import CannotRebuildError, first_init, rebuild_from_config
 from keras_dist_ext.training.adoption.twins import side_by_side, take_over_trainable, variable_pairs
 from keras_dist_ext.training.runtime import runtime_of
 
@@ -27,7 +27,7 @@ def rebuild(model: keras.Model, own: OwnClasses) -> Rebuilt:
     """
     rebuilt = Rebuilt(own)
     user_class: type[keras.Model] = type(model)
-    cls = class_of_ours(user_class, own)
+    cls = distributed_class_for(user_class, own)
     if isinstance(model, KerasFunctional) and (cls is own.functional or rebuilt.is_functional_by_base(model)):
         rebuilt.twin = rebuilt.functional(model, cls)
     elif isinstance(model, keras.Sequential) and first_init(user_class) in (
@@ -76,7 +76,7 @@ class Rebuilt:
             return self.sequential(layer, cls)
         if not isinstance(layer, keras.Layer):
             return _stateless(layer)
-        return make_again(layer, cls, records_arguments=runtime_of(layer) is not None)
+        return rebuild_from_config(layer, cls, records_arguments=runtime_of(layer) is not None)
 
     def is_functional_by_base(self, layer: keras.layers.Layer) -> bool:
         """Whether a user's class leaves construction to the functional model: `class Net(keras.Model)`, `Net(x, y)`."""
@@ -115,7 +115,7 @@ class Rebuilt:
         Raises:
             CannotRebuildError: It cannot.
         """
-        twin = make_again(model, cls, records_arguments=runtime_of(model) is not None)
+        twin = rebuild_from_config(model, cls, records_arguments=runtime_of(model) is not None)
         if model.built:
             _build_alike(twin, model)
         self._attach_late(twin, model)
@@ -132,7 +132,7 @@ class Rebuilt:
             elif name.startswith("_"):
                 continue  # Keras' own `compile` makes those
             elif isinstance(value, keras.Metric):
-                setattr(twin, name, make_again(value, type(value)))
+                setattr(twin, name, rebuild_from_config(value, type(value)))
             elif isinstance(value, keras.Variable):
                 new = twin.add_weight(
                     shape=value.shape,

@@ -28,7 +28,7 @@ from keras_dist_ext.aliases import Config, TensorNest
 __all__ = [
     "CannotRebuildError",
     "Rebuildable",
-    "make_again",
+    "rebuild_from_config",
     "read_recipe",
     "refuse_lost_arguments",
     "by_reference",
@@ -45,7 +45,7 @@ class CannotRebuildError(Exception):
     """Says what stands in the way, and how to mend it, in full sentences."""
 
 
-def make_again(thing: object, cls: type[Rebuildable], *, records_arguments: bool = False) -> Rebuildable:
+def rebuild_from_config(thing: object, cls: type[Rebuildable], *, records_arguments: bool = False) -> Rebuildable:
     """Make a layer, model or metric again, as a `cls`, here and now.
 
     Args:

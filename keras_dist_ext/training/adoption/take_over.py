@@ -14,9 +14,9 @@ from keras_dist_ext.errors import ScopeError
 from keras_dist_ext.strategy.given import checked_strategy
 from keras_dist_ext.strategy.scope import check_scope, describe_strategy, optimizers
 from keras_dist_ext.training.adoption.compilation import read_compile_state, take_over_optimizers
+from keras_dist_ext.training.adoption.distributed_class import OwnClasses
 from keras_dist_ext.training.adoption.rebuild import rebuild
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, label
-from keras_dist_ext.training.adoption.stand_in import OwnClasses
 from keras_dist_ext.training.adoption.twins import take_over_state
 from keras_dist_ext.training.runtime import runtime_of
 

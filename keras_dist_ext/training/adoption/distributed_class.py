@@ -1,4 +1,4 @@
-"""Stand in for a class of Keras' or of the user's with one that is ours too."""
+"""The class of this package for a class of Keras' or of the user's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.models import KerasFunctional
 from keras_dist_ext._keras.saving import share_registered_name, unpickle_model
 
-__all__ = ["OwnClasses", "class_of_ours"]
+__all__ = ["OwnClasses", "distributed_class_for"]
 
 
 class OwnClasses(NamedTuple):
@@ -22,8 +22,8 @@ class OwnClasses(NamedTuple):
     sequential: type[keras.Model]
 
 
-def class_of_ours(cls: type, own: OwnClasses) -> type[keras.Model]:
-    """The class of ours that stands for a class of Keras' or of the user's."""
+def distributed_class_for(cls: type, own: OwnClasses) -> type[keras.Model]:
+    """Return the class of this package for a class of Keras' or of the user's, derived from both."""
     if issubclass(cls, own.model):
         return cls
     if cls is keras.Sequential:
@@ -55,6 +55,6 @@ def _derived(cls: type, own: OwnClasses) -> type[keras.Model]:
 
 
 def _unpickle(cls: type[keras.Model], own: OwnClasses, file: BinaryIO) -> keras.Model:
-    ours = class_of_ours(cls, own)
+    ours = distributed_class_for(cls, own)
     with keras.saving.custom_object_scope({keras.saving.get_registered_name(cls): ours}):
         return unpickle_model(ours, file)
