@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "doctor",
             help="run a script for some steps of training, and say why it is not faster",
-            usage="keras-dist-ext doctor [option ...] SCRIPT.py [ARG ...]",
+            usage="keras-dist-ext doctor [option ...] SCRIPT.py [ARG ...]\n"
+            "       keras-dist-ext doctor --compare BEFORE.json AFTER.json",
             description="Run a script until a call of fit, or several together, have made some steps, and say what "
             "keeps those of the longest call from being parallel, and what to change. What comes after is not run. Of "
             "models of stock Keras it judges strategy, scope, eager execution and threads.",
@@ -193,15 +194,25 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--allow", action="append", default=[], metavar="CODE", help="a finding that --certify accepts")
     parser.add_argument("--interventions", action="store_true", help="make experiments too, for about ten seconds")
-    parser.add_argument("--json", type=path, metavar="FILE", help="write the report there, too")
+    parser.add_argument(
+        "--json", type=path, metavar="FILE", help="write the report there, too; say what changed since the one there"
+    )
     parser.add_argument("--log-dir", type=path, metavar="DIR", help="for TensorBoard")
+    parser.add_argument(
+        "--compare",
+        type=path,
+        metavar="BEFORE.json",
+        help="say what a change brought: AFTER.json follows",
+    )
     parser.add_argument("script", metavar="SCRIPT.py")
     rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="passed to it untouched")
     rest.required = False  # argparse would ask for it when the script is missing
-    parser.set_defaults(run=_doctor)
+    parser.set_defaults(run=_doctor, parser=parser)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.compare is not None:
+        return _compare(arguments)
     if arguments.certify:
         return _certify(arguments)
     from keras_dist_ext.diagnosis.doctor.doctor_command import examine_script
@@ -214,6 +225,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
         json=arguments.json,
         log_dir=arguments.log_dir,
     )
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    if arguments.args:
+        arguments.parser.error(f"--compare takes two reports, got {2 + len(arguments.args)}")
+    from keras_dist_ext.diagnosis.doctor.comparison import compare_files
+
+    print(compare_files(arguments.compare, arguments.script))
     return 0
 
 

@@ -34,11 +34,18 @@ def map_findings(graph: DatasetGraph, dataset: tf.data.Dataset, times: Times, sp
         yield from _of_sequential(sequential, dataset, times, spared)
     if in_python and times.stages:
         claimed = spared if computing or not sequential else math.inf
-        yield from _of_python("map", in_python, times.cost(*MAPS), times, claimed)
+        yield from _of_python("map", in_python, times.cost(*MAPS), times, claimed, _size_after(graph, in_python))
     filters = [stage for stage in graph.of_kind("Filter") if stage.calls_python]
     if filters and times.stages:
         yield from _of_python("filter", filters, times.cost("Filter"), times, 0.0)
     yield from _of_filters(graph, times)
+
+
+def _size_after(graph: DatasetGraph, maps: Sequence[Stage]) -> int | None:
+    """Return how many examples a batch has, where maps come before it."""
+    batch = graph.batch
+    before = [] if batch is None else list(graph.until_other_elements(batch))
+    return None if batch is None or not any(stage in before for stage in maps) else batch.batch_size
 
 
 def _waits(times: Times) -> bool:
@@ -64,14 +71,20 @@ def _of_sequential(
         )
 
 
-def _of_python(noun: str, stages: Sequence[Stage], cost: float, times: Times, spared: float) -> Iterator[Finding]:
+def _of_python(
+    noun: str, stages: Sequence[Stage], cost: float, times: Times, spared: float, size: int | None = None
+) -> Iterator[Finding]:
     """A function that calls Python; where it waits more than it computes, parallel calls help first."""
+    batches = ""
+    if noun == "map" and size is not None:
+        batches = f", of whole batches where they allow it: dataset.batch({size}).map(f, num_parallel_calls=...)"
     if times.is_noticeable(cost):
         yield Finding(
             "python-map",
             f"A {noun} calls Python code, of which one thread runs at a time, however many calls are parallel.",
             f"{counted(len(stages), noun)} through py_function or numpy_function{times.share(cost)}",
-            "write the function with TensorFlow ops, or use a keras.utils.PyDataset with use_multiprocessing=True",
+            f"write the function with TensorFlow ops{batches}; or use a keras.utils.PyDataset with "
+            "use_multiprocessing=True",
             _left(cost, spared, times),
         )
 

@@ -2,23 +2,29 @@
 
 In reading order:
 
-    bounded_run     ``kde.diagnose``: train for some steps, and put the model back
-    doctor          ``kde.ParallelismDoctor``, a callback
-    doctor_command  ``keras-dist-ext doctor SCRIPT.py``
-    visit           what happens in one run
-    setting         its strategy, devices and graphs
-    host_clock      the time of callbacks and of tracing
-    python_clock    the time of Python that steps call
-    step_blocks     the time of steps
-    interventions   experiments
-    examination     all that is known when a run is judged
-    rules           judge it
-    setting_rules   by its setting
-    waiting_rules   by how long replicas wait for data and for Python
-    replica_rules   by what they compute, and how long they wait for each other
-    python_rules    by the Python that steps call
-    units           durations and sizes for people
-    report          show what was found
+    bounded_run        ``kde.diagnose``: train for some steps, and put the model back
+    doctor             ``kde.ParallelismDoctor``, a callback
+    doctor_command     ``keras-dist-ext doctor SCRIPT.py``
+    visit              what happens in one run
+    setting            its strategy, devices and graphs
+    host_clock         the time of callbacks and of tracing
+    python_clock       the time of Python that steps call
+    python_data        how Python makes batches
+    step_blocks        the time of steps
+    interventions      experiments
+    examination        all that is known when a run is judged
+    rules              judge it
+    setting_rules      by its setting
+    waiting_rules      by how long replicas wait for data, tracing and the start of executions
+    python_data_rules  by how Python makes batches
+    callback_rules     by how long they wait for callbacks
+    replica_rules      by what they compute, and how long they wait for each other
+    update_rules       by how long updates of weights take
+    python_rules       by the Python that steps call
+    why_not            why nothing can be done about the rest
+    units              durations and sizes for people
+    report             show what was found
+    comparison         what a change has brought, from two reports
 """
 
 __all__: list[str] = []

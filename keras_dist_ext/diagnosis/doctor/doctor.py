@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
+from keras_dist_ext.diagnosis.doctor.comparison import Comparison, read_report, run_in
 from keras_dist_ext.diagnosis.doctor.report import Report
 from keras_dist_ext.diagnosis.doctor.rules import judge
 from keras_dist_ext.diagnosis.doctor.visit import Visit
@@ -46,12 +48,13 @@ class ParallelismDoctor(RunCallback):
     Of a model of stock Keras it judges the setting: nobody can see into its steps.
 
     Args:
-        log_dir: where TensorBoard looks, for a run without a ``ReplicaMonitor``.
+        log_dir: where TensorBoard looks, for a run without a ``ReplicaMonitor``; the report is written there too, as
+            ``doctor.json``, and the next run of the model with the same ``log_dir`` says what has changed since.
         interventions: whether to make experiments when training ends, for some ten seconds: the model trains on with
             its input replaced by one batch, without the sum over replicas, with twice the rows, with more steps an
             execution, and as a copy on one device, and is put back bit for bit. For one process, and data that can be
             read again.
-        json: a file for the report.
+        json: a file for the report, instead of ``doctor.json``; one that is there is compared with, and replaced.
         writers: others to hand findings to.
         show: whether to print the report.
         strategy: the one that the model is meant to live under; None is its own.
@@ -59,6 +62,7 @@ class ParallelismDoctor(RunCallback):
 
     Attributes:
         report: of the last run that was watched; None before.
+        comparison: of it with the report that was in its file before; None where there was none of this model.
 
     Raises:
         MonitorError: in the constructor, if an argument is invalid; when a run begins, if findings cannot be written
@@ -81,8 +85,11 @@ class ParallelismDoctor(RunCallback):
     ) -> None:
         super().__init__()
         self.report: Report | None = None
+        self.comparison: Comparison | None = None
         self._interventions = arguments.flag("interventions", interventions, error=MonitorError)
         report_file = arguments.optional(arguments.path, "json", json, error=MonitorError)
+        if report_file is None and log_dir is not None and "://" not in os.fspath(log_dir):
+            report_file = os.path.join(log_dir, "doctor.json")
         self._json = None if report_file is None else pathlib.Path(report_file)
         self._show = arguments.flag("show", show, error=MonitorError)
         self._strategy = checked_strategy(strategy)
@@ -203,7 +210,9 @@ class ParallelismDoctor(RunCallback):
             self._show_and_save(self.report)
 
     def _show_and_save(self, report: Report) -> None:
+        self.comparison = None
         if self._json is not None:
+            self.comparison = self._compared(report, self._json)
             try:
                 self._json.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(self._json, report.to_json())
@@ -211,3 +220,17 @@ class ParallelismDoctor(RunCallback):
                 warnings.warn(f"The doctor's report could not be written to {self._json} ({error}).", stacklevel=2)
         if self._show:
             report.show()
+            if self.comparison is not None:
+                sys.stdout.write(f"Since the report in {self._json}: {self.comparison}\n")
+
+    @staticmethod
+    def _compared(report: Report, file: pathlib.Path) -> Comparison | None:
+        """Compare a report with the one that a file holds, if it is one of the same model."""
+        if not file.exists():
+            return None
+        try:
+            before = read_report(file)
+        except MonitorError:
+            return None  # which is replaced
+        after = run_in(report.to_dict())
+        return None if after is None or after.model != before.model else Comparison(before, after)

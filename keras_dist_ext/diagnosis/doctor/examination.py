@@ -20,7 +20,9 @@ __all__ = [
     "Calls",
     "Estimate",
     "Examination",
+    "Largest",
     "Loop",
+    "PythonCalls",
     "Setting",
     "Stray",
     "Times",
@@ -51,6 +53,16 @@ class Stray:
 
 
 @dataclasses.dataclass(frozen=True)
+class Largest:
+    """The largest of the variables that are trained, and what updates it."""
+
+    variable: str  # its path
+    num_bytes: int
+    optimizer: str  # its class
+    num_rows: int = 0  # of a table of which a batch reads some rows, and an update writes all; 0: there is none
+
+
+@dataclasses.dataclass(frozen=True)
 class Setting:
     """What a run is like before any clock is read. Defaults are those of a run with nothing to be said."""
 
@@ -73,6 +85,7 @@ class Setting:
     steps_per_execution: int | None = None  # None: as many as fit
     step_watchers: tuple[str, ...] = ()  # callbacks that look at every batch, so that one step is made at a time
     gradient_bytes: int = 0  # that replicas sum in a step
+    largest: Largest | None = None
     loops: tuple[Loop, ...] = ()
     strays: tuple[Stray, ...] = ()
     stray_share: float = 0.0  # of a replica's heavy work, 0 to 1; of the one of which most is astray
@@ -81,6 +94,11 @@ class Setting:
     def shares_cpu(self) -> bool:
         """Whether replicas of this process are logical devices of one physical CPU."""
         return sum(device.startswith("CPU") for device in self.devices) > 1
+
+    @property
+    def sums_in_memory(self) -> bool:
+        """Whether gradients are not sent anywhere: what ends a step is the update, not the sum."""
+        return self.num_workers == 1 and (self.num_replicas == 1 or self.shares_cpu)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +111,10 @@ class Calls:
     num_calls: int
     fetched: tuple[str, ...] = ()  # the functions by which one call of it fetched values from a device
     is_keras_own: bool = False  # the progress bar and the history, which every run has
+    every: int = 1  # it is every so manieth call that takes long
+    num_slow: int = 0  # calls that take long, where that is not each
+    argument: str = ""  # of a class of Keras, that says how often: "save_freq=1"
+    better: str = ""  # what to give instead: 'save_freq="epoch"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,3 +365,17 @@ class Examination:
     trials: Trials | None = None  # None: no experiments were made
     pipeline: tuple[Finding, ...] = ()  # what is to be said of the data's own graph, whatever it cost
     stock_steps: tuple[int, float] | None = None  # how many steps of stock Keras took how many seconds
+
+    def shares(self) -> dict[str, float]:
+        """Return which share of the time went where, 0 to 1, together 1; empty where nothing was measured."""
+        if self.times is None or not self.times.blocks:
+            return {}
+        name = "updating" if self._is_update else "synchronising"
+        return {name if key == "synchronising" else key: value for key, value in self.times.shares().items()}
+
+    @property
+    def _is_update(self) -> bool:
+        """Whether what ends a step is the update and not the sum over replicas, as far as can be told."""
+        if self.times is not None and self.trials is not None and self.trials.has("as it was", "no sum"):
+            return self.trials.saved("no sum").value < self.times.sync() / 2
+        return self.setting.sums_in_memory

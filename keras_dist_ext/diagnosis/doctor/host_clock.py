@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +17,12 @@ from typing import Any
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.tracing import observe_traces
 from keras_dist_ext.diagnosis.doctor.examination import Calls, Traces
+from keras_dist_ext.training.worker_sync import own_callback
 
 __all__ = ["CallbackClock", "TraceWatch"]
 
 _HOOKS = ("on_train_batch_begin", "on_train_batch_end")
+_KEPT = 1000  # calls, one by one
 _LOOKED_INTO = 4  # the call that is looked into: the first ones may set things up
 
 
@@ -42,6 +45,7 @@ class CallbackClock:
         """Forget what was timed so far."""
         for timed in self._timed:
             timed.seconds, timed.num_calls = 0.0, 0
+            timed.last.clear()
 
     def stop(self) -> None:
         """Leave the callbacks as they were."""
@@ -57,7 +61,10 @@ class CallbackClock:
         for parts in of_callback.values():
             longest = max(parts, key=lambda timed: timed.seconds)
             if longest.num_calls:
-                cls = type(longest.callback)
+                own = own_callback(longest.callback)
+                cls = type(own)
+                every, num_slow = period(longest.last, longest.num_calls)
+                argument, better = _how_often(own)
                 found.append(
                     Calls(
                         name=cls.__name__,
@@ -66,6 +73,10 @@ class CallbackClock:
                         num_calls=longest.num_calls,
                         fetched=tuple(dict.fromkeys(name for timed in parts for name in timed.fetched)),
                         is_keras_own=cls in (keras.callbacks.ProgbarLogger, keras.callbacks.History),
+                        every=every,
+                        num_slow=num_slow,
+                        argument=argument,
+                        better=better,
                     )
                 )
         return tuple(found)
@@ -80,6 +91,44 @@ def _is_own(callback: keras.callbacks.Callback, hook: str) -> bool:
     return False
 
 
+_LONG = 5.0  # times as long as the median
+
+
+def period(seconds: Sequence[float], num_calls: int) -> tuple[int, int]:
+    """Return at every so manieth call something takes long, and how many of all calls do.
+
+    Args:
+        seconds: of the last calls, one by one.
+        num_calls: of which these are the last.
+
+    >>> period([1e-5, 1e-5, 0.2, 1e-5, 1e-5, 0.2, 1e-5, 1e-5, 0.2], 90)
+    (3, 30)
+    >>> period([0.1, 0.2, 0.1], 3)
+    (1, 3)
+    """
+    limit = _LONG * statistics.median(seconds) if seconds else 0.0
+    limit = max(limit, sum(seconds) / max(1, len(seconds)))
+    slow = [place for place, value in enumerate(seconds) if value >= limit]
+    if len(slow) < 2 or sum(seconds[place] for place in slow) < 0.8 * sum(seconds):
+        return 1, num_calls
+    gaps = [after - before for before, after in itertools.pairwise(slow)]
+    every = round(statistics.median(gaps))
+    if every < 2 or sum(abs(gap - every) <= 0.1 * every for gap in gaps) < 0.7 * len(gaps):
+        return 1, num_calls
+    return every, max(len(slow), num_calls // every)
+
+
+def _how_often(callback: keras.callbacks.Callback) -> tuple[str, str]:
+    """Return the argument of a class of Keras that has it write in the middle of an epoch, and what to give instead."""
+    if not type(callback).__module__.startswith("keras."):
+        return "", ""
+    for name in ("save_freq", "update_freq"):
+        value = getattr(callback, name, None)
+        if isinstance(value, int):
+            return f"{name}={value}", f'{name}="epoch"'
+    return "", ""
+
+
 class _Timed:
     """A method of an object that is timed until it is unwrapped."""
 
@@ -88,6 +137,7 @@ class _Timed:
         self.hook = hook
         self.seconds = 0.0
         self.num_calls = 0
+        self.last: collections.deque[float] = collections.deque(maxlen=_KEPT)  # seconds of the last calls
         self.fetched: tuple[str, ...] = ()
         self._num_ever = 0
         self._before = vars(callback).get(hook)
@@ -111,7 +161,8 @@ class _Timed:
         try:
             return self._method(*args, **kwargs)
         finally:
-            self.seconds += time.perf_counter() - begin
+            self.last.append(time.perf_counter() - begin)
+            self.seconds += self.last[-1]
             self.num_calls += 1
 
 

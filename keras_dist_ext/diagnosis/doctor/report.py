@@ -33,6 +33,7 @@ class Report:
     notes: tuple[Finding, ...]
     examination: Examination
     speedup: Estimate | None = None
+    why_not: str = ""  # nothing can be done about what most of the time goes to; "" where it is computing, or found
 
     @property
     def codes(self) -> list[str]:
@@ -42,8 +43,7 @@ class Report:
     @property
     def shares(self) -> dict[str, float]:
         """Which share of the time went where, 0 to 1; empty where nothing was measured."""
-        times = self.examination.times
-        return {} if times is None or not times.blocks else times.shares()
+        return self.examination.shares()
 
     @property
     def headline(self) -> str:
@@ -66,7 +66,7 @@ class Report:
         if self.speedup is not None:
             how = "" if self.examination.trials and self.examination.trials.has("one device") else ", estimated"
             parts.append(f"{self.speedup.show()} times as fast as one replica{how}")
-        return ", ".join(parts)
+        return ", ".join(parts) + (f"; {self.why_not}" if self.why_not else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -96,6 +96,7 @@ class Report:
             "measured": measured,
             "experiments": {} if trials is None else {name: list(values) for name, values in trials.seconds.items()},
             "skipped_experiments": {} if trials is None else dict(trials.skipped),
+            "why_not": self.why_not,
             "speedup": None if self.speedup is None else dataclasses.asdict(self.speedup),
         }
 

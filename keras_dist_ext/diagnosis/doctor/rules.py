@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from keras_dist_ext.diagnosis.doctor.callback_rules import slow_callbacks
 from keras_dist_ext.diagnosis.doctor.examination import Estimate, Examination
 from keras_dist_ext.diagnosis.doctor.python_rules import python_in_step
 from keras_dist_ext.diagnosis.doctor.replica_rules import REPLICA_RULES
 from keras_dist_ext.diagnosis.doctor.report import Report
 from keras_dist_ext.diagnosis.doctor.setting_rules import SETTING_RULES, shared_cpu
+from keras_dist_ext.diagnosis.doctor.update_rules import long_updates
 from keras_dist_ext.diagnosis.doctor.waiting_rules import WAITING_RULES
+from keras_dist_ext.diagnosis.doctor.why_not import why_not
 from keras_dist_ext.findings import Finding, worst_first
 
 __all__ = ["judge"]
@@ -33,17 +36,19 @@ def judge(examination: Examination) -> Report:
     found = [finding for rule in SETTING_RULES for finding in [rule(examination)] if finding is not None]
     times = examination.times
     if times is not None and times.blocks and times.num_steps and times.seconds > 0:
-        for rule in (*WAITING_RULES, *REPLICA_RULES, python_in_step):
+        for rule in (*WAITING_RULES, slow_callbacks, *REPLICA_RULES, long_updates, python_in_step):
             found += rule(examination)
     if examination.stock_steps is not None:
         found += examination.pipeline
     explained = {effect.code for cause in found for effect in found if _explains(cause, effect)}
     notes = [note for note in (shared_cpu(examination.setting), *_notes(examination)) if note is not None]
+    findings = worst_first([finding for finding in found if finding.code not in explained])
     return Report(
-        findings=tuple(worst_first([finding for finding in found if finding.code not in explained])),
+        findings=tuple(findings),
         notes=tuple(notes),
         examination=examination,
         speedup=_speedup(examination),
+        why_not=why_not(examination, [finding.code for finding in findings]),
     )
 
 
@@ -56,6 +61,7 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
     "slow-callback": ("host-bound",),
     "fetching-callback": ("host-bound",),
     "unequal-shards": ("straggler",),
+    "update-bound": ("batch-too-small",),
     "straggler": ("sync-bound",),
     "sequential-model": ("batch-too-small",),
     "outside-scope": ("mirrored-one-device", "idle-accelerators"),

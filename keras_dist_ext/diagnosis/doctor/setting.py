@@ -14,11 +14,11 @@ from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.cluster.spec import Cluster
-from keras_dist_ext.diagnosis.doctor.examination import Loop, Setting, Stray
+from keras_dist_ext.diagnosis.doctor.examination import Largest, Loop, Setting, Stray
 from keras_dist_ext.errors import ClusterError
 from keras_dist_ext.monitoring.manifest import num_cores, replica_devices
 from keras_dist_ext.strategy.resources import find_resources, list_devices
-from keras_dist_ext.strategy.scope import ScopeReport, check_scope
+from keras_dist_ext.strategy.scope import ScopeReport, check_scope, optimizers
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.runtime import runtime_of
 
@@ -73,6 +73,7 @@ def read_setting(
         steps_per_execution=None if automatic else int(getattr(model, "steps_per_execution", 1)),
         step_watchers=tuple(step_watchers),
         gradient_bytes=sum(_num_bytes(variable) for variable in model.trainable_variables),
+        largest=_largest(model),
         loops=tuple(_loops(model)),
         strays=strays,
         stray_share=share,
@@ -132,6 +133,26 @@ def _host(address: str) -> str:
 
 def _num_bytes(variable: Variable) -> int:
     return int(np.prod(variable.shape)) * int(tf.as_dtype(variable.dtype).size)
+
+
+def _largest(model: keras.Model) -> Largest | None:
+    """Return the largest of the variables that are trained; None where no optimizer is known."""
+    optimizer = next((optimizer for _, optimizer in optimizers(model)), None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    variable = max(model.trainable_variables, key=_num_bytes, default=None)
+    if optimizer is None or variable is None:
+        return None
+    tables = [layer.embeddings for layer in flat_layers(model) if isinstance(layer, keras.layers.Embedding)]
+    is_table = any(variable is table for table in tables) and not _writes_rows_only(optimizer)
+    return Largest(
+        variable.path, _num_bytes(variable), type(optimizer).__name__, int(variable.shape[0]) if is_table else 0
+    )
+
+
+def _writes_rows_only(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an update touches only the rows of a table that have a gradient (keras/src/optimizers/sgd.py)."""
+    is_plain = isinstance(optimizer, keras.optimizers.SGD) and not optimizer.momentum
+    return is_plain and not (optimizer.weight_decay or optimizer.use_ema or optimizer.gradient_accumulation_steps)
 
 
 def _loops(model: keras.Model) -> list[Loop]:

@@ -17,6 +17,8 @@ from keras_dist_ext.diagnosis.doctor.examination import Examination, Times, Tria
 from keras_dist_ext.diagnosis.doctor.host_clock import CallbackClock, TraceWatch
 from keras_dist_ext.diagnosis.doctor.interventions import experiment
 from keras_dist_ext.diagnosis.doctor.python_clock import PythonClock
+from keras_dist_ext.diagnosis.doctor.python_data import look_into
+from keras_dist_ext.diagnosis.doctor.python_data_rules import judge_python_data
 from keras_dist_ext.diagnosis.doctor.setting import read_setting
 from keras_dist_ext.diagnosis.doctor.step_blocks import StepBlocks
 from keras_dist_ext.errors import KerasDistError
@@ -182,17 +184,7 @@ class Visit:
         if self._feed is None or times.input_seconds < 0.1 * times.seconds:
             return []
         if not self._feed.can_be_read_again:
-            kind = type(self._feed.data_adapter).__name__.removesuffix("DataAdapter").removesuffix("Adapter")
-            return [
-                Finding(
-                    "generator-bound",
-                    "Batches come from Python code, which makes one at a time while replicas wait.",
-                    f"the data is a {kind}",
-                    "Read it by tf.data, in threads: `tf.data.Dataset.from_tensor_slices(files).map(load, "
-                    "num_parallel_calls=tf.data.AUTOTUNE).batch(n).prefetch(tf.data.AUTOTUNE)`; or a "
-                    "`keras.utils.PyDataset` with `workers=4, use_multiprocessing=True`.",
-                )
-            ]
+            return [judge_python_data(look_into(self._feed.data_adapter))]
         if not self._feed.is_pipeline:
             return []
         return _inspected(self._feed.given)

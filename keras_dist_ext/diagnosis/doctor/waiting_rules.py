@@ -1,4 +1,4 @@
-"""Judge how long replicas wait for data and for Python: for input, callbacks, tracing, and the start of executions.
+"""Judge how long replicas wait for data and for Python: for input, tracing, and the start of executions.
 
 A judgement is on ratios of medians over blocks of steps, of effects that are large and come again: a run is disturbed
 by whatever else the machine does. Where experiments were made, they decide, and their intervals are in the evidence.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from keras_dist_ext.diagnosis.doctor.examination import Calls, Examination, Times, Traces
+from keras_dist_ext.diagnosis.doctor.examination import Examination, Times, Traces
 from keras_dist_ext.diagnosis.doctor.units import ms
 from keras_dist_ext.findings import Finding
 
@@ -22,9 +22,7 @@ __all__ = ["WAITING_RULES", "best_steps_per_execution"]
 _INPUT_SHARE = 0.25  # of the time
 _INPUT_SECONDS = 1e-3  # a step: tf.data's own calls cost 0.1 ms, and several times that on a busy machine
 _START_SECONDS = 0.08  # of a pass: beginning small data anew takes some ms, a PyDataset 20 to 60
-_CALLBACK_SHARE = 0.15
-_CALLBACK_SECONDS = 3e-4  # a call
-_CALLBACK_CALLS = 5  # at least: what comes now and then may be slow
+_START_TIMES = 3.0  # as long as the wait for another batch of the pass
 _TRACING_SHARE = 0.1
 _TRACED_OFTEN = 5  # times, in a fifth of the executions: other shapes of a last batch are traced once or twice
 _HOST_SHARE = 0.3
@@ -73,7 +71,8 @@ def _starts(examination: Examination) -> list[Finding]:
     times = examination.times
     assert times is not None
     starts = times.start_seconds
-    if len(starts) < 2 or float(np.median(starts)) < _START_SECONDS:
+    usual = times.input_seconds / times.num_steps
+    if len(starts) < 2 or float(np.median(starts)) < max(_START_SECONDS, _START_TIMES * usual):
         return []
     seconds = sum(starts)
     if seconds < _INPUT_SHARE * (times.seconds + seconds):
@@ -84,52 +83,12 @@ def _starts(examination: Examination) -> list[Finding]:
             "Each epoch begins the data anew, and replicas wait until its first batch is there.",
             f"the first batch took {ms(float(np.median(starts)))} in each of {len(starts)} passes over the data, with "
             f"{times.num_steps / len(starts):.3g} steps a pass: {seconds / (times.seconds + seconds):.0%} of the time",
-            "Let an epoch go on where the last one ended: `dataset.repeat()` and `fit(..., steps_per_epoch=n)`; or "
-            "make the beginning cheaper: a smaller `shuffle` buffer, `.cache()` before it, fewer files at once.",
+            "Make the beginning cheaper: `.cache()` before `shuffle`, if what it gives fits into memory, a smaller "
+            "buffer, fewer files at once; or let an epoch go on where the last one ended, in a pass that is longer: "
+            "`dataset.repeat()` and `fit(..., steps_per_epoch=n)`.",
             seconds,
         )
     ]
-
-
-def _callbacks(examination: Examination) -> list[Finding]:
-    """Callbacks that are slow for each batch."""
-    times = examination.times
-    assert times is not None
-    found = []
-    for calls in times.calls:
-        is_long = calls.seconds >= _CALLBACK_SECONDS * max(1, calls.num_calls)
-        if (
-            calls.is_keras_own
-            or calls.num_calls < _CALLBACK_CALLS
-            or not is_long
-            or calls.seconds < _CALLBACK_SHARE * times.seconds
-        ):
-            continue
-        found.append(_callback(calls, times))
-    return found
-
-
-def _callback(calls: Calls, times: Times) -> Finding:
-    evidence = (
-        f"{calls.name}.{calls.hook} took {ms(calls.seconds / max(1, calls.num_calls))} a call, {calls.num_calls} "
-        f"times: {calls.seconds / times.seconds:.0%} of the time"
-    )
-    if calls.fetched:
-        return Finding(
-            "fetching-callback",
-            f"The callback {calls.name} fetches values from the devices at every batch; all replicas wait meanwhile.",
-            f"{evidence}; one call of it fetched by {', '.join(calls.fetched)}",
-            f"Fetch less often: move it to `on_epoch_end`, or begin `{calls.hook}` with "
-            "`if batch % 100: return`; numbers of each replica are recorded by `kde.ReplicaMonitor`.",
-            calls.seconds,
-        )
-    return Finding(
-        "slow-callback",
-        f"The callback {calls.name} is slow at every batch; all replicas wait meanwhile.",
-        evidence,
-        f"Move the work to `on_epoch_end`, begin `{calls.hook}` with `if batch % 100: return`, or hand it to a thread.",
-        calls.seconds,
-    )
 
 
 def _retracing(examination: Examination) -> list[Finding]:
@@ -215,4 +174,4 @@ def best_steps_per_execution(host_seconds: float, step_seconds: float) -> int:
     return max(1, min(enough, int(0.25 / step_seconds)))
 
 
-WAITING_RULES: Sequence[Callable[[Examination], list[Finding]]] = (_input, _starts, _callbacks, _retracing, _host)
+WAITING_RULES: Sequence[Callable[[Examination], list[Finding]]] = (_input, _starts, _retracing, _host)

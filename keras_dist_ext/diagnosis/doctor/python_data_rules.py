@@ -1,0 +1,76 @@
+"""Judge batches that Python makes, of which replicas wait for each."""
+
+from __future__ import annotations
+
+from keras_dist_ext.diagnosis.doctor.python_data import MadeInPython, Reads
+from keras_dist_ext.diagnosis.doctor.units import ms
+from keras_dist_ext.findings import Finding
+
+__all__ = ["judge_python_data"]
+
+_MOST_READS = 4  # of one dataset of a file, for one batch
+_COMPUTES = 0.5  # of the time: then threads wait for each other, since one at a time runs Python
+_WORKERS = 4
+
+
+def judge_python_data(made: MadeInPython) -> Finding:
+    """Say what is to be changed about data that is known to be slow."""
+    often = [reads for reads in made.reads if reads.num_reads > _MOST_READS and reads.num_rows < 4 * reads.num_reads]
+    if often:
+        return _unaligned(made, max(often, key=lambda reads: reads.num_reads))
+    if made.kind != "PyDataset":
+        return Finding(
+            "generator-bound",
+            "Batches come from Python code, which makes one at a time while replicas wait.",
+            f"the data is a {made.kind}",
+            "Read it by tf.data, in threads: `tf.data.Dataset.from_tensor_slices(files).map(load, "
+            "num_parallel_calls=tf.data.AUTOTUNE).batch(n).prefetch(tf.data.AUTOTUNE)`; or a "
+            "`keras.utils.PyDataset` with `workers=4, use_multiprocessing=True`.",
+        )
+    computes = made.cpu_seconds >= _COMPUTES * made.seconds
+    workers = max(_WORKERS, made.workers)
+    if made.seconds and not computes:
+        how = f"workers={max(_WORKERS, 2 * made.workers)}, use_multiprocessing={made.use_multiprocessing}"
+        why = "whose threads wait at once"
+    elif not made.use_multiprocessing:
+        how = f"workers={workers}, use_multiprocessing=True"
+        why = "since threads take turns where Python computes; the class and what it holds must be picklable"
+    else:
+        how = f"workers={2 * made.workers}, use_multiprocessing=True"
+        why = "as far as there are cores; or make less of a batch in Python"
+    took = (
+        f", of which one takes {ms(made.seconds)}, {ms(made.cpu_seconds)} of it computing"
+        if made.seconds
+        else ", the data is a PyDataset"
+    )
+    return Finding(
+        "generator-bound",
+        "Batches come from Python code, which does not make them as fast as replicas take them.",
+        f"{made.function} makes batches{took}, in {_by(made)}",
+        f"`{made.function.partition('.')[0]}({how})`, {why}.",
+    )
+
+
+def _by(made: MadeInPython) -> str:
+    kind = "process" if made.use_multiprocessing else "thread"
+    return f"1 {kind}" if made.workers <= 1 else f"{made.workers} {kind}{'es' if made.use_multiprocessing else 's'}"
+
+
+def _unaligned(made: MadeInPython, reads: Reads) -> Finding:
+    name = reads.name.rpartition("/")[2]
+    rows = made.rows or reads.num_rows
+    if reads.chunk_rows:
+        found = f"of chunks of {reads.chunk_rows} rows, each of which is read and decompressed as a whole"
+        whole = f"where the batch size is a multiple of the {reads.chunk_rows} rows of a chunk"
+    else:
+        found = "which lie one behind the other"
+        whole = "which is one read"
+    return Finding(
+        "unaligned-reads",
+        "Batches are read from an HDF5 file row by row, and each read costs what many rows would.",
+        f"{made.function} reads {reads.name} {reads.num_reads} times for a batch of {rows} rows, {found}; "
+        f"a batch takes {ms(made.seconds)}",
+        f"Read a batch at once, `{name}[i * {rows}:(i + 1) * {rows}]`, {whole}; mix by the order of batches and within "
+        f"them, or write the file once in a random order. More `workers` bring little: h5py reads one thing at a time, "
+        "and `use_multiprocessing=True` only shares the waste.",
+    )

@@ -1,0 +1,215 @@
+"""What the doctor advises for the case at hand: the argument, the line, the variable, and how often."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from test_diagnose import HEALTHY, ON_CPU, codes, times, trials, waiting
+
+from keras_dist_ext.diagnosis.doctor.examination import Calls, Examination, Largest, Times
+from keras_dist_ext.diagnosis.doctor.host_clock import period
+from keras_dist_ext.diagnosis.doctor.python_data import MadeInPython, Reads
+from keras_dist_ext.diagnosis.doctor.python_data_rules import judge_python_data
+from keras_dist_ext.diagnosis.doctor.rules import judge
+from keras_dist_ext.findings import Finding
+
+TABLE = Largest("net/embedding/embeddings", 51_200_000, "Adam", num_rows=200_000)
+ON_ONE = dataclasses.replace(ON_CPU, strategy="none", num_replicas=1, devices=("CPU:0",))
+
+
+def of_table(setting: Any = ON_ONE, **facts: Any) -> Any:
+    return dataclasses.replace(setting, gradient_bytes=51_300_000, largest=TABLE, **facts)
+
+
+def updating(**given: Any) -> Times:
+    return times(**{"compute": 0.001, "sync": 0.018, "examples": 60, "num_replicas": 1, **given})
+
+
+# Updates
+
+
+def test_an_update_of_a_large_table_names_it_and_what_writes_only_the_rows_that_were_read() -> None:
+    report = judge(Examination(of_table(), updating()))
+    (finding,) = report.findings
+    assert (finding.code, finding.seconds) == ("update-bound", pytest.approx(0.018 * 80))
+    assert finding.evidence == (
+        "computing took 1 ms a step of 60 examples, and what Adam does to 51.3 MB of weights 18 ms, whatever the batch "
+        "(90% of the time); net/embedding/embeddings has 51.2 MB of them, in 200,000 rows, of which a batch reads a few"
+    )
+    assert finding.fix.startswith("An optimizer that writes only the rows that a batch has read: `keras.optimizers.SGD")
+    assert "480 examples instead of 60" in finding.fix
+    assert "`keras.optimizers.Adam(gradient_accumulation_steps=4)`" in finding.fix
+    assert report.shares["updating"] > 0.8
+    assert "synchronising" not in report.shares
+
+
+def test_an_update_of_dense_weights_says_to_update_less_often() -> None:
+    setting = dataclasses.replace(of_table(), largest=dataclasses.replace(TABLE, num_rows=0))
+    (finding,) = judge(Examination(setting, updating(examples=4))).findings  # and not that the batch is too small
+    assert finding.code == "update-bound"
+    assert finding.fix.startswith("Update less often: a larger batch, such as 32 examples instead of 4")
+
+
+@pytest.mark.parametrize(
+    ("setting", "measured"),
+    [
+        (of_table(), updating(compute=0.0185, step=0.038)),  # computing takes longer
+        (of_table(), updating(sync=0.0019, step=0.003)),  # a short update
+        (of_table(HEALTHY), updating(num_replicas=2, compute=0.018, sync=0.001)),
+        (dataclasses.replace(of_table(), gradient_bytes=1_000_000), updating()),  # of a small model
+        (dataclasses.replace(of_table(), runs_eagerly=True), updating()),
+    ],
+)
+def test_updates_that_are_short_or_of_small_models_are_no_finding(setting: Any, measured: Times) -> None:
+    assert "update-bound" not in codes(setting, measured)
+
+
+def test_an_experiment_tells_the_update_from_the_sum_where_replicas_have_devices_of_their_own() -> None:
+    measured = updating(num_replicas=2)
+    assert codes(of_table(HEALTHY), measured) == ["sync-bound"]
+    shown = trials(as_it_was=0.02, no_sum=0.0196)
+    report = judge(Examination(of_table(HEALTHY), measured, shown))
+    assert report.codes == ["update-bound"]
+    assert "updating" in report.shares
+    half = judge(Examination(of_table(HEALTHY), measured, trials(as_it_was=0.02, no_sum=0.011)))
+    assert half.codes == ["update-bound", "sync-bound"] or half.codes == ["sync-bound", "update-bound"]
+    assert sum(finding.seconds or 0.0 for finding in half.findings) == pytest.approx(0.018 * 80)  # claimed once
+    assert judge(Examination(of_table(ON_CPU), measured)).codes == ["update-bound"]
+
+
+# Callbacks
+
+
+def callback(calls: Calls) -> Finding:
+    (finding,) = judge(Examination(HEALTHY, times(calls=(calls,), host=0.008))).findings
+    return finding
+
+
+def test_a_callback_of_keras_that_writes_at_every_batch_is_told_by_the_argument_that_makes_it() -> None:
+    calls = Calls("ModelCheckpoint", "on_train_batch_end", 0.5, 80, ("numpy",))
+    finding = callback(dataclasses.replace(calls, argument="save_freq=1", better='save_freq="epoch"'))
+    assert finding.code == "slow-callback"
+    assert finding.what == (
+        "The callback ModelCheckpoint(save_freq=1) writes at every batch; all replicas wait meanwhile."
+    )
+    assert finding.fix == '`ModelCheckpoint(..., save_freq="epoch")`, which writes once an epoch.'
+
+
+def test_a_callback_that_works_now_and_then_is_told_with_its_period_and_its_share() -> None:
+    calls = Calls("Log", "on_train_batch_end", 0.4, 80, every=10, num_slow=8)
+    finding = callback(calls)
+    assert finding.what == "The callback Log is slow at every 10th batch; all replicas wait meanwhile."
+    assert finding.evidence == ("Log.on_train_batch_end took 50 ms a call, 8 times in 80 batches: 25% of the time")
+    assert "let it work at every 100th batch instead of every 10th" in finding.fix
+    assert codes(HEALTHY, times(calls=(dataclasses.replace(calls, num_slow=2),), host=0.008)) == []
+
+
+def test_the_progress_bar_is_a_finding_where_it_takes_most() -> None:
+    calls = Calls("ProgbarLogger", "on_train_batch_end", 0.7, 80, is_keras_own=True)
+    finding = judge(Examination(HEALTHY, times(calls=(calls,), host=0.009))).findings[0]
+    assert finding.fix.startswith("`fit(..., verbose=2)`")
+    harmless = dataclasses.replace(calls, name="History")
+    assert codes(HEALTHY, times(calls=(harmless,), host=0.009)) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([0.01] * 20, (1, 20)),
+        (([1e-5] * 9 + [0.1]) * 5, (10, 5)),
+        (([1e-5] * 9 + [0.1]) * 5 + [1e-5] * 4, (10, 5)),
+        ([0.1, *[1e-5] * 49], (1, 50)),  # once
+        ([0.1, 1e-5, 0.1, 0.1, 1e-5, 1e-5, 1e-5, 1e-5, 1e-5, 0.1, 1e-5, 1e-5], (1, 12)),  # at no period
+        ([0.05, 0.1] * 10, (1, 20)),  # long at each
+        ([], (1, 0)),
+    ],
+)
+def test_the_period_of_calls_is_read_from_those_that_take_long(seconds: list[float], expected: Any) -> None:
+    assert period(seconds, len(seconds)) == expected
+
+
+# Batches that Python makes
+
+
+def made(**facts: Any) -> MadeInPython:
+    return MadeInPython("PyDataset", "Rows.__getitem__ (train.py:7)", **{"seconds": 0.02, "rows": 64, **facts})
+
+
+def test_hdf5_read_row_by_row_says_to_read_whole_chunks() -> None:
+    finding = judge_python_data(made(reads=(Reads("/x", 64, 64, 128), Reads("/y", 1, 64, 0))))
+    assert finding.code == "unaligned-reads"
+    assert finding.evidence == (
+        "Rows.__getitem__ (train.py:7) reads /x 64 times for a batch of 64 rows, of chunks of 128 rows, each of which "
+        "is read and decompressed as a whole; a batch takes 20 ms"
+    )
+    assert finding.fix.startswith("Read a batch at once, `x[i * 64:(i + 1) * 64]`, where the batch size is a multiple")
+    plain = judge_python_data(made(reads=(Reads("/x", 64, 64, 0),)))
+    assert "which lie one behind the other" in plain.evidence
+    assert judge_python_data(made(reads=(Reads("/x", 2, 64, 32),))).code == "generator-bound"
+
+
+@pytest.mark.parametrize(
+    ("facts", "fix"),
+    [
+        ({"cpu_seconds": 0.001}, "`Rows(workers=4, use_multiprocessing=False)`, whose threads wait at once."),
+        ({"cpu_seconds": 0.001, "workers": 4}, "`Rows(workers=8, use_multiprocessing=False)`, whose threads"),
+        ({"cpu_seconds": 0.019}, "`Rows(workers=4, use_multiprocessing=True)`, since threads take turns"),
+        ({"cpu_seconds": 0.019, "workers": 4}, "`Rows(workers=4, use_multiprocessing=True)`, since threads take turns"),
+        (
+            {"cpu_seconds": 0.019, "workers": 4, "use_multiprocessing": True},
+            "`Rows(workers=8, use_multiprocessing=True)`, as far as there are cores; or make less",
+        ),
+    ],
+)
+def test_a_py_dataset_is_given_threads_where_it_waits_and_processes_where_it_computes(facts: Any, fix: str) -> None:
+    finding = judge_python_data(made(**facts))
+    assert finding.code == "generator-bound"
+    assert finding.fix.startswith(fix)
+
+
+def test_a_generator_is_to_be_read_by_tf_data() -> None:
+    finding = judge_python_data(MadeInPython("Generator"))
+    assert finding.evidence == "the data is a Generator"
+    assert "tf.data.Dataset.from_tensor_slices(files)" in finding.fix
+
+
+# Where most of the time goes
+
+
+@pytest.mark.parametrize(
+    ("measured", "reason"),
+    [
+        (
+            times(step=0.001, input_=0.0006, compute=0.0003, sync=0.0001, host=0.0),
+            "nothing is to be gained from the 60% input: a batch comes after 0.6 ms",
+        ),
+        (
+            times(step=0.004, compute=0.001, sync=0.0019, input_=0.0),
+            "nothing is to be gained from the 68% synchronising: the sum, the update and the metrics take 1.9 ms",
+        ),
+        (
+            times(step=0.002, host=0.0015, compute=0.0004, input_=0.0, sync=0.0001),
+            "nothing is to be gained from the 75% host: an execution of 1 steps of 2 ms is as long as callbacks can",
+        ),
+        (
+            times(
+                host=0.014, compute=0.004, calls=tuple(Calls(f"C{i}", "on_train_batch_end", 0.11, 80) for i in range(9))
+            ),
+            "nothing is to be gained from the 62% callbacks: 9 callbacks share it, and C0 has most, 1.38 ms a call",
+        ),
+    ],
+)
+def test_where_most_of_the_time_goes_and_nothing_is_to_be_done_the_headline_says_why(
+    measured: Times, reason: str
+) -> None:
+    report = judge(Examination(HEALTHY, measured))
+    assert report.findings == ()
+    assert report.why_not.startswith(reason)
+    assert report.headline.endswith(f"; {report.why_not}")
+
+
+def test_a_headline_gives_no_reason_where_a_finding_does_or_the_time_goes_to_computing() -> None:
+    assert judge(Examination(HEALTHY, times())).why_not == ""
+    assert judge(Examination(HEALTHY, waiting())).why_not == ""
