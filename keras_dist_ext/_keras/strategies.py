@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,6 +16,7 @@ from keras_dist_ext.aliases import SpecNest
 __all__ = [
     "make_mirrored",
     "seen_as_one_replica",
+    "note_creations",
     "sum_over_replicas",
     "regroup",
     "replica_id",
@@ -71,6 +72,30 @@ def seen_as_one_replica() -> Iterator[None]:
 
 
 _thread = threading.local()
+
+
+def note_creations(
+    strategy: tf.distribute.MultiWorkerMirroredStrategy, waiting: Callable[[], contextlib.AbstractContextManager[None]]
+) -> None:
+    """Enter a context wherever a variable of several workers is given its first value, which the chief broadcasts.
+
+    distribute/collective_all_reduce_strategy.py, `_get_variable_creator_initial_value`, does so for the first replica
+    of each worker, by a collective in which a worker waits that makes a variable alone.
+    """
+    original = strategy.extended._get_variable_creator_initial_value
+
+    def creator(replica_id: int, device: str, primary_var: Any, **given: Any) -> Any:
+        value_of = original(replica_id=replica_id, device=device, primary_var=primary_var, **given)
+        if replica_id:
+            return value_of
+
+        def initial_value() -> Any:
+            with waiting():
+                return value_of()
+
+        return initial_value
+
+    strategy.extended._get_variable_creator_initial_value = creator
 
 
 def sum_over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -148,11 +148,18 @@ class DeadlockWatch:
         reached = False
         with contextlib.suppress(Exception):  # the cluster is gone
             found |= dict.fromkeys(self._store.silent(), _SILENT)
-            ends = {worker: self.presence.end_of(worker) for worker in self._store.others}
-            found |= {worker: end.what for worker, end in ends.items() if end is not None}
+        for worker in self._store.others:
+            with contextlib.suppress(Exception):  # the same, but it may have been read before
+                end = self.presence.end_of(worker)
+                found |= {worker: end.what} if end is not None else {}
+        answers: dict[int, str] = {}
+        with contextlib.suppress(Exception):
             left = [worker for worker in self._store.others if worker not in found]
-            found |= dict.fromkeys(left, "does not answer") | self.presence.ask(left)
+            answers = self.presence.ask(left)
+            found |= dict.fromkeys(left, "does not answer") | answers
             reached = True
+        gone = {worker: text for worker, text in sorted(found.items()) if worker not in answers}
+        self.presence.cause = "; ".join(f"worker {worker} {text}" for worker, text in gone.items())
         said = [f"worker {worker} {text}" for worker, text in sorted(found.items())]
         if not reached and not said:
             said = ["the first worker, by which all know of each other, or its machine, cannot be reached"]
@@ -218,6 +225,7 @@ class DeadlockWatch:
             busy = self.presence.ask([worker for worker in others if not texts[worker]])
             waits = {worker: _Wait(*json.loads(texts[worker])) for worker in others if texts[worker]}
             said = [f"worker {worker} {what}" for worker, what in ended.items()]
+            self.presence.cause = "; ".join(said)
             said += [f"worker {worker} is in {wait.what}{wait.line}" for worker, wait in waits.items()]
             said += [f"worker {worker} {place}" for worker, place in busy.items()]
             place = f"Worker {self._store.index} is in {here.what}{here.line}"
@@ -225,7 +233,7 @@ class DeadlockWatch:
         silent = [worker for worker in self._store.silent() if self.presence.end_of(worker) is None]
         if silent:
             place = f"Worker {self._store.index} is in {here.what}{here.line}"
-            who = "; ".join(f"worker {worker} {_SILENT}" for worker in silent)
+            who = self.presence.cause = "; ".join(f"worker {worker} {_SILENT}" for worker in silent)
             return f"{place}, and cannot continue: {who}. {_LOST_ADVICE}"
         if not all(texts.values()):
             return None
@@ -259,5 +267,5 @@ _LOST_ADVICE = (
 )
 _ADVICE = (
     "Every worker must make the same calls of fit, evaluate and predict, in the same order, on as many batches, also "
-    "in callbacks."
+    "in callbacks, and build the same models in the strategy's scope."
 )

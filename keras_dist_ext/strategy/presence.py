@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
+from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.strategy.key_value import KeyValueStore
 
 __all__ = ["LastWord", "Presence", "line_of"]
@@ -49,6 +50,7 @@ class Presence:
     Attributes:
         num_waits: how many waits of this worker are over.
         wait: what it waits in now, such as "step 5 of training"; empty where it does not wait.
+        cause: which workers were lost, if this one has found that: what its own failure is due to.
     """
 
     def __init__(self, store: KeyValueStore) -> None:
@@ -61,6 +63,7 @@ class Presence:
         self._lock = threading.Lock()
         self.num_waits = 0
         self.wait = ""
+        self.cause = ""
 
     def begin(self) -> None:
         """Answer from here on until the program ends, and say so then."""
@@ -85,6 +88,8 @@ class Presence:
     def note_failure(self, kind: type[BaseException], trace: TracebackType | None) -> None:
         """Note the exception that ends this worker's program."""
         self._failure = f"has failed with {kind.__name__}{_line_in(traceback.extract_tb(trace))}"
+        if issubclass(kind, WorkersError) and self.cause:
+            self._failure += f", since {self.cause}"
 
     def end_of(self, worker: int) -> LastWord | None:
         """Return the last word of another worker; None where it has stored none."""

@@ -7,6 +7,7 @@ acted upon. Letters: W = workers.
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import warnings
@@ -22,7 +23,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.adapters import seed_py_datasets
 from keras_dist_ext._keras.datasets import checksum_of_constants, dataset_graph, shard_indices, with_seeds
-from keras_dist_ext._keras.strategies import first_replica, has_several_workers, replica_id
+from keras_dist_ext._keras.strategies import first_replica, has_several_workers, note_creations, replica_id
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.cluster.rendezvous import wait_seconds_of
@@ -31,7 +32,7 @@ from keras_dist_ext.strategy.consistency import Fingerprint, check_consistency
 from keras_dist_ext.strategy.deadlock import DeadlockWatch
 from keras_dist_ext.strategy.key_value import KeyValueStore
 
-__all__ = ["Workers", "checksum_of", "workers_of"]
+__all__ = ["Workers", "checksum_of", "workers_of", "workers_of_process"]
 
 
 def workers_of(strategy: tf.distribute.Strategy) -> Workers | None:
@@ -45,11 +46,20 @@ def workers_of(strategy: tf.distribute.Strategy) -> Workers | None:
     return _WORKERS[strategy]
 
 
+def workers_of_process() -> Workers | None:
+    """Return the workers of the cluster that this process has joined, if it has: it can join one only."""
+    return next(iter(_WORKERS.values()), None)
+
+
 _WORKERS: weakref.WeakKeyDictionary[tf.distribute.Strategy, Workers] = weakref.WeakKeyDictionary()
 
 
 class Workers:
-    """All workers of a ``MultiWorkerMirroredStrategy``, seen from one of them."""
+    """All workers of a ``MultiWorkerMirroredStrategy``, seen from one of them.
+
+    Attributes:
+        store: what all of them can read.
+    """
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         resolver = strategy.cluster_resolver
@@ -64,10 +74,11 @@ class Workers:
             for dtype in (tf.float64, tf.int64)
         )
         jobs = {job: len(tasks[job]) for job in ("chief", "worker") if tasks.get(job)}
-        self._store = KeyValueStore(jobs, self.index)
+        self.store = KeyValueStore(jobs, self.index)
         self._num_checks = 0
-        self.watch = DeadlockWatch(self._store)
+        self.watch = DeadlockWatch(self.store)
         self.watch.presence.begin()
+        note_creations(strategy, functools.partial(self.watch.waiting, "the creation of a variable"))
 
     def check_consistency(self, what: str, fingerprint: Fingerprint) -> None:
         """Check that all workers are about to do the same. Every worker must call it, at the same point of its program.
@@ -82,14 +93,14 @@ class Workers:
         self._num_checks += 1
         with self.watch.waiting(f"the check before they {what}"):
             check_consistency(
-                self._store,
+                self.store,
                 f"run/{self._num_checks}",
                 fingerprint,
                 what=what,
                 wait_seconds=wait_seconds_of(self.strategy),
                 look=self.watch.check,
             )
-        self._store.delete(f"run/{self._num_checks - 1}")  # which all have read, since all have got here
+        self.store.delete(f"run/{self._num_checks - 1}")  # which all have read, since all have got here
 
     def sum(self, values: Sequence[float] | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Add up numbers over all workers. Every worker must call it, at the same point of its program.

@@ -535,6 +535,21 @@ def test_the_last_word_of_a_program_that_has_failed_names_the_error_and_its_line
     assert first.presence.end_of(1).what.startswith("has failed with ValueError (test_failures.py:")
 
 
+def test_the_last_word_of_a_worker_that_others_have_failed_says_which(watches: Any) -> None:
+    first, second, *_ = watches
+    try:
+        with first.waiting("step 3"):
+            raise tf.errors.UnavailableError(None, None, LOST.replace("task:1", "task:2"))
+    except kde.WorkersError as error:
+        first.presence.note_failure(type(error), error.__traceback__)
+    first.presence.end()
+    assert second.presence.end_of(0).what.endswith(", since worker 1 does not answer; worker 2 sends no sign of life")
+    second._store.get = None  # the cluster is gone with the first worker, whose last word has been read
+    known = pytest.raises(kde.WorkersError, match="worker 0 has failed with WorkersError .*, since worker 1 does not")
+    with known, second.waiting("step 3"):
+        raise tf.errors.UnavailableError(None, None, "failed to connect to all addresses")
+
+
 def test_a_worker_that_is_asked_says_where_its_program_is(watches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, *_ = watches
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -818,6 +833,7 @@ DIFFERENT_WAYS = [
         "is in another collective. Every worker must make the same calls of fit, evaluate and predict",
     ),
     ("one predicts alone", "waits for a worker that never comes: worker 1 has ended. Every worker must"),
+    ("one builds alone", "in the creation of a variable (failure_runs.py:"),
     ("one does not train", "Worker 0 is about to call fit, and worker 1 did not arrive within 20 s"),
 ]
 

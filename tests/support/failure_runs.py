@@ -155,6 +155,10 @@ def parted(case: str, folder: str) -> str:
             fit(model, (X, Y), Alone(), epochs=2)
         elif case == "one predicts alone" and index == 0:
             model.predict(X, verbose=0)
+        elif case == "one builds alone":
+            if index == 0:
+                make(strategy)
+            fit(model, (X, Y))
         elif case == "one does not train" and index == 0:
             fit(model, (X, Y))
         elif case == "one does not train":

@@ -201,6 +201,13 @@ SIGNATURES = {
     "tensorflow.python.checkpoint.checkpoint": {
         "TrackableSaver.save": "self file_prefix checkpoint_number session options"
     },
+    "tensorflow.python.saved_model.save": {
+        "save_and_return_nodes": "obj export_dir signatures options experimental_skip_checkpoint"
+    },
+    "tensorflow.python.distribute.collective_all_reduce_strategy": {
+        "CollectiveAllReduceExtended._get_variable_creator_initial_value": "self replica_id device primary_var kwargs"
+    },
+    "keras.src.utils.io_utils": {"ask_to_proceed_with_overwrite": "filepath", "print_msg": "message line_break"},
     "keras.src.random.seed_generator": {"SeedGenerator.next": "self ordered", "global_seed_generator": ""},
     "keras.src.models.model": {"functional_init_arguments": "args kwargs"},
     "keras.src.optimizers.base_optimizer": {
