@@ -66,10 +66,6 @@ class HookedModel(keras.Model):  # type: ignore[misc]
         """
         return save(path)
 
-    def _write_checkpoint(self, write: Callable[[Any], Any], prefix: Any) -> Any:
-        """Write a TensorFlow checkpoint that the model is part of, as TensorFlow does by ``write(prefix)``."""
-        return write(prefix)
-
     @classmethod
     def _load_pickled(cls, file: Any, load: Callable[[Any], Any]) -> Any:
         """Return the model of a file that Keras has pickled, which it itself would ``load`` so."""

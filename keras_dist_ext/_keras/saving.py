@@ -6,8 +6,8 @@ import contextlib
 import functools
 import os
 import zipfile
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, TypeAlias
 
 import h5py
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from keras.src.saving import object_registration, saving_lib, serialization_lib
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import io_utils
 from tensorflow.python.checkpoint import checkpoint
+from tensorflow.python.saved_model import save as saved_model
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.interception import patched
@@ -35,7 +36,12 @@ __all__ = [
     "share_registered_name",
     "saved_variables",
     "said_of",
+    "write_saves_by",
+    "answer_overwriting_by",
 ]
+
+Write: TypeAlias = Callable[[Any], Any]
+"""Write something to a path."""
 
 
 def _hook_saves(owner: Any, name: str, *, makes_parents: bool | None = None) -> None:
@@ -69,28 +75,45 @@ for _format in ("saved_model", "onnx", "openvino", "litert", "torch"):
     _hook_saves(export_module, f"export_{_format}", makes_parents=_format == "saved_model")
 
 
-def _hook_checkpoints() -> None:
-    """Have ``tf.train.Checkpoint`` ask a model of ours that it has to write (checkpoint/checkpoint.py), once."""
-    original = checkpoint.TrackableSaver.save
-    if hasattr(original, "_kde_hook"):
-        return
+def write_saves_by(
+    write_checkpoint: Callable[[Write, Any], Any], write_saved_model: Callable[[Write, Any], Any]
+) -> None:
+    """Have functions write what TensorFlow saves, and not only models, given its way to write to a path, and the path.
+
+    Args:
+        write_checkpoint: what ``tf.train.Checkpoint`` and ``CheckpointManager`` save (checkpoint/checkpoint.py).
+        write_saved_model: what ``tf.saved_model.save`` and Keras' ``ExportArchive`` save (saved_model/save.py).
+    """
+    save_checkpoint, save_model = checkpoint.TrackableSaver.save, saved_model.save_and_return_nodes
+
+    @functools.wraps(save_checkpoint)
+    def of_checkpoint(saver: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
+        def write(prefix: Any) -> Any:
+            return save_checkpoint(saver, prefix, *args, **kwargs)
+
+        return write_checkpoint(write, file_prefix) if tf.executing_eagerly() else write(file_prefix)
+
+    @functools.wraps(save_model)
+    def of_model(obj: Any, export_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        return write_saved_model(lambda path: save_model(obj, path, *args, **kwargs), export_dir)
+
+    checkpoint.TrackableSaver.save = of_checkpoint
+    saved_model.save_and_return_nodes = of_model
+
+
+def answer_overwriting_by(answer: Callable[[str], bool | None]) -> None:
+    """Have a function answer whether a file may be overwritten, where ``overwrite=False``; None asks at the terminal.
+
+    keras/src/utils/io_utils.py asks, for keras/src/saving/saving_api.py.
+    """
+    original = io_utils.ask_to_proceed_with_overwrite
 
     @functools.wraps(original)
-    def save(saver: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
-        def write(prefix: Any) -> Any:
-            return original(saver, prefix, *args, **kwargs)
+    def ask(filepath: Any) -> bool:
+        answered = answer(filepath)
+        return bool(original(filepath)) if answered is None else answered
 
-        if tf.executing_eagerly() and isinstance(file_prefix, str | os.PathLike):
-            for part in saver._graph_view.breadth_first_traversal()[0]:
-                if isinstance(part, HookedModel):
-                    return part._write_checkpoint(write, file_prefix)
-        return write(file_prefix)
-
-    save._kde_hook = True  # type: ignore[attr-defined]
-    checkpoint.TrackableSaver.save = save
-
-
-_hook_checkpoints()
+    io_utils.ask_to_proceed_with_overwrite = ask
 
 
 @contextlib.contextmanager

@@ -59,8 +59,9 @@ from keras_dist_ext.training.run_callback import Callbacks, callbacks_of_all_wor
 from keras_dist_ext.training.runners import CoordinatorProgram, StepRunner, predictor
 from keras_dist_ext.training.runtime import ReplicaRuntime, runtime_of, stop_attribute
 from keras_dist_ext.training.stop_signal import shown_to
-from keras_dist_ext.training.whole_saves import SharedSaves, Target, checkpoint_state, save_whole
-from keras_dist_ext.training.worker_sync import WorkerSync, callbacks_of_worker, without_collectives
+from keras_dist_ext.training.whole_saves import Target, save_whole
+from keras_dist_ext.training.worker_saves import save_by_worker
+from keras_dist_ext.training.worker_sync import WorkerSync, callbacks_of_worker
 
 __all__ = ["OWN_CLASSES", "Functional", "Model", "Sequential"]
 
@@ -364,23 +365,11 @@ class Model(HookedModel, metaclass=Scoped):
             self.replica_runtime.synchronize()
             return save_whole(save, path, makes_parents=makes_parents)
 
-        def shared(written: Path) -> SharedSaves:
+        def state(written: Path) -> str:
             weights = checksum_of([components(weight)[0] for weight in self.weights])
-            return SharedSaves(f"{weights:08x}-{zlib.crc32(arguments.encode()):08x}")
+            return f"{weights:08x}-{zlib.crc32(arguments.encode()):08x}"
 
-        # Each of them may, by itself.
-        return without_collectives(save_whole)(save, path, makes_parents=makes_parents, shared=shared)
-
-    def _write_checkpoint(self, write: Callable[[Target], str], prefix: Target) -> Target:
-        workers = workers_of(self.distribute_strategy)
-        if workers is None:
-            return write(prefix)
-
-        def shared(written: Path) -> SharedSaves:
-            return SharedSaves(checkpoint_state(written))
-
-        without_collectives(save_whole)(write, prefix, makes_parents=True, shared=shared)
-        return prefix
+        return save_by_worker(save, path, workers, makes_parents=makes_parents, state=state)
 
     def _checkpoint_children(self) -> dict[str, object]:
         return {"replica_seeds": self.replica_seeds.in_checkpoint}

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TypeAlias, TypeVar
 
@@ -21,7 +22,7 @@ from keras_dist_ext._keras.saving import said_of
 from keras_dist_ext.strategy.key_value import KeyValueStore
 from keras_dist_ext.whole_files import exchange, locked_folder, sync_file, sync_folder, unfinished_folder
 
-__all__ = ["SharedSaves", "Target", "checkpoint_state", "save_whole"]
+__all__ = ["SharedSaves", "Target", "checkpoint_state", "file_identity", "is_saving", "save_whole"]
 
 _T = TypeVar("_T")
 Target: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
@@ -46,7 +47,7 @@ class SharedSaves:
     def has(self, path: Path) -> bool:
         """Whether a file or folder is as a worker has left it that has saved the same state."""
         with contextlib.suppress(OSError, tf.errors.OpError):
-            return _identity(path) == self._store.get(self._topic(path), 0, _ANSWER_SECONDS)
+            return file_identity(path) == self._store.get(self._topic(path), 0, _ANSWER_SECONDS)
         return False
 
     def note(self, path: Path) -> None:
@@ -54,13 +55,14 @@ class SharedSaves:
         with contextlib.suppress(OSError, tf.errors.OpError):
             with contextlib.suppress(tf.errors.OpError):
                 self._store.delete(self._topic(path))
-            self._store.set(self._topic(path), _identity(path))
+            self._store.set(self._topic(path), file_identity(path))
 
     def _topic(self, path: Path) -> str:
         return f"saved/{zlib.crc32(os.fsencode(path)):08x}/{self._state}"
 
 
-def _identity(path: Path) -> str:
+def file_identity(path: Path) -> str:
+    """Return what tells a file from all others that have its name, and stays when it is renamed."""
     found = path.stat()
     return f"{found.st_ino} {found.st_mtime_ns}"
 
@@ -70,7 +72,8 @@ def save_whole(
     path: Target,
     *,
     makes_parents: bool,
-    shared: Callable[[Path], SharedSaves] | None = None,
+    state: Callable[[Path], str] | None = None,
+    announce: Callable[[Path, Path], None] | None = None,
 ) -> _T:
     """Save to a path by ``save(path)``, so that others see what is saved whole or not at all.
 
@@ -80,7 +83,8 @@ def save_whole(
         save: writes whatever belongs to what is saved beside the path that it is given, or below it.
         path: a path. URLs and open files are written to directly, and so is what is neither file nor folder.
         makes_parents: whether folders above it are to be made.
-        shared: tells where other workers have saved what has just been saved to a path, if there are some.
+        state: tells what has just been saved to a path; the same on workers that save the same, if there are some.
+        announce: is told of what is about to be moved to the path, and of the path.
 
     Returns:
         What ``save`` has returned.
@@ -99,7 +103,8 @@ def save_whole(
         except (FileNotFoundError, PermissionError):
             return save(path)  # Keras says what is missing; or writes a file in a folder where none can be made
         stack.enter_context(said_of(str(path), str(aside / given.name)))
-        result = save(str(aside / given.name))
+        with _saving():
+            result = save(str(aside / given.name))
         for folder, _, names in os.walk(aside):
             for name in names:
                 sync_file(Path(folder, name))
@@ -108,17 +113,36 @@ def save_whole(
             for source in _as_written(aside)
         ]
         saves = None
-        if shared is not None and (len(moves) > 1 or moves[0][0].is_dir()):
-            saves = shared(aside / given.name)
+        if state is not None and (len(moves) > 1 or moves[0][0].is_dir()):
+            saves = SharedSaves(state(aside / given.name))
             stack.enter_context(locked_folder(target.parent, _LOCK_SECONDS))
             if saves.has(moves[-1][1]):
                 return result
         for source, place in moves:
+            if announce is not None and place == target:
+                announce(source, given)
             _put(source, place)
         sync_folder(target.parent)
         if saves is not None:
             saves.note(moves[-1][1])
         return result
+
+
+def is_saving() -> bool:
+    """Whether this thread saves something aside: what belongs to it needs no more than that."""
+    return getattr(_thread, "is_saving", False)
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def _saving() -> Iterator[None]:
+    before, _thread.is_saving = is_saving(), True
+    try:
+        yield
+    finally:
+        _thread.is_saving = before
 
 
 def _put(source: Path, target: Path) -> None:
@@ -148,18 +172,27 @@ def _take_over_others(old: Path, new: Path) -> None:
 
 
 def _as_written(folder: Path) -> list[Path]:
-    """Return what is in a folder, in the order in which it was written: what names the others comes last."""
-    return sorted(folder.iterdir(), key=lambda path: (not path.is_dir(), path.stat().st_mtime_ns, path.name))
+    """Return what is in a folder, in the order in which it was written: what names the others comes last.
+
+    That is a checkpoint's index, or the JSON of sharded weights, also where the clock is coarse or was set back.
+    """
+
+    def place(path: Path) -> tuple[bool, bool, int, str]:
+        return (not path.is_dir(), path.suffix in (".index", ".json"), path.stat().st_mtime_ns, path.name)
+
+    return sorted(folder.iterdir(), key=place)
 
 
 def checkpoint_state(prefix: Path) -> str:
-    """Return a checksum of the tensors of a TensorFlow checkpoint, whatever order they are in."""
+    """Return a checksum of the tensors of a TensorFlow checkpoint, whatever order they are in.
+
+    Their names are left out: those of a SavedModel number its variables, in an order that differs between processes.
+    """
     reader = tf.train.load_checkpoint(prefix)
-    checksum = 0
-    for name in sorted(reader.get_variable_to_shape_map()):
+    checksums = []
+    for name in reader.get_variable_to_shape_map():
         if name != "_CHECKPOINTABLE_OBJECT_GRAPH":
             value = reader.get_tensor(name)
             is_numbers = isinstance(value, np.ndarray) and value.dtype != object
-            checksum = zlib.crc32(value.tobytes() if is_numbers else repr(value).encode(), checksum)
-            checksum = zlib.crc32(name.encode(), checksum)
-    return f"{checksum:08x}"
+            checksums.append(zlib.crc32(value.tobytes() if is_numbers else repr(value).encode()))
+    return f"{zlib.crc32(repr(sorted(checksums)).encode()):08x}"

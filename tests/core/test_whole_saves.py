@@ -20,6 +20,7 @@ import tensorflow as tf
 from two_workers import on_two_workers
 
 import keras_dist_ext as kde
+from keras_dist_ext.training import whole_saves
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,12 @@ def test_workers_save_whole_files_to_a_shared_path_together_or_alone(values: Any
         assert {name: worker[name] for name in runs.WAYS} == dict.fromkeys(runs.WAYS, ["equal"] * 3)
         assert set(worker["alone"].values()) == {"equal"}
         assert worker["by the chief"]
+        for name in ("a.keras", "a.weights.h5"):
+            assert worker[f"first {name}"] == "whole"
+            assert worker[f"again {name}"].startswith(
+                "FileExistsError: [Errno 17] It exists already, and with overwrite=False Keras asks whether it may be "
+                "overwritten, which nobody can answer for several workers."
+            )
         assert worker["left"] == []
 
 
@@ -115,6 +122,22 @@ def test_errors_and_messages_name_the_path_that_was_given(
     (tmp_path / "folder.keras").mkdir()
     with pytest.raises(IsADirectoryError, match="folder.keras"):
         model.save("folder.keras")
+
+
+def test_what_names_other_files_comes_last_though_the_clock_was_set_back(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(path: Any) -> None:
+        for number, name in enumerate(["_00000.weights.h5", "_00001.weights.h5", ".weights.json"]):
+            part = pathlib.Path(f"{str(path).removesuffix('.weights.json')}{name}")
+            part.touch()
+            os.utime(part, (100 - number, 100 - number))
+
+    moved: list[str] = []
+    put = whole_saves._put
+    monkeypatch.setattr(whole_saves, "_put", lambda source, target: [moved.append(target.name), put(source, target)])
+    whole_saves.save_whole(save, tmp_path / "a.weights.json", makes_parents=False)
+    assert moved == ["a_00001.weights.h5", "a_00000.weights.h5", "a.weights.json"]
 
 
 def test_links_modes_and_other_files_in_a_folder_stay(model: Any, tmp_path: pathlib.Path) -> None:

@@ -87,6 +87,34 @@ def _manager(model: Any, path: str, strategy: Any) -> Any:
     return model.get_weights()
 
 
+def _module(model: Any, path: str, strategy: Any) -> Any:
+    with strategy.scope():
+        module = tf.Module()
+        module.weights = [tf.Variable(value) for value in model.get_weights()]
+    manager = tf.train.CheckpointManager(tf.train.Checkpoint(module=module), f"{path}.module", 2)
+    manager.save()
+    manager.restore_or_initialize()
+    return [np.asarray(tf.convert_to_tensor(variable)) for variable in module.weights]
+
+
+def _saved_model(model: Any, path: str, strategy: Any) -> Any:
+    tf.saved_model.save(model, f"{path}.saved")
+    found = tf.saved_model.load(f"{path}.saved")
+    (values,) = found.signatures["serving_default"](tf.constant(X)).values()
+    np.testing.assert_allclose(values, model(X), rtol=1e-5)
+    return model.get_weights()
+
+
+def _archive(model: Any, path: str, strategy: Any) -> Any:
+    archive = keras.export.ExportArchive()
+    archive.track(model)
+    archive.add_endpoint("serve", model.call, [tf.TensorSpec([None, 8])])
+    archive.write_out(f"{path}.archive", verbose=False)
+    found = tf.saved_model.load(f"{path}.archive")
+    np.testing.assert_allclose(found.serve(X), model(X), rtol=1e-5)
+    return model.get_weights()
+
+
 WAYS: dict[str, Callable[[Any, str, Any], Any]] = {
     "keras": _keras,
     "kde": _kde,
@@ -98,6 +126,9 @@ WAYS: dict[str, Callable[[Any, str, Any], Any]] = {
     "export": _export,
     "checkpoint": _checkpoint,
     "manager": _manager,
+    "module": _module,
+    "saved_model": _saved_model,
+    "archive": _archive,
 }
 
 
@@ -110,6 +141,7 @@ def save_everywhere(strategy: Any, folder: pathlib.Path) -> dict[str, Any]:
     model = make(strategy)
     before = model.get_weights()
     found: dict[str, Any] = {}
+    (folder / "asked").mkdir(exist_ok=True)
 
     def save(name: str, path: pathlib.Path) -> str:
         try:
@@ -124,7 +156,7 @@ def save_everywhere(strategy: Any, folder: pathlib.Path) -> dict[str, Any]:
     for worker in range(2):
         workers.sum([])
         if workers.index == worker:
-            alone = [name for name in WAYS if name != "kde"]
+            alone = [name for name in WAYS if name not in ("kde", "module")]
             found["alone"] = {name: save(name, folder / f"alone{worker}") for name in alone}
     workers.sum([])
     if workers.is_chief:
@@ -133,6 +165,16 @@ def save_everywhere(strategy: Any, folder: pathlib.Path) -> dict[str, Any]:
 
     loaded = kde.load_model(folder / "by the chief.keras", strategy=strategy).get_weights()
     found["by the chief"] = all(np.array_equal(a, b) for a, b in zip(before, loaded, strict=True))
+    ways = (("a.keras", model.save, keras.models.load_model), ("a.weights.h5", model.save_weights, model.load_weights))
+    for name, write, read in ways:
+        for time in ("first", "again"):
+            workers.sum([])
+            try:
+                write(folder / "asked" / name, overwrite=False)
+                read(folder / "asked" / name)
+                found[f"{time} {name}"] = "whole"
+            except Exception as error:
+                found[f"{time} {name}"] = f"{type(error).__name__}: {error}"
     workers.sum([])
     found["left"] = sorted(path.name for path in folder.iterdir() if path.name.endswith(".tmp"))
     return found
