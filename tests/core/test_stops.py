@@ -53,6 +53,19 @@ def test_a_stop_that_one_worker_asks_for_ends_both_there(values, data):
     assert_same(values[1], stock(data))
 
 
+@pytest.mark.rotating
+@pytest.mark.parametrize("data", ["arrays", "endless"])
+def test_a_loop_of_ones_own_stops_as_fit_does(mirrored, data):
+    assert_same(runs.all_stops(runs.make_loop(mirrored), data), stock(data))
+
+
+@pytest.mark.rotating
+@on_two_workers(runs.stops_of_a_loop, "arrays")
+def test_a_loop_of_ones_own_stops_on_both_workers_where_one_asks(values):
+    assert_same(values[0], stock("arrays"), asked=False)
+    assert_same(values[1], stock("arrays"))
+
+
 class StopsFromTheStart(keras.callbacks.Callback):
     """Looks at no batch, so that several steps are made at once."""
 

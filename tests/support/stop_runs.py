@@ -108,6 +108,37 @@ def make(library: Any, strategy: Any = None, **options: Any) -> Any:
     return model
 
 
+def make_loop(strategy: Any) -> Any:
+    """The same training by a loop of one's own."""
+    import keras_dist_ext as kde
+
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        net = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.05)
+
+        def losses(batch: Any) -> tuple[Any, dict[str, Any]]:
+            x, y = batch
+            errors = net(x) - y
+            loss = tf.reduce_mean(errors**2)
+            return loss, {"loss": loss, "mae": tf.reduce_mean(tf.abs(errors))}
+
+        def step(replica: Any, batch: Any) -> dict[str, Any]:
+            with tf.GradientTape() as tape:
+                loss, values = losses(batch)
+            gradients = tape.gradient(loss, net.trainable_variables)
+            optimizer.apply(gradients, net.trainable_variables)
+            return values
+
+        return kde.TrainLoop(
+            step,
+            parts={"net": net, "sgd": optimizer},
+            reduce={"loss": "mean", "mae": "mean"},
+            test=lambda replica, batch: losses(batch)[1],
+            predict=lambda batch: net(batch),
+        )
+
+
 def stopped(model: Any, data: str, places: Sequence[Place], *, asks: bool = True) -> Iterator[dict[str, Any]]:
     """Train from the same weights again and again, stopped at each of the places; yield what each came to."""
     begin = model.get_weights()
@@ -141,8 +172,14 @@ def all_stops(model: Any, data: str, *, asks: bool = True) -> list[dict[str, Any
     return [*stopped(model, data, TRAINING, asks=asks), *stopped_alone(model, ALONE, asks=asks)]
 
 
-def stops_of_worker_1(strategy: Any, folder: Any, data: str) -> list[dict[str, Any]]:
+def stops_of_worker_1(strategy: Any, folder: Any, data: str, *, by_loop: bool = False) -> list[dict[str, Any]]:
     """Only worker 1 asks."""
     import keras_dist_ext as kde
 
-    return all_stops(make(kde, strategy), data, asks=strategy.cluster_resolver.task_id == 1)
+    model = make_loop(strategy) if by_loop else make(kde, strategy)
+    return all_stops(model, data, asks=strategy.cluster_resolver.task_id == 1)
+
+
+def stops_of_a_loop(strategy: Any, folder: Any, data: str) -> list[dict[str, Any]]:
+    """Only worker 1 asks, in a loop of one's own."""
+    return stops_of_worker_1(strategy, folder, data, by_loop=True)

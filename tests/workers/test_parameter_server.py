@@ -20,6 +20,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import stop_runs
 import tensorflow as tf
 
 from keras_dist_ext.cluster.launch import launch
@@ -324,6 +325,59 @@ def keras_loops(strategy: tf.distribute.Strategy) -> Any:
         "on batch": [m.test_on_batch(x[:10], y[:10], return_dict=True) for m in (model, alone)],
         "trained on batch": model.train_on_batch(x[:10], y[:10], return_dict=True),
     }
+
+
+STOPS = [
+    ("on_train_begin", None, "stop_training"),
+    ("on_epoch_begin", 1, "stop_training"),
+    ("on_train_batch_end", 2, "stop_training"),
+    ("on_test_begin", None, "stop_training"),
+    ("on_test_batch_end", 1, "stop_training"),
+    ("on_test_batch_end", 1, "stop_evaluating"),
+]
+
+
+def stop_at_each_place(make: Callable[[], Any]) -> list[Any]:
+    x, y = rows()
+    model, found = make(), []
+    options = {"batch_size": BATCH, "validation_data": (x, y), "verbose": 0}
+    for place in STOPS:
+        calls = stop_runs.Calls(place)
+        before = int(model.optimizer.iterations)
+        history = model.fit(x, y, epochs=2, callbacks=[calls], **options)
+        whole = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)["loss"]
+        found.append(
+            {
+                "history": {name: len(values) for name, values in history.history.items()},
+                "steps": int(model.optimizer.iterations) - before,
+                "epochs": [call[:2] for call in calls.calls if "epoch" in call[0]],
+                "tests": [call[:2] for call in calls.calls if "test_batch_end" in call[0]],
+                "stops": bool(model.stop_training),
+                "whole": bool(np.isclose(history.history["val_loss"][-1], whole, rtol=1e-5)),
+            }
+        )
+    return found
+
+
+@scenario
+def stops(strategy: tf.distribute.Strategy) -> Any:
+    def make() -> Any:
+        with strategy.scope():
+            model = Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        return model
+
+    return stop_at_each_place(make)
+
+
+def test_a_stop_anywhere_ends_as_on_one_device(seen: Any) -> None:
+    def make() -> Any:
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    for place, found, expected in zip(STOPS, seen("stops"), stop_at_each_place(make), strict=True):
+        assert found == expected, place
 
 
 def test_fit_converges_under_keras_callbacks(seen: Any) -> None:
