@@ -21,7 +21,7 @@ from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext._keras.variables import Variable
-from keras_dist_ext.aliases import SpecNest, TensorNest
+from keras_dist_ext.aliases import Gradient, SpecNest, TensorNest
 from keras_dist_ext.errors import KerasDistError
 from keras_dist_ext.step.added_losses import placeholders
 from keras_dist_ext.step.reducers import OneReplica
@@ -114,7 +114,7 @@ class _BuildingStep(ReplicaStep):
     def apply(
         self,
         optimizer: keras.optimizers.Optimizer,
-        grads: Sequence[tf.Tensor | None],
+        grads: Sequence[Gradient],
         variables: Sequence[Variable] | None,
         original: Callable[..., None],
     ) -> None:

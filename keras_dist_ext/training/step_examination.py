@@ -15,7 +15,7 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.optimizers import inner_optimizer
 from keras_dist_ext._keras.strategies import replica_id
 from keras_dist_ext._keras.variables import Variable, local_component, tf_variable
-from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.aliases import Gradient, TensorNest
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.step.all_rows import stands_for_all
 from keras_dist_ext.step.ancestry import Assignment, Value
@@ -227,7 +227,7 @@ class StepExamination(StepObserver):
     def on_apply(
         self,
         optimizer: keras.optimizers.Optimizer,
-        gradients: Sequence[tf.Tensor | None],
+        gradients: Sequence[Gradient],
         variables: Sequence[Variable],
     ) -> None:
         """Refuse gradients that no tape has made, and have the optimizer's variables made, which a step cannot."""
@@ -255,10 +255,10 @@ class StepExamination(StepObserver):
         """Note it."""
         self._ends.append((gradients, returned))
 
-    def on_reduce(self, gradients: Sequence[tf.Tensor | None]) -> Sequence[bool]:
+    def on_reduce(self, gradients: Sequence[Gradient]) -> Sequence[bool]:
         """Say which gradients are a replica's own."""
         return [self._is_own(gradient) for gradient in gradients]
 
-    def _is_own(self, gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
+    def _is_own(self, gradient: Gradient) -> bool:
         parts = [gradient.values, gradient.indices] if isinstance(gradient, tf.IndexedSlices) else [gradient]
         return bool(self.origins.replicas_of([Value(part) for part in parts if isinstance(part, tf.Tensor)]))

@@ -11,7 +11,7 @@ from keras_dist_ext.messages import close_name
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.training.loop.step_metrics import REDUCTIONS
 
-__all__ = ["check_named", "check_reductions", "checked_functions", "checked_kind", "parts_by_name"]
+__all__ = ["check_named", "check_part_name", "check_reductions", "checked_functions", "checked_kind", "parts_by_name"]
 
 
 def checked_functions(**functions: object) -> list[Any]:
@@ -46,6 +46,19 @@ def check_named(argument: str, given: object) -> None:
     if not isinstance(given, Mapping):
         example = 'reduce={"loss": "mean"}' if argument == "reduce" else 'parts={"net": net}'
         raise LoopError(f"{argument} must be a dict by name, such as {example}, or {{}}; got {type(given).__name__}.")
+
+
+def check_part_name(name: str, loop_class: type) -> None:
+    """Refuse a name that cannot be an attribute of a loop.
+
+    Raises:
+        LoopError: it cannot, or loops have one of this name.
+    """
+    if not name.isidentifier() or name.startswith("_") or hasattr(loop_class, name):
+        raise LoopError(
+            f"Invalid name {name!r} of a part: it cannot be an attribute of the loop, or models have an attribute "
+            f"of this name already. Rename it, for example to 'my_{name.strip('_')}'."
+        )
 
 
 def check_reductions(reduce: Mapping[str, object]) -> None:

@@ -16,7 +16,7 @@ from keras_dist_ext._keras.layers import clear_losses, flat_layers, needs_build
 from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import replica_id
 from keras_dist_ext._keras.variables import Variable, distributed_variable
-from keras_dist_ext.aliases import SpecNest, StepData, TensorNest, UserFunction
+from keras_dist_ext.aliases import Gradient, SpecNest, StepData, TensorNest, UserFunction
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import KerasDistError, LoopError
 from keras_dist_ext.step.ancestry import assignments, operations
@@ -28,7 +28,7 @@ from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.step.step_plan import GradientCall, StepPlan
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.training.loop.losses import check_mean, check_not_scaled, multiples, warn_of_own_divisor
-from keras_dist_ext.training.loop.python_effects import effects_of, names_used
+from keras_dist_ext.training.loop.python_effects import check_names, effects_of, names_used
 from keras_dist_ext.training.loop.replica import Replica
 from keras_dist_ext.training.loop.step_variables import check_known, check_not_trained, check_results, updated_metrics
 from keras_dist_ext.training.step_assignments import check_assigned, check_decisions
@@ -70,7 +70,7 @@ def examine(
     """
     _check_built(loop)
     name = getattr(function, "__name__", type(function).__name__)
-    _check_names(name, function)
+    check_names(name, function)
     plan = StepPlan()
     (graph, values, seen), effects = _trace_for_effects(loop, name, function, batch_spec, plan)
     if effects and not loop.run_eagerly:
@@ -126,23 +126,6 @@ def _check_built(loop: DistributedModel) -> None:
         )
 
 
-_SCALING = {
-    "compute_average_loss": "it divides by the rows of all replicas",
-    "scale_regularization_loss": "it divides by the number of replicas",
-}
-
-
-def _check_names(name: str, function: UserFunction) -> None:
-    used = names_used(function)
-    for scaling, what in _SCALING.items():
-        if scaling in used:
-            raise LoopError(
-                f"The step {name!r} uses {scaling}: {what}, and the loop weights each replica by its rows already, so "
-                "gradients would be scaled a second time. Write the loss as for one device: "
-                "replica.mean_loss(per_example), a loss of Keras, or a mean over the rows at hand."
-            )
-
-
 class _LoopExamination(StepExamination):
     """What was noted of a loop's step; beside what all steps are refused, losses that are no means.
 
@@ -189,19 +172,19 @@ class _LoopExamination(StepExamination):
     def on_apply(
         self,
         optimizer: keras.optimizers.Optimizer,
-        gradients: Sequence[tf.Tensor | None],
+        gradients: Sequence[Gradient],
         variables: Sequence[Variable],
     ) -> None:
         """Look at the gradients."""
         self._check_gradients(f"gradients given to {optimizer.name}", gradients)
         super().on_apply(optimizer, gradients, variables)
 
-    def on_reduce(self, gradients: Sequence[tf.Tensor | None]) -> Sequence[bool]:
+    def on_reduce(self, gradients: Sequence[Gradient]) -> Sequence[bool]:
         """Look at the gradients."""
         self._check_gradients("gradients given to reduce_gradients", gradients)
         return super().on_reduce(gradients)
 
-    def _check_gradients(self, what: str, gradients: Sequence[tf.Tensor | None]) -> None:
+    def _check_gradients(self, what: str, gradients: Sequence[Gradient]) -> None:
         self.check_single(what, gradients)
         if self.scaled_by is not None:
             for gradient in gradients:

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from keras_dist_ext.aliases import UserFunction
+from keras_dist_ext.errors import LoopError
 
-__all__ = ["effects_of", "names_used"]
+__all__ = ["check_names", "effects_of", "names_used"]
 
 _FOREIGN = ("tensorflow", "keras", "numpy", "keras_dist_ext", "builtins")
 
@@ -65,6 +66,28 @@ def _references(function: types.FunctionType) -> Iterator[tuple[str, object]]:
         for name in code.co_names:
             if name in function.__globals__:
                 yield name, function.__globals__[name]
+
+
+_SCALING = {
+    "compute_average_loss": "it divides by the rows of all replicas",
+    "scale_regularization_loss": "it divides by the number of replicas",
+}
+
+
+def check_names(name: str, function: UserFunction) -> None:
+    """Refuse a step that scales by the number of replicas, or by the rows of all of them.
+
+    Raises:
+        LoopError: it does.
+    """
+    used = names_used(function)
+    for scaling, what in _SCALING.items():
+        if scaling in used:
+            raise LoopError(
+                f"The step {name!r} uses {scaling}: {what}, and the loop weights each replica by its rows already, so "
+                "gradients would be scaled a second time. Write the loss as for one device: "
+                "replica.mean_loss(per_example), a loss of Keras, or a mean over the rows at hand."
+            )
 
 
 @contextlib.contextmanager

@@ -13,8 +13,6 @@ import tensorflow as tf
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import current_step
-from keras_dist_ext._keras.strategies import spec_of_replica
-from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
 from keras_dist_ext.aliases import Array, BatchFunction, Scores, StepData, TensorNest, UserFunction
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.errors import LoopError, StrategyError
@@ -28,17 +26,19 @@ from keras_dist_ext.training.check_mode import CheckMode
 from keras_dist_ext.training.epoch_data import EpochData
 from keras_dist_ext.training.execution import Execution, StepFunction
 from keras_dist_ext.training.execution_sizer import ExecutionSizer, checked_steps_per_execution
+from keras_dist_ext.training.loop import plain_variables
 from keras_dist_ext.training.loop.arguments import (
     check_named,
+    check_part_name,
     check_reductions,
     checked_functions,
     checked_kind,
     parts_by_name,
 )
-from keras_dist_ext.training.loop.examined_step import Output, examine
+from keras_dist_ext.training.loop.declared_values import DeclaredValues, spec_of_arrays, spec_of_rows
 from keras_dist_ext.training.loop.loop_program import DeclaredStep, OneStepWhereKept
 from keras_dist_ext.training.loop.replica import Replica
-from keras_dist_ext.training.loop.step_metrics import Reduction, StepMetric, metric_of
+from keras_dist_ext.training.loop.step_metrics import Reduction
 from keras_dist_ext.training.model import Model
 from keras_dist_ext.training.program import StepProgram
 from keras_dist_ext.training.run_callback import Callbacks
@@ -102,7 +102,7 @@ class TrainLoop(Model):
         StrategyError: the strategy is a ParameterServerStrategy, and a reduction is not "mean" or "sum".
     """
 
-    _step_metrics: MutableMapping[str, dict[str, StepMetric]] = {}  # noqa: RUF012 (by kind, then by name; of each loop its own)
+    _declared = DeclaredValues({}, ())  # of the loop, once it has parts
     _kind: Kind = "train"
 
     def __init__(
@@ -129,26 +129,17 @@ class TrainLoop(Model):
         check_reductions(reduce)
         super().__init__(name=name)
         self._check_asynchronous(reduce)
-        for attribute, value in {
-            "_steps": {"train": step, "test": test, "predict": predict},
-            "_reduce": dict(reduce),
-            "_step_metrics": {"train": {}, "test": {}},
-            "_outputs": {},
-            "_signatures": {},
-            "_updated": {},
-            "_collected": {},
-        }.items():
-            object.__setattr__(self, attribute, value)  # past Keras, which would track what is in them
+        object.__setattr__(self, "_steps", {"train": step, "test": test, "predict": predict})  # past Keras' tracking
         self.replica_runtime.can_split_batches = False
         named = parts_by_name(parts)
         made = [part for part in named.values() if isinstance(part, keras.optimizers.Optimizer)]
         own_metrics = [part for part in named.values() if isinstance(part, keras.metrics.Metric)]
-        object.__setattr__(self, "_own_metrics", own_metrics)
+        object.__setattr__(self, "_declared", DeclaredValues(dict(reduce), own_metrics))
         with self.replica_runtime.in_scope():
             for part in (*made, *own_metrics):
                 move_into_scope(part)
         for part_name, part in named.items():
-            self._check_name(part_name)
+            check_part_name(part_name, type(self))
             setattr(self, part_name, part)
         self.compile(
             made[0] if made else None,
@@ -161,12 +152,6 @@ class TrainLoop(Model):
         self.built = True
 
     _steps: Mapping[str, UserFunction]
-    _reduce: Mapping[str, Reduction]
-    _own_metrics: list[keras.Metric] = []  # noqa: RUF012 (of the parts; each loop has a list of its own)
-    _outputs: dict[Kind, dict[str, Output]]
-    _signatures: dict[Kind, list[int | None]]  # ranks of the data that the step was examined with
-    _updated: dict[Kind, list[keras.Metric]]
-    _collected: dict[Kind, dict[str, list[Array]]]
 
     def _check_asynchronous(self, reduce: Mapping[str, Reduction]) -> None:
         others = [f"{name!r} by {how!r}" for name, how in reduce.items() if how not in ("mean", "sum")]
@@ -175,13 +160,6 @@ class TrainLoop(Model):
                 f"reduce combines {', '.join(others)}, but workers of ParameterServerStrategy make their steps "
                 'independently, and what they return is added up. Declare "mean" or "sum", or use '
                 "MultiWorkerMirroredStrategy, whose workers make steps together."
-            )
-
-    def _check_name(self, name: str) -> None:
-        if not name.isidentifier() or name.startswith("_") or hasattr(type(self), name):
-            raise LoopError(
-                f"Invalid name {name!r} of a part: it cannot be an attribute of the loop, or models have an attribute "
-                f"of this name already. Rename it, for example to 'my_{name.strip('_')}'."
             )
 
     # What runs inside a step
@@ -205,9 +183,7 @@ class TrainLoop(Model):
         assert isinstance(step, ReplicaStep)
         replica = Replica(step, data)
         values = {name: tf.convert_to_tensor(value) for name, value in self._steps[kind](replica, data).items()}
-        for name, metric in self._step_metrics[kind].items():
-            if name in values:
-                metric.update_state(values[name], replica)
+        self._declared.update(kind, values, replica)
         return values
 
     # What Keras' loops ask for
@@ -215,12 +191,11 @@ class TrainLoop(Model):
     @property
     def metrics(self) -> list[keras.Metric]:
         """What the declared values of the present kind of steps add up to, and the metrics among the parts."""
-        return [*self._step_metrics.get(self._kind, {}).values(), *self._own_metrics]
+        return self._declared.metrics(self._kind)
 
     def get_metrics_result(self) -> dict[str, tf.Tensor]:
         """Return what has been added up, of the values that the steps of the present kind return."""
-        declared = {name: metric.result() for name, metric in self._step_metrics[self._kind].items()}
-        return {**declared, **{metric.name: metric.result() for metric in self._updated[self._kind]}}
+        return self._declared.results(self._kind)
 
     def _program(self, kind: Kind) -> StepProgram | CoordinatorProgram:
         if self._is_asynchronous:
@@ -232,21 +207,11 @@ class TrainLoop(Model):
         return program
 
     def _build_for_run(self, iterator: EpochData | None, batch: StepData) -> None:
-        spec = iterator.given.element_spec if iterator is not None else tree.map_structure(_spec_of, batch)
-        kind, spec = self._kind, tree.map_structure(_any_rows, spec)
-        signature = [leaf.shape.rank for leaf in tree.flatten(spec) if leaf is not None]
-        if self._signatures.get(kind) != signature:
-            outputs, updated = examine(self, self._own_metrics, kind, self._steps[kind], self._reduce, spec)
-            with self.replica_runtime.in_scope():
-                self._step_metrics[kind] = {
-                    name: metric_of(name, self._reduce[name], output.spec, has_rows=output.has_rows)
-                    for name, output in outputs.items()
-                    if self._reduce[name] != "concat"
-                }
-            if kind in self._signatures:
-                self.replica_runtime.functions[kind].clear()  # what was traced adds up to the step metrics before
-                setattr(self, f"{kind}_function", None)
-            self._outputs[kind], self._updated[kind], self._signatures[kind] = outputs, updated, signature
+        kind = self._kind
+        spec = spec_of_rows(iterator.given.element_spec if iterator is not None else spec_of_arrays(batch))
+        if self._declared.examine(self, kind, self._steps[kind], spec):
+            self.replica_runtime.functions[kind].clear()  # what was traced adds up to the metrics before
+            setattr(self, f"{kind}_function", None)
         self.replica_seeds.begin()
 
     # What is kept for all rows
@@ -262,8 +227,7 @@ class TrainLoop(Model):
         Raises:
             LoopError: ``kind`` is another one.
         """
-        kind = checked_kind(kind)
-        return {name: _joined(name, parts) for name, parts in self._collected.get(kind, {}).items()}
+        return self._declared.rows(checked_kind(kind))
 
     def kept(self, kind: Kind) -> list[str]:
         """Return which values of a step are kept for all rows, as far as it is known.
@@ -274,14 +238,12 @@ class TrainLoop(Model):
         Raises:
             LoopError: ``kind`` is another one.
         """
-        kind = checked_kind(kind)
-        outputs = self._outputs.get(kind, {})
-        return [name for name in outputs if self._reduce[name] == "concat"]
+        return self._declared.kept(checked_kind(kind))
 
     def reset_metrics(self) -> None:
         """Begin to add up and to keep anew."""
         super().reset_metrics()
-        self._collected[self._kind] = {}
+        self._declared.begin_to_keep(self._kind)
 
     def _recording_function(self, kind: Kind, is_new: bool) -> StepFunction:
         run = super()._recording_function(kind, is_new)
@@ -292,7 +254,7 @@ class TrainLoop(Model):
         def keeping(iterator: Execution | Iterator[StepData]) -> Mapping[str, TensorNest]:
             logs = dict(run(iterator))
             for name in kept:
-                self._collected[self._kind].setdefault(name, []).append(np.asarray(logs.pop(name)))
+                self._declared.keep(self._kind, name, logs.pop(name))
             return logs
 
         keeping.program = run.program  # type: ignore[attr-defined]
@@ -403,18 +365,16 @@ class TrainLoop(Model):
     def save_own_variables(self, store: MutableMapping[str, Array]) -> None:
         """Save ``tf.Variable``s into a Keras file, where Keras saves its own."""
         super().save_own_variables(store)
-        for name, variable in raw_variables(self):
-            store[f"tf.{name.replace('/', '.')}"] = _value_of(variable)
+        plain_variables.save(raw_variables(self), store)
 
     def load_own_variables(self, store: MutableMapping[str, Array]) -> None:
         """Load what ``save_own_variables`` has saved."""
-        super().load_own_variables({key: store[key] for key in store.keys() if not key.startswith("tf.")})  # noqa: SIM118
-        for name, variable in raw_variables(self):
-            _set_value(variable, np.asarray(store[f"tf.{name.replace('/', '.')}"]))
+        super().load_own_variables(plain_variables.without(store))
+        plain_variables.load(raw_variables(self), store)
 
     def get_weights(self) -> list[Array]:
         """Return the values of all weights of Keras' models, and then of all ``tf.Variable``s of other parts."""
-        return [*super().get_weights(), *(_value_of(variable) for _, variable in raw_variables(self))]
+        return [*super().get_weights(), *(plain_variables.value_of(variable) for _, variable in raw_variables(self))]
 
     def set_weights(self, weights: Sequence[Array]) -> None:
         """Set what ``get_weights`` has returned; EarlyStopping does so.
@@ -431,53 +391,7 @@ class TrainLoop(Model):
             )
         super().set_weights(weights[:num_of_keras])
         for variable, value in zip(raw, weights[num_of_keras:], strict=True):
-            _set_value(variable, np.asarray(value))
-
-
-def _value_of(variable: Variable) -> Array:
-    """The value of a ``tf.Variable``: that of the first replica, or the sum where each has a part."""
-    whole = variable if is_sync_on_read(variable) else components(variable)[0]
-    return np.asarray(whole.numpy())
-
-
-def _set_value(variable: Variable, value: Array) -> None:
-    first, *others = components(variable)
-    is_sum = is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.SUM
-    first.assign(value)
-    for copy in others:
-        copy.assign(np.zeros_like(value) if is_sum else value)
+            plain_variables.set_value(variable, np.asarray(value))
 
 
 _SETS_RATE = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
-
-
-def _joined(name: str, parts: Sequence[Array]) -> Array:
-    shapes = {part.shape[1:] for part in parts}
-    if len(shapes) > 1:
-        raise LoopError(
-            f"{name!r} is kept for all rows, and rows of different batches have the shapes "
-            f"{', '.join(map(str, sorted(shapes)))}, so they are no array. Pad them to one shape in the step, as "
-            "tf.pad does."
-        )
-    return np.concatenate(parts)
-
-
-def _spec_of(leaf: TensorNest) -> tf.TypeSpec | None:
-    return None if leaf is None else tf.type_spec_from_value(tf.convert_to_tensor(leaf))
-
-
-def _any_rows(spec: tf.TypeSpec) -> tf.TypeSpec | None:
-    """A spec of one replica's rows, however many there are."""
-    spec = spec_of_replica(spec)
-    if isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape"):
-        return None
-    shape = spec.shape
-    if shape.rank:
-        shape = tf.TensorShape([None, *shape[1:]])
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
-    return (
-        tf.SparseTensorSpec(shape, spec.dtype)
-        if isinstance(spec, tf.SparseTensorSpec)
-        else tf.TensorSpec(shape, spec.dtype)
-    )

@@ -1,0 +1,49 @@
+"""Save and set the ``tf.Variable``s among a loop's parts, which Keras does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
+from keras_dist_ext.aliases import Array
+
+__all__ = ["load", "save", "set_value", "value_of", "without"]
+
+
+def save(variables: Iterable[tuple[str, tf.Variable]], store: MutableMapping[str, Array]) -> None:
+    """Save variables, with their names, into the part of a Keras file where Keras saves its own."""
+    for name, variable in variables:
+        store[_key(name)] = value_of(variable)
+
+
+def load(variables: Iterable[tuple[str, tf.Variable]], store: Mapping[str, Array]) -> None:
+    """Load what ``save`` has saved."""
+    for name, variable in variables:
+        set_value(variable, np.asarray(store[_key(name)]))
+
+
+def _key(name: str) -> str:
+    return f"tf.{name.replace('/', '.')}"
+
+
+def without(store: Mapping[str, Array]) -> dict[str, Array]:
+    """Return what is in a store beside these."""
+    return {key: store[key] for key in store.keys() if not key.startswith("tf.")}  # noqa: SIM118 (of h5py)
+
+
+def value_of(variable: Variable) -> Array:
+    """Return the value of a ``tf.Variable``: that of the first replica, or the sum where each has a part."""
+    whole = variable if is_sync_on_read(variable) else components(variable)[0]
+    return np.asarray(whole.numpy())
+
+
+def set_value(variable: Variable, value: Array) -> None:
+    """Set the value of a ``tf.Variable``, on all replicas; where each has a part, the first gets the sum."""
+    first, *others = components(variable)
+    is_sum = is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.SUM
+    first.assign(value)
+    for copy in others:
+        copy.assign(np.zeros_like(value) if is_sum else value)
