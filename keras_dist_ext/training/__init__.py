@@ -3,6 +3,8 @@
 In reading order:
 
     model             ``kde.Model`` and ``kde.Sequential``
+    documented        methods that show Keras' docstrings
+    compile_config    what ``compile`` was given, as it is saved
     construction      models are made in the scope of their strategy
     runtime           what a model holds for its runs, apart from its layers
     building          build a model for its steps
@@ -14,6 +16,7 @@ In reading order:
     step_assignments  what a step may assign
     batch_split       a replica's rows of a batch
     prediction        the compiled loop of ``predict``
+    runs              a run of ``fit``, ``evaluate`` or ``predict``: its checks, callbacks and data
     runners           what Keras calls for each execution
     epoch_data        the executions of an epoch: Keras' epoch iterator over our reader
     execution         some steps to be made at once

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext.aliases import Array
+from keras_dist_ext._keras import tree
+from keras_dist_ext.aliases import Array, SpecNest, StepData, TensorNest
 from keras_dist_ext.errors import DataError
 
-__all__ = ["any_number_of_rows", "rows_of_one"]
+__all__ = ["any_number_of_rows", "rows_of_one", "specs_of_arrays"]
 
 _HasShape: TypeAlias = "tf.Tensor | tf.TypeSpec | Array"
 
@@ -53,3 +55,13 @@ def rows_of_one(spec: _HasShape | None, num_replicas: int) -> tf.TypeSpec | None
     if not shape.rank or shape[0] is None or num_replicas == 1:
         return _like(spec, shape)
     return _like(spec, tf.TensorShape([-(-shape[0] // num_replicas)]).concatenate(shape[1:]))
+
+
+def specs_of_arrays(batch: StepData) -> tuple[SpecNest, SpecNest]:
+    """Return the specs of arrays of any number of rows, and those of just these arrays."""
+    given = tree.map_structure(_with_shape, batch)
+    return tree.map_structure(any_number_of_rows, given), tree.map_structure(lambda leaf: rows_of_one(leaf, 1), given)
+
+
+def _with_shape(value: TensorNest) -> TensorNest:
+    return value if value is None or hasattr(value, "shape") else np.asarray(value)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -12,8 +14,9 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext.hashing import checked_seed
 from keras_dist_ext.strategy.given import checked_strategy
+from keras_dist_ext.training.adoption.distributed_class import OwnClasses
 
-__all__ = ["Scoped"]
+__all__ = ["Scoped", "in_scope_of", "make_functional"]
 
 
 class Scoped(abc.ABCMeta, type(keras.Model)):  # type: ignore[misc]  # ABCMeta: models may be abstract, as Keras' may
@@ -47,3 +50,27 @@ class Scoped(abc.ABCMeta, type(keras.Model)):  # type: ignore[misc]  # ABCMeta: 
         ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
         at = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_KEYWORD), len(parameters))
         return init.replace(parameters=[*parameters[:at], *ours, *parameters[at:]])
+
+
+def in_scope_of(model: keras.Model, build: Callable[..., None]) -> Callable[..., None]:
+    """Return a model's ``build``, perhaps one of a user's class, as it makes variables in scope.
+
+    Keras has put it into the model's attributes (layers/layer.py).
+    """
+
+    @functools.wraps(build)
+    def build_in_scope(*args: object, **kwargs: object) -> None:
+        with model.replica_runtime.in_scope():
+            build(*args, **kwargs)
+
+    return build_in_scope
+
+
+def make_functional(cls: type, own: OwnClasses) -> None:
+    """Put our functional model below a user's subclass of our ``Model`` (Keras does the same to its own)."""
+    if cls is own.model or not issubclass(cls, own.model):
+        return
+    cls.__bases__ = tuple(own.functional if base is own.model else base for base in cls.__bases__)
+    for base in cls.__bases__:
+        if base is not own.functional:
+            make_functional(base, own)

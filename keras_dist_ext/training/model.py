@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
-import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
-from keras_dist_ext._keras.adapters import preserve_py_dataset_order, use_epoch_iterator
 from keras_dist_ext._keras.interception import patched
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import (
@@ -23,7 +19,7 @@ from keras_dist_ext._keras.models import (
     functional_init_arguments,
     overrides,
 )
-from keras_dist_ext._keras.saving import save_as, saved_variables
+from keras_dist_ext._keras.saving import save_as
 from keras_dist_ext._keras.strategies import strategy_of_model
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.aliases import Config, LossNest, MetricNest, Scores, StepData, TensorNest
@@ -34,51 +30,36 @@ from keras_dist_ext.step.nan_guard import Guard
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.step.seeds import Seeds
 from keras_dist_ext.step.stats import Kind
-from keras_dist_ext.strategy.adapted import move_adapted
-from keras_dist_ext.strategy.consistency import run_fingerprint
-from keras_dist_ext.strategy.scope import check_scope, move_into_scope
+from keras_dist_ext.strategy.scope import move_into_scope
 from keras_dist_ext.strategy.virtual import VirtualReplicas
 from keras_dist_ext.strategy.workers import Workers, checksum_of, workers_of
 from keras_dist_ext.training.adoption.distributed_class import OwnClasses
-from keras_dist_ext.training.adoption.take_over import take_over
-from keras_dist_ext.training.batch_spec import any_number_of_rows, rows_of_one
-from keras_dist_ext.training.callbacks import RunCallbackList
-from keras_dist_ext.training.check_mode import CheckMode, check_mode, note_mode, read_mode, read_mode_from_file
-from keras_dist_ext.training.construction import Scoped
+from keras_dist_ext.training.adoption.take_over import take_over_loaded
+from keras_dist_ext.training.batch_spec import specs_of_arrays
+from keras_dist_ext.training.check_mode import CheckMode, check_mode
+from keras_dist_ext.training.compile_config import add_own_arguments, read_arguments
+from keras_dist_ext.training.construction import Scoped, in_scope_of, make_functional
 from keras_dist_ext.training.distributed_step import DistributedStep
+from keras_dist_ext.training.documented import documented_as
 from keras_dist_ext.training.epoch_data import EpochData
-from keras_dist_ext.training.execution import PredictFunction, RunKind, StepFunction
+from keras_dist_ext.training.execution import PredictFunction, StepFunction
 from keras_dist_ext.training.execution_sizer import (
     ExecutionSizer,
     checked_steps_per_execution,
-    looks_at_batches,
 )
 from keras_dist_ext.training.prediction import PredictProgram
 from keras_dist_ext.training.program import StepProgram
-from keras_dist_ext.training.run_callback import Callbacks, callbacks_of_all_workers
+from keras_dist_ext.training.run_callback import Callbacks
 from keras_dist_ext.training.runners import CoordinatorProgram, StepRunner, predictor
+from keras_dist_ext.training.runs import evaluating, execution_sizers, fitting, predicting
 from keras_dist_ext.training.runtime import ReplicaRuntime, runtime_of, stop_attribute
-from keras_dist_ext.training.stop_signal import shown_to
 from keras_dist_ext.training.whole_saves import Target, save_whole
 from keras_dist_ext.training.worker_saves import save_by_worker
-from keras_dist_ext.training.worker_sync import WorkerSync, callbacks_of_worker
 
 __all__ = ["OWN_CLASSES", "Functional", "Model", "Sequential"]
 
 
-_Method = TypeVar("_Method", bound=Callable[..., object])
 _T = TypeVar("_T")
-
-
-def _documented_as(method: Callable[..., object]) -> Callable[[_Method], _Method]:
-    """Show Keras' docstring and signature; to type checkers what `functools.wraps` returns would be no method."""
-
-    def wrap(ours: _Method) -> _Method:
-        documented = functools.wraps(method)(ours)
-        documented.__doc__ = inspect.getdoc(method)  # Keras' trainer inherits it
-        return cast("_Method", documented)
-
-    return wrap
 
 
 class Model(HookedModel, metaclass=Scoped):
@@ -117,12 +98,12 @@ class Model(HookedModel, metaclass=Scoped):
             super().__new__(cls, *args, **kwargs) if is_graph else keras.Layer.__new__(cls, *args, **kwargs)
         )
         object.__setattr__(instance, "replica_runtime", ReplicaRuntime(instance))  # past Keras, which would track it
-        object.__setattr__(instance, "build", _in_scope_of(instance, instance.build))
+        object.__setattr__(instance, "build", in_scope_of(instance, instance.build))
         return instance
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         if functional_init_arguments(args, kwargs) and not isinstance(self, KerasFunctional):
-            _make_functional(type(self))
+            make_functional(type(self), OWN_CLASSES)
             Functional.__init__(self, *args, **kwargs)
         else:
             super().__init__(*args, **kwargs)
@@ -160,7 +141,7 @@ class Model(HookedModel, metaclass=Scoped):
         with contextlib.nullcontext() if self.built else self.replica_runtime.in_scope():
             super().load_weights(*args, **kwargs)
 
-    @_documented_as(keras.Model.quantize)
+    @documented_as(keras.Model.quantize)
     def quantize(self, *args: object, **kwargs: object) -> None:
         """See ``keras.Model.quantize``."""
         with self.replica_runtime.in_scope():
@@ -171,25 +152,14 @@ class Model(HookedModel, metaclass=Scoped):
         if overrides(self, "compile"):
             super().compile_from_config(config)  # says that such a class must override this too
             return
-        arguments = keras.saving.deserialize_keras_object(config)
-        if arguments.get("steps_per_execution") == 1:  # how "auto" is saved, so that stock Keras can load it
-            arguments["steps_per_execution"] = "auto"
-        self.compile(**arguments, virtual_replicas=VirtualReplicas.read_from(config), check=read_mode(config))
+        self.compile(**read_arguments(config))
         if self.optimizer is not None and self.built:
             with self.replica_runtime.in_scope():
                 self.optimizer.build(self.trainable_variables)
 
     def get_compile_config(self) -> Config | None:
         """See ``keras.Model.get_compile_config``."""
-        config: Config | None = super().get_compile_config()
-        if not config or (self.virtual_replicas is None and self.replica_runtime.check is True):
-            return config
-        if isinstance(config.get("optimizer"), str):  # in whose config ours is noted
-            with self.replica_runtime.in_scope():
-                optimizer = keras.optimizers.get(config["optimizer"])
-            config = {**config, "optimizer": keras.saving.serialize_keras_object(optimizer)}
-        config = note_mode(config, self.replica_runtime.check)
-        return config if self.virtual_replicas is None else self.virtual_replicas.noted_in(config)
+        return add_own_arguments(super().get_compile_config(), self)
 
     def compile(
         self,
@@ -266,11 +236,7 @@ class Model(HookedModel, metaclass=Scoped):
     def _build_for_run(self, iterator: EpochData | None, batch: StepData) -> None:
         runtime = self.replica_runtime
         if iterator is None:
-            runtime.build(
-                runtime.kind_of_batches,
-                tree.map_structure(_spec_of, batch),
-                tree.map_structure(_exact_spec_of, batch),
-            )
+            runtime.build(runtime.kind_of_batches, *specs_of_arrays(batch))
         else:
             runtime.build(iterator.kind, iterator.batch_spec, iterator.exact_spec)
         if self.placement is not None:
@@ -302,12 +268,7 @@ class Model(HookedModel, metaclass=Scoped):
         with_norm = any(recorder.gradient_norm for recorder in runtime.recorders)
         guards = kind == "train" and runtime.guard is not None
         wanted = bool(runtime.recorders), with_norm, guards, tf.config.functions_run_eagerly()
-        made = runtime.functions[kind]
-        if is_new:
-            made.clear()
-        if wanted not in made:
-            made[wanted] = StepRunner(self._program(kind))
-        return made[wanted]
+        return runtime.function_of(kind, wanted, lambda: StepRunner(self._program(kind)), is_new=is_new)
 
     def _program(self, kind: Kind) -> StepProgram | CoordinatorProgram:
         return CoordinatorProgram(self, kind) if self._is_asynchronous else StepProgram(DistributedStep(self, kind))
@@ -326,38 +287,6 @@ class Model(HookedModel, metaclass=Scoped):
     stop_training = stop_attribute("train")
     stop_evaluating = stop_attribute("test")
     stop_predicting = stop_attribute("predict")
-
-    @contextlib.contextmanager
-    def _epoch_data(
-        self, sizers: Mapping[Kind, ExecutionSizer] | Mapping[RunKind, ExecutionSizer], callbacks: Callbacks
-    ) -> Iterator[None]:
-        """Have Keras' loops read the data of a run as ``EpochData``.
-
-        Args:
-            sizers: by the kind of the run, then by that of what Keras' loops read beside, for all that they read.
-            callbacks: of the run.
-        """
-        kinds = iter([*sizers, *[list(sizers)[-1]] * 8])
-        made: list[EpochData] = []
-
-        def make(
-            distribute_strategy: tf.distribute.Strategy | None = None,
-            steps_per_execution: int = 1,
-            **arguments: object,
-        ) -> EpochData:
-            kind = next(kinds)
-            new = EpochData(self.replica_runtime, kind, sizers[kind], **arguments)
-            if isinstance(callbacks, RunCallbackList):
-                callbacks.add_data(new)
-            made.append(new)
-            return new
-
-        try:
-            with use_epoch_iterator(make), preserve_py_dataset_order():
-                yield
-        finally:
-            for each in made:
-                each.close()
 
     def _save_whole(self, save: Callable[[Target], _T], path: Target, *, makes_parents: bool, arguments: str) -> _T:
         workers = workers_of(self.distribute_strategy)
@@ -384,20 +313,10 @@ class Model(HookedModel, metaclass=Scoped):
             model = load(file)
         if runtime_of(model) is not None:
             return model
-        adopted = take_over(model, tf.distribute.get_strategy(), OWN_CLASSES, compile=True)
-        adopted.replica_seeds.load(saved_variables(file, "replica_seeds"))
-        adopted.virtual_replicas = VirtualReplicas.read_from_file(file)
-        adopted.replica_runtime.check = read_mode_from_file(file)
-        return adopted
+        return take_over_loaded(model, file, OWN_CLASSES)
 
     def _sizers(self, callbacks: Callbacks, workers: Workers | None, *kinds: Kind) -> dict[Kind, ExecutionSizer]:
-        """Return how many steps an execution makes: each by itself where a callback of any worker looks at it."""
-        if not self.replica_runtime.chooses_num_steps:
-            return {kind: ExecutionSizer(self.steps_per_execution) for kind in kinds}
-        looks = [float(looks_at_batches(callbacks, kind)) for kind in kinds]
-        if workers is not None:
-            looks = list(workers.sum(looks))
-        return {kind: ExecutionSizer(1 if look else None) for kind, look in zip(kinds, looks, strict=True)}
+        return execution_sizers(self, callbacks, workers, *kinds)
 
     def add_recorder(self, recorder: Recorder) -> None:
         """Have the steps of the run that is about to begin recorded.
@@ -427,80 +346,29 @@ class Model(HookedModel, metaclass=Scoped):
         """
         self.replica_runtime.drop_recorder(recorder)
 
-    def _check_scope(self) -> None:
-        """See that all lives under the model's strategy; what was adapted before is moved there."""
-        move_adapted(self, self.distribute_strategy)
-        check_scope(self, self.distribute_strategy).raise_if_bad()
-
-    @_documented_as(keras.Model.fit)
+    @documented_as(keras.Model.fit)
     def fit(self, *args: object, **kwargs: object) -> keras.callbacks.History:
         """See ``keras.Model.fit``."""
-        call = _FIT.bind(self, *args, **kwargs)
-        callbacks = call.arguments.get("callbacks")
-        workers = workers_of(self.distribute_strategy)
-        runtime = self.replica_runtime
-        verbose = call.arguments.get("verbose", "auto")
-        if workers is not None:
-            fingerprint = run_fingerprint(self, _with_defaults(call).arguments, callbacks_of_all_workers(callbacks))
-            workers.check_consistency("call fit", fingerprint)
-        self._check_scope()
-        with runtime.prepared(callbacks):
-            sizers = self._sizers(callbacks, workers, "train", "test")
-            if workers is not None:
-                callbacks = [*callbacks_of_worker(callbacks, workers), WorkerSync(workers, runtime.find_divergence)]
-                verbose = verbose if workers.is_chief else 0
-            if not isinstance(callbacks, keras.callbacks.CallbackList):
-                epochs = call.arguments.get("epochs", 1)
-                callbacks = RunCallbackList(callbacks, self, verbose=verbose, epochs=epochs, add_history=True)
-            call.arguments["callbacks"] = callbacks
-            try:
-                with self._epoch_data(sizers, callbacks):
-                    return super().fit(*call.args[1:], **call.kwargs)
-            finally:
-                self.replica_seeds.end()
+        with fitting(self, self._sizers, args, kwargs) as call:
+            return super().fit(*call.args[1:], **call.kwargs)
 
-    @_documented_as(keras.Model.evaluate)
+    @documented_as(keras.Model.evaluate)
     def evaluate(self, *args: object, **kwargs: object) -> Scores:
         """See ``keras.Model.evaluate``."""
-        call = _EVALUATE.bind(self, *args, **kwargs)
-        given = callbacks = call.arguments.get("callbacks")
-        workers = None
-        with contextlib.ExitStack() as stack:
-            if not isinstance(callbacks, keras.callbacks.CallbackList):  # inside fit it is one, and fit has checked
-                self._check_scope()
-                stack.enter_context(self.replica_runtime.prepared(callbacks))
-                workers = workers_of(self.distribute_strategy)
-                verbose = call.arguments.get("verbose", "auto") if workers is None or workers.is_chief else 0
-                callbacks = RunCallbackList(callbacks, self, verbose=verbose, epochs=1, add_history=False)
-                call.arguments["callbacks"] = callbacks
-            sizers = self._sizers(given, workers, "test")
-            stack.enter_context(self._epoch_data(sizers, callbacks))
+        with evaluating(self, self._sizers, args, kwargs) as call:
             return super().evaluate(*call.args[1:], **call.kwargs)
 
-    @_documented_as(keras.Model.test_on_batch)
+    @documented_as(keras.Model.test_on_batch)
     def test_on_batch(self, *args: object, **kwargs: object) -> Scores:
         """See ``keras.Model.test_on_batch``."""
         with patched(self.replica_runtime, "kind_of_batches", "test"):
             return super().test_on_batch(*args, **kwargs)
 
-    @_documented_as(keras.Model.predict)
+    @documented_as(keras.Model.predict)
     def predict(self, *args: object, **kwargs: object) -> TensorNest:
         """See ``keras.Model.predict``."""
-        self._check_scope()
-        call = _PREDICT.bind(self, *args, **kwargs)
-        workers = workers_of(self.distribute_strategy)
-        with self.replica_runtime.prepared(call.arguments.get("callbacks")):
-            self.replica_seeds.begin()
-            if workers is not None:
-                if not workers.is_chief:
-                    call.arguments["verbose"] = 0
-                if not isinstance(call.arguments.get("callbacks"), keras.callbacks.CallbackList):
-                    stop = self.replica_runtime.stops["predict"]
-                    call.arguments["callbacks"] = shown_to(call.arguments.get("callbacks"), stop)
-            ahead = 64 if self._is_asynchronous else 1
-            sizers: Mapping[RunKind, ExecutionSizer] = {"predict": ExecutionSizer(max(ahead, self.steps_per_execution))}
-            with self._epoch_data(sizers, None):
-                return super().predict(*call.args[1:], **call.kwargs)
+        with predicting(self, args, kwargs) as call:
+            return super().predict(*call.args[1:], **call.kwargs)
 
 
 class Functional(Model, KerasFunctional):  # type: ignore[misc]
@@ -516,49 +384,3 @@ save_as(Functional, KerasFunctional)
 save_as(Sequential, keras.Sequential)
 
 OWN_CLASSES = OwnClasses(Model, Functional, Sequential)
-
-
-def _with_defaults(call: inspect.BoundArguments) -> inspect.BoundArguments:
-    whole = inspect.BoundArguments(call.signature, call.arguments.copy())
-    whole.apply_defaults()
-    return whole
-
-
-def _spec_of(value: TensorNest) -> tf.TypeSpec | None:
-    """The spec of an array of any number of rows, or of a number that all of them share."""
-    return any_number_of_rows(_with_shape(value))
-
-
-def _exact_spec_of(value: TensorNest) -> tf.TypeSpec | None:
-    """The spec of an array."""
-    return rows_of_one(_with_shape(value), 1)
-
-
-def _with_shape(value: TensorNest) -> TensorNest:
-    return value if value is None or hasattr(value, "shape") else np.asarray(value)
-
-
-_FIT = inspect.signature(keras.Model.fit)
-_PREDICT = inspect.signature(keras.Model.predict)
-_EVALUATE = inspect.signature(keras.Model.evaluate)
-
-
-def _in_scope_of(model: Model, build: Callable[..., None]) -> Callable[..., None]:
-    """Keras has put a model's ``build``, perhaps one of a user's class, into its attributes (layers/layer.py)."""
-
-    @functools.wraps(build)
-    def build_in_scope(*args: object, **kwargs: object) -> None:
-        with model.replica_runtime.in_scope():
-            build(*args, **kwargs)
-
-    return build_in_scope
-
-
-def _make_functional(cls: type) -> None:
-    """Put ``Functional`` below a user's subclass of ``Model`` (Keras does the same to its own)."""
-    if cls is Model or not issubclass(cls, Model):
-        return
-    cls.__bases__ = tuple(Functional if base is Model else base for base in cls.__bases__)
-    for base in cls.__bases__:
-        if base is not Functional:
-            _make_functional(base)

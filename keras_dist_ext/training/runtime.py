@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -124,6 +124,24 @@ class ReplicaRuntime:
         self._built_for.add(build)
 
     # Steps that were traced
+
+    def function_of(
+        self, kind: Kind, recorded: tuple[bool, ...], make: Callable[[], StepFunction], *, is_new: bool
+    ) -> StepFunction:
+        """Return what Keras calls for executions; those that record something else are kept, unless it is to be new.
+
+        Args:
+            kind: of its steps.
+            recorded: what they record, and how they run.
+            make: makes it.
+            is_new: whether all that were made are to be forgotten.
+        """
+        made = self.functions[kind]
+        if is_new:
+            made.clear()
+        if recorded not in made:
+            made[recorded] = make()
+        return made[recorded]
 
     def forget_traces(self) -> None:
         """Have all that is known of the model's steps found out anew: it was compiled again."""

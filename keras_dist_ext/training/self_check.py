@@ -20,7 +20,7 @@ from keras_dist_ext._keras.losses import without_parts
 from keras_dist_ext._keras.optimizers import end_accumulation_next
 from keras_dist_ext._keras.random import intercept_random_ops
 from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
-from keras_dist_ext.aliases import Array, SpecNest, StepData, TensorNest
+from keras_dist_ext.aliases import Array, Gradient, SpecNest, StepData, TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows, without_optionals
 from keras_dist_ext.errors import StepError
 from keras_dist_ext.step.alike_draws import RowsAlike
@@ -162,7 +162,7 @@ class _Gradients(StepObserver):
         self.of: dict[int, tf.Tensor] = {}  # by the variable's id
         self._graph = tf.compat.v1.get_default_graph()
 
-    def on_update(self, gradients: Sequence[tf.Tensor | None], variables: Sequence[Variable]) -> None:
+    def on_update(self, gradients: Sequence[Gradient], variables: Sequence[Variable]) -> None:
         """Keep them, unless they are in a branch or loop of the graph."""
         if tf.compat.v1.get_default_graph() is self._graph:
             for gradient, variable in zip(gradients, variables, strict=True):

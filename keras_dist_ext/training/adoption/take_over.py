@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from typing import IO
 
 import tensorflow as tf
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.saving import saved_variables
 from keras_dist_ext._keras.strategies import is_default_strategy, strategy_of_variable
 from keras_dist_ext.errors import ScopeError
 from keras_dist_ext.strategy.given import checked_strategy
 from keras_dist_ext.strategy.scope import check_scope, describe_strategy, optimizers
+from keras_dist_ext.strategy.virtual import VirtualReplicas
 from keras_dist_ext.training.adoption.compilation import read_compile_state, take_over_optimizers
 from keras_dist_ext.training.adoption.distributed_class import OwnClasses
 from keras_dist_ext.training.adoption.rebuild import rebuild
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, label
 from keras_dist_ext.training.adoption.twins import take_over_state
+from keras_dist_ext.training.check_mode import read_mode_from_file
 from keras_dist_ext.training.runtime import runtime_of
 
-__all__ = ["explained", "refuse_nesting", "scope_of", "take_over"]
+__all__ = ["explained", "refuse_nesting", "scope_of", "take_over", "take_over_loaded"]
 
 
 def take_over(model: keras.Model, strategy: tf.distribute.Strategy, own: OwnClasses, *, compile: bool) -> keras.Model:
@@ -53,6 +58,24 @@ def take_over(model: keras.Model, strategy: tf.distribute.Strategy, own: OwnClas
     if runtime_of(model) is not None:
         rebuilt.twin.replica_seeds.resume_from(model.replica_seeds)
     return rebuilt.twin
+
+
+def take_over_loaded(model: keras.Model, file: str | os.PathLike[str] | IO[bytes], own: OwnClasses) -> keras.Model:
+    """Take over a stock model that was loaded from a file, in the scope that is entered, with all that is ours there.
+
+    Args:
+        model: that was loaded.
+        file: that has it.
+        own: Our classes of models.
+
+    Raises:
+        ScopeError: as ``kde.adopt``.
+    """
+    adopted = take_over(model, tf.distribute.get_strategy(), own, compile=True)
+    adopted.replica_seeds.load(saved_variables(file, "replica_seeds"))
+    adopted.virtual_replicas = VirtualReplicas.read_from_file(file)
+    adopted.replica_runtime.check = read_mode_from_file(file)
+    return adopted
 
 
 @contextlib.contextmanager
