@@ -837,7 +837,7 @@ def test_checkpoints_are_written_when_they_are_due(
     save_every: Any, num_saves: int | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = keras.callbacks.LambdaCallback(on_train_batch_end=wait_for_saves)
-    monkeypatch.setattr("keras_dist_ext.training.resume.callback._TIMES_COST", 0.0)  # every epoch is worth a save
+    monkeypatch.setattr("keras_dist_ext.training.resume.save_schedule._TIMES_COST", 0.0)  # every epoch is worth a save
     fit_small(tmp_path, waits, resume=kde.Resume(tmp_path, save_every, keep=99), epochs=3)
     found = len(list(tmp_path.glob("*.kde")))
     assert found == num_saves if num_saves else found > 3
@@ -869,7 +869,9 @@ def test_training_continues_while_a_checkpoint_is_written(
 def test_two_runs_in_one_directory_do_not_mix_their_checkpoints(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keras_dist_ext.training.resume.callback._TIMES_COST", 0.0)  # every epoch is worth a checkpoint
+    monkeypatch.setattr(
+        "keras_dist_ext.training.resume.save_schedule._TIMES_COST", 0.0
+    )  # every epoch is worth a checkpoint
 
     class OtherRun(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

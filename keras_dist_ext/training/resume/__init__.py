@@ -3,10 +3,13 @@
 In reading order:
 
     callback           ``kde.Resume``
+    save_schedule      when checkpoints are due
     run_state          the state that a model's training depends on
     callback_state     the state of callbacks
+    frozen_values      copies of their attributes, as JSON and arrays
     position           the position of a run in its data
     checkpoints        the newest checkpoints of a run
+    shared_checkpoints the chief's newest one, for all workers
     owner              which run owns their directory
     contents           check what a complete checkpoint says
     background_writer  write while training continues

@@ -5,16 +5,11 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import operator
 import os
-import random
-import re
 import time
 import warnings
 from collections.abc import Mapping
-from typing import SupportsIndex
 
-import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext import arguments
@@ -31,10 +26,12 @@ from keras_dist_ext.training.model import Model
 from keras_dist_ext.training.resume.background_writer import BackgroundWriter
 from keras_dist_ext.training.resume.callback_state import CallbackStates
 from keras_dist_ext.training.resume.checkpoints import CheckpointStore, unpack
-from keras_dist_ext.training.resume.contents import check_contents, iterator_parts
+from keras_dist_ext.training.resume.contents import check_contents, iterator_array, iterator_parts
 from keras_dist_ext.training.resume.position import Position, is_deterministic
 from keras_dist_ext.training.resume.preemption import Preemption
-from keras_dist_ext.training.resume.run_state import Snapshot, capture, restore
+from keras_dist_ext.training.resume.run_state import Snapshot, capture, peek_random, restore
+from keras_dist_ext.training.resume.save_schedule import SaveSchedule
+from keras_dist_ext.training.resume.shared_checkpoints import newest_of_chief
 from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.training.worker_sync import own_callback
 
@@ -42,7 +39,6 @@ __all__ = ["Resume"]
 
 _VERSION = 1
 _SAVE, _EXIT = 1, 1 << 20  # what a worker requests after an execution; summed over all
-_TIMES_COST = 100.0  # a checkpoint at the end of an epoch is due after this many times the seconds that it takes
 
 
 class Resume(RunCallback):
@@ -112,7 +108,7 @@ class Resume(RunCallback):
         self.save_every = save_every
         self.on_preemption = arguments.flag("on_preemption", on_preemption, error=ResumeError)
         self.resumed_from: Position | None = None
-        self._steps, self._seconds = _checked_interval(save_every)
+        self._schedule = SaveSchedule(save_every)
         try:
             self._checkpoints = CheckpointStore(directory, num_kept)
         except OSError as error:
@@ -130,10 +126,6 @@ class Resume(RunCallback):
         self._fingerprint: dict[str, str] = {}
         self._random_seed: int | None = None  # of keras.utils.set_random_seed, when the run began
         self._epoch = 0
-        self._batches_at_save = 0
-        self._saved_at = 0.0
-        self._cost_seconds = 0.0
-        self._num_checkpoints = 0
 
     supports_multi_step = True
 
@@ -196,14 +188,14 @@ class Resume(RunCallback):
                 "an epoch may use some examples twice and others not at all. Give the pipeline deterministic=True.",
                 stacklevel=2,
             )
-        content = self._newest()
+        content = newest_of_chief(self._checkpoints, self._workers, self.directory)
         self._loaded = unpack(content) if content else None
         seed = random_seed()
         chief_seed = int(self._from_chief(-1.0 if seed is None else float(seed)))
         self._random_seed = None if chief_seed < 0 else chief_seed
         self._states.prepare(self._others, reset=self._loaded is not None)
         if self._loaded is None:
-            order_root = self._from_chief(_peek_random())
+            order_root = self._from_chief(peek_random())
         else:
             self._check(*self._loaded, data)
             order_root = self._loaded[0]["order_root"]
@@ -255,9 +247,7 @@ class Resume(RunCallback):
                 data.seek(position, self.model.replica_seeds.order_of_pass, state)
             self._restore(position)
             self._warn_of_other_arrays(metadata["data"].get("checksum"), data.data_facts["checksum"])
-        self._batches_at_save = data.num_batches_used
-        self._saved_at = time.monotonic()
-        self._num_checkpoints = 0
+        self._schedule.begin(data.num_batches_used)
         data.plan = self._plan
         if self.on_preemption:
             self._preemption.install()
@@ -286,7 +276,7 @@ class Resume(RunCallback):
         is_last = stopped or epoch + 1 >= self.params["epochs"]
         must_exit = self._must_exit()
         is_due = is_last or must_exit or bool(self._data.agreed_wish)
-        if is_due or (not self._steps and not self._seconds and self._is_due_after_epoch()):
+        if is_due or (self._schedule.follows_epochs and self._is_due_after_epoch()):
             self._save(epoch + 1, stopped=stopped)
         if must_exit and not is_last:
             self._exit()
@@ -316,18 +306,11 @@ class Resume(RunCallback):
         if not self._is_chief:
             return num_steps, 0
         data = self._data
-        if self._steps:
-            left = max(1, self._steps - (data.num_batches_used - self._batches_at_save))
-            num_steps = min(num_steps, left) if data.follows_clock else num_steps
-            is_due = num_steps >= left
-        else:
-            is_due = bool(self._seconds) and time.monotonic() - self._saved_at >= self._seconds
+        num_steps, is_due = self._schedule.plan(num_steps, data.num_batches_used, follows_clock=data.follows_clock)
         return num_steps, _SAVE if is_due and not self._writer.is_busy else 0
 
     def _is_due_after_epoch(self) -> bool:
-        seconds = time.monotonic() - self._saved_at
-        is_due = not self._num_checkpoints or seconds >= _TIMES_COST * self._cost_seconds
-        return bool(self._from_chief(float(is_due and not self._writer.is_busy)))
+        return bool(self._from_chief(float(self._schedule.is_due_after_epoch and not self._writer.is_busy)))
 
     def _must_exit(self) -> bool:
         """Whether this process, or another worker, was asked to exit."""
@@ -359,17 +342,14 @@ class Resume(RunCallback):
             return False
         if self._is_chief:
             self._write(position, snapshot, stopped)
-        self._batches_at_save = data.num_batches_used
-        self._saved_at = time.monotonic()
-        self._cost_seconds = max(time.perf_counter() - began, 0.7 * self._cost_seconds)
-        self._num_checkpoints += 1
+        self._schedule.note_save(data.num_batches_used, began)
         return True
 
     def _write(self, position: Position, snapshot: Snapshot, stopped: bool) -> None:
         states, arrays = self._states.pack()
         iterator = self._data.iterator_state()
         if iterator is not None:
-            arrays["iterator"] = _to_array(iterator)
+            arrays["iterator"] = iterator_array(iterator)
         metadata = {
             **snapshot.metadata,
             "version": _VERSION,
@@ -408,67 +388,6 @@ class Resume(RunCallback):
 
     def _from_chief(self, number: float) -> float:
         return number if self._workers is None else float(self._workers.broadcast([number])[0])
-
-    def _newest(self) -> bytes:
-        """Return the chief's newest checkpoint on all workers; empty where there is none."""
-        failure: OSError | ResumeError | None = None
-        content = b""
-        if self._is_chief:
-            try:
-                self._checkpoints.prepare()
-                content = self._checkpoints.newest() or b""
-            except (OSError, ResumeError) as error:
-                failure = error
-        if self._from_chief(float(failure is not None)):
-            if isinstance(failure, ResumeError):
-                raise failure
-            cause = f": {type(failure).__name__}: {failure}" if failure else " by the chief, which reports why"
-            raise ResumeError(
-                f"{self.directory} cannot be written to{cause}. A run without checkpoints could not resume after a "
-                "crash. Give Resume a directory that can be written to."
-            )
-        return content if self._workers is None else self._workers.broadcast_bytes(content)
-
-
-def _checked_interval(save_every: object) -> tuple[int, float]:
-    """Return the steps and the seconds between two checkpoints; 0 for what does not apply."""
-    if _integer(save_every) >= 1:
-        return _integer(save_every), 0.0
-    if isinstance(save_every, datetime.timedelta) and save_every.total_seconds() > 0:
-        return 0, save_every.total_seconds()
-    if isinstance(save_every, str) and save_every == "epoch":
-        return 0, 0.0
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h)", save_every) if isinstance(save_every, str) else None
-    if match is None or not float(match[1]):
-        raise ResumeError(
-            f"save_every must be 'epoch', a number of steps such as 500, or a time such as '30s', '10min' or '2h', got "
-            f"{arguments.shown(save_every)}."
-        )
-    return 0, float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
-
-
-def _integer(number: object) -> int:
-    """Return an integer, also of NumPy; 0 for anything else."""
-    try:
-        if isinstance(number, SupportsIndex) and not isinstance(number, bool | np.bool_):
-            return operator.index(number)
-    except TypeError:
-        pass
-    return 0
-
-
-def _peek_random() -> int:
-    """Draw from Python's generator without advancing it: the same after ``keras.utils.set_random_seed``."""
-    state = random.getstate()
-    try:
-        return random.randrange(2**31)
-    finally:
-        random.setstate(state)
-
-
-def _to_array(parts: list[bytes]) -> Array:
-    sizes = np.array([len(parts), *map(len, parts)], np.int64).tobytes()
-    return np.frombuffer(sizes + b"".join(parts), np.uint8)
 
 
 def _write(checkpoints: CheckpointStore, metadata: JsonObject, values: dict[str, Array]) -> None:

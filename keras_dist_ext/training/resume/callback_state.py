@@ -8,10 +8,9 @@ since then: another value, or a variable or a Keras metric with another value. N
 from __future__ import annotations
 
 import collections
-import types
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,11 +19,22 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
 from keras_dist_ext.aliases import Array
+from keras_dist_ext.training.resume.frozen_values import (
+    FrozenValue,
+    Opaque,
+    PackedValue,
+    VariableValues,
+    check_packed,
+    freeze,
+    is_same,
+    pack,
+    thaw,
+    unpack,
+)
 
 __all__ = ["CallbackStates", "Packed"]
 
-_PackedValue: TypeAlias = Any  # that JSON can represent; arrays are replaced by their names
-Packed: TypeAlias = dict[str, _PackedValue]  # by attribute
+Packed: TypeAlias = dict[str, PackedValue]  # by attribute
 
 _SET_BY_KERAS = {"params", "_model", "model"}
 _DATA_BYTES = 1 << 20  # a larger array that has not changed counts as data that the callback reads
@@ -41,8 +51,8 @@ class CallbackStates:
 
     def __init__(self) -> None:
         self._callbacks: dict[str, keras.callbacks.Callback] = {}
-        self._at_begin: dict[str, dict[str, _Frozen]] = {}
-        self._initial: dict[int, tuple[keras.callbacks.Callback, dict[str, _Frozen]]] = {}
+        self._at_begin: dict[str, dict[str, FrozenValue]] = {}
+        self._initial: dict[int, tuple[keras.callbacks.Callback, dict[str, FrozenValue]]] = {}
         self._warned: set[str] = set()
 
     def prepare(self, callbacks: Sequence[keras.callbacks.Callback], *, reset: bool) -> None:
@@ -57,11 +67,11 @@ class CallbackStates:
         for callback in callbacks:
             known, attributes = self._initial.get(id(callback), (None, {}))
             if known is not callback:
-                attributes = {n: v for n, v in _frozen(callback).items() if not isinstance(v, _Opaque)}
+                attributes = {n: v for n, v in _frozen(callback).items() if not isinstance(v, Opaque)}
                 self._initial[id(callback)] = callback, attributes
             elif reset:
                 for name, value in attributes.items():
-                    _set(callback, name, _thaw(value))
+                    _set(callback, name, thaw(value))
 
     def begin(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Record the state of callbacks after `on_train_begin`."""
@@ -74,13 +84,13 @@ class CallbackStates:
         states: dict[str, Packed] = {}
         for name, callback in self._callbacks.items():
             if _has_own_state(callback):
-                states[name] = {"state": _pack(_freeze(callback.get_state(), f"{name}.get_state()"), arrays)}
+                states[name] = {"state": pack(freeze(callback.get_state(), f"{name}.get_state()"), arrays)}
                 continue
             before = self._at_begin[name]
             now = _frozen(callback, before)
-            changed = {a: value for a, value in now.items() if a not in before or not _same(before[a], value)}
+            changed = {a: value for a, value in now.items() if a not in before or not is_same(before[a], value)}
             self._warn_of_lost_state(name, callback, changed)
-            kept = {a: _pack(v, arrays) for a, v in changed.items() if not isinstance(v, _Opaque)}
+            kept = {a: pack(v, arrays) for a, v in changed.items() if not isinstance(v, Opaque)}
             if kept:
                 states[name] = kept
         return states, arrays
@@ -96,7 +106,7 @@ class CallbackStates:
             for attribute, value in packed.items():
                 if not attribute.isidentifier() or attribute.startswith("__"):
                     raise ValueError(f"the callback {name} has the attribute {attribute!r}")
-                _check_packed(value, arrays)
+                check_packed(value, arrays)
                 if callback is not None and not _has_own_state(callback):
                     _check_kind(callback, attribute, value)
 
@@ -108,17 +118,17 @@ class CallbackStates:
                 continue
             if _has_own_state(callback):
                 if "state" in packed:
-                    callback.set_state(_unpack(packed["state"], arrays))
+                    callback.set_state(unpack(packed["state"], arrays))
                 continue
             for attribute, value in packed.items():
-                _set(callback, attribute, _unpack(value, arrays))
+                _set(callback, attribute, unpack(value, arrays))
 
     def _warn_of_lost_state(
-        self, name: str, callback: keras.callbacks.Callback, changed: Mapping[str, _Frozen]
+        self, name: str, callback: keras.callbacks.Callback, changed: Mapping[str, FrozenValue]
     ) -> None:
         if type(callback).__module__.partition(".")[0] in ("keras", "keras_dist_ext") or name in self._warned:
             return
-        lost = {a: type(v.value).__name__ for a, v in changed.items() if isinstance(v, _Opaque) and not v.is_models}
+        lost = {a: type(v.value).__name__ for a, v in changed.items() if isinstance(v, Opaque) and not v.is_models}
         if lost:
             self._warned.add(name)
             warnings.warn(
@@ -130,30 +140,7 @@ class CallbackStates:
             )
 
 
-def _check_packed(packed: _PackedValue, arrays: Mapping[str, Array]) -> None:
-    """Check that `_unpack` can make something of a value."""
-    if isinstance(packed, list):
-        for part in packed:
-            _check_packed(part, arrays)
-    elif isinstance(packed, dict):
-        kind = packed["kind"]
-        if kind in ("array", "scalar"):
-            if arrays[packed["name"]].ndim and kind == "scalar":
-                raise ValueError(f"{packed['name']!r} is no single number")
-            return
-        if kind not in _CONTAINERS and kind not in ("variables", "deque"):
-            raise ValueError(f"{kind!r} is no kind of value")
-        for part in packed["parts"]:
-            _check_packed(part, arrays)
-            is_array = isinstance(part, dict) and part["kind"] == "array"
-            is_pair = isinstance(part, dict) and part["kind"] == "tuple" and len(part["parts"]) == 2
-            if not {"variables": is_array, "dict": is_pair}.get(kind, True):
-                raise ValueError(f"{part!r} is no part of {kind}")
-        if kind != "variables":
-            _unpack(packed, arrays)  # whether its keys or elements can be hashed, and its length is one
-
-
-def _check_kind(callback: keras.callbacks.Callback, attribute: str, packed: _PackedValue) -> None:
+def _check_kind(callback: keras.callbacks.Callback, attribute: str, packed: PackedValue) -> None:
     """Check that a container or a number of Keras' own callbacks is replaced by one."""
     is_history = isinstance(callback, keras.callbacks.History) and attribute == "epoch"
     held = [] if is_history else vars(callback).get(attribute)  # which it makes when training begins
@@ -185,7 +172,7 @@ def _named(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str,
 
 def _set(callback: keras.callbacks.Callback, name: str, value: Any) -> None:
     held = vars(callback).get(name)
-    if isinstance(value, _Values):
+    if isinstance(value, VariableValues):
         _assign(callback, name, _variables_of(held) or [], value)
     elif isinstance(held, dict) and isinstance(value, dict):
         held.clear()  # in place: a Counter stays one, and other references see it
@@ -197,7 +184,9 @@ def _set(callback: keras.callbacks.Callback, name: str, value: Any) -> None:
         setattr(callback, name, value)
 
 
-def _assign(callback: keras.callbacks.Callback, name: str, variables: Sequence[Variable], value: _Values) -> None:
+def _assign(
+    callback: keras.callbacks.Callback, name: str, variables: Sequence[Variable], value: VariableValues
+) -> None:
     shapes = [tuple(components(variable)[0].shape) for variable in variables]
     if shapes != [array.shape for array in value.arrays]:
         warnings.warn(
@@ -210,45 +199,6 @@ def _assign(callback: keras.callbacks.Callback, name: str, variables: Sequence[V
     for variable, array in zip(variables, value.arrays, strict=True):
         for copy in components(variable):
             copy.assign(array)
-
-
-_Scalar: TypeAlias = "bool | int | float | str | None"
-_Frozen: TypeAlias = "_Scalar | tuple[Array, bool] | _Items | _Opaque | _Values"  # bool: a NumPy scalar
-
-# Values are frozen when they are read (copies, with arrays), packed for a file (arrays by name), and unpacked.
-
-
-class _Opaque:
-    """A value that cannot be saved."""
-
-    def __init__(self, value: object, *, is_models: bool = False) -> None:
-        self.value = value
-        self.is_models = is_models  # saved with the model
-        self.marks = _marks(value)
-
-
-def _marks(value: object) -> dict[str, object]:
-    """Return values that show that an object of a user's class has changed."""
-    if type(value).__module__.partition(".")[0] in _NOT_TRACKED or isinstance(value, type | types.ModuleType):
-        return {}
-    held = getattr(value, "__dict__", {})
-    return {name: mark for name, part in list(held.items()) if (mark := _mark(part)) is not None}
-
-
-def _mark(value: object) -> object:
-    if isinstance(value, bool | int | float | str):
-        return value
-    return len(value) if isinstance(value, list | tuple | set | dict | collections.deque) else None
-
-
-_NOT_TRACKED = ("builtins", "keras", "keras_dist_ext", "tensorflow", "threading", "_thread", "functools", "logging")
-
-
-class _Values:
-    """The values of variables: one, or those of a metric or a seed generator."""
-
-    def __init__(self, arrays: Sequence[Array]) -> None:
-        self.arrays = arrays
 
 
 def _variables_of(value: object) -> list[Variable] | None:
@@ -269,11 +219,13 @@ def _is_number(dtype: tf.DType) -> bool:
     return bool(dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex)
 
 
-def _frozen(callback: keras.callbacks.Callback, before: Mapping[str, _Frozen] | None = None) -> dict[str, _Frozen]:
+def _frozen(
+    callback: keras.callbacks.Callback, before: Mapping[str, FrozenValue] | None = None
+) -> dict[str, FrozenValue]:
     """Return copies of a callback's attributes, except large arrays that have not changed."""
     # Keras negates min_delta when it chooses monitor_op, in the first epoch (callbacks/monitor_callback.py)
     left_out = {*_SET_BY_KERAS, *(["min_delta"] if hasattr(callback, "monitor_op") else [])}
-    frozen: dict[str, _Frozen] = {}
+    frozen: dict[str, FrozenValue] = {}
     for name, value in list(vars(callback).items()):
         if name in left_out:
             continue
@@ -281,15 +233,15 @@ def _frozen(callback: keras.callbacks.Callback, before: Mapping[str, _Frozen] | 
         if variables is not None:
             is_models = {id(v) for v in variables} <= _variables_of_model(callback)
             arrays = [np.array(components(variable)[0].numpy()) for variable in variables]
-            frozen[name] = _Opaque(value, is_models=True) if is_models and arrays else _Values(arrays)
+            frozen[name] = Opaque(value, is_models=True) if is_models and arrays else VariableValues(arrays)
             continue
         if isinstance(value, np.ndarray) and value.nbytes > _DATA_BYTES:
-            held, opaque = (before or {}).get(name), _Opaque(value)
+            held, opaque = (before or {}).get(name), Opaque(value)
             opaque.marks = {"checksum": zlib.crc32(value[:: max(1, value.nbytes // _SAMPLED_BYTES)].tobytes())}
-            if before is None or _same(held, opaque):
+            if before is None or is_same(held, opaque):
                 frozen[name] = opaque
                 continue
-        frozen[name] = _freeze(value)
+        frozen[name] = freeze(value)
     return frozen
 
 
@@ -298,106 +250,3 @@ def _variables_of_model(callback: keras.callbacks.Callback) -> set[int]:
     model = getattr(callback, "model", None)
     known = [*getattr(model, "variables", ()), *getattr(getattr(model, "optimizer", None), "variables", ())]
     return {id(variable) for variable in known} | {id(getattr(variable, "value", None)) for variable in known}
-
-
-def _freeze(value: Any, required: str = "") -> _Frozen:
-    """Return a copy that later changes do not affect; an `_Opaque` of what cannot be saved, unless it is required."""
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str):
-        scalar: _Scalar = value
-        return scalar
-    if isinstance(value, np.ndarray | np.generic | tf.Tensor):
-        try:
-            array = np.array(value.numpy() if isinstance(value, tf.Tensor) else value)
-        except (AttributeError, ValueError, NotImplementedError):  # a symbolic tensor
-            return _opaque(value, required)
-        is_number = array.dtype.kind in "biufc" or array.dtype.name.startswith(("bfloat", "float"))
-        return (array, isinstance(value, np.generic)) if is_number else _opaque(value, required)
-    if kind in (list, tuple, set, frozenset, collections.deque):
-        parts = [_freeze(part, required) for part in value]
-        return _opaque(value, required) if any(isinstance(p, _Opaque) for p in parts) else _Items(value, parts)
-    if isinstance(value, dict):
-        keys = [_freeze(key, required) for key in value]
-        parts = [_freeze(part, required) for part in value.values()]
-        if any(isinstance(part, _Opaque) for part in (*keys, *parts)):
-            return _opaque(value, required)
-        return _Items({}, [_Items((), [k, v]) for k, v in zip(keys, parts, strict=True)])
-    return _opaque(value, required)
-
-
-def _opaque(value: object, required: str) -> _Opaque:
-    if required:
-        raise TypeError(
-            f"{required} has a {type(value).__name__}, which Resume cannot save. Return numbers, strings, lists, "
-            "dicts and arrays."
-        )
-    return _Opaque(value)
-
-
-class _Items:
-    """The items of a container."""
-
-    def __init__(self, value: object, items: list[_Frozen]) -> None:
-        self.kind = type(value).__name__
-        self.length = getattr(value, "maxlen", None)
-        self.items = sorted(items, key=repr) if isinstance(value, set | frozenset) else items
-
-
-def _same(one: _Frozen, other: _Frozen) -> bool:
-    if isinstance(one, _Opaque) or isinstance(other, _Opaque):
-        if not (isinstance(one, _Opaque) and isinstance(other, _Opaque)):
-            return False
-        return one.value is other.value and one.marks == other.marks
-    if isinstance(one, _Values) and isinstance(other, _Values):
-        pairs = zip(one.arrays, other.arrays, strict=False)
-        return len(one.arrays) == len(other.arrays) and all(a.tobytes() == b.tobytes() for a, b in pairs)
-    if isinstance(one, _Items) and isinstance(other, _Items):
-        is_similar = one.kind == other.kind and len(one.items) == len(other.items)
-        return is_similar and all(_same(a, b) for a, b in zip(one.items, other.items, strict=True))
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        (a, _), (b, _) = one, other
-        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))
-
-
-def _pack(frozen: _Frozen, arrays: dict[str, Array]) -> _PackedValue:
-    if isinstance(frozen, _Values):
-        return {"kind": "variables", "parts": [_pack((array, False), arrays) for array in frozen.arrays]}
-    if isinstance(frozen, _Items):
-        parts = [_pack(part, arrays) for part in frozen.items]
-        return parts if frozen.kind == "list" else {"kind": frozen.kind, "parts": parts, "length": frozen.length}
-    if isinstance(frozen, tuple):
-        name = f"callbacks/{len(arrays)}"
-        arrays[name] = frozen[0]
-        return {"kind": "scalar" if frozen[1] else "array", "name": name}
-    return frozen
-
-
-def _thaw(frozen: _Frozen) -> object:
-    arrays: dict[str, Array] = {}
-    return _unpack(_pack(frozen, arrays), arrays)
-
-
-def _unpack(packed: _PackedValue, arrays: Mapping[str, Array]) -> Any:
-    if isinstance(packed, list):
-        return [_unpack(part, arrays) for part in packed]
-    if not isinstance(packed, dict):
-        return packed
-    kind = packed["kind"]
-    if kind in ("array", "scalar"):
-        array = arrays[packed["name"]]
-        return array[()] if kind == "scalar" else array.copy()
-    parts = [_unpack(part, arrays) for part in packed["parts"]]
-    if kind == "variables":
-        return _Values(parts)
-    if kind == "deque":
-        return collections.deque(parts, packed["length"])
-    return _CONTAINERS[kind](parts)
-
-
-_CONTAINERS: Mapping[str, Callable[[list[Any]], object]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "dict": dict,
-}

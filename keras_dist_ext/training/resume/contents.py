@@ -16,7 +16,7 @@ from keras_dist_ext.aliases import Array, JsonObject
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.training.resume.position import Position
 
-__all__ = ["check_contents", "iterator_parts", "numpy_state", "python_state"]
+__all__ = ["check_contents", "iterator_array", "iterator_parts", "numpy_state", "python_state"]
 
 _LARGEST = 2**53  # of what counts something
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -170,6 +170,12 @@ def numpy_state(row: list[float]) -> tuple[Any, ...] | None:
     if not is_known:
         return None
     return "MT19937", np.array(keys, np.uint32), int(place), int(has_gauss), cached
+
+
+def iterator_array(parts: list[bytes]) -> Array:
+    """Return the state of an iterator as an array."""
+    sizes = np.array([len(parts), *map(len, parts)], np.int64).tobytes()
+    return np.frombuffer(sizes + b"".join(parts), np.uint8)
 
 
 def iterator_parts(array: Array | None) -> list[bytes] | None:

@@ -30,7 +30,7 @@ from keras_dist_ext.strategy.workers import Workers
 from keras_dist_ext.training.model import Model
 from keras_dist_ext.training.resume.contents import numpy_state, python_state
 
-__all__ = ["Snapshot", "restore", "capture"]
+__all__ = ["Snapshot", "restore", "capture", "peek_random"]
 
 _LISTED = 5  # differences that a message names before it counts the rest
 
@@ -273,3 +273,12 @@ def _is_summed(variable: tf.Variable | keras.Variable) -> bool:
     value = variable.value if isinstance(variable, keras.Variable) else variable
     aggregation = getattr(value, "aggregation", tf.VariableAggregation.SUM)
     return not is_sync_on_read(variable) or aggregation == tf.VariableAggregation.SUM
+
+
+def peek_random() -> int:
+    """Draw from Python's generator without advancing it: the same after ``keras.utils.set_random_seed``."""
+    state = random.getstate()
+    try:
+        return random.randrange(2**31)
+    finally:
+        random.setstate(state)
