@@ -11,9 +11,11 @@ In reading order:
     program           runs the steps of training and evaluation, one or several at once
     step_loops        loops over a step, traced or run as Python
     distributed_step  one step over all replicas, and its logs
+    step_logs         its logs
     step_planning     trace a step of the user's aside, to make its plan
     step_examination  what is seen of a step that is traced aside
     step_assignments  what a step may assign
+    batch_clock       a batch waits for the clock that says when it was there
     batch_split       a replica's rows of a batch
     prediction        the compiled loop of ``predict``
     runs              a run of ``fit``, ``evaluate`` or ``predict``: its checks, callbacks and data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -11,7 +11,7 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.models import overrides
 from keras_dist_ext._keras.random import use_global_seed_generator
-from keras_dist_ext._keras.strategies import is_default_strategy, regroup, replica_id, seen_as_one_replica
+from keras_dist_ext._keras.strategies import is_default_strategy, replica_id, seen_as_one_replica
 from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext._keras.user_code import has_user_code
 from keras_dist_ext.aliases import StepData, TensorNest
@@ -22,16 +22,12 @@ from keras_dist_ext.step.logs import (
     ComputesWithResults,
     computes_with,
     leaf_metrics,
-    noted_results,
-    pooled_state,
-    state_of_first,
 )
 from keras_dist_ext.step.lone_replica import LoneReplica, is_first_of_worker
 from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.measured_exponents import learn_exponents
 from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.recorder import StepNote, now, when_updated
-from keras_dist_ext.step.reduce import sum_over_replicas
 from keras_dist_ext.step.reducers import Reducer, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
 from keras_dist_ext.step.seeds import global_generator_of
@@ -41,11 +37,13 @@ from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
 from keras_dist_ext.step.xla import can_compile, compiled_step
+from keras_dist_ext.training.batch_clock import after
 from keras_dist_ext.training.batch_split import Split, first_row, is_per_replica, split_of, split_rows
 from keras_dist_ext.training.runtime import ReplicaRuntime
 from keras_dist_ext.training.step_examination import StepExamination
+from keras_dist_ext.training.step_logs import StepLogs, zeros_like
 
-__all__ = ["DistributedStep", "after"]
+__all__ = ["DistributedStep"]
 
 
 class DistributedStep:
@@ -71,7 +69,6 @@ class DistributedStep:
         self.num_replicas: int = self.strategy.num_replicas_in_sync
         self._runtime: ReplicaRuntime = model.replica_runtime
         self._global_generator = global_generator_of(self.strategy, is_seeded=self._runtime.seeds.root is not None)
-        self._log_plan: TensorNest = None
         self.is_eager: bool = model.run_eagerly or tf.config.functions_run_eagerly()
         self._user_step = getattr(model, f"{kind}_step")
         virtual = model.virtual_replicas
@@ -81,9 +78,7 @@ class DistributedStep:
         self._num_turns: int = 0 if virtual is None else virtual.num_turns(self.strategy)
         if model.jit_compile and model.placement is None and not self.is_eager and can_compile(self.strategy):
             self._user_step = compiled_step(model, kind)
-        self._plain_logs = not any(
-            overrides(model, name) for name in (f"{kind}_step", "compute_metrics", "get_metrics_result")
-        )
+        self._logs = StepLogs(model, kind)
         self._records_norm = any(recorder.gradient_norm for recorder in self._runtime.recorders)
         self.devices = (
             ["/device:CPU:0"] if is_default_strategy(self.strategy) else list(self.strategy.extended.worker_devices)
@@ -149,7 +144,7 @@ class DistributedStep:
         """
         loops, self.loops = self.loops, False
         try:
-            with self._noted_results():
+            with self._logs.noted_results():
                 extra = self.strategy.run(self._examined, args=(batch, examination))
         finally:
             self.loops = loops
@@ -204,11 +199,10 @@ class DistributedStep:
         A step of the user's own need not call the model on the batch; then they are read from the graph of the step.
         """
         known, spec, training = self._runtime.loss_exponents, self._runtime.batch_spec, self.kind == "train"
-        is_own = overrides(self.model, f"{self.kind}_step")
         try:
             known[self.kind] = find_exponents(self.model, spec, training=training, rows=self._first_rows())
         except Exception:
-            if not is_own:
+            if not self.is_of_user:
                 raise
             known[self.kind] = {}
 
@@ -250,10 +244,10 @@ class DistributedStep:
             seen = contextlib.nullcontext() if num_replicas > 1 else seen_as_one_replica()
             with use_global_seed_generator(self._global_generator), self._on_devices(), intercept(step), seen:
                 logs = getattr(self.model, f"{self.kind}_step")(rows)
-                self._log_plan, values = self._finish(step, logs, rows)
+                self._logs.plan, values = self._finish(step, logs, rows)
             extra.extend(values)
 
-        with self._noted_results():
+        with self._logs.noted_results():
             self.strategy.run(replica, args=(rows,))
         return extra
 
@@ -276,16 +270,16 @@ class DistributedStep:
         """
         batch = data.without_optionals(batch)
         split = split_of(batch, of_worker=of_worker)
-        num_ops = 0 if tf.executing_eagerly() else len(_graph().get_operations())
-        with self._noted_results():
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        num_ops = 0 if graph is None else len(graph.get_operations())
+        with self._logs.noted_results():
             there = None if times is None else times[1]
             extra, noted = self.strategy.run(self._replica, args=(batch, split, there))
         local = self.strategy.experimental_local_results
         record = None
         if times is not None:
             replicas = [ReplicaRecord(*numbers) for numbers in zip(*map(local, noted), strict=True)]
-            eagerly = tf.executing_eagerly()
-            ends = [now()] * len(replicas) if eagerly else when_updated(_graph(), num_ops, self.devices, replicas)
+            ends = [now()] * len(replicas) if graph is None else when_updated(graph, num_ops, self.devices, replicas)
             record = StepRecord(replicas, ends, *times)
         return [part for value in extra for part in local(value)], record
 
@@ -301,11 +295,10 @@ class DistributedStep:
         """
         if there is not None and split is Split.NONE:
             batch = after(there, batch)
-        note = (
-            None
-            if self.buffer is None
-            else StepNote(gradient_norm=self._records_norm, on_tpu=isinstance(self.strategy, tf.distribute.TPUStrategy))
-        )
+        note = None
+        if self.buffer is not None:
+            on_tpu = isinstance(self.strategy, tf.distribute.TPUStrategy)
+            note = StepNote(gradient_norm=self._records_norm, on_tpu=on_tpu)
         guard = None if self._guard is None else self._guard.step()
         options = StepOptions(
             kind=self.kind,
@@ -326,7 +319,7 @@ class DistributedStep:
         with use_global_seed_generator(self._global_generator), self._on_devices():
             if self._num_turns:
                 parts, num_global = split_rows(batch, split, self.strategy, self._num_turns)
-                self._log_plan, extra = run_virtual_replicas(
+                self._logs.plan, extra = run_virtual_replicas(
                     self._virtual,
                     self.model,
                     parts,
@@ -352,12 +345,8 @@ class DistributedStep:
             step = ReplicaStep(self.model, rows, num_global, options, self.reducer(), first_row=first)
             step.begin(batch)
             with intercept(step):
-                self._log_plan, extra = self.run_user_step(step, batch)
+                self._logs.plan, extra = self.run_user_step(step, batch)
         return extra
-
-    def _noted_results(self) -> contextlib.AbstractContextManager[None]:
-        """Have metrics tell which tensors are their results, where the logs may have others."""
-        return contextlib.nullcontext() if self._plain_logs else noted_results(leaf_metrics(self.model))
 
     def _on_devices(self) -> contextlib.AbstractContextManager[None]:
         """Have the parts of a placed model run where they are."""
@@ -376,7 +365,7 @@ class DistributedStep:
         if step.note is not None:
             step.note.end(step.replica_id, data.num_rows(batch), logs)
         returned = tree.flatten(logs)
-        if self._plain_logs:
+        if self._logs.are_plain:
             logs = {}
         if not self._pools_results and computes_with(step.results, logs):
             raise ComputesWithResults
@@ -386,11 +375,11 @@ class DistributedStep:
 
     def initial_extra(self, next_batch: Callable[[], StepData], *, of_worker: bool = False) -> list[tf.Tensor]:
         """Zeros shaped like the leaves of the logs that a loop must carry, found by tracing a step aside."""
-        if self._plain_logs or tf.executing_eagerly():
+        if self._logs.are_plain or tf.executing_eagerly():
             return []
         known = leaf_metrics(self.model)
         if self._plan.extra is not None:
-            return [_zeros_like(spec) for spec in self._plan.extra]
+            return [zeros_like(spec) for spec in self._plan.extra]
         try:
             with scratch_graph("logs_of_a_step"):
                 extra, _ = self.run(next_batch(), of_worker=of_worker)
@@ -399,42 +388,12 @@ class DistributedStep:
             return self.initial_extra(next_batch, of_worker=of_worker)
         if len(leaf_metrics(self.model)) > len(known):  # the step has made them, and their results were not known
             return self.initial_extra(next_batch, of_worker=of_worker)
-        return [_zeros_like(value) for value in extra]
+        return [zeros_like(value) for value in extra]
 
     def logs(self, extra: Sequence[tf.Tensor]) -> TensorNest:
         """Compute the logs from the state pooled over replicas."""
-        num_local = len(self.devices)
-        values = [tuple(extra[i : i + num_local]) for i in range(0, len(extra), num_local)]
-        if self.num_replicas > 1 and values:
-            sums = sum_over_replicas(self.strategy, [regroup(v) for v in values])
-            values = [self.strategy.experimental_local_results(s) for s in sums]
-        with pooled_state(self.model, self.strategy):
-            return self._logs(v[0] for v in values)
+        return self._logs.pooled(self.strategy, extra, len(self.devices))
 
     def logs_alone(self, extra: Sequence[tf.Tensor]) -> TensorNest:
         """Compute the logs of ``run_alone`` from what it has returned, and the state that it has left."""
-        with state_of_first(self.model):
-            return self._logs(iter(extra))
-
-    def _logs(self, values: Iterator[tf.Tensor]) -> TensorNest:
-        if self._plain_logs:
-            return self.model.get_metrics_result()
-        return tree.map_structure(lambda leaf: leaf.now() if leaf is not VALUE else next(values), self._log_plan)
-
-
-def _zeros_like(value: tf.Tensor | tf.TensorSpec) -> tf.Tensor:
-    return tf.zeros([d or 0 for d in value.shape] if value.shape.rank is not None else [], value.dtype)
-
-
-def _graph() -> tf.Graph:
-    return tf.compat.v1.get_default_graph()
-
-
-def after(there: tf.Tensor, batch: StepData) -> StepData:
-    """The batch, of which nothing is computed before the clock was read that says when it was there."""
-    with tf.control_dependencies([there]):
-        return tf.nest.map_structure(_same, batch, expand_composites=True)
-
-
-def _same(leaf: TensorNest) -> TensorNest:
-    return tf.identity(leaf) if tf.is_tensor(leaf) else leaf
+        return self._logs.of_first(extra)

@@ -20,11 +20,8 @@ from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.adapters import (
     ArrayDataAdapter,
     CustomEpochIterator,
-    DataAdapter,
-    GeneratorDataAdapter,
     TFDatasetAdapter,
     array_shuffle,
-    first_batch_of_generator,
     num_array_examples,
     seed_py_datasets,
 )
@@ -33,7 +30,7 @@ from keras_dist_ext.aliases import JsonObject, SpecNest
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.strategy.consistency import data_fingerprint
-from keras_dist_ext.strategy.workers import Workers, checksum_of, workers_of
+from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training.batch_reader import BatchReader
 from keras_dist_ext.training.batch_spec import any_number_of_rows
 from keras_dist_ext.training.data_order import DataOrder
@@ -48,6 +45,7 @@ from keras_dist_ext.training.resume.position import (
     iterate_batches,
     replay_epochs,
     replay_passes,
+    sample_checksum,
     skip_to,
     take_seekable,
 )
@@ -80,7 +78,7 @@ class EpochData(CustomEpochIterator):
         self._has_drawn = True  # whether Python's generator is past it
         dataset = self._given = self.data_adapter.get_tf_dataset()
         if workers is not None:
-            dataset, self._own_rows, seed = workers.align_data(dataset, _sample_of(self.data_adapter))
+            dataset, self._own_rows, seed = workers.align_data(dataset, sample_checksum(self.data_adapter))
             self._common_seed = seed
             self._has_drawn = False
             self._dataset = dataset
@@ -390,12 +388,3 @@ class EpochData(CustomEpochIterator):
         self._end_execution()
         heartbeat.data_ends()
         self._runtime.end_epoch()
-
-
-def _sample_of(adapter: DataAdapter) -> int | None:
-    """Return a checksum of what is at hand of data that no pipeline of the user's gives."""
-    if isinstance(adapter, ArrayDataAdapter):
-        return example_checksum(adapter) or 0
-    if isinstance(adapter, GeneratorDataAdapter):
-        return checksum_of(first_batch_of_generator(adapter))
-    return None

@@ -10,8 +10,9 @@ from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.step.recorder import now
 from keras_dist_ext.step.step_buffer import StepRecord
 from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.batch_clock import after
 from keras_dist_ext.training.batch_split import is_per_replica
-from keras_dist_ext.training.distributed_step import DistributedStep, after
+from keras_dist_ext.training.distributed_step import DistributedStep
 
 __all__ = ["EagerLoops", "StepLoops"]
 

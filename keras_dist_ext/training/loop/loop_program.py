@@ -49,7 +49,7 @@ class DeclaredStep(DistributedStep):
 
     def __init__(self, model: DistributedModel, kind: Kind, kept: Sequence[str]) -> None:
         super().__init__(model, kind)
-        self._plain_logs = True
+        self._logs.are_plain = True
         self._exponents = None  # a step was examined: what it differentiates is a mean
         self._plan.is_made = True  # as far as it was examined
         self._kept = kept

@@ -18,7 +18,9 @@ import tensorflow as tf
 from keras_dist_ext._keras.adapters import (
     ArrayDataAdapter,
     DataAdapter,
+    GeneratorDataAdapter,
     TFDatasetAdapter,
+    first_batch_of_generator,
     num_array_examples,
     resume_py_dataset,
     take_examples,
@@ -27,6 +29,7 @@ from keras_dist_ext._keras.datasets import caches_in_memory, dataset_graph, has_
 from keras_dist_ext.aliases import StepData
 from keras_dist_ext.data.dataset_graph import read_graph
 from keras_dist_ext.errors import DataError
+from keras_dist_ext.strategy.workers import checksum_of
 
 __all__ = [
     "Position",
@@ -40,6 +43,7 @@ __all__ = [
     "has_resumable_iterator",
     "is_deterministic",
     "replay_passes",
+    "sample_checksum",
     "take_seekable",
 ]
 
@@ -162,6 +166,15 @@ def example_checksum(adapter: DataAdapter) -> int | None:
     for part in taken:
         checksum = zlib.crc32(repr(part.tolist()).encode() if part.dtype == object else part.tobytes(), checksum)
     return checksum
+
+
+def sample_checksum(adapter: DataAdapter) -> int | None:
+    """Return a checksum of what is at hand of data that no pipeline of the user's gives."""
+    if isinstance(adapter, ArrayDataAdapter):
+        return example_checksum(adapter) or 0
+    if isinstance(adapter, GeneratorDataAdapter):
+        return checksum_of(first_batch_of_generator(adapter))
+    return None
 
 
 def is_deterministic(dataset: tf.data.Dataset) -> bool:
