@@ -19,7 +19,21 @@ from keras_dist_ext.training.step_examination import StepExamination
 __all__ = ["MISSING", "make_plan", "prepare"]
 
 MISSING = (UnbuiltOptimizer, UnknownLossExponents, UnknownExponents, ComputesWithResults, Unplanned, StalePlan)
-"""What is raised where a step that is traced lacks something that ``prepare`` makes good."""
+"""What is raised where a step that is traced lacks something that ``prepare`` makes good.
+
+A step of the user's, and one that runs eagerly, is planned before it is traced to be run, and its optimizer is built
+before. What is left is asked for only where it turns up, since each answer costs a trace of its own, or depends on what
+TensorFlow tells while it traces:
+
+- ``UnbuiltOptimizer``: the step could not be traced aside, or has made an optimizer.
+- ``UnknownLossExponents``: a layer adds a loss; which layers do is known when they are called.
+- ``UnknownExponents``: a loss or a metric does not say whether it is a mean over the rows, which its graph, or a few
+  rows, must tell. Losses of Keras' own do.
+- ``ComputesWithResults``: logs are computed from results of metrics, seen by their tensors.
+- ``Unplanned``: in Keras' own step, a layer or a loss takes gradients of a tape, or the user's optimizer does.
+- ``StalePlan``: gradients that went straight into an optimizer when the step was planned go elsewhere, too, as where it
+  branches in Python.
+"""
 
 
 def make_plan(step: DistributedStep) -> None:
