@@ -24,24 +24,24 @@ __all__ = ["DeclaredStep", "OneStepWhereKept"]
 class OneStepWhereKept(ExecutionSizer):
     """Makes one step at a time where its values are kept for all rows."""
 
-    def __init__(self, pace: ExecutionSizer, keeps: Callable[[], bool]) -> None:
+    def __init__(self, sizer: ExecutionSizer, keeps: Callable[[], bool]) -> None:
         super().__init__()
-        self._pace = pace
+        self._sizer = sizer
         self._keeps = keeps
 
     @property
     def num_steps(self) -> int:
         """Steps of the next execution."""
-        return 1 if self._keeps() else self._pace.num_steps
+        return 1 if self._keeps() else self._sizer.num_steps
 
     @property
     def follows_clock(self) -> bool:
         """Whether the number of steps is tuned."""
-        return self._pace.follows_clock
+        return self._sizer.follows_clock
 
     def record(self, num_steps: int, seconds: float) -> None:
         """Take note of how long an execution took."""
-        self._pace.record(num_steps, seconds)
+        self._sizer.record(num_steps, seconds)
 
 
 class DeclaredStep(DistributedStep):
