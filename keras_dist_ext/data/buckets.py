@@ -154,10 +154,16 @@ def bucket_by_length(
         A `tf.data.Dataset` of global batches for `fit`, whose ``report`` says what became of padding and imbalance.
 
     Raises:
-        DataError: neither batch_size nor tokens is given, boundaries do not ascend, a sequence is longer than tokens,
-            or it cannot be told which leaves are sequences.
+        DataError: neither batch_size nor tokens is given, boundaries do not ascend or are labels, a sequence is longer
+            than tokens, or it cannot be told which leaves are sequences.
         SeedError: the seed is not an integer from 0 to 2**31 - 3.
     """
+    if _are_labels(boundaries, dataset):
+        raise DataError(
+            f"boundaries is a {type(boundaries).__name__} that looks like the labels of the examples. Pass features "
+            "and labels together, `kde.bucket_by_length((x, y), ...)`, or a dataset of both, "
+            "`tf.data.Dataset.zip(x, y)`; boundaries are the longest lengths of buckets."
+        )
     strategy = given_strategy(strategy)
     sample = arguments.integer("sample", sample, least=1, error=DataError)
     most = arguments.MOST_EXAMPLES
@@ -183,6 +189,18 @@ def bucket_by_length(
     chosen = choose_boundaries(lengths, size, max_padding) if fixed is None else fixed
     report = _reported(lengths, chosen, size, seed)
     return BucketedDataset(pools, chosen, size, seed, report)
+
+
+def _are_labels(boundaries: Any, dataset: Any) -> bool:
+    """Whether what was given as boundaries is a dataset or tensor, or has a value for each example."""
+    if isinstance(boundaries, tf.data.Dataset | tf.RaggedTensor | tf.Tensor):
+        return True
+    if isinstance(boundaries, str) or isinstance(dataset, tuple) or getattr(boundaries, "ndim", 1) > 1:
+        return getattr(boundaries, "ndim", 1) > 1
+    try:
+        return len(dataset) == len(boundaries) > 2
+    except TypeError:  # of unknown length
+        return False
 
 
 def _checked_size(batch_size: int | None, tokens: int | None, num_replicas: int) -> BatchSize:

@@ -349,6 +349,19 @@ padded = np.ones((4, 6), "i")
         ),
         ({"dataset": padded, "batch_size": 2, "sample": 0}, "sample must be an integer >= 1, got 0."),
         ({"dataset": padded, "batch_size": 2, "boundaries": [4, 2]}, "boundaries=[4, 2] do not ascend."),
+        *(
+            (
+                {"dataset": padded, "batch_size": 2, "boundaries": labels},
+                f"boundaries is a {kind} that looks like the labels of the examples. Pass features and labels together"
+                ", `kde.bucket_by_length((x, y), ...)`",
+            )
+            for kind, labels in {
+                "ndarray": np.arange(4),
+                "list": [0, 1, 0, 1],
+                "EagerTensor": tf.constant([1.0, 2.0]),
+                "_TensorSliceDataset": tf.data.Dataset.from_tensor_slices([1, 2]),
+            }.items()
+        ),
         ({"dataset": padded, "batch_size": 2, "boundaries": "best"}, "Invalid boundaries='best'; must be \"auto\""),
         ({"dataset": padded, "batch_size": 2, "pool": 0}, "pool must be an integer >= 1, or None, got 0."),
         ({"dataset": padded, "tokens": 5}, "A sequence of 6 tokens is longer than the budget of a batch, tokens=5"),

@@ -896,6 +896,106 @@ def test_variables_made_in_a_step_are_refused(kind: str, strategies: Any) -> Non
         small_loop(strategy, lambda replica, batch: {"loss": tf.reduce_mean(dense(batch[0]))}).fit(batches(), verbose=0)
 
 
+ASKED: dict[str, Any] = {
+    ".numpy()": lambda value: value.numpy(),
+    "float": float,
+    "int": lambda value: int(tf.cast(value, tf.int32)),
+    "a function of NumPy": np.asarray,
+    "a function of Keras": keras.ops.convert_to_numpy,
+}
+
+
+@pytest.mark.parametrize("how", ASKED)
+def test_a_step_that_asks_for_the_value_of_a_tensor_is_told_what_to_do_instead(how: str, mirrored: Any) -> None:
+    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        loss = replica.mean_loss(batch[1])
+        ASKED[how](loss)
+        return {"loss": loss}
+
+    message = r"asks for the value of a tensor, by \.numpy\(\), .*return what you want to see, .* it by tf\.print"
+    with pytest.raises(LoopError, match=message):
+        small_loop(mirrored, step).fit(batches(), verbose=0)
+
+
+@pytest.mark.parametrize("kind", [keras.metrics.R2Score, keras.metrics.F1Score])
+def test_a_metric_that_a_step_is_the_first_to_use_is_to_be_used_once_before(kind: Any, mirrored: Any) -> None:
+    with mirrored.scope():
+        metric = kind()
+
+    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        metric.update_state(batch[1][:, None], tf.reduce_sum(batch[0], 1, keepdims=True))
+        return {"loss": replica.mean_loss(batch[1])}
+
+    def loop() -> TrainLoop:
+        return TrainLoop(step, parts={"metric": metric}, reduce={"loss": "mean"}, strategy=mirrored)
+
+    message = rf"the first to use the metric '{metric.name}' \({kind.__name__}\), .*Use it once before, with values of"
+    with pytest.raises(LoopError, match=message):
+        loop().fit(batches(), verbose=0)
+    with mirrored.scope():
+        metric.update_state(np.ones((1, 1)), np.ones((1, 1)))
+        metric.reset_state()
+    history = loop().fit(batches(), verbose=0).history
+    alone = kind()
+    alone.update_state(Y[:, None], X.sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(history[metric.name][0], alone.result(), rtol=1e-5)
+
+
+def test_a_replay_buffer_written_by_what_replicas_lack_is_told_how_to_and_holds_what_one_device_puts_in(
+    mirrored: Any,
+) -> None:
+    def stored(strategy: Any, *, is_ours: bool) -> Any:
+        with strategy.scope():
+            buffer = tf.Variable(tf.zeros([32]), trainable=False, name="buffer")
+            place = tf.Variable(0, trainable=False, name="place")
+
+        def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+            rows = kde.gather_rows(batch[1]) if is_ours else batch[1]
+            places = (place + tf.range(tf.shape(rows)[0]))[:, None]
+            if is_ours:
+                buffer.assign(tf.tensor_scatter_nd_update(buffer, places, rows))
+            else:
+                buffer.scatter_nd_update(places, rows)
+            place.assign_add(tf.shape(rows)[0])
+            return {"loss": replica.mean_loss(batch[1])}
+
+        parts = {"buffer": buffer, "place": place}
+        TrainLoop(step, parts=parts, reduce={"loss": "mean"}, strategy=strategy).fit(batches(), verbose=0)
+        return buffer.numpy()
+
+    message = r"calls scatter_nd_update of a variable, .*kde\.gather_rows\(rows\)`, then `variable\.assign\(tf\.tensor"
+    with pytest.raises(LoopError, match=message):
+        stored(mirrored, is_ours=False)
+    np.testing.assert_array_equal(stored(mirrored, is_ours=True), stored(DEFAULT, is_ours=False))
+
+
+def _advantages(x: tf.Tensor, y: tf.Tensor, slope: tf.Variable) -> tf.Tensor:
+    advantages = (y - tf.reduce_mean(y)) / (tf.math.reduce_std(y) + 1e-6)
+    return -advantages * (x @ slope)[:, 0]
+
+
+def _contrastive(x: tf.Tensor, y: tf.Tensor, slope: tf.Variable) -> tf.Tensor:
+    views = tf.math.l2_normalize(x * (1.0 + slope[:, 0]), 1)
+    labels = tf.range(tf.shape(x)[0])
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.matmul(views, views, transpose_b=True))
+
+
+@pytest.mark.parametrize("loss", rotating([_advantages, _contrastive], [_advantages]))
+def test_a_loop_warns_of_examples_that_interact_and_names_what_gathers_them(loss: Any, mirrored: Any) -> None:
+    with mirrored.scope():
+        slope = tf.Variable(tf.ones([3, 1]), name="slope")
+
+    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            value = replica.mean_loss(loss(*batch, slope))
+        slope.assign_sub(0.1 * tape.gradient(value, slope))
+        return {"loss": value}
+
+    loop = TrainLoop(step, parts={"slope": slope}, reduce={"loss": "mean"}, strategy=mirrored, check="raise")
+    with pytest.raises(kde.StepError, match=r"'loop' does not train on 2 replicas .*by kde\.gather_rows"):
+        loop.fit(batches(), verbose=0)
+
+
 @pytest.mark.parametrize(
     ("value", "reduction", "message"),
     [

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from test_diagnose import HEALTHY, ON_CPU, codes, times, trials, waiting
+from test_diagnose import HEALTHY, ON_CPU, changed, codes, short, times, trials, waiting
 
 from keras_dist_ext.diagnosis.doctor.examination import Calls, Examination, Largest, Times
 from keras_dist_ext.diagnosis.doctor.host_clock import period
@@ -39,7 +39,7 @@ def test_an_update_of_a_large_table_names_it_and_what_writes_only_the_rows_that_
         "(90% of the time); net/embedding/embeddings has 51.2 MB of them, in 200,000 rows, of which a batch reads a few"
     )
     assert finding.fix.startswith("An optimizer that writes only the rows that a batch has read: `keras.optimizers.SGD")
-    assert "480 examples instead of 60" in finding.fix
+    assert "1,920 examples instead of 60" in finding.fix
     assert "`keras.optimizers.Adam(gradient_accumulation_steps=4)`" in finding.fix
     assert report.shares["updating"] > 0.8
     assert "synchronising" not in report.shares
@@ -49,7 +49,7 @@ def test_an_update_of_dense_weights_says_to_update_less_often() -> None:
     setting = dataclasses.replace(of_table(), largest=dataclasses.replace(TABLE, num_rows=0))
     (finding,) = judge(Examination(setting, updating(examples=4))).findings  # and not that the batch is too small
     assert finding.code == "update-bound"
-    assert finding.fix.startswith("Update less often: a larger batch, such as 32 examples instead of 4")
+    assert finding.fix.startswith("Update less often: a larger batch, such as 128 examples instead of 4")
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,23 @@ def test_a_callback_of_keras_that_writes_at_every_batch_is_told_by_the_argument_
         "The callback ModelCheckpoint(save_freq=1) writes at every batch; all replicas wait meanwhile."
     )
     assert finding.fix == '`ModelCheckpoint(..., save_freq="epoch")`, which writes once an epoch.'
+
+
+def test_steps_that_a_callback_of_keras_makes_one_by_one_are_told_by_its_argument() -> None:
+    calls = Calls(
+        "TensorBoard", "on_train_batch_end", 0.001, 80, argument="update_freq=1", better='update_freq="epoch"'
+    )
+    setting = changed(step_watchers=("TensorBoard",))
+    (finding,) = judge(Examination(setting, short(calls=(calls,)))).findings
+    assert (finding.code, finding.fix) == (
+        "host-bound",
+        '`TensorBoard(..., update_freq="epoch")`, so that 94 steps run at once instead of one by one.',
+    )
+    others = changed(step_watchers=("TensorBoard", "Log"))
+    assert (
+        "Let TensorBoard, Log do without every batch"
+        in judge(Examination(others, short(calls=(calls,)))).findings[0].fix
+    )
 
 
 def test_a_callback_that_works_now_and_then_is_told_with_its_period_and_its_share() -> None:

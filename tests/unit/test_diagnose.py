@@ -532,7 +532,7 @@ def test_an_experiment_tells_the_sum_from_the_update() -> None:
 def test_few_rows_a_replica_are_the_batchs_fault_and_not_the_sums() -> None:
     report = judge(Examination(HEALTHY, synchronising(examples=4)))
     assert report.codes == ["batch-too-small"]
-    assert "from 8 to 64 rows or more" in report.findings[0].fix
+    assert "from 8 to 256 rows or more" in report.findings[0].fix
     assert codes(HEALTHY, times(examples=4)) == []  # a large model may well have few
     starved = judge(Examination(HEALTHY, times(examples=[0, 1])))
     assert starved.codes == ["batch-too-small"]

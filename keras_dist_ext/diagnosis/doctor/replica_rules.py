@@ -25,6 +25,7 @@ _UNEQUAL_SHARE = 0.05  # of the time, that the others wait for it
 _SYNC_SECONDS = 2e-3
 _SYNC_SHARE = 0.4
 _FEW_ROWS = 8  # a replica, in a step
+_GOOD_ROWS = 128  # a replica: what does not depend on them is a small part of a step then
 _FIXED_SECONDS = 5e-4  # a step, that do not depend on its rows
 _LONG_LOOP = 100  # time steps
 _SMALL_CELL = 5e6  # floating point operations of a time step, forward and back: less than its loop costs
@@ -170,8 +171,8 @@ def _starved(times: Times) -> Finding:
         "batch-too-small",
         f"A global batch of {per_step:.3g} rows is less than one a replica: some compute nothing.",
         f"{len(examples)} replicas; rows a step: " + ", ".join(f"{n / times.num_steps:.3g}" for n in examples[:8]),
-        f"Raise the global batch to {len(examples) * 32} rows or more (`batch_size=`, `.batch(...)`), or use fewer "
-        "replicas.",
+        f"Raise the global batch to {len(examples) * _GOOD_ROWS} rows or more (`batch_size=`, `.batch(...)`), or use "
+        "fewer replicas.",
         (times.compute() + times.sync()) * times.num_steps * (1 - per_step / len(examples)),
     )
 
@@ -201,8 +202,8 @@ def _too_small(examination: Examination, fixed: float, *, is_long: bool) -> list
             "batch-too-small",
             f"The batch is too small for {replicas} replicas: what does not depend on its rows takes most of a step.",
             evidence,
-            f"Raise the global batch from {rows * replicas:.3g} to {replicas * 32} rows or more (`batch_size=`, "
-            "`.batch(...)`), with a learning rate to match; or use fewer replicas.",
+            f"Raise the global batch from {rows * replicas:.3g} to {replicas * _GOOD_ROWS} rows or more "
+            "(`batch_size=`, `.batch(...)`), with a learning rate to match; or use fewer replicas.",
             saved * times.num_steps,
         )
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from keras_dist_ext.diagnosis.doctor.examination import Examination, Largest
 from keras_dist_ext.diagnosis.doctor.units import ms, size
 from keras_dist_ext.findings import Finding
@@ -41,16 +43,26 @@ def long_updates(examination: Examination) -> list[Finding]:
             "update-bound",
             f"Updating the weights takes longer than computing their gradients, above all {largest.variable}.",
             evidence,
-            _fix(largest, rows),
+            _fix(largest, rows, _times_the_batch(updating, computing)),
             seconds,
         )
     ]
 
 
-def _fix(largest: Largest, rows: float) -> str:
+def _times_the_batch(updating: float, computing: float) -> int:
+    """Return by how much a batch must grow for both to take about as long: a power of two.
+
+    >>> [_times_the_batch(18e-3, computing) for computing in (1e-2, 1e-3, 1e-6)]
+    [8, 32, 64]
+    """
+    return int(min(64, max(8, 2 ** math.ceil(math.log2(updating / max(computing, 1e-9))))))
+
+
+def _fix(largest: Largest, rows: float, times: int) -> str:
     fewer = (
-        f"a larger batch, such as {8 * rows:.3g} examples instead of {rows:.3g}, with a learning rate to match; or "
-        f"`keras.optimizers.{largest.optimizer}(gradient_accumulation_steps=4)`, which updates once in 4 batches"
+        f"a larger batch, such as {round(times * rows):,} examples instead of {rows:.3g}, with a learning rate to "
+        f"match; or `keras.optimizers.{largest.optimizer}(gradient_accumulation_steps=4)`, which updates once in 4 "
+        "batches"
     )
     if largest.num_rows:
         return (

@@ -144,7 +144,11 @@ def _host(examination: Examination) -> list[Finding]:
         if saved.low <= 0:
             return []
         evidence += f"; {trials.num_steps['many steps']} an execution saved {saved.show(' ms', 1e3)} a step"
-    if setting.step_watchers and setting.steps_per_execution is None:
+    better = {calls.name: calls.better for calls in times.calls if calls.better}
+    if setting.step_watchers and setting.steps_per_execution is None and better.keys() >= set(setting.step_watchers):
+        changed = ", ".join(f"`{name}(..., {better[name]})`" for name in setting.step_watchers)
+        fix = f"{changed}, so that {best} steps run at once instead of one by one."
+    elif setting.step_watchers and setting.steps_per_execution is None:
         watchers = ", ".join(setting.step_watchers)
         fix = (
             f"Let {watchers} do without every batch, so that {best} steps run at once: use `on_epoch_end`, or derive "

@@ -18,7 +18,7 @@ from keras_dist_ext._keras.strategies import replica_id
 from keras_dist_ext._keras.variables import Variable, distributed_variable
 from keras_dist_ext.aliases import Gradient, SpecNest, StepData, TensorNest, UserFunction
 from keras_dist_ext.data import split as data
-from keras_dist_ext.errors import KerasDistError, LoopError
+from keras_dist_ext.errors import LoopError
 from keras_dist_ext.step.ancestry import assignments, operations
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.origins import Origins, draws
@@ -30,6 +30,7 @@ from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.training.loop.losses import check_mean, check_not_scaled, multiples, warn_of_own_divisor
 from keras_dist_ext.training.loop.python_effects import check_names, effects_of, names_used
 from keras_dist_ext.training.loop.replica import Replica
+from keras_dist_ext.training.loop.step_errors import explain, metric_under_way
 from keras_dist_ext.training.loop.step_variables import check_known, check_not_trained, check_results, updated_metrics
 from keras_dist_ext.training.step_assignments import check_assigned, check_decisions
 from keras_dist_ext.training.step_examination import StepExamination
@@ -142,6 +143,14 @@ class _LoopExamination(StepExamination):
 
     def on_variable(self, name: str) -> None:
         """Refuse to make a variable."""
+        metric = metric_under_way()
+        if metric is not None:
+            raise LoopError(
+                f"The step {self.name!r} is the first to use the metric {metric.name!r} ({type(metric).__name__}), "
+                f"which makes its variable {name} at its first use, and would make it on every replica. Use it once "
+                "before, with values of the shapes of the step, and forget them: `metric.update_state(y_true, "
+                "y_pred)`, then `metric.reset_state()`, inside `with strategy.scope():`."
+            )
         raise LoopError(
             f"The step {self.name!r} makes a variable ({name}), which it would do once, when it is compiled, and on "
             "replicas. Make variables, layers and metrics beforehand, inside `with strategy.scope():`, build layers by "
@@ -263,38 +272,12 @@ def _trace(
             if seen.functions - plan.inlined:
                 plan.inlined |= seen.functions
                 continue
-            explained = _explained(name, error, is_eager=loop.run_eagerly)
+            explained = explain(name, error, is_eager=loop.run_eagerly)
             if explained is None:
                 raise
             raise explained from error
     clear_losses(loop)
     return graph, returned[0], seen
-
-
-def _explained(name: str, error: Exception, *, is_eager: bool) -> LoopError | None:
-    """Say why a step cannot be traced; None where the error itself does."""
-    first_line = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    if isinstance(error, KerasDistError):
-        return None
-    if isinstance(error, RuntimeError) and "cross-replica context" in str(error):
-        return LoopError(
-            f"The step {name!r} calls a method of the strategy (run, reduce, gather) that is for code outside of "
-            "replicas. The loop runs the step on every replica already: call what you gave to strategy.run as it is, "
-            "and declare reductions in reduce={...}."
-        )
-    if is_eager:
-        return LoopError(
-            f"The step {name!r} cannot be traced ({first_line}), which is done once before it runs, also with "
-            "run_eagerly=True, to see what it returns. Ask tf.executing_eagerly() before what needs the value of a "
-            "tensor, such as .numpy()."
-        )
-    if isinstance(error, tf.errors.OperatorNotAllowedInGraphError):
-        return LoopError(
-            f"The step {name!r} asks Python for the value of a tensor, by an if, a while, a for or a bool "
-            f"({first_line}), which is not known when the step is compiled. Use tf.where, tf.cond or tf.while_loop; or "
-            "a function of its own decorated with tf.function, whose ifs and loops TensorFlow translates."
-        )
-    return None
 
 
 def _tensor(name: str, key: object, value: object) -> tf.Tensor:

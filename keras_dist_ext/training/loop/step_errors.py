@@ -1,0 +1,82 @@
+"""Say why a step of the user's cannot be traced, where TensorFlow's own error does not."""
+
+from __future__ import annotations
+
+import traceback
+
+import tensorflow as tf
+
+from keras_dist_ext._keras import keras
+from keras_dist_ext.errors import KerasDistError, LoopError
+
+__all__ = ["explain", "metric_under_way"]
+
+
+def explain(name: str, error: Exception, *, is_eager: bool) -> LoopError | None:
+    """Say why a step cannot be traced; None where the error itself does."""
+    first_line = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    if isinstance(error, KerasDistError):
+        return None
+    if isinstance(error, RuntimeError) and "cross-replica context" in str(error):
+        return LoopError(
+            f"The step {name!r} calls a method of the strategy (run, reduce, gather) that is for code outside of "
+            "replicas. The loop runs the step on every replica already: call what you gave to strategy.run as it is, "
+            "and declare reductions in reduce={...}."
+        )
+    if is_eager:
+        return LoopError(
+            f"The step {name!r} cannot be traced ({first_line}), which is done once before it runs, also with "
+            "run_eagerly=True, to see what it returns. Ask tf.executing_eagerly() before what needs the value of a "
+            "tensor, such as .numpy()."
+        )
+    if isinstance(error, tf.errors.OperatorNotAllowedInGraphError):
+        return LoopError(
+            f"The step {name!r} asks Python for the value of a tensor, by an if, a while, a for or a bool "
+            f"({first_line}), which is not known when the step is compiled. Use tf.where, tf.cond or tf.while_loop; or "
+            "a function of its own decorated with tf.function, whose ifs and loops TensorFlow translates."
+        )
+    if _asks_for_value(error):
+        return LoopError(
+            f"The step {name!r} asks for the value of a tensor, by .numpy(), float(), a function of NumPy or the like "
+            f"({first_line}), which is not known when the step is compiled. Compute with TensorFlow ops; return what "
+            "you want to see, with its reduction in reduce={...}, and look at it in a callback; or print it by "
+            "tf.print."
+        )
+    method = _method_without_replicas(error)
+    if method:
+        return LoopError(
+            f"The step {name!r} calls {method} of a variable, which TensorFlow does not have for variables that each "
+            "replica has a copy of. Gather the rows of all replicas and assign them, the same on each: "
+            "`rows = kde.gather_rows(rows)`, then `variable.assign(tf.tensor_scatter_nd_update(variable, indices, "
+            "rows))`, with indices for as many rows."
+        )
+    return None
+
+
+def _asks_for_value(error: Exception) -> bool:
+    text = str(error)
+    return (
+        (isinstance(error, AttributeError) and "has no attribute 'numpy'" in text and "Tensor" in text)
+        or (isinstance(error, TypeError) and "SymbolicTensor" in text and "() argument must be" in text)
+        or (isinstance(error, NotImplementedError) and "symbolic tf.Tensor" in text)
+    )
+
+
+def _method_without_replicas(error: Exception) -> str:
+    """Return the method of a variable that has raised an error without a word; "" where it was something else.
+
+    tensorflow/python/ops/variables.py: those of the base class that a distributed variable has not got.
+    """
+    if not isinstance(error, NotImplementedError) or str(error):
+        return ""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return last.name if last.filename.endswith("variables.py") else ""
+
+
+def metric_under_way() -> keras.metrics.Metric | None:
+    """Return the metric of Keras whose method has been called, and calls this; None where there is none."""
+    for frame, _ in traceback.walk_stack(None):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, keras.metrics.Metric):
+            return owner
+    return None
