@@ -137,6 +137,13 @@ def slices(examples: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X[:examples], Y[:examples]))
 
 
+def with_threads(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Give a pipeline threads for calls that wait."""
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = 16
+    return dataset.with_options(options)
+
+
 AUTOTUNE = tf.data.AUTOTUNE
 
 # Pipelines
@@ -171,12 +178,20 @@ def tokeniser(kind: str) -> Program:
     )
 
 
-@situation("a `map` that waits for storage, one call at a time", "sequential-map", "`num_parallel_calls=AUTOTUNE`")
+@situation("a `map` that waits for storage, one call at a time", "sequential-map", "16 parallel calls, with threads")
 def waiting_map(kind: str) -> Program:
     calls = {} if kind == "sick" else {"num_parallel_calls": AUTOTUNE}
     return Program(
         slices(240).map(python_map(lambda: time.sleep(2e-3)), **calls).batch(8).prefetch(2), 240, mlp, passes=3
     )
+
+
+@situation("a parallel `map` that waits, on 2 cores", "python-map", "16 parallel calls, with threads")
+def few_threads(kind: str) -> Program:
+    load = python_map(lambda: time.sleep(4e-3))
+    data = slices(240).map(load, num_parallel_calls=AUTOTUNE)
+    data = data if kind == "sick" else with_threads(slices(240).map(load, num_parallel_calls=16))
+    return Program(data.batch(8).prefetch(2), 240, mlp, passes=3)
 
 
 @situation("`map(...).shard(4, 0)`", "shard-after-map", "`shard` right after the source")
@@ -271,7 +286,7 @@ def slow_start(kind: str) -> Program:
 # Python that makes batches
 
 
-@situation("`Dataset.from_generator` that waits", "generator-bound", "`map(load, num_parallel_calls=AUTOTUNE)`")
+@situation("`Dataset.from_generator` that waits", "generator-bound", "`map(load)`, 16 parallel calls, with threads")
 def waiting_generator(kind: str) -> Program:
     def elements() -> Any:
         for i in [*range(0, 2048, 64)] * 5:
@@ -281,7 +296,7 @@ def waiting_generator(kind: str) -> Program:
     if kind == "sick":
         spec = (tf.TensorSpec([64, WIDTH]), tf.TensorSpec([64, 1]))
         return Program(tf.data.Dataset.from_generator(elements, output_signature=spec).prefetch(2), 5 * 2048, mlp)
-    data = slices(2048).batch(64).map(python_map(lambda: time.sleep(8e-3)), num_parallel_calls=AUTOTUNE)
+    data = with_threads(slices(2048).batch(64).map(python_map(lambda: time.sleep(8e-3)), num_parallel_calls=16))
     return Program(data.prefetch(2), 2048, mlp, passes=5)
 
 
@@ -298,7 +313,7 @@ def computing_generator(kind: str) -> Program:
     return Program(data, 4096, mlp, passes=4)
 
 
-@situation("a Python generator given to `fit`", "generator-bound", "`tf.data`, in threads")
+@situation("a Python generator given to `fit`", "generator-bound", "a `PyDataset`, `workers=16`")
 def python_generator(kind: str) -> Program:
     def elements() -> Any:
         for i in itertools.cycle(range(0, 2048, 64)):
@@ -308,8 +323,7 @@ def python_generator(kind: str) -> Program:
     fitted = {"steps_per_epoch": 160}
     if kind == "sick":
         return Program(elements(), 160 * 64, mlp, fitted=fitted)
-    data = slices(2048).batch(64).map(python_map(lambda: time.sleep(8e-3)), num_parallel_calls=AUTOTUNE)
-    return Program(data.repeat().prefetch(AUTOTUNE), 160 * 64, mlp, fitted=fitted)
+    return Program(Batches(waits=8e-3, workers=16), 160 * 64, mlp)
 
 
 class Batches(keras.utils.PyDataset):  # type: ignore[misc]
@@ -329,9 +343,9 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]
         return X[index * 64 : (index + 1) * 64], Y[index * 64 : (index + 1) * 64]
 
 
-@situation("a `PyDataset` that waits for storage", "generator-bound", "`workers=4`")
+@situation("a `PyDataset` that waits for storage", "generator-bound", "`workers=16`")
 def waiting_py_dataset(kind: str) -> Program:
-    return Program(Batches(waits=8e-3, **({} if kind == "sick" else {"workers": 4})), 160 * 64, mlp)
+    return Program(Batches(waits=8e-3, **({} if kind == "sick" else {"workers": 16})), 160 * 64, mlp)
 
 
 @situation("a `PyDataset` that computes", "generator-bound", "`workers=4, use_multiprocessing=True`")
@@ -587,7 +601,7 @@ def straggler(kind: str) -> Program:
     return Program(batches(128), 2048, layers, num_replicas=2, passes=4)
 
 
-@situation("a stock Keras script: a `map` that waits", "sequential-map", "`num_parallel_calls=AUTOTUNE`")
+@situation("a stock Keras script: a `map` that waits", "sequential-map", "16 parallel calls, with threads")
 def stock_script(kind: str) -> Program:
     return dataclasses.replace(waiting_map(kind), is_stock=True)
 

@@ -12,7 +12,18 @@ from keras_dist_ext.data.stage_times import Times
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
 
-__all__ = ["map_findings"]
+__all__ = ["THREADS", "has_threads", "map_findings"]
+
+THREADS = (
+    "and threads for them, where f waits rather than computes, since tf.data has one a core: "
+    "options = tf.data.Options(); options.threading.private_threadpool_size = 16; dataset.with_options(options)"
+)
+"""What parallel calls need that wait: with 2 cores, 2 of them run at once, however many there may be."""
+
+
+def has_threads(dataset: tf.data.Dataset) -> bool:
+    """Whether a pipeline has been given threads of its own."""
+    return bool(dataset.options().threading.private_threadpool_size)
 
 
 def map_findings(graph: DatasetGraph, dataset: tf.data.Dataset, times: Times, spared: float = 0.0) -> Iterator[Finding]:
@@ -34,7 +45,10 @@ def map_findings(graph: DatasetGraph, dataset: tf.data.Dataset, times: Times, sp
         yield from _of_sequential(sequential, dataset, times, spared)
     if in_python and times.stages:
         claimed = spared if computing or not sequential else math.inf
-        yield from _of_python("map", in_python, times.cost(*MAPS), times, claimed, _size_after(graph, in_python))
+        if not computing and not sequential and not has_threads(dataset):
+            yield from _of_waiting(in_python, times, claimed)
+        else:
+            yield from _of_python("map", in_python, times.cost(*MAPS), times, claimed, _size_after(graph, in_python))
     filters = [stage for stage in graph.of_kind("Filter") if stage.calls_python]
     if filters and times.stages:
         yield from _of_python("filter", filters, times.cost("Filter"), times, 0.0)
@@ -66,7 +80,22 @@ def _of_sequential(
             "sequential-map",
             "A map handles one element at a time, and tf.data did not make it parallel by itself.",
             f"{counted(len(sequential), 'map')} without num_parallel_calls{times.share(cost)}",
-            "dataset.map(f, num_parallel_calls=tf.data.AUTOTUNE)",
+            f"dataset.map(f, num_parallel_calls=16), {THREADS}"
+            if _waits(times) and not has_threads(dataset)
+            else "dataset.map(f, num_parallel_calls=tf.data.AUTOTUNE)",
+            _left(cost, spared, times),
+        )
+
+
+def _of_waiting(stages: Sequence[Stage], times: Times, spared: float) -> Iterator[Finding]:
+    """Parallel calls that wait, in as many threads as there are cores."""
+    cost = times.cost(*MAPS)
+    if times.is_noticeable(cost):
+        yield Finding(
+            "python-map",
+            "Calls of a map wait rather than compute, and only as many run at once as there are cores.",
+            f"{counted(len(stages), 'parallel map')}{times.share(cost)}",
+            f"dataset.map(f, num_parallel_calls=16), {THREADS}",
             _left(cost, spared, times),
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from keras_dist_ext.data.dataset_graph import DatasetGraph, optimises
-from keras_dist_ext.data.map_findings import map_findings
+from keras_dist_ext.data.map_findings import THREADS, map_findings
 from keras_dist_ext.data.order_findings import order_findings
 from keras_dist_ext.data.sharding_findings import batch_findings
 from keras_dist_ext.data.sources import is_batched
@@ -96,7 +96,11 @@ def _of_generators(graph: DatasetGraph, times: Times, kind: str) -> Iterator[Fin
     cost = times.cost("Generator")
     if not times.is_noticeable(cost) or (times.stages and cost < 0.5 * times.work):
         return
-    fix = "dataset.map(load, num_parallel_calls=tf.data.AUTOTUNE) with TensorFlow ops over a dataset of what to load"
+    fix = (
+        "dataset.map(load, num_parallel_calls=tf.data.AUTOTUNE) with TensorFlow ops over a dataset of what to load"
+        if times.cpu_share is None or times.cpu_share >= 0.5
+        else f"dataset.map(load, num_parallel_calls=16) over a dataset of what to load, {THREADS}"
+    )
     if kind == "PyDataset":
         fix = "PyDataset(workers=4, use_multiprocessing=True)"
     yield Finding(

@@ -300,6 +300,22 @@ def test_python_that_computes_is_told_from_python_that_waits(mirrored: Any) -> N
         ("python-map", True),  # the same seconds are lost once
     ]
     assert [(finding.code, finding.seconds is None) for finding in computes] == [("python-map", False)]
+    assert "private_threadpool_size = 16" in waits[0].fix
+    assert computes[0].fix.startswith("write the function with TensorFlow ops, of whole batches where they allow it: ")
+
+
+@measures_stages
+def test_parallel_calls_that_wait_are_given_threads_and_those_that_have_them_ops() -> None:
+    data = BASE.map(in_python, num_parallel_calls=AUTO).batch(8).prefetch(AUTO)
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = 16
+    with planted("Map", 0.1):
+        (few,) = kde.inspect(data, num_batches=4).findings
+        (enough,) = kde.inspect(data.with_options(options), num_batches=4).findings
+    assert few.what.startswith("Calls of a map wait rather than compute, and only as many run at once as there are")
+    assert few.fix.startswith("dataset.map(f, num_parallel_calls=16), and threads for them, ")
+    assert few.fix.endswith("options.threading.private_threadpool_size = 16; dataset.with_options(options)")
+    assert enough.fix.startswith("write the function with TensorFlow ops")
 
 
 @measures_stages

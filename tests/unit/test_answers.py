@@ -170,8 +170,8 @@ def test_hdf5_read_row_by_row_says_to_read_whole_chunks() -> None:
 @pytest.mark.parametrize(
     ("facts", "fix"),
     [
-        ({"cpu_seconds": 0.001}, "`Rows(workers=4, use_multiprocessing=False)`, whose threads wait at once."),
-        ({"cpu_seconds": 0.001, "workers": 4}, "`Rows(workers=8, use_multiprocessing=False)`, whose threads"),
+        ({"cpu_seconds": 0.001}, "`Rows(workers=16, use_multiprocessing=False)`, whose threads wait at once."),
+        ({"cpu_seconds": 0.001, "workers": 16}, "`Rows(workers=32, use_multiprocessing=False)`, whose threads"),
         ({"cpu_seconds": 0.019}, "`Rows(workers=4, use_multiprocessing=True)`, since threads take turns"),
         ({"cpu_seconds": 0.019, "workers": 4}, "`Rows(workers=4, use_multiprocessing=True)`, since threads take turns"),
         (
@@ -225,6 +225,15 @@ def test_where_most_of_the_time_goes_and_nothing_is_to_be_done_the_headline_says
     assert report.findings == ()
     assert report.why_not.startswith(reason)
     assert report.headline.endswith(f"; {report.why_not}")
+
+
+def test_a_wait_that_the_pipeline_by_itself_does_not_explain_is_no_finding_about_it() -> None:
+    found = [codes(HEALTHY, waiting(), batch_seconds=seconds) for seconds in (0.01, 0.004, 0.0035)]  # of 12 ms
+    assert found == [["input-bound"], ["input-bound"], []]
+    report = judge(Examination(HEALTHY, waiting(), batch_seconds=1e-4))
+    assert report.why_not.endswith("a batch comes after 12 ms, and the pipeline by itself gives one in 100 µs")
+    slow_map = (Finding("sequential-map", "", "seen", "", 1.0),)
+    assert codes(HEALTHY, waiting(), pipeline=slow_map, batch_seconds=1e-4) == ["sequential-map"]
 
 
 def test_a_headline_gives_no_reason_where_a_finding_does_or_the_time_goes_to_computing() -> None:

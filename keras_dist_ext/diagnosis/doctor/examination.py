@@ -364,6 +364,7 @@ class Examination:
     times: Times | None = None  # None: nothing could be measured
     trials: Trials | None = None  # None: no experiments were made
     pipeline: tuple[Finding, ...] = ()  # what is to be said of the data's own graph, whatever it cost
+    batch_seconds: float | None = None  # that the pipeline takes for a batch by itself; None: unknown
     stock_steps: tuple[int, float] | None = None  # how many steps of stock Keras took how many seconds
 
     def shares(self) -> dict[str, float]:

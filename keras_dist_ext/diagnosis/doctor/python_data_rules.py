@@ -11,6 +11,7 @@ __all__ = ["judge_python_data"]
 _MOST_READS = 4  # of one dataset of a file, for one batch
 _COMPUTES = 0.5  # of the time: then threads wait for each other, since one at a time runs Python
 _WORKERS = 4
+_WAITING_WORKERS = 16
 
 
 def judge_python_data(made: MadeInPython) -> Finding:
@@ -23,14 +24,15 @@ def judge_python_data(made: MadeInPython) -> Finding:
             "generator-bound",
             "Batches come from Python code, which makes one at a time while replicas wait.",
             f"the data is a {made.kind}",
-            "Read it by tf.data, in threads: `tf.data.Dataset.from_tensor_slices(files).map(load, "
-            "num_parallel_calls=tf.data.AUTOTUNE).batch(n).prefetch(tf.data.AUTOTUNE)`; or a "
-            "`keras.utils.PyDataset` with `workers=4, use_multiprocessing=True`.",
+            "A `keras.utils.PyDataset` with `workers=16` where making a batch waits, and with `workers=4, "
+            "use_multiprocessing=True` where it computes; or tf.data, in threads: "
+            "`tf.data.Dataset.from_tensor_slices(files).map(load, "
+            "num_parallel_calls=tf.data.AUTOTUNE).batch(n).prefetch(tf.data.AUTOTUNE)`.",
         )
     computes = made.cpu_seconds >= _COMPUTES * made.seconds
     workers = max(_WORKERS, made.workers)
     if made.seconds and not computes:
-        how = f"workers={max(_WORKERS, 2 * made.workers)}, use_multiprocessing={made.use_multiprocessing}"
+        how = f"workers={max(_WAITING_WORKERS, 2 * made.workers)}, use_multiprocessing={made.use_multiprocessing}"
         why = "whose threads wait at once"
     elif not made.use_multiprocessing:
         how = f"workers={workers}, use_multiprocessing=True"

@@ -125,7 +125,8 @@ class Visit:
             return Examination(setting, pipeline=tuple(self._stock_findings()), stock_steps=self._stock_steps())
         with kept_pass(None if self._feed is None else self._feed.given):
             trials = self._trials(times) if interventions else None
-            return Examination(setting, times, trials, tuple(self._data_findings(times)))
+            pipeline, batch_seconds = self._data_findings(times)
+            return Examination(setting, times, trials, tuple(pipeline), batch_seconds=batch_seconds)
 
     def _stock_steps(self) -> tuple[int, float] | None:
         """How many steps stock Keras has made after the first two, which trace, and their seconds."""
@@ -144,7 +145,7 @@ class Visit:
                 seconds=None if finding.seconds is None else min(seconds, finding.seconds * num_steps),
                 evidence=f"{finding.evidence}; a step of stock Keras took {1e3 * seconds / num_steps:.3g} ms",
             )
-            for finding in _inspected(self._data, least_seconds=0.1 * seconds / num_steps)
+            for finding in _inspected(self._data, least_seconds=0.1 * seconds / num_steps)[0]
         ]
 
     def _times(self) -> Times | None:
@@ -179,14 +180,14 @@ class Visit:
         steps = round(times.num_steps / max(1, times.num_executions))
         return experiment(model, feed.given, steps_per_execution=steps)
 
-    def _data_findings(self, times: Times) -> list[Finding]:
-        """Say why data is slow, if it is."""
+    def _data_findings(self, times: Times) -> tuple[list[Finding], float | None]:
+        """Say why data is slow, if it is, and the seconds of a batch that nothing else is done beside, if known."""
         if self._feed is None or times.input_seconds < 0.1 * times.seconds:
-            return []
+            return [], None
         if not self._feed.can_be_read_again:
-            return [judge_python_data(look_into(self._feed.data_adapter))]
+            return [judge_python_data(look_into(self._feed.data_adapter))], None
         if not self._feed.is_pipeline:
-            return []
+            return [], None
         return _inspected(self._feed.given)
 
 
@@ -204,7 +205,7 @@ _COSTS_TIME = (
 )
 
 
-def _inspected(dataset: tf.data.Dataset, least_seconds: float = 0.0) -> list[Finding]:
+def _inspected(dataset: tf.data.Dataset, least_seconds: float = 0.0) -> tuple[list[Finding], float | None]:
     """Return what `inspect` says of a pipeline that costs time; the rest is no matter of parallelism.
 
     Args:
@@ -212,16 +213,17 @@ def _inspected(dataset: tf.data.Dataset, least_seconds: float = 0.0) -> list[Fin
         least_seconds: that a batch must take to be worth a word.
 
     Returns:
-        Findings with the seconds that each loses a batch.
+        Findings with the seconds that each loses a batch; and the seconds that a batch takes, if known.
     """
     try:
         seen = inspect(dataset, seconds=1.0)
     except (KerasDistError, tf.errors.OpError):
-        return []  # that it is slow is known all the same
+        return [], None  # that it is slow is known all the same
     if (seen.times.batch_seconds or 0.0) < least_seconds:
-        return []
-    return [
+        return [], seen.times.batch_seconds
+    found = [
         dataclasses.replace(f, seconds=None if f.seconds is None else f.seconds / max(1, seen.times.num_batches))
         for f in seen.findings
         if f.code in _COSTS_TIME
     ]
+    return found, seen.times.batch_seconds

@@ -21,6 +21,7 @@ __all__ = ["WAITING_RULES", "best_steps_per_execution"]
 
 _INPUT_SHARE = 0.25  # of the time
 _INPUT_SECONDS = 1e-3  # a step: tf.data's own calls cost 0.1 ms, and several times that on a busy machine
+_ALONE = 0.3  # of the wait: the least that a pipeline takes for a batch that nothing else is done beside
 _START_SECONDS = 0.08  # of a pass: beginning small data anew takes some ms, a PyDataset 20 to 60
 _START_TIMES = 3.0  # as long as the wait for another batch of the pass
 _TRACING_SHARE = 0.1
@@ -37,6 +38,9 @@ def _input(examination: Examination) -> list[Finding]:
     is_long = waited / times.num_steps >= _INPUT_SECONDS and waited >= _INPUT_SHARE * times.seconds
     if not is_long or float(np.quantile(shares, 0.25)) < _INPUT_SHARE / 2:
         return []
+    alone = examination.batch_seconds
+    if alone is not None and alone < _ALONE * waited / times.num_steps and not examination.pipeline:
+        return []  # what is waited for is something else, such as the end of what the last step has begun
     evidence = (
         f"waiting for input took {ms(waited / times.num_steps)} of {ms(times.seconds / times.num_steps)} a step "
         f"({waited / times.seconds:.0%} of the time)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from keras_dist_ext.diagnosis.doctor.examination import Examination
-from keras_dist_ext.diagnosis.doctor.units import ms
+from keras_dist_ext.diagnosis.doctor.units import ms, us
 
 __all__ = ["why_not"]
 
@@ -43,10 +43,10 @@ def _reason(name: str, examination: Examination) -> str:
     if name == "input":
         if trials is not None and trials.has("as it was", "data"):
             return f"on a cached batch a step took {trials.saved('as it was', than='data').show(' ms', 1e3)} less"
-        waited = times.input_seconds * per_step
-        return (
-            f"a batch comes after {ms(waited)}, which is what tf.data takes to hand one over; larger batches need fewer"
-        )
+        waited, alone = times.input_seconds * per_step, examination.batch_seconds
+        if alone is not None and alone < 0.3 * waited:
+            return f"a batch comes after {ms(waited)}, and the pipeline by itself gives one in {us(alone)}"
+        return f"a batch comes after {ms(waited)}, about what handing one over takes; only larger batches need it less"
     if name in ("updating", "synchronising"):
         what = "the update and the metrics" if name == "updating" else "the sum, the update and the metrics"
         return f"{what} take {ms(times.sync())} a step, whatever the batch; only larger batches need them less"
