@@ -53,9 +53,9 @@ def _times_the_batch(updating: float, computing: float) -> int:
     """Return by how much a batch must grow for both to take about as long: a power of two.
 
     >>> [_times_the_batch(18e-3, computing) for computing in (1e-2, 1e-3, 1e-6)]
-    [8, 32, 64]
+    [16, 32, 64]
     """
-    return int(min(64, max(8, 2 ** math.ceil(math.log2(updating / max(computing, 1e-9))))))
+    return int(min(64, max(16, 2 ** math.ceil(math.log2(updating / max(computing, 1e-9))))))
 
 
 def _fix(largest: Largest, rows: float, times: int) -> str:
