@@ -18,7 +18,7 @@ from typing import NamedTuple, SupportsInt, TypeVar
 
 from keras_dist_ext._keras.cluster import abort_collectives, is_collective_mismatch, lost_tasks
 from keras_dist_ext.errors import WorkersError
-from keras_dist_ext.strategy.key_value import KeyValueStore
+from keras_dist_ext.strategy.key_value import KeyValueStore, StoreSilent
 from keras_dist_ext.strategy.presence import Presence, line_of
 
 __all__ = ["DeadlockWatch"]
@@ -143,7 +143,7 @@ class DeadlockWatch:
             what: this worker is in.
             lost: workers that TensorFlow has named.
         """
-        here = f"Worker {self._store.index} is in {what}{line_of(threading.get_ident())}"
+        here = f"Worker {self._store.index} is in {what}{line_of(self._waiting_thread)}"
         found: dict[int, str] = dict.fromkeys(lost, _SILENT)
         reached = False
         with contextlib.suppress(Exception):  # the cluster is gone
@@ -167,40 +167,52 @@ class DeadlockWatch:
 
     def _watch(self) -> None:
         """Look every few seconds, until there was no wait for some time."""
+        with contextlib.suppress(Exception):  # the cluster is gone: what waits for it raises
+            while self._deadlock is None:
+                try:
+                    self._look()
+                    return
+                except StoreSilent:
+                    here = self._here
+                    if here is not None:  # a wait that does not end without the first worker
+                        self._deadlock = self._lost_message(here.what, [])
+                        abort_collectives(self._deadlock)
+
+    def _look(self) -> None:
+        """Look until a wait was found to be in vain, or there was none for some time."""
         pause = threading.Event()
         before, num_looks, suspected = None, 0, None
         began, noticed = time.monotonic(), 0
-        with contextlib.suppress(Exception):  # the cluster is gone: what waits for it raises
-            while self._deadlock is None:
-                pause.wait(self._look_seconds)
-                here = self._here
-                if here is not before:
-                    began = time.monotonic()
-                num_looks = num_looks + 1 if here is before else 0
-                before = here
-                if here is not None and num_looks and self._ended_before(here):
-                    num_looks = max(num_looks, self._num_looks)
-                if num_looks < self._num_looks:
-                    suspected = None
-                    self._publish("")
-                elif here is None:
-                    with self._lock:
-                        if self._here is None:
-                            self._thread = None
-                            return
-                else:
-                    what = here.what + self._data_ended
-                    self._publish(json.dumps(here._replace(what=what, line=line_of(self._waiting_thread))))
-                    self._read_others()
-                    found = self._find_deadlock()
-                    if found and found == suspected and self._here is here:  # and nobody has moved since the last look
-                        self._deadlock = found
-                        pause.wait(self._look_seconds)  # until the others have found it, too
-                        abort_collectives(found)
-                    suspected = found
-                    if not found and noticed != here.number and time.monotonic() - began > _NOTICE_SECONDS:
-                        noticed = here.number
-                        self._warn_of_busy(here)
+        while self._deadlock is None:
+            pause.wait(self._look_seconds)
+            here = self._here
+            if here is not before:
+                began = time.monotonic()
+            num_looks = num_looks + 1 if here is before else 0
+            before = here
+            if here is not None and num_looks and self._ended_before(here):
+                num_looks = max(num_looks, self._num_looks)
+            if num_looks < self._num_looks:
+                suspected = None
+                self._publish("")
+            elif here is None:
+                with self._lock:
+                    if self._here is None:
+                        self._thread = None
+                        return
+            else:
+                what = here.what + self._data_ended
+                self._publish(json.dumps(here._replace(what=what, line=line_of(self._waiting_thread))))
+                self._read_others()
+                found = self._find_deadlock()
+                if found and found == suspected and self._here is here:  # and nobody has moved since the last look
+                    self._deadlock = found
+                    pause.wait(self._look_seconds)  # until the others have found it, too
+                    abort_collectives(found)
+                suspected = found
+                if not found and noticed != here.number and time.monotonic() - began > _NOTICE_SECONDS:
+                    noticed = here.number
+                    self._warn_of_busy(here)
 
     def _publish(self, text: str) -> None:
         last = self._published[-1] if self._published else ""

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import tensorflow as tf
 
 from keras_dist_ext._keras.cluster import delete_key, get_key, set_key, silent_tasks
 
-__all__ = ["KeyValueStore"]
+__all__ = ["KeyValueStore", "StoreSilent"]
+
+_T = TypeVar("_T")
+_SILENT_SECONDS = 15.0  # an answer takes milliseconds
+
+
+class StoreSilent(tf.errors.UnavailableError):  # type: ignore[misc]
+    """The first worker, whose process holds what all store, does not answer: it was stopped, or its machine is gone."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None, "The coordination service of the first worker does not answer.")
 
 
 class KeyValueStore:
     """What the workers of a cluster have stored, by topic and worker. A value that is set stays as it is.
+
+    Each method raises StoreSilent where the first worker does not answer; TensorFlow would wait without end.
 
     Args:
         jobs: how many tasks "chief" and "worker" have, of which all are workers, in this order.
@@ -24,6 +38,7 @@ class KeyValueStore:
         self._jobs = jobs
         self.num_workers = sum(jobs.values())
         self.index = index
+        self._is_silent = False
 
     @property
     def others(self) -> list[int]:
@@ -36,28 +51,58 @@ class KeyValueStore:
 
     def silent(self) -> list[int]:
         """Return the workers that send no sign of life any more; a thread of TensorFlow's does."""
-        return [self.index_of(job, number) for job, number in silent_tasks(self._jobs)]
+        return [self.index_of(job, number) for job, number in self._ask(lambda: silent_tasks(self._jobs))]
 
     def set(self, topic: str, text: str) -> None:
         """Store a text on a topic, for all workers to read."""
-        set_key(_name(topic, self.index), text)
+        self._ask(lambda: set_key(_name(topic, self.index), text))
 
     def get(self, topic: str, worker: int, wait_seconds: float) -> str | None:
         """Return what a worker has stored on a topic; None where it has stored nothing for so long."""
-        return get_key(_name(topic, worker), wait_seconds)
+        return self._ask(lambda: get_key(_name(topic, worker), wait_seconds), wait_seconds)
 
     def set_for_all(self, topic: str, text: str) -> None:
         """Store a text on a topic of all workers, unless one of them has."""
         with contextlib.suppress(tf.errors.AlreadyExistsError):
-            set_key(_name(topic, "all"), text)
+            self._ask(lambda: set_key(_name(topic, "all"), text))
 
     def get_for_all(self, topic: str, wait_seconds: float) -> str | None:
         """Return what one of the workers has stored on a topic of all."""
-        return get_key(_name(topic, "all"), wait_seconds)
+        return self._ask(lambda: get_key(_name(topic, "all"), wait_seconds), wait_seconds)
 
     def delete(self, topic: str) -> None:
         """Delete what this worker has stored."""
-        delete_key(_name(topic, self.index))
+        self._ask(lambda: delete_key(_name(topic, self.index)))
+
+    def _ask(self, ask: Callable[[], _T], wait_seconds: float = 0.0) -> _T:
+        """Ask the first worker's process, and wait for its answer so long, and what an answer takes at most."""
+        if self.index == 0:  # it is this one
+            return ask()
+        if self._is_silent:
+            raise StoreSilent
+        answers: list[_T] = []
+        errors: list[Exception] = []
+        over = threading.Event()
+
+        def run() -> None:
+            try:
+                answers.append(ask())
+            except Exception as error:
+                errors.append(error)
+            finally:
+                self._is_silent = False
+                over.set()
+
+        try:
+            threading.Thread(target=run, daemon=True, name="keras_dist_ext.key_value").start()
+        except RuntimeError:  # the program ends: from Python 3.12 on it starts no more threads
+            return ask()
+        if not over.wait(wait_seconds + _SILENT_SECONDS):
+            self._is_silent = not over.is_set()
+            raise StoreSilent
+        if errors:
+            raise errors[0]
+        return answers[0]
 
 
 def _name(topic: str, worker: int | str) -> str:

@@ -23,7 +23,7 @@ from types import FrameType, TracebackType
 from typing import NamedTuple
 
 from keras_dist_ext.errors import WorkersError
-from keras_dist_ext.strategy.key_value import KeyValueStore
+from keras_dist_ext.strategy.key_value import KeyValueStore, StoreSilent
 
 __all__ = ["LastWord", "Presence", "line_of"]
 
@@ -122,10 +122,14 @@ class Presence:
         """Look now and then whether somebody asks, and whether the first worker has ended."""
         with contextlib.suppress(Exception):  # the cluster is gone
             while not self._over.wait(_LOOK_SECONDS):
-                if self._store.index != _LEADER and _LEADER not in self._ended and self.end_of(_LEADER) is not None:
-                    self._store.set(_HEARD, "-")
-                if self._store.get_for_all(f"{_ASK}/{self._round}", 0.01) is not None:
-                    self._say(self._round)
+                with contextlib.suppress(StoreSilent):
+                    self._answer_once()
+
+    def _answer_once(self) -> None:
+        if self._store.index != _LEADER and _LEADER not in self._ended and self.end_of(_LEADER) is not None:
+            self._store.set(_HEARD, "-")
+        if self._store.get_for_all(f"{_ASK}/{self._round}", 0.01) is not None:
+            self._say(self._round)
 
     def _say(self, number: int) -> None:
         """Answer in a round of questions, and await the next one."""

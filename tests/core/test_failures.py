@@ -31,7 +31,7 @@ from keras_dist_ext.cluster import rendezvous
 from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.cluster.spec import Cluster
 from keras_dist_ext.cluster.tasks import cluster
-from keras_dist_ext.strategy import deadlock
+from keras_dist_ext.strategy import deadlock, key_value
 from keras_dist_ext.strategy.consistency import check_consistency, data_fingerprint, differences, run_fingerprint
 from keras_dist_ext.training.resume.checkpoints import CheckpointStore, unpack
 from keras_dist_ext.training.run_callback import callbacks_of_all_workers
@@ -548,6 +548,30 @@ def test_the_last_word_of_a_worker_that_others_have_failed_says_which(watches: A
     known = pytest.raises(kde.WorkersError, match="worker 0 has failed with WorkersError .*, since worker 1 does not")
     with known, second.waiting("step 3"):
         raise tf.errors.UnavailableError(None, None, "failed to connect to all addresses")
+
+
+def test_a_first_worker_that_answers_nothing_ends_the_waits_of_others(
+    watches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, second, aborted, _ = watches
+    asked = threading.Event()
+    monkeypatch.setattr(key_value, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(key_value, "get_key", lambda name, seconds: asked.wait(60) and None)
+    second._store = second.presence._store = key_value.KeyValueStore({"worker": 2}, 1)
+
+    def wait_in_vain() -> None:
+        with second.waiting("step 3"):
+            while not aborted:
+                time.sleep(0.05)
+            raise tf.errors.InternalError(None, None, aborted[0])
+
+    with pytest.raises(kde.WorkersError, match="Worker 1 is in step 3 .* the first worker, by which all know of each"):
+        wait_in_vain()
+    with pytest.raises(key_value.StoreSilent, match="The coordination service of the first worker does not answer"):
+        second._store.get("place", 0, 0.0)
+    asked.set()  # it goes on
+    wait_until(lambda: not second._store._is_silent)
+    assert second._store.get("place", 0, 0.0) is None
 
 
 def test_a_worker_that_is_asked_says_where_its_program_is(watches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
