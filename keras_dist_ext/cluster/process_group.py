@@ -159,12 +159,12 @@ class ProcessGroup:
                 return Failure.by_hang(self.working, hang_seconds)
 
     def _held(self, running: Sequence[Process]) -> Process | None:
-        """One that has been stopped for too long, if others work meanwhile."""
+        """One that has been stopped for too long, while others work or have ended; all together may be a pause."""
         now = time.monotonic()
-        if len(running) > 1 and now - self._looked > self.LOOK_SECONDS:
+        if len(self.working) > 1 and now - self._looked > self.LOOK_SECONDS:
             self._looked = now
             self._stopped = {p: self._stopped.get(p, now) for p in running if is_stopped(p)}
-        some = 0 < len(self._stopped) < len(running)
+        some = 0 < len(self._stopped) < len(self.working)
         return next((p for p, since in self._stopped.items() if some and now - since > self.STOPPED_SECONDS), None)
 
     @property

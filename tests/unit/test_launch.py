@@ -24,6 +24,7 @@ from launching import ROOT, Shown, environ_with, linux, processes_with, run, scr
 import keras_dist_ext as kde
 from keras_dist_ext.cli import main
 from keras_dist_ext.cluster.launch import WorkerFailed, launch
+from keras_dist_ext.cluster.process_group import ProcessGroup
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("signals_as_in_a_terminal")]
 
@@ -346,6 +347,18 @@ def test_a_command_ended_by_a_signal_gives_what_a_shell_would(tmp_path):
     path = script(tmp_path, "import os; os.kill(os.getpid(), 9)")
     assert run(1, [path])[0].exit_code == 137
     assert run(1, [sys.executable, "-c", "raise SystemExit(7)"])[0].exit_code == 7
+
+
+@linux
+def test_a_worker_that_is_stopped_when_the_others_have_ended_is_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(ProcessGroup, "STOPPED_SECONDS", 0.2)
+    monkeypatch.setattr(ProcessGroup, "LOOK_SECONDS", 0.05)
+    text = (
+        "import os, signal\nif '\"index\": 1' in os.environ['TF_CONFIG']:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    result, shown = run(2, [script(tmp_path, text)])
+    assert result.exit_code == 124
+    assert "launch: worker 1 was stopped, as by SIGSTOP, for 0.2 s" in shown.replace("\n", " ")
 
 
 def test_the_time_limit_ends_all_and_says_what_each_was_doing(monkeypatch, temporary):
