@@ -23,7 +23,7 @@ from keras_dist_ext._keras.interception import Step, install, thread
 from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.errors import ScopeError
 
-__all__ = ["make_variables_outside", "one_replica"]
+__all__ = ["keep_constants", "make_variables_outside", "one_replica"]
 
 
 # keras/src/backend/tensorflow/core.py: all that Keras makes goes through it. Initial values are drawn alike on all
@@ -111,6 +111,22 @@ def _value_outside(tensor: tf.Tensor) -> Any:
         return lift_to_graph.lift_to_graph([tensor], tf.compat.v1.get_default_graph())[tensor]
 
     return _call_outside(tf.function(lifted, autograph=False), None)
+
+
+def keep_constants(layer: keras.Layer) -> None:
+    """Have a layer that was built in the graph that is traced hold constants that other graphs can use, too.
+
+    Such are the mean of a ``Normalization`` and the tokens of a ``TextVectorization``, which they make when they are
+    built (keras/src/layers/preprocessing/normalization.py, text_vectorization.py).
+    """
+    graph = tf.compat.v1.get_default_graph()
+    for name, value in list(vars(layer).items()):
+        if isinstance(value, tf.Tensor) and not hasattr(value, "numpy") and value.graph is graph:
+            try:
+                constant = _value_outside(value)
+            except (lift_to_graph.UnliftableError, errors_impl.InaccessibleTensorError, TypeError):
+                continue  # it is of the batch, and the next step makes another one
+            vars(layer)[name] = _call_outside(functools.partial(tf.constant, constant), None)
 
 
 def _call_outside(function: Callable[[], Any], strategy: tf.distribute.Strategy | None) -> Any:

@@ -14,6 +14,7 @@ from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv
 from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv
 from keras.src.layers.convolutional.conv1d import Conv1D
 from keras.src.layers.pooling.base_pooling import BasePooling
+from tensorflow.python.ops import ctc_ops
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.interception import Step, install
@@ -39,25 +40,33 @@ for _layer_class in (Conv1D, BaseConv, BaseConvTranspose, BaseDepthwiseConv, Bas
         return step.on_rows(inputs, lambda rows: original(layer, rows))
 
 
-# keras/src/backend/tensorflow/nn.py: the kernel behind it fails on no rows too.
-@install(tf_nn, "ctc_loss")
+# tensorflow/python/ops/ctc_ops.py: Keras' loss and `tf.nn.ctc_loss` end here, and its kernels fail on no rows too.
+@install(ctc_ops, "ctc_loss_dense")
 def _(
     original: Callable[..., Any],
     step: Step,
-    target: TensorNest,
-    output: Any,
-    target_length: Any,
-    output_length: Any,
-    mask_index: int = 0,
+    labels: Any,
+    logits: Any,
+    label_length: Any,
+    logit_length: Any,
+    logits_time_major: bool = True,
+    unique: Any = None,
+    blank_index: int = 0,
+    name: str | None = None,
 ) -> Any:
-    others = [tf.convert_to_tensor(value) for value in (target, target_length, output_length)]
+    labels, *others = [tf.convert_to_tensor(value) for value in (labels, logits, label_length, logit_length)]
 
     def of_as_many(rows: tf.Tensor) -> Any:
-        missing = tf.shape(rows)[0] - tf.shape(others[0])[0]
-        padded = [tf.pad(value, [[0, missing], *[[0, 0]] * (value.shape.rank - 1)]) for value in others]
-        return original(padded[0], rows, padded[1], padded[2], mask_index)
+        missing = tf.shape(rows)[0] - tf.shape(labels)[0]
 
-    return step.on_rows(output, of_as_many)
+        def padded(value: tf.Tensor, axis: int = 0) -> tf.Tensor:
+            return tf.pad(value, [[0, missing if i == axis else 0] for i in range(value.shape.rank)])
+
+        own_logits, *lengths = others
+        given = [padded(own_logits, int(logits_time_major)), *map(padded, lengths)]
+        return original(rows, *given, logits_time_major, unique, blank_index, name)
+
+    return step.on_rows(labels, of_as_many)
 
 
 # keras/src/layers/normalization/batch_normalization.py: with a mask, Keras' moments are those of a replica's own rows.

@@ -102,7 +102,8 @@ def functions_of_op(op: tf.Operation) -> list[tf.Graph]:
     """The graphs of the functions that an op calls: that of a call, of each branch, or of a loop's body and condition.
 
     tensorflow/python/framework/ops.py keeps the functions of a graph (`Graph._get_function`), and
-    eager/polymorphic_function/atomic_function.py the graph that one was traced to. None are known of other ops.
+    eager/polymorphic_function/atomic_function.py the graph that one was traced to. None are known of other ops, and of
+    functions of TensorFlow 1 (framework/function.py), as that of `tf.nn.ctc_loss`.
     """
     given = [op.get_attr(name) for name in _FUNCTIONS_OF_OP.get(op.type, ())]
     functions = given[0] if op.type in ("Case", "StatelessCase") else given
@@ -113,8 +114,8 @@ def functions_of_op(op: tf.Operation) -> list[tf.Graph]:
             graph = getattr(graph, "outer_graph", None)
         if graph is None:
             return []
-        found.append(graph._get_function(function.name).graph)
-    return found
+        found.append(getattr(graph._get_function(function.name), "graph", None))
+    return [] if None in found else found
 
 
 _FUNCTIONS_OF_OP = {
@@ -276,7 +277,7 @@ def inlined(function: Any) -> Callable[..., Any]:
         with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED):
             return ag_api.converted_call(inner, args, kwargs, options=options)
 
-    return tf_decorator.rewrap(python_function, inner, tf_decorator.make_decorator(inner, converted))  # type: ignore[no-any-return]
+    return converted  # past what TensorFlow has put around it when it traced it, which converts nothing here
 
 
 def observe_traces(note: Callable[[str, dict[str, str], float], None]) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import compile_arguments, overrides
 
-__all__ = ["has_user_code"]
+__all__ = ["has_user_code", "is_users"]
 
 _METHODS = ("train_step", "compute_loss", "compute_metrics")
 
@@ -18,9 +18,9 @@ def has_user_code(model: keras.Model) -> bool:
     """Whether training a model runs code that is neither Keras' nor ours, in layers, losses, metrics or methods."""
     if any(overrides(model, name) for name in _METHODS):
         return True
-    if any(_is_users(type(layer).call) or isinstance(layer, keras.layers.Lambda) for layer in flat_layers(model)):
+    if any(is_users(type(layer).call) or isinstance(layer, keras.layers.Lambda) for layer in flat_layers(model)):
         return True
-    return any(map(_is_users, _compiled(model)))
+    return any(map(is_users, _compiled(model)))
 
 
 def _compiled(model: keras.Model) -> Iterator[Any]:
@@ -40,6 +40,7 @@ def _compiled(model: keras.Model) -> Iterator[Any]:
 _SHORT_NAMES = ("accuracy", "acc", "crossentropy", "ce")  # trainers/compile_utils.py finds out which are meant
 
 
-def _is_users(code: Any) -> bool:
+def is_users(code: Any) -> bool:
+    """Whether code, a class or a function, is neither Keras' nor ours."""
     root = str(getattr(code, "__module__", None) or "").split(".")[0]
     return code is not None and root not in ("keras", "keras_dist_ext")

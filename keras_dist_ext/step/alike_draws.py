@@ -16,8 +16,9 @@ __all__ = ["RowsAlike"]
 class RowsAlike:
     """Random ops whose rows are all alike, another row at each step: equal on both sides however rows are split.
 
-    A draw of shape [N, ..., d] is one of [1, ..., 1, d], repeated; of shape [N] or [] it is one number. Generators of
-    Keras count on as always. Ops in ``unknown`` are left as they are.
+    A draw of shape [N, ..., d] is one of [1, ..., 1, d], repeated; of shape [N] or [] it is one number. Gamma and
+    Poisson numbers are their mean, and what is shuffled keeps its order. Generators of Keras count on as always. Ops in
+    ``unknown`` are left as they are.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,15 @@ class RowsAlike:
         if name in ("stateless_multinomial", "multinomial"):
             best = tf.argmax(args[0], axis=-1, output_type=kwargs.get("output_dtype") or tf.int64)
             return tf.tile(best[:, tf.newaxis], [1, args[1]])
+        if name in ("random_shuffle", "stateless_shuffle"):
+            return tf.identity(args[0])
         kind = _KINDS.get(name)
+        if kind is None and name in _MEANS:
+            given = dict(zip(_MEANS[name], args, strict=False)) | kwargs
+            mean = tf.convert_to_tensor(next(given[key] for key in ("mean", "alpha", "rate", "lam") if key in given))
+            shape = tf.convert_to_tensor(given["shape"], tf.int32)
+            own = tf.shape(mean) if name in _EACH else []
+            return tf.cast(tf.broadcast_to(mean, tf.concat([shape, own], 0)), given.get("dtype") or mean.dtype)
         if kind is None:
             self.unknown.add(name)
             return original(*args, **kwargs)
@@ -52,6 +61,13 @@ class _Kind:
     draw: Callable[..., Any]
 
 
+_MEANS = {  # arguments, by the name of an op
+    "random_gamma": ("shape", "mean"),
+    "random_poisson_v2": ("shape", "mean", "seed", "seed2", "dtype"),
+    "stateless_random_gamma_v3": ("shape", "key", "counter", "alg", "mean"),
+    "stateless_random_poisson": ("shape", "seed", "mean", "dtype"),
+}
+_EACH = ("random_gamma", "random_poisson_v2")  # draw so many for each mean
 _KEY = ("key", "counter", "alg")
 _SEED = ("seed", "seed2")
 _uniform, _normal, _truncated, _integers = stateless_random_ops()

@@ -65,8 +65,10 @@ class AllRows:
             own = tf.one_hot(replica, num_replicas) * tf.cast(self._weights.rows, tf.float32)
             counts = tf.cast(self._reducer.sum([own])[0], tf.int32)
             before = tf.cumsum(counts, exclusive=True)
-            self._range = RowRange(before[replica], self._weights.rows, tf.reduce_sum(counts))
-            self._weights.global_rows = self._range.total
+            found = RowRange(before[replica], self._weights.rows, tf.reduce_sum(counts))
+            if in_branch(self._graph):
+                return found  # which is not there outside of it
+            self._range, self._weights.global_rows = found, found.total
         return self._range
 
     def gather(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:

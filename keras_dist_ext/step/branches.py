@@ -157,10 +157,10 @@ class Branches:
             return False
         if may_be_differentiated():
             raise LoopError(
-                "A step takes gradients of weights inside of a branch or loop of the graph (tf.cond, tf.while_loop, or "
-                "an if or while of a tf.function), and that inside of another GradientTape, which cannot see through "
-                "it on several replicas. Use a branch or loop of Python's, such as for _ in range(5), or end the "
-                "outer tape before."
+                "A step takes gradients of weights, or gathers rows, inside of a branch or loop of the graph (tf.cond, "
+                "tf.while_loop, or an if or while of a tf.function), and that inside of another GradientTape, which "
+                "cannot see through it on several replicas. Gather rows before the branch; use a branch or loop of "
+                "Python's, such as for _ in range(5); or end the outer tape before."
             )
         return True
 

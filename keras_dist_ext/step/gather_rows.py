@@ -13,6 +13,8 @@ from keras_dist_ext.step.replica_step import ReplicaStep
 
 __all__ = ["gather_rows", "row_indices"]
 
+_plainly = tf.autograph.experimental.do_not_convert  # in a tf.function of the user's AutoGraph would convert our code
+
 
 def gather_rows(values: TensorNest) -> TensorNest:
     """Return the rows of the whole global batch, in its order, on every replica.
@@ -36,6 +38,10 @@ def gather_rows(values: TensorNest) -> TensorNest:
         DataError: a tensor has another number of rows, none at all, or is ragged or sparse; it holds strings, which
             cannot be gathered here.
     """
+    return _plainly(_gather)(values)
+
+
+def _gather(values: TensorNest) -> TensorNest:
     step = current_step()
     if isinstance(step, ReplicaStep):
         if step.num_replicas == 1:
@@ -68,6 +74,10 @@ def row_indices(value: TensorNest) -> tf.Tensor:
     Raises:
         DataError: it has another number of rows, or none at all.
     """
+    return _plainly(_indices)(value)
+
+
+def _indices(value: tf.Tensor) -> tf.Tensor:
     step = current_step()
     value = _dense(value)
     if isinstance(step, ReplicaStep):

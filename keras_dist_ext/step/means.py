@@ -175,7 +175,7 @@ class Means:
     def _read(self, parts: list[tf.Tensor]) -> list[Fraction]:
         """Read the exponents of terms; of those of which the graph does not tell they were learned."""
         assert self._exponents is not None
-        scalars = [tf.reduce_sum(part) if part.shape.rank else part for part in parts]
+        scalars = [part if part.shape.rank == 0 else tf.reduce_sum(part) for part in parts]
         readings = [read_exponent(scalar, self._means) for scalar in scalars]
         if self.are_examined:
             return self._exponents.note(Asked(scalars, readings, dict(self._means)))

@@ -21,11 +21,12 @@ from keras_dist_ext.aliases import SpecNest, TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.step.means import BatchExponents
 
-__all__ = ["learn_exponents", "measure_exponents"]
+__all__ = ["MOST_ROWS", "learn_exponents", "measure_exponents"]
 
 _MOST_TRACES = 3
 _REPEATS = (1, 2, 3)
-_MOST_ROWS = 4  # that are repeated
+MOST_ROWS = 4
+"""That are repeated."""
 _TOLERANCE = 0.02  # of an exponent, which is a whole number or a half; float16 has 1e-3
 
 
@@ -60,7 +61,7 @@ def measure_exponents(trace: AsideTrace, values: Sequence[tf.Tensor], batch: Ten
         batch: rows to evaluate it on, of which the first few are taken.
     """
     values = [value for value in values if value.graph is trace.graph]
-    rows = min(int(num_rows(batch)), _MOST_ROWS)
+    rows = min(int(num_rows(batch)), MOST_ROWS)
     if not values or not rows:
         return {}
     repeated = [take_rows(batch, np.tile(np.arange(rows), k)) for k in _REPEATS]

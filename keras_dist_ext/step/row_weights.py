@@ -152,7 +152,7 @@ class RowWeights:
 
     def as_mean(self, value: tf.Tensor) -> tf.Tensor:
         """Turn a scalar of the user's code into one whose mean over replicas, weighted by share, is the global one."""
-        if self._num_replicas == 1 or _rank(value) > 0:
+        if self._num_replicas == 1 or tf.TensorShape(getattr(value, "shape", ())).rank:
             return value
         terms = self._means.terms(value)
         if not any(term.exponent for term in terms):

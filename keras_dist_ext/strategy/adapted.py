@@ -1,7 +1,8 @@
-"""Take what layers have learnt by ``adapt``, outside of a strategy's scope, into it.
+"""Take what layers have learnt before, outside of a strategy's scope, into it: by ``adapt``, or frozen weights.
 
-People adapt a ``Normalization`` or a ``TextVectorization`` to their data before they build a model of it. Its variables
-change at no step, so the same layer can hold them again in the scope, with the same values.
+People adapt a ``Normalization`` or a ``TextVectorization`` to their data before they build a model of it, and load a
+pretrained backbone before they freeze it. None of these variables is trained, so the same layer can hold them again in
+the scope, with the same values.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ __all__ = ["adapted_fingerprint", "move_adapted"]
 
 
 def move_adapted(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Have a strategy hold the state of layers in a model that were adapted under none; they stay the same objects.
+    """Have a strategy hold the state of layers in a model that were adapted, or frozen, under none.
 
-    Left where it is, for ``check_scope`` to refuse, is what is trained, what lives under another strategy, and all
-    under a ``ParameterServerStrategy``, whose workers cannot look into tables that were made elsewhere.
+    They stay the same objects. Left where it is, for ``check_scope`` to refuse, is what is trained, what lives under
+    another strategy, and all under a ``ParameterServerStrategy``, whose workers cannot look into tables that were made
+    elsewhere.
     """
     if is_default_strategy(strategy) or isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return
     found = [(layer, *named) for layer in _adapted(model) for named in _outside(layer)]
+    found += [(layer, variable.name, variable) for layer in _frozen(model) for variable in _outside_weights(layer)]
     if not found:
         return
     with strategy.scope():
@@ -41,14 +44,27 @@ def move_adapted(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
 
 
 def adapted_fingerprint(model: keras.Model) -> list[str]:
-    """Describe what the layers in a model have learnt by ``adapt``, which must be the same on all workers."""
-    return [f"{type(layer).__name__} {_digest(layer)}" for layer in _adapted(model)]
+    """Describe what the layers in a model have learnt before, which must be the same on all workers."""
+    frozen = [layer for layer in _frozen(model) if _outside_weights(layer)]
+    return [f"{type(layer).__name__} {_digest(layer)}" for layer in (*_adapted(model), *frozen)]
 
 
 def _adapted(model: keras.Model) -> list[keras.Layer]:
     """Return the layers in a model that can be adapted, and those in these."""
     layers = [layer for layer in flat_layers(model) if callable(getattr(layer, "adapt", None)) and layer is not model]
     return list({id(part): part for layer in layers for part in flat_layers(layer)}.values())
+
+
+def _frozen(model: keras.Model) -> list[keras.Layer]:
+    """Return the layers in a model that train nothing, without those that were adapted."""
+    adapted = {id(layer) for layer in _adapted(model)}
+    layers = [layer for layer in flat_layers(model) if id(layer) not in adapted]
+    return [layer for layer in layers if not any(variable.trainable for variable in own_variables(layer))]
+
+
+def _outside_weights(layer: keras.Layer) -> list[keras.Variable]:
+    """Return the weights and seeds of a layer that live under no strategy."""
+    return [variable for variable in own_variables(layer) if strategy_of_variable(variable) is None]
 
 
 def _outside(layer: keras.Layer) -> list[tuple[str, Any]]:

@@ -17,6 +17,7 @@ In reading order:
     step_assignments  what a step may assign
     batch_clock       a batch waits for the clock that says when it was there
     batch_split       a replica's rows of a batch
+    few_rows          the first rows of a batch
     prediction        the compiled loop of ``predict``
     runs              a run of ``fit``, ``evaluate`` or ``predict``: its checks, callbacks and data
     runners           what Keras calls for each execution

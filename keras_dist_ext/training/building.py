@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
-from keras_dist_ext._keras.creation import make_variables_outside, one_replica
+from keras_dist_ext._keras.creation import keep_constants, make_variables_outside, one_replica
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.interception import patched
-from keras_dist_ext._keras.layers import get_layer_losses, set_layer_losses
+from keras_dist_ext._keras.layers import flat_layers, get_layer_losses, set_layer_losses
 from keras_dist_ext._keras.models import build_from_batch, overrides
 from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import first_replica
@@ -84,8 +84,12 @@ def _built_by_step(model: keras.Model, kind: str, spec: SpecNest) -> bool:
         ):
             batch = placeholders(spec)
             options = StepOptions(kind=kind, global_generator=generator)
+            built = {id(layer) for layer in flat_layers(model) if layer.built}
             with intercept(_BuildingStep(model, 1, 1, options, _Alone())):
                 getattr(model, f"{kind}_step")(batch)
+            for layer in flat_layers(model):
+                if id(layer) not in built:
+                    keep_constants(layer)
     except KerasDistError:
         raise
     except Exception:
@@ -97,6 +101,9 @@ def _built_by_step(model: keras.Model, kind: str, spec: SpecNest) -> bool:
 
 class _Alone(OneReplica):
     """Stands for several replicas where nothing is run."""
+
+    traces_functions_anew = True
+    """Or those of the user's would keep a trace that neither assigns nor updates anything."""
 
     def all_reduce(
         self, reduce_op: tf.distribute.ReduceOp, value: TensorNest, original: Callable[..., TensorNest]

@@ -25,7 +25,7 @@ from keras_dist_ext.step.logs import (
 )
 from keras_dist_ext.step.lone_replica import LoneReplica, is_first_of_worker
 from keras_dist_ext.step.means import BatchExponents
-from keras_dist_ext.step.measured_exponents import learn_exponents
+from keras_dist_ext.step.measured_exponents import MOST_ROWS, learn_exponents
 from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.recorder import StepNote, now, when_updated
 from keras_dist_ext.step.reducers import Reducer, reducer_of
@@ -37,8 +37,10 @@ from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
 from keras_dist_ext.step.xla import can_compile, compiled_step
+from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.batch_clock import after
 from keras_dist_ext.training.batch_split import Split, first_row, is_per_replica, split_of, split_rows
+from keras_dist_ext.training.few_rows import first_rows, rows_of_chief
 from keras_dist_ext.training.runtime import ReplicaRuntime
 from keras_dist_ext.training.step_examination import StepExamination
 from keras_dist_ext.training.step_logs import StepLogs, zeros_like
@@ -168,7 +170,7 @@ class DistributedStep:
             observer=examination,
         )
         reducer = examination.reducer(reducer_of(self.model))
-        step = ReplicaStep(self.model, rows, examination.origins.mark_replicated(rows), options, reducer)
+        step = ReplicaStep(self.model, rows, examination.origins.mark_replicated(rows), options, reducer, first_row=0)
         step.begin(batch)
         with use_global_seed_generator(self._global_generator), self._on_devices(), intercept(step):
             _, extra = self.run_user_step(step, batch)
@@ -207,9 +209,15 @@ class DistributedStep:
             known[self.kind] = {}
 
     def _first_rows(self) -> StepData:
-        """Return the first batch of what the step is to be made on; None where it is not known."""
+        """Return some of the first batch of what the step is to be made on; None where it is not known."""
         batch = None if self.first_batch is None else self.first_batch()
-        return None if batch is None or is_per_replica(batch) else data.without_optionals(batch)
+        if batch is None or not is_per_replica(batch):
+            return None if batch is None else data.without_optionals(batch)
+        workers = workers_of(self.strategy)
+        rows = first_rows(batch, MOST_ROWS, self.strategy)
+        if workers is None:
+            return rows
+        return rows_of_chief(rows, workers) if workers.sum([float(rows is None)])[0] == 0 else None
 
     def _as_if_alike(self, rows: StepData) -> None:
         """Run the user's step on one replica, as if all replicas had its rows."""

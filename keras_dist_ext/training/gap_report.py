@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from keras_dist_ext.training.gaps import Gap
 
-__all__ = ["describe"]
+__all__ = ["describe", "describe_unseen"]
 
 _LISTED = 3  # of each kind, before the rest is counted
 _KINDS = {
@@ -58,6 +58,22 @@ def describe(
         f"'{model}' does not train on {num_replicas} replicas as on one device. One step on {num_examples} examples, "
         f"made both ways from the same state, differs in {'; '.join(found)}. {' '.join(advice)} "
         f'`{given_to}(check=False)` leaves out this check, `check="raise"` makes it an error.'
+    )
+
+
+def describe_unseen(model: str, num_replicas: int, why: str, *, given_to: str = "compile") -> str:
+    """Say that a step was not made both ways.
+
+    Args:
+        model: its name.
+        num_replicas: on which the step runs.
+        why: it was not, said of the step.
+        given_to: what takes the argument ``check``.
+    """
+    return (
+        f"Whether '{model}' trains on {num_replicas} replicas as on one device was not checked, because of its step: "
+        f"{why}. Its losses, metrics and state must be means or sums over the examples at hand. If you know that they "
+        f"are, `{given_to}(check=False)` says so."
     )
 
 

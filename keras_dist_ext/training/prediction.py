@@ -24,7 +24,8 @@ from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
 from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.step.xla import can_compile, compiled
 from keras_dist_ext.training.batch_spec import any_number_of_rows
-from keras_dist_ext.training.batch_split import Split, first_row, rows_of_replica, split_of
+from keras_dist_ext.training.batch_split import Split, first_row, is_per_replica, rows_of_replica, split_of
+from keras_dist_ext.training.snapshot import kept_random
 
 __all__ = ["PredictProgram", "concat_outputs", "concat_replicas"]
 
@@ -41,12 +42,41 @@ class PredictProgram:
             step = compiled(step)
         self._step = step
         self._has_checked = False  # whether outputs have a row for each example
+        self._has_counted = False  # the rows of outputs that have others than the batch
         self._global_generator = global_generator_of(self.strategy, is_seeded=is_seeded)
         self._on_batch = self._one if model.run_eagerly else in_graph(self._one, reduce_retracing=True)
 
     def on_batches(self, batches: Sequence[StepData], *, of_worker: bool = False) -> TensorNest:
         """Predict each batch and concatenate the outputs along the rows."""
-        return concat_outputs([self._on_batch(batch, of_worker) for batch in batches])
+        outputs = []
+        for batch in batches:
+            outputs.append(self._on_batch(batch, of_worker))
+            if not of_worker and self.strategy.num_replicas_in_sync > 1:
+                self._check_num_rows(batch, outputs[-1])
+        return concat_outputs(outputs)
+
+    def _check_num_rows(self, batch: StepData, outputs: TensorNest) -> None:
+        """Where an output's rows are not those of the batch, see once that one device returns as many.
+
+        Raises:
+            DataError: it does not: what replicas return for their parts does not make up what it returns for the whole.
+        """
+        if self._has_counted or is_per_replica(batch):
+            return
+        batch = data.without_optionals(batch)
+        rows = max(int(data.num_rows(batch)), 1)
+        if all(_count(output) % rows == 0 for output in tree.flatten(outputs)):
+            return
+        self._has_counted = True
+        with kept_random(), intercept(None), rows_of_no_batch():
+            expected = self.model.predict_step(batch)
+        for (path, found), one in zip(tree.flatten_with_path(outputs), tree.flatten(expected), strict=True):
+            if _count(found) != _count(one):
+                raise DataError(
+                    f"predict: {_named(path)} has {_count(one)} rows for a batch of {rows} examples on one device, and "
+                    f"{_count(found)} where each replica computes it for its own examples. Return it for each example "
+                    "(tf.gather), or compute it under one_device."
+                )
 
     def _one(self, batch: StepData, of_worker: bool) -> TensorNest:
         batch = data.without_optionals(batch)
@@ -119,12 +149,20 @@ def _check_have_rows(outputs: TensorNest, rows: int | tf.Tensor) -> None:
         is_for_rows = found is None or (isinstance(rows, int) and (found % rows == 0 if rows else not found))
         if shape.rank and is_for_rows:
             continue
-        name = "/".join(map(str, path))
         raise DataError(
-            f"predict: {f'the output {name}' if name else 'an output'} has the shape {shape}, without a dimension for "
+            f"predict: {_named(path)} has the shape {shape}, without a dimension for "
             "the examples, so each replica has one of its own, and they are not that of one device. Return it for each "
             "example (tf.repeat), or compute it under one_device."
         )
+
+
+def _named(path: Sequence[object]) -> str:
+    name = "/".join(map(str, path))
+    return f"the output {name}" if name else "an output"
+
+
+def _count(output: tf.Tensor) -> int:
+    return int(output.nrows() if isinstance(output, tf.RaggedTensor) else output.shape[0])
 
 
 def concat_replicas(strategy: tf.distribute.Strategy, value: TensorNest) -> tf.Tensor:

@@ -20,7 +20,7 @@ from keras_dist_ext.training.batch_reader import BatchReader
 from keras_dist_ext.training.execution import Execution, PredictFunction, RunKind
 from keras_dist_ext.training.prediction import PredictProgram, concat_outputs
 from keras_dist_ext.training.program import StepProgram
-from keras_dist_ext.training.self_check import check_training
+from keras_dist_ext.training.self_check import check_metrics, check_training
 from keras_dist_ext.training.step_planning import MISSING, make_plan, prepare
 
 __all__ = ["CoordinatorProgram", "StepRunner", "predictor"]
@@ -36,13 +36,17 @@ class StepRunner:
     def __init__(self, program: StepProgram | CoordinatorProgram) -> None:
         self.program = program
         self._has_compared = False
+        self._checks_late = False  # has its step checked after its first run
 
     def __call__(self, iterator: Execution | Iterator[StepData]) -> TensorNest:
         """Run the steps of an execution, or one step on the next batch; return the logs."""
         program, runtime = self.program, self.program.model.replica_runtime
+        check: Callable[[], str | None] = _nothing
         if isinstance(iterator, Execution):
             run_steps = functools.partial(_run, program, iterator)
             first_batch: Callable[[], StepData] = functools.cache(iterator.reader.peek)
+            if program.kind == "train":
+                check = functools.partial(_check, program, first_batch)
         else:
             batch = tree.map_structure(_as_tensor, next(iterator))
             self._compare_first_batch(batch)
@@ -55,12 +59,19 @@ class StepRunner:
                 _plan(program)
             if program.kind == "train":
                 runtime.scatter_accumulators()
-            if isinstance(iterator, Execution) and isinstance(program, StepProgram) and program.kind == "train":
-                check_training(program.step, first_batch, functools.partial(_prepare, program), _UNPREPARED)
+            is_late = check is not _nothing and not self._checks_late and _only_runs_eagerly(program)
+            if is_late:
+                self._checks_late = True
+                first_batch()  # for afterwards
+            unseen = None if is_late else check()
             while True:
                 try:
                     with as_data_errors():
-                        return run_steps()
+                        logs = run_steps()
+                    unseen = check() if is_late else unseen
+                    if unseen is not None:  # only now: what goes wrong in training is said first
+                        warnings.warn(unseen, stacklevel=2)
+                    return logs
                 except _UNPREPARED as unprepared:  # raised while tracing, before any step is made
                     assert isinstance(program, StepProgram)
                     _prepare(program, unprepared)
@@ -77,6 +88,24 @@ class StepRunner:
 
 
 _UNPREPARED = (*MISSING, CannotCompile, CannotLoop)
+
+
+def _check(program: StepProgram | CoordinatorProgram, first_batch: Callable[[], StepData]) -> str | None:
+    """See whether steps of training do what one device does; return why that could not be seen."""
+    if isinstance(program, CoordinatorProgram):
+        return check_metrics(program.model)
+    return check_training(program.step, first_batch, functools.partial(_prepare, program), _UNPREPARED)
+
+
+def _only_runs_eagerly(program: StepProgram | CoordinatorProgram) -> bool:
+    """Whether a step could not be traced aside, so that it makes its variables in its first run."""
+    if not isinstance(program, StepProgram) or not program.is_eager:
+        return False
+    return program.step.is_split and not program.step.plan.is_checked
+
+
+def _nothing() -> None:
+    """Check nothing."""
 
 
 def _plan(program: StepProgram) -> None:

@@ -7,9 +7,11 @@ and random numbers, which are the same for each row.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -19,9 +21,10 @@ from keras_dist_ext._keras.layers import clear_losses, flat_layers, seed_generat
 from keras_dist_ext._keras.losses import without_parts
 from keras_dist_ext._keras.optimizers import end_accumulation_next
 from keras_dist_ext._keras.random import intercept_random_ops
+from keras_dist_ext._keras.user_code import is_users
 from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
 from keras_dist_ext.aliases import Array, Gradient, SpecNest, StepData, TensorNest
-from keras_dist_ext.data.split import num_rows, take_rows, without_optionals
+from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.errors import StepError
 from keras_dist_ext.step.alike_draws import RowsAlike
 from keras_dist_ext.step.ancestry import operations
@@ -29,11 +32,10 @@ from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.step.logs import ComputesWithResults, leaf_metrics
 from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
-from keras_dist_ext.strategy.virtual import num_replicas_of
 from keras_dist_ext.strategy.workers import Workers, workers_of
-from keras_dist_ext.training.batch_split import is_per_replica
 from keras_dist_ext.training.distributed_step import DistributedStep
-from keras_dist_ext.training.gap_report import describe
+from keras_dist_ext.training.few_rows import first_rows, rows_of_chief
+from keras_dist_ext.training.gap_report import describe, describe_unseen
 from keras_dist_ext.training.gaps import (
     Gap,
     Part,
@@ -44,12 +46,14 @@ from keras_dist_ext.training.gaps import (
     moved_by_rounding,
     rounding_of,
 )
-from keras_dist_ext.training.snapshot import kept_random, kept_state
+from keras_dist_ext.training.snapshot import kept_numbers, kept_random, kept_state
 
-__all__ = ["check_training"]
+__all__ = ["check_metrics", "check_training"]
 
 _Prepare = Callable[[Exception], None]
 _Traced = Callable[[StepData], tuple[TensorNest, dict[str, tf.Tensor]]]  # logs, and gradients by their variable's id
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
 _Runner = Callable[[StepData], tuple[TensorNest, dict[int, tf.Tensor]]]
 
 
@@ -58,7 +62,7 @@ def check_training(
     first_batch: Callable[[], StepData],
     prepare: _Prepare,
     unprepared: tuple[type[Exception], ...],
-) -> None:
+) -> str | None:
     """Once after a model was compiled, see whether its step does on replicas what it does on one device.
 
     Args:
@@ -67,29 +71,30 @@ def check_training(
         prepare: makes good what tracing a step has found missing.
         unprepared: the exceptions that it takes.
 
+    Returns:
+        Why that could not be seen, to be said once the step was made; None where it could, or nothing is to be seen.
+
     Raises:
         StepError: it does not, and the model is compiled to have that be an error.
     """
     model = of_training.model
     runtime = model.replica_runtime
     if not runtime.check or runtime.is_checked:
-        return
+        return None
     runtime.is_checked = True
-    num_replicas = num_replicas_of(model)
-    is_out_of_reach = (
-        model.run_eagerly
-        or tf.config.functions_run_eagerly()
-        or isinstance(runtime.strategy, tf.distribute.TPUStrategy)
-        or model.placement is not None
-    )
-    if num_replicas == 1 or is_out_of_reach or not of_training.has_user_code:
-        return
-    workers = workers_of(runtime.strategy)
-    rows = _few_rows(first_batch(), 2 * num_replicas + 1, workers)
-    if rows is None:
-        return
-    found = _deviations(of_training, rows, prepare, unprepared)
-    takes = of_training.takes_check
+    num_replicas = of_training.num_meeting
+    if num_replicas == 1 or not of_training.has_user_code:
+        return None
+    takes, workers = of_training.takes_check, workers_of(runtime.strategy)
+    try:
+        if isinstance(runtime.strategy, tf.distribute.TPUStrategy):
+            raise _Unseen("it runs on a TPU")
+        rows = _few_rows(first_batch(), 2 * num_replicas + 1, of_training.strategy, workers)
+        if rows is None:
+            return None
+        found = _deviations(of_training, rows, prepare, unprepared)
+    except _Unseen as why:
+        return describe_unseen(model.name, num_replicas, str(why), given_to=takes)
     message = describe(model.name, num_replicas, int(num_rows(rows)), found, given_to=takes) if found else ""
     if workers is not None:
         message = workers.broadcast_bytes(message.encode()).decode()
@@ -97,25 +102,41 @@ def check_training(
         raise StepError(message)
     if message:
         warnings.warn(message, stacklevel=2)
+    return None
 
 
-def _few_rows(batch: StepData, count: int, workers: Workers | None) -> StepData:
+def check_metrics(model: keras.Model) -> str | None:
+    """Once after a model was compiled for parameter servers, return what is to be said of metrics of the user's own.
+
+    Each step is one worker's, on a whole batch, so all else is as on one device.
+    """
+    runtime = model.replica_runtime
+    if not runtime.check or runtime.is_checked:
+        return None
+    runtime.is_checked = True
+    names = [metric.name for metric in leaf_metrics(model) if is_users(type(metric))]
+    if not names:
+        return None
+    return (
+        f"Whether the metrics of '{model.name}' that are your own ({', '.join(names)}) add up over the workers of a "
+        "ParameterServerStrategy, as sums and counts do, was not checked: a maximum, or kept examples, do not. If you "
+        "know that they do, `compile(check=False)` says so."
+    )
+
+
+class _Unseen(Exception):
+    """Whether a step does on replicas what it does on one device cannot be seen; the message says why."""
+
+
+def _few_rows(batch: StepData, count: int, strategy: tf.distribute.Strategy, workers: Workers | None) -> StepData:
     """Return the first rows of a batch, of the chief's where there are workers; None where there are not two."""
-    rows = None if batch is None or is_per_replica(batch) else without_optionals(batch)
+    rows = first_rows(batch, count, strategy)
     has_few = rows is None or int(num_rows(rows)) < 2
     if workers is not None:
         has_few = workers.sum([float(has_few)])[0] > 0
     if has_few:
         return None
-    rows = take_rows(rows, np.arange(min(int(num_rows(rows)), count)))
-    if workers is None:
-        return rows
-    leaves = tf.nest.flatten(rows, expand_composites=True)
-    parts = tf.stack([tf.io.serialize_tensor(leaf) for leaf in leaves if leaf is not None])
-    of_chief = workers.broadcast_bytes(tf.io.serialize_tensor(parts).numpy())
-    given = iter(tf.unstack(tf.io.parse_tensor(of_chief, tf.string)))
-    leaves = [None if leaf is None else tf.io.parse_tensor(next(given), leaf.dtype) for leaf in leaves]
-    return tf.nest.pack_sequence_as(rows, leaves, expand_composites=True)
+    return rows if workers is None else rows_of_chief(rows, workers)
 
 
 def _deviations(
@@ -126,8 +147,9 @@ def _deviations(
 ) -> list[Gap]:
     """Make a step both ways, and return what differs beyond rounding.
 
-    Nothing is returned where the step cannot be made on so few rows, where it calls Python when it runs, and where it
-    draws random numbers that cannot be made alike for all rows.
+    Raises:
+        _Unseen: the step cannot be made on so few rows, calls Python when it runs, or draws random numbers that cannot
+            be made alike for all rows.
     """
     model, draws = of_training.model, RowsAlike()
     runtime = model.replica_runtime
@@ -137,22 +159,24 @@ def _deviations(
         step.without_xla()
         with kept_random(), tf.summary.record_if(False), intercept_random_ops(draws), without_parts({"moments"}):
             gaps = _BothWays(step, rows, prepare, unprepared).compare()
-    except _IGNORED:
-        return []
+    except _Unseen:
+        raise
+    except _EXPECTED as error:  # training will end with it, too, or not meet it on whole batches
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise _Unseen(f"it fails on {int(num_rows(rows))} examples ({type(error).__name__}: {first[:200]})") from error
     finally:
         runtime.recorders, runtime.guard = kept
         clear_losses(model)
-    return [] if draws.unknown else gaps
+    if draws.unknown:
+        names = ", ".join(sorted(draws.unknown))
+        raise _Unseen(f"it draws random numbers that cannot be made alike for all examples ({names})")
+    return gaps
 
 
-_IGNORED: tuple[type[Exception], ...] = (Exception,)  # training will end with it, too, or not meet it on whole batches
+_EXPECTED: tuple[type[Exception], ...] = (Exception,)
 
 
-_OF_PYTHON = ("EagerPyFunc", "PyFunc")
-
-
-class _RunsPython(Exception):
-    """A step calls Python when it runs, and what that changes cannot be put back."""
+_OF_PYTHON = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
 
 
 class _Gradients(StepObserver):
@@ -160,14 +184,18 @@ class _Gradients(StepObserver):
 
     def __init__(self) -> None:
         self.of: dict[int, tf.Tensor] = {}  # by the variable's id
-        self._graph = tf.compat.v1.get_default_graph()
+        self._graph = _graph()
 
     def on_update(self, gradients: Sequence[Gradient], variables: Sequence[Variable]) -> None:
         """Keep them, unless they are in a branch or loop of the graph."""
-        if tf.compat.v1.get_default_graph() is self._graph:
+        if _graph() is self._graph:
             for gradient, variable in zip(gradients, variables, strict=True):
                 if gradient is not None:
                     self.of.setdefault(id(variable), tf.convert_to_tensor(gradient))
+
+
+def _graph() -> tf.Graph | None:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 class _BothWays:
@@ -186,19 +214,25 @@ class _BothWays:
     def compare(self) -> list[Gap]:
         """Return what is beyond rounding."""
         one, many = self._runner(self._alone), self._runner(self._on_replicas)
-        with kept_state(self._step.model):
+        with self._kept():
             expected = self._made(one, self._rows)
-        with kept_state(self._step.model):
+        with self._kept():
             found = self._made(many, self._rows)
         rounding = rounding_of(self._step.model)
         off = _suspects(expected, found, rounding)
         if not off:
             return []
         before = {part: components(variable)[0].numpy() for part, variable in self._compared}
-        with kept_state(self._step.model):
+        with self._kept():
             reordered = self._made(one, self._in_other_order(before))
         gaps = measure(off, found, reordered, {k: as_float(v) for k, v in before.items()}, 1, rounding, {})
         return [gap for gap in gaps if gap.is_beyond or gap.is_apart]
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Put back what a step changes: the model's state, and what Python counts where a step runs eagerly."""
+        with kept_state(self._step.model), kept_numbers(self._step.model):
+            yield
 
     def _in_other_order(self, before: Mapping[Part, Array]) -> StepData:
         """Reorder the rows, and move values by rounding: what one device makes of that is as good."""
@@ -226,26 +260,31 @@ class _BothWays:
             logs, gradients = traced(rows)
             return logs, {int(key): gradient for key, gradient in gradients.items()}
 
+        if self._step.is_eager:
+            return functools.partial(made, functools.partial(self._prepared, run))
         try:
             return functools.partial(made, self._traced(run, self._step.model.replica_runtime.batch_spec))
-        except _RunsPython:
+        except _Unseen:
             raise
         except Exception:  # code that needs a number of rows
             return functools.partial(made, self._traced(run, tree.map_structure(_spec, self._rows)))
 
     def _traced(self, run: _Traced, spec: SpecNest) -> _Traced:
+        traced = self._prepared(in_graph(run).get_concrete_function, spec)
+        if any(op.type in _OF_PYTHON for op in operations(traced.graph)):
+            raise _Unseen("it calls Python (tf.py_function, tf.numpy_function), and what that does cannot be undone")
+        runner: _Traced = traced
+        return runner
+
+    def _prepared(self, function: Callable[[_Given], _Made], given: _Given) -> _Made:
+        """Call a function that traces or runs a step, until the step has all that it needs."""
         while True:
             try:
-                traced = in_graph(run).get_concrete_function(spec)
+                return function(given)
             except ComputesWithResults:
                 self._step.pool_results()
             except self._unprepared as missing:
                 self._prepare(missing)
-            else:
-                if any(op.type in _OF_PYTHON for op in operations(traced.graph)):
-                    raise _RunsPython
-                runner: _Traced = traced
-                return runner
 
     def _made(self, run: _Runner, rows: StepData) -> dict[Part, tuple[Array, ...]]:
         """Make a step; return all that it has changed, a value for each replica of this worker."""
@@ -254,7 +293,8 @@ class _BothWays:
             metric.reset_state()
         for _, optimizer in optimizers(model):
             end_accumulation_next(optimizer)
-        logs, gradients = run(rows)
+        with _unoptimized():
+            logs, gradients = run(rows)
         seen: dict[Part, tuple[Array, ...]] = {}
         for key, gradient in gradients.items():
             if key in self._paths:
@@ -264,6 +304,17 @@ class _BothWays:
         for name, value in _leaves(logs, "") if self._step.logs_are_compared else ():
             seen["metric", name] = (np.asarray(value),)
         return seen
+
+
+@contextlib.contextmanager
+def _unoptimized() -> Iterator[None]:
+    """Run graphs as they were traced: what runs once is not worth to be optimized."""
+    before = bool(tf.config.optimizer.get_experimental_options().get("disable_meta_optimizer"))
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": before})
 
 
 def _spec(leaf: TensorNest) -> tf.TypeSpec | None:

@@ -20,7 +20,7 @@ from keras_dist_ext.step.logs import leaf_metrics
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.training.runtime import runtime_of
 
-__all__ = ["kept_pass", "kept_random", "kept_state"]
+__all__ = ["kept_numbers", "kept_pass", "kept_random", "kept_state"]
 
 _MISSING = object()
 
@@ -75,6 +75,22 @@ def kept_random() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def kept_numbers(model: keras.Model) -> Iterator[None]:
+    """Undo in the end what Python counts meanwhile in attributes of a model and its layers: plain numbers and words."""
+    kept = [
+        (layer, name, value)
+        for layer in flat_layers(model)
+        for name, value in vars(layer).items()
+        if isinstance(value, int | float | str) and name not in _OF_BUILDING
+    ]
+    try:
+        yield
+    finally:
+        for layer, name, value in kept:
+            object.__setattr__(layer, name, value)
+
+
+@contextlib.contextmanager
 def kept_pass(data: tf.data.Dataset | None) -> Iterator[None]:
     """Have data that numbers its passes go on with the number that it had."""
     buckets = data if isinstance(data, BucketedDataset) else None
@@ -84,6 +100,9 @@ def kept_pass(data: tf.data.Dataset | None) -> Iterator[None]:
     finally:
         if buckets is not None:
             buckets.epoch = number
+
+
+_OF_BUILDING = ("built", "_called", "_lock")  # keras/src/layers/layer.py
 
 
 def _copies(model: keras.Model) -> list[tf.Variable]:

@@ -84,10 +84,10 @@ class ExaminedReducer(Reducer):
             return
         if not self._examination.nested or not self._own.merges_branches or self.num_replicas != self._own.num_replicas:
             raise LoopError(
-                f"The step {self._step_name!r} adds up over replicas (the gradients of a tape, reduce_gradients, a sum "
-                "or a weighted mean) inside of a tf.function, or of a branch or loop in the graph, where replicas "
-                "cannot wait for each other. Add up before: take gradients outside, and give them to the optimizer "
-                "inside. A loop of a fixed number of updates can be one of Python's."
+                f"The step {self._step_name!r} adds up over replicas (the gradients of a tape, reduce_gradients, "
+                "gather_rows, a sum or a weighted mean) inside of a tf.function, or of a branch or loop in the graph, "
+                "where replicas cannot wait for each other. Add up before: take gradients, and gather rows, outside, "
+                "and use them inside. A loop of a fixed number of updates can be one of Python's."
             )
         self._examination.inline_functions()
         self._examination.meeting.update(place.key for place in self._examination.nested)

@@ -80,11 +80,36 @@ def test_what_was_learnt_tells_workers_apart():
     assert fingerprint(WORDS) != fingerprint(WORDS[:3])
 
 
-def test_layers_made_outside_are_named_where_the_model_was_made_inside():
-    frozen = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="frozen")])
-    frozen.trainable = False
-    with strategies.get("mirrored2").scope():
-        net = kde.Sequential([keras.Input((3,)), frozen, keras.layers.Dense(1)])
-        net.compile("sgd", "mse")
-    with pytest.raises(kde.ScopeError, match="frozen/kernel.* Make the layers that hold them inside `with strategy.sc"):
-        net.fit(X, Y, verbose=0)
+def pretrained(trainable=False):
+    inputs = keras.Input((3,))
+    hidden = keras.layers.BatchNormalization()(keras.layers.Dense(4, "tanh", name="hidden")(inputs))
+    net = keras.Model(inputs, hidden)
+    net.compile("sgd", "mse", metrics=["mae"])
+    net.fit(X, np.repeat(Y, 4, 1), batch_size=11, shuffle=False, verbose=0)
+    net.trainable = trainable
+    return net
+
+
+def trained_on_top(lib, strategy, backbone, **compiled):
+    with strategy.scope():
+        net = lib.Sequential([keras.Input((3,)), backbone, keras.layers.Dense(1)])
+        net.compile(keras.optimizers.SGD(0.01), "mse", **compiled)
+    history = net.fit(X, Y, batch_size=8, shuffle=False, epochs=2, verbose=0).history["loss"]
+    return [history, net.predict(X, verbose=0), *(w.numpy() for w in net.weights)]
+
+
+@pytest.mark.parametrize("kind", rotating(["mirrored2", "mirrored4"], ["mirrored2"]))
+def test_a_frozen_backbone_made_outside_of_the_scope_trains_a_head_as_in_stock_keras(kind):
+    results = []
+    for lib, strategy in ((keras, strategies.get("default")), (kde, strategies.get(kind))):
+        keras.utils.set_random_seed(3)
+        backbone = pretrained()
+        results.append(trained_on_top(lib, strategy, backbone))
+        results[-1] += [backbone.predict(X, verbose=0)]  # it still works outside
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_made_outside_that_are_trained_are_named_where_the_model_was_made_inside():
+    with pytest.raises(kde.ScopeError, match="hidden/kernel.* Make the layers that hold them inside `with strategy.sc"):
+        trained_on_top(kde, strategies.get("mirrored2"), pretrained(trainable=True))

@@ -557,6 +557,19 @@ def test_outputs_of_several_rows_for_an_example_and_of_selected_examples_come_in
             np.testing.assert_array_equal(found["more"], expected)
 
 
+def test_an_output_of_groups_of_examples_is_refused(mirrored):
+    """Each replica has a part of a group that lies across two, and other groups than one device."""
+    with mirrored.scope():
+        net = Whole(lambda net, x: tf.math.segment_mean(x, tf.cast(x[:, 0], tf.int32)))
+        net.compile()
+    x = np.repeat(np.arange(4, dtype="float32"), [2, 5, 3, 4])[:, None]
+    expected = "predict: the output more has 4 rows for a batch of 14 examples on one device, and 6 where each replica"
+    for call in (net.predict, net.predict_on_batch):
+        with pytest.raises(DataError, match=expected):
+            call(x) if call == net.predict_on_batch else call(x, batch_size=14, verbose=0)
+        net.make_predict_function(force=True)
+
+
 def test_a_tensor_of_unknown_rank_is_refused(mirrored):
     x = np.ones((12, 1), "float32")
     batches = tf.data.Dataset.from_tensor_slices((x, x)).batch(4)

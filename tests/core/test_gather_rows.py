@@ -170,6 +170,29 @@ def in_a_step(strategy, function, x=X, **arguments):
     return net.fit(x, batch_size=7, shuffle=False, verbose=0).history
 
 
+def test_rows_are_gathered_in_branches_and_loops_of_the_graph_but_not_of_a_tape(mirrored):
+    def many(x):
+        return tf.reduce_sum(kde.gather_rows(x))
+
+    def in_branch(x):
+        return tf.cond(tf.reduce_sum(kde.gather_rows(x)) < 1e9, lambda: many(x), lambda: 0.0)
+
+    def in_loop(x):
+        return tf.while_loop(lambda i, total: i < 2, lambda i, total: (i + 1, total + many(x)), (0, 0.0))[1]
+
+    def in_branch_of_tape(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = in_branch(x)
+        return tf.reduce_sum(tape.gradient(loss, x))
+
+    expected = X[21:].sum()  # of the last batch
+    np.testing.assert_allclose(in_a_step(mirrored, in_branch)["value"], expected, rtol=1e-5)
+    np.testing.assert_allclose(in_a_step(mirrored, in_loop)["value"], 2 * expected, rtol=1e-5)
+    with pytest.raises(kde.LoopError, match="gather_rows, a sum .* inside of .* a branch or loop in the graph"):
+        in_a_step(mirrored, in_branch_of_tape)
+
+
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_rows_that_are_not_those_of_the_batch_are_refused(mirrored, run_eagerly):
     def two_views(x):

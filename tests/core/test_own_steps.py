@@ -15,7 +15,12 @@ import keras_dist_ext as kde
 from keras_dist_ext.training import building
 
 ADOPTED = ("no call", "a gan of parts made in the step")
-QUICK = ("two views and a probe", "a gan of parts made in the step", "sparse and ragged batches")
+QUICK = (
+    "two views and a probe",
+    "a gan of parts made in the step",
+    "sparse and ragged batches",
+    "a step that is a function with a branch",
+)
 
 
 @functools.cache
@@ -85,6 +90,28 @@ def test_a_variable_made_of_the_batch_names_itself_and_the_fix():
         net.compile()
     with pytest.raises(kde.ScopeError, match="makes the variable 'first_row' when it first runs, of a value that it"):
         net.fit(batches(X), verbose=0)
+
+
+def test_constants_of_layers_that_the_step_makes_are_there_for_all_its_graphs():
+    """Stock Keras makes them in the graph that it traces first, and fails in the next one."""
+
+    class Net(kde.Model):
+        norm = None
+
+        def train_step(self, batch):
+            x, text = batch
+            if self.norm is None:
+                self.norm = keras.layers.Normalization(axis=None, mean=1.0, variance=4.0)
+                self.words = keras.layers.TextVectorization(vocabulary=["a", "b"], output_mode="count")
+            count = tf.cast(self.words(text), tf.float32)
+            return {"mean": tf.reduce_mean(self.norm(x)), "a": tf.reduce_mean(count[:, 1])}
+
+    with strategies.get("mirrored2").scope():
+        net = Net()
+        net.compile()
+    seen = net.fit(batches(X[:8], own_steps.TEXT[:8]), verbose=0).history
+    np.testing.assert_allclose(seen["mean"], np.mean((X[:8] - 1) / 2), rtol=1e-5)
+    np.testing.assert_allclose(seen["a"], np.mean([text.split().count("a") for text in own_steps.TEXT[:8]]), rtol=1e-5)
 
 
 def test_initial_values_and_what_is_drawn_are_those_of_one_device_where_parts_are_made_in_the_step():

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import placement_runs
 import pytest
 import tensorflow as tf
 from cases import rotating
@@ -176,6 +177,7 @@ DIFFERENT: dict[str, tuple[Callable[[], Any], str]] = {
     "a loss divided by the replicas": (of_loss(by_replicas), LOSS),
     "a layer that takes a mean of the batch": (of_layer(Centred), LOSS),
     "a memory bank": (of_layer(Bank), STATE),
+    "a contrastive loss, run eagerly": (of_loss(pairs, run_eagerly=True), LOSS),
     "a running maximum": (of_metric(Peak), METRIC.format("peak")),
     "a variable that holds rows": (of_metric(LastRow), METRIC.format("last_row")),
 }
@@ -189,7 +191,16 @@ def scaled(net: Any, y: Any, p: Any) -> Any:
     return net.optimizer.scale_loss(mean(net, y, p))
 
 
+def mixed_up(net: Any, y: Any, p: Any) -> Any:
+    """Of each example with another one, by shares of a beta distribution."""
+    one, other = (tf.random.gamma([tf.shape(y)[0], 1], 0.2) for _ in range(2))
+    share, order = one / (one + other), tf.random.shuffle(tf.range(tf.shape(y)[0]))
+    return tf.reduce_mean(squares(share * y + (1.0 - share) * tf.gather(y, order), p))
+
+
 ALIKE: dict[str, Callable[[], Any]] = {
+    "rows that are shuffled, and gamma numbers": of_loss(mixed_up),
+    "a mean, run eagerly": of_loss(mean, run_eagerly=True),
     "a mean": of_loss(mean),
     "a sum": of_loss(lambda net, y, p: tf.reduce_sum(squares(y, p)), lambda: SGD(0.1, momentum=0.9)),
     "clipping": of_loss(mean, lambda: Adam(global_clipnorm=0.1)),
@@ -222,7 +233,16 @@ def said_of(make: Callable[[], Any], strategy: Any) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    rotating(DIFFERENT, ["a contrastive loss", "a memory bank", "a running maximum", "a loss divided by the replicas"]),
+    rotating(
+        DIFFERENT,
+        [
+            "a contrastive loss",
+            "a memory bank",
+            "a running maximum",
+            "a loss divided by the replicas",
+            "a contrastive loss, run eagerly",
+        ],
+    ),
 )
 def test_what_differs_is_named_with_what_to_do(mirrored, name):
     make, message = DIFFERENT[name]
@@ -233,6 +253,103 @@ def test_what_differs_is_named_with_what_to_do(mirrored, name):
 @pytest.mark.parametrize("name", rotating(ALIKE, ["a sum", "noise", "a metric that adds up"]))
 def test_nothing_is_said_of_what_is_alike(mirrored, name):
     assert said_of(ALIKE[name], mirrored) == []
+
+
+# What runs Python, and data that is split already
+
+
+def warnings_of(make: Callable[[], Any], strategy: Any, data: Any) -> tuple[Any, list[str]]:
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(data, verbose=0)
+    return model, [str(one.message) for one in caught if " on 2 replicas as on one device" in str(one.message)]
+
+
+def test_a_step_that_only_runs_eagerly_is_checked_after_its_first_run_which_makes_its_variables(mirrored):
+    def made(loss_of: Loss) -> Callable[[], Any]:
+        class Net(kde.Model):
+            num_steps = 0
+
+            def train_step(self, data: Any) -> dict[str, Any]:
+                x, y = data
+                assert np.isfinite(x.numpy()).all()
+                if not hasattr(self, "dense"):
+                    self.dense = layers.Dense(3)
+                self.num_steps += 1
+                with tf.GradientTape() as tape:
+                    loss = loss_of(self, y, self.dense(x))
+                self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+                return {"loss": loss}
+
+        def make() -> Any:
+            net = Net(name="net")
+            net.compile(SGD(0.1), run_eagerly=True)
+            return net
+
+        return make
+
+    model, said = warnings_of(made(mean), mirrored, data())
+    assert said == []
+    assert model.num_steps == 6  # one of each replica for each of 3 batches
+    (said_of_it,) = warnings_of(made(pairs), mirrored, data())[1]
+    assert re.search("'net' does not train on 2 replicas.*the gradient of net/dense/kernel", said_of_it)
+
+
+def test_a_step_that_calls_python_is_said_not_to_be_checked(mirrored):
+    def in_python(net: Any, y: Any, p: Any) -> Any:
+        return tf.reduce_mean(squares(tf.ensure_shape(tf.numpy_function(np.abs, [y], tf.float32), [None, 3]), p))
+
+    (said,) = warnings_of(of_loss(in_python), mirrored, data())[1]
+    assert re.search(
+        r"Whether 'net' trains on 2 replicas as on one device was not checked, because of its step: it calls Python "
+        r"\(tf.py_function, tf.numpy_function\), .* If you know that they are, `compile\(check=False\)` says so",
+        said,
+    )
+    assert warnings_of(of_loss(in_python, check=False), mirrored, data())[1] == []
+
+
+def in_a_fold(net: Any, y: Any, p: Any) -> Any:
+    return tf.foldl(lambda total, value: total + value, squares(y, p))
+
+
+@pytest.mark.parametrize("loss", [in_a_fold, pairs])
+def test_steps_on_data_that_tensorflow_has_split_are_measured_and_checked(mirrored, loss):
+    """No graph tells that the loss is a sum; and no row is lost."""
+    results, said = [], []
+    for given in (data(), mirrored.experimental_distribute_dataset(data())):
+        model, found = warnings_of(of_loss(loss, lambda: SGD(0.01)), mirrored, given)
+        results.append(model.history.history["loss"] + model.get_weights())
+        said.append(found)
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert [len(found) for found in said] == ([1, 1] if loss is pairs else [0, 0])
+
+
+@pytest.mark.parametrize("loss", rotating(["mean", "pairs"], ["pairs"]))
+def test_steps_of_parts_on_several_devices_are_checked(loss):
+    """Each micro-batch has a part of the examples, as each replica has."""
+    model = placement_runs.make()
+    model.compile(SGD(0.01), {"mean": squares, "pairs": lambda y, p: pairs(None, y, p)}[loss])
+    placement_runs.place(model, {"encoder": "CPU:0", "decoder": "CPU:1"}, micro_batches=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(placement_runs.X, placement_runs.Y, batch_size=8, shuffle=False, verbose=0)
+    said = [str(one.message) for one in caught if " on 2 replicas as on one device" in str(one.message)]
+    assert len(said) == (loss == "pairs")
+    assert all(re.search("the gradient of .*dense|kernel", one) for one in said)
+
+
+def test_metrics_of_ones_own_are_said_not_to_be_checked_under_parameter_servers():
+    from keras_dist_ext.training.self_check import check_metrics
+
+    model = of_metric(Peak)()
+    model.fit(data(), verbose=0)
+    model.replica_runtime.is_checked = False
+    assert "your own (peak) add up over the workers of a ParameterServerStrategy" in str(check_metrics(model))
+    assert check_metrics(model) is None
 
 
 def state(model: Any) -> list[Any]:

@@ -67,6 +67,7 @@ SUMS: dict[str, Callable[[Any], Any]] = {
     "switch_case": lambda v: tf.switch_case(tf.constant(1), [lambda: 0.0, lambda: tf.reduce_sum(v)]),
     "map_fn": lambda v: tf.reduce_sum(tf.map_fn(lambda value: value, v)),
     "ragged": lambda v: tf.reduce_sum(tf.RaggedTensor.from_uniform_row_length(v, 1)),
+    "sparse.reduce_sum": lambda v: tf.sparse.reduce_sum(tf.sparse.from_dense(tf.ones_like(v)).with_values(v)),
     "recompute_grad": lambda v: tf.recompute_grad(tf.reduce_sum)(v),
 }
 NEED_ROWS = ("segment_sum", "foldl", "scan", "cumsum")  # of no rows, TensorFlow itself makes an error of them

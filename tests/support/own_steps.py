@@ -414,3 +414,50 @@ def a_batch_size_that_the_step_asks_for(base: Base) -> Any:
         model.compile("sgd")
     data = tf.data.Dataset.from_tensor_slices({"y": Y, "x": X}).batch(8, drop_remainder=True)
     return outcome(model, model.fit(data, epochs=2, verbose=0))
+
+
+@program
+def a_step_that_is_a_function_with_a_branch(base: Base) -> Any:
+    class Follows(base.Model):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.online, self.target = (keras.Sequential([keras.layers.Dense(3)]) for _ in range(2))
+
+        @tf.function
+        def train_step(self, x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self.online(x) - tf.stop_gradient(self.target(x)) - 1.0) ** 2)
+            descend(tape, loss, self.online.trainable_variables, self.optimizer)
+            if self.optimizer.iterations % 2 == 0:
+                for follower, variable in zip(self.target.variables, self.online.variables, strict=True):
+                    follower.assign(variable)
+            return {"error": loss}
+
+    with base.scope():
+        model = Follows()
+        model.compile(keras.optimizers.Adam(0.01))
+    return outcome(model, model.fit(batches(X), epochs=2, verbose=0), [model.optimizer])
+
+
+@program
+def a_loss_of_tensorflow_that_takes_no_empty_batch(base: Base) -> Any:
+    class Reader(base.Model):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(4)
+
+        def train_step(self, batch: Any) -> Any:
+            x, labels = batch
+            ones = tf.ones_like(labels[:, 0])
+            with tf.GradientTape() as tape:
+                logits = tf.transpose(self.dense(tf.reshape(x, [-1, 3, 2])), [1, 0, 2])
+                losses = tf.nn.ctc_loss(labels, logits, ones, 3 * ones, blank_index=0)
+                loss = tf.reduce_mean(losses)
+            descend(tape, loss, self.trainable_variables, self.optimizer)
+            return {"error": loss}
+
+    with base.scope():
+        model = Reader()
+        model.compile(keras.optimizers.SGD(0.1))
+    data = tf.data.Dataset.from_tensor_slices((X, np.arange(22)[:, None] % 3 + 1)).batch(7)
+    return outcome(model, model.fit(data, verbose=0))

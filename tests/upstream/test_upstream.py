@@ -185,7 +185,6 @@ SIGNATURES = {
     "keras.src.layers.rnn.rnn": {"RNN.call": "self sequences initial_state mask training"},
     "keras.src.backend.tensorflow.nn": {
         "conv": "inputs kernel strides padding data_format dilation_rate",
-        "ctc_loss": "target output target_length output_length mask_index",
         "conv_transpose": "inputs kernel strides padding output_padding data_format dilation_rate",
         "depthwise_conv": "inputs kernel strides padding data_format dilation_rate",
         "max_pool": "inputs pool_size strides padding data_format",
@@ -198,6 +197,9 @@ SIGNATURES = {
     },
     "keras.src.saving.saving_lib": {"save_model": "model filepath weights_format zipped"},
     "keras.src.legacy.saving.legacy_h5_format": {"save_model_to_hdf5": "model filepath overwrite include_optimizer"},
+    "tensorflow.python.ops.ctc_ops": {
+        "ctc_loss_dense": "labels logits label_length logit_length logits_time_major unique blank_index name"
+    },
     "tensorflow.python.checkpoint.checkpoint": {
         "TrackableSaver.save": "self file_prefix checkpoint_number session options"
     },
