@@ -81,7 +81,7 @@ def kept_numbers(model: keras.Model) -> Iterator[None]:
         (layer, name, value)
         for layer in flat_layers(model)
         for name, value in vars(layer).items()
-        if isinstance(value, int | float | str) and name not in _OF_BUILDING
+        if isinstance(value, int | float | str) and name != "built" and not name.startswith("_")
     ]
     try:
         yield
@@ -100,9 +100,6 @@ def kept_pass(data: tf.data.Dataset | None) -> Iterator[None]:
     finally:
         if buckets is not None:
             buckets.epoch = number
-
-
-_OF_BUILDING = ("built", "_called", "_lock")  # keras/src/layers/layer.py
 
 
 def _copies(model: keras.Model) -> list[tf.Variable]:
