@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from keras_dist_ext.errors import BackendError
 
-__all__ = ["TESTED", "attach", "check", "tested"]
+__all__ = ["TESTED", "advice", "attach", "check", "tested"]
 
 # The oldest, as setup.cfg asks for and `tox -e oldest` tests, and the newest release series. Nowhere else is a version
 # of them compared.
@@ -86,12 +86,16 @@ def _is_moved(error: ImportError) -> bool:
 
 def _moved(name: str, error: ImportError) -> str:
     owner = (error.name or "").partition(".")[0]
-    below = " ".join(f"'{each}<{_next(newest)}'" for each, (_, newest) in TESTED.items())
     return (
         f"{name} stands on a part of {_SPELLED[owner]} that version {importlib.metadata.version(owner)} does not have: "
-        f"{error}. This release of keras_dist_ext was tested with {tested()}: pip install {below}, or a newer "
-        "keras_dist_ext. Names that do not need that part still work."
+        f"{error}. {advice()} Names that do not need that part still work."
     )
+
+
+def advice() -> str:
+    """Return what to do where Keras or TensorFlow has changed."""
+    below = " ".join(f"'{each}<{_next(newest)}'" for each, (_, newest) in TESTED.items())
+    return f"This release of keras_dist_ext was tested with {tested()}: pip install {below}, or a newer keras_dist_ext."
 
 
 def _next(version: str) -> str:

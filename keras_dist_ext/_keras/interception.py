@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from keras_dist_ext import versions
 from keras_dist_ext._keras import keras
 from keras_dist_ext.aliases import TensorNest
 
-__all__ = ["thread", "Step", "install", "patched"]
+__all__ = ["thread", "Step", "Hook", "HOOKS", "install", "patched"]
 
 
 class Step(Protocol):
@@ -76,6 +77,28 @@ versions.check({"tensorflow": tf.__version__, "keras": keras.__version__})  # be
 thread = threading.local()
 
 
+@dataclasses.dataclass(frozen=True)
+class Hook:
+    """A function of Keras or TensorFlow that asks the step whose replica is traced.
+
+    Attributes:
+        owner: the module or class whose attribute it is.
+        name: of the attribute.
+        file: where Keras or TensorFlow defines it.
+    """
+
+    owner: Any
+    name: str
+    file: str
+
+    def __str__(self) -> str:
+        return f"{self.owner.__name__.rpartition('.')[2]}.{self.name}"
+
+
+HOOKS: list[Hook] = []
+"""All that are installed. A step with a set `receipts` finds those there that were called while it was traced."""
+
+
 def install(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
     """Replace ``owner.name`` by ``hook(original, step, *args)`` for threads with a step, once per process.
 
@@ -90,11 +113,18 @@ def install(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
     def decorate(hook: Callable[..., Any]) -> None:
         if getattr(original, "_kde_hook", False):
             return
+        noted = Hook(owner, name, f"{original.__module__.replace('.', '/')}.py")
+        HOOKS.append(noted)
 
         @functools.wraps(original)
         def hooked(*args: Any, **kwargs: Any) -> Any:
             step = getattr(thread, "step", None)
-            return original(*args, **kwargs) if step is None else hook(original, step, *args, **kwargs)
+            if step is None:
+                return original(*args, **kwargs)
+            receipts = getattr(step, "receipts", None)
+            if receipts is not None:
+                receipts.add(str(noted))
+            return hook(original, step, *args, **kwargs)
 
         hooked._kde_hook = True  # type: ignore[attr-defined]
         setattr(owner, name, hooked)

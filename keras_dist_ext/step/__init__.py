@@ -29,6 +29,7 @@ In reading order:
     all_rows          what a step does for these
     logs              the metrics of a step
     pass_through      what Keras gets where nothing is shared
+    receipts          whether Keras still calls what is answered here
     virtual_replicas  several replicas, one after the other, on one device
     suspendable_thread  how one waits for the others
     xla, graphs       what is compiled by XLA, and what runs as a graph

@@ -44,6 +44,7 @@ from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.metric_state import MetricState
 from keras_dist_ext.step.nan_guard import ReplicaGuard, StepGuard
 from keras_dist_ext.step.observer import StepObserver
+from keras_dist_ext.step.receipts import check_hooks
 from keras_dist_ext.step.recorder import StepNote
 from keras_dist_ext.step.reduce import as_float, scale
 from keras_dist_ext.step.reducers import Reducer, reducer_of
@@ -86,6 +87,7 @@ class ReplicaStep:
         results: of metrics that the step has computed, by the tensor's id.
         weights: of the replica's rows.
         all_rows: the rows of the global batch, for code that asks for them.
+        receipts: the hooks that Keras and TensorFlow have called in it.
 
     Args:
         model: the Keras model.
@@ -106,7 +108,9 @@ class ReplicaStep:
         *,
         first_row: int | tf.Tensor | None = None,
     ) -> None:
+        check_hooks()
         options = StepOptions() if options is None else options
+        self.receipts: set[str] = set() if options.plan is None else options.plan.receipts
         self.model = model
         self.kind = options.kind
         self.note = options.note

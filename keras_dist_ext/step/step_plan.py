@@ -57,6 +57,7 @@ class StepPlan:
         inlined: functions of TensorFlow in which they do; both as ``branches.identity_of`` knows them.
         pools_results: whether the step computes with the results of metrics, so that they are those of all replicas.
         extra: what its logs hold that no metric does, of each local replica; None where that is not known.
+        receipts: the hooks that Keras and TensorFlow have called in it (see ``receipts``).
     """
 
     def __init__(self) -> None:
@@ -71,6 +72,7 @@ class StepPlan:
         self.inlined: frozenset[Hashable] = frozenset()
         self.pools_results = False
         self.extra: Sequence[tf.TensorSpec] | None = None
+        self.receipts: set[str] = set()
 
     def call(self, number: int, sources: Sequence[Variable]) -> GradientCall:
         """Return what becomes of the gradients of a call, the first having the number 0.

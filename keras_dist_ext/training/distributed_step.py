@@ -27,6 +27,7 @@ from keras_dist_ext.step.lone_replica import LoneReplica, is_first_of_worker
 from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.measured_exponents import MOST_ROWS, learn_exponents
 from keras_dist_ext.step.observer import StepObserver
+from keras_dist_ext.step.receipts import check_step
 from keras_dist_ext.step.recorder import StepNote, now, when_updated
 from keras_dist_ext.step.reducers import Reducer, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
@@ -88,6 +89,7 @@ class DistributedStep:
         self.buffer = StepBuffer(self.devices, gradient_norm=self._records_norm) if self._runtime.recorders else None
         self._guard = self._runtime.guard if kind == "train" else None
         self.loops = False  # whether what is traced makes several steps
+        self._is_received = False  # whether it was seen that it calls the hooks of Keras' own steps
         self.first_batch: Callable[[], StepData] | None = None
         self.observer = StepObserver()
         self._plan: StepPlan = self._runtime.plans.setdefault(kind, StepPlan())
@@ -372,6 +374,9 @@ class DistributedStep:
         """End a step that has given logs; see ``run_user_step``."""
         if step.note is not None:
             step.note.end(step.replica_id, data.num_rows(batch), logs)
+        if not self._is_received:
+            check_step(self.model, self.kind, step.receipts)
+            self._is_received = True
         returned = tree.flatten(logs)
         if self._logs.are_plain:
             logs = {}
