@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from tensorflow.core.framework.function_pb2 import FunctionDef
-from tensorflow.core.framework.graph_pb2 import GraphDef
-from tensorflow.core.framework.node_def_pb2 import NodeDef
 
 from keras_dist_ext.aliases import SpecNest
 
 __all__ = [
     "GraphDef",
     "NodeDef",
-    "FunctionDef",
     "dataset_graph",
     "iterator_state",
     "has_unseeded_shuffle",
@@ -36,6 +32,9 @@ __all__ = [
     "auto_shard",
     "local_datasets",
 ]
+
+GraphDef: TypeAlias = tf.compat.v1.GraphDef
+NodeDef: TypeAlias = tf.compat.v1.NodeDef
 
 
 def dataset_graph(dataset: tf.data.Dataset) -> GraphDef | None:

@@ -14,13 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import random as tf_random
-from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as loss_module
 from keras.src.losses import losses as losses_module
-from keras.src.metrics import reduction_metrics
-from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import cond as cond_module
@@ -93,7 +89,7 @@ def _(original: Callable[..., Any], step: Step, *args: Any, **kwargs: Any) -> An
 
 
 # keras/src/metrics/reduction_metrics.py
-@install(reduction_metrics.Mean, "update_state")
+@install(keras.metrics.Mean, "update_state")
 def _(
     original: Callable[..., Any], step: Step, metric: keras.Metric, values: tf.Tensor, sample_weight: TensorNest = None
 ) -> Any:
@@ -101,7 +97,7 @@ def _(
     return original(metric, values, sample_weight=sample_weight)
 
 
-@install(reduction_metrics.Sum, "update_state")
+@install(keras.metrics.Sum, "update_state")
 def _(
     original: Callable[..., Any], step: Step, metric: keras.Metric, values: tf.Tensor, sample_weight: TensorNest = None
 ) -> Any:
@@ -110,7 +106,7 @@ def _(
 
 
 # keras/src/optimizers/base_optimizer.py, loss_scale_optimizer.py
-for _optimizer_class in (base_optimizer.BaseOptimizer, loss_scale_optimizer.LossScaleOptimizer):
+for _optimizer_class in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
 
     @install(_optimizer_class, "apply")
     def _(
@@ -128,7 +124,7 @@ for _optimizer_class in (base_optimizer.BaseOptimizer, loss_scale_optimizer.Loss
 
 
 # keras/src/backend/tensorflow/optimizer.py: the step has summed the gradients already.
-@install(tf_optimizer.TFOptimizer, "_all_reduce_sum_gradients")
+@install(keras.optimizers.Optimizer, "_all_reduce_sum_gradients")
 def _(
     original: Callable[..., Any], step: Step, optimizer: keras.optimizers.Optimizer, grads_and_vars: TensorNest
 ) -> Any:
@@ -246,7 +242,7 @@ def _(original: Callable[..., Any], step: Step, tape: tf.GradientTape, *args: An
 
 
 # keras/src/backend/tensorflow/trainer.py: what it differentiates goes into the optimizer.
-_KERAS_STEP = tf_trainer.TensorFlowTrainer.train_step.__code__
+_KERAS_STEP = keras.Model.train_step.__code__
 
 
 # tensorflow/python/ops/nn_impl_distribute.py: these divide by the number of replicas, over which steps here are means.

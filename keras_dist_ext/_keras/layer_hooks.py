@@ -12,7 +12,6 @@ from keras.src.layers.convolutional.base_conv import BaseConv
 from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
 from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv
 from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv
-from keras.src.layers.convolutional.conv1d import Conv1D
 from keras.src.layers.pooling.base_pooling import BasePooling
 from tensorflow.python.ops import ctc_ops
 
@@ -33,7 +32,14 @@ for _op_name in ("conv", "conv_transpose", "depthwise_conv", "separable_conv", "
 
 
 # keras/src/layers/convolutional, pooling: around the whole layer, so that TensorFlow still fuses it with its bias.
-for _layer_class in (Conv1D, BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv, BasePooling):
+for _layer_class in (
+    keras.layers.Conv1D,
+    BaseConv,
+    BaseConvTranspose,
+    BaseDepthwiseConv,
+    BaseSeparableConv,
+    BasePooling,
+):
 
     @install(_layer_class, "call")
     def _(original: Callable[..., Any], step: Step, layer: keras.Layer, inputs: TensorNest) -> Any:

@@ -41,14 +41,14 @@ def make_mirrored(devices: Sequence[str]) -> tf.distribute.MirroredStrategy:
     2.21), so those of two and of four GPUs in one process meet in one group, and fail: "is joining a group with size 4,
     but that group has size 2" (tensorflow#62790). TensorFlow's own tests set where the numbers begin, as is done here.
     """
-    cls = tf.distribute.MirroredStrategy
+    mirrored = tf.distribute.MirroredStrategy
     with _MAKING:
-        before = cls._collective_key_base
-        cls._collective_key_base = _KEYS_A_STRATEGY * next(_COUNT)
+        before = mirrored._collective_key_base
+        mirrored._collective_key_base = _KEYS_A_STRATEGY * next(_COUNT)
         try:
-            return cls(list(devices))
+            return mirrored(list(devices))
         finally:
-            cls._collective_key_base = before
+            mirrored._collective_key_base = before
 
 
 _MAKING = threading.Lock()

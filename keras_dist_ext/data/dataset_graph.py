@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras.datasets import FunctionDef, GraphDef, NodeDef, dataset_graph
+from keras_dist_ext._keras.datasets import GraphDef, NodeDef, dataset_graph
 
 __all__ = ["MAPS", "DatasetGraph", "Stage", "optimises", "read_graph"]
 
@@ -200,7 +200,7 @@ def read_graph(dataset: tf.data.Dataset) -> DatasetGraph | None:
     return DatasetGraph(proto, stages)
 
 
-def _stage(node: NodeDef, nodes: Mapping[str, NodeDef], functions: Mapping[str, FunctionDef]) -> Stage:
+def _stage(node: NodeDef, nodes: Mapping[str, NodeDef], functions: Mapping[str, Any]) -> Stage:
     kind, is_parallel = _kind(node.op)
     inputs = [nodes[_name(name)] for name in node.input if _name(name) in nodes]
     return Stage(
@@ -245,7 +245,7 @@ def _num_strings(node: NodeDef) -> int:
     return math.prod(dim.size for dim in tensor.tensor_shape.dim)
 
 
-def _function_ops(node: NodeDef, functions: Mapping[str, FunctionDef], seen: set[str]) -> Iterator[str]:
+def _function_ops(node: NodeDef, functions: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
     called = [value.func.name for value in node.attr.values() if value.WhichOneof("value") == "func"]
     called += [func.name for value in node.attr.values() for func in value.list.func]
     if node.op in functions:
