@@ -7,6 +7,8 @@ Nothing here imports TensorFlow when it is imported. In reading order:
     tasks, cores   each process' task and address, and its share of the CPUs
     process_group  the processes of one launch, which end together
     process        one of them: its output, its end
+    host           what a launch needs of the place where they run
+    local_host     this machine as that place
     orphans        what processes leave behind
     worker         what runs in it
     heartbeat      what a worker reports of its steps: ``kde.heartbeat``

@@ -4,7 +4,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from keras_dist_ext.cluster.hang_report import describe, is_stopped, progress
+from keras_dist_ext.cluster.hang_report import describe, progress
 from keras_dist_ext.cluster.process import Process, code_text
 
 __all__ = ["Failure"]
@@ -67,11 +67,11 @@ class Failure:
         if code == -signal.SIGKILL:
             reason += ", which the launch did not send; often it means that memory ran out (see dmesg)"
         elif process.exit_code == 0:
-            reason = f"{process.name} ended before {'its function returned' if process.outcome else 'the chief did'}"
+            reason = f"{process.name} ended before {'its function returned' if process.calls else 'the chief did'}"
         stopped = "".join(
             f" {other.name} was stopped, as by SIGSTOP{progress(other.heartbeat)}."
             for other in others
-            if is_stopped(other)
+            if other.is_stopped
         )
         ended = {0: "", 1: " The launch ended the other process."}
         return cls(

@@ -4,14 +4,12 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from keras_dist_ext.cluster import worker
-from keras_dist_ext.cluster.heartbeat import STACKS_SIGNAL, Activity, Heartbeat, stacks_path
+from keras_dist_ext.cluster.heartbeat import Activity, Heartbeat
 from keras_dist_ext.cluster.process import Process, code_text
 
-__all__ = ["describe", "is_stopped", "progress"]
+__all__ = ["describe", "progress"]
 
 _LOOK_SECONDS = 0.5  # in which a process that computes uses its CPU, and one that is asked writes its stacks
 _MOST_SECONDS = 6.0  # until stacks are there that a busy machine holds up
@@ -30,25 +28,25 @@ def describe(processes: Sequence[Process]) -> tuple[str, str]:
     It takes about half a second, to see which compute and which wait, and more where a busy machine delays the
     stacks.
     """
-    before = {process.pid: _cpu_seconds(process.pid) for process in processes}
+    before = [process.hosted.look().cpu_seconds for process in processes]
     began = time.monotonic()
-    asked = [process for process in processes if _ask_for_stacks(process)]
+    asked = [process for process in processes if process.hosted.ask_for_stacks()]
     stacks_before: list[str] = []
     while True:
         time.sleep(0.05)
         seconds = time.monotonic() - began
-        stacks_now = [_stacks_of(process) for process in asked]
+        stacks_now = [process.hosted.stacks() for process in asked]
         is_there = all(stacks_now) and stacks_now == stacks_before  # they are written thread by thread
         stacks_before = stacks_now
         if seconds >= _MOST_SECONDS or (seconds >= _LOOK_SECONDS and is_there):
             break
     heartbeats = [process.heartbeat for process in processes]
-    used = {process.pid: _cpu_seconds(process.pid) - before[process.pid] for process in processes}
+    used = [process.hosted.look().cpu_seconds - seconds for process, seconds in zip(processes, before, strict=True)]
     activities = [
-        f"{process.name} {_activity(process, heartbeats, is_idle=used[process.pid] < _IDLE_SHARE * seconds)}"
-        for process in processes
+        f"{process.name} {_activity(process, heartbeats, is_idle=cpu_seconds < _IDLE_SHARE * seconds)}"
+        for process, cpu_seconds in zip(processes, used, strict=True)
     ]
-    stacks = "".join(f"\n  {process.name}:{_shown(_stacks_of(process))}" for process in processes)
+    stacks = "".join(f"\n  {process.name}:{_shown(process.hosted.stacks())}" for process in processes)
     return ", ".join(activities), stacks
 
 
@@ -56,7 +54,7 @@ def _activity(process: Process, heartbeats: Sequence[Heartbeat], *, is_idle: boo
     last = process.heartbeat
     if process.exit_code is not None:
         return f"ended with {code_text(process.exit_code)}{progress(last)}"
-    if is_stopped(process):
+    if process.is_stopped:
         return f"is stopped, as by SIGSTOP,{progress(last) or ' before its first step'}"
     if last.waits:
         return f"waits in an all-reduce at step {last.finished + 1}"
@@ -79,50 +77,6 @@ def _activity(process: Process, heartbeats: Sequence[Heartbeat], *, is_idle: boo
     }.get(Activity(last.activity), "has not made a step yet")
 
 
-def _cpu_seconds(pid: int) -> float:
-    import psutil
-
-    try:
-        times = psutil.Process(pid).cpu_times()
-        return float(times.user + times.system)
-    except psutil.Error:
-        return 0.0
-
-
-def is_stopped(process: Process) -> bool:
-    """Whether a process is held by a signal such as SIGSTOP: the others see no more of it than that it is silent."""
-    import psutil
-
-    try:
-        return process.exit_code is None and bool(psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
-    except psutil.Error:
-        return False
-
-
-# Stacks
-
-
-def _ask_for_stacks(process: Process) -> bool:
-    """Have a worker write its stacks, if it can; whoever else has its process number by now is left alone."""
-    heartbeat = process.heartbeat
-    if not heartbeat.has_stacks or process.exit_code is not None or is_stopped(process):
-        return False
-    with suppress(OSError):
-        if os.getsid(heartbeat.pid) == process.pid:
-            os.kill(heartbeat.pid, STACKS_SIGNAL)
-            return True
-    return False
-
-
-def _stacks_of(process: Process) -> str:
-    if process.heartbeat_file is None:
-        return ""
-    try:
-        return stacks_path(process.heartbeat_file).read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 def _shown(dump: str) -> str:
     """Return what faulthandler has written as Python shows it: the main thread, and others that do something."""
     threads = [_frames(part) for part in dump.strip().split("\n\n")]
@@ -136,9 +90,10 @@ def _shown(dump: str) -> str:
 def _frames(thread: str) -> list[tuple[str, str, str]]:
     """Return file, line and function of a thread's calls, the innermost first, but for those that launch has added."""
     frames: list[tuple[str, str, str]] = _FRAME.findall(thread)
-    return [frame for frame in frames if frame[0] not in ("<string>", worker.__file__)]
+    return [frame for frame in frames if frame[0] != "<string>" and not frame[0].endswith(_BOOT)]
 
 
+_BOOT = os.path.join("keras_dist_ext", "cluster", "worker.py")  # wherever a worker has it
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
 
 

@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from keras_dist_ext import arguments
-from keras_dist_ext.cluster import worker
 from keras_dist_ext.cluster.command import (
     MOST_THREADS,
     check_counts,
@@ -44,10 +43,11 @@ from keras_dist_ext.cluster.command import (
     program_for,
 )
 from keras_dist_ext.cluster.cores import fair_shares, usable_cpus
+from keras_dist_ext.cluster.local_host import LocalHost
 from keras_dist_ext.cluster.process import Process, code_text, show
 from keras_dist_ext.cluster.process_group import Failure, ProcessGroup
 from keras_dist_ext.cluster.signals import caught_signals
-from keras_dist_ext.cluster.tasks import cluster, tf_config
+from keras_dist_ext.cluster.tasks import tf_config
 from keras_dist_ext.errors import LaunchError
 
 __all__ = ["launch", "LaunchResult", "WorkerRun", "WorkerFailed"]
@@ -247,8 +247,8 @@ class _Attempt:
     def run(self, restart: int, signals: Sequence[int]) -> _Outcome:
         """Start all processes, and see them to their end."""
         with ExitStack() as stack:
-            tasks = stack.enter_context(cluster(self.num_workers, self.num_ps))
-            group = stack.enter_context(ProcessGroup(self.stream, self.log_dir, appends=restart > 0))
+            group = stack.enter_context(ProcessGroup(LocalHost(), self.stream, self.log_dir, appends=restart > 0))
+            tasks = group.reserve(self.num_workers, self.num_ps)
             for number, task in enumerate(tasks):
                 own = {"TF_CONFIG": tf_config(task, tasks), RESTART: str(restart)}
                 group.start(
@@ -276,9 +276,9 @@ def _signal_came(signals: Sequence[int], seconds: float) -> bool:
 
 def _run(process: Process, group: ProcessGroup, ended_by_launch: bool) -> WorkerRun:
     value = None
-    if process.outcome and process.exit_code == 0 and process.failure_code is None:
+    if process.calls and process.exit_code == 0 and process.failure_code is None:
         try:
-            value = worker.read_value(process.outcome)
+            value = process.value()
         except Exception as error:
             raise LaunchError(
                 f"What the function returned on {process.name} cannot be read here ({error!r}). Return numbers, "

@@ -1,37 +1,34 @@
-"""Start one process in a session of its own, read what it prints line by line, and end it."""
+"""One process of a launch: what it prints, line by line, and what is known of it."""
 
 import codecs
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from keras_dist_ext.cluster.heartbeat import Activity, Heartbeat, HeartbeatReader
-from keras_dist_ext.cluster.worker import failed_code
+from keras_dist_ext.cluster import worker
+from keras_dist_ext.cluster.heartbeat import Heartbeat
+from keras_dist_ext.cluster.host import HostedProcess, State
 from keras_dist_ext.errors import LaunchError
 
 __all__ = ["Process", "show", "code_text"]
 
 
 class Process:
-    """One process of a launch. It has a `fileno`, so that selectors can wait for its output.
+    """One process of a launch, wherever it runs: what it has printed and done, and since when.
 
     Args:
         name: "worker 0"; each line that is shown starts with it.
-        command: what to run.
-        environ: its whole environment.
-        outcome: where a function leaves its value, see `worker`; None for other commands.
+        start: starts it.
+        calls: whether it runs a function.
         log: keeps the output, byte for byte.
         appends: whether the log keeps what it has.
         stream: shows the output.
         colour: an ANSI colour for the name, 0 for none.
-        heartbeat_file: where the process reports what it does, see `heartbeat`; None where nobody reads it.
 
     Raises:
         LaunchError: it cannot be started, or the log cannot be opened.
@@ -40,101 +37,63 @@ class Process:
     def __init__(
         self,
         name: str,
-        command: Sequence[str],
-        environ: Mapping[str, str],
+        start: Callable[[], HostedProcess],
         *,
-        outcome: Path | None = None,
+        calls: bool = False,
         log: Path | None = None,
         appends: bool = False,
         stream: IO[str] | None = None,
         colour: int = 0,
-        heartbeat_file: Path | None = None,
     ):
-        self.name, self.outcome, self.log, self.heartbeat_file = name, outcome, log, heartbeat_file
-        self.exit_code: int | None = None  # as subprocess has it, -n for signal n; None while it runs
-        self.failure_code: int | None = None  # known before the end where a function fails
+        self.name, self.calls, self.log = name, calls, log
         self.seconds = 0.0
-        self.heartbeat = Heartbeat()  # what it has reported last
-        self._reader = HeartbeatReader(heartbeat_file) if heartbeat_file else None
+        self._state = State()
         self._log = _Log(log, appends) if log else None
         self._lines = _Lines(f"\x1b[{colour}m[{name}]\x1b[0m " if colour else f"[{name}] ", stream)
         self._started = self._spoke = self._last_step = time.monotonic()
-        try:
-            self._popen = subprocess.Popen(
-                command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except (OSError, ValueError) as error:  # too long, no more processes or files, a NUL in it
-            raise LaunchError(f"{name} cannot be started: {error}") from error
-        assert self._popen.stdout is not None
-        self._pipe = self._popen.stdout
+        self.hosted = start()
 
     @property
-    def pid(self) -> int:
-        """The process, its group and its session."""
-        return self._popen.pid
+    def exit_code(self) -> int | None:
+        """As subprocess has it, -n for signal n; None while it runs."""
+        return self._state.exit_code
 
-    def fileno(self) -> int:
-        """Return the descriptor of its output."""
-        return self._pipe.fileno()
+    @property
+    def failure_code(self) -> int | None:
+        """The exit code of a failure; known before the end where a function fails."""
+        return self._state.failure_code
 
-    def read(self) -> bool:
-        """Take what it has printed; False when its output has ended."""
-        data = os.read(self.fileno(), 1 << 16)
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """What it has reported last."""
+        return self._state.heartbeat
+
+    def take(self, data: bytes) -> None:
+        """Take what it has printed; nothing at the end of its output."""
         if data:
             self._spoke = time.monotonic()
         if self._log:
             self._log.write(data)
         self._lines.add(data)
-        return bool(data)
 
     def poll(self) -> None:
         """See whether it has ended or failed."""
         if self.exit_code is not None:
             return
-        self.exit_code = self._popen.poll()
+        before, self._state = self._state, self.hosted.poll()
         self.seconds = time.monotonic() - self._started
-        self._read_heartbeat()
-        if self.failure_code is None and self.outcome is not None:
-            self.failure_code = failed_code(self.outcome)
-            if self.exit_code == 0 and not self.outcome.exists():
-                self.failure_code = 1  # os._exit(0): the function never returned
-        if self.failure_code is None and self.heartbeat.activity == Activity.FAILED and self.heartbeat.pid == self.pid:
-            self.failure_code = 1  # an exception that nobody caught, of a script
-        self.failure_code = self.failure_code or self.exit_code or None
-
-    def _read_heartbeat(self) -> None:
-        if self._reader is not None:
-            heartbeat, self.heartbeat = self.heartbeat, self._reader.read()
-            if heartbeat.number != self.heartbeat.number:
-                self._last_step = time.monotonic()
+        if before.heartbeat.number != self.heartbeat.number:
+            self._last_step = time.monotonic()
 
     @property
     def seconds_without_step(self) -> float:
         """How long ago it finished a step, or began."""
         return time.monotonic() - self._last_step
 
-    def ask(self, signum: int) -> None:
-        """Ask it to end: the process that trains, so that it can save, or else all of its group.
-
-        What that process has started, such as workers that load its data, is needed until it has saved.
-        """
-        pid = self.heartbeat.pid
-        with suppress(OSError):
-            if pid and self.exit_code is None and os.getsid(pid) == self.pid:
-                os.kill(pid, signum)
-                return
-        self.send(signum)
-
-    def send(self, signum: int) -> None:
-        """Send a signal to the process and those of its group, unless it has ended."""
-        if self.exit_code is None:
-            with suppress(ProcessLookupError, PermissionError):  # macOS refuses where Linux finds nothing
-                os.killpg(self.pid, signum)
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is held by a signal such as SIGSTOP: the others see no more of it than that it is silent."""
+        return self.exit_code is None and self.hosted.look().is_stopped
 
     @property
     def doing(self) -> str:
@@ -148,15 +107,16 @@ class Process:
         """Its last traceback and what came after, or its last lines."""
         return self._lines.tail()
 
+    def value(self) -> Any:
+        """Return what its function returned.
+
+        Raises:
+            FileNotFoundError: it ended before the function returned.
+        """
+        return worker.read_value(self.hosted.value())
+
     def close(self) -> None:
-        """End the process if need be, and close what belongs to it."""
-        self.send(signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # stuck in the kernel: nothing more can be done
-            self._popen.wait(5)
-        self._pipe.close()
-        if self._reader:
-            self._reader.close()
-            self._reader = None
+        """Close what is here of it."""
         if self._log:
             self._log.close()
 

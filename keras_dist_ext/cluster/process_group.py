@@ -1,23 +1,16 @@
 """Run the processes of one launch as one: started together, watched, ended together."""
 
 import os
-import selectors
 import signal
-import subprocess
-import tempfile
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from keras_dist_ext.cluster import worker
 from keras_dist_ext.cluster.failure import Failure
-from keras_dist_ext.cluster.hang_report import is_stopped
-from keras_dist_ext.cluster.heartbeat import make_heartbeat_file
-from keras_dist_ext.cluster.orphans import Orphans
+from keras_dist_ext.cluster.host import Host, HostedProcess
 from keras_dist_ext.cluster.process import Process
+from keras_dist_ext.cluster.tasks import Task
 from keras_dist_ext.errors import LaunchError
 
 __all__ = ["ProcessGroup", "Failure"]
@@ -27,6 +20,7 @@ class ProcessGroup:
     """All processes of a launch. Leaving the context ends what still runs, and whatever that has started.
 
     Args:
+        host: runs them; not entered yet.
         stream: shows their output; None: nothing does.
         log_dir: keeps their output.
         appends: whether logs keep what they have, from processes that ran before.
@@ -37,18 +31,20 @@ class ProcessGroup:
     DRAIN_SECONDS = 1.0  # for output, after the last process has ended: what it started may hold the pipe open
     STOPPED_SECONDS = 5.0  # by SIGSTOP, while others work: TensorFlow gives up a silent worker after ten
     LOOK_SECONDS = 0.5  # between looks at which are stopped
-    BURY_SECONDS = 1.0  # between looks at which orphans have ended
     KILL_SECONDS = 5.0  # SIGKILL acts at once, but on a process that is stuck in the kernel
 
-    def __init__(self, stream: IO[str] | None, log_dir: str | os.PathLike[str] | None, *, appends: bool = False):
+    def __init__(
+        self, host: Host, stream: IO[str] | None, log_dir: str | os.PathLike[str] | None, *, appends: bool = False
+    ):
+        self._host = host
         self.working: list[Process] = []  # those that run the user's command or function
         self.serving: list[Process] = []  # those that run TensorFlow's server
         self._stream = stream
         self._log_dir = None if log_dir is None else Path(log_dir)
         self._appends = appends
-        self._selector = selectors.DefaultSelector()
+        self._speaking: dict[HostedProcess, Process] = {}  # those whose output has not ended
         self._stopped: dict[Process, float] = {}  # and since when
-        self._looked = self._buried = 0.0
+        self._looked = 0.0
 
     @property
     def processes(self) -> list[Process]:
@@ -61,66 +57,38 @@ class ProcessGroup:
                 self._log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(f"log_dir={str(self._log_dir)!r} cannot be made: {error}") from error
-        self._guard = _Guard()
-        self._orphans = Orphans()
+        self._host.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._host.__exit__(None, None, None)
         for process in self.processes:
             process.close()
-        self._selector.close()
-        self._guard.close()
-        self._orphans.end(self._started)
 
-    @property
-    def _started(self) -> set[int]:
-        return {self._guard.pid, *(process.pid for process in self.processes)}
+    def reserve(self, num_workers: int, num_ps: int = 0) -> list[Task]:
+        """Give each task of a cluster an address."""
+        return self._host.reserve(num_workers, num_ps)
 
     def start(
         self, name: str, work: Sequence[str] | bytes | None, environ: Mapping[str, str], cpus: Sequence[int] = ()
     ) -> None:
-        """Start a process that runs a command, a packed call, or (None) TensorFlow's server.
-
-        Args:
-            name: such as "worker 0".
-            work: see above.
-            environ: its whole environment.
-            cpus: that it may use; none for all.
+        """Start a process that runs a command, a packed call, or (None) TensorFlow's server: see `Host.start`.
 
         Raises:
-            LaunchError: its log cannot be written.
+            LaunchError: it cannot be started, or its log cannot be written.
         """
-        file_name, outcome, heartbeat_file = name.replace(" ", "-"), None, None
-        if work is None:
-            program = worker.command_line("serve", cpus=cpus)
-        else:
-            heartbeat_file = self._guard.folder / f"{file_name}.heartbeat"
-            if isinstance(work, bytes):
-                outcome = self._guard.folder / f"{file_name}.value"
-                mode, words = "call", [self._guard.file(work), str(outcome)]
-            else:
-                mode, words = "exec", [*work]
-            program = worker.command_line(mode, *words, heartbeat_file=str(heartbeat_file), cpus=cpus)
         in_colour = self._stream is not None and self._stream.isatty() and "NO_COLOR" not in environ
-        if heartbeat_file is not None:
-            try:
-                make_heartbeat_file(heartbeat_file)
-            except OSError as error:
-                raise _no_room(lambda: self._guard.folder.parent, error) from error
         process = Process(
             name,
-            program,
-            self._guard.marked(environ),
-            outcome=outcome,
-            log=self._log_dir and self._log_dir / f"{file_name}.log",
+            lambda: self._host.start(name, work, environ, cpus),
+            calls=isinstance(work, bytes),
+            log=self._log_dir and self._log_dir / f"{name.replace(' ', '-')}.log",
             appends=self._appends,
             stream=self._stream,
             colour=31 + len(self.processes) % 6 if in_colour else 0,
-            heartbeat_file=heartbeat_file,
         )
         (self.serving if work is None else self.working).append(process)
-        self._guard.watch(process.pid)
-        self._selector.register(process, selectors.EVENT_READ)
+        self._speaking[process.hosted] = process
 
     def watch(
         self, signals: Sequence[int], deadline: float | None, hang_seconds: float | None = None
@@ -163,7 +131,7 @@ class ProcessGroup:
         now = time.monotonic()
         if len(self.working) > 1 and now - self._looked > self.LOOK_SECONDS:
             self._looked = now
-            self._stopped = {p: self._stopped.get(p, now) for p in running if is_stopped(p)}
+            self._stopped = {p: self._stopped.get(p, now) for p in running if p.is_stopped}
         some = 0 < len(self._stopped) < len(self.working)
         return next((p for p, since in self._stopped.items() if some and now - since > self.STOPPED_SECONDS), None)
 
@@ -178,11 +146,11 @@ class ProcessGroup:
         A process gets the signal that came in, else SIGTERM, and SIGKILL after the grace or at a further signal.
         """
         running = [process for process in self.processes if process.exit_code is None and process.failure_code is None]
-        self._guard.look()
+        self._host.foresee_end()
         self._end(self.working, signals[0] if signals else signal.SIGTERM, grace_seconds, signals)
         self._end(self.serving, signal.SIGKILL, 0, signals)
         deadline = time.monotonic() + self.DRAIN_SECONDS
-        while self._selector.get_map() and time.monotonic() < deadline:
+        while self._speaking and time.monotonic() < deadline:
             self.pump()
         for process in self.processes:
             process.finish_output()
@@ -191,86 +159,21 @@ class ProcessGroup:
     def _end(self, processes: Sequence[Process], signum: int, grace_seconds: float, signals: Sequence[int]) -> None:
         for process in processes:
             if process.failure_code is None:  # one that failed is ending by itself
-                process.ask(signum)
+                process.hosted.ask(signum)
         deadline, num_signals = time.monotonic() + grace_seconds, len(signals)
         while any(process.exit_code is None for process in processes):
             self.pump()
             if time.monotonic() > deadline or len(signals) > num_signals:
                 for process in processes:
-                    process.send(signal.SIGKILL)
+                    process.hosted.send(signal.SIGKILL)
             if time.monotonic() > deadline + self.KILL_SECONDS:
                 return
 
     def pump(self, seconds: float = POLL_SECONDS) -> None:
         """Pass on what the processes print, waiting so long for some of it, and see which have ended."""
-        for key, _ in self._selector.select(seconds):
-            if isinstance(key.fileobj, Process) and not key.fileobj.read():
-                self._selector.unregister(key.fileobj)
+        for hosted, data in self._host.read(seconds):
+            self._speaking[hosted].take(data)
+            if not data:
+                del self._speaking[hosted]
         for process in self.processes:
             process.poll()
-        if time.monotonic() - self._buried > self.BURY_SECONDS:
-            self._buried = time.monotonic()
-            self._orphans.bury(self._started)
-
-
-def _no_room(folder: Callable[[], object], error: OSError) -> LaunchError:
-    """Say that the temporary folder cannot be used."""
-    try:
-        where = f" in {folder()}"
-    except OSError:
-        where = ""
-    return LaunchError(
-        f"The launch needs a small temporary folder for what passes between it and the workers, and cannot write one"
-        f"{where}: {error.strerror or error}. Make room there, or set TMPDIR to another folder."
-    )
-
-
-class _Guard:
-    """A process that ends what is left of a launch, and its temporary folder, when the launcher is done or dead."""
-
-    def __init__(self) -> None:
-        self._launch_id = uuid.uuid4().hex
-        try:
-            self.folder = Path(tempfile.mkdtemp(prefix="keras_dist_ext-"))  # what passes between launcher and workers
-        except OSError as error:
-            raise _no_room(tempfile.gettempdir, error) from error
-        self._process = subprocess.Popen(
-            worker.command_line("guard", self._launch_id, str(self.folder)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            bufsize=0,
-        )
-        self.pid = self._process.pid
-        assert self._process.stdin is not None
-        self._pipe = self._process.stdin
-
-    def file(self, call: bytes) -> str:
-        """Put a packed call where the workers find it."""
-        path = self.folder / "call"
-        if not path.exists():
-            try:
-                path.write_bytes(call)
-            except OSError as error:
-                raise _no_room(lambda: self.folder.parent, error) from error
-        return str(path)
-
-    def marked(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return an environment by which a process is found that leaves its session."""
-        outer = environ.get(worker.LAUNCH_IDS, "")
-        return {**environ, worker.LAUNCH_IDS: f"{outer} {self._launch_id}".strip()}
-
-    def watch(self, session: int) -> None:
-        """Have all processes of a session ended."""
-        self._pipe.write(f"{session}\n".encode())
-
-    def look(self) -> None:
-        """Have it see what all processes have started, before they end."""
-        with suppress(OSError):
-            self._pipe.write(b"\n")
-
-    def close(self) -> None:
-        """Have all ended now, and wait for it."""
-        self._pipe.close()
-        self._process.wait()

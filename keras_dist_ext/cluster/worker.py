@@ -202,14 +202,10 @@ def failed_code(outcome: Path) -> int | None:
         return None
 
 
-def read_value(outcome: Path) -> Any:
-    """Return what the function returned.
-
-    Raises:
-        FileNotFoundError: the process ended before the function returned.
-    """
+def read_value(pickled: bytes) -> Any:
+    """Return what the function returned."""
     sys.modules.setdefault(_MAIN, sys.modules["__main__"])  # where a class of the user's script now comes from
-    return pickle.loads(outcome.read_bytes())
+    return pickle.loads(pickled)
 
 
 def _guard(launch_id: str, folder: str) -> None:

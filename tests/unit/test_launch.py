@@ -556,7 +556,7 @@ def test_a_temporary_folder_without_room_is_an_error(place, temporary, monkeypat
     elif place == "call":
         monkeypatch.setattr(Path, "write_bytes", full)
     else:
-        monkeypatch.setattr("keras_dist_ext.cluster.process_group.make_heartbeat_file", full)
+        monkeypatch.setattr("keras_dist_ext.cluster.local_host.make_heartbeat_file", full)
     with pytest.raises(kde.LaunchError, match=r"cannot write one in .*: No space left on device\. Make room there"):
         run(1, say, args=("hi",))
 

@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
-from keras_dist_ext.cluster import worker
 from keras_dist_ext.cluster.failure import Failure
+from keras_dist_ext.cluster.local_host import LocalHost
 from keras_dist_ext.cluster.process import Process
 from keras_dist_ext.cluster.process_group import ProcessGroup
-from keras_dist_ext.cluster.tasks import cluster, tf_config
+from keras_dist_ext.cluster.tasks import tf_config
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner.processes.process_role import ProcessRole
 
@@ -84,8 +84,8 @@ class WorkerGroup:
         log_dir, appends = self._output.log_dir, self.num_starts > 1
         num_processes = len(self._environs)
         with ExitStack() as stack:
-            tasks = stack.enter_context(cluster(num_processes, 0)) if num_processes > 1 else []
-            group = stack.enter_context(ProcessGroup(self._output.stream, log_dir, appends=appends))
+            group = stack.enter_context(ProcessGroup(LocalHost(), self._output.stream, log_dir, appends=appends))
+            tasks = group.reserve(num_processes) if num_processes > 1 else []
             for number, environ in enumerate(self._environs):
                 own = {"TF_CONFIG": tf_config(tasks[number], tasks)} if tasks else {}
                 name = f"{self.name} worker {number}" if tasks else self.name
@@ -100,7 +100,7 @@ class WorkerGroup:
     def kill(self) -> None:
         """Kill them."""
         for process in self.processes:
-            process.send(signal.SIGKILL)
+            process.hosted.send(signal.SIGKILL)
 
     def end(self, signals: Sequence[int] = (), grace_seconds: float = FAILURE_GRACE_SECONDS) -> Failure | None:
         """End what still runs, and all their children, and return the failure, if one of them failed."""
@@ -120,9 +120,9 @@ class WorkerGroup:
         Raises:
             LaunchError: the value cannot be read here.
         """
-        outcome = self.processes[0].outcome
+        first = self.processes[0]
         try:
-            return None if outcome is None else worker.read_value(outcome)
+            return first.value() if first.calls else None
         except Exception as error:
             raise LaunchError(
                 f"What the function returned in the {self.name} cannot be read here ({error!r}). Return numbers, "

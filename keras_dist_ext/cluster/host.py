@@ -1,0 +1,92 @@
+"""What a launch needs of the place where its processes run: this machine, or a cluster."""
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import NamedTuple, Protocol
+
+from keras_dist_ext.cluster.heartbeat import Heartbeat
+from keras_dist_ext.cluster.tasks import Task
+
+__all__ = ["Host", "HostedProcess", "Look", "State"]
+
+
+class State(NamedTuple):
+    """What is known of a process without asking it."""
+
+    exit_code: int | None = None  # as subprocess has it, -n for signal n; None while it runs
+    failure_code: int | None = None  # known before the end where a function fails, or a script by an exception
+    heartbeat: Heartbeat = Heartbeat()  # what it has reported last
+
+
+class Look(NamedTuple):
+    """What the operating system says of a process."""
+
+    is_stopped: bool  # held by a signal such as SIGSTOP
+    cpu_seconds: float  # that it has used
+
+
+class HostedProcess(Protocol):
+    """One process, in a session of its own."""
+
+    def poll(self) -> State:
+        """Return its state."""
+
+    def look(self) -> Look:
+        """Have a look at it."""
+
+    def ask(self, signum: int) -> None:
+        """Ask it to end: the process that trains, so that it can save, or else all of its session."""
+
+    def send(self, signum: int) -> None:
+        """Send a signal to all of its session, unless it has ended."""
+
+    def ask_for_stacks(self) -> bool:
+        """Have it write its stacks; False if it cannot."""
+
+    def stacks(self) -> str:
+        """Return those that it has written so far."""
+
+    def value(self) -> bytes:
+        """Return what its function returned, pickled.
+
+        Raises:
+            FileNotFoundError: it ended before the function returned.
+        """
+
+
+class Host(Protocol):
+    """Runs the processes that start and end together. Leaving its context ends them, and whatever they have started."""
+
+    def __enter__(self) -> "Host": ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+    def reserve(self, num_workers: int, num_ps: int) -> list[Task]:
+        """Give each task of a cluster an address that stays its own.
+
+        Raises:
+            LaunchError: there is not enough for all.
+        """
+
+    def start(
+        self, name: str, work: Sequence[str] | bytes | None, environ: Mapping[str, str], cpus: Sequence[int]
+    ) -> HostedProcess:
+        """Start a process that runs a command, a packed call, or (None) TensorFlow's server.
+
+        Args:
+            name: such as "worker 0".
+            work: see above.
+            environ: its environment.
+            cpus: that it may use; none for all.
+
+        Raises:
+            LaunchError: it cannot be started.
+        """
+
+    def read(self, seconds: float) -> Sequence[tuple[HostedProcess, bytes]]:
+        """Wait so long for output, and return what processes have printed; nothing at its end."""
+
+    def foresee_end(self) -> None:
+        """See what all processes have started, before they end."""
