@@ -12,7 +12,7 @@ which. In the order in which a training script meets them:
     callbacks    RunCallback: what callbacks of several workers or replicas may implement
     monitoring   ReplicaMonitor, EventWriter, JsonLinesWriter, replay, MemoryWriter, TerminalWriter
     diagnosis    ParallelismDoctor, diagnose, certify, Certificate
-    processes    launch, heartbeat
+    processes    launch, RayCluster, heartbeat
     search       tuner, a package
     errors       KerasDistError, and below it BackendError, CallbackError, CertificateError, ClusterError, DataError,
                  LaunchError, LoopError, MonitorError, NonFiniteError, PlacementError, ResumeError, ScopeError,

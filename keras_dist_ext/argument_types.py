@@ -5,6 +5,7 @@ import argparse
 from keras_dist_ext.arguments import LONGEST_SECONDS, MOST_PROCESSES
 
 __all__ = [
+    "amount",
     "count",
     "path",
     "process_count",
@@ -80,6 +81,21 @@ def _integer(text: str, least: int, most: int) -> int:
     if not least <= number <= most:
         bounds = f"from {least} to {most}" if number > most else f">= {least}"
         raise argparse.ArgumentTypeError(f"{text[:100]!r} must be an integer {bounds}")
+    return number
+
+
+def amount(text: str) -> float:
+    """Read how much of a resource, which may be a fraction or none.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number >= 0")
     return number
 
 

@@ -5,9 +5,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from keras_dist_ext import __version__
 from keras_dist_ext.argument_types import (
+    amount,
     count,
     path,
     process_count,
@@ -18,6 +20,9 @@ from keras_dist_ext.argument_types import (
 )
 from keras_dist_ext.errors import KerasDistError, LaunchError
 from keras_dist_ext.examples.demo_options import add_options, given_options
+
+if TYPE_CHECKING:
+    from keras_dist_ext.cluster.ray_host import RayCluster
 
 __all__ = ["main"]
 
@@ -60,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_launch(
         commands.add_parser(
             "launch",
-            help="run a script as the workers of a cluster on this machine",
+            help="run a script as the workers of a cluster, on this machine or on Ray",
             usage="keras-dist-ext launch --workers N [--ps M | --tuner] [option ...] [-m] SCRIPT.py [ARG ...]",
             description="Start a process for each worker, with its TF_CONFIG, and wait. The first that fails, or hangs "
             "for --timeout, ends all; with --max-restarts all start again. SIGTERM and SIGINT go to the workers: when "
@@ -110,6 +115,10 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus-per-trial", type=process_count, metavar="N", help="with --tuner: for each trial (1 a worker)"
     )
+    parser.add_argument("--on", choices=["ray"], help="run on a Ray cluster instead of this machine")
+    parser.add_argument("--address", metavar="A", help="with --on ray: of the cluster, as ray.init takes it (auto)")
+    parser.add_argument("--cpus-per-worker", type=amount, metavar="C", help="with --on ray: Ray's CPUs for each (1)")
+    parser.add_argument("--gpus-per-worker", type=amount, metavar="G", help="with --on ray: GPUs for each (0)")
     parser.add_argument(
         "--max-restarts",
         type=restart_count,
@@ -137,6 +146,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         return _launch_search(arguments)
     if arguments.workers == "auto" or arguments.workers_per_trial or arguments.gpus_per_trial:
         raise LaunchError("--workers auto, --workers-per-trial and --gpus-per-trial are for a search: add --tuner.")
+    on = _ray_cluster(arguments)
     from keras_dist_ext.cluster.launch import launch
     from keras_dist_ext.cluster.signals import caught_signals
 
@@ -151,6 +161,7 @@ def _launch(arguments: argparse.Namespace) -> int:
             grace_seconds=arguments.grace,
             threads_per_worker=arguments.threads,
             affinity=arguments.affinity,
+            on=on,
             log_dir=arguments.log_dir,
             quiet=arguments.quiet,
         )
@@ -159,11 +170,26 @@ def _launch(arguments: argparse.Namespace) -> int:
     return result.exit_code
 
 
+def _ray_cluster(arguments: argparse.Namespace) -> "RayCluster | None":
+    """Return where to launch, None for this machine."""
+    names = ("address", "cpus_per_worker", "gpus_per_worker")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if arguments.on == "ray":
+        from keras_dist_ext.cluster.ray_host import RayCluster
+
+        return RayCluster(**given)
+    if given:
+        raise LaunchError("--address, --cpus-per-worker and --gpus-per-worker are for a Ray cluster: add --on ray.")
+    return None
+
+
 def _command(arguments: argparse.Namespace) -> list[str]:
     return [*(["-m"] if arguments.is_module else []), arguments.script, *arguments.args]
 
 
 def _launch_search(arguments: argparse.Namespace) -> int:
+    if _ray_cluster(arguments):
+        raise LaunchError("--on ray is not for a search, which runs on this machine: leave one of them out.")
     if arguments.ps or arguments.threads or arguments.affinity:
         raise LaunchError("--ps, --threads and --affinity are not for a search: --tuner divides the machine by itself.")
     from keras_dist_ext.cluster.signals import caught_signals

@@ -31,6 +31,7 @@ def program_for(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     environ: Mapping[str, str],
+    pack: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], bytes] = worker.pack_call,
 ) -> list[str] | bytes:
     """Return a command line, or a packed call of a function.
 
@@ -39,6 +40,7 @@ def program_for(
         args: for the function.
         kwargs: for the function.
         environ: of the processes.
+        pack: pickles a call of a function.
 
     Raises:
         LaunchError: it could not run in another process; the message says why.
@@ -49,7 +51,12 @@ def program_for(
     named = {} if kwargs is None else arguments.mapping("kwargs", kwargs, wanted=wanted, error=LaunchError)
     if not all(isinstance(name, str) for name in named):
         arguments.refuse("kwargs", kwargs, wanted, LaunchError)
-    return _packed_call(work, args, named) if callable(work) else _command(work, args, named, environ)
+    if not callable(work):
+        return _command(work, args, named, environ)
+    try:
+        return pack(work, args, named)
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
 
 
 def _command(
@@ -94,13 +101,6 @@ def _check_module(words: Sequence[str], environ: Mapping[str, str]) -> None:
             f"There is no module {words[0]!r} (looked in {os.getcwd()}, PYTHONPATH and what is installed), so no "
             "worker could start."
         )
-
-
-def _packed_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    try:
-        return worker.pack_call(function, args, kwargs)
-    except ValueError as error:
-        raise LaunchError(str(error)) from error
 
 
 def check_counts(**given: tuple[object, int, int]) -> None:

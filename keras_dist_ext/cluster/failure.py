@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from keras_dist_ext.cluster.hang_report import describe, progress
 from keras_dist_ext.cluster.process import Process, code_text
 
-__all__ = ["Failure"]
+__all__ = ["Failure", "NotPlaced"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class Failure:
         """A process failed, or a server ended before the work did."""
         code = process.failure_code or 0
         reason = f"{process.name} failed with {code_text(code)}{progress(process.heartbeat)}"
-        if code == -signal.SIGKILL:
+        if process.lost:
+            reason = f"{process.name} was lost{progress(process.heartbeat)}: {process.lost}"
+        elif code == -signal.SIGKILL:
             reason += ", which the launch did not send; often it means that memory ran out (see dmesg)"
         elif process.exit_code == 0:
             reason = f"{process.name} ended before {'its function returned' if process.calls else 'the chief did'}"
@@ -72,6 +74,11 @@ class Failure:
             f" {other.name} was stopped, as by SIGSTOP{progress(other.heartbeat)}."
             for other in others
             if other.is_stopped
+        )
+        stopped += "".join(
+            f" The node of {other.name} has not answered for {other.silent_seconds:.0f} s."
+            for other in others
+            if other.silent_seconds
         )
         ended = {0: "", 1: " The launch ended the other process."}
         return cls(
@@ -90,3 +97,11 @@ class Failure:
         log = f" (all of them are in {self.process.log})" if self.process.log else ""
         lines = "".join(f"\n  [{self.process.name}] {line}" for line in self.process.last_lines)
         return f"{self.reason} Its last lines{log}:{lines}"
+
+
+class NotPlaced(Exception):
+    """There is no place for the processes of a launch, and nobody waits for one any longer."""
+
+    def __init__(self, failure: Failure):
+        super().__init__(failure.reason)
+        self.failure = failure

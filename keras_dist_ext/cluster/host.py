@@ -1,13 +1,17 @@
 """What a launch needs of the place where its processes run: this machine, or a cluster."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
 from keras_dist_ext.cluster.heartbeat import Heartbeat
 from keras_dist_ext.cluster.tasks import Task
 
-__all__ = ["Host", "HostedProcess", "Look", "State"]
+__all__ = ["Host", "HostedProcess", "Look", "State", "WaitForPlaces"]
+
+# Called now and then while there is no place for all, with the seconds so far and what is missing; raises NotPlaced
+# (see `failure`) to give up.
+WaitForPlaces = Callable[[float, str], None]
 
 
 class State(NamedTuple):
@@ -16,6 +20,8 @@ class State(NamedTuple):
     exit_code: int | None = None  # as subprocess has it, -n for signal n; None while it runs
     failure_code: int | None = None  # known before the end where a function fails, or a script by an exception
     heartbeat: Heartbeat = Heartbeat()  # what it has reported last
+    lost: str = ""  # why it was lost with the place where it ran
+    silent_seconds: float = 0.0  # since that place has not answered, where it should have
 
 
 class Look(NamedTuple):
@@ -64,10 +70,11 @@ class Host(Protocol):
     ) -> None: ...
 
     def reserve(self, num_workers: int, num_ps: int) -> list[Task]:
-        """Give each task of a cluster an address that stays its own.
+        """Give each task of a cluster a place, and an address that stays its own.
 
         Raises:
-            LaunchError: there is not enough for all.
+            LaunchError: there is not enough for all, and never will be.
+            NotPlaced: there is not enough now.
         """
 
     def start(

@@ -25,8 +25,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -43,9 +43,12 @@ from keras_dist_ext.cluster.command import (
     program_for,
 )
 from keras_dist_ext.cluster.cores import fair_shares, usable_cpus
+from keras_dist_ext.cluster.failure import Failure, NotPlaced
+from keras_dist_ext.cluster.host import Host, WaitForPlaces
 from keras_dist_ext.cluster.local_host import LocalHost
 from keras_dist_ext.cluster.process import Process, code_text, show
-from keras_dist_ext.cluster.process_group import Failure, ProcessGroup
+from keras_dist_ext.cluster.process_group import ProcessGroup
+from keras_dist_ext.cluster.ray_host import RayCluster, pack_for_ray, ray_hosts
 from keras_dist_ext.cluster.signals import caught_signals
 from keras_dist_ext.cluster.tasks import tf_config
 from keras_dist_ext.errors import LaunchError
@@ -55,6 +58,7 @@ __all__ = ["launch", "LaunchResult", "WorkerRun", "WorkerFailed"]
 RESTART = "KERAS_DIST_EXT_RESTART"  # environment variable: how often all have started again, from 0
 _FAILURE_GRACE_SECONDS = 2.0  # for workers that may wait in a collective for one that is gone
 _LONGEST_PAUSE_SECONDS = 60.0
+_NOTICE_SECONDS = 10.0  # of waiting for places
 
 
 def launch(
@@ -72,11 +76,12 @@ def launch(
     threads_per_worker: int | None = None,
     affinity: bool = False,
     environ: Mapping[str, str] | None = None,
+    on: RayCluster | None = None,
     log_dir: str | os.PathLike[str] | None = None,
     quiet: bool = False,
     stream: IO[str] | None = None,
 ) -> "LaunchResult":
-    """Run a command or a function as the workers of one cluster on this machine, and wait for the end.
+    """Run a command or a function as the workers of one cluster, on this machine or on Ray, and wait for the end.
 
     SIGINT and SIGTERM are passed on to the workers, which have `grace_seconds` to save and to end, as by
     ``Resume(on_preemption=True)``; a second one ends them at once. Then the signal takes its usual course here:
@@ -107,14 +112,16 @@ def launch(
             TensorFlow's default, where every process makes as many as there are cores it may use.
         affinity: whether to divide the CPUs among the processes: each is tied to a share of its own, and so are its
             threads. Linux only.
-        environ: the environment of the processes, instead of `os.environ`. All of them see the same accelerators.
+        environ: the environment of the processes, instead of `os.environ`. All of them see the same accelerators. On
+            Ray: what is added to the environment of its nodes.
+        on: where the processes run, instead of this machine: see `RayCluster`.
         log_dir: where to keep the output of each, as `worker-0.log` and so on; of all restarts. On a full disk the
             workers continue without it.
         quiet: do not show the output as it comes.
         stream: where to show it, each line with the name of its worker; `sys.stdout` if not given.
 
     Raises:
-        LaunchError: the arguments make no launch, or a function ran out of time.
+        LaunchError: the arguments make no launch, a function ran out of time, or there is no such Ray cluster.
         WorkerFailed: a worker, the first one that did, failed to run the function. A command that fails or runs out of
             time raises nothing: see `exit_code` and `failure` of the result.
     """
@@ -131,9 +138,15 @@ def launch(
     check_output(log_dir, quiet, stream)
     base = environment(environ)
     check_folder()
-    program = program_for(work, args, kwargs, base)
+    if on is None:
+        program = program_for(work, args, kwargs, base)
+    else:
+        _check_on_ray(on, affinity)
+        program = program_for(work, args, kwargs, base, pack_for_ray)
+        base = {} if environ is None else base
     base |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **_thread_settings(threads_per_worker)}
     stream = sys.stdout if stream is None else stream
+    hosts = _local_hosts() if on is None else ray_hosts(on)
     attempt = _Attempt(
         program,
         num_workers,
@@ -145,10 +158,11 @@ def launch(
         grace_seconds=grace_seconds,
         log_dir=log_dir,
         stream=None if quiet else stream,
+        notices=stream,
     )
-    with caught_signals() as signals:
+    with hosts as make_host, caught_signals() as signals:
         for restart in itertools.count():
-            outcome = attempt.run(restart, signals)
+            outcome = attempt.run(make_host, restart, signals)
             if outcome.failure is None or outcome.failure.is_final or restart == max_restarts:
                 break
             longer = 1.0 if outcome.has_made_steps else 2.0**restart
@@ -242,13 +256,17 @@ class _Attempt:
     hang_seconds: float | None
     grace_seconds: float
     log_dir: str | os.PathLike[str] | None
-    stream: IO[str] | None
+    stream: IO[str] | None  # for output
+    notices: IO[str]
 
-    def run(self, restart: int, signals: Sequence[int]) -> _Outcome:
+    def run(self, make_host: Callable[[WaitForPlaces], Host], restart: int, signals: Sequence[int]) -> _Outcome:
         """Start all processes, and see them to their end."""
-        with ExitStack() as stack:
-            group = stack.enter_context(ProcessGroup(LocalHost(), self.stream, self.log_dir, appends=restart > 0))
-            tasks = group.reserve(self.num_workers, self.num_ps)
+        host = make_host(self._waiting(signals))
+        with ProcessGroup(host, self.stream, self.log_dir, appends=restart > 0) as group:
+            try:
+                tasks = group.reserve(self.num_workers, self.num_ps)
+            except NotPlaced as error:
+                return _Outcome(error.failure, (), False)
             for number, task in enumerate(tasks):
                 own = {"TF_CONFIG": tf_config(task, tasks), RESTART: str(restart)}
                 group.start(
@@ -264,6 +282,35 @@ class _Attempt:
                 failure = Failure.by_signal(signals[0], ended_well=True)
             runs = tuple(_run(process, group, process in ended) for process in group.processes)
             return _Outcome(failure, runs, group.has_made_steps)
+
+    def _waiting(self, signals: Sequence[int]) -> WaitForPlaces:
+        """Return what says once what is waited for, and gives up when a signal comes or the time is over."""
+        said: list[str] = []
+
+        def wait(seconds: float, what: str) -> None:
+            if signals:
+                raise NotPlaced(Failure.by_signal(signals[0]))
+            if self.deadline is not None and time.monotonic() > self.deadline:
+                raise NotPlaced(
+                    Failure(124, f"The time limit passed before anything could start. {what}.", is_final=True)
+                )
+            if seconds > _NOTICE_SECONDS and what not in said:
+                said.append(what)
+                show(f"launch: {what}.\n", self.notices)
+
+        return wait
+
+
+@contextmanager
+def _local_hosts() -> Iterator[Callable[[WaitForPlaces], Host]]:
+    """Yield what makes this machine a host."""
+    yield lambda _: LocalHost()
+
+
+def _check_on_ray(on: object, affinity: bool) -> None:
+    arguments.instance("on", on, RayCluster, wanted="a kde.RayCluster, or None for this machine", error=LaunchError)
+    if affinity:
+        raise LaunchError("affinity=True divides the CPUs of this machine, and on Ray its nodes have others.")
 
 
 def _signal_came(signals: Sequence[int], seconds: float) -> bool:

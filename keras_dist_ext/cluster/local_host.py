@@ -29,19 +29,24 @@ __all__ = ["LocalHost"]
 
 
 class LocalHost:
-    """Runs processes on this machine; see `Host`."""
+    """Runs processes on this machine; see `Host`.
+
+    Args:
+        alone: whether this process does nothing else: all that it has started and not ended is the processes'.
+    """
 
     BURY_SECONDS = 1.0  # between looks at which orphans have ended
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = False) -> None:
+        self._alone = alone
         self._processes: list[LocalProcess] = []
         self._ports = ExitStack()
         self._selector = selectors.DefaultSelector()
         self._buried = 0.0
 
     def __enter__(self) -> "LocalHost":
-        self._guard = _Guard()
-        self._orphans = Orphans()
+        self._guard = _Guard(alone=self._alone)
+        self._orphans = Orphans(alone=self._alone)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,7 +71,7 @@ class LocalHost:
         """Start a process."""
         file_name, outcome, heartbeat_file = name.replace(" ", "-"), None, None
         if work is None:
-            program = worker.command_line("serve", cpus=cpus)
+            program = worker.command_line("serve", cpus=cpus, alone=self._alone)
         else:
             heartbeat_file = self._guard.folder / f"{file_name}.heartbeat"
             if isinstance(work, bytes):
@@ -74,7 +79,9 @@ class LocalHost:
                 mode, words = "call", [self._guard.file(work), str(outcome)]
             else:
                 mode, words = "exec", [*work]
-            program = worker.command_line(mode, *words, heartbeat_file=str(heartbeat_file), cpus=cpus)
+            program = worker.command_line(
+                mode, *words, heartbeat_file=str(heartbeat_file), cpus=cpus, alone=self._alone
+            )
             try:
                 make_heartbeat_file(heartbeat_file)
             except OSError as error:
@@ -148,7 +155,7 @@ class LocalProcess:
 
     def poll(self) -> State:
         """See whether it has ended or failed."""
-        exit_code, failure_code, heartbeat = self._state
+        exit_code, failure_code, heartbeat, *_ = self._state
         if exit_code is not None:
             return self._state
         exit_code = self._popen.poll()
@@ -251,23 +258,26 @@ def _no_room(folder: Callable[[], object], error: OSError) -> LaunchError:
 class _Guard:
     """A process that ends what is left of a launch, and its temporary folder, when the launcher is done or dead."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool) -> None:
         self._launch_id = uuid.uuid4().hex
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="keras_dist_ext-"))  # what passes between launcher and workers
         except OSError as error:
             raise _no_room(tempfile.gettempdir, error) from error
         self._process = subprocess.Popen(
-            worker.command_line("guard", self._launch_id, str(self.folder)),
+            worker.command_line("guard", self._launch_id, str(self.folder), alone=alone),
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,  # it prints nothing, and its end is seen there
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             bufsize=0,
         )
         self.pid = self._process.pid
         assert self._process.stdin is not None
-        self._pipe = self._process.stdin
+        assert self._process.stdout is not None
+        self._pipe, self._end = self._process.stdin, self._process.stdout
+        if alone:
+            self._process.wait()
 
     def file(self, call: bytes) -> str:
         """Put a packed call where the workers find it."""
@@ -296,4 +306,6 @@ class _Guard:
     def close(self) -> None:
         """Have all ended now, and wait for it."""
         self._pipe.close()
+        with self._end:
+            self._end.read()
         self._process.wait()

@@ -23,14 +23,17 @@ class Orphans:
 
     Where other threads run, they may start processes of their own, which cannot be told from orphans: then none are
     taken in, and the guard alone ends what it finds. So it is elsewhere than on Linux.
+
+    Args:
+        alone: whether nothing else runs in this process, whatever threads it has.
     """
 
     END_SECONDS = 5.0
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool) -> None:
         self._was = ctypes.c_int(0)
         self._before: set[int] = set()
-        self.are_taken_in = sys.platform == "linux" and threading.active_count() == 1
+        self.are_taken_in = sys.platform == "linux" and (alone or threading.active_count() == 1)
         if self.are_taken_in:
             new = [os.getpid()]
             while new:

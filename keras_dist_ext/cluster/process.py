@@ -68,6 +68,16 @@ class Process:
         """What it has reported last."""
         return self._state.heartbeat
 
+    @property
+    def lost(self) -> str:
+        """Why it was lost with the place where it ran; nothing if it was not."""
+        return self._state.lost
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long the place where it runs has not answered."""
+        return self._state.silent_seconds
+
     def take(self, data: bytes) -> None:
         """Take what it has printed; nothing at the end of its output."""
         if data:

@@ -13,7 +13,7 @@ from keras_dist_ext.cluster.process import Process
 from keras_dist_ext.cluster.tasks import Task
 from keras_dist_ext.errors import LaunchError
 
-__all__ = ["ProcessGroup", "Failure"]
+__all__ = ["ProcessGroup"]
 
 
 class ProcessGroup:

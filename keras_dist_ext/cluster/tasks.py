@@ -3,13 +3,14 @@
 import json
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from keras_dist_ext.errors import LaunchError
 
-__all__ = ["Task", "cluster", "tf_config"]
+__all__ = ["Task", "cluster", "kinds", "tasks_at", "tf_config"]
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,10 @@ def cluster(num_workers: int, num_ps: int) -> Iterator[list[Task]]:
     Raises:
         LaunchError: there are not enough ports.
     """
-    kinds = ["chief"] * (num_ps > 0) + ["worker"] * num_workers + ["ps"] * num_ps
-    indices = dict.fromkeys(kinds, 0)
+    num_tasks = len(kinds(num_workers, num_ps))
     with ExitStack() as held:
-        tasks: list[Task] = []
-        for kind in kinds:
+        addresses: list[str] = []
+        for _ in range(num_tasks):
             # On Linux a socket that is bound, but does not listen, keeps the kernel from handing its port to others,
             # and TensorFlow's server (SO_REUSEADDR, all interfaces) can listen on it all the same.
             try:
@@ -45,16 +45,28 @@ def cluster(num_workers: int, num_ps: int) -> Iterator[list[Task]]:
                 held_socket.bind(("", 0))
             except OSError as error:
                 raise LaunchError(
-                    f"{len(kinds)} processes need a port each, and this one could get {len(tasks)} ({error.strerror}). "
-                    "Start fewer, or raise the limit of open files (ulimit -n)."
+                    f"{num_tasks} processes need a port each, and this one could get {len(addresses)} "
+                    f"({error.strerror}). Start fewer, or raise the limit of open files (ulimit -n)."
                 ) from error
-            index = indices[kind]
-            indices[kind] += 1
-            address = f"127.0.0.1:{held_socket.getsockname()[1]}"
-            tasks.append(Task(kind, index, address, serves=num_ps > 0 and kind != "chief"))
+            addresses.append(f"127.0.0.1:{held_socket.getsockname()[1]}")
         if sys.platform != "linux":
             held.close()  # elsewhere the port can only be chosen, not kept
-        yield tasks
+        yield tasks_at(addresses, num_workers, num_ps)
+
+
+def kinds(num_workers: int, num_ps: int) -> list[str]:
+    """Return the kind of each task."""
+    return ["chief"] * (num_ps > 0) + ["worker"] * num_workers + ["ps"] * num_ps
+
+
+def tasks_at(addresses: Sequence[str], num_workers: int, num_ps: int) -> list[Task]:
+    """Return the tasks of a cluster, one for each address."""
+    indices: Counter[str] = Counter()
+    tasks: list[Task] = []
+    for kind, address in zip(kinds(num_workers, num_ps), addresses, strict=True):
+        tasks.append(Task(kind, indices[kind], address, serves=num_ps > 0 and kind != "chief"))
+        indices[kind] += 1
+    return tasks
 
 
 def tf_config(task: Task, tasks: Sequence[Task]) -> str:

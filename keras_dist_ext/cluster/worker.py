@@ -30,7 +30,9 @@ _MAIN = "__mp_main__"  # what multiprocessing calls the launcher's __main__ insi
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def command_line(mode: str, *args: str, heartbeat_file: str = "", cpus: Sequence[int] = ()) -> list[str]:
+def command_line(
+    mode: str, *args: str, heartbeat_file: str = "", cpus: Sequence[int] = (), alone: bool = False
+) -> list[str]:
     """Return what starts this module in a new interpreter.
 
     Args:
@@ -38,20 +40,27 @@ def command_line(mode: str, *args: str, heartbeat_file: str = "", cpus: Sequence
         args: what the mode takes.
         heartbeat_file: where the worker reports what it does; "" for nowhere.
         cpus: that the process may use; none for all.
+        alone: whether the launcher does nothing else, as in an actor of Ray's.
     """
     boot = "import sys; sys.path[0] = sys.argv.pop(1); from keras_dist_ext.cluster.worker import main; main()"
     root = str(Path(__file__).resolve().parents[2])
-    settings = json.dumps({"launcher": os.getpid(), "heartbeat_file": heartbeat_file, "cpus": list(cpus)})
+    about_us = {"launcher": os.getpid(), "alone": alone}
+    settings = json.dumps({**about_us, "heartbeat_file": heartbeat_file, "cpus": list(cpus)})
     return [sys.executable, "-c", boot, root, mode, settings, *args]
 
 
 def main() -> None:
     """Do what the command line of this process says."""
     mode, text, *args = sys.argv[1:]
-    if mode == "guard":
-        return _guard(*args)
     settings = json.loads(text)
+    if mode == "guard":
+        if settings["alone"] and os.fork():
+            os._exit(0)  # Ray kills the children of an actor that ends, so that the guard must be none
+        return _guard(*args)
     _die_with(settings["launcher"])
+    if settings["alone"]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which Ray ignores, and its threads block
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
     if settings["cpus"]:
         os.sched_setaffinity(0, settings["cpus"])
     os.environ.pop(heartbeat.HEARTBEAT_FILE, None)  # of a launch that this one runs in
@@ -127,7 +136,9 @@ def _origin(name: str, label: str) -> tuple[str, str | None]:
 def _call(job_path: str, outcome_path: str) -> None:
     """Run a packed call and leave what it returned, or that it failed, in the folder of the launch."""
     job = pickle.loads(Path(job_path).read_bytes())
-    sys.path[:], sys.argv[:] = job["sys_path"], job["argv"]
+    sys.argv[:] = job["argv"]
+    if job["sys_path"] is not None:
+        sys.path[:] = job["sys_path"]
     try:
         for known_as, name, file in job["modules"]:
             module = _import(name, file)

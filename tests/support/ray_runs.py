@@ -46,6 +46,13 @@ def train(config: dict[str, Any]) -> None:
     (pathlib.Path(config["folder"]) / f"worker-{worker}.json").write_text(json.dumps(values))
 
 
+def train_as_worker() -> dict[str, Any]:
+    """Train on one worker of `launch`."""
+    import keras_dist_ext as kde
+
+    return fit(kde.pick_strategy().strategy)
+
+
 def fit(strategy: Any) -> dict[str, Any]:
     """Train a small model under a strategy; return its weights, and how often each example was used in each epoch."""
     import numpy as np

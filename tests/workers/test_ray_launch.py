@@ -1,0 +1,170 @@
+"""Launch on Ray, on a real cluster of nodes on this machine: what works here works there, and nothing is left behind.
+
+pip install '.[test,ray]' && python -m pytest -m ray tests/workers/test_ray_launch.py
+"""
+
+import glob
+import io
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import psutil
+import pytest
+import ray_runs
+from launching import processes_with, script, wait_until
+
+import keras_dist_ext as kde
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.multiworker,
+    pytest.mark.timeout(280),
+    pytest.mark.filterwarnings("ignore"),  # what Ray deprecates of its own
+]
+
+SLEEPER = """
+import os, subprocess, sys, time
+print("process", os.getpid(), "of", os.getppid(), "in generation", os.environ["KERAS_DIST_EXT_RESTART"], flush=True)
+if os.environ["KERAS_DIST_EXT_RESTART"] == "1":
+    sys.exit(0)
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+time.sleep(1000)
+"""
+
+
+class Nodes:
+    """A cluster of a head, where nothing runs, and two nodes of one CPU each; a third can come."""
+
+    def __init__(self):
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        self.nodes = [self.add() for _ in range(2)]
+
+    def add(self):
+        return self.cluster.add_node(num_cpus=1, include_dashboard=False)
+
+    @property
+    def on(self):
+        return kde.RayCluster(self.cluster.address)
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="kde") as folder:
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray keeps one in the home directory
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        found = Nodes()
+        try:
+            yield found
+        finally:
+            found.cluster.shutdown()
+
+
+def token(name):
+    return {"TEST_TOKEN": f"{name} of {os.getpid()}"}
+
+
+def assert_nothing_is_left(name, nodes):
+    import ray
+
+    wait_until(lambda: not processes_with(name))
+    wait_until(lambda: not glob.glob(os.path.join(tempfile.gettempdir(), "keras_dist_ext-*")))
+    ray.init(nodes.cluster.address, log_to_driver=False)
+    try:
+        wait_until(lambda: {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"})
+        wait_until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources().get("CPU"))
+    finally:
+        ray.shutdown()
+
+
+def test_workers_on_ray_train_what_local_workers_train_to_the_bit(nodes):
+    here = {"PYTHONPATH": os.path.dirname(ray_runs.__file__)}
+    on = kde.RayCluster(nodes.cluster.address, runtime_env={"env_vars": here})
+    stream = io.StringIO()
+    values = kde.launch(2, ray_runs.train_as_worker, on=on, stream=stream).values
+    assert values == kde.launch(2, ray_runs.train_as_worker, stream=stream).values
+    assert values[0]["weights"] == pytest.approx(ray_runs.weights_of_one_device(), rel=1e-5)
+    assert "[worker 1] " in stream.getvalue()
+
+
+def test_a_worker_that_fails_ends_all_with_its_exit_code_and_last_lines(nodes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script(tmp_path, "import os, sys, time\n"
+           "if '\"index\": 1' not in os.environ['TF_CONFIG']: time.sleep(1000)\n"
+           "print(sys.argv[1], os.listdir())\nsys.exit(3)\n")  # fmt: skip
+    stream = io.StringIO()
+    result = kde.launch(2, ["script.py", "an argument"], on=nodes.on, environ=token("fails"), stream=stream)
+    assert result.exit_code == 3
+    assert stream.getvalue().endswith(
+        "launch: worker 1 failed with exit code 3. The launch ended the other process. Its last lines:\n"
+        "  [worker 1] an argument ['script.py']\n"
+    )
+    assert_nothing_is_left("fails", nodes)
+
+
+@pytest.mark.parametrize("accident", ["worker", "node"])
+def test_after_an_accident_all_start_again_where_there_is_room(nodes, accident, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script(tmp_path, SLEEPER)
+    if accident == "node":
+        nodes.nodes.append(nodes.add())
+    stream, hit = io.StringIO(), []
+
+    def strike():
+        wait_until(lambda: stream.getvalue().count("generation 0") == 2)
+        process, agent = map(int, re.search(r"worker 1. process (\d+) of (\d+)", stream.getvalue()).groups())
+        if accident == "worker":
+            os.kill(process, signal.SIGKILL)
+        else:
+            raylet = psutil.Process(agent).ppid()
+            hit[:] = [node for node in nodes.nodes if node.all_processes["raylet"][0].process.pid == raylet]
+            hit[0].kill_raylet()
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    result = kde.launch(2, ["script.py"], on=nodes.on, environ=token(accident), max_restarts=1, stream=stream,
+                        pause_seconds=0.1, time_limit=120)  # fmt: skip
+    thread.join()
+    assert result.exit_code == 0
+    assert result.num_restarts == 1
+    said = {"worker": "failed with SIGKILL, which the launch did not send", "node": "was lost: its node "}
+    assert f"launch: worker 1 {said[accident]}" in stream.getvalue()
+    assert_nothing_is_left(accident, nodes)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_when_the_launcher_ends_nothing_is_left(nodes, signum, code, tmp_path):
+    script(tmp_path, SLEEPER)
+    words = ["--on", "ray", "--address", nodes.cluster.address, "--workers", "2", "script.py"]
+    launcher = subprocess.Popen([sys.executable, "-m", "keras_dist_ext", "launch", *words], cwd=tmp_path,
+                                stdout=subprocess.PIPE, text=True)  # fmt: skip
+    with launcher:
+        pids = []
+        for line in launcher.stdout:
+            pids += re.findall(r"process (\d+) of", line)
+            if len(pids) == 2:
+                break
+        time.sleep(2.0)  # the guard looks every second
+        launcher.send_signal(signum)
+        launcher.stdout.read()
+    assert launcher.returncode == code
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+    assert_nothing_is_left("", nodes)
+
+
+def test_a_cluster_without_room_is_waited_for_until_the_time_is_over(nodes):
+    stream = io.StringIO()
+    result = kde.launch(9, ["true"], on=nodes.on, time_limit=3, stream=stream)
+    assert result.exit_code == 124
+    assert result.failure.startswith(
+        "The time limit passed before anything could start. Ray has no room for 9 processes of 1 CPU each; all that "
+    )
