@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
-from typing import Any
 
 from keras_dist_ext import arguments
 from keras_dist_ext.cluster import worker
@@ -27,11 +26,11 @@ MOST_THREADS = 4096
 
 
 def program_for(
-    work: Sequence[str] | Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
+    work: Sequence[str] | Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None,
     environ: Mapping[str, str],
-    pack: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], bytes] = worker.pack_call,
+    pack: Callable[[Callable[..., object], Sequence[object], Mapping[str, object]], bytes] = worker.pack_call,
 ) -> list[str] | bytes:
     """Return a command line, or a packed call of a function.
 
@@ -60,7 +59,7 @@ def program_for(
 
 
 def _command(
-    work: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any] | None, environ: Mapping[str, str]
+    work: Sequence[str], args: Sequence[object], kwargs: Mapping[str, object] | None, environ: Mapping[str, str]
 ) -> list[str]:
     """Return the command line of a process, after a look whether it can run."""
     is_list = isinstance(work, Sequence) and not isinstance(work, str | bytes)

@@ -63,10 +63,10 @@ _NOTICE_SECONDS = 10.0  # of waiting for places
 
 def launch(
     num_workers: int,
-    work: Sequence[str] | Callable[..., Any],
+    work: Sequence[str] | Callable[..., object],
     *,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     num_ps: int = 0,
     max_restarts: int = 0,
     timeout: float | None = None,

@@ -14,7 +14,7 @@ import socket
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from keras_dist_ext.errors import ClusterError
 from keras_dist_ext.messages import close_name, counted
@@ -190,7 +190,7 @@ def cluster_of(make_resolver: Callable[[], tf.distribute.cluster_resolver.Cluste
     """
     try:
         resolver = make_resolver()
-        jobs: dict[str, Any] = resolver.cluster_spec().as_dict()  # Slurm's knows its task only after this
+        jobs: dict[str, list[str]] = resolver.cluster_spec().as_dict()  # Slurm's knows its task only after this
     except Exception as error:  # those of Kubernetes' client derive from nothing else
         raise ClusterError(f"{source} does not describe a cluster: {error}. Correct that, or set TF_CONFIG.") from error
     for job in jobs:

@@ -22,7 +22,7 @@ from keras_dist_ext import arguments
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.datasets import local_datasets, with_seeds
 from keras_dist_ext._keras.strategies import first_replica, num_local_replicas
-from keras_dist_ext.aliases import SpecNest, TensorNest
+from keras_dist_ext.aliases import Array, SpecNest, TensorNest
 from keras_dist_ext.data import split as data
 from keras_dist_ext.data.audit_findings import findings_of
 from keras_dist_ext.data.dataset_graph import read_graph
@@ -361,7 +361,7 @@ def _errors_of_all(error: str, workers: Workers | None) -> dict[int, str]:
     return {worker: text for worker, text in enumerate(told) if text}
 
 
-def _gathered(values: npt.NDArray[Any], workers: Workers) -> list[npt.NDArray[np.float64]]:
+def _gathered(values: Array, workers: Workers) -> list[npt.NDArray[np.float64]]:
     """One vector of each worker, of any length. Sums of doubles are exact up to 2**53."""
     worker = first_replica(workers.strategy) // num_local_replicas(workers.strategy)
     lengths = np.zeros(workers.num_workers)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keras_dist_ext.aliases import Array
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
 
@@ -14,9 +15,9 @@ __all__ = ["findings_of"]
 
 
 def findings_of(
-    ids: tuple[tuple[npt.NDArray[Any], ...], ...],
+    ids: tuple[tuple[Array, ...], ...],
     num_workers: int,
-    missing: npt.NDArray[Any],
+    missing: Array,
     repeated: dict[int, int],
     errors: dict[int, str],
 ) -> list[Finding]:

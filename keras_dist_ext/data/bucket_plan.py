@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from keras_dist_ext.aliases import Array
 from keras_dist_ext.errors import DataError
 
 __all__ = ["BatchSize", "choose_boundaries", "deal", "imbalance", "padding_share", "plan_batches", "share_bounds"]
@@ -197,7 +197,7 @@ def choose_boundaries(lengths: Ints, size: BatchSize, max_padding: float = 0.05,
     cells = np.where(np.arange(num)[:, None] <= np.arange(num)[None, :], cells, np.inf)
     real = float(np.sum(lengths))
     best = cells[0]
-    cuts: list[npt.NDArray[Any]] = []
+    cuts: list[Array] = []
     while len(cuts) + 1 < limit and real < (1 - max_padding) * best[-1]:
         options = np.concatenate([[0.0], best[:-1]])[:, None] + cells  # the last bucket begins at i
         options[0] = np.inf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras.datasets import WrappedDataset
+from keras_dist_ext.aliases import UserFunction
 from keras_dist_ext.data.bucket_plan import BatchSize, choose_boundaries, imbalance, padding_share, plan_batches
 from keras_dist_ext.data.pools import Lengths, Pools
 from keras_dist_ext.data.sources import checked_batch_size
@@ -106,7 +107,7 @@ def bucket_by_length(
     *,
     batch_size: int | None = None,
     tokens: int | None = None,
-    length: Callable[..., Any] | None = None,
+    length: UserFunction | None = None,
     pool: int | None = None,
     sample: int = 100_000,
     max_padding: float = 0.05,

@@ -6,22 +6,24 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext.aliases import TensorNest
+
 __all__ = ["preceded_by", "release_iterator"]
 
 
-def preceded_by(batch: Any, iterator: Any) -> tf.data.Dataset:
+def preceded_by(batch: TensorNest, iterator: tf.data.Iterator) -> tf.data.Dataset:
     """Return a dataset, to be read once, of a batch and of what an iterator gives from here on, not a batch ahead."""
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def pull(_: tf.Tensor) -> Any:
+    def pull(_: tf.Tensor) -> TensorNest:
         return iterator.get_next_as_optional()
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def is_there(optional: Any) -> tf.Tensor:
+    def is_there(optional: tf.experimental.Optional) -> tf.Tensor:
         return optional.has_value()
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def open_optional(optional: Any) -> Any:
+    def open_optional(optional: tf.experimental.Optional) -> TensorNest:
         return optional.get_value()
 
     options = tf.data.Options()

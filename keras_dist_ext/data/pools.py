@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.datasets import with_seeds
-from keras_dist_ext.aliases import SpecNest, TensorNest
+from keras_dist_ext.aliases import Array, SpecNest, TensorNest
 from keras_dist_ext.data.bucket_plan import BatchSize
 from keras_dist_ext.data.dataset_graph import read_graph
 from keras_dist_ext.data.sources import as_dataset, is_batched
@@ -127,7 +127,7 @@ class Pools:
                 splits.
         """
 
-        def of_pool(number: tf.Tensor, pool: Any) -> tf.data.Dataset:
+        def of_pool(number: tf.Tensor, pool: TensorNest) -> tf.data.Dataset:
             lengths = self._measured(*pool)
             rows, splits = tf.numpy_function(plan, [lengths, epoch, number], [tf.int64, tf.int64])
             rows.set_shape([None])
@@ -164,7 +164,7 @@ class Pools:
         values = _values(padding_value, spec, leaves, features)
         self._values = {path: _as_dtype(values[path], leaf.dtype) for path, leaf in leaves}
 
-    def _measured(self, pool: Any, given: Any) -> tf.Tensor:
+    def _measured(self, pool: TensorNest, given: Any) -> tf.Tensor:
         """The lengths [P] of the examples of a pool."""
         if self._has_length:
             return tf.cast(given, tf.int64)
@@ -172,14 +172,14 @@ class Pools:
         lengths = [self._length_of(by_path[path], self._values[path]) for path in self._measured_by]
         return tf.reduce_max(tf.stack(lengths), axis=0)
 
-    def _length_of(self, leaf: tf.Tensor, value: Any) -> tf.Tensor:
+    def _length_of(self, leaf: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
         if isinstance(leaf, tf.RaggedTensor):
             if not self._is_padded:
                 return tf.cast(leaf.row_lengths(), tf.int64)
             leaf = leaf.to_tensor(value)
         return _unpadded_lengths(leaf, value)
 
-    def _padded(self, pool: Any, rows: tf.Tensor) -> tf.Tensor:
+    def _padded(self, pool: TensorNest, rows: tf.Tensor) -> tf.Tensor:
         """The rows of a batch, with no more padding than they need."""
         taken = {path: self._dense(path, tf.gather(leaf, rows)) for path, leaf in _leaves_with_paths(pool)}
         if self._is_padded:  # all to the same length: a leaf that runs along may hold values that look like padding
@@ -244,7 +244,7 @@ def _as_tensors(data: Any) -> TensorNest:
     return walk(data)
 
 
-def _ragged(rows: list[npt.NDArray[Any]]) -> tf.RaggedTensor:
+def _ragged(rows: list[Array]) -> tf.RaggedTensor:
     """Rows of different lengths; an empty list says nothing of its dtype and its further dimensions."""
     telling = [row for row in rows if row.size] or rows[:1]
     values = np.concatenate([row for row in telling if len(row)] or [telling[0][:0]])
@@ -267,7 +267,7 @@ def _whole(arguments: tuple[Any, ...], spec: SpecNest) -> Any:
     return arguments if isinstance(spec, tuple) else arguments[0]
 
 
-def _leaves_with_paths(structure: Any) -> list[tuple[str, Any]]:
+def _leaves_with_paths(structure: TensorNest) -> list[tuple[str, tf.Tensor]]:
     return [("/".join(map(str, path)), leaf) for path, leaf in tree.flatten_with_path(structure)]
 
 
@@ -312,7 +312,7 @@ def _values(
     return {path: padding_value if path in features else 0 for path, _ in leaves}
 
 
-def _as_dtype(value: Any, dtype: tf.DType) -> Any:
+def _as_dtype(value: object, dtype: tf.DType) -> tf.Tensor:
     if dtype == tf.string:
         return value if isinstance(value, (str, bytes)) else ""
     try:
@@ -325,7 +325,7 @@ def _as_dtype(value: Any, dtype: tf.DType) -> Any:
     return made
 
 
-def _unpadded_lengths(leaf: tf.Tensor, value: Any) -> tf.Tensor:
+def _unpadded_lengths(leaf: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     """[P] of [P, T, ...]: how long each is without what it is padded with at the end."""
     is_real = tf.not_equal(leaf, value)
     if leaf.shape.rank > 2:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy.typing as npt
 import tensorflow as tf
 
 from keras_dist_ext._keras import tree
-from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.aliases import Array, TensorNest
 from keras_dist_ext.data.graph_checks import require
 from keras_dist_ext.errors import DataError
 
@@ -91,7 +90,7 @@ def _rows_of_all(data: TensorNest) -> int | tf.Tensor:
         return tf.identity(rows)
 
 
-def _unequal(named: list[tuple[str, Any]], counts: list[Any]) -> str:
+def _unequal(named: list[tuple[str, tf.Tensor]], counts: list[Any]) -> str:
     found = ", ".join(f"{name} {count}" for (name, _), count in zip(named, counts, strict=True))
     return (
         f"A batch holds tensors of different numbers of rows ({found}), so it cannot be split over the replicas. "
@@ -100,7 +99,7 @@ def _unequal(named: list[tuple[str, Any]], counts: list[Any]) -> str:
     )
 
 
-def _named_leaves(data: TensorNest) -> list[tuple[str, Any]]:
+def _named_leaves(data: TensorNest) -> list[tuple[str, tf.Tensor]]:
     """The leaves of a batch with their names, as ``x/nodes``: by place, or as Keras knows them."""
     is_keras = isinstance(data, tuple | list) and len(data) <= len(_OF_KERAS)
     named = []
@@ -114,7 +113,7 @@ def _named_leaves(data: TensorNest) -> list[tuple[str, Any]]:
 _OF_KERAS = ("x", "y", "sample_weight")
 
 
-def take_rows(data: TensorNest, rows: Sequence[int] | npt.NDArray[Any]) -> TensorNest:
+def take_rows(data: TensorNest, rows: Sequence[int] | Array) -> TensorNest:
     """Take rows of a batch by their numbers, in that order; what has no rows stays.
 
     Raises:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist_ext import arguments
+from keras_dist_ext.aliases import JsonObject
 from keras_dist_ext.errors import DataError, MonitorError
 from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.messages import counted
@@ -152,7 +153,7 @@ def replay(path: str | os.PathLike[str], writer: Writer) -> int:
     arguments.instance("writer", writer, Writer, wanted="a Writer such as EventWriter('logs')", error=MonitorError)
     num_records = 0
     incomplete: list[int] = []
-    started: set[Any] = set()  # the kinds of runs
+    started: set[str] = set()  # the kinds of runs
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -174,7 +175,7 @@ def replay(path: str | os.PathLike[str], writer: Writer) -> int:
     return num_records
 
 
-def _replay_line(value: Any, writer: Writer, started: set[Any], location: str) -> int:
+def _replay_line(value: Any, writer: Writer, started: set[str], location: str) -> int:
     version = value.get("version") if isinstance(value, dict) else None
     if version != _VERSION:
         found = f"has version {version!r}" if version is not None else "has no version"
@@ -199,12 +200,12 @@ def _replay_line(value: Any, writer: Writer, started: set[Any], location: str) -
     return int(value["type"] == "record")
 
 
-def _run(fields: dict[str, Any]) -> Callable[[Writer], None]:
+def _run(fields: JsonObject) -> Callable[[Writer], None]:
     run = Run(**fields, replicas=range(fields["manifest"].get("strategy", {}).get("num_replicas", 1)))
     return lambda writer: writer.begin(run)
 
 
-def _record(fields: dict[str, Any]) -> Callable[[Writer], None]:
+def _record(fields: JsonObject) -> Callable[[Writer], None]:
     given = fields.pop("scores")
     arrays = {name: None if fields[name] is None else _floats(fields[name]) for name in _ARRAYS}
     stats = ReplicaStats(**{**fields, **arrays, "examples": np.asarray(fields["examples"], np.int64)})
@@ -212,7 +213,7 @@ def _record(fields: dict[str, Any]) -> Callable[[Writer], None]:
     return lambda writer: writer.write(stats, scores)
 
 
-def _findings(fields: dict[str, Any]) -> Callable[[Writer], None]:
+def _findings(fields: JsonObject) -> Callable[[Writer], None]:
     findings, step, wall_time = fields["findings"], int(fields["step"]), float(fields["wall_time"])
     return lambda writer: writer.write_findings(findings, step=step, wall_time=wall_time)
 
@@ -221,5 +222,5 @@ _READERS = {"run": _run, "record": _record, "findings": _findings}
 _ARRAYS = ("loss", "input_seconds", "compute_seconds", "sync_seconds", "gradient_norm")
 
 
-def _floats(values: Sequence[Any]) -> Floats:
+def _floats(values: Sequence[float | None]) -> Floats:
     return np.array([float("nan") if value is None else float(value) for value in values])

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from keras_dist_ext import arguments
+from keras_dist_ext.aliases import Array
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.step.stats import ReplicaStats
@@ -149,7 +149,7 @@ def busy_seconds(stats: ReplicaStats) -> Floats:
     return np.where((stats.examples > 0) & (busy > 0), busy, np.nan)
 
 
-def _fastest(busy: Floats, examples: npt.NDArray[Any]) -> Floats:
+def _fastest(busy: Floats, examples: Array) -> Floats:
     """Return for each replica the busy seconds of the fastest one with at least 9/10 as many examples, [R]."""
     peers = np.where(examples[None, :] >= _COMPARABLE * examples[:, None], busy[None, :], np.inf)
     return np.where(np.isnan(busy), np.nan, np.fmin.reduce(peers, axis=1))

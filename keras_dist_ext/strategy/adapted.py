@@ -8,7 +8,6 @@ the scope, with the same values.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -67,7 +66,7 @@ def _outside_weights(layer: keras.Layer) -> list[keras.Variable]:
     return [variable for variable in own_variables(layer) if strategy_of_variable(variable) is None]
 
 
-def _outside(layer: keras.Layer) -> list[tuple[str, Any]]:
+def _outside(layer: keras.Layer) -> list[tuple[str, keras.Variable | tf.Variable]]:
     """Return what a layer itself holds that no step changes and that lives under no strategy, by name."""
     raw = [(name, variable) for name, variable in raw_variables(layer) if getattr(layer, name, None) is variable]
     variables = [*((variable.name, variable) for variable in own_variables(layer)), *raw]

@@ -12,11 +12,12 @@ import dataclasses
 import json
 import os
 import zipfile
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Literal, Protocol
 
 import tensorflow as tf
 
 from keras_dist_ext import arguments
+from keras_dist_ext.aliases import Config
 from keras_dist_ext.errors import StrategyError
 
 __all__ = ["VirtualReplicas", "num_replicas_of"]
@@ -116,7 +117,7 @@ class VirtualReplicas:
 
     # Saved among the arguments of `compile`
 
-    def noted_in(self, config: dict[str, Any]) -> dict[str, Any]:
+    def noted_in(self, config: Config) -> Config:
         """Return the compile config ``config`` with a note of it, beside the optimizer, where Keras does not look."""
         optimizer = config.get("optimizer")
         if not isinstance(optimizer, dict):
@@ -124,7 +125,7 @@ class VirtualReplicas:
         return {**config, "optimizer": {**optimizer, _NOTE: dataclasses.asdict(self)}}
 
     @staticmethod
-    def read_from(config: dict[str, Any] | None) -> VirtualReplicas | None:
+    def read_from(config: Config | None) -> VirtualReplicas | None:
         """Return what ``noted_in`` has noted in the compile config ``config``."""
         optimizer = (config or {}).get("optimizer")
         note = optimizer.get(_NOTE) if isinstance(optimizer, dict) else None

@@ -14,7 +14,6 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -166,7 +165,9 @@ class Workers:
 
     # Data
 
-    def align_data(self, dataset: Any, sample: int | None = None) -> tuple[Any, bool, int]:
+    def align_data(
+        self, dataset: tf.data.Dataset | tf.distribute.DistributedDataset, sample: int | None = None
+    ) -> tuple[tf.data.Dataset, bool, int]:
         """Return the dataset to read, whether each worker reads its own examples, and a common seed.
 
         By default all workers read the same batches and take their examples of each, so shuffles without a seed get a

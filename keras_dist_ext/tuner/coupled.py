@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.keras_tuner import keras_tuner
+from keras_dist_ext.aliases import Config
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.tuner.failures import Failure, InfeasibleError
 
@@ -207,7 +208,7 @@ class ScaledLearningRate(keras.optimizers.schedules.LearningRateSchedule):  # ty
 
     def __init__(
         self,
-        base: float | keras.optimizers.schedules.LearningRateSchedule | dict[str, Any],
+        base: float | keras.optimizers.schedules.LearningRateSchedule | Config,
         factor: float,
         warmup_steps: int = 0,
     ) -> None:
@@ -215,7 +216,7 @@ class ScaledLearningRate(keras.optimizers.schedules.LearningRateSchedule):  # ty
         self.factor = factor
         self.warmup_steps = warmup_steps
 
-    def __call__(self, step: object) -> Any:
+    def __call__(self, step: object) -> tf.Tensor:
         """Return the learning rate at a step."""
         base = self.base(step) if callable(self.base) else tf.constant(self.base, tf.float32)
         if not self.warmup_steps:
@@ -223,7 +224,7 @@ class ScaledLearningRate(keras.optimizers.schedules.LearningRateSchedule):  # ty
         share = tf.minimum(tf.cast(step, tf.float32) / self.warmup_steps, 1.0)
         return base * (1.0 + (self.factor - 1.0) * share)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Return the arguments."""
         base = keras.optimizers.schedules.serialize(self.base) if callable(self.base) else self.base
         return {"base": base, "factor": self.factor, "warmup_steps": self.warmup_steps}

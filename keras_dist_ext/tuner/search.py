@@ -18,6 +18,7 @@ from keras_dist_ext._keras.keras_tuner import (
     replace_space,
 )
 from keras_dist_ext._keras.models import compile_arguments
+from keras_dist_ext.aliases import Config
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.pick import StrategyChoice
@@ -180,7 +181,7 @@ class StrategySearch(HookedTuner):
             return super()._build_for_trial(hp)
 
     @property
-    def _compile_overrides(self) -> dict[str, Any]:
+    def _compile_overrides(self) -> Config:
         """The arguments of `compile` that the tuner was given; none yet while the space is discovered."""
         given = {name: getattr(self, name, None) for name in ("optimizer", "loss", "metrics")}
         return {name: value for name, value in given.items() if value}

@@ -6,7 +6,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -22,7 +22,7 @@ __all__ = ["HYPERPARAMETER", "Strategies", "StrategyEntry"]
 
 HYPERPARAMETER = "distribution_strategy"
 
-StrategyEntry: TypeAlias = str | StrategyChoice | tf.distribute.Strategy | Callable[[], Any]
+StrategyEntry: TypeAlias = str | StrategyChoice | tf.distribute.Strategy | Callable[[], tf.distribute.Strategy | None]
 
 
 class Strategies:

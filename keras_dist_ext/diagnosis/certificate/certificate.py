@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext import arguments
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.random import intercept_random_ops
 from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.data.split import num_rows
@@ -38,7 +39,7 @@ __all__ = ["Certificate", "certify"]
 
 
 def certify(
-    build_model: Callable[[], Any],
+    build_model: Callable[[], keras.Model],
     strategy: tf.distribute.Strategy,
     data: object,
     steps: int = 10,
@@ -230,7 +231,7 @@ class _Trial:
     """The run of one certificate."""
 
     def __init__(
-        self, build_model: Callable[[], Any], strategy: tf.distribute.Strategy, batches: list[TensorNest]
+        self, build_model: Callable[[], keras.Model], strategy: tf.distribute.Strategy, batches: list[TensorNest]
     ) -> None:
         self._build_model = build_model
         self._strategy = strategy

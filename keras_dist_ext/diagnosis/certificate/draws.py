@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from keras_dist_ext._keras.layers import current_layer_path
 from keras_dist_ext._keras.random import intercept_dropout, intercept_random_ops
 from keras_dist_ext._keras.strategies import replica_id
-from keras_dist_ext.aliases import StepData, TensorNest
+from keras_dist_ext.aliases import Array, StepData, TensorNest
 from keras_dist_ext.diagnosis.certificate.sides import Side
 
 __all__ = ["Draws", "watch_draws"]
@@ -63,7 +62,7 @@ class _Watcher:
 
     def __init__(self) -> None:
         self._num_ops: dict[tuple[str, int], int] = defaultdict(int)  # by layer and replica, as traced
-        self._drawn: dict[tuple[str, int, int], list[npt.NDArray[Any]]] = defaultdict(list)
+        self._drawn: dict[tuple[str, int, int], list[Array]] = defaultdict(list)
         self._kept: dict[tuple[str, float], list[tuple[int, int]]] = defaultdict(list)
 
     def draw(self, name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +131,7 @@ def _after(noted: object, value: object) -> Any:
         return tf.identity(value)
 
 
-def _equal(ones: Sequence[npt.NDArray[Any]], others: Sequence[npt.NDArray[Any]]) -> tuple[float, bool]:
+def _equal(ones: Sequence[Array], others: Sequence[Array]) -> tuple[float, bool]:
     """The share of numbers that are equal, draw by draw, and whether that is no chance."""
     pairs = [(one[: len(other)], other[: len(one)]) for one, other in zip(ones, others, strict=False)]
     size, num_equal = sum(len(one) for one, _ in pairs), sum(int(np.sum(one == other)) for one, other in pairs)

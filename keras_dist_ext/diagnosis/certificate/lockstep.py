@@ -12,11 +12,11 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.diagnosis.certificate.sides import (
@@ -97,7 +97,7 @@ class Lockstep:
 
     def __init__(
         self,
-        build_model: Callable[[], Any],
+        build_model: Callable[[], keras.Model],
         strategy: tf.distribute.Strategy,
         batch: StepData,
         draws: RowsAlike,

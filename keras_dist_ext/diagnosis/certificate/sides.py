@@ -49,7 +49,7 @@ class Side:
     """
 
     def __init__(
-        self, build_model: Callable[[], Any], strategy: tf.distribute.Strategy | None, batch: StepData
+        self, build_model: Callable[[], keras.Model], strategy: tf.distribute.Strategy | None, batch: StepData
     ) -> None:
         self.strategy = strategy
         with contextlib.nullcontext() if strategy is None else strategy.scope():
@@ -63,7 +63,9 @@ class Side:
         compared = list(self._compared())
         names = told_apart(path for _, path, _ in compared)
         self.compared = [(part, name, v) for (part, _, v), name in zip(compared, names, strict=True)]
-        self.slots: list[tuple[str, Any]] = []  # (name, variable) of optimizers, once they are known to be built
+        self.slots: list[
+            tuple[str, tf.Variable]
+        ] = []  # (name, variable) of optimizers, once they are known to be built
 
     def _check_model(self) -> None:
         if not isinstance(self.model, keras.Model) or not self.model.compiled:
@@ -96,7 +98,7 @@ class Side:
         """R, 1 without a strategy."""
         return 1 if self.strategy is None else int(self.strategy.num_replicas_in_sync)
 
-    def _compared(self) -> Iterator[tuple[str, str, Any]]:
+    def _compared(self) -> Iterator[tuple[str, str, tf.Tensor]]:
         """(part, path, variable) of what is compared after a step: weights, and what layers assign."""
         seeds = {id(g.state) for layer in flat_layers(self.model) for g in seed_generators(layer)}
         for variable in self.model.variables:
@@ -245,7 +247,7 @@ def told_apart(names: Iterable[str]) -> list[str]:
     return unique
 
 
-def on_one_device(build_model: Callable[[], Any], batch: StepData) -> Side:
+def on_one_device(build_model: Callable[[], keras.Model], batch: StepData) -> Side:
     """Build the side that is right by definition.
 
     Raises:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras, tree
-from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.aliases import Logs, TensorNest
 from keras_dist_ext.diagnosis.doctor.doctor import ParallelismDoctor
 from keras_dist_ext.diagnosis.doctor.examination import Examination
 from keras_dist_ext.diagnosis.doctor.report import Report
@@ -113,7 +113,7 @@ class _Keeper(RunCallback):
         if self._has_kept:
             self._stack.enter_context(kept_state(model))
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Keep the state of a model that was built just now."""
         if not self._has_kept:
             self._has_kept = True

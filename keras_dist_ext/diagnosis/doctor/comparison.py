@@ -7,8 +7,8 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from keras_dist_ext.aliases import JsonObject
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.whole_files import NotAFile, open_file
@@ -111,7 +111,7 @@ def read_report(path: str | os.PathLike[str]) -> Run:
     return run
 
 
-def run_in(report: Any) -> Run | None:
+def run_in(report: JsonObject) -> Run | None:
     """Return what a report, as plain values, says of a run; None where it says nothing that could be compared."""
     try:
         measured, findings = report["measured"], report["findings"]

@@ -8,12 +8,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
+from keras_dist_ext.aliases import Logs
 from keras_dist_ext.diagnosis.doctor.comparison import Comparison, read_report, run_in
 from keras_dist_ext.diagnosis.doctor.report import Report
 from keras_dist_ext.diagnosis.doctor.rules import judge
@@ -134,7 +134,7 @@ class ParallelismDoctor(RunCallback):
 
     # What Keras calls
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Begin to watch."""
         self._told, self.has_seen_enough = None, False
         if self._visit is None or not self._visit.is_ours:  # a model of stock Keras, whose last run may have broken
@@ -142,7 +142,7 @@ class ParallelismDoctor(RunCallback):
                 self._visit.stop()
             self._visit = Visit(self.model, None, self.stock_data)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Take note of an execution."""
         if self._visit is None:
             return
@@ -150,11 +150,11 @@ class ParallelismDoctor(RunCallback):
         if self._num_steps is not None and (self._visit.num_steps >= self._num_steps or self._visit.is_over):
             self.has_seen_enough = self.model.stop_training = True
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: Logs | None = None) -> None:
         """Forget what was recorded of an evaluation."""
         self._recorder.fetch("test")
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Judge, and tell."""
         visit = self._visit
         if visit is None:

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 from keras_dist_ext._keras import keras
@@ -175,7 +176,7 @@ def _looked_into(call: Callable[[], Any]) -> tuple[Any, tuple[str, ...]]:
         return call(), ()  # somebody else looks
     fetched: list[str] = []
 
-    def look(frame: Any, event: str, _: Any) -> None:
+    def look(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         if event == "call" and code.co_name in _FETCHES and _is_upstream(code.co_filename):
             fetched.append(code.co_name)

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.strategies import is_default_strategy
-from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.aliases import BatchFunction, TensorNest
 from keras_dist_ext.diagnosis.doctor.examination import Trials
 from keras_dist_ext.errors import KerasDistError
 from keras_dist_ext.step.reducers import MirroredReducer
@@ -86,7 +86,7 @@ class _Conditions:
         self._model = model
         self._num_steps = max(1, steps_per_execution)
         self._trials: dict[str, _Trial] = {}
-        self._runs: dict[tuple[Any, ...], Callable[[Any], Any]] = {}
+        self._runs: dict[tuple[object, ...], BatchFunction] = {}
         self.skipped: dict[str, str] = {}
 
     @property
@@ -102,7 +102,7 @@ class _Conditions:
         name: str,
         dataset: tf.data.Dataset,
         *,
-        change: Callable[[Any], Any] | None = None,
+        change: BatchFunction | None = None,
         step: type[DistributedStep] = DistributedStep,
         num_steps: int | None = None,
         condition: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
@@ -163,7 +163,7 @@ class _Trial:
 
     def __init__(
         self,
-        run: Callable[[Any], Any],
+        run: BatchFunction,
         dataset: object,
         num_steps: int,
         condition: Callable[[], contextlib.AbstractContextManager[None]],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from types import FrameType
 from typing import Any
 
 from keras_dist_ext._keras import keras
@@ -62,7 +63,7 @@ def look_into(adapter: Any) -> MadeInPython:
     return MadeInPython(kind, function, seconds, cpu, dataset.workers, dataset.use_multiprocessing, reads, rows)
 
 
-def _reads(dataset: Any) -> tuple[Reads, ...]:
+def _reads(dataset: keras.utils.PyDataset) -> tuple[Reads, ...]:
     """Make a batch, and note how h5py is asked for rows (h5py/_hl/dataset.py)."""
     if "h5py" not in sys.modules or sys.getprofile() is not None:
         return ()
@@ -70,7 +71,7 @@ def _reads(dataset: Any) -> tuple[Reads, ...]:
 
     asked: dict[str, list[Any]] = {}
 
-    def look(frame: Any, event: str, _: Any) -> None:
+    def look(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_name == "__getitem__":
             source = frame.f_locals.get("self")
             if isinstance(source, h5py.Dataset):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from keras_dist_ext.aliases import JsonObject
 from keras_dist_ext.diagnosis.doctor.examination import Estimate, Examination
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
@@ -68,10 +68,10 @@ class Report:
             parts.append(f"{self.speedup.show()} times as fast as one replica{how}")
         return ", ".join(parts) + (f"; {self.why_not}" if self.why_not else "")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return it as plain values, for JSON."""
         times, trials = self.examination.times, self.examination.trials
-        measured: dict[str, Any] = {}
+        measured: JsonObject = {}
         if self.examination.stock_steps is not None:
             measured = dict(zip(("num_steps", "seconds"), self.examination.stock_steps, strict=True))
         if times is not None and times.blocks:
@@ -106,7 +106,7 @@ class Report:
 
     def __rich__(self) -> Group:
         """Show it as a table."""
-        parts: list[Any] = [Text(f"{self.headline}.", style="bold")]
+        parts: list[RenderableType] = [Text(f"{self.headline}.", style="bold")]
         if self.findings:
             table = Table(show_lines=True)
             for name, style in (("finding", "red"), ("lost", ""), ("what, and what was seen", ""), ("what to do", "")):

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_dist_ext.aliases import Array, JsonObject
 from keras_dist_ext.monitoring.dashboard import wire
 from keras_dist_ext.monitoring.dashboard.lines import Bins, Line, bins_of, line_to_wire, over, reduce
 from keras_dist_ext.monitoring.dashboard.points import Points, union_of_steps
@@ -15,7 +16,7 @@ __all__ = ["chart"]
 _COARSE = 8  # points of each replica in a bin, where TensorBoard kept different steps of each
 
 
-def chart(view: View, tag: str, query: Query) -> dict[str, Any]:
+def chart(view: View, tag: str, query: Query) -> JsonObject:
     """Return the lines of a tag in a part of an experiment, for JSON.
 
     `steps` and `ends` are the first and the last step of each bin, `walls` and `wall_ends` their times; `start` is the
@@ -61,7 +62,7 @@ def _of(gaps: dict[int, Any], replica: int) -> tuple[Any, ...]:
     return (gaps[replica],) if replica in gaps else ()
 
 
-def _sent(statistic: str, line: Line, bins: Bins) -> dict[str, Any]:
+def _sent(statistic: str, line: Line, bins: Bins) -> JsonObject:
     """Return a line over all replicas: of `min` only the lowest value of a bin counts, of `max` the highest."""
     values = {"min": line.low, "max": line.high}.get(statistic)
     if values is not None:
@@ -70,19 +71,19 @@ def _sent(statistic: str, line: Line, bins: Bins) -> dict[str, Any]:
     return line_to_wire(line, bins.is_exact)
 
 
-def _bins_to_wire(bins: Bins, view: View) -> dict[str, Any]:
+def _bins_to_wire(bins: Bins, view: View) -> JsonObject:
     sent = {"steps": bins.first.tolist(), "walls": _seconds(view, bins.first)}
     if not bins.is_exact:
         sent |= {"ends": bins.last.tolist(), "wall_ends": _seconds(view, bins.last)}
     return sent
 
 
-def _seconds(view: View, steps: Any) -> list[float]:
+def _seconds(view: View, steps: Array) -> list[float]:
     seconds: list[float] = np.round(view.clock.wall_at(steps), 4).tolist()
     return seconds
 
 
-def _extent(view: View, steps: Any) -> dict[str, list[float]] | None:
+def _extent(view: View, steps: Array) -> dict[str, list[float]] | None:
     """Return the range of the whole series on both axes."""
     if not steps.size:
         return None

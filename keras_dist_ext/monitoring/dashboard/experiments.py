@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from keras_dist_ext.aliases import Array, JsonObject
 from keras_dist_ext.monitoring.dashboard.metadata import FINDINGS_TAG, MANIFEST_TAG, parse_run
 from keras_dist_ext.monitoring.dashboard.wire import finite
 
@@ -80,7 +81,7 @@ def _merged(*listings: Mapping[str, Mapping[str, Newest]]) -> dict[str, set[str]
     return merged
 
 
-def parse_manifest(text: str | None) -> tuple[dict[str, Any] | None, str | None]:
+def parse_manifest(text: str | None) -> tuple[JsonObject | None, str | None]:
     """Return the manifest in a text, and the error in it; at most one of the two is not None."""
     value, wrong = _parsed(text, MANIFEST_TAG)
     if wrong is None and value is not None and not isinstance(value, dict):
@@ -88,7 +89,7 @@ def parse_manifest(text: str | None) -> tuple[dict[str, Any] | None, str | None]
     return value, wrong
 
 
-def parse_findings(text: str | None) -> tuple[list[dict[str, Any]], str | None]:
+def parse_findings(text: str | None) -> tuple[list[JsonObject], str | None]:
     """Return the findings in a text, and the error in it, if there is one."""
     value, wrong = _parsed(text, FINDINGS_TAG)
     if wrong is not None or value is None:
@@ -109,7 +110,7 @@ def _parsed(text: str | None, tag: str) -> tuple[Any, str | None]:
         return None, f"{tag} is not JSON ({error}); it is not shown. The rest comes from the scalars."
 
 
-def last_text(texts: Iterable[tuple[float, Any]]) -> str | None:
+def last_text(texts: Iterable[tuple[float, Array]]) -> str | None:
     """Return the newest of (wall time, string tensor), decoded."""
     newest = max(texts, key=lambda item: item[0], default=None)
     if newest is None:

@@ -10,11 +10,11 @@ Shapes: N = points of a series; U = steps that any line of the chart has; B = bi
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from keras_dist_ext.aliases import JsonObject
 from keras_dist_ext.monitoring.dashboard import wire
 from keras_dist_ext.monitoring.dashboard.points import Points
 
@@ -139,14 +139,14 @@ def over(lines: Mapping[int, Line]) -> dict[str, Line]:
     return {name: Line(values, values, values, known, {}) for name, values in found.items()}
 
 
-def line_to_wire(line: Line, exact: bool) -> dict[str, Any]:
+def line_to_wire(line: Line, exact: bool) -> JsonObject:
     """Return a line for JSON.
 
     `at` lists the bins of the arrays; all bins where it is missing. null in an array is a gap, and at a bin that is not
     listed the line continues without a point. `values` where bins are single steps, else `min`, `mean` and `max`.
     `bad` lists bins with a value that is not finite, and its name.
     """
-    sent: dict[str, Any] = {}
+    sent: JsonObject = {}
     known = line.known
     if not known.all():
         sent["at"] = np.flatnonzero(known).tolist()

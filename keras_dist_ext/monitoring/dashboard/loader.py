@@ -5,7 +5,6 @@ leaves the rest to `load`.
 """
 
 import logging
-from typing import Any
 
 from tensorboard.plugins import base_plugin
 
@@ -17,7 +16,7 @@ _log = logging.getLogger("tensorboard")
 class ReplicasLoader(base_plugin.TBLoader):  # type: ignore[misc]  # TensorBoard ships no types
     """Create the plugin, or log why it is off."""
 
-    def load(self, context: Any) -> Any:
+    def load(self, context: base_plugin.TBContext) -> base_plugin.TBPlugin | None:
         """Return the plugin; None, after one warning, where it cannot work."""
         if context.data_provider is None:
             _log.warning(

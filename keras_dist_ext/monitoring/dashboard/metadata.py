@@ -9,7 +9,9 @@ interval has `replica/examples` 0 and no `replica/loss` there: a gap in its line
 """
 
 import re
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
+
+from keras_dist_ext.aliases import JsonObject
 
 __all__ = [
     "PLUGIN_NAME",
@@ -121,7 +123,7 @@ class Manifest(TypedDict, total=False):
     experiment: str
     strategy: Strategy
     devices: list[str]  # one per replica
-    seeds: dict[str, Any] | None
+    seeds: JsonObject | None
     versions: dict[str, str]
     batch_size: int | None  # global
     host: str

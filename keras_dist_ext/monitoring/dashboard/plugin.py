@@ -9,8 +9,15 @@ All under `data/plugin/replicas/`, read only:
     static/...                                           the page
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from keras_dist_ext.aliases import JsonObject
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import WSGIApplication
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 from tensorboard import context as tb_context
@@ -37,7 +44,7 @@ class ReplicasPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard
 
     plugin_name = metadata.PLUGIN_NAME
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: base_plugin.TBContext) -> None:
         limit = (context.sampling_hints or {}).get(metadata.SCALARS_PLUGIN_NAME, DEFAULT_LIMIT)
         self._provider = context.data_provider
         self._source = Source(context.data_provider, limit)
@@ -48,11 +55,11 @@ class ReplicasPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard
         """Whether there are runs of replicas, even without the marker, as in a log without the chief's."""
         return self._source.has_runs(tb_context.RequestContext(), "")
 
-    def frontend_metadata(self) -> Any:
+    def frontend_metadata(self) -> base_plugin.FrontendMetadata:
         """Return the name of the tab and its module."""
         return base_plugin.FrontendMetadata(es_module_path="/static/index.js", tab_name="Replicas")
 
-    def get_plugin_apps(self) -> dict[str, Any]:
+    def get_plugin_apps(self) -> dict[str, WSGIApplication]:
         """Return the routes."""
         return {
             "/experiments": _app(self._experiments),
@@ -62,7 +69,7 @@ class ReplicasPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard
             "/static/*": _app(self._serve_static),
         }
 
-    def _experiments(self, request: wrappers.Request) -> Any:
+    def _experiments(self, request: wrappers.Request) -> wrappers.Response:
         ctx, experiment_id = _asked_by(request)
         found = self._source.experiments(ctx, experiment_id, refresh=True)
         if found:
@@ -77,26 +84,26 @@ class ReplicasPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard
             },
         )
 
-    def _series(self, request: wrappers.Request) -> Any:
+    def _series(self, request: wrappers.Request) -> wrappers.Response:
         query, tag = parse_query(request.args), parse_tag(request.args)
         return _json(request, chart(self._view(request, query), tag, query))
 
-    def _summary(self, request: wrappers.Request) -> Any:
+    def _summary(self, request: wrappers.Request) -> wrappers.Response:
         query = parse_query(request.args)
         return _json(request, summary(self._view(request, query), query))
 
-    def _csv(self, request: wrappers.Request) -> Any:
+    def _csv(self, request: wrappers.Request) -> wrappers.Response:
         query, tag = parse_query(request.args), parse_tag(request.args)
         text = csv_of(self._view(request, query), tag, query, parse_hidden(request.args))
         disposition = f'attachment; filename="{file_name(query.experiment, tag)}"'
-        return http_util.Respond(request, text, "text/csv", headers=[("Content-Disposition", disposition)])
+        return _respond(request, text, "text/csv", headers=[("Content-Disposition", disposition)])
 
-    def _serve_static(self, request: wrappers.Request) -> Any:
+    def _serve_static(self, request: wrappers.Request) -> wrappers.Response:
         path = request.path.partition(f"/{self.plugin_name}/static/")[2]
         found = self._static.read(path)
         if found is None:
-            return http_util.Respond(request, f"There is no {path!r}.", "text/plain", code=404)
-        return http_util.Respond(request, *found)
+            return _respond(request, f"There is no {path!r}.", "text/plain", code=404)
+        return _respond(request, *found)
 
     def _view(self, request: wrappers.Request, query: Query) -> View:
         ctx, experiment_id = _asked_by(request)
@@ -109,7 +116,7 @@ class ReplicasPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard
         return View(self._source, ctx, experiment_id, experiments[query.experiment])
 
 
-def _described(experiment: Experiment, texts: Mapping[tuple[str, str], str | None]) -> dict[str, Any]:
+def _described(experiment: Experiment, texts: Mapping[tuple[str, str], str | None]) -> JsonObject:
     manifest, wrong_manifest = parse_manifest(texts[experiment.name, metadata.MANIFEST_TAG])
     findings, wrong_findings = parse_findings(texts[experiment.name, metadata.FINDINGS_TAG])
     newest = experiment.newest
@@ -130,26 +137,33 @@ class _NotHere(QueryError):
     """An experiment does not exist anymore."""
 
 
-def _asked_by(request: wrappers.Request) -> tuple[Any, str]:
+def _asked_by(request: wrappers.Request) -> tuple[tb_context.RequestContext, str]:
     return plugin_util.context(request.environ), plugin_util.experiment_id(request.environ)
 
 
-def _json(request: wrappers.Request, value: Any) -> Any:
-    return http_util.Respond(request, wire.to_json(value), "application/json")
+def _respond(
+    request: wrappers.Request, content: str | bytes, content_type: str, **options: object
+) -> wrappers.Response:
+    response: wrappers.Response = http_util.Respond(request, content, content_type, **options)
+    return response
 
 
-def _app(answer: Callable[[wrappers.Request], Any]) -> Any:
+def _json(request: wrappers.Request, value: object) -> wrappers.Response:
+    return _respond(request, wire.to_json(value), "application/json")
+
+
+def _app(answer: Callable[[wrappers.Request], wrappers.Response]) -> WSGIApplication:
     """Return a WSGI application for a route; an invalid query gets its error as the response."""
 
     @wrappers.Request.application
-    def respond(request: wrappers.Request) -> Any:
+    def respond(request: wrappers.Request) -> wrappers.Response:
         if request.method not in ("GET", "HEAD"):
-            return http_util.Respond(request, "Read only: use GET.", "text/plain", code=405, headers=[("Allow", "GET")])
+            return _respond(request, "Read only: use GET.", "text/plain", code=405, headers=[("Allow", "GET")])
         try:
             with np.errstate(all="ignore"):
                 return answer(request)
         except QueryError as error:
             code = 404 if isinstance(error, _NotHere) else 400
-            return http_util.Respond(request, wire.to_json({"error": str(error)}), "application/json", code=code)
+            return _respond(request, wire.to_json({"error": str(error)}), "application/json", code=code)
 
     return respond

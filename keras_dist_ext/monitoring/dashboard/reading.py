@@ -9,10 +9,13 @@ import logging
 from typing import Any, TypeAlias
 
 import numpy as np
+from tensorboard import context as tb_context
+from tensorboard.compat.proto import tensor_pb2
 from tensorboard.data import provider as tb
 from tensorboard.data.proto import data_provider_pb2
 from tensorboard.util import tensor_util
 
+from keras_dist_ext.aliases import Array
 from keras_dist_ext.monitoring.dashboard.metadata import SCALARS_PLUGIN_NAME
 from keras_dist_ext.monitoring.dashboard.points import Points, newest
 
@@ -26,7 +29,9 @@ Columns: TypeAlias = tuple[Any, Any, Any]  # steps, wall times, values: arrays o
 _log = logging.getLogger("tensorboard")
 
 
-def read_scalars(provider: Any, ctx: Any, experiment_id: str, runs: list[str], tag: str) -> dict[str, Points]:
+def read_scalars(
+    provider: tb.DataProvider, ctx: tb_context.RequestContext, experiment_id: str, runs: list[str], tag: str
+) -> dict[str, Points]:
     """Return the series of a tag in some runs, without abandoned steps; no run without points."""
     columns = read_columns(provider, experiment_id, runs, tag)
     if columns is None:
@@ -34,7 +39,7 @@ def read_scalars(provider: Any, ctx: Any, experiment_id: str, runs: list[str], t
     return _with_shared_steps({run: newest(*held) for run, held in columns.items() if len(held[0])})
 
 
-def read_columns(provider: Any, experiment_id: str, runs: list[str], tag: str) -> dict[str, Columns] | None:
+def read_columns(provider: tb.DataProvider, experiment_id: str, runs: list[str], tag: str) -> dict[str, Columns] | None:
     """Return the columns of a tag by run, from private attributes; None where these are not as expected."""
     for attribute, read in (("_stub", _from_data_server), ("_multiplexer", _from_multiplexer)):
         held = getattr(provider, attribute, None)
@@ -79,14 +84,16 @@ def _from_multiplexer(multiplexer: Any, experiment_id: str, runs: list[str], tag
     return columns
 
 
-def _scalar(tensor: Any) -> float:
+def _scalar(tensor: tensor_pb2.TensorProto) -> float:
     """Return the number of a scalar tensor, to which TensorBoard converts simple values; tf.summary writes tensors."""
     if tensor.dtype == _FLOAT and len(tensor.float_val) == 1:
         return float(tensor.float_val[0])
     return float(tensor_util.make_ndarray(tensor).item())
 
 
-def read_publicly(provider: Any, ctx: Any, experiment_id: str, runs: list[str], tag: str) -> dict[str, Columns]:
+def read_publicly(
+    provider: tb.DataProvider, ctx: tb_context.RequestContext, experiment_id: str, runs: list[str], tag: str
+) -> dict[str, Columns]:
     """Return the columns of a tag by run, from TensorBoard's public API."""
     read = provider.read_scalars(
         ctx,
@@ -104,7 +111,7 @@ def read_publicly(provider: Any, ctx: Any, experiment_id: str, runs: list[str], 
 
 def _with_shared_steps(series: dict[str, Points]) -> dict[str, Points]:
     """Return the same series, with one array where replicas have the same steps, which saves 8 bytes per point."""
-    first: dict[tuple[int, int, int], Any] = {}
+    first: dict[tuple[int, int, int], Array] = {}
     shared = {}
     for run, points in series.items():
         steps = points.steps

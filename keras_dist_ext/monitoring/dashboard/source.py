@@ -10,11 +10,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
+from tensorboard import context as tb_context
 from tensorboard import errors
 from tensorboard.data import provider as tb
 
+from keras_dist_ext.aliases import Array
 from keras_dist_ext.monitoring.dashboard.experiments import Experiment, Newest, group, last_text
 from keras_dist_ext.monitoring.dashboard.metadata import (
     ALL_TAGS,
@@ -48,7 +49,9 @@ class Source:
         clock: monotonic, in seconds.
     """
 
-    def __init__(self, provider: Any, limit: int = DEFAULT_LIMIT, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, provider: tb.DataProvider, limit: int = DEFAULT_LIMIT, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.limit = limit
         self._provider = provider
         self._clock = clock
@@ -56,11 +59,13 @@ class Source:
         self._cache = _SeriesCache(_MAX_POINTS)
         self._is_warming = False
 
-    def has_runs(self, ctx: Any, experiment_id: str) -> bool:
+    def has_runs(self, ctx: tb_context.RequestContext, experiment_id: str) -> bool:
         """Whether there is an experiment."""
         return bool(self.experiments(ctx, experiment_id))
 
-    def experiments(self, ctx: Any, experiment_id: str, *, refresh: bool = False) -> dict[str, Experiment]:
+    def experiments(
+        self, ctx: tb_context.RequestContext, experiment_id: str, *, refresh: bool = False
+    ) -> dict[str, Experiment]:
         """Return experiments by name; a few seconds old, unless `refresh`."""
         then, found = self._listings.get(experiment_id, (-_LISTING_SECONDS, {}))
         now = self._clock()
@@ -73,7 +78,12 @@ class Source:
         return found
 
     def _list(
-        self, listing: Callable[..., Any], ctx: Any, experiment_id: str, plugin_name: str, tags: list[str]
+        self,
+        listing: Callable[..., dict[str, dict[str, tb.ScalarTimeSeries | tb.TensorTimeSeries]]],
+        ctx: tb_context.RequestContext,
+        experiment_id: str,
+        plugin_name: str,
+        tags: list[str],
     ) -> dict[str, dict[str, Newest]]:
         try:
             listed = listing(
@@ -86,7 +96,9 @@ class Source:
             for run, by_tag in listed.items()
         }
 
-    def points(self, ctx: Any, experiment_id: str, experiment: Experiment, tag: str) -> dict[str, Points]:
+    def points(
+        self, ctx: tb_context.RequestContext, experiment_id: str, experiment: Experiment, tag: str
+    ) -> dict[str, Points]:
         """Return the series of a tag, by run; no run without points."""
         ends = experiment.tags.get(tag)
         if not ends:
@@ -97,7 +109,7 @@ class Source:
             lambda: read_scalars(self._provider, ctx, experiment_id, sorted(ends), tag),
         )
 
-    def warm(self, ctx: Any, experiment_id: str, experiment: Experiment) -> None:
+    def warm(self, ctx: tb_context.RequestContext, experiment_id: str, experiment: Experiment) -> None:
         """Start to read what a page that is opened now will request, while its scripts are loading."""
         if self._is_warming or self._cache.has(experiment_id):
             return
@@ -115,7 +127,7 @@ class Source:
         threading.Thread(target=read, name="replicas-read-ahead", daemon=True).start()
 
     def texts(
-        self, ctx: Any, experiment_id: str, experiments: Iterable[Experiment]
+        self, ctx: tb_context.RequestContext, experiment_id: str, experiments: Iterable[Experiment]
     ) -> dict[tuple[str, str], str | None]:
         """Return the newest text of each tag of our own plugin, by experiment and tag, in a single read."""
         experiments = list(experiments)
@@ -130,7 +142,7 @@ class Source:
                 run_tag_filter=tb.RunTagFilter(runs=runs, tags=_TEXT_TAGS),
             )
 
-        def held(experiment: Experiment, tag: str) -> Iterator[tuple[float, Any]]:
+        def held(experiment: Experiment, tag: str) -> Iterator[tuple[float, Array]]:
             for run in experiment.texts.get(tag, ()):
                 yield from ((datum.wall_time, datum.numpy) for datum in read.get(run, {}).get(tag, ()))
 
@@ -147,8 +159,8 @@ class _SeriesCache:
 
     def __init__(self, max_points: int) -> None:
         self._max_points = max_points
-        self._series: OrderedDict[Any, tuple[Any, dict[str, Points]]] = OrderedDict()
-        self._locks: dict[Any, threading.Lock] = {}
+        self._series: OrderedDict[tuple[str, str, str], tuple[object, dict[str, Points]]] = OrderedDict()
+        self._locks: dict[tuple[str, str, str], threading.Lock] = {}
         self._lock = threading.Lock()
 
     def has(self, experiment_id: str) -> bool:
@@ -156,7 +168,9 @@ class _SeriesCache:
         with self._lock:
             return any(key[0] == experiment_id for key in self._series)
 
-    def get(self, key: Any, fingerprint: Any, read: Callable[[], dict[str, Points]]) -> dict[str, Points]:
+    def get(
+        self, key: tuple[str, str, str], fingerprint: object, read: Callable[[], dict[str, Points]]
+    ) -> dict[str, Points]:
         """Return the cached series, or what `read` returns; simultaneous requests for the same wait for one read."""
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())

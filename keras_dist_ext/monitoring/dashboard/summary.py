@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from keras_dist_ext.aliases import JsonObject
 from keras_dist_ext.monitoring.dashboard import wire
 from keras_dist_ext.monitoring.dashboard.metadata import (
     ALL_EXAMPLES_PER_SECOND,
@@ -39,7 +40,7 @@ _OVERALL = (ALL_LOSS, ALL_EXAMPLES_PER_SECOND, SCALING_EFFICIENCY, INPUT_SHARE)
 _OVER_TIME = {EXAMPLES_PER_SECOND, ALL_EXAMPLES_PER_SECOND, SCALING_EFFICIENCY, INPUT_SHARE}
 
 
-def summary(view: View, query: Query) -> dict[str, Any]:
+def summary(view: View, query: Query) -> JsonObject:
     """Return the numbers of a part of an experiment, for JSON."""
     first, last = view.clock.steps_between(query.axis, query.low, query.high)
     inside = view.clock.steps[(view.clock.steps >= first) & (view.clock.steps <= last)]
@@ -108,7 +109,7 @@ def _weights(view: View, tag: str, steps: NDArray[np.int64], seconds: Points | N
     return spans * np.interp(steps, seconds.steps[known], seconds.values[known].astype(np.float64))
 
 
-def _to_wire(numbers: dict[str, float]) -> dict[str, Any]:
+def _to_wire(numbers: dict[str, float]) -> JsonObject:
     return {
         name: int(value) if name in _WHOLE else wire.number(value) for name, value in numbers.items() if name != "sum"
     }
@@ -131,9 +132,9 @@ def _relative(busy_seconds: dict[int, float | None]) -> dict[int, float]:
     return {replica: fastest / seconds for replica, seconds in known.items()}
 
 
-def _overall(view: View, numbers: dict[int, Any], first: float, last: float) -> dict[str, Any]:
+def _overall(view: View, numbers: dict[int, Any], first: float, last: float) -> JsonObject:
     """Return numbers over all replicas: as recorded, else from the replicas' means."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     seconds = view.overall(over_replicas(STEP_SECONDS, "mean"))
     for tag in _OVERALL:
         points = view.overall(tag)

@@ -1,10 +1,10 @@
 """One experiment during one request: series by replica, gaps, and their common clock."""
 
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tensorboard import context as tb_context
 
 from keras_dist_ext.monitoring.dashboard.clock import Clock, clock_of
 from keras_dist_ext.monitoring.dashboard.experiments import Experiment
@@ -42,7 +42,9 @@ def recorded_tags(tag: str) -> dict[str, tuple[str, ...]]:
 class View:
     """One experiment, with TensorBoard's data during one request."""
 
-    def __init__(self, source: Source, ctx: Any, experiment_id: str, experiment: Experiment) -> None:
+    def __init__(
+        self, source: Source, ctx: tb_context.RequestContext, experiment_id: str, experiment: Experiment
+    ) -> None:
         self.experiment = experiment
         self.limit = source.limit
         self._source = source

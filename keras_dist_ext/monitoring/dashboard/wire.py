@@ -10,14 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from keras_dist_ext.aliases import Array
 
 __all__ = ["numbers", "number", "spelled", "finite", "to_json", "round_up"]
 
 _DIGITS = 8  # that a float32 can distinguish
 
 
-def numbers(values: NDArray[Any], digits: int = _DIGITS) -> list[float | None]:
+def numbers(values: Array, digits: int = _DIGITS) -> list[float | None]:
     """Return values for JSON: rounded to the digits of a float32, or fewer; null where not finite."""
     values = np.asarray(values, dtype=np.float64)
     is_finite = np.isfinite(values)
@@ -58,7 +59,7 @@ def finite(value: Any) -> Any:
     return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def to_json(value: Any) -> bytes:
+def to_json(value: object) -> bytes:
     """Return strict JSON.
 
     Raises:

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 
 import grpc
 
+from keras_dist_ext.aliases import JsonObject
 from keras_dist_ext.errors import LaunchError
 
 __all__ = ["Channel", "ScreeningReply", "SearchStatus", "Unreachable", "WorkerState", "handlers"]
@@ -41,7 +42,7 @@ class WorkerState(TypedDict):
 class ScreeningReply(TypedDict, total=False):
     """The reply to "request_screening": one of the two."""
 
-    result: dict[str, Any]  # of a `ScreeningResult`
+    result: JsonObject  # of a `ScreeningResult`
     may_measure: bool
 
 

@@ -56,13 +56,13 @@ class SearchRun:
 
 
 def launch_search(
-    work: Sequence[str] | Callable[..., Any],
+    work: Sequence[str] | Callable[..., object],
     trials_in_parallel: int | Literal["auto"] = "auto",
     *,
     workers_per_trial: int = 1,
     gpus_per_trial: int | None = None,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     max_restarts: int = 2,
     timeout: float | None = None,
     time_limit: float | None = None,

@@ -49,7 +49,7 @@ class OracleServer:
 
     def __init__(
         self,
-        oracle: Any,
+        oracle: keras_tuner.Oracle,
         address: str,
         on_trial_failed: Callable[[Trial, str], None],
         lease: ScreeningLease | None = None,
@@ -113,26 +113,26 @@ class OracleServer:
 
     # Calls of keras-tuner's workers
 
-    def get_space(self) -> Any:
+    def get_space(self) -> keras_tuner.HyperParameters:
         """Return the hyperparameters known so far."""
         return self._oracle.get_space().get_config()
 
-    def update_space(self, space: Any) -> None:
+    def update_space(self, space: keras_tuner.HyperParameters) -> None:
         """Add hyperparameters that a worker has found."""
         self._oracle.update_space(keras_tuner.HyperParameters.from_config(space))
 
-    def update_trial(self, trial_id: str, metrics: Mapping[str, float], step: int) -> Any:
+    def update_trial(self, trial_id: str, metrics: Mapping[str, float], step: int) -> Trial:
         """Take the metrics of a trial."""
         try:
             return self._oracle.update_trial(trial_id, metrics, step).get_state()
         finally:
             release_lock(self._oracle)
 
-    def get_trial(self, trial_id: str) -> Any:
+    def get_trial(self, trial_id: str) -> Trial:
         """Return a trial."""
         return self._oracle.get_trial(trial_id).get_state()
 
-    def get_best_trials(self, num_trials: int) -> list[Any]:
+    def get_best_trials(self, num_trials: int) -> list[Trial]:
         """Return the best trials."""
         return [trial.get_state() for trial in self._oracle.get_best_trials(num_trials)]
 
@@ -147,7 +147,7 @@ class OracleServer:
         if self._lease is not None:
             self._lease.finish(result)
 
-    def create_trial(self, tuner_id: str, start: int, trial_number: int, worker_index: int, num_workers: int) -> Any:
+    def create_trial(self, tuner_id: str, start: int, trial_number: int, worker_index: int, num_workers: int) -> Trial:
         """Return a trial, the same for all workers of a group; None: ask again later.
 
         Args:
@@ -185,7 +185,7 @@ class OracleServer:
         return Trial(self._oracle.get_space(), status=TrialStatus.STOPPED)
 
     def end_trial(
-        self, tuner_id: str, start: int, trial_number: int, worker_index: int, num_workers: int, trial: Any
+        self, tuner_id: str, start: int, trial_number: int, worker_index: int, num_workers: int, trial: Trial
     ) -> bool:
         """Take a worker's end of a trial, and return whether all workers of its group have ended it."""
         group, ongoing = self._groups.get(tuner_id), self._oracle.ongoing_trials.get(tuner_id)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from keras_dist_ext._keras.keras_tuner import keras_tuner
+from keras_dist_ext.aliases import JsonObject
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner.processes.channel import Channel, Unreachable
 from keras_dist_ext.tuner.processes.process_role import ProcessRole
@@ -106,7 +107,7 @@ class RemoteOracle:
                 return self._trial
             time.sleep(self.POLL_SECONDS)
 
-    def _request(self, tuner_id: str) -> dict[str, Any]:
+    def _request(self, tuner_id: str) -> JsonObject:
         """Return which worker asks, and for which trial."""
         role = self._role
         worker = {"worker_index": role.worker_index, "num_workers": role.num_workers}
