@@ -11,13 +11,8 @@ All under `data/plugin/replicas/`, read only:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from keras_dist_ext.aliases import JsonObject
-
-if TYPE_CHECKING:
-    from _typeshed.wsgi import WSGIApplication
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tensorboard import context as tb_context
@@ -26,6 +21,7 @@ from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
+from keras_dist_ext.aliases import JsonObject
 from keras_dist_ext.monitoring.dashboard import metadata, wire
 from keras_dist_ext.monitoring.dashboard.chart import chart
 from keras_dist_ext.monitoring.dashboard.experiments import Experiment, parse_findings, parse_manifest
@@ -35,6 +31,9 @@ from keras_dist_ext.monitoring.dashboard.source import DEFAULT_LIMIT, Source
 from keras_dist_ext.monitoring.dashboard.static_files import StaticFiles
 from keras_dist_ext.monitoring.dashboard.summary import summary
 from keras_dist_ext.monitoring.dashboard.view import View
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import WSGIApplication
 
 __all__ = ["ReplicasPlugin"]
 
