@@ -67,7 +67,7 @@ def measure(job: Job) -> Timings:
         """A doctor that records every step."""
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self._visit._blocks.__class__ = _Insatiable
+            self._trace._blocks.__class__ = _Insatiable
             super().on_train_batch_end(batch, logs)
 
     class _Insatiable(step_blocks.StepBlocks):

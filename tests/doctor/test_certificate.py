@@ -25,7 +25,7 @@ import keras_dist_ext as kde
 from keras_dist_ext import cli
 from keras_dist_ext.diagnosis.certificate.certificate import Certificate, certify
 from keras_dist_ext.diagnosis.certificate.certified_script import certify_script
-from keras_dist_ext.diagnosis.certificate.sides import bounds_of_tensorflow
+from keras_dist_ext.diagnosis.certificate.training_run import bounds_of_tensorflow
 
 Strategy = tf.distribute.Strategy
 Build = Callable[[], keras.Model]

@@ -400,7 +400,7 @@ def test_other_callbacks_are_as_they_were_after_a_run_and_after_one_that_broke(m
         except RuntimeError:
             assert doctor.report is None
         assert "on_train_batch_end" not in vars(other)
-        assert not doctor._visit
+        assert not doctor._trace
 
 
 @pytest.mark.slow

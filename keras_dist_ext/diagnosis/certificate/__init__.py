@@ -7,9 +7,9 @@ In reading order:
     certified_script  ``keras-dist-ext doctor --certify SCRIPT.py``
     global_batches    the batches that are compared
     lockstep          the same steps on one device and on replicas
-    sides             make one step, and read all that it changes
+    training_run      make one step, and read all that it changes
     draws             what random ops draw on each replica
-    suspects          find by experiment what makes a difference
+    root_causes       find by experiment what makes a difference
     gap_findings      differences that are none of gradients
     crashes           why a step does not run
 """

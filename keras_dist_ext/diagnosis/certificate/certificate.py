@@ -26,8 +26,8 @@ from keras_dist_ext.diagnosis.certificate.draws import Draws, watch_draws
 from keras_dist_ext.diagnosis.certificate.gap_findings import of_gaps
 from keras_dist_ext.diagnosis.certificate.global_batches import global_batches
 from keras_dist_ext.diagnosis.certificate.lockstep import Comparison, Lockstep
-from keras_dist_ext.diagnosis.certificate.sides import on_one_device
-from keras_dist_ext.diagnosis.certificate.suspects import explain, of_draws
+from keras_dist_ext.diagnosis.certificate.root_causes import explain, of_draws
+from keras_dist_ext.diagnosis.certificate.training_run import on_one_device
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted

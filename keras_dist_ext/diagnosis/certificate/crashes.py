@@ -6,7 +6,7 @@ import re
 
 import tensorflow as tf
 
-from keras_dist_ext.diagnosis.certificate.suspects import FIX_OF_STOCK
+from keras_dist_ext.diagnosis.certificate.root_causes import FIX_OF_STOCK
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.strategy.scope import describe_strategy
 

@@ -15,7 +15,7 @@ from keras_dist_ext._keras.layers import current_layer_path
 from keras_dist_ext._keras.random import intercept_dropout, intercept_random_ops
 from keras_dist_ext._keras.strategies import replica_id
 from keras_dist_ext.aliases import Array, StepData, TensorNest
-from keras_dist_ext.diagnosis.certificate.sides import Side
+from keras_dist_ext.diagnosis.certificate.training_run import TrainingRun
 
 __all__ = ["Draws", "watch_draws"]
 
@@ -37,7 +37,7 @@ class Draws:
     keeps_right: bool = True
 
 
-def watch_draws(side: Side, batch: StepData, bounds: Sequence[int], num_steps: int = 2) -> tuple[Draws, ...]:
+def watch_draws(side: TrainingRun, batch: StepData, bounds: Sequence[int], num_steps: int = 2) -> tuple[Draws, ...]:
     """Make steps with random ops as they are, and look at what each replica drew.
 
     Args:

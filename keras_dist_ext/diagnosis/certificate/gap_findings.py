@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from keras_dist_ext.diagnosis.certificate.lockstep import Lockstep
-from keras_dist_ext.diagnosis.certificate.suspects import FIX_OF_STOCK, listed
+from keras_dist_ext.diagnosis.certificate.root_causes import FIX_OF_STOCK, listed
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.strategy.scope import describe_strategy
 from keras_dist_ext.training.gaps import Gap

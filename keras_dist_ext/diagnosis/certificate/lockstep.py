@@ -19,9 +19,9 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows
-from keras_dist_ext.diagnosis.certificate.sides import (
-    Side,
+from keras_dist_ext.diagnosis.certificate.training_run import (
     State,
+    TrainingRun,
     bounds_of_tensorflow,
     even_bounds,
     on_one_device,
@@ -104,7 +104,7 @@ class Lockstep:
     ) -> None:
         self.strategy = strategy
         self.draws = draws
-        self.many = Side(build_model, strategy, batch)
+        self.many = TrainingRun(build_model, strategy, batch)
         self.one = on_one_device(build_model, batch)
         if not self.many.model.jit_compile:
             self.one.model.jit_compile = False  # "auto" means XLA for one device with a GPU, which rounds otherwise

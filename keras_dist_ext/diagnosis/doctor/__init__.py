@@ -5,7 +5,7 @@ In reading order:
     bounded_run        ``kde.diagnose``: train for some steps, and put the model back
     doctor             ``kde.ParallelismDoctor``, a callback
     doctor_command     ``keras-dist-ext doctor SCRIPT.py``
-    visit              what happens in one run
+    run_trace          what happens in one run
     setting            its strategy, devices and graphs
     host_clock         the time of callbacks and of tracing
     python_clock       the time of Python that steps call

@@ -86,7 +86,7 @@ def diagnose(
     if runtime_of(model) is None:
         return _examined_copy(model, data, y, num_steps, interventions, strategy, callbacks, fit_arguments)
     doctor = ParallelismDoctor(interventions=interventions, show=False, strategy=strategy, num_steps=num_steps)
-    doctor.is_asked = True
+    doctor.raise_on_error = True
     keeper = _Keeper(model)
     is_once = hasattr(data, "__next__")
     options = {"epochs": 1 if is_once else _MANY_EPOCHS, "verbose": 0, **fit_arguments}

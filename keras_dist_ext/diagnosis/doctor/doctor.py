@@ -17,7 +17,7 @@ from keras_dist_ext.aliases import Logs
 from keras_dist_ext.diagnosis.doctor.comparison import Comparison, read_report, run_in
 from keras_dist_ext.diagnosis.doctor.report import Report
 from keras_dist_ext.diagnosis.doctor.rules import judge
-from keras_dist_ext.diagnosis.doctor.visit import Visit
+from keras_dist_ext.diagnosis.doctor.run_trace import RunTrace
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.monitoring.event_files import EventWriter
 from keras_dist_ext.monitoring.intervals import StepCounter
@@ -97,12 +97,12 @@ class ParallelismDoctor(RunCallback):
         given_writers = checked_writers(writers)
         self._writers = [*([] if log_dir is None else [EventWriter(log_dir)]), *given_writers]
         self._recorder = Recorder()
-        self._visit: Visit | None = None
+        self._trace: RunTrace | None = None
         self._num_runs = 0  # under way
         self._told: Callable[[], None] | None = None
         self.stock_data: tf.data.Dataset | None = None  # which a model of stock Keras does not show
-        self.is_asked = False  # for nothing but its report: what goes wrong is an error
-        self.tells_at_once = True  # when training ends; else when ``tell`` is called
+        self.raise_on_error = False  # for nothing but its report: what goes wrong is an error
+        self.report_on_end = True  # when training ends; else when ``tell`` is called
         self.num_observed = self.num_made = 0  # steps of the last run: in the report; and in all, at least
         self.has_seen_enough = False  # and has therefore ended the last run
 
@@ -118,36 +118,36 @@ class ParallelismDoctor(RunCallback):
         if not isinstance(model.distribute_strategy, tf.distribute.ParameterServerStrategy):
             self._recorder.fetch("train")
             model.add_recorder(self._recorder)
-        self._visit = Visit(model, self._recorder)
+        self._trace = RunTrace(model, self._recorder)
 
     def on_run_begin(self, callbacks: Sequence[keras.callbacks.Callback], data: RunData | None) -> None:
         """Have the other callbacks timed, and look at the data."""
-        if self._visit is not None:
-            self._visit.meet(callbacks, data, self)
+        if self._trace is not None:
+            self._trace.meet(callbacks, data, self)
 
     def on_run_end(self) -> None:
         """Leave everything as it was."""
         self._num_runs = max(0, self._num_runs - 1)
-        if self._visit is not None and not self._num_runs:
-            self._visit.stop()
-            self._visit = None
+        if self._trace is not None and not self._num_runs:
+            self._trace.stop()
+            self._trace = None
 
     # What Keras calls
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Begin to watch."""
         self._told, self.has_seen_enough = None, False
-        if self._visit is None or not self._visit.is_ours:  # a model of stock Keras, whose last run may have broken
-            if self._visit is not None:
-                self._visit.stop()
-            self._visit = Visit(self.model, None, self.stock_data)
+        if self._trace is None or not self._trace.is_ours:  # a model of stock Keras, whose last run may have broken
+            if self._trace is not None:
+                self._trace.stop()
+            self._trace = RunTrace(self.model, None, self.stock_data)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Take note of an execution."""
-        if self._visit is None:
+        if self._trace is None:
             return
-        self._visit.end_execution()
-        if self._num_steps is not None and (self._visit.num_steps >= self._num_steps or self._visit.is_over):
+        self._trace.end_execution()
+        if self._num_steps is not None and (self._trace.num_steps >= self._num_steps or self._trace.is_over):
             self.has_seen_enough = self.model.stop_training = True
 
     def on_test_end(self, logs: Logs | None = None) -> None:
@@ -156,38 +156,38 @@ class ParallelismDoctor(RunCallback):
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Judge, and tell."""
-        visit = self._visit
-        if visit is None:
+        trace = self._trace
+        if trace is None:
             return
-        visit.stop()
-        self.num_observed, self.num_made = visit.num_steps, max(visit.num_steps, visit.num_executions)
-        if not visit.is_ours:
-            self._visit = None
+        trace.stop()
+        self.num_observed, self.num_made = trace.num_steps, max(trace.num_steps, trace.num_executions)
+        if not trace.is_ours:
+            self._trace = None
         try:
-            self.report = judge(visit.examination(self._strategy, interventions=self._interventions))
-            self._prepare_telling(visit, self.report)
-            if self.tells_at_once:
+            self.report = judge(trace.examination(self._strategy, interventions=self._interventions))
+            self._prepare_telling(trace, self.report)
+            if self.report_on_end:
                 self.tell()
         except Exception as error:
-            if self.is_asked:
+            if self.raise_on_error:
                 raise
             warnings.warn(  # the run is over, and has gone well
                 f"ParallelismDoctor failed: {type(error).__name__}: {error}", stacklevel=2
             )
 
-    def _prepare_telling(self, visit: Visit, report: Report) -> None:
+    def _prepare_telling(self, trace: RunTrace, report: Report) -> None:
         """Hand findings to monitors, and note what else there is to be told, while the run is what it was."""
         model = self.model
         counter = StepCounter(model)
         counter.begin()
         step = counter.step(counter.count)
         records = [finding.record(step) for finding in report.findings]
-        for monitor in visit.monitors:
+        for monitor in trace.monitors:
             monitor.add_findings("diagnosis", records)
         workers = workers_of(model.distribute_strategy)
         is_chief = workers is None or workers.is_chief
         run = None
-        if self._writers and visit.is_ours:
+        if self._writers and trace.is_ours:
             manifest = build_manifest(model, "")
             run = Run("train", "", manifest, describe_model(model), step, wall_time=time.time(), is_chief=is_chief)
 

@@ -71,7 +71,7 @@ def examine_script(
         doctor = ParallelismDoctor(
             log_dir, interventions=interventions, json=json, show=show, strategy=strategy, num_steps=num_steps
         )
-        doctor.tells_at_once = False
+        doctor.report_on_end = False
         doctors.append(doctor)
         call = inspect.signature(fit).bind(model, *args, **kwargs)
         given = call.arguments.get("callbacks")

@@ -31,12 +31,12 @@ from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_var
 from keras_dist_ext.training.gaps import Part, SlotKind, Values
 from keras_dist_ext.training.runtime import runtime_of
 
-__all__ = ["Side", "State", "bounds_of_tensorflow", "even_bounds", "on_one_device"]
+__all__ = ["TrainingRun", "State", "bounds_of_tensorflow", "even_bounds", "on_one_device"]
 
 State = list[Array]
 
 
-class Side:
+class TrainingRun:
     """A model, and how it makes one training step at a time on a global batch.
 
     Args:
@@ -247,14 +247,14 @@ def told_apart(names: Iterable[str]) -> list[str]:
     return unique
 
 
-def on_one_device(build_model: Callable[[], keras.Model], batch: StepData) -> Side:
+def on_one_device(build_model: Callable[[], keras.Model], batch: StepData) -> TrainingRun:
     """Build the side that is right by definition.
 
     Raises:
         CertificateError: it cannot be built.
     """
     try:
-        return Side(build_model, None, batch)
+        return TrainingRun(build_model, None, batch)
     except CertificateError:
         raise
     except Exception as error:

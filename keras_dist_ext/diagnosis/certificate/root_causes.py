@@ -18,7 +18,7 @@ from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.diagnosis.certificate.draws import Draws
 from keras_dist_ext.diagnosis.certificate.lockstep import Comparison, Lockstep
-from keras_dist_ext.diagnosis.certificate.sides import even_bounds
+from keras_dist_ext.diagnosis.certificate.training_run import even_bounds
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers
@@ -37,7 +37,7 @@ def explain(lockstep: Lockstep, comparisons: Sequence[Comparison]) -> list[Findi
         lockstep: both sides; their models are left in any state.
         comparisons: the steps that are off, at least one.
     """
-    suspects = _Suspects(lockstep)
+    causes = _RootCauses(lockstep)
     itself = lockstep.distance_to_itself(comparisons[0])
     if itself is not None:
         return [_uncontrolled(sorted(lockstep.draws.unknown), itself)]
@@ -45,26 +45,26 @@ def explain(lockstep: Lockstep, comparisons: Sequence[Comparison]) -> list[Findi
     by_gradient = [c for c in comparisons if any(g.is_beyond for g in c.gaps if g.part == "gradient")]
     if not by_gradient and any(g.part == "gradient" for g in comparisons[0].gaps):
         are_apart = any(g.is_apart for g in comparisons[0].gaps if g.part == "weights")  # `of_gaps` says so
-        return [] if are_apart else [suspects.update(comparisons[0])]
+        return [] if are_apart else [causes.update(comparisons[0])]
     comparisons = by_gradient or comparisons
     starved = next((c for c in comparisons if not c.is_finite and 0 in c.sizes), None)
     if starved is not None:
-        findings.append(suspects.empty_replica(starved))
+        findings.append(causes.empty_replica(starved))
     even = next((c for c in comparisons if c.is_even), None)
     uneven = next((c for c in comparisons if not c.is_even), None)
     if even is not None:
-        findings += suspects.of_rows(even)
+        findings += causes.of_rows(even)
     if uneven is not None:
-        if suspects.is_by_uneven_parts(uneven):
-            findings.append(suspects.uneven_batch(uneven))
+        if causes.is_by_uneven_parts(uneven):
+            findings.append(causes.uneven_batch(uneven))
         if even is None:
-            findings += suspects.of_rows(uneven)
+            findings += causes.of_rows(uneven)
     if not findings:
-        findings.append(suspects.rows_interact(comparisons[0]))
+        findings.append(causes.rows_interact(comparisons[0]))
     return findings
 
 
-class _Suspects:
+class _RootCauses:
     """Experiments on the steps of a lockstep."""
 
     def __init__(self, lockstep: Lockstep) -> None:

@@ -32,12 +32,12 @@ from keras_dist_ext.training.run_callback import RunCallback, RunData
 from keras_dist_ext.training.snapshot import kept_pass
 from keras_dist_ext.training.worker_sync import own_callback
 
-__all__ = ["Visit"]
+__all__ = ["RunTrace"]
 
 _LEAST_STEPS, _LEAST_BLOCKS = 8, 3  # fewer prove nothing
 
 
-class Visit:
+class RunTrace:
     """What is noted in one run.
 
     Attributes:
