@@ -25,7 +25,15 @@ from keras_dist_ext.step.pass_through import LocalUpdate, PassThrough
 from keras_dist_ext.step.reducers import MirroredReducer
 from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.step.row_weights import RowWeights
-from keras_dist_ext.training import batch_reader, batch_split, distributed_step, epoch_data, prediction, program
+from keras_dist_ext.training import (
+    batch_reader,
+    batch_split,
+    distributed_step,
+    epoch_data,
+    prediction,
+    program,
+    step_logs,
+)
 from keras_dist_ext.training.model import Model
 from keras_dist_ext.training.runtime import ReplicaRuntime
 
@@ -249,7 +257,7 @@ def logs_of_the_first() -> AbstractContextManager[Any]:
         with keras.StatelessScope(state_mapping=firsts):
             yield
 
-    return patch.object(distributed_step, "pooled_state", pooled_state)
+    return patch.object(step_logs, "pooled_state", pooled_state)
 
 
 def tracked_losses_count_alike() -> AbstractContextManager[Any]:
