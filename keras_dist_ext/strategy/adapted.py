@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.layers import flat_layers, own_variables
+from keras_dist_ext._keras.layers import flat_layers, own_variables, seed_generators
 from keras_dist_ext._keras.strategies import is_default_strategy, strategy_of_variable
 from keras_dist_ext._keras.variables import components, initialize_again
 from keras_dist_ext.strategy.scope import raw_variables
@@ -44,7 +44,7 @@ def move_adapted(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
 
 def adapted_fingerprint(model: keras.Model) -> list[str]:
     """Describe what the layers in a model have learnt before, which must be the same on all workers."""
-    frozen = [layer for layer in _frozen(model) if _outside_weights(layer)]
+    frozen = [layer for layer in _frozen(model) if any(strategy_of_variable(w) is None for w in _weights(layer))]
     return [f"{type(layer).__name__} {_digest(layer)}" for layer in (*_adapted(model), *frozen)]
 
 
@@ -66,6 +66,12 @@ def _outside_weights(layer: keras.Layer) -> list[keras.Variable]:
     return [variable for variable in own_variables(layer) if strategy_of_variable(variable) is None]
 
 
+def _weights(layer: keras.Layer) -> list[keras.Variable]:
+    """Return the variables of a layer that are no seeds, which may be others on each worker."""
+    seeds = {id(generator.state) for generator in seed_generators(layer)}
+    return [variable for variable in own_variables(layer) if id(variable) not in seeds]
+
+
 def _outside(layer: keras.Layer) -> list[tuple[str, keras.Variable | tf.Variable]]:
     """Return what a layer itself holds that no step changes and that lives under no strategy, by name."""
     raw = [(name, variable) for name, variable in raw_variables(layer) if getattr(layer, name, None) is variable]
@@ -75,7 +81,7 @@ def _outside(layer: keras.Layer) -> list[tuple[str, keras.Variable | tf.Variable
 
 def _digest(layer: keras.Layer) -> str:
     digest = hashlib.sha256()
-    for variable in [*own_variables(layer), *(variable for _, variable in raw_variables(layer))]:
+    for variable in [*_weights(layer), *(variable for _, variable in raw_variables(layer))]:
         digest.update(np.asarray(components(variable)[0]).tobytes())
     vocabulary = getattr(layer, "get_vocabulary", None)
     if callable(vocabulary):

@@ -181,6 +181,15 @@ PUBLIC: dict[str, Entry] = {
     "ReplicaMonitor.use_subdirectory": Entry(
         lambda name: kde.ReplicaMonitor("logs").use_subdirectory(name), accepts={"name": {"text"}}
     ),
+    "RayCluster": Entry(
+        kde.RayCluster,
+        accepts={
+            "address": {"text"},
+            "cpus_per_worker": NUMBER,
+            "gpus_per_worker": {"zero", *NUMBER},
+            "runtime_env": {"None"},
+        },
+    ),
     "ReplicaSeeds": Entry(kde.ReplicaSeeds, lambda: {"seed": 1}, {"enable_op_determinism": FLAG}),
     "Resume": Entry(
         kde.Resume, lambda: {"directory": "run"}, {"directory": PATH, "save_every": {"huge"}, "on_preemption": FLAG}
@@ -302,6 +311,7 @@ PUBLIC: dict[str, Entry] = {
             "affinity": FLAG,
             "environ": {"None"},
             "log_dir": {"None", *PATH},
+            "on": {"None"},
             "quiet": FLAG,
             "stream": {"None"},
         },

@@ -980,6 +980,7 @@ def _contrastive(x: tf.Tensor, y: tf.Tensor, slope: tf.Variable) -> tf.Tensor:
     return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.matmul(views, views, transpose_b=True))
 
 
+@pytest.mark.checks_fit
 @pytest.mark.parametrize("loss", rotating([_advantages, _contrastive], [_advantages]))
 def test_a_loop_warns_of_examples_that_interact_and_names_what_gathers_them(loss: Any, mirrored: Any) -> None:
     with mirrored.scope():

@@ -17,6 +17,8 @@ from keras.optimizers import SGD, Adam, LossScaleOptimizer
 import keras_dist_ext as kde
 from keras_dist_ext.errors import StepError
 
+pytestmark = pytest.mark.checks_fit
+
 X = np.random.default_rng(0).normal(size=(24, 5)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(24, 3)).astype("float32")
 Loss = Callable[[Any, Any, Any], Any]

@@ -235,6 +235,7 @@ LAYERS = {
 EAGERLY = ["BatchNormalization", "a ratio of means"]
 
 
+@pytest.mark.checks_fit
 @pytest.mark.parametrize(
     ("case", "run_eagerly"),
     rotating(

@@ -87,6 +87,7 @@ class ParallelismDoctor(RunCallback):
         self.report: Report | None = None
         self.comparison: Comparison | None = None
         self._interventions = arguments.flag("interventions", interventions, error=MonitorError)
+        event_writers = [] if log_dir is None else [EventWriter(log_dir)]
         report_file = arguments.optional(arguments.path, "json", json, error=MonitorError)
         if report_file is None and log_dir is not None and "://" not in os.fspath(log_dir):
             report_file = os.path.join(log_dir, "doctor.json")
@@ -95,7 +96,7 @@ class ParallelismDoctor(RunCallback):
         self._strategy = checked_strategy(strategy)
         self._num_steps = arguments.optional(arguments.integer, "num_steps", num_steps, least=1, error=MonitorError)
         given_writers = checked_writers(writers)
-        self._writers = [*([] if log_dir is None else [EventWriter(log_dir)]), *given_writers]
+        self._writers = [*event_writers, *given_writers]
         self._recorder = Recorder()
         self._trace: RunTrace | None = None
         self._num_runs = 0  # under way
