@@ -29,7 +29,7 @@ from conformance.workers import run_row
 # Stock Keras says so too, from a module whose warnings the suite ignores.
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
-QUICK_OF_WORKERS = {"batches of 1 to 9 rows", "a custom train_step"}
+QUICK_OF_WORKERS = {"batches of 1 to 9 rows"}
 OF_WORKERS = {
     "batches of 1 to 9 rows", "fewer rows than replicas", "sparse gradients", "LossScaleOptimizer",
     "gradient accumulation over 4 of 6 steps", "3 steps an execution over data of unknown length",

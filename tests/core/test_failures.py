@@ -535,6 +535,7 @@ def test_the_last_word_of_a_program_that_has_failed_names_the_error_and_its_line
     assert first.presence.end_of(1).what.startswith("has failed with ValueError (test_failures.py:")
 
 
+@pytest.mark.slow
 def test_the_last_word_of_a_worker_that_others_have_failed_says_which(watches: Any) -> None:
     first, second, *_ = watches
     try:

@@ -72,11 +72,12 @@ def test_rows_are_gathered_by_collectives_one_step_at_a_time(collective):
     assert_close(row_runs.train(ours), on_one_device(losses=losses))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
     [
         pytest.param("dynamic", marks=on_two_workers(row_runs.train_on_workers, "dynamic")),
-        pytest.param("static", marks=[on_two_workers(row_runs.train_on_workers, "static"), pytest.mark.slow]),
+        pytest.param("static", marks=on_two_workers(row_runs.train_on_workers, "static")),
     ],
 )
 def test_workers_have_the_rows_of_all(values, data):
@@ -279,7 +280,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("case", rotating(COMPILED, ["a sum of own"]))
+@pytest.mark.parametrize("case", rotating(COMPILED, [], slow=["a sum of own"]))
 @pytest.mark.parametrize("kind", rotating(["mirrored2", "mirrored4"], ["mirrored2"]))
 def test_losses_metrics_and_layers_of_a_compiled_model_see_all_rows(strategies, case, kind):
     y = X.sum(axis=1, keepdims=True)

@@ -167,7 +167,8 @@ THROUGH_SUMS = {
     ("name", "run_eagerly"),
     rotating(
         [*((name, False) for name in THROUGH_SUMS), ("a mean", True), ("a sum", True)],
-        [("a mean", True)],
+        [],
+        slow=[("a mean", True)],
     ),
 )
 def test_so_it_does_through_layers_that_sum_over_replicas(strategies, name, run_eagerly):

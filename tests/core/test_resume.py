@@ -1147,7 +1147,7 @@ def test_a_run_that_lost_a_worker_goes_on_in_one_process(mirrored: Any, tmp_path
 # Preemption
 
 
-@pytest.mark.parametrize("number", rotating([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
+@pytest.mark.parametrize("number", rotating([signal.SIGTERM, signal.SIGINT], [], slow=[signal.SIGTERM]))
 def test_a_process_that_is_asked_to_end_saves_and_ends_well(
     number: signal.Signals, strategies: Any, tmp_path: pathlib.Path
 ) -> None:

@@ -317,7 +317,7 @@ def in_a_fold(net: Any, y: Any, p: Any) -> Any:
     return tf.foldl(lambda total, value: total + value, squares(y, p))
 
 
-@pytest.mark.parametrize("loss", [in_a_fold, pairs])
+@pytest.mark.parametrize("loss", rotating([in_a_fold, pairs], [pairs], slow=[in_a_fold]))
 def test_steps_on_data_that_tensorflow_has_split_are_measured_and_checked(mirrored, loss):
     """No graph tells that the loss is a sum; and no row is lost."""
     results, said = [], []

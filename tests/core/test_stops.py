@@ -45,7 +45,11 @@ def test_a_stop_anywhere_ends_the_step_and_leaves_the_validation_whole(mirrored,
     "data",
     [
         pytest.param(data, marks=[on_two_workers(runs.stops_of_worker_1, data), *marks])
-        for data, marks in (("arrays", []), ("endless", [pytest.mark.rotating]), ("PyDataset", [pytest.mark.rotating]))
+        for data, marks in (
+            ("arrays", [pytest.mark.slow]),
+            ("endless", [pytest.mark.rotating]),
+            ("PyDataset", [pytest.mark.rotating]),
+        )
     ],
 )
 def test_a_stop_that_one_worker_asks_for_ends_both_there(values, data):

@@ -156,7 +156,6 @@ CASES = [
 ]
 QUICK = [
     ("train_step", "tensordot", "an empty replica", False),
-    ("compute_loss", "foldl", "static rows", True),
     ("a compiled loss", "cond", "unknown rows", False),
     ("add_loss", "tf.function", "static rows", False),
 ]

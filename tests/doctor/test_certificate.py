@@ -714,7 +714,9 @@ raise SystemExit("it trained")
 """
 
 
-@pytest.mark.parametrize(("library", "expected"), [("stock", ["uneven-batch"]), ("ours", [])])
+@pytest.mark.parametrize(
+    ("library", "expected"), [pytest.param("stock", ["uneven-batch"], marks=pytest.mark.slow), ("ours", [])]
+)
 def test_a_script_is_certified_as_it_is(library: str, expected: list[str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

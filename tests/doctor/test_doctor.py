@@ -46,7 +46,7 @@ FAULTS = [
     pytest.param("retracing", "retracing", marks=slow),
     pytest.param("fetching_callback", "fetching-callback", marks=slow),
     pytest.param("slow_callback", "slow-callback", marks=slow),
-    pytest.param("pinned_device", "pinned-device"),
+    pytest.param("pinned_device", "pinned-device", marks=slow),
     pytest.param("straggler", "straggler", marks=slow),
     pytest.param("unequal_shards", "unequal-shards", marks=slow),
     pytest.param("sequential_model", "sequential-model", marks=slow),
@@ -489,9 +489,7 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["outside-scope", *(pytest.param(n, marks=slow) for n in SETUPS if n != "outside-scope")]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=slow) for n in SETUPS])
 def test_the_command_runs_a_script_until_it_has_seen_enough(name: str, tmp_path: pathlib.Path) -> None:
     setup, codes = SETUPS[name]
     (tmp_path / "train.py").write_text(SCRIPT.format(setup=setup))

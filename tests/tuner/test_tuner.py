@@ -190,6 +190,7 @@ def test_a_trial_that_hyperband_continues_starts_with_the_weights_and_the_time_o
             assert seconds[1] > seconds[0]  # it goes on counting
 
 
+@pytest.mark.slow
 def test_a_reloaded_project_continues(tmp_path: pathlib.Path) -> None:
     first = searched(tmp_path, strategies=TWO, max_trials=2, seed=1)
     again = searched(tmp_path, strategies=TWO, max_trials=3, seed=1)
@@ -402,6 +403,7 @@ def test_a_stock_model_that_cannot_be_rebuilt_is_refused_before_the_search_with_
         kde.tuner.RandomSearch(build, "val_loss", strategies=["mirrored(2)"], directory=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_custom_tuner_with_a_custom_hypermodel_works(tmp_path: pathlib.Path) -> None:
     class Mine(keras_tuner.HyperModel):
         note = "mine"
@@ -433,6 +435,7 @@ def test_a_custom_tuner_with_a_custom_hypermodel_works(tmp_path: pathlib.Path) -
     assert kde.tuner.with_strategies(Tuner) is Tuner
 
 
+@pytest.mark.slow
 def test_models_that_a_custom_fit_builds_live_under_the_strategy_too(tmp_path: pathlib.Path) -> None:
     class Folds(keras_tuner.HyperModel):
         def build(self, hp: Any) -> Any:
@@ -627,6 +630,7 @@ def test_a_meter_continues_with_a_second_fit() -> None:
     assert meter.seconds == 8.0
 
 
+@pytest.mark.slow
 def test_monitors_given_to_search_write_each_trial_into_its_own_folder(tmp_path: pathlib.Path) -> None:
     monitor = kde.ReplicaMonitor(tmp_path / "logs", experiment="mine")
     given = {"strategies": "one_device", "max_trials": 1, "executions_per_trial": 2, "log_dir": tmp_path / "own"}
@@ -1139,7 +1143,10 @@ def _rate() -> float:
     return 0.1
 
 
-@pytest.mark.parametrize(("rule", "rate"), [("none", 0.1), ("linear", 0.1 * 4 * 3), ("sqrt", 0.1 * 12**0.5)])
+@pytest.mark.parametrize(
+    ("rule", "rate"),
+    rotating([("none", 0.1), ("linear", 0.1 * 4 * 3), ("sqrt", 0.1 * 12**0.5)], [("linear", 0.1 * 4 * 3)]),
+)
 def test_the_learning_rate_follows_the_examples_of_an_update_exactly(
     rule: str, rate: float, tmp_path: pathlib.Path
 ) -> None:

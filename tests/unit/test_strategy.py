@@ -553,6 +553,7 @@ def run_python(code, **environ):
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_num_replicas_makes_cpu_devices_before_tensorflow_starts():
     printed = run_python(
         """

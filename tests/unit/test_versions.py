@@ -95,6 +95,7 @@ STAND_ALONE = (  # each with what else is asked of it
 )
 
 
+@pytest.mark.slow
 def test_what_needs_no_private_part_works_without_any():
     program = HIDING.format(gone=("keras.src", "tensorflow.python")) + (
         "import tensorflow as tf\nfrom importlib import import_module\n"

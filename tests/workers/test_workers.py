@@ -69,6 +69,7 @@ def test_files_are_written_by_the_chief_alone(values: Any) -> None:
     assert len([f for f in files if "tfevents" in f]) == 1
 
 
+@pytest.mark.slow
 @of("restores from the chief")
 def test_an_interrupted_run_goes_on_from_the_chiefs_backup_on_all_workers(values: Any) -> None:
     for epochs, resumed, whole in (worker["restores from the chief"] for worker in values):
@@ -114,6 +115,7 @@ def test_data_that_differs_between_workers_is_warned_of(values: Any) -> None:
     assert set(others.values()) == {0}
 
 
+@pytest.mark.slow
 @of("takes over values")
 def test_a_run_begins_with_the_values_of_the_first_worker_everywhere(values: Any) -> None:
     (said, weights), (nothing, others) = (worker["takes over values"] for worker in values)
