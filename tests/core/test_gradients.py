@@ -82,7 +82,7 @@ def test_so_it_does_on_virtual_replicas(name: str, mirrored: Any) -> None:
             name,
             marks=[
                 on_two_workers(steps.on_workers, name),
-                *([] if name == "clipped_by_norm" else [pytest.mark.rotating]),
+                pytest.mark.slow if name == "clipped_by_norm" else pytest.mark.rotating,
             ],
         )
         for name in OF_WORKERS
