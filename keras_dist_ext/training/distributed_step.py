@@ -79,7 +79,9 @@ class DistributedStep:
             virtual = model.placement.virtual(virtual, self.num_replicas)
         self._virtual = virtual
         self._num_turns: int = 0 if virtual is None else virtual.num_turns(self.strategy)
-        if model.jit_compile and model.placement is None and not self.is_eager and can_compile(self.strategy):
+        may_compile = model.jit_compile and model.placement is None and not self.is_eager
+        is_compiled = may_compile and can_compile(self.strategy)
+        if is_compiled:
             self._user_step = compiled_step(model, kind)
         self._logs = StepLogs(model, kind)
         self._records_norm = any(recorder.gradient_norm for recorder in self._runtime.recorders)
@@ -89,7 +91,7 @@ class DistributedStep:
         self.buffer = StepBuffer(self.devices, gradient_norm=self._records_norm) if self._runtime.recorders else None
         self._guard = self._runtime.guard if kind == "train" else None
         self.loops = False  # whether what is traced makes several steps
-        self._is_received = False  # whether it was seen that it calls the hooks of Keras' own steps
+        self._is_received = is_compiled  # or whether it was seen that it calls the hooks of Keras' own steps
         self.first_batch: Callable[[], StepData] | None = None
         self.observer = StepObserver()
         self._plan: StepPlan = self._runtime.plans.setdefault(kind, StepPlan())
@@ -113,6 +115,7 @@ class DistributedStep:
     def without_xla(self) -> None:
         """Go on uncompiled."""
         self._user_step = getattr(self.model, f"{self.kind}_step")
+        self._is_received = False
 
     def learn_exponents(self) -> None:
         """Trace a step aside, on batches of any size, to learn how its numbers grow with the rows.
