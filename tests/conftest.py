@@ -3,6 +3,7 @@
 import gc
 import itertools
 import re
+import secrets
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -136,6 +137,14 @@ def _checks_of_fit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     checks = checks or is_its_turn(f"checks of fit in {node.nodeid}", commit=_commit(request.config))
     if runners is not None and not checks:
         monkeypatch.setattr(runners, "check_training", lambda *_: None)
+
+
+@pytest.fixture(scope="session")
+def ray_token() -> Iterator[None]:
+    """Give all clusters of Ray in this process one token, which it reads once, instead of one in the home directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        yield
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 pip install '.[test,ray]' && python -m pytest -m ray tests/workers/test_ray.py
 """
 
-import secrets
-
 import pytest
 import ray_runs
 
@@ -16,8 +14,8 @@ pytestmark = [
 ]
 
 
-def test_two_workers_of_ray_train_a_keras_3_model_together(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray keeps one in the home directory
+@pytest.mark.usefixtures("ray_token")
+def test_two_workers_of_ray_train_a_keras_3_model_together(tmp_path):
     values = ray_runs.train_on_two_workers(tmp_path)
     assert [value["reason"] for value in values] == [f"TF_CONFIG lists 2 workers, this is worker {i}" for i in (0, 1)]
     assert all(value["keras"].startswith("3.") for value in values)

@@ -7,7 +7,6 @@ import glob
 import io
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -57,9 +56,8 @@ class Nodes:
 
 
 @pytest.fixture(scope="module")
-def nodes():
+def nodes(ray_token):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="kde") as folder:
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray keeps one in the home directory
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         found = Nodes()
