@@ -153,6 +153,8 @@ CASES = [
     for rows in DATA
     for is_mean in (False, True)
     if rows != "an empty replica" or form not in NEED_ROWS
+    # Its rank is unknown: stock Keras fails in these places, but for static rows, of which fit's check warns.
+    if place in ("train_step", "add_loss") or form != "sparse.reduce_sum"
 ]
 QUICK = [
     ("train_step", "tensordot", "an empty replica", False),
