@@ -152,7 +152,7 @@ class RowWeights:
 
     def as_mean(self, value: tf.Tensor) -> tf.Tensor:
         """Turn a scalar of the user's code into one whose mean over replicas, weighted by share, is the global one."""
-        if self._num_replicas == 1 or tf.TensorShape(getattr(value, "shape", ())).rank:
+        if self._num_replicas == 1 or _shape(value).rank:
             return value
         terms = self._means.terms(value)
         if not any(term.exponent for term in terms):
@@ -244,7 +244,8 @@ class RowWeights:
         """Make a scalar that a step gives to a ``Mean`` count once for the global batch, not once a replica."""
         if self._num_replicas == 1:
             return values, sample_weight
-        if _rank(values) == 0:
+        is_unknown = _shape(values).rank is None  # as of a sum over a sparse tensor
+        if _rank(values) == 0 or (is_unknown and tracks_loss(self._model, metric)):
             values = self.as_mean(values)
         elif sample_weight is None or _rank(sample_weight) > 0:
             return values, sample_weight
@@ -306,7 +307,11 @@ def _upstream(value: tf.Tensor, given: Gradient, weight: float | tf.Tensor) -> G
     return scale(tf.ones_like(value) if given is None else tf.cast(given, value.dtype), weight)
 
 
-def _rank(value: tf.Tensor) -> int:
+def _shape(value: tf.Tensor | float) -> tf.TensorShape:
+    return tf.TensorShape(getattr(value, "shape", ()))
+
+
+def _rank(value: tf.Tensor | float) -> int:
     """How many dimensions; some, if that is not known."""
-    shape = tf.TensorShape(getattr(value, "shape", ()))
-    return 1 if shape.rank is None else shape.rank
+    rank = _shape(value).rank
+    return 1 if rank is None else rank

@@ -153,8 +153,7 @@ CASES = [
     for rows in DATA
     for is_mean in (False, True)
     if rows != "an empty replica" or form not in NEED_ROWS
-    # Its rank is unknown: stock Keras fails in these places, but for static rows, of which fit's check warns.
-    if place in ("train_step", "add_loss") or form != "sparse.reduce_sum"
+    if form != "sparse.reduce_sum" or place in ("train_step", "add_loss")  # else stock Keras asks for its rank
 ]
 QUICK = [
     ("train_step", "tensordot", "an empty replica", False),
@@ -249,3 +248,13 @@ def test_a_batch_that_was_looked_at_comes_next_nevertheless():
         assert [float(reader.next_batch()[0]) for _ in range(4)] == [0.0, 1.0, 2.0, 3.0]
         assert pulled == [0, 1, 2, 3]
         reader.close()
+
+
+@pytest.mark.rotating
+def test_a_loss_whose_rank_replicas_do_not_know_is_a_sum_in_training_and_evaluation(strategies):
+    given = ("compute_loss", SUMS["sparse.reduce_sum"])
+    expected = trained(made(keras, *given), DATA["static rows"]())  # one device knows it of batches of one size
+    with strategies.get("mirrored2").scope():
+        model = made(kde, *given, check=False)
+    for one, other in zip(expected, trained(model, DATA["static rows"]()), strict=True):
+        np.testing.assert_allclose(other, one, rtol=2e-5, atol=1e-6)
