@@ -1,6 +1,7 @@
 """Types of command-line arguments, for argparse."""
 
 import argparse
+import math
 
 from keras_dist_ext.arguments import LONGEST_SECONDS, MOST_PROCESSES
 
@@ -90,10 +91,7 @@ def amount(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: it is something else.
     """
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
+    number = _number(text)
     if not 0 <= number <= _MOST:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number >= 0")
     return number
@@ -105,11 +103,15 @@ def seconds(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: it is something else.
     """
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
+    number = _number(text)
     if not 0 < number <= LONGEST_SECONDS:
         bound = f" and <= {LONGEST_SECONDS:g}" if number > LONGEST_SECONDS else ""
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds > 0{bound}")
     return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan  # which is within no bounds

@@ -15,6 +15,7 @@ from keras_dist_ext.cluster.failure import Failure, NotPlaced
 from keras_dist_ext.cluster.host import Host, Look, State, WaitForPlaces
 from keras_dist_ext.cluster.ray_agent import Agent, Report
 from keras_dist_ext.cluster.tasks import Task, kinds, tasks_at
+from keras_dist_ext.cluster.worker import pickled_call
 from keras_dist_ext.errors import LaunchError
 
 __all__ = ["RayCluster", "pack_for_ray", "ray_hosts"]
@@ -113,13 +114,7 @@ def pack_for_ray(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     _check_installed()
     from ray import cloudpickle
 
-    try:
-        call = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
-    except Exception as error:
-        raise ValueError(
-            f"{getattr(function, '__qualname__', repr(function))!r} or its arguments cannot be pickled ({error}), "
-            "so no other process can run it. Pass it plain values."
-        ) from error
+    call = pickled_call(cloudpickle.dumps, function, args, kwargs, advice="Pass it plain values.")
     return pickle.dumps({"sys_path": None, "argv": sys.argv, "modules": [], "call": call})
 
 

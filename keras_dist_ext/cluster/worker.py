@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.cluster.orphans import children_of
 
-__all__ = ["command_line", "main", "LAUNCH_IDS", "pack_call", "read_value", "failed_code"]
+__all__ = ["command_line", "main", "LAUNCH_IDS", "pack_call", "pickled_call", "read_value", "failed_code"]
 
 LAUNCH_IDS = "KERAS_DIST_EXT_LAUNCH"  # environment variable: ids of the launches, outermost first, that a process is in
 
@@ -99,6 +99,35 @@ def _serve() -> None:
     tf.distribute.Server(task.cluster_spec(), task.task_type, task.task_id, protocol="grpc").join()
 
 
+def pickled_call(
+    dumps: Callable[[object], bytes],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    advice: str,
+) -> bytes:
+    """Pickle a function with its arguments.
+
+    Args:
+        dumps: pickles a value.
+        function: to be called.
+        args: for it.
+        kwargs: for it.
+        advice: what to do where that fails.
+
+    Raises:
+        ValueError: it cannot be pickled; the message says why.
+    """
+    try:
+        return dumps((function, tuple(args), dict(kwargs)))
+    except Exception as error:
+        label = getattr(function, "__qualname__", repr(function))
+        raise ValueError(
+            f"{label!r} or its arguments cannot be pickled ({error}), so no other process can run it. {advice}"
+        ) from error
+
+
 def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     """Pickle a call, with what another process needs to find the modules in which its parts are defined.
 
@@ -106,13 +135,8 @@ def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
         ValueError: a part cannot be found from another process; the message says which and what to do.
     """
     label = getattr(function, "__qualname__", repr(function))
-    try:
-        call = pickle.dumps((function, tuple(args), dict(kwargs)))
-    except Exception as error:
-        raise ValueError(
-            f"{label!r} or its arguments cannot be pickled ({error}), so no other process can run it. Define the "
-            "function at the top level of a module or script, and pass it plain values."
-        ) from error
+    advice = "Define the function at the top level of a module or script, and pass it plain values."
+    call = pickled_call(pickle.dumps, function, args, kwargs, advice=advice)
     names = {getattr(function, "__module__", None) or type(function).__module__}
     names |= {"__main__"} if b"__main__" in call else set()
     modules = [(name, *_origin(name, label)) for name in sorted(names)]
