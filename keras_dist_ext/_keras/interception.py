@@ -115,6 +115,7 @@ def install(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
             return
         noted = Hook(owner, name, f"{original.__module__.replace('.', '/')}.py")
         HOOKS.append(noted)
+        label = str(noted)
 
         @functools.wraps(original)
         def hooked(*args: Any, **kwargs: Any) -> Any:
@@ -123,7 +124,7 @@ def install(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
                 return original(*args, **kwargs)
             receipts = getattr(step, "receipts", None)
             if receipts is not None:
-                receipts.add(str(noted))
+                receipts.add(label)
             return hook(original, step, *args, **kwargs)
 
         hooked._kde_hook = True  # type: ignore[attr-defined]

@@ -2,13 +2,13 @@
 
 A newer release may stop to call one of the functions that ``_keras`` replaces. Nothing would fail then: a loss, a
 gradient or a draw would be that of one replica. So each of these hooks is tried once in a process, on a small stock
-model that is traced aside, and while a step of Keras' own is traced, the hooks that it must call are noted.
+model that is traced aside, and while a step of Keras' own is traced, the hooks that it must call are noted. On one
+replica nothing of this matters, and nothing is tried.
 """
 
 from __future__ import annotations
 
 import functools
-import random
 import threading
 import warnings
 from collections.abc import Callable, Collection
@@ -20,30 +20,22 @@ from keras_dist_ext import versions
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.interception import HOOKS
-from keras_dist_ext._keras.models import overrides
-from keras_dist_ext._keras.optimizers import inner_optimizer, keeps_gradients
+from keras_dist_ext._keras.optimizers import keeps_gradients
 from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext.errors import BackendError
 from keras_dist_ext.step.pass_through import PassThrough
 
 __all__ = ["check_hooks", "check_step", "uncalled_hooks"]
 
-_lock = threading.Lock()  # replicas are traced in threads of their own
 
-
+@functools.cache
 def check_hooks() -> None:
-    """Try all hooks, once a process.
+    """Try all hooks, once a process, outside of anything that replaces functions for a while.
 
     Raises:
         BackendError: Keras or TensorFlow does not call one of them.
     """
-    with _lock:
-        _check_hooks()
-
-
-@functools.cache
-def _check_hooks() -> None:
-    _refuse(uncalled_hooks(), "a small stock model")
+    _refuse(uncalled_hooks(), "a small stock model", " Nothing was trained.")
 
 
 def uncalled_hooks() -> list[str]:
@@ -63,13 +55,10 @@ def uncalled_hooks() -> list[str]:
         except Exception as error:
             failed.append(error)
 
-    # In a thread of its own it is in no graph, strategy or tape, and counts no names of Keras' thread. Seeds that
-    # layers take where they are given none are Python's random numbers, of all threads.
+    # In a thread of its own it is in no graph, strategy or tape, and counts no names of Keras' thread.
     thread = threading.Thread(target=run, name="hook_receipts")
-    state = random.getstate()
     thread.start()
     thread.join()
-    random.setstate(state)
     missing = [str(hook) for hook in HOOKS if str(hook) not in step.receipts]
     if failed:
         raise BackendError(_advised(f"A small stock model fails with {type(failed[0]).__name__}: {failed[0]}."))
@@ -104,7 +93,10 @@ class _Net(keras.Model):  # type: ignore[misc]
 
 
 def _use_all(step: _TriedStep) -> None:
-    """Have Keras and TensorFlow call each hook as they do in steps; nothing of it runs but the making of variables."""
+    """Have Keras and TensorFlow call each hook as they do in steps; nothing of it runs but the making of variables.
+
+    All that draws is given a seed: layers without one take a random number of Python's, which others draw from.
+    """
     seed = keras.random.SeedGenerator(1)
     state = tf.Variable(1.0)
     total = keras.metrics.Sum()
@@ -129,7 +121,7 @@ def _use_all(step: _TriedStep) -> None:
     ]
     sequence_layers = [
         keras.layers.Conv1D(1, 2, **options),
-        keras.layers.SimpleRNN(1, kernel_initializer="zeros", recurrent_initializer="zeros"),
+        keras.layers.SimpleRNN(1, kernel_initializer="zeros", recurrent_initializer="zeros", seed=1),
     ]
 
     squared = tf.function(lambda x: x * x, autograph=False)
@@ -186,33 +178,35 @@ def _expected(model: Any, kind: str) -> list[str]:
     if kind == "train" and model.trainable_weights and model.optimizer is not None:
         expected.append("GradientTape.gradient")
         if keeps_gradients(model.optimizer):
-            is_wrapped = inner_optimizer(model.optimizer) is not model.optimizer
+            is_wrapped = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
             expected.append("LossScaleOptimizer.apply" if is_wrapped else "Optimizer.apply")
-    if kind == "train" and isinstance(model, keras.Sequential) and any(map(_draws, model.layers)):
+    calls_layers = isinstance(model, keras.Sequential) and _is_keras(model, "call")
+    if kind == "train" and calls_layers and any(map(_draws, model.layers)):
         expected.append("SeedGenerator.next")
     return expected
 
 
-def _is_keras(model: Any, name: str) -> bool:
-    return name not in vars(model) and not overrides(model, name)
+def _is_keras(thing: Any, name: str) -> bool:
+    """Whether a method is that of Keras, neither the user's nor, as a loop's, of this package."""
+    return name not in vars(thing) and getattr(type(thing), name).__module__.split(".")[0] == "keras"
 
 
 def _draws(layer: Any) -> bool:
-    return type(layer) is keras.layers.Dropout and layer.rate > 0
+    return type(layer) is keras.layers.Dropout and layer.rate > 0 and _is_keras(layer, "call")
 
 
-def _refuse(missing: Collection[str], caller: str) -> None:
+def _refuse(missing: Collection[str], caller: str, consequence: str = "") -> None:
     if missing:
         files = {str(hook): hook.file for hook in HOOKS}
-        named = ", ".join(f"{name} ({files[name]})" for name in missing)
+        named = ", ".join(f"{name} ({files.get(name, 'which it no longer has')})" for name in missing)
         raise BackendError(
             _advised(
                 f"{caller} no longer calls {named}, by which keras_dist_ext makes the numbers of several replicas "
-                "those of one device: they would be wrong without an error."
+                f"those of one device: they would be wrong without an error.{consequence}"
             )
         )
 
 
 def _advised(found: str) -> str:
     installed = f"TensorFlow {tf.__version__} and Keras {keras.__version__}"
-    return f"With {installed}: {found} Nothing was trained. {versions.advice()}"
+    return f"With {installed}: {found} {versions.advice()}"

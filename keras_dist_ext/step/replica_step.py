@@ -44,7 +44,6 @@ from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.metric_state import MetricState
 from keras_dist_ext.step.nan_guard import ReplicaGuard, StepGuard
 from keras_dist_ext.step.observer import StepObserver
-from keras_dist_ext.step.receipts import check_hooks
 from keras_dist_ext.step.recorder import StepNote
 from keras_dist_ext.step.reduce import as_float, scale
 from keras_dist_ext.step.reducers import Reducer, reducer_of
@@ -108,7 +107,6 @@ class ReplicaStep:
         *,
         first_row: int | tf.Tensor | None = None,
     ) -> None:
-        check_hooks()
         options = StepOptions() if options is None else options
         self.receipts: set[str] = set() if options.plan is None else options.plan.receipts
         self.model = model

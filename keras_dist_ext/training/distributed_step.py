@@ -27,7 +27,7 @@ from keras_dist_ext.step.lone_replica import LoneReplica, is_first_of_worker
 from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.measured_exponents import MOST_ROWS, learn_exponents
 from keras_dist_ext.step.observer import StepObserver
-from keras_dist_ext.step.receipts import check_step
+from keras_dist_ext.step.receipts import check_hooks, check_step
 from keras_dist_ext.step.recorder import StepNote, now, when_updated
 from keras_dist_ext.step.reducers import Reducer, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
@@ -97,6 +97,8 @@ class DistributedStep:
         self._plan: StepPlan = self._runtime.plans.setdefault(kind, StepPlan())
         self._pools_results = self.is_eager or self._plan.pools_results
         self._exponents: BatchExponents | None = self._plan.exponents
+        if self.is_split:
+            check_hooks()
 
     takes_check = "compile"
     """What is told whether steps are checked."""
@@ -377,7 +379,7 @@ class DistributedStep:
         """End a step that has given logs; see ``run_user_step``."""
         if step.note is not None:
             step.note.end(step.replica_id, data.num_rows(batch), logs)
-        if not self._is_received:
+        if self.is_split and not self._is_received:
             check_step(self.model, self.kind, step.receipts)
             self._is_received = True
         returned = tree.flatten(logs)

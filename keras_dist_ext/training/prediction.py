@@ -19,6 +19,7 @@ from keras_dist_ext.errors import DataError
 from keras_dist_ext.step.added_losses import placeholders
 from keras_dist_ext.step.all_rows import rows_of_no_batch
 from keras_dist_ext.step.graphs import in_graph
+from keras_dist_ext.step.receipts import check_hooks
 from keras_dist_ext.step.reduce import local_values
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
 from keras_dist_ext.step.seeds import global_generator_of
@@ -41,6 +42,8 @@ class PredictProgram:
         if model.jit_compile and model.placement is None and not model.run_eagerly and can_compile(self.strategy):
             step = compiled(step)
         self._step = step
+        if self.strategy.num_replicas_in_sync > 1:
+            check_hooks()
         self._has_checked = False  # whether outputs have a row for each example
         self._has_counted = False  # the rows of outputs that have others than the batch
         self._global_generator = global_generator_of(self.strategy, is_seeded=is_seeded)
@@ -67,7 +70,6 @@ class PredictProgram:
         rows = max(int(data.num_rows(batch)), 1)
         if all(_count(output) % rows == 0 for output in tree.flatten(outputs)):
             return
-        self._has_counted = True
         with kept_random(), intercept(None), rows_of_no_batch():
             expected = self.model.predict_step(batch)
         for (path, found), one in zip(tree.flatten_with_path(outputs), tree.flatten(expected), strict=True):
@@ -77,6 +79,7 @@ class PredictProgram:
                     f"{_count(found)} where each replica computes it for its own examples. Return it for each example "
                     "(tf.gather), or compute it under one_device."
                 )
+        self._has_counted = True
 
     def _one(self, batch: StepData, of_worker: bool) -> TensorNest:
         batch = data.without_optionals(batch)
@@ -87,6 +90,7 @@ class PredictProgram:
             return outputs
         if split is Split.GLOBAL and not self._has_checked:
             self._check_outputs(batch)
+            self._has_checked = True
         return tree.map_structure(functools.partial(concat_replicas, self.strategy), outputs)
 
     def _replica(self, batch: StepData, split: Split) -> TensorNest:
@@ -114,7 +118,6 @@ class PredictProgram:
 
         What cannot be traced so, as code that needs the number of rows, is taken for what has one entry for each.
         """
-        self._has_checked = True
         leaves = tree.flatten(batch)
         if not isinstance(data.num_rows(batch), int) or not all(leaf is None or _is_dense(leaf) for leaf in leaves):
             return

@@ -564,10 +564,11 @@ def test_an_output_of_groups_of_examples_is_refused(mirrored):
         net.compile()
     x = np.repeat(np.arange(4, dtype="float32"), [2, 5, 3, 4])[:, None]
     expected = "predict: the output more has 4 rows for a batch of 14 examples on one device, and 6 where each replica"
-    for call in (net.predict, net.predict_on_batch):
+    for _ in range(2):  # and it stays so
         with pytest.raises(DataError, match=expected):
-            call(x) if call == net.predict_on_batch else call(x, batch_size=14, verbose=0)
-        net.make_predict_function(force=True)
+            net.predict(x, batch_size=14, verbose=0)
+        with pytest.raises(DataError, match=expected):
+            net.predict_on_batch(x)
 
 
 def test_a_tensor_of_unknown_rank_is_refused(mirrored):

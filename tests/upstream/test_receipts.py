@@ -69,12 +69,12 @@ def test_a_hook_that_is_silent_is_named_by_the_first_trace_of_a_process(name, mo
     silence(monkeypatch, name)
     model = small_model(mirrored)
     before = model.get_weights()
-    receipts._check_hooks.cache_clear()
+    receipts.check_hooks.cache_clear()
     try:
         with pytest.raises(kde.BackendError) as raised:
             model.fit(X, Y, verbose=0)
     finally:
-        receipts._check_hooks.cache_clear()
+        receipts.check_hooks.cache_clear()
     assert re.search(
         rf"With TensorFlow \d\S+ and Keras \d\S+: a small stock model no longer calls (.*, )?{re.escape(name)} "
         r"\((keras|tensorflow)/\S+\.py\).*, by which keras_dist_ext makes .*\. Nothing was trained\. .*pip install "
@@ -130,6 +130,37 @@ def frozen():
     return model
 
 
+class Calm(kde.Sequential):
+    """Drops nothing, whatever it is told."""
+
+    def call(self, x, training=None):
+        return super().call(x, training=False)
+
+
+class Traced(kde.Sequential):
+    @tf.function
+    def call(self, x, training=None):
+        return super().call(x, training=training)
+
+
+class Averages(keras.optimizers.SGD):
+    """Holds another optimizer, and gives it nothing."""
+
+    inner_optimizer = None
+
+
+def calls_of_its_own(cls=Calm, optimizer="sgd"):
+    model = cls([keras.Input((3,)), keras.layers.Dense(1), keras.layers.Dropout(0.5)])
+    model.compile(optimizer, "mse")
+    return model
+
+
+def silent_dropout():
+    model = calls_of_its_own(kde.Sequential)
+    model.layers[-1].call = lambda x, training=False: x
+    return model
+
+
 def added_loss():
     inputs = keras.Input((3,))
     outputs = keras.layers.Dropout(0.5)(keras.layers.Dense(1, activity_regularizer="l2")(inputs), training=False)
@@ -150,14 +181,43 @@ def step_of_an_object():
     return model
 
 
-@pytest.mark.parametrize("make", rotating([step_of_an_object, frozen, added_loss, without_a_loss], []))
-@pytest.mark.parametrize("options", rotating([{}, {"run_eagerly": True}, {"jit_compile": True}], []))
+MODELS = {
+    "a step of an object": step_of_an_object,
+    "frozen": frozen,
+    "an added loss": added_loss,
+    "without a loss": without_a_loss,
+    "its own call": calls_of_its_own,
+    "a call that is a tf.function": lambda: calls_of_its_own(Traced),
+    "an optimizer that holds another": lambda: calls_of_its_own(kde.Sequential, Averages(0.1)),
+    "a silent dropout": silent_dropout,
+}
+
+
+@pytest.mark.parametrize("made", rotating(MODELS, ["an added loss", "its own call"]))
+@pytest.mark.parametrize("options", rotating([{}, {"run_eagerly": True}, {"jit_compile": True}], [{}]))
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable")
-def test_steps_that_call_less_are_let_be(make, options, strategies):
+def test_steps_that_call_less_are_let_be(made, options, strategies):
     kind = "one_device" if options.get("jit_compile") else "mirrored2"  # XLA compiles for no replicas that share a CPU
     with strategies.get(kind).scope():
-        model = make()
+        model = MODELS[made]()
         model.run_eagerly = options.get("run_eagerly", False)
         model.jit_compile = options.get("jit_compile", False)
     model.fit(X, Y, verbose=0)
     model.predict(X, verbose=0)
+
+
+@pytest.mark.checks_fit
+def test_the_first_fit_of_a_process_is_checked(mirrored):
+    """The check leaves parts of layers out, which are not to be missed then."""
+
+    class Centres(keras.layers.Layer):
+        def call(self, x):
+            return x - keras.ops.mean(x, axis=0)
+
+    with mirrored.scope():
+        model = kde.Sequential([keras.Input((3,)), Centres(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", check="raise")
+    receipts.check_hooks.cache_clear()
+    for _ in range(2):  # and it stays so
+        with pytest.raises(kde.StepError, match="does not train on 2 replicas"):
+            model.fit(X, Y, verbose=0)

@@ -52,7 +52,6 @@ class DeclaredStep(DistributedStep):
         self._logs.are_plain = True
         self._exponents = None  # a step was examined: what it differentiates is a mean
         self._plan.is_made = True  # as far as it was examined
-        self._is_received = True  # no step of Keras' own calls its hooks here
         self._kept = kept
 
     has_user_code = True
