@@ -23,12 +23,13 @@ from tensorflow.python.util import tf_decorator
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.interception import thread
+from keras_dist_ext._keras.interception import patched, thread
 from keras_dist_ext.aliases import SpecNest, TensorNest
 
 __all__ = [
     "AsideTrace",
     "clone_function",
+    "functions_traced_apart",
     "scratch_graph",
     "functions_of_op",
     "set_op_device",
@@ -54,6 +55,20 @@ def clone_function(function: Any) -> Any:
     One that was loaded from a file has nothing but its traces (saved_model/function_deserialization.py), and is itself.
     """
     return function._clone(None) if type(function) is polymorphic_function.Function else function
+
+
+@contextlib.contextmanager
+def functions_traced_apart() -> Iterator[None]:
+    """Have what calls a tf.function meanwhile call another one like it, which is new, so that no trace stays."""
+    clones: dict[int, tuple[Any, Any]] = {}  # by the id of a function, which is kept with its own
+    original = polymorphic_function.Function.__call__
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        _, clone = clones.setdefault(id(function), (function, clone_function(function)))
+        return original(clone, *args, **kwargs)
+
+    with patched(polymorphic_function.Function, "__call__", call):
+        yield
 
 
 def scratch_graph(name: str) -> contextlib.AbstractContextManager[Any]:

@@ -7,6 +7,7 @@ and random numbers, which are the same for each row.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import warnings
@@ -21,11 +22,12 @@ from keras_dist_ext._keras.layers import clear_losses, flat_layers, seed_generat
 from keras_dist_ext._keras.losses import without_parts
 from keras_dist_ext._keras.optimizers import end_accumulation_next
 from keras_dist_ext._keras.random import intercept_random_ops
+from keras_dist_ext._keras.tracing import functions_traced_apart
 from keras_dist_ext._keras.user_code import is_users
 from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
 from keras_dist_ext.aliases import Array, Gradient, SpecNest, StepData, TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows
-from keras_dist_ext.errors import StepError
+from keras_dist_ext.errors import BackendError, StepError
 from keras_dist_ext.step.alike_draws import RowsAlike
 from keras_dist_ext.step.ancestry import operations
 from keras_dist_ext.step.graphs import in_graph
@@ -99,6 +101,7 @@ def check_training(
     if workers is not None:
         message = workers.broadcast_bytes(message.encode()).decode()
     if message and runtime.check == "raise":
+        runtime.is_checked = False  # the next fit is none that was found right
         raise StepError(message)
     if message:
         warnings.warn(message, stacklevel=2)
@@ -159,9 +162,9 @@ def _deviations(
         step.without_xla()
         with kept_random(), tf.summary.record_if(False), intercept_random_ops(draws), without_parts({"moments"}):
             gaps = _BothWays(step, rows, prepare, unprepared).compare()
-    except _Unseen:
+    except (_Unseen, BackendError):
         raise
-    except _EXPECTED as error:  # training will end with it, too, or not meet it on whole batches
+    except Exception as error:  # training will end with it, too, or not meet it on whole batches
         first = next(iter(str(error).strip().splitlines()), "")
         raise _Unseen(f"it fails on {int(num_rows(rows))} examples ({type(error).__name__}: {first[:200]})") from error
     finally:
@@ -171,9 +174,6 @@ def _deviations(
         names = ", ".join(sorted(draws.unknown))
         raise _Unseen(f"it draws random numbers that cannot be made alike for all examples ({names})")
     return gaps
-
-
-_EXPECTED: tuple[type[Exception], ...] = (Exception,)
 
 
 _OF_PYTHON = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
@@ -253,7 +253,8 @@ class _BothWays:
 
         def run(rows: StepData) -> tuple[TensorNest, dict[str, tf.Tensor]]:
             gradients = self._step.observer = _Gradients()
-            logs = way(rows)
+            with functions_traced_apart():  # a step that runs eagerly may leave what the check draws in their traces
+                logs = way(rows)
             return logs, {str(key): gradient for key, gradient in gradients.of.items()}
 
         def made(traced: _Traced, rows: StepData) -> tuple[TensorNest, dict[int, tf.Tensor]]:
@@ -335,18 +336,19 @@ def _leaves(logs: TensorNest, path: str) -> Iterator[tuple[str, tf.Tensor]]:
 def _compared(model: keras.Model) -> Iterator[tuple[Part, Variable]]:
     """Yield what a step may change, but for what optimizers, metrics and random generators hold."""
     seeds = {id(generator.state) for layer in flat_layers(model) for generator in seed_generators(layer)}
-    seen: set[Part] = set()
+    seen: collections.Counter[Part] = collections.Counter()
     for variable in model.variables:
+        if id(variable) in seeds or is_sync_on_read(variable):
+            continue
         part = "weights" if variable.trainable else "state", variable.path
-        if id(variable) not in seeds and part not in seen and not is_sync_on_read(variable):
-            seen.add(part)
-            yield part, variable
+        seen[part] += 1  # layers of one name have variables of one path
+        yield part if seen[part] == 1 else (part[0], f"{part[1]} ({seen[part]})"), variable
     for layer in flat_layers(model):
         for name, variable in raw_variables(layer):
             part = "state", f"{layer.path or layer.name}/{name}"
             is_number = variable.dtype.is_floating or variable.dtype.is_integer
             if is_number and part not in seen and not is_sync_on_read(variable):
-                seen.add(part)
+                seen[part] += 1
                 yield part, variable
 
 

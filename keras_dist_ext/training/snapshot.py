@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import initial_epoch, set_initial_epoch
-from keras_dist_ext._keras.optimizers import optimized_variables
+from keras_dist_ext._keras.optimizers import inner_optimizer, optimized_variables
 from keras_dist_ext._keras.strategies import strategy_of_optimizer
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.data.buckets import BucketedDataset
@@ -77,17 +77,24 @@ def kept_random() -> Iterator[None]:
 @contextlib.contextmanager
 def kept_numbers(model: keras.Model) -> Iterator[None]:
     """Undo in the end what Python counts meanwhile in attributes of a model and its layers: plain numbers and words."""
-    kept = [
-        (layer, name, value)
-        for layer in flat_layers(model)
-        for name, value in vars(layer).items()
-        if isinstance(value, int | float | str) and name != "built" and not name.startswith("_")
-    ]
+    layers = flat_layers(model)
+    kept = [_numbers(layer) for layer in layers]
     try:
         yield
     finally:
-        for layer, name, value in kept:
-            object.__setattr__(layer, name, value)
+        for layer, before in zip(layers, kept, strict=True):
+            for name in _numbers(layer).keys() - before.keys():
+                object.__delattr__(layer, name)
+            for name, value in before.items():
+                object.__setattr__(layer, name, value)
+
+
+def _numbers(layer: keras.Layer) -> dict[str, int | float | str]:
+    return {
+        name: value
+        for name, value in vars(layer).items()
+        if isinstance(value, int | float | str) and name != "built" and not name.startswith("_")
+    }
 
 
 @contextlib.contextmanager
@@ -123,7 +130,7 @@ def _optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 def _begin_anew(optimizer: keras.optimizers.Optimizer) -> None:
     """Give an optimizer's variables the values of one that was built just now."""
-    strategy = strategy_of_optimizer(getattr(optimizer, "inner_optimizer", optimizer))
+    strategy = strategy_of_optimizer(inner_optimizer(optimizer))
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         new = type(optimizer).from_config(optimizer.get_config())
         new.build(optimized_variables(optimizer))

@@ -432,6 +432,26 @@ def test_the_data_is_read_as_without_the_check(mirrored):
     assert seen == [0, 1, 2]
 
 
+def test_nothing_of_the_check_stays_in_a_tf_function(mirrored):
+    """Training that runs eagerly, on batches like those of the check, calls the same functions."""
+
+    class Noise(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.seeds = keras.random.SeedGenerator(1)
+
+        @tf.function
+        def call(self, x):
+            return x + keras.random.normal(tf.shape(x), seed=self.seeds)
+
+    with mirrored.scope():
+        model = kde.Sequential([keras.Input((5,)), Noise(), layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True, check="raise")
+    model.fit(X[:8], Y[:8, :1], batch_size=4, verbose=0)
+    noise = model.layers[0](tf.zeros([2, 5])).numpy()
+    assert (noise[0] != noise[1]).all()  # where the check draws alike for all rows
+
+
 def test_the_step_of_a_loop_is_checked_too(mirrored):
     """A loop weighs by rows what is differentiated in it, as a mean; no graph tells that this is a sum."""
     with mirrored.scope():
