@@ -107,8 +107,8 @@ def user_metrics(model: keras.Model) -> list[keras.Metric]:
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """What was given to `compile`, as the objects themselves (keras/src/trainers/trainer.py, `compile`)."""
     given = dict(model._compile_config.config)
-    # Ours keep beside it that "auto" was asked for (keras_dist_ext/model.py); of stock Keras, 1 is the default.
-    automatic = getattr(model, "_steps_per_execution_is_auto", model.steps_per_execution == 1)
+    runtime = getattr(model, "replica_runtime", None)  # which knows that "auto" was asked for; Keras' default is 1
+    automatic = model.steps_per_execution == 1 if runtime is None else runtime.chooses_num_steps
     return {**given, "steps_per_execution": "auto" if automatic else model.steps_per_execution}
 
 

@@ -26,8 +26,11 @@ __all__ = [
 
 
 def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """The optimizer that a LossScaleOptimizer wraps, or the optimizer itself (optimizers/loss_scale_optimizer.py)."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
+    """The optimizer that a LossScaleOptimizer wraps, or the optimizer itself (optimizers/loss_scale_optimizer.py).
+
+    An optimizer of the user's that holds another one is an optimizer like any other.
+    """
+    return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
 
 
 def keeps_gradients(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_dist_ext import arguments
-from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.optimizers import num_batches_used
+from keras_dist_ext._keras.optimizers import inner_optimizer, num_batches_used
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.strategy.scope import optimizers
 from keras_dist_ext.training.model import Model
@@ -75,16 +74,12 @@ class StepCounter:
         if not counts:
             return 0
         count, optimizer = max(counts, key=lambda pair: pair[0])
-        self._batches_per_step = _inner(optimizer).gradient_accumulation_steps or 1
+        self._batches_per_step = inner_optimizer(optimizer).gradient_accumulation_steps or 1
         return count
 
     def _may_skip(self) -> bool:
         """Whether an optimizer leaves out updates whose gradients are not finite."""
-        return any(_inner(optimizer) is not optimizer for _, optimizer in optimizers(self._model))
-
-
-def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    return getattr(optimizer, "inner_optimizer", optimizer)
+        return any(inner_optimizer(optimizer) is not optimizer for _, optimizer in optimizers(self._model))
 
 
 class Intervals:

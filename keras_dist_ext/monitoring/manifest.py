@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_dist_ext import __version__
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.optimizers import inner_optimizer
 from keras_dist_ext._keras.strategies import is_default_strategy, num_tasks
 from keras_dist_ext.monitoring.dashboard.metadata import MANIFEST_VERSION, Manifest, Strategy
 from keras_dist_ext.strategy.pick import reason_for
@@ -88,14 +89,14 @@ def describe_model(model: Model) -> dict[str, str]:
         details["parameters"] = f"{model.count_params():,}"
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
-        details["optimizer"] = type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
-        settings = getattr(optimizer, "inner_optimizer", optimizer).get_config()
+        inner = inner_optimizer(optimizer)
+        details["optimizer"] = type(inner).__name__
         details |= {
             name.replace("_", " "): _short(value)
-            for name, value in settings.items()
+            for name, value in inner.get_config().items()
             if name != "name" and value not in (None, False)
         }
-        if optimizer is not getattr(optimizer, "inner_optimizer", optimizer):
+        if inner is not optimizer:
             details["loss scale"] = "dynamic"
     details["precision"] = model.dtype_policy.name
     if model.replica_runtime.chooses_num_steps:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.keras_tuner import keras_tuner
+from keras_dist_ext._keras.optimizers import inner_optimizer
 from keras_dist_ext.aliases import Config
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.tuner.failures import Failure, InfeasibleError
@@ -160,8 +161,7 @@ def apply_coupled(model: keras.Model, values: CoupledValues) -> None:
         model.replica_runtime.chooses_num_steps = False
     if values.learning_rate_factor == 1.0 and values.accumulation == 1:
         return
-    optimizer = getattr(model, "optimizer", None)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    optimizer = inner_optimizer(getattr(model, "optimizer", None))
     if optimizer is None:
         raise TunerError(
             f"'{model.name}' is not compiled, so it has no learning rate to scale. Compile it in build, or give the "

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
+from keras_dist_ext._keras.optimizers import inner_optimizer
 from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.cluster.spec import Cluster
@@ -137,8 +138,7 @@ def _num_bytes(variable: Variable) -> int:
 
 def _largest(model: keras.Model) -> Largest | None:
     """Return the largest of the variables that are trained; None where no optimizer is known."""
-    optimizer = next((optimizer for _, optimizer in optimizers(model)), None)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    optimizer = next((inner_optimizer(optimizer) for _, optimizer in optimizers(model)), None)
     variable = max(model.trainable_variables, key=_num_bytes, default=None)
     if optimizer is None or variable is None:
         return None

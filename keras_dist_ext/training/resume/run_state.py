@@ -124,10 +124,6 @@ def _held_optimizers(model: Model) -> Iterator[tuple[str, keras.optimizers.Optim
                 yield name if layer is model else f"{name} of layer {number}", optimizer
 
 
-def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
 def _optimizers(model: Model) -> dict[str, JsonObject]:
     """The class of each optimizer that is built, and the indices of the weights that it was built for."""
     indices = {id(weight): number for number, weight in enumerate(model.weights)}
