@@ -142,8 +142,8 @@ def _largest(model: keras.Model) -> Largest | None:
     variable = max(model.trainable_variables, key=_num_bytes, default=None)
     if optimizer is None or variable is None:
         return None
-    tables = [layer.embeddings for layer in flat_layers(model) if isinstance(layer, keras.layers.Embedding)]
-    is_table = any(variable is table for table in tables) and not _writes_rows_only(optimizer)
+    layers = [layer for layer in flat_layers(model) if isinstance(layer, keras.layers.Embedding) and layer.built]
+    is_table = any(variable is layer.embeddings for layer in layers) and not _writes_rows_only(optimizer)
     return Largest(
         variable.path, _num_bytes(variable), type(optimizer).__name__, int(variable.shape[0]) if is_table else 0
     )
