@@ -6,11 +6,14 @@ from typing import Any
 
 import keras
 import numpy as np
+import psutil
 import pytest
 from doctor_runs import L
 
 import keras_dist_ext as kde
 from keras_dist_ext.diagnosis.doctor import setting
+
+STEP_BLOCKS = "keras_dist_ext.diagnosis.doctor.step_blocks"
 
 # The largest variable
 
@@ -61,3 +64,39 @@ def test_the_rows_of_a_table_count_where_an_update_writes_all_of_them(optimizer:
     assert largest is not None
     assert (largest.num_bytes, largest.num_rows) == (50 * 8 * 4, num_rows)
     assert largest.optimizer == type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
+
+
+# Where measuring fails
+
+
+def _fitted(doctor: kde.ParallelismDoctor, num_batches: int = 12) -> kde.Sequential:
+    model = kde.Sequential([keras.Input((4,)), L.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=1)
+    x = np.ones((4 * num_batches, 4), "float32")
+    model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[doctor])
+    return model
+
+
+def test_a_doctor_that_fails_in_the_middle_or_at_the_end_lets_training_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise KeyError("no such counter")
+
+    doctor = kde.ParallelismDoctor(show=False)
+    for name in ("keras_dist_ext.training.program.StepProgram.graphs", f"{STEP_BLOCKS}.StepBlocks.end_execution"):
+        with monkeypatch.context() as patches:
+            patches.setattr(name, fails)
+            with pytest.warns(UserWarning, match="ParallelismDoctor failed: KeyError: 'no such counter'"):
+                model = _fitted(doctor)
+        assert int(model.optimizer.iterations) == 12
+        assert not model.replica_runtime.recorders
+    for error in (psutil.AccessDenied(), OSError("no /proc")):
+
+        def unreadable(error: Exception = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patches:
+            patches.setattr(psutil, "cpu_times", unreadable)
+            _fitted(doctor)
+        assert doctor.report is not None
+        assert doctor.report.examination.times is not None
+        assert doctor.report.examination.times.others_cores is None

@@ -130,7 +130,7 @@ class ParallelismDoctor(RunCallback):
         """Leave everything as it was."""
         self._num_runs = max(0, self._num_runs - 1)
         if self._trace is not None and not self._num_runs:
-            self._trace.stop()
+            self._guarded(self._trace.stop)
             self._trace = None
 
     # What Keras calls
@@ -140,14 +140,15 @@ class ParallelismDoctor(RunCallback):
         self._told, self.has_seen_enough = None, False
         if self._trace is None or not self._trace.is_ours:  # a model of stock Keras, whose last run may have broken
             if self._trace is not None:
-                self._trace.stop()
+                self._guarded(self._trace.stop)
             self._trace = RunTrace(self.model, None, self.stock_data)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Take note of an execution."""
         if self._trace is None:
             return
-        self._trace.end_execution()
+        if not self._guarded(self._trace.end_execution):
+            self._guarded(self._trace.stop)
         if self._num_steps is not None and (self._trace.num_steps >= self._num_steps or self._trace.is_over):
             self.has_seen_enough = self.model.stop_training = True
 
@@ -160,21 +161,29 @@ class ParallelismDoctor(RunCallback):
         trace = self._trace
         if trace is None:
             return
-        trace.stop()
-        self.num_observed, self.num_made = trace.num_steps, max(trace.num_steps, trace.num_executions)
         if not trace.is_ours:
             self._trace = None
-        try:
+
+        def judge_and_tell() -> None:
+            trace.stop()
+            self.num_observed, self.num_made = trace.num_steps, max(trace.num_steps, trace.num_executions)
             self.report = judge(trace.examination(self._strategy, interventions=self._interventions))
             self._prepare_telling(trace, self.report)
             if self.report_on_end:
                 self.tell()
+
+        self._guarded(judge_and_tell)
+
+    def _guarded(self, work: Callable[[], None]) -> bool:
+        """Work, and warn where that fails, since training goes well; return whether it did not."""
+        try:
+            work()
         except Exception as error:
             if self.raise_on_error:
                 raise
-            warnings.warn(  # the run is over, and has gone well
-                f"ParallelismDoctor failed: {type(error).__name__}: {error}", stacklevel=2
-            )
+            warnings.warn(f"ParallelismDoctor failed: {type(error).__name__}: {error}", stacklevel=3)
+            return False
+        return True
 
     def _prepare_telling(self, trace: RunTrace, report: Report) -> None:
         """Hand findings to monitors, and note what else there is to be told, while the run is what it was."""

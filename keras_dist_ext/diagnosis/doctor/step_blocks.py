@@ -41,7 +41,7 @@ class StepBlocks:
         self._least = 1  # steps of a block
         self._num_ever = 0
         self._began = 0.0
-        self._others_before = 0.0
+        self._others_before: float | None = None
         self._num_pending = 0  # steps that were not fetched yet
         self._starts: list[int] = []  # which of them came first in a pass
         self.num_executions = 0
@@ -92,11 +92,12 @@ class StepBlocks:
 
     @property
     def others_cores(self) -> float | None:
-        """How many cores other processes took since steps began to count."""
+        """How many cores other processes took since steps began to count; None where that is unknown."""
         passed = time.perf_counter() - self._began
         if not self._began or passed < 0.5:  # the system counts in hundredths of a second
             return None
-        return max(0.0, (others_seconds() - self._others_before) / passed)
+        now = others_seconds()
+        return None if now is None or self._others_before is None else max(0.0, (now - self._others_before) / passed)
 
     def _cut(self) -> None:
         records = self._recorder.fetch("train")
@@ -117,9 +118,12 @@ class StepBlocks:
             self._least = max(1, self._blocks[-1].num_steps)
 
 
-def others_seconds() -> float:
-    """Return the core-seconds since boot that went to other processes."""
-    everyone, own = psutil.cpu_times(), psutil.Process().cpu_times()
+def others_seconds() -> float | None:
+    """Return the core-seconds since boot that went to other processes; None where the system does not tell."""
+    try:
+        everyone, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    except (psutil.Error, OSError):
+        return None
     idle = everyone.idle + getattr(everyone, "iowait", 0.0)
     guests = getattr(everyone, "guest", 0.0) + getattr(everyone, "guest_nice", 0.0)  # counted in user and nice too
     return float(sum(everyone) - guests - idle - own.user - own.system)
