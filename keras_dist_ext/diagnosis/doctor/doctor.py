@@ -14,8 +14,8 @@ import tensorflow as tf
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext.aliases import Logs
-from keras_dist_ext.diagnosis.doctor.comparison import Comparison, read_report, run_in
-from keras_dist_ext.diagnosis.doctor.report import Report
+from keras_dist_ext.diagnosis.doctor.comparison import Comparison, since
+from keras_dist_ext.diagnosis.doctor.report import Report, as_json
 from keras_dist_ext.diagnosis.doctor.rules import judge
 from keras_dist_ext.diagnosis.doctor.run_trace import RunTrace
 from keras_dist_ext.errors import MonitorError
@@ -62,7 +62,8 @@ class ParallelismDoctor(RunCallback):
 
     Attributes:
         report: of the last run that was watched; None before.
-        comparison: of it with the report that was in its file before; None where there was none of this model.
+        comparison: of it with the report that was in its file before; None where there was none of a model with weights
+            of these shapes, which is said.
 
     Raises:
         MonitorError: in the constructor, if an argument is invalid; when a run begins, if findings cannot be written
@@ -220,27 +221,17 @@ class ParallelismDoctor(RunCallback):
             self._show_and_save(self.report)
 
     def _show_and_save(self, report: Report) -> None:
-        self.comparison = None
-        if self._json is not None:
-            self.comparison = self._compared(report, self._json)
-            try:
-                self._json.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(self._json, report.to_json())
-            except OSError as error:
-                warnings.warn(f"The doctor's report could not be written to {self._json} ({error}).", stacklevel=2)
         if self._show:
             report.show()
-            if self.comparison is not None:
-                sys.stdout.write(f"Since the report in {self._json}: {self.comparison}\n")
-
-    @staticmethod
-    def _compared(report: Report, file: pathlib.Path) -> Comparison | None:
-        """Compare a report with the one that a file holds, if it is one of the same model."""
-        if not file.exists():
-            return None
+        self.comparison = None
+        if self._json is None:
+            return
+        told = since(self._json, report.to_dict())
+        self.comparison = told.comparison
+        if self._show and str(told):
+            sys.stdout.write(f"{told}\n")
         try:
-            before = read_report(file)
-        except MonitorError:
-            return None  # which is replaced
-        after = run_in(report.to_dict())
-        return None if after is None or after.model != before.model else Comparison(before, after)
+            self._json.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._json, as_json(told.report))
+        except OSError as error:
+            warnings.warn(f"The doctor's report could not be written to {self._json} ({error}).", stacklevel=2)

@@ -67,6 +67,7 @@ class Setting:
     """What a run is like before any clock is read. Defaults are those of a run with nothing to be said."""
 
     model: str = "model"
+    weights: str = ""  # a digest of the shapes of its weights; "" where it has none yet
     is_ours: bool = True  # else stock Keras, into whose steps nobody can see
     strategy: str = "none"  # none, one_device, mirrored, multi_worker, tpu, parameter_server, or a class' name
     num_replicas: int = 1  # R

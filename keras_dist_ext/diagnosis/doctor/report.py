@@ -15,7 +15,10 @@ from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
 from keras_dist_ext.monitoring.dashboard.wire import finite
 
-__all__ = ["Report"]
+__all__ = ["VERSION", "Report", "as_json"]
+
+VERSION = 1
+"""Of what is written as JSON: another number where a key means something else than before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Report:
                 "others_cores": times.others_cores,
             }
         return {
-            "version": 1,
+            "version": VERSION,
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "notes": [dataclasses.asdict(note) for note in self.notes],
             "setting": dataclasses.asdict(self.examination.setting),
@@ -102,7 +105,7 @@ class Report:
 
     def to_json(self) -> str:
         """Return it as JSON."""
-        return json.dumps(finite(self.to_dict()), indent=2)
+        return as_json(self.to_dict())
 
     def __rich__(self) -> Group:
         """Show it as a table."""
@@ -135,6 +138,11 @@ class Report:
     def __str__(self) -> str:
         notes = [f"note, {note.code}: {note.what}" for note in self.notes]
         return "\n".join([f"{self.headline}.", *map(str, self.findings), *notes])
+
+
+def as_json(report: JsonObject) -> str:
+    """Return a report's values as JSON."""
+    return json.dumps(finite(report), indent=2)
 
 
 def _lost(finding: Finding) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,6 +56,7 @@ def read_setting(
     compiled_eagerly = bool(getattr(model, "run_eagerly", False))
     return Setting(
         model=model.name,
+        weights=_shapes(model),
         is_ours=runtime is not None,
         strategy=_kind(own),
         num_replicas=own.num_replicas_in_sync,
@@ -79,6 +81,12 @@ def read_setting(
         strays=strays,
         stray_share=share,
     )
+
+
+def _shapes(model: keras.Model) -> str:
+    """Return a digest of the shapes of a model's weights, which stay when its names get other numbers."""
+    shapes = [tuple(weight.shape) for weight in model.weights]
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16] if shapes else ""
 
 
 def _outside(report: ScopeReport) -> str:
