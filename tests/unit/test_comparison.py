@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -195,3 +196,19 @@ def test_a_model_is_known_by_its_weights_and_not_by_the_number_in_its_name(tmp_p
     unbuilt = [reported(times(), changed(model=name)) for name in ("one", "two")]
     assert told_since(unbuilt[0], unbuilt[0], file).comparison is not None
     assert told_since(unbuilt[0], unbuilt[1], file).comparison is None
+
+
+def test_waiting_for_first_batches_counts_as_time_of_a_run() -> None:
+    slow = dataclasses.replace(times(), start_seconds=(0.16,) * 40)  # 6.4 s beside 1.6 s of steps
+    before, after = reported(slow), reported(times())
+    assert before.codes == ["slow-start-of-epochs"]
+    assert before.shares["first batches"] == pytest.approx(0.8)
+    assert sum(before.shares.values()) == pytest.approx(1.0)
+    assert after.shares["first batches"] == 0.0
+    assert "80% first batches" in before.headline
+    assert str(compared(before, after)) == (
+        "5 times as fast as before: a step took 100 ms of 128 examples (80 steps), now 20 ms of 128 examples "
+        "(80 steps).\n"
+        "gone: slow-start-of-epochs"
+    )
+    assert str(compared(before, before)).endswith("still there: slow-start-of-epochs (80% of the time lost, now 80%)")

@@ -29,7 +29,7 @@ class Run:
     model: str
     codes: tuple[str, ...]
     num_steps: int
-    seconds: float  # of the steps
+    seconds: float  # of the steps, and of waiting for the first batch of each pass over the data
     num_examples: int | None  # in them; None where a report does not know
     seconds_lost: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by code
     weights: str = ""  # a digest of their shapes; "" where they are not known
@@ -136,6 +136,7 @@ def run_in(report: JsonObject) -> Run | None:
     try:
         measured, findings, setting = report["measured"], report["findings"], report["setting"]
         num_steps, seconds = int(measured["num_steps"]), float(measured["seconds"])
+        seconds += sum(map(float, measured.get("start_seconds", ())))
         examples = measured.get("examples")
         lost = {finding["code"]: float(finding["seconds"]) for finding in findings if finding["seconds"] is not None}
         codes = tuple(str(finding["code"]) for finding in findings)

@@ -239,12 +239,13 @@ class Times:
         return float(np.median([of_block(block) for block in self.blocks]))
 
     def shares(self) -> dict[str, float]:
-        """Return which share of the time went where, 0 to 1; together 1."""
-        total = max(self.seconds, 1e-9)
+        """Return which share of the time went where, 0 to 1; together 1. Waiting for first batches is a part of it."""
+        seconds, starting = max(self.seconds, 1e-9), sum(self.start_seconds)
+        total = seconds + starting
         of_input = self._seems_input - self.input_seconds
         of_sync = min(self._seems_sync, self._late_python_seconds - of_input)
         of_host = self._seems_dispatch - self.dispatch_seconds
-        steps = total - self.host_seconds - of_input - of_sync
+        steps = seconds - self.host_seconds - of_input - of_sync
         computing = min(self._seems_computing, max(0.0, steps - self.input_seconds))
         host = max(self.host_seconds, 1e-12)
         callbacks = self.callback_seconds
@@ -253,6 +254,7 @@ class Times:
             "computing": computing / total,
             "Python in the step": (of_input + of_sync + of_host) / total,
             "input": min(self.input_seconds, steps) / total,
+            "first batches": starting / total,
             "synchronising": max(0.0, steps - self.input_seconds - computing) / total,
             "callbacks": callbacks / total,
             "tracing": tracing / total,

@@ -82,6 +82,7 @@ class Report:
                 "num_steps": times.num_steps,
                 "num_executions": times.num_executions,
                 "seconds": times.seconds,
+                "start_seconds": list(times.start_seconds),
                 "shares": self.shares,
                 "step_seconds": times.step(),
                 "compute_seconds": times.compute(),
