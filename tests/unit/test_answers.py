@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from test_diagnose import HEALTHY, ON_CPU, changed, codes, short, times, trials, waiting
 
-from keras_dist_ext.diagnosis.doctor.examination import Calls, Examination, Largest, Times
+from keras_dist_ext.diagnosis.doctor.examination import Calls, Examination, Largest, Times, Traces
 from keras_dist_ext.diagnosis.doctor.host_clock import period
 from keras_dist_ext.diagnosis.doctor.python_data import MadeInPython, Reads
 from keras_dist_ext.diagnosis.doctor.python_data_rules import judge_python_data
 from keras_dist_ext.diagnosis.doctor.rules import judge
+from keras_dist_ext.diagnosis.doctor.why_not import why_not
 from keras_dist_ext.findings import Finding
 
 TABLE = Largest("net/embedding/embeddings", 51_200_000, "Adam", num_rows=200_000)
@@ -195,36 +196,75 @@ def test_a_generator_is_to_be_read_by_tf_data() -> None:
 # Where most of the time goes
 
 
+SHORT_WAITS = times(step=0.001, input_=0.0006, compute=0.0003, sync=0.0001, host=0.0)
+STARTS = times(step=0.002, host=0.0015, compute=0.0004, input_=0.0, sync=0.0001)
+
+
+def called(*seconds: float) -> Times:
+    calls = tuple(Calls(f"C{i}", "on_train_batch_end", each, 80) for i, each in enumerate(seconds))
+    return times(host=0.014, compute=0.004, calls=calls)
+
+
+def traced(num_executions: int) -> Times:
+    traces = Traces("step", num_executions, num_executions, 0.8, "", ())
+    return times(host=0.014, compute=0.004, traces=(traces,) if num_executions else (), tracing_seconds=0.9)
+
+
 @pytest.mark.parametrize(
-    ("measured", "reason"),
+    ("examined", "reason"),
     [
         (
-            times(step=0.001, input_=0.0006, compute=0.0003, sync=0.0001, host=0.0),
-            "nothing is to be gained from the 60% input: a batch comes after 0.6 ms",
+            Examination(HEALTHY, SHORT_WAITS, batch_seconds=1e-4),
+            "nothing is to be gained from the 60% input: a batch comes after 0.6 ms, and the pipeline by itself gives "
+            "one in 100 µs",
         ),
         (
-            times(step=0.004, compute=0.001, sync=0.0019, input_=0.0),
+            Examination(HEALTHY, SHORT_WAITS, trials(data=0.001, as_it_was=0.001)),
+            "nothing is to be gained from the 60% input: a cached batch has not made steps shorter, but by 0 ms "
+            "(0 to 0)",
+        ),
+        (Examination(HEALTHY, SHORT_WAITS), ""),  # what a batch takes by itself is not known
+        (Examination(HEALTHY, SHORT_WAITS, batch_seconds=4e-4), ""),
+        (Examination(HEALTHY, SHORT_WAITS, trials(data=0.001, as_it_was=0.0004)), ""),  # a cached batch has helped
+        (
+            Examination(HEALTHY, times(step=0.004, compute=0.001, sync=0.0019, input_=0.0)),
             "nothing is to be gained from the 68% synchronising: the sum, the update and the metrics take 1.9 ms",
         ),
         (
-            times(step=0.002, host=0.0015, compute=0.0004, input_=0.0, sync=0.0001),
-            "nothing is to be gained from the 75% host: an execution of 1 steps of 2 ms is as long as callbacks can",
+            Examination(HEALTHY, dataclasses.replace(STARTS, num_executions=1)),
+            "",  # 160 ms
         ),
         (
-            times(
-                host=0.014, compute=0.004, calls=tuple(Calls(f"C{i}", "on_train_batch_end", 0.11, 80) for i in range(9))
-            ),
+            Examination(HEALTHY, times(step=0.006, host=0.0048, input_=0.0, compute=0.001, num_executions=2)),
+            "nothing is to be gained from the 80% host: an execution, of 40 steps, takes 240 ms, about as long as "
+            "callbacks can wait, and starting it 192 ms",
+        ),
+        (Examination(HEALTHY, STARTS), ""),  # one step an execution
+        (
+            Examination(HEALTHY, called(*[0.11] * 9)),
             "nothing is to be gained from the 62% callbacks: 9 callbacks share it, and C0 has most, 1.38 ms a call",
         ),
+        (
+            Examination(HEALTHY, traced(15)),
+            "nothing is to be gained from the 56% tracing: step was traced in no more than 15 of 80 executions",
+        ),
+        (Examination(HEALTHY, traced(0)), ""),
     ],
 )
-def test_where_most_of_the_time_goes_and_nothing_is_to_be_done_the_headline_says_why(
-    measured: Times, reason: str
+def test_where_most_of_the_time_goes_and_nothing_is_to_be_done_the_headline_says_why_if_that_is_known(
+    examined: Examination, reason: str
 ) -> None:
-    report = judge(Examination(HEALTHY, measured))
+    report = judge(examined)
     assert report.findings == ()
     assert report.why_not.startswith(reason)
-    assert report.headline.endswith(f"; {report.why_not}")
+    assert bool(report.why_not) == bool(reason)
+    assert report.headline.endswith(f"; {report.why_not}") == bool(reason)
+
+
+def test_no_reason_is_given_where_one_callback_or_a_function_traced_often_is_to_blame() -> None:
+    assert why_not(Examination(HEALTHY, called(0.6, 0.1, 0.1)), []) == ""
+    assert why_not(Examination(HEALTHY, called(0.3, 0.3, 0.3)), []).startswith("nothing is to be gained from the")
+    assert why_not(Examination(HEALTHY, traced(16)), []) == ""
 
 
 def test_a_wait_that_the_pipeline_by_itself_does_not_explain_is_no_finding_about_it() -> None:
