@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
 from typing import Any
 
 import keras
@@ -69,11 +71,11 @@ def test_the_rows_of_a_table_count_where_an_update_writes_all_of_them(optimizer:
 # Where measuring fails
 
 
-def _fitted(doctor: kde.ParallelismDoctor, num_batches: int = 12) -> kde.Sequential:
-    model = kde.Sequential([keras.Input((4,)), L.Dense(1)])
+def _fitted(doctor: kde.ParallelismDoctor, num_batches: int = 12, width: int = 1) -> kde.Sequential:
+    model = kde.Sequential([keras.Input((4,)), L.Dense(width)])
     model.compile("sgd", "mse", steps_per_execution=1)
     x = np.ones((4 * num_batches, 4), "float32")
-    model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[doctor])
+    model.fit(x, x[:, :width], batch_size=4, verbose=0, callbacks=[doctor])
     return model
 
 
@@ -100,3 +102,37 @@ def test_a_doctor_that_fails_in_the_middle_or_at_the_end_lets_training_go_on(mon
         assert doctor.report is not None
         assert doctor.report.examination.times is not None
         assert doctor.report.examination.times.others_cores is None
+
+
+# What is written, and compared with
+
+
+def test_two_runs_with_one_folder_are_compared_and_a_model_of_other_weights_is_not(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    doctor = kde.ParallelismDoctor(tmp_path)
+    _fitted(doctor)
+    assert doctor.comparison is None
+    written = json.loads((tmp_path / "doctor.json").read_text())
+    assert written["measured"]["num_steps"] == 10
+    assert written["measured"]["start_seconds"] == []
+    assert "report in" not in capsys.readouterr().out
+
+    again = kde.ParallelismDoctor(tmp_path)
+    _fitted(again, num_batches=14)  # of another name
+    assert again.report is not None
+    assert again.report.examination.setting.model != written["setting"]["model"]
+    assert again.report.examination.setting.weights == written["setting"]["weights"]
+    assert again.comparison is not None
+    assert (again.comparison.before.num_steps, again.comparison.after.num_steps) == (10, 12)
+    assert f"Since the report in {tmp_path / 'doctor.json'}: " in capsys.readouterr().out
+
+    _fitted(again, num_batches=2)  # too few to be measured
+    assert again.comparison is None
+    assert "no step of this run was watched" in capsys.readouterr().out
+    _fitted(again)
+    assert again.comparison.before.num_steps == 12
+
+    _fitted(again, width=3)
+    assert again.comparison is None
+    assert "whose weights are others than those of 'sequential" in capsys.readouterr().out
