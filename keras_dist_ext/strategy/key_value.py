@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -27,18 +28,23 @@ class StoreSilent(tf.errors.UnavailableError):  # type: ignore[misc]
 class KeyValueStore:
     """What the workers of a cluster have stored, by topic and worker. A value that is set stays as it is.
 
-    Each method raises StoreSilent where the first worker does not answer; TensorFlow would wait without end.
+    Each method raises StoreSilent where the first worker does not answer; TensorFlow would wait without end. Once it is
+    silent, all raise that at once, until a request is answered; one tries again now and then, ever more seldom.
 
     Args:
         jobs: how many tasks "chief" and "worker" have, of which all are workers, in this order.
         index: of this one.
+        clock: seconds that only go forward.
     """
 
-    def __init__(self, jobs: Mapping[str, int], index: int) -> None:
+    def __init__(self, jobs: Mapping[str, int], index: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._jobs = jobs
         self.num_workers = sum(jobs.values())
         self.index = index
-        self._is_silent = False
+        self._clock = clock
+        self._silent_since: float | None = None
+        self._try_again_at = 0.0  # where it is silent
+        self._lock = threading.Lock()  # over both, and over whether a request has been answered
 
     @property
     def others(self) -> list[int]:
@@ -78,8 +84,8 @@ class KeyValueStore:
         """Ask the first worker's process, and wait for its answer so long, and what an answer takes at most."""
         if self.index == 0:  # it is this one
             return ask()
-        if self._is_silent:
-            raise StoreSilent
+        limit = wait_seconds + _SILENT_SECONDS
+        self._check_silence(limit)
         answers: list[_T] = []
         errors: list[Exception] = []
         over = threading.Event()
@@ -90,19 +96,44 @@ class KeyValueStore:
             except Exception as error:
                 errors.append(error)
             finally:
-                self._is_silent = False
-                over.set()
+                with self._lock:
+                    self._silent_since = None
+                    over.set()
 
         try:
             threading.Thread(target=run, daemon=True, name="keras_dist_ext.key_value").start()
         except RuntimeError:  # the program ends: from Python 3.12 on it starts no more threads
             return ask()
-        if not over.wait(wait_seconds + _SILENT_SECONDS):
-            self._is_silent = not over.is_set()
-            raise StoreSilent
+        if not over.wait(limit):
+            self._note_silence(over)
         if errors:
             raise errors[0]
         return answers[0]
+
+    def _check_silence(self, limit: float) -> None:
+        """Ask nothing of a worker that is silent, but for one request now and then.
+
+        Args:
+            limit: how long this request would wait.
+        """
+        with self._lock:
+            if self._silent_since is None:
+                return
+            if self._clock() < self._try_again_at:
+                raise StoreSilent
+            self._try_again_at = self._clock() + limit  # this one does, and no other meanwhile
+
+    def _note_silence(self, over: threading.Event) -> None:
+        """Note that a request has waited long enough, unless its answer has come at the last moment."""
+        with self._lock:
+            if over.is_set():
+                return
+            now = self._clock()
+            if self._silent_since is None:
+                self._silent_since = now
+            # Each request that is never answered keeps a thread: the pauses get longer.
+            self._try_again_at = now + max(_SILENT_SECONDS, now - self._silent_since)
+        raise StoreSilent
 
 
 def _name(topic: str, worker: int | str) -> str:

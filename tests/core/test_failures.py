@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -571,8 +572,71 @@ def test_a_first_worker_that_answers_nothing_ends_the_waits_of_others(
     with pytest.raises(key_value.StoreSilent, match="The coordination service of the first worker does not answer"):
         second._store.get("place", 0, 0.0)
     asked.set()  # it goes on
-    wait_until(lambda: not second._store._is_silent)
+    wait_until(lambda: second._store._silent_since is None)
     assert second._store.get("place", 0, 0.0) is None
+
+
+def test_an_answer_that_comes_while_the_wait_for_it_ends_leaves_no_worker_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer = threading.Event()
+
+    class Late(threading.Event):
+        """The answer comes right after somebody has seen that it has not."""
+
+        def is_set(self) -> bool:
+            was = super().is_set()
+            answer.set()
+            super().wait(0.2)
+            return was
+
+    made_up = types.SimpleNamespace(Event=Late, Thread=threading.Thread, Lock=threading.Lock)
+    monkeypatch.setattr(key_value, "threading", made_up)
+    monkeypatch.setattr(key_value, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(key_value, "get_key", lambda name, seconds: answer.wait(60) and "found")
+    store = key_value.KeyValueStore({"worker": 2}, 1, clock=lambda: 0.0)
+    with contextlib.suppress(key_value.StoreSilent):
+        store.get("place", 0, 0.0)
+    wait_until(lambda: store._silent_since is None, seconds=10)
+    monkeypatch.setattr(key_value, "_SILENT_SECONDS", 60.0)
+    assert store.get("place", 0, 0.0) == "found"
+
+
+def test_an_answer_that_comes_at_the_last_moment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(threading.Event):
+        """A wait that ends in vain, at the moment at which it would not."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert super().wait(60)
+            return False
+
+    made_up = types.SimpleNamespace(Event=Late, Thread=threading.Thread, Lock=threading.Lock)
+    monkeypatch.setattr(key_value, "threading", made_up)
+    monkeypatch.setattr(key_value, "get_key", lambda name, seconds: "found")
+    assert key_value.KeyValueStore({"worker": 2}, 1).get("place", 0, 0.0) == "found"
+
+
+def test_a_silent_first_worker_is_asked_again_later_though_one_request_is_never_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, asked, over = [0.0], list[str](), threading.Event()
+
+    def get(name: str, seconds: float) -> str | None:
+        asked.append(name)
+        return "found" if "found" in name else "" if over.wait(60) else None
+
+    monkeypatch.setattr(key_value, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(key_value, "get_key", get)
+    store = key_value.KeyValueStore({"worker": 2}, 1, clock=lambda: now[0])
+    for seconds, is_asked in ((0.0, 1), (0.0, 1), (0.02, 2), (0.03, 2), (0.05, 3), (0.06, 3), (0.08, 3)):
+        now[0] = seconds
+        with pytest.raises(key_value.StoreSilent, match="The coordination service of the first worker does not answer"):
+            store.get("lost", 0, 0.0)
+        assert len(asked) == is_asked
+    now[0] = 0.2
+    monkeypatch.setattr(key_value, "_SILENT_SECONDS", 60.0)
+    assert [store.get("found", 0, 0.0) for _ in range(2)] == ["found"] * 2
+    over.set()
 
 
 def test_a_worker_that_is_asked_says_where_its_program_is(watches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
