@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Iterator
 from typing import NamedTuple, SupportsInt, TypeVar
 
+import tensorflow as tf
+
 from keras_dist_ext._keras.cluster import abort_collectives, is_collective_mismatch, lost_tasks
 from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.strategy.key_value import KeyValueStore, StoreSilent
@@ -60,6 +62,7 @@ class DeadlockWatch:
         self._look_seconds = look_seconds
         self._number = 0
         self._here: _Wait | None = None
+        self._looked_at: _Wait | None = None  # at the last look
         self._data_ended = ""
         self._waiting_thread = 0
         self._deadlock: str | None = None
@@ -173,8 +176,8 @@ class DeadlockWatch:
                     self._look()
                     return
                 except StoreSilent:
-                    here = self._here
-                    if here is not None:  # a wait that does not end without the first worker
+                    here = self._looked_at
+                    if here is not None and here is self._here:  # a wait that does not end without the first worker
                         self._deadlock = self._lost_message(here.what, [])
                         abort_collectives(self._deadlock)
 
@@ -185,7 +188,7 @@ class DeadlockWatch:
         began, noticed = time.monotonic(), 0
         while self._deadlock is None:
             pause.wait(self._look_seconds)
-            here = self._here
+            here = self._looked_at = self._here
             if here is not before:
                 began = time.monotonic()
             num_looks = num_looks + 1 if here is before else 0
@@ -216,9 +219,13 @@ class DeadlockWatch:
 
     def _publish(self, text: str) -> None:
         last = self._published[-1] if self._published else ""
-        if text != last:
-            self._store.set(f"{_TOPIC}/{len(self._published)}", text or "-")
-            self._published.append(text)
+        while text != last:
+            try:
+                self._store.set(f"{_TOPIC}/{len(self._published)}", text or "-")
+                last = text
+            except tf.errors.AlreadyExistsError:  # an earlier request came through, and its answer came too late
+                last = ""
+            self._published.append(last)
 
     def _read_others(self) -> None:
         for worker, (number, last) in self._read.items():

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
+import tensorflow as tf
+
 from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.strategy.key_value import KeyValueStore, StoreSilent
 
@@ -135,7 +137,8 @@ class Presence:
         """Answer in a round of questions, and await the next one."""
         with self._lock:
             if self._round == number:
-                self._store.set(f"{_PLACE}/{number}", self._place())
+                with contextlib.suppress(tf.errors.AlreadyExistsError):  # by a request whose answer came too late
+                    self._store.set(f"{_PLACE}/{number}", self._place())
                 self._round += 1
 
     def _place(self) -> str:

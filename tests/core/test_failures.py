@@ -307,7 +307,8 @@ class StoreOf:
         self.others = [worker for worker in range(num_workers) if worker != index]
 
     def set(self, topic: str, text: str) -> None:
-        assert (topic, self.index) not in self._texts  # as TensorFlow has it
+        if (topic, self.index) in self._texts:
+            raise tf.errors.AlreadyExistsError(None, None, topic)  # as TensorFlow does
         self._texts[topic, self.index] = text
 
     def get(self, topic: str, worker: int, wait_seconds: float) -> str | None:
@@ -637,6 +638,50 @@ def test_a_silent_first_worker_is_asked_again_later_though_one_request_is_never_
     monkeypatch.setattr(key_value, "_SILENT_SECONDS", 60.0)
     assert [store.get("found", 0, 0.0) for _ in range(2)] == ["found"] * 2
     over.set()
+
+
+def test_a_request_of_a_wait_that_is_over_ends_neither_another_wait_nor_the_watch(
+    watches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, second, aborted, _ = watches
+    is_asked, is_over, put = threading.Event(), threading.Event(), second._store.set
+
+    def set_late(topic: str, text: str) -> None:
+        put(topic, text)
+        if not is_over.is_set():
+            is_asked.set()
+            is_over.wait(60)
+            raise key_value.StoreSilent
+
+    monkeypatch.setattr(second._store, "set", set_late)
+    with second.waiting("step 3"):
+        assert is_asked.wait(60)
+    with second.waiting("step 4"):
+        is_over.set()
+        wait_until(lambda: aborted or second._store.get("waits/1", 1, 0.0))
+    assert aborted == []
+    assert json.loads(second._store.get("waits/1", 1, 0.0))[:2] == [2, "step 4"]
+
+
+def test_a_worker_whose_answer_was_stored_late_answers_the_next_question(
+    watches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = watches
+    put = second._store.set
+
+    def set_late(topic: str, text: str) -> None:
+        put(topic, text)
+        monkeypatch.setattr(second._store, "set", put)
+        raise key_value.StoreSilent
+
+    monkeypatch.setattr(second._store, "set", set_late)
+    first._store.set_for_all("ask/0", "-")
+    with contextlib.suppress(key_value.StoreSilent):
+        second.presence._answer_once()
+    for number in (0, 1):
+        second.presence._answer_once()
+        assert second._store.get(f"place/{number}", 1, 0.0).startswith("is elsewhere in its program")
+        first._store.set_for_all(f"ask/{number + 1}", "-")
 
 
 def test_a_worker_that_is_asked_says_where_its_program_is(watches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
