@@ -8,6 +8,8 @@ the scope, with the same values.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -16,22 +18,24 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers, own_variables, seed_generators
 from keras_dist_ext._keras.strategies import is_default_strategy, strategy_of_variable
 from keras_dist_ext._keras.variables import components, initialize_again
-from keras_dist_ext.strategy.scope import raw_variables
+from keras_dist_ext.strategy.scope import raw_variables, report_scope
 
-__all__ = ["adapted_fingerprint", "move_adapted"]
+__all__ = ["adapted_fingerprint", "take_into_scope"]
+
+_Movable: TypeAlias = "tuple[keras.Layer, str, keras.Variable | tf.Variable]"  # the variable, and who holds it as what
 
 
-def move_adapted(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Have a strategy hold the state of layers in a model that were adapted, or frozen, under none.
+def take_into_scope(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """See that all of a model lives under a strategy, and take there what layers were adapted or frozen under none.
 
-    They stay the same objects. Left where it is, for ``check_scope`` to refuse, is what is trained, what lives under
-    another strategy, and all under a ``ParameterServerStrategy``, whose workers cannot look into tables that were made
-    elsewhere.
+    They stay the same objects. Refused is what is trained, what lives under another strategy, and all under a
+    ``ParameterServerStrategy``, whose workers cannot look into tables that were made elsewhere.
+
+    Raises:
+        ScopeError: names what is refused; nothing was moved.
     """
-    if is_default_strategy(strategy) or isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return
-    found = [(layer, *named) for layer in _adapted(model) for named in _outside(layer)]
-    found += [(layer, variable.name, variable) for layer in _frozen(model) for variable in _outside_weights(layer)]
+    found = _movable(model, strategy)
+    report_scope(model, strategy, movable={id(variable) for _, _, variable in found}).raise_if_bad()
     if not found:
         return
     with strategy.scope():
@@ -44,8 +48,20 @@ def move_adapted(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
 
 def adapted_fingerprint(model: keras.Model) -> list[str]:
     """Describe what the layers in a model have learnt before, which must be the same on all workers."""
-    frozen = [layer for layer in _frozen(model) if any(strategy_of_variable(w) is None for w in _weights(layer))]
-    return [f"{type(layer).__name__} {_digest(layer)}" for layer in (*_adapted(model), *frozen)]
+    adapted = _adapted(model)
+    frozen = _frozen(model, adapted)
+    outside = [layer for layer in frozen if any(strategy_of_variable(w) is None for w in _weights(layer))]
+    return [f"{type(layer).__name__} {_digest(layer)}" for layer in (*adapted, *outside)]
+
+
+def _movable(model: keras.Model, strategy: tf.distribute.Strategy) -> list[_Movable]:
+    """Return what can be moved under a strategy."""
+    if is_default_strategy(strategy) or isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        return []
+    adapted = _adapted(model)
+    found: list[_Movable] = [(layer, *named) for layer in adapted for named in _outside(layer)]
+    frozen = _frozen(model, adapted)
+    return found + [(layer, variable.name, variable) for layer in frozen for variable in _outside_weights(layer)]
 
 
 def _adapted(model: keras.Model) -> list[keras.Layer]:
@@ -54,10 +70,10 @@ def _adapted(model: keras.Model) -> list[keras.Layer]:
     return list({id(part): part for layer in layers for part in flat_layers(layer)}.values())
 
 
-def _frozen(model: keras.Model) -> list[keras.Layer]:
+def _frozen(model: keras.Model, adapted: Sequence[keras.Layer]) -> list[keras.Layer]:
     """Return the layers in a model that train nothing, without those that were adapted."""
-    adapted = {id(layer) for layer in _adapted(model)}
-    layers = [layer for layer in flat_layers(model) if id(layer) not in adapted]
+    known = {id(layer) for layer in adapted}
+    layers = [layer for layer in flat_layers(model) if id(layer) not in known]
     return [layer for layer in layers if not any(variable.trainable for variable in own_variables(layer))]
 
 

@@ -6,7 +6,7 @@ device in silence or fails with object addresses. Here each variable says where 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,7 @@ from keras_dist_ext.strategy.given import checked_strategy
 
 __all__ = [
     "check_scope",
+    "report_scope",
     "ScopeReport",
     "ScopeEntry",
     "Role",
@@ -68,6 +69,19 @@ def check_scope(model: keras.Layer, strategy: tf.distribute.Strategy | None) -> 
     """
     if not isinstance(model, keras.Layer):
         raise TypeError(f"model must be a Keras model or layer, got {arguments.shown(model)}.")
+    return report_scope(model, strategy)
+
+
+def report_scope(
+    model: keras.Layer, strategy: tf.distribute.Strategy | None, *, movable: Container[int] = ()
+) -> ScopeReport:
+    """Find out what `check_scope` does.
+
+    Args:
+        model: likewise.
+        strategy: likewise.
+        movable: ids of variables that are about to be moved under the strategy, and count as made there.
+    """
     expected = _no_default(checked_strategy(strategy))
     entries: list[ScopeEntry] = []
     seen: set[int] = set()
@@ -75,7 +89,8 @@ def check_scope(model: keras.Layer, strategy: tf.distribute.Strategy | None) -> 
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        inside = _is_same(own, expected) or (role == "model" and thing is not model and own is None)
+        is_inner_model = role == "model" and thing is not model
+        inside = _is_same(own, expected) or (is_inner_model and own is None) or id(thing) in movable
         entries.append(ScopeEntry(path, role, _place(own, expected), inside))
     return ScopeReport(model.name, describe_strategy(expected), tuple(entries))
 

@@ -12,9 +12,8 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.adapters import preserve_py_dataset_order, use_epoch_iterator
 from keras_dist_ext.step.stats import Kind
-from keras_dist_ext.strategy.adapted import move_adapted
+from keras_dist_ext.strategy.adapted import take_into_scope
 from keras_dist_ext.strategy.consistency import run_fingerprint
-from keras_dist_ext.strategy.scope import check_scope
 from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training.callbacks import RunCallbackList
 from keras_dist_ext.training.epoch_data import EpochData
@@ -66,7 +65,7 @@ def fitting(
     if workers is not None:
         fingerprint = run_fingerprint(model, _with_defaults(call).arguments, callbacks_of_all_workers(callbacks))
         workers.check_consistency("call fit", fingerprint)
-    _check_scope(model)
+    take_into_scope(model, model.distribute_strategy)
     with runtime.prepared(callbacks):
         sizers = sizers_of(callbacks, workers, "train", "test")
         if workers is not None:
@@ -93,7 +92,7 @@ def evaluating(
     workers = None
     with contextlib.ExitStack() as stack:
         if not isinstance(callbacks, keras.callbacks.CallbackList):  # inside fit it is one, and fit has checked
-            _check_scope(model)
+            take_into_scope(model, model.distribute_strategy)
             stack.enter_context(model.replica_runtime.prepared(callbacks))
             workers = workers_of(model.distribute_strategy)
             verbose = call.arguments.get("verbose", "auto") if workers is None or workers.is_chief else 0
@@ -109,7 +108,7 @@ def predicting(
     model: keras.Model, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> Iterator[inspect.BoundArguments]:
     """Prepare a run of ``predict``; see ``fitting``."""
-    _check_scope(model)
+    take_into_scope(model, model.distribute_strategy)
     call = _PREDICT.bind(model, *args, **kwargs)
     workers = workers_of(model.distribute_strategy)
     runtime = model.replica_runtime
@@ -124,12 +123,6 @@ def predicting(
         sizers: Mapping[RunKind, ExecutionSizer] = {"predict": ExecutionSizer(max(ahead, model.steps_per_execution))}
         with _epoch_data(runtime, sizers, None):
             yield call
-
-
-def _check_scope(model: keras.Model) -> None:
-    """See that all lives under the model's strategy; what was adapted before is moved there."""
-    move_adapted(model, model.distribute_strategy)
-    check_scope(model, model.distribute_strategy).raise_if_bad()
 
 
 @contextlib.contextmanager

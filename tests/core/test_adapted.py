@@ -113,3 +113,20 @@ def test_a_frozen_backbone_made_outside_of_the_scope_trains_a_head_as_in_stock_k
 def test_layers_made_outside_that_are_trained_are_named_where_the_model_was_made_inside():
     with pytest.raises(kde.ScopeError, match="hidden/kernel.* Make the layers that hold them inside `with strategy.sc"):
         trained_on_top(kde, strategies.get("mirrored2"), pretrained(trainable=True))
+
+
+@pytest.mark.parametrize("method", rotating(["fit", "evaluate", "predict"], ["fit"]))
+def test_where_layers_that_are_trained_were_made_outside_those_that_are_not_stay_there_too(method):
+    adapted = keras.layers.Normalization()
+    adapted.adapt(X)
+    frozen = keras.layers.Dense(4, trainable=False)
+    outside = keras.Sequential([keras.Input((3,)), adapted, frozen, keras.layers.Dense(1, name="head")])
+    with strategies.get("mirrored2").scope():
+        net = kde.Sequential([*outside.layers])
+        net.build((None, 3))
+        net.compile("sgd", "mse")
+    held = [variable.value for variable in outside.variables]
+    with pytest.raises(kde.ScopeError, match="2 of 2 trainable variables .*head/kernel, .*head/bias "):
+        getattr(net, method)(*(X, Y)[: 1 if method == "predict" else 2], verbose=0)
+    assert all(one is v.value for one, v in zip(held, outside.variables, strict=True))
+    assert {strategy_of_variable(variable) for variable in outside.variables} == {None}
