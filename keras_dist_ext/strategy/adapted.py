@@ -46,12 +46,14 @@ def take_into_scope(model: keras.Model, strategy: tf.distribute.Strategy) -> Non
                 setattr(layer, name, tf.Variable(variable.numpy(), trainable=False, dtype=variable.dtype, name=name))
 
 
-def adapted_fingerprint(model: keras.Model) -> list[str]:
+def adapted_fingerprint(model: keras.Model) -> dict[str, list[str]]:
     """Describe what the layers in a model have learnt before, which must be the same on all workers."""
     adapted = _adapted(model)
-    frozen = _frozen(model, adapted)
-    outside = [layer for layer in frozen if any(strategy_of_variable(w) is None for w in _weights(layer))]
-    return [f"{type(layer).__name__} {_digest(layer)}" for layer in (*adapted, *outside)]
+    frozen = [
+        layer for layer in _frozen(model, adapted) if any(strategy_of_variable(w) is None for w in _weights(layer))
+    ]
+    found = {"layer that was adapted": adapted, "frozen layer": frozen}
+    return {what: [f"{type(layer).__name__} {_digest(layer)}" for layer in layers] for what, layers in found.items()}
 
 
 def _movable(model: keras.Model, strategy: tf.distribute.Strategy) -> list[_Movable]:

@@ -79,7 +79,7 @@ def run_fingerprint(
         "class of the model": type(model).__name__,
         "layer": [_layer(layer) for layer in flat_layers(model)],
         "weight": [_weight(weight) for weight in model.weights],
-        "layer that was adapted": adapted_fingerprint(model),
+        **adapted_fingerprint(model),
         "loss": _loss_of(model),
         "jit_compile": str(model.jit_compile),
         "run_eagerly": str(model.run_eagerly),

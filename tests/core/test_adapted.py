@@ -1,5 +1,7 @@
 """Layers that were adapted to data before, outside of the scope, work in a model that is made inside."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import keras_dist_ext as kde
 from keras_dist_ext._keras.strategies import strategy_of_variable
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.strategy.adapted import adapted_fingerprint
+from keras_dist_ext.strategy.consistency import differences
 
 X = np.random.default_rng(2).normal(2, 3, size=(22, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -78,6 +81,17 @@ def test_what_was_learnt_tells_workers_apart():
 
     assert fingerprint(WORDS) == fingerprint(WORDS)
     assert fingerprint(WORDS) != fingerprint(WORDS[:3])
+
+
+def test_workers_whose_frozen_layers_differ_are_told_which():
+    def fingerprint(value):
+        frozen = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, kernel_initializer=value)])
+        frozen.trainable = False
+        return adapted_fingerprint(keras.Sequential([frozen, keras.layers.Dense(1)]))
+
+    assert differences([fingerprint("ones"), fingerprint("ones")]) == []
+    (found,) = differences([fingerprint("ones"), fingerprint("zeros")])
+    assert re.fullmatch(r"frozen layer 1 is Dense \w{8} on worker 1, and Dense \w{8} on worker 0", found)
 
 
 def pretrained(trainable=False):
