@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from keras_dist_ext._keras.keras_tuner import keras_tuner, release_lock
+from keras_dist_ext.aliases import Config, JsonObject
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner.processes.channel import ScreeningReply, SearchStatus, WorkerState, handlers
 from keras_dist_ext.tuner.processes.screening_lease import ScreeningLease
@@ -113,28 +114,29 @@ class OracleServer:
 
     # Calls of keras-tuner's workers
 
-    def get_space(self) -> keras_tuner.HyperParameters:
-        """Return the hyperparameters known so far."""
-        return self._oracle.get_space().get_config()
+    def get_space(self) -> Config:
+        """Return the config of the hyperparameters known so far."""
+        config: Config = self._oracle.get_space().get_config()
+        return config
 
-    def update_space(self, space: keras_tuner.HyperParameters) -> None:
-        """Add hyperparameters that a worker has found."""
+    def update_space(self, space: Config) -> None:
+        """Add hyperparameters that a worker has found, given as their config."""
         self._oracle.update_space(keras_tuner.HyperParameters.from_config(space))
 
-    def update_trial(self, trial_id: str, metrics: Mapping[str, float], step: int) -> Trial:
-        """Take the metrics of a trial."""
+    def update_trial(self, trial_id: str, metrics: Mapping[str, float], step: int) -> JsonObject:
+        """Take the metrics of a trial, and return its state."""
         try:
-            return self._oracle.update_trial(trial_id, metrics, step).get_state()
+            return _state(self._oracle.update_trial(trial_id, metrics, step))
         finally:
             release_lock(self._oracle)
 
-    def get_trial(self, trial_id: str) -> Trial:
-        """Return a trial."""
-        return self._oracle.get_trial(trial_id).get_state()
+    def get_trial(self, trial_id: str) -> JsonObject:
+        """Return the state of a trial."""
+        return _state(self._oracle.get_trial(trial_id))
 
-    def get_best_trials(self, num_trials: int) -> list[Trial]:
-        """Return the best trials."""
-        return [trial.get_state() for trial in self._oracle.get_best_trials(num_trials)]
+    def get_best_trials(self, num_trials: int) -> list[JsonObject]:
+        """Return the states of the best trials."""
+        return [_state(trial) for trial in self._oracle.get_best_trials(num_trials)]
 
     def request_screening(self, tuner_id: str, measures: bool) -> ScreeningReply:
         """Return the result of the screening, or whether a worker may measure; see `ScreeningLease.request`."""
@@ -147,8 +149,10 @@ class OracleServer:
         if self._lease is not None:
             self._lease.finish(result)
 
-    def create_trial(self, tuner_id: str, start: int, trial_number: int, worker_index: int, num_workers: int) -> Trial:
-        """Return a trial, the same for all workers of a group; None: ask again later.
+    def create_trial(
+        self, tuner_id: str, start: int, trial_number: int, worker_index: int, num_workers: int
+    ) -> JsonObject | None:
+        """Return the state of a trial, the same for all workers of a group; None: ask again later.
 
         Args:
             tuner_id: of the group.
@@ -171,7 +175,7 @@ class OracleServer:
             group.assign(trial_number, trial)
         group.received_by.add(worker_index)
         assert group.trial is not None
-        return group.trial.get_state()
+        return _state(group.trial)
 
     def _propose(self, tuner_id: str) -> Trial:
         if self._error is None:
@@ -185,9 +189,9 @@ class OracleServer:
         return Trial(self._oracle.get_space(), status=TrialStatus.STOPPED)
 
     def end_trial(
-        self, tuner_id: str, start: int, trial_number: int, worker_index: int, num_workers: int, trial: Trial
+        self, tuner_id: str, start: int, trial_number: int, worker_index: int, num_workers: int, trial: JsonObject
     ) -> bool:
-        """Take a worker's end of a trial, and return whether all workers of its group have ended it."""
+        """Take the state in which a worker ended a trial; return whether all workers of its group have ended it."""
         group, ongoing = self._groups.get(tuner_id), self._oracle.ongoing_trials.get(tuner_id)
         is_stale = group is not None and (start, trial_number) < (group.start, group.trial_number)
         if ongoing is None or ongoing.trial_id != trial["trial_id"] or is_stale:
@@ -237,7 +241,7 @@ class OracleServer:
         trial = self._oracle.ongoing_trials.get(tuner_id)
         if trial is not None:
             self._on_trial_failed(trial, reason)
-            self._end(Trial.from_state({**trial.get_state(), "status": TrialStatus.FAILED, "message": reason}))
+            self._end(Trial.from_state({**_state(trial), "status": TrialStatus.FAILED, "message": reason}))
 
     def remove_worker(self, tuner_id: str) -> None:
         """Stop waiting for a worker."""
@@ -249,6 +253,11 @@ class OracleServer:
     def abort(self, reason: str) -> None:
         """End the search."""
         self._fail(SearchEnded(reason))
+
+
+def _state(trial: Trial) -> JsonObject:
+    state: JsonObject = trial.get_state()
+    return state
 
 
 def _cannot_listen(address: str, cause: str) -> LaunchError:
@@ -267,7 +276,7 @@ class _GroupState:
     num_workers: int
     trial: Trial | None = None
     received_by: set[int] = field(default_factory=set)  # the workers that have it
-    reports: dict[int, Any] = field(default_factory=dict)  # of its end, by worker
+    reports: dict[int, JsonObject] = field(default_factory=dict)  # its state at its end, by worker
     assigned_at: float = field(default_factory=time.monotonic)
 
     def assign(self, trial_number: int, trial: Trial) -> None:
