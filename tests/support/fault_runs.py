@@ -15,12 +15,13 @@ import pathlib
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+from keras_dist_ext.cluster import tasks
 
 PLACES = ("batch end", "epoch end", "validation", "save", "evaluate alone", "load_model", "program's end")
 ACCIDENTS = ("SIGKILL", "SIGSTOP", "exit 0", "exception")
@@ -173,22 +174,17 @@ class _Running:
         self.folder.mkdir()
         self._deadline = time.monotonic() + 3 * SECONDS
         self._ended = 0.0
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(socket.socket()) for _ in range(case.num_workers)]
-            for each in sockets:
-                each.bind(("127.0.0.1", 0))
-            addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-        self._processes = dict(enumerate(self._start(index, addresses) for index in range(case.num_workers)))
+        self._held = contextlib.ExitStack()  # the ports of the cluster, until its processes have ended
+        cluster = self._held.enter_context(tasks.cluster(case.num_workers, 0))
+        self._processes = {task.index: self._start(task, cluster) for task in cluster}
 
-    def _start(self, index: int, addresses: list[str]) -> int:
+    def _start(self, task: tasks.Task, cluster: list[tasks.Task]) -> int:
         sys.stdout.flush()
         process = os.fork()
         if process:
             return process
-        os.environ["TF_CONFIG"] = json.dumps(
-            {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-        )
-        log = os.open(self.folder / f"{index}.log", os.O_WRONLY | os.O_CREAT, 0o600)
+        os.environ["TF_CONFIG"] = tasks.tf_config(task, cluster)
+        log = os.open(self.folder / f"{task.index}.log", os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
         raise _IsWorker(lambda: program(*map(str, self.case[1:]), str(self.folder)))
@@ -215,6 +211,7 @@ class _Running:
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
         self._processes = {}
+        self._held.close()
 
     def outcome(self) -> Outcome:
         """Say what became of them."""
