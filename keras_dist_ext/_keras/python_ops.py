@@ -57,7 +57,7 @@ def observe_python_ops(note: Note) -> Callable[[], None]:
 def python_ops_of(graphs: Iterable[tf.Graph]) -> dict[str, str]:
     """Return the functions of Python that graphs call, also in functions and loops: by token, a name with its line.
 
-    Whose function is not there any more is called by its token.
+    Whose function is not there any more is called by its token; those of this package are left out.
     """
     from tensorflow.python.ops import script_ops
 
@@ -66,16 +66,24 @@ def python_ops_of(graphs: Iterable[tf.Graph]) -> dict[str, str]:
         definition = graph.as_graph_def()
         for nodes in (definition.node, *(function.node_def for function in definition.library.function)):
             tokens.update((_text(node.attr["token"].s), None) for node in nodes if node.op in _PYTHON_OPS)
-    return {token: _described(script_ops._py_funcs.get(token), token) for token in tokens}
+    functions = {token: _function(script_ops._py_funcs.get(token)) for token in tokens}
+    return {token: _described(function, token) for token, function in functions.items() if not _is_own(function)}
 
 
 def _text(token: Any) -> str:
     return token.decode() if isinstance(token, bytes) else str(token)
 
 
+def _function(registered: Any) -> Any:
+    function = getattr(registered, "_func", registered)  # of py_function, its EagerFunc
+    return None if function is None else inspect.unwrap(getattr(function, "func", function))
+
+
+def _is_own(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+
+
 def _described(function: Any, token: str) -> str:
-    function = getattr(function, "_func", function)  # of py_function, its EagerFunc
-    function = inspect.unwrap(getattr(function, "func", function)) if function is not None else None
     code = getattr(function, "__code__", None)
     if code is None:
         return getattr(type(function), "__name__", token) if function is not None else token

@@ -506,6 +506,20 @@ def test_a_slow_worker_is_named_as_such() -> None:
     assert finding.what.startswith("Worker 1 (replicas 2, 3) ")
 
 
+def test_python_that_makes_a_worker_slow_is_named_by_the_straggler_alone() -> None:
+    here = {"devices": ("GPU:0",), "accelerators": ("GPU:0",)}
+    setting = changed(strategy="multi_worker", num_workers=2, num_listed_workers=2, **here)
+    slow = dataclasses.replace(times(compute=[0.005, 0.018]), python=python(1.1))
+    (finding,) = judge(Examination(setting, slow)).findings
+    assert finding.code == "straggler"
+    assert finding.evidence.endswith("; here each step calls Python, quality (train.py:7), for 13.8 ms")
+    assert finding.fix.startswith(
+        "Write quality with TensorFlow ops, or see why it takes longer here. Look at what else "
+    )
+    everywhere = dataclasses.replace(times(compute=[0.015, 0.028]), python=python(1.1))
+    assert codes(setting, everywhere) == ["python-in-step", "straggler"]
+
+
 def synchronising(**given: Any) -> Times:
     return times(**{"compute": 0.006, "sync": 0.013, **given})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from keras_dist_ext.diagnosis.doctor.examination import Examination
+from keras_dist_ext.diagnosis.doctor.replica_rules import python_is_of_this_worker, stragglers
 from keras_dist_ext.findings import Finding
 
 __all__ = ["python_in_step"]
@@ -16,6 +17,8 @@ def python_in_step(examination: Examination) -> list[Finding]:
     assert times is not None
     by_seconds = sorted(times.python, key=lambda calls: -calls.seconds)
     if times.python_seconds < _SHARE * times.seconds or not by_seconds[0].is_even:  # a straggler, if it is uneven
+        return []
+    if python_is_of_this_worker(examination) and stragglers(examination):  # which name it
         return []
     listed = "; ".join(
         f"{calls.function}, {calls.num_calls / times.num_steps:.3g} calls a step, "

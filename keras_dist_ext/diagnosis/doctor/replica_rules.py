@@ -65,7 +65,7 @@ def _seconds_unequal(times: Times) -> float:
     return times.compute() * times.num_steps * (1 - float(times.examples.mean() / times.examples.max()))
 
 
-def _stragglers(examination: Examination) -> list[Finding]:
+def stragglers(examination: Examination) -> list[Finding]:
     """A replica, or a worker, that takes longer than the others for as much work."""
     times, setting = examination.times, examination.setting
     assert times is not None
@@ -99,18 +99,37 @@ def _stragglers(examination: Examination) -> list[Finding]:
         names = f"{noun} {', '.join(map(str, workers))} ({names})"
     slowest, typical = float(np.median(own[:, slow[0]])), float(np.median(np.nanmedian(others, axis=1)))
     waiting = float(np.median([b.input_seconds[slow[0]] for b in times.blocks]))
+    evidence = (
+        f"{ms(slowest)} a step ({ms(waiting)} of it waiting for input), the others {ms(typical)}, with as many examples"
+    )
+    fix = (
+        "Look at what else runs on that device or machine, at its cooling and its storage; take it out, or give it "
+        "fewer examples."
+    )
+    if python_is_of_this_worker(examination):
+        most = max(times.python, key=lambda calls: calls.seconds)
+        evidence += f"; here each step calls Python, {most.function}, for {ms(times.python_seconds / times.num_steps)}"
+        fix = f"Write {most.function.partition(' ')[0]} with TensorFlow ops, or see why it takes longer here. {fix}"
     return [
         Finding(
             "straggler",
             f"{names[0].upper()}{names[1:]} {'is' if len(slow) == 1 else 'are'} slow: "
             f"{slowest / typical:.2f} times as long a step as the others, which wait.",
-            f"{ms(slowest)} a step ({ms(waiting)} of it waiting for input), the others {ms(typical)}, with as many "
-            "examples",
-            "Look at what else runs on that device or machine, at its cooling and its storage; take it out, or give "
-            "it fewer examples.",
+            evidence,
+            fix,
             seconds,
         )
     ]
+
+
+def python_is_of_this_worker(examination: Examination) -> bool:
+    """Whether Python takes longer in a step of this worker than a replica of another one takes for all of its step."""
+    times = examination.times
+    assert times is not None
+    if examination.setting.num_workers < 2 or not times.python or not times.blocks:
+        return False
+    own = np.array([b.input_seconds + b.compute_seconds for b in times.blocks])[:, times.examples > 0]
+    return bool(times.python_seconds / times.num_steps > np.median(own, axis=0).min())
 
 
 def _is_slow(own: Floats, replica: int, limit: float, least: float) -> bool:
@@ -246,4 +265,4 @@ def _rows(times: Times) -> float:
     return float(times.examples.mean()) / max(1, times.num_steps)
 
 
-REPLICA_RULES: Sequence[Callable[[Examination], list[Finding]]] = (_shards, _stragglers, _sums, _loops)
+REPLICA_RULES: Sequence[Callable[[Examination], list[Finding]]] = (_shards, stragglers, _sums, _loops)
