@@ -28,7 +28,7 @@ def describe(processes: Sequence[Process]) -> tuple[str, str]:
     It takes about half a second, to see which compute and which wait, and more where a busy machine delays the
     stacks.
     """
-    before = [process.hosted.look().cpu_seconds for process in processes]
+    before = [process.hosted.cpu_seconds() for process in processes]
     began = time.monotonic()
     asked = [process for process in processes if process.hosted.ask_for_stacks()]
     stacks_before: list[str] = []
@@ -41,7 +41,7 @@ def describe(processes: Sequence[Process]) -> tuple[str, str]:
         if seconds >= _MOST_SECONDS or (seconds >= _LOOK_SECONDS and is_there):
             break
     heartbeats = [process.heartbeat for process in processes]
-    used = [process.hosted.look().cpu_seconds - seconds for process, seconds in zip(processes, before, strict=True)]
+    used = [process.hosted.cpu_seconds() - seconds for process, seconds in zip(processes, before, strict=True)]
     activities = [
         f"{process.name} {_activity(process, heartbeats, is_idle=cpu_seconds < _IDLE_SHARE * seconds)}"
         for process, cpu_seconds in zip(processes, used, strict=True)

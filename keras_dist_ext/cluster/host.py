@@ -7,11 +7,15 @@ from typing import NamedTuple, Protocol
 from keras_dist_ext.cluster.heartbeat import Heartbeat
 from keras_dist_ext.cluster.tasks import Task
 
-__all__ = ["Host", "HostedProcess", "Look", "State", "WaitForPlaces"]
+__all__ = ["Host", "HostedProcess", "State", "ValueLost", "WaitForPlaces"]
 
 # Called now and then while there is no place for all, with the seconds so far and what is missing; raises NotPlaced
 # (see `failure`) to give up.
 WaitForPlaces = Callable[[float, str], None]
+
+
+class ValueLost(Exception):
+    """What a function returned was lost with the place where it ran; the text says why."""
 
 
 class State(NamedTuple):
@@ -24,21 +28,18 @@ class State(NamedTuple):
     silent_seconds: float = 0.0  # since that place has not answered, where it should have
 
 
-class Look(NamedTuple):
-    """What the operating system says of a process."""
-
-    is_stopped: bool  # held by a signal such as SIGSTOP
-    cpu_seconds: float  # that it has used
-
-
 class HostedProcess(Protocol):
     """One process, in a session of its own."""
 
     def poll(self) -> State:
         """Return its state."""
 
-    def look(self) -> Look:
-        """Have a look at it."""
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is held by a signal such as SIGSTOP, as far as is known without asking."""
+
+    def cpu_seconds(self) -> float:
+        """Return how much of the CPU it has used."""
 
     def ask(self, signum: int) -> None:
         """Ask it to end: the process that trains, so that it can save, or else all of its session."""
@@ -57,6 +58,7 @@ class HostedProcess(Protocol):
 
         Raises:
             FileNotFoundError: it ended before the function returned.
+            ValueLost: the place where it ran has died since, or does not answer.
         """
 
 
@@ -73,14 +75,15 @@ class Host(Protocol):
         """Give each task of a cluster a place, and an address that stays its own.
 
         Raises:
-            LaunchError: there is not enough for all, and never will be.
-            NotPlaced: there is not enough now.
+            LaunchError: there is not enough for all, on this machine.
+            NotPlaced: there is not enough on a cluster, and nobody waits any longer. Clusters grow, so that only the
+                time limit or a signal ends the wait.
         """
 
     def start(
         self, name: str, work: Sequence[str] | bytes | None, environ: Mapping[str, str], cpus: Sequence[int]
     ) -> HostedProcess:
-        """Start a process that runs a command, a packed call, or (None) TensorFlow's server.
+        """Start a process that runs a command, a packed call, or (None) TensorFlow's server; or begin to.
 
         Args:
             name: such as "worker 0".
@@ -93,7 +96,11 @@ class Host(Protocol):
         """
 
     def read(self, seconds: float) -> Sequence[tuple[HostedProcess, bytes]]:
-        """Wait so long for output, and return what processes have printed; nothing at its end."""
+        """Wait so long for output, and return what processes have printed; nothing at its end.
+
+        Raises:
+            LaunchError: one cannot be started.
+        """
 
     def foresee_end(self) -> None:
         """See what all processes have started, before they end."""

@@ -1,9 +1,10 @@
-"""Start, watch, restart and end one process per worker of this machine, each with its TF_CONFIG.
+"""Start, watch, restart and end one process per worker, on this machine or on Ray, each with its TF_CONFIG.
 
     result = launch(2, ["train.py", "--epochs", "3"])    # a command: result.exit_code, as a shell would give it
     values = launch(2, train, args=(3,)).values          # a function: what it returned on worker 0, on worker 1
     launch(2, ["train.py"], num_ps=1)                    # a chief that trains on two workers and a parameter server
     launch(2, ["train.py"], max_restarts=3, timeout=300) # all start again when one dies, or hangs for five minutes
+    launch(2, ["train.py"], on=RayCluster())             # on the nodes of a Ray cluster, of one CPU each
 
 Without `num_ps` every process runs the command or function, for tf.distribute.MultiWorkerMirroredStrategy; worker 0 is
 the chief. With it, only the chief does, for tf.distribute.ParameterServerStrategy: workers and parameter servers run
@@ -14,7 +15,8 @@ The first process that fails ends all others, since none of TensorFlow's workers
 a launch: not grandchildren, not after Ctrl-C, and not when the launcher itself is killed with SIGKILL (on Linux each
 process dies with it, and a guard process ends what those have started), and not daemons in sessions of their own with
 an empty environment (on Linux, unless other threads run beside; when the launcher itself is killed, those that the
-guard has seen, which looks every second). What should live on, such as a TensorBoard, must be started elsewhere.
+guard has seen, which looks every second). On Ray the same holds on each node that lives. What should live on, such as
+a TensorBoard, must be started elsewhere.
 
 Security: TensorFlow's server in each process listens on all network interfaces, whatever address TF_CONFIG says, and
 runs what anyone who connects sends, without a password. Launch where nobody else reaches the machine's ports.
@@ -44,12 +46,12 @@ from keras_dist_ext.cluster.command import (
 )
 from keras_dist_ext.cluster.cores import fair_shares, usable_cpus
 from keras_dist_ext.cluster.failure import Failure, NotPlaced
-from keras_dist_ext.cluster.host import Host, WaitForPlaces
+from keras_dist_ext.cluster.host import Host, ValueLost, WaitForPlaces
 from keras_dist_ext.cluster.local_host import LocalHost
 from keras_dist_ext.cluster.process import Process, code_text, show
 from keras_dist_ext.cluster.process_group import ProcessGroup
 from keras_dist_ext.cluster.ray_host import RayCluster, pack_for_ray, ray_hosts
-from keras_dist_ext.cluster.signals import caught_signals
+from keras_dist_ext.cluster.signals import Interrupted, caught_signals
 from keras_dist_ext.cluster.tasks import tf_config
 from keras_dist_ext.errors import LaunchError
 
@@ -160,20 +162,12 @@ def launch(
         stream=None if quiet else stream,
         notices=stream,
     )
-    with hosts as make_host, caught_signals() as signals:
-        for restart in itertools.count():
-            outcome = attempt.run(make_host, restart, signals)
-            if outcome.failure is None or outcome.failure.is_final or restart == max_restarts:
-                break
-            longer = 1.0 if outcome.has_made_steps else 2.0**restart
-            pause = min(longer * pause_seconds, _LONGEST_PAUSE_SECONDS)
-            if attempt.deadline is not None:
-                pause = min(pause, max(attempt.deadline - time.monotonic(), 0.0))
-            notice = f"launch: restart {restart + 1} of {max_restarts} in {pause:.3g} s.\n"
-            show(f"launch: {outcome.failure.message}\n{notice}", stream)
-            if _signal_came(signals, pause):
-                outcome = replace(outcome, failure=Failure.by_signal(signals[0]))
-                break
+    with caught_signals() as signals:
+        try:
+            with hosts as make_host:
+                outcome, restart = _attempts(attempt, make_host, max_restarts, pause_seconds, signals)
+        except Interrupted as error:  # while this process was connected to Ray
+            outcome, restart = _Outcome(Failure.by_signal(error.signum), (), False), 0
     if signals:
         signal.raise_signal(signals[0])  # every process is gone: now the signal takes its usual course
     failure, seconds = outcome.failure, time.monotonic() - started
@@ -280,7 +274,13 @@ class _Attempt:
             ended = group.end(signals, grace)
             if signals and all(process.exit_code == 0 for process in group.working):
                 failure = Failure.by_signal(signals[0], ended_well=True)
-            runs = tuple(_run(process, group, process in ended) for process in group.processes)
+            values: dict[Process, Any] = {}
+            if failure is None:
+                try:
+                    values = {process: _value(process) for process in group.working if process.calls}
+                except ValueLost as error:
+                    failure = Failure(1, str(error))
+            runs = tuple(_run(process, group, process in ended, values.get(process)) for process in group.processes)
             return _Outcome(failure, runs, group.has_made_steps)
 
     def _waiting(self, signals: Sequence[int]) -> WaitForPlaces:
@@ -296,9 +296,34 @@ class _Attempt:
                 )
             if seconds > _NOTICE_SECONDS and what not in said:
                 said.append(what)
-                show(f"launch: {what}.\n", self.notices)
+                hint = "" if self.deadline else " It waits on; --time-limit or time_limit ends that."
+                show(f"launch: {what}.{hint}\n", self.notices)
 
         return wait
+
+
+def _attempts(
+    attempt: _Attempt,
+    make_host: Callable[[WaitForPlaces], Host],
+    max_restarts: int,
+    pause_seconds: float,
+    signals: Sequence[int],
+) -> tuple[_Outcome, int]:
+    """Start all, again after a failure, and return how the last attempt ended, and how many restarts there were."""
+    for restart in itertools.count():
+        outcome = attempt.run(make_host, restart, signals)
+        if outcome.failure is None or outcome.failure.is_final or restart == max_restarts:
+            break
+        longer = 1.0 if outcome.has_made_steps else 2.0**restart
+        pause = min(longer * pause_seconds, _LONGEST_PAUSE_SECONDS)
+        if attempt.deadline is not None:
+            pause = min(pause, max(attempt.deadline - time.monotonic(), 0.0))
+        notice = f"launch: restart {restart + 1} of {max_restarts} in {pause:.3g} s.\n"
+        show(f"launch: {outcome.failure.message}\n{notice}", attempt.notices)
+        if _signal_came(signals, pause):
+            outcome = replace(outcome, failure=Failure.by_signal(signals[0]))
+            break
+    return outcome, restart
 
 
 @contextmanager
@@ -321,16 +346,20 @@ def _signal_came(signals: Sequence[int], seconds: float) -> bool:
     return bool(signals)
 
 
-def _run(process: Process, group: ProcessGroup, ended_by_launch: bool) -> WorkerRun:
-    value = None
-    if process.calls and process.exit_code == 0 and process.failure_code is None:
-        try:
-            value = process.value()
-        except Exception as error:
-            raise LaunchError(
-                f"What the function returned on {process.name} cannot be read here ({error!r}). Return numbers, "
-                "strings, arrays, lists or dicts of them."
-            ) from error
+def _value(process: Process) -> Any:
+    """Return what the function returned."""
+    try:
+        return process.value()
+    except ValueLost as error:
+        raise ValueLost(f"What the function returned on {process.name} was lost: {error}.") from error
+    except Exception as error:
+        raise LaunchError(
+            f"What the function returned on {process.name} cannot be read here ({error!r}). Return numbers, "
+            "strings, arrays, lists or dicts of them."
+        ) from error
+
+
+def _run(process: Process, group: ProcessGroup, ended_by_launch: bool, value: object) -> WorkerRun:
     return WorkerRun(
         name=process.name,
         served=process in group.serving,

@@ -20,7 +20,7 @@ from keras_dist_ext.cluster.heartbeat import (
     make_heartbeat_file,
     stacks_path,
 )
-from keras_dist_ext.cluster.host import Look, State
+from keras_dist_ext.cluster.host import State
 from keras_dist_ext.cluster.orphans import Orphans
 from keras_dist_ext.cluster.tasks import Task, cluster
 from keras_dist_ext.errors import LaunchError
@@ -32,21 +32,21 @@ class LocalHost:
     """Runs processes on this machine; see `Host`.
 
     Args:
-        alone: whether this process does nothing else: all that it has started and not ended is the processes'.
+        owns_process: whether this process does nothing else: all that it has started and not ended is the processes'.
     """
 
     BURY_SECONDS = 1.0  # between looks at which orphans have ended
 
-    def __init__(self, *, alone: bool = False) -> None:
-        self._alone = alone
+    def __init__(self, *, owns_process: bool = False) -> None:
+        self._owns_process = owns_process
         self._processes: list[LocalProcess] = []
         self._ports = ExitStack()
         self._selector = selectors.DefaultSelector()
         self._buried = 0.0
 
     def __enter__(self) -> "LocalHost":
-        self._guard = _Guard(alone=self._alone)
-        self._orphans = Orphans(alone=self._alone)
+        self._guard = _Guard(owns_process=self._owns_process)
+        self._orphans = Orphans(owns_process=self._owns_process)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,7 +71,7 @@ class LocalHost:
         """Start a process."""
         file_name, outcome, heartbeat_file = name.replace(" ", "-"), None, None
         if work is None:
-            program = worker.command_line("serve", cpus=cpus, alone=self._alone)
+            program = worker.command_line("serve", cpus=cpus, owns_process=self._owns_process)
         else:
             heartbeat_file = self._guard.folder / f"{file_name}.heartbeat"
             if isinstance(work, bytes):
@@ -80,7 +80,7 @@ class LocalHost:
             else:
                 mode, words = "exec", [*work]
             program = worker.command_line(
-                mode, *words, heartbeat_file=str(heartbeat_file), cpus=cpus, alone=self._alone
+                mode, *words, heartbeat_file=str(heartbeat_file), cpus=cpus, owns_process=self._owns_process
             )
             try:
                 make_heartbeat_file(heartbeat_file)
@@ -178,17 +178,25 @@ class LocalProcess:
     def _has_ended(self) -> bool:
         return self._state.exit_code is not None
 
-    def look(self) -> Look:
-        """Have a look at it."""
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is held by a signal such as SIGSTOP."""
         import psutil
 
         try:
-            process = psutil.Process(self.pid)
-            times = process.cpu_times()
-            is_stopped = not self._has_ended and process.status() == psutil.STATUS_STOPPED
-            return Look(is_stopped, float(times.user + times.system))
+            return not self._has_ended and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
         except psutil.Error:
-            return Look(False, 0.0)
+            return False
+
+    def cpu_seconds(self) -> float:
+        """Return how much of the CPU it has used."""
+        import psutil
+
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+            return float(times.user + times.system)
+        except psutil.Error:
+            return 0.0
 
     def ask(self, signum: int) -> None:
         """Ask it to end: the process that trains, so that it can save, or else all of its group.
@@ -215,7 +223,7 @@ class LocalProcess:
 
     def ask_for_stacks(self) -> bool:
         """Have it write its stacks, if it can."""
-        return bool(self._heartbeat.has_stacks) and not self.look().is_stopped and self._signal_trainer(STACKS_SIGNAL)
+        return bool(self._heartbeat.has_stacks) and not self.is_stopped and self._signal_trainer(STACKS_SIGNAL)
 
     def stacks(self) -> str:
         """Return those that it has written so far."""
@@ -258,14 +266,14 @@ def _no_room(folder: Callable[[], object], error: OSError) -> LaunchError:
 class _Guard:
     """A process that ends what is left of a launch, and its temporary folder, when the launcher is done or dead."""
 
-    def __init__(self, *, alone: bool) -> None:
+    def __init__(self, *, owns_process: bool) -> None:
         self._launch_id = uuid.uuid4().hex
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="keras_dist_ext-"))  # what passes between launcher and workers
         except OSError as error:
             raise _no_room(tempfile.gettempdir, error) from error
         self._process = subprocess.Popen(
-            worker.command_line("guard", self._launch_id, str(self.folder), alone=alone),
+            worker.command_line("guard", self._launch_id, str(self.folder), owns_process=owns_process),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,  # it prints nothing, and its end is seen there
             stderr=subprocess.DEVNULL,
@@ -276,7 +284,7 @@ class _Guard:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._pipe, self._end = self._process.stdin, self._process.stdout
-        if alone:
+        if owns_process:
             self._process.wait()
 
     def file(self, call: bytes) -> str:

@@ -25,15 +25,15 @@ class Orphans:
     taken in, and the guard alone ends what it finds. So it is elsewhere than on Linux.
 
     Args:
-        alone: whether nothing else runs in this process, whatever threads it has.
+        owns_process: whether nothing else runs in this process, whatever threads it has.
     """
 
     END_SECONDS = 5.0
 
-    def __init__(self, *, alone: bool) -> None:
+    def __init__(self, *, owns_process: bool) -> None:
         self._was = ctypes.c_int(0)
         self._before: set[int] = set()
-        self.are_taken_in = sys.platform == "linux" and (alone or threading.active_count() == 1)
+        self.are_taken_in = sys.platform == "linux" and (owns_process or threading.active_count() == 1)
         if self.are_taken_in:
             new = [os.getpid()]
             while new:

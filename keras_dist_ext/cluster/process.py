@@ -103,7 +103,7 @@ class Process:
     @property
     def is_stopped(self) -> bool:
         """Whether it is held by a signal such as SIGSTOP: the others see no more of it than that it is silent."""
-        return self.exit_code is None and self.hosted.look().is_stopped
+        return self.exit_code is None and self.hosted.is_stopped
 
     @property
     def doing(self) -> str:
@@ -122,6 +122,7 @@ class Process:
 
         Raises:
             FileNotFoundError: it ended before the function returned.
+            ValueLost: the place where it ran has died since, or does not answer.
         """
         return worker.read_value(self.hosted.value())
 

@@ -77,7 +77,8 @@ class ProcessGroup:
         Raises:
             LaunchError: it cannot be started, or its log cannot be written.
         """
-        in_colour = self._stream is not None and self._stream.isatty() and "NO_COLOR" not in environ
+        no_colour = "NO_COLOR" in environ or "NO_COLOR" in os.environ  # on Ray, environ is added to that of a node
+        in_colour = self._stream is not None and self._stream.isatty() and not no_colour
         process = Process(
             name,
             lambda: self._host.start(name, work, environ, cpus),
@@ -158,14 +159,15 @@ class ProcessGroup:
 
     def _end(self, processes: Sequence[Process], signum: int, grace_seconds: float, signals: Sequence[int]) -> None:
         for process in processes:
-            if process.failure_code is None:  # one that failed is ending by itself
+            if process.exit_code is None and process.failure_code is None:  # one that failed is ending by itself
                 process.hosted.ask(signum)
         deadline, num_signals = time.monotonic() + grace_seconds, len(signals)
         while any(process.exit_code is None for process in processes):
             self.pump()
             if time.monotonic() > deadline or len(signals) > num_signals:
                 for process in processes:
-                    process.hosted.send(signal.SIGKILL)
+                    if process.exit_code is None:
+                        process.hosted.send(signal.SIGKILL)
             if time.monotonic() > deadline + self.KILL_SECONDS:
                 return
 

@@ -21,17 +21,20 @@ class Report(NamedTuple):
     data: bytes  # what it has printed
     is_at_end: bool  # of its output
     state: State
+    is_stopped: bool
 
 
 class Agent:
     """The actor."""
 
-    MOST_BYTES = 1 << 20  # of a report
+    MOST_BYTES = 1 << 15  # after which a report reads no more: with a last read of twice as much it still is small
+    # enough to come with Ray's answer (100 KiB), instead of an object that is fetched
 
     def __init__(self) -> None:
-        self._host = LocalHost(alone=True)
+        self._host = LocalHost(owns_process=True)
         self._host.__enter__()
         self._is_at_end = False
+        self._reported = State()
 
     def address(self) -> tuple[str, int]:
         """Return this node's address, and a port that stays the process' own."""
@@ -63,8 +66,17 @@ class Agent:
             data += found[0][1]
             self._is_at_end = not found[0][1]
         if self._is_at_end and not data:
-            time.sleep(0.01)  # until its end can be seen too
-        return Report(data, self._is_at_end, self._process.poll())
+            self._wait_for_end(deadline)
+        self._reported = self._process.poll()
+        return Report(data, self._is_at_end, self._reported, self._process.is_stopped)
+
+    def _wait_for_end(self, deadline: float) -> None:
+        """Wait until the process that prints no more has ended, or failed since the last report."""
+        while time.monotonic() < deadline:
+            state = self._process.poll()
+            if state.exit_code is not None or state.failure_code != self._reported.failure_code:
+                return
+            time.sleep(0.01)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the process."""

@@ -1,7 +1,7 @@
 """Run processes on the nodes of a Ray cluster: each in an actor, in a bundle of one placement group."""
 
+import json
 import os
-import pickle
 import signal
 import sys
 import time
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_dist_ext import arguments
+from keras_dist_ext.cluster import worker
 from keras_dist_ext.cluster.failure import Failure, NotPlaced
-from keras_dist_ext.cluster.host import Host, Look, State, WaitForPlaces
+from keras_dist_ext.cluster.host import Host, State, ValueLost, WaitForPlaces
 from keras_dist_ext.cluster.ray_agent import Agent, Report
+from keras_dist_ext.cluster.signals import interrupting_signals
 from keras_dist_ext.cluster.tasks import Task, kinds, tasks_at
-from keras_dist_ext.cluster.worker import pickled_call
 from keras_dist_ext.errors import LaunchError
 
 __all__ = ["RayCluster", "pack_for_ray", "ray_hosts"]
@@ -33,7 +34,7 @@ class RayCluster:
         cpus_per_worker: of the resources that Ray counts.
         gpus_per_worker: Ray shows a worker its own alone. Parameter servers and their chief get none.
         runtime_env: as `ray.init` takes it. By default the current directory is sent to the nodes: ``{"working_dir":
-            "."}``. Where this process is connected to Ray already, its own holds.
+            "."}``. Where this process is connected to Ray already, or of a Ray job with a ``working_dir``, that holds.
 
     Raises:
         LaunchError: an argument makes no cluster.
@@ -67,13 +68,15 @@ def ray_hosts(cluster: RayCluster) -> Iterator[Callable[[WaitForPlaces], Host]]:
     import ray
 
     was_connected = ray.is_initialized()
-    if was_connected and cluster.runtime_env is not None:
-        raise LaunchError(
-            "This process is connected to Ray already, so runtime_env has no effect: give it to `ray.init`."
-        )
-    if not was_connected:
-        _connect(cluster)
+    given = {"address": cluster.address != "auto", "runtime_env": cluster.runtime_env is not None}
+    for name, is_given in given.items():
+        if was_connected and is_given:
+            raise LaunchError(
+                f"This process is connected to Ray already, so {name} has no effect: give it to `ray.init`."
+            )
     try:
+        if not was_connected:
+            _connect(cluster)
         yield lambda wait: RayHost(cluster, wait)
     finally:
         if not was_connected:
@@ -83,18 +86,27 @@ def ray_hosts(cluster: RayCluster) -> Iterator[Callable[[WaitForPlaces], Host]]:
 def _connect(cluster: RayCluster) -> None:
     import ray
 
-    environ = {"working_dir": os.getcwd()} if cluster.runtime_env is None else dict(cluster.runtime_env)
-    handler = signal.getsignal(signal.SIGTERM)
+    environ = _default_environ() if cluster.runtime_env is None else dict(cluster.runtime_env)
     try:
-        ray.init(cluster.address, runtime_env=environ, log_to_driver=False, logging_level="ERROR")
+        with interrupting_signals():  # Ray sets a handler of its own, too
+            ray.init(cluster.address, runtime_env=environ, log_to_driver=False, logging_level="ERROR")
     except Exception as error:  # of many kinds; and what it says may be long
+        if isinstance(error, ConnectionError) or "connect to GCS" in str(error):
+            raise LaunchError(
+                f"There is no Ray cluster at address {cluster.address!r}: {error}\nStart one by `ray start --head`, "
+                "and on each other machine `ray start --address=HEAD:6379`, or give the address of one."
+            ) from error
+        sent = "which is the current folder" if cluster.runtime_env is None else "of RayCluster"
         raise LaunchError(
-            f"No Ray cluster could be used at address {cluster.address!r}: {error}\nStart one by `ray start --head`, "
-            "and on each other machine `ray start --address=HEAD:6379`, or give the address of one."
+            f"The Ray cluster at address {cluster.address!r} cannot be used with runtime_env={environ!r}, {sent}: "
+            f"{error}"
         ) from error
-    finally:
-        with suppress(ValueError):  # not the main thread, where Ray sets none either
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
+
+
+def _default_environ() -> dict[str, Any]:
+    """Send the current folder, unless this process is of a Ray job that has sent one: Ray refuses two."""
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
+    return {} if (job.get("runtime_env") or {}).get("working_dir") else {"working_dir": os.getcwd()}
 
 
 def _bundles(cluster: RayCluster, num_workers: int, num_ps: int) -> list[dict[str, float]]:
@@ -114,8 +126,8 @@ def pack_for_ray(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     _check_installed()
     from ray import cloudpickle
 
-    call = pickled_call(cloudpickle.dumps, function, args, kwargs, advice="Pass it plain values.")
-    return pickle.dumps({"sys_path": None, "argv": sys.argv, "modules": [], "call": call})
+    call = worker.pickled_call(cloudpickle.dumps, function, args, kwargs, advice="Pass it plain values.")
+    return worker.packed(call)
 
 
 def _check_installed() -> None:
@@ -136,6 +148,7 @@ class RayHost:
     """
 
     CLOSE_SECONDS = 15.0  # for all processes to be ended, with all that they have started
+    MOST_SECONDS = 1.0  # between two reads: where more have passed, this process itself was held, as by Ctrl-Z
 
     def __init__(self, cluster: RayCluster, wait: WaitForPlaces):
         self._cluster, self._wait = cluster, wait
@@ -143,6 +156,8 @@ class RayHost:
         self._agents: list[Any] = []
         self._nodes: list[str] = []
         self._processes: list[RayProcess] = []
+        self._calls: dict[bytes, Any] = {}  # those that all nodes fetch
+        self._noted = time.monotonic()
 
     def __enter__(self) -> "RayHost":
         return self
@@ -208,35 +223,34 @@ class RayHost:
     def start(
         self, name: str, work: Sequence[str] | bytes | None, environ: Mapping[str, str], cpus: Sequence[int]
     ) -> "RayProcess":
-        """Start a process in the next bundle."""
+        """Begin to start a process in the next bundle."""
         import ray
-        from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
         del cpus
+        if isinstance(work, bytes) and work not in self._calls:
+            self._calls[work] = ray.put(work)
+        sent = self._calls[work] if isinstance(work, bytes) else work
         number = len(self._processes)
-        process = RayProcess(self._agents[number], self._nodes[number])
+        agent = self._agents[number]
+        process = RayProcess(agent, self._nodes[number], agent.start.remote(name, sent, environ, sys.executable))
         self._processes.append(process)
-        try:
-            ray.get(process.agent.start.remote(name, work, environ, sys.executable))
-        except (ActorDiedError, ActorUnavailableError):
-            return process  # its report will say so
-        except RayTaskError as error:
-            raise LaunchError(str(error.cause)) from error
         return process
 
     def read(self, seconds: float) -> list[tuple["RayProcess", bytes]]:
         """Return what processes have printed."""
         import ray
 
-        pending = {process.report(): process for process in self._processes if not process.is_done}
+        pending = {process.awaited(): process for process in self._processes if not process.is_done}
         if not pending:
             time.sleep(seconds)
             return []
         ray.wait(list(pending), num_returns=1, timeout=seconds)
         ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+        now = time.monotonic()
+        passed, self._noted = min(now - self._noted, self.MOST_SECONDS), now
         found: list[tuple[RayProcess, bytes]] = []
         for ref, process in pending.items():
-            found += [(process, data) for data in (process.take() if ref in ready else process.note_silence())]
+            found += [(process, data) for data in (process.take() if ref in ready else process.note_silence(passed))]
         return found
 
     def foresee_end(self) -> None:
@@ -247,56 +261,76 @@ class RayHost:
 
 
 class RayProcess:
-    """One process, on a node of Ray; see `HostedProcess`."""
+    """One process, on a node of Ray; see `HostedProcess`.
+
+    Args:
+        agent: runs it.
+        node: its address.
+        starting: the agent's answer when it has started it.
+    """
 
     REPORT_SECONDS = 0.25  # that the agent waits for something to report
     ANSWER_SECONDS = 5.0  # for other calls
+    VALUE_SECONDS = 600.0  # for what a function returned, which may be large
     NOTED_SECONDS = 3.0  # of silence of the agent, which other processes may fail of before it is lost
     LOST_SECONDS = 20.0  # of its silence
 
-    def __init__(self, agent: Any, node: str):
+    def __init__(self, agent: Any, node: str, starting: Any):
         self.agent, self._node = agent, node
         self.is_lost = False
-        self._is_at_end = False
-        self._pending: Any = None  # report
-        self._asked = 0.0
-        self._state = State()
+        self._is_starting, self._is_at_end = True, False
+        self._awaited: Any = starting  # afterwards a report
+        self._silence = 0.0  # seconds since the report was asked for
+        self._state, self._is_stopped = State(), False
 
     @property
     def is_done(self) -> bool:
         """Whether there is nothing more to report."""
         return self._is_at_end and self._state.exit_code is not None
 
-    def report(self) -> Any:
-        """Ask for the next report, unless it is asked for."""
-        if self._pending is None:
-            self._pending, self._asked = self.agent.report.remote(self.REPORT_SECONDS), time.monotonic()
-        return self._pending
+    def awaited(self) -> Any:
+        """Ask for the next report, unless an answer is due."""
+        if self._awaited is None:
+            self._awaited, self._silence = self.agent.report.remote(self.REPORT_SECONDS), 0.0
+        return self._awaited
 
     def take(self) -> list[bytes]:
-        """Take the report that has come, and return what is printed in it; nothing at the end of the output."""
-        import ray
-        from ray.exceptions import RayError
+        """Take the answer that has come, and return what is printed in it; nothing at the end of the output.
 
-        ref, self._pending = self._pending, None
+        Raises:
+            LaunchError: it cannot be started.
+        """
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        ref, self._awaited = self._awaited, None
+        was_starting, self._is_starting = self._is_starting, False
         try:
             report: Report = ray.get(ref)
+        except RayTaskError as error:
+            if was_starting:
+                raise LaunchError(str(error.cause)) from error
+            return self._lose(f"or Ray's process there, has failed ({_text(error)})")
         except RayError as error:
-            return self._lose(f"or Ray's process there, has died ({type(error).__name__})")
-        self._state = report.state
+            return self._lose(f"or Ray's process there, has died ({_text(error)})")
+        if was_starting:
+            return []
+        self._state, self._is_stopped = report.state, report.is_stopped
         return [report.data] * bool(report.data) + self._end(report.is_at_end)
 
     def _end(self, is_at_end: bool) -> list[bytes]:
         was_at_end, self._is_at_end = self._is_at_end, is_at_end
         return [b""] * (is_at_end and not was_at_end)
 
-    def note_silence(self) -> list[bytes]:
-        """Note how long there has been no report; after too long, take it for dead."""
-        seconds = time.monotonic() - self._asked
-        if seconds > self.LOST_SECONDS:
-            return self._lose(f"or Ray's process there, has not answered for {seconds:.0f} s")
-        if seconds > self.NOTED_SECONDS:
-            self._state = self._state._replace(silent_seconds=seconds)
+    def note_silence(self, seconds: float) -> list[bytes]:
+        """Note that there was no report for some more seconds; after too many, take it for dead."""
+        if self._is_starting:
+            return []  # which may take long, as where the call is large
+        self._silence += seconds
+        if self._silence > self.LOST_SECONDS:
+            return self._lose(f"or Ray's process there, has not answered for {self._silence:.0f} s")
+        if self._silence > self.NOTED_SECONDS:
+            self._state = self._state._replace(silent_seconds=self._silence)
         return []
 
     def _lose(self, why: str) -> list[bytes]:
@@ -312,27 +346,36 @@ class RayProcess:
 
     def _call(self, method: str, *args: Any, otherwise: Any = None) -> Any:
         import ray
-        from ray.exceptions import RayError
+        from ray.exceptions import GetTimeoutError, RayError
 
-        if self.is_lost:
-            return otherwise
+        if self.is_lost or self._is_starting or self._state.silent_seconds:
+            return otherwise  # at once: those that answer need us
         try:
             return ray.get(self.agent.call.remote(method, *args), timeout=self.ANSWER_SECONDS)
+        except GetTimeoutError:
+            self._state = self._state._replace(silent_seconds=self.ANSWER_SECONDS)  # until the next report
+            return otherwise
         except RayError:
             return otherwise
 
-    def look(self) -> Look:
-        """Have a look at it."""
-        found: Look = self._call("look", otherwise=Look(False, 0.0))
-        return found
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was held by a signal, at the last report."""
+        return self._is_stopped
+
+    def cpu_seconds(self) -> float:
+        """Return how much of the CPU it has used."""
+        return float(self._call("cpu_seconds", otherwise=0.0))
 
     def ask(self, signum: int) -> None:
         """Ask it to end."""
-        self._call("ask", signum)
+        self.send(signum, "ask")
 
-    def send(self, signum: int) -> None:
+    def send(self, signum: int, how: str = "send") -> None:
         """Send a signal to all of its session."""
-        self._call("send", signum)
+        if self._is_starting and self._state.exit_code is None:  # its agent ends it, if it ever starts
+            self._state, self._is_at_end = State(-signum, -signum), True
+        self._call(how, signum)
 
     def ask_for_stacks(self) -> bool:
         """Have it write its stacks."""
@@ -344,10 +387,25 @@ class RayProcess:
 
     def value(self) -> bytes:
         """Return what its function returned, pickled."""
-        value = self._call("value")
-        if value is None:
-            raise FileNotFoundError
-        return bytes(value)
+        import ray
+        from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
+
+        if self.is_lost:
+            raise ValueLost(f"node {self._node}, or Ray's process there, was lost after the function had returned")
+        try:
+            return bytes(ray.get(self.agent.call.remote("value"), timeout=self.VALUE_SECONDS))
+        except RayTaskError as error:
+            raise error.cause from error
+        except GetTimeoutError as error:
+            raise ValueLost(f"node {self._node} has not sent it within {self.VALUE_SECONDS:g} s") from error
+        except (ObjectLostError, RayActorError) as error:
+            raise ValueLost(f"node {self._node}, or Ray's process there, has died ({_text(error)})") from error
+
+
+def _text(error: Exception) -> str:
+    """Name an error of Ray's, and what it was caused by in our own code."""
+    cause = getattr(error, "cause", None)
+    return f"{type(error).__name__}: {cause}" if cause else type(error).__name__
 
 
 def _resources(amounts: Mapping[str, float]) -> str:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.cluster.orphans import children_of
 
-__all__ = ["command_line", "main", "LAUNCH_IDS", "pack_call", "pickled_call", "read_value", "failed_code"]
+__all__ = ["command_line", "main", "LAUNCH_IDS", "pack_call", "packed", "pickled_call", "read_value", "failed_code"]
 
 LAUNCH_IDS = "KERAS_DIST_EXT_LAUNCH"  # environment variable: ids of the launches, outermost first, that a process is in
 
@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def command_line(
-    mode: str, *args: str, heartbeat_file: str = "", cpus: Sequence[int] = (), alone: bool = False
+    mode: str, *args: str, heartbeat_file: str = "", cpus: Sequence[int] = (), owns_process: bool = False
 ) -> list[str]:
     """Return what starts this module in a new interpreter.
 
@@ -40,11 +40,11 @@ def command_line(
         args: what the mode takes.
         heartbeat_file: where the worker reports what it does; "" for nowhere.
         cpus: that the process may use; none for all.
-        alone: whether the launcher does nothing else, as in an actor of Ray's.
+        owns_process: whether the launcher does nothing else, as in an actor of Ray's.
     """
     boot = "import sys; sys.path[0] = sys.argv.pop(1); from keras_dist_ext.cluster.worker import main; main()"
     root = str(Path(__file__).resolve().parents[2])
-    about_us = {"launcher": os.getpid(), "alone": alone}
+    about_us = {"launcher": os.getpid(), "owns_process": owns_process}
     settings = json.dumps({**about_us, "heartbeat_file": heartbeat_file, "cpus": list(cpus)})
     return [sys.executable, "-c", boot, root, mode, settings, *args]
 
@@ -54,11 +54,11 @@ def main() -> None:
     mode, text, *args = sys.argv[1:]
     settings = json.loads(text)
     if mode == "guard":
-        if settings["alone"] and os.fork():
+        if settings["owns_process"] and os.fork():
             os._exit(0)  # Ray kills the children of an actor that ends, so that the guard must be none
         return _guard(*args)
     _die_with(settings["launcher"])
-    if settings["alone"]:
+    if settings["owns_process"]:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which Ray ignores, and its threads block
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
     if settings["cpus"]:
@@ -140,7 +140,20 @@ def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     names = {getattr(function, "__module__", None) or type(function).__module__}
     names |= {"__main__"} if b"__main__" in call else set()
     modules = [(name, *_origin(name, label)) for name in sorted(names)]
-    return pickle.dumps({"sys_path": sys.path, "argv": sys.argv, "modules": modules, "call": call})
+    return packed(call, sys.path, modules)
+
+
+def packed(
+    call: bytes, sys_path: Sequence[str] | None = None, modules: Sequence[tuple[str, str, str | None]] = ()
+) -> bytes:
+    """Pack a pickled call, as this module runs it.
+
+    Args:
+        call: see `pickled_call`.
+        sys_path: for the worker; None for its own.
+        modules: to import before: what the call knows it as, its name, its file.
+    """
+    return pickle.dumps({"sys_path": sys_path, "argv": sys.argv, "modules": modules, "call": call})
 
 
 def _origin(name: str, label: str) -> tuple[str, str | None]:

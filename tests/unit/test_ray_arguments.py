@@ -1,11 +1,17 @@
 """What a launch on Ray is given is checked before anything starts; `tests/workers/test_ray_launch.py` launches."""
 
+import json
+import os
 import sys
+import types
 
 import pytest
 
 import keras_dist_ext as kde
 from keras_dist_ext.cli import main
+from keras_dist_ext.cluster import ray_host
+from keras_dist_ext.cluster.host import State
+from keras_dist_ext.cluster.ray_agent import Report
 
 
 @pytest.mark.parametrize(
@@ -56,3 +62,44 @@ def test_an_amount_of_a_resource_is_a_number(capsys):
     with pytest.raises(SystemExit):
         main(["launch", "--workers", "2", "--on", "ray", "--gpus-per-worker", "many", "true"])
     assert "'many' must be a number >= 0" in capsys.readouterr().err
+
+
+def test_a_ray_job_that_has_sent_its_folder_sends_no_other(monkeypatch):
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    assert ray_host._default_environ() == {"working_dir": os.getcwd()}
+    for environ, expected in (({}, {"working_dir": os.getcwd()}), ({"working_dir": "gcs://job.zip"}, {})):
+        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": environ}))
+        assert ray_host._default_environ() == expected
+
+
+@pytest.fixture
+def running(monkeypatch):
+    """A process on a node of a Ray that answers at once."""
+    ray = types.ModuleType("ray")
+    ray.exceptions = types.ModuleType("ray.exceptions")
+    ray.exceptions.RayError = ray.exceptions.RayTaskError = type("RayError", (Exception,), {})
+    ray.get = lambda answer: answer
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", ray.exceptions)
+    process = ray_host.RayProcess(agent=None, node="10.0.0.7", starting="it has started")
+    assert process.note_silence(1000.0) == []  # to start may take long
+    assert process.take() == []
+    return process
+
+
+def test_a_node_that_is_silent_is_noted_and_then_lost(running):
+    running.note_silence(2.0)
+    assert running.poll().silent_seconds == 0.0
+    running.note_silence(2.0)
+    assert running.poll().silent_seconds == 4.0
+    assert running.note_silence(17.0) == [b""]  # the end of its output
+    assert running.poll().exit_code == -9
+    assert running.poll().lost == "its node 10.0.0.7, or Ray's process there, has not answered for 21 s"
+    assert running.is_done
+
+
+def test_a_report_ends_the_silence(running):
+    running.note_silence(19.0)
+    running._awaited = Report(b"an epoch", is_at_end=False, state=State(), is_stopped=True)
+    assert running.take() == [b"an epoch"]
+    assert (running.poll().silent_seconds, running.is_stopped, running.is_done) == (0.0, True, False)
