@@ -33,7 +33,8 @@ import os, subprocess, sys, time
 print("process", os.getpid(), "of", os.getppid(), "in generation", os.environ["KERAS_DIST_EXT_RESTART"], flush=True)
 if os.environ["KERAS_DIST_EXT_RESTART"] == "1":
     sys.exit(0)
-subprocess.Popen(["sleep", "1000"], start_new_session=True)
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print("child", child.pid, flush=True)
 time.sleep(1000)
 """
 
@@ -148,8 +149,8 @@ def test_when_the_launcher_ends_nothing_is_left(nodes, signum, code, tmp_path):
     with launcher:
         pids = []
         for line in launcher.stdout:
-            pids += re.findall(r"process (\d+) of", line)
-            if len(pids) == 2:
+            pids += re.findall(r"(?:process|child) (\d+)", line)
+            if len(pids) == 4:
                 break
         time.sleep(2.0)  # the guard looks every second
         launcher.send_signal(signum)
