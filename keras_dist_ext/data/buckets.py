@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext import arguments
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.datasets import WrappedDataset
 from keras_dist_ext.aliases import UserFunction
 from keras_dist_ext.data.bucket_plan import BatchSize, choose_boundaries, imbalance, padding_share, plan_batches
@@ -196,10 +197,14 @@ def _are_labels(boundaries: Any, dataset: Any) -> bool:
     """Whether what was given as boundaries is a dataset or tensor, or has a value for each example."""
     if isinstance(boundaries, tf.data.Dataset | tf.RaggedTensor | tf.Tensor):
         return True
-    if isinstance(boundaries, str) or isinstance(dataset, tuple) or getattr(boundaries, "ndim", 1) > 1:
-        return getattr(boundaries, "ndim", 1) > 1
+    ndim = getattr(boundaries, "ndim", 1)
+    if isinstance(boundaries, str) or ndim != 1:
+        return bool(ndim > 1)
+    if isinstance(dataset, tuple | Mapping | tf.data.Dataset | keras.utils.PyDataset):
+        return False  # their length is that of a structure or of a pass, not of the examples
     try:
-        return len(dataset) == len(boundaries) > 2
+        num_examples = int(dataset.nrows()) if isinstance(dataset, tf.RaggedTensor) else len(dataset)
+        return num_examples == len(boundaries) > 2
     except TypeError:  # of unknown length
         return False
 

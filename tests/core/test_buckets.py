@@ -333,6 +333,37 @@ def test_a_model_of_ours_trains_on_it_as_on_one_device(lengths: np.ndarray, mirr
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tokens: {"ids": tokens, "type": tokens, "mask": tokens},  # of three parts
+        lambda tokens: tf.data.Dataset.from_tensor_slices(tokens).batch(2),  # three batches
+        lambda tokens: Three(tokens),
+    ],
+    ids=["dict", "tf.data", "PyDataset"],
+)
+def test_as_many_boundaries_as_data_has_parts_or_batches_are_boundaries(make: Any) -> None:
+    tokens = np.tril(np.ones((6, 6), "i"))
+    batches = kde.bucket_by_length(make(tokens), [2, 3, 4], batch_size=2, seed=1)
+    assert batches.boundaries == (2, 3, 4)
+    widths = [max(leaf.shape[1] for leaf in keras.tree.flatten(batch)) for batch in batches]
+    assert sorted(widths) == [2, 4, 6]
+
+
+class Three(keras.utils.PyDataset):
+    """Three batches."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.tokens[2 * index : 2 * index + 2]
+
+
 # Errors
 
 padded = np.ones((4, 6), "i")
