@@ -1,4 +1,4 @@
-"""Divide the CPUs that a launch may use among its processes."""
+"""Count the CPUs that a process may use, and divide those of a launch among its processes."""
 
 import os
 from collections.abc import Sequence
@@ -6,7 +6,13 @@ from pathlib import Path
 
 from keras_dist_ext.errors import LaunchError
 
-__all__ = ["fair_shares", "usable_cpus"]
+__all__ = ["fair_shares", "num_cores", "usable_cpus"]
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux; in a container fewer than the machine has
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def usable_cpus() -> list[int]:

@@ -7,23 +7,31 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
+from keras_dist_ext.cluster.cores import num_cores
 from keras_dist_ext.data.dataset_graph import MAPS, DatasetGraph, Stage, optimises
 from keras_dist_ext.data.stage_times import Times
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
 
-__all__ = ["THREADS", "has_threads", "map_findings"]
-
-THREADS = (
-    "and threads for them, where f waits rather than computes, since tf.data has one a core: "
-    "options = tf.data.Options(); options.threading.private_threadpool_size = 16; dataset.with_options(options)"
-)
-"""What parallel calls need that wait: with 2 cores, 2 of them run at once, however many there may be."""
+__all__ = ["calls_that_wait", "map_findings"]
 
 
-def has_threads(dataset: tf.data.Dataset) -> bool:
-    """Whether a pipeline has been given threads of its own."""
-    return bool(dataset.options().threading.private_threadpool_size)
+def calls_that_wait(dataset: tf.data.Dataset) -> tuple[int, str]:
+    """Return how many parallel calls there should be that wait, and the words for the threads that they lack.
+
+    tf.data has a thread a core: with 2 cores, 2 of them run at once, however many there may be. Threads that wait take
+    no core, so that more are given than there are by default, but no fewer than a pipeline has been given already.
+    """
+    given = int(dataset.options().threading.private_threadpool_size or 0)
+    wanted = max(16, 4 * num_cores())
+    if given >= wanted:
+        return given, ""
+    options = f"options = tf.data.Options(); options.threading.private_threadpool_size = {wanted}"
+    has = f"this one has {given}" if given else "tf.data has one a core"
+    return wanted, (
+        f", and threads for them, where f waits rather than computes, since {has}: {options}; "
+        "dataset.with_options(options)"
+    )
 
 
 def map_findings(graph: DatasetGraph, dataset: tf.data.Dataset, times: Times, spared: float = 0.0) -> Iterator[Finding]:
@@ -45,8 +53,8 @@ def map_findings(graph: DatasetGraph, dataset: tf.data.Dataset, times: Times, sp
         yield from _of_sequential(sequential, dataset, times, spared)
     if in_python and times.stages:
         claimed = spared if computing or not sequential else math.inf
-        if not computing and not sequential and not has_threads(dataset):
-            yield from _of_waiting(in_python, times, claimed)
+        if not computing and not sequential:
+            yield from _of_waiting(in_python, dataset, times, claimed)
         else:
             yield from _of_python("map", in_python, times.cost(*MAPS), times, claimed, _size_after(graph, in_python))
     filters = [stage for stage in graph.of_kind("Filter") if stage.calls_python]
@@ -76,26 +84,28 @@ def _of_sequential(
     ):
         return
     if sequential and times.is_noticeable(cost):
+        num_calls, threads = calls_that_wait(dataset)
         yield Finding(
             "sequential-map",
             "A map handles one element at a time, and tf.data did not make it parallel by itself.",
             f"{counted(len(sequential), 'map')} without num_parallel_calls{times.share(cost)}",
-            f"dataset.map(f, num_parallel_calls=16), {THREADS}"
-            if _waits(times) and not has_threads(dataset)
+            f"dataset.map(f, num_parallel_calls={num_calls}){threads}"
+            if _waits(times)
             else "dataset.map(f, num_parallel_calls=tf.data.AUTOTUNE)",
             _left(cost, spared, times),
         )
 
 
-def _of_waiting(stages: Sequence[Stage], times: Times, spared: float) -> Iterator[Finding]:
-    """Parallel calls that wait, in as many threads as there are cores."""
+def _of_waiting(stages: Sequence[Stage], dataset: tf.data.Dataset, times: Times, spared: float) -> Iterator[Finding]:
+    """Parallel calls that wait, in fewer threads than could."""
     cost = times.cost(*MAPS)
-    if times.is_noticeable(cost):
+    num_calls, threads = calls_that_wait(dataset)
+    if threads and times.is_noticeable(cost):
         yield Finding(
             "python-map",
-            "Calls of a map wait rather than compute, and only as many run at once as there are cores.",
+            "Calls of a map wait rather than compute, and only as many run at once as there are threads.",
             f"{counted(len(stages), 'parallel map')}{times.share(cost)}",
-            f"dataset.map(f, num_parallel_calls=16), {THREADS}",
+            f"dataset.map(f, num_parallel_calls={num_calls}){threads}",
             _left(cost, spared, times),
         )
 

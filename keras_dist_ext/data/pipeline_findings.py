@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from keras_dist_ext.data.dataset_graph import DatasetGraph, optimises
-from keras_dist_ext.data.map_findings import THREADS, map_findings
+from keras_dist_ext.data.map_findings import calls_that_wait, map_findings
 from keras_dist_ext.data.order_findings import order_findings
 from keras_dist_ext.data.sharding_findings import batch_findings
 from keras_dist_ext.data.sources import is_batched
@@ -44,7 +44,7 @@ def findings_of(
         found += of_order
         found += map_findings(graph, dataset, times, spared / max(1, times.num_batches))
         found += _of_reading(graph, times)
-        found += _of_generators(graph, times, kind)
+        found += _of_generators(graph, dataset, times, kind)
     return found + list(_of_batches(graph, dataset, kind, num_replicas, num_examples))
 
 
@@ -90,16 +90,17 @@ def _of_reading(graph: DatasetGraph, times: Times) -> Iterator[Finding]:
         )
 
 
-def _of_generators(graph: DatasetGraph, times: Times, kind: str) -> Iterator[Finding]:
+def _of_generators(graph: DatasetGraph, dataset: tf.data.Dataset, times: Times, kind: str) -> Iterator[Finding]:
     if not any(stage.is_generator for stage in graph):
         return
     cost = times.cost("Generator")
     if not times.is_noticeable(cost) or (times.stages and cost < 0.5 * times.work):
         return
+    num_calls, threads = calls_that_wait(dataset)
     fix = (
         "dataset.map(load, num_parallel_calls=tf.data.AUTOTUNE) with TensorFlow ops over a dataset of what to load"
         if times.cpu_share is None or times.cpu_share >= 0.5
-        else f"dataset.map(load, num_parallel_calls=16) over a dataset of what to load, {THREADS}"
+        else f"dataset.map(load, num_parallel_calls={num_calls}) over a dataset of what to load{threads}"
     )
     if kind == "PyDataset":
         fix = "PyDataset(workers=4, use_multiprocessing=True)"

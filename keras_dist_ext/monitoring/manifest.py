@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import socket
 
@@ -18,7 +17,7 @@ from keras_dist_ext.strategy.pick import reason_for
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.model import Model
 
-__all__ = ["describe_model", "replica_devices", "build_manifest", "num_cores"]
+__all__ = ["describe_model", "replica_devices", "build_manifest"]
 
 
 def build_manifest(model: Model, experiment: str, *, batch_size: int | None = None) -> Manifest:
@@ -64,12 +63,6 @@ def replica_devices(strategy: tf.distribute.Strategy) -> list[str]:
     tasks = num_tasks(strategy)
     names = [f"/job:{job}/replica:0/task:{task}" for job in ("chief", "worker") for task in range(tasks.get(job, 0))]
     return [f"{name}/device:{device.partition('/device:')[2]}" for name in names for device in local]
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux; in a container fewer than the machine has
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _versions() -> dict[str, str]:

@@ -12,10 +12,11 @@ import warnings
 from collections.abc import Sequence
 
 from keras_dist_ext._keras.strategies import first_replica
+from keras_dist_ext.cluster.cores import num_cores
 from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.monitoring.exchange import gather_intervals
 from keras_dist_ext.monitoring.intervals import Intervals, StepCounter, UpdateFreq
-from keras_dist_ext.monitoring.manifest import build_manifest, describe_model, num_cores, replica_devices
+from keras_dist_ext.monitoring.manifest import build_manifest, describe_model, replica_devices
 from keras_dist_ext.monitoring.stragglers import Stragglers
 from keras_dist_ext.monitoring.writers import Run, Writer
 from keras_dist_ext.step.recorder import Recorder

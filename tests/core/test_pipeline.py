@@ -16,6 +16,7 @@ import tensorflow as tf
 import keras_dist_ext as kde
 from keras_dist_ext.data import pipeline, stage_times
 from keras_dist_ext.data.dataset_graph import read_graph
+from keras_dist_ext.data.map_findings import calls_that_wait
 from keras_dist_ext.errors import DataError
 
 AUTO = tf.data.AUTOTUNE
@@ -300,22 +301,35 @@ def test_python_that_computes_is_told_from_python_that_waits(mirrored: Any) -> N
         ("python-map", True),  # the same seconds are lost once
     ]
     assert [(finding.code, finding.seconds is None) for finding in computes] == [("python-map", False)]
-    assert "private_threadpool_size = 16" in waits[0].fix
+    assert f"private_threadpool_size = {calls_that_wait(data)[0]}" in waits[0].fix
     assert computes[0].fix.startswith("write the function with TensorFlow ops, of whole batches where they allow it: ")
 
 
 @measures_stages
-def test_parallel_calls_that_wait_are_given_threads_and_those_that_have_them_ops() -> None:
+@pytest.mark.parametrize(("cores", "threads"), [(2, 16), (32, 128)])
+def test_calls_that_wait_are_given_more_threads_than_there_are_cores_until_they_have_them(
+    cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keras_dist_ext.data.map_findings.num_cores", lambda: cores)
     data = BASE.map(in_python, num_parallel_calls=AUTO).batch(8).prefetch(AUTO)
-    options = tf.data.Options()
-    options.threading.private_threadpool_size = 16
+    sequential = BASE.map(in_python).batch(8).prefetch(AUTO)
     with planted("Map", 0.1):
         (few,) = kde.inspect(data, num_batches=4).findings
-        (enough,) = kde.inspect(data.with_options(options), num_batches=4).findings
+        (still_few,) = kde.inspect(with_threads(data, 4), num_batches=4).findings
+        assert kde.inspect(with_threads(data, threads), num_batches=4).findings == ()
+        one_by_one = kde.inspect(with_threads(sequential, threads), num_batches=4).findings[0]
+    assert one_by_one.fix == f"dataset.map(f, num_parallel_calls={threads})"
+    assert "since this one has 4: options = " in still_few.fix
+    assert "since tf.data has one a core: options = " in few.fix
     assert few.what.startswith("Calls of a map wait rather than compute, and only as many run at once as there are")
-    assert few.fix.startswith("dataset.map(f, num_parallel_calls=16), and threads for them, ")
-    assert few.fix.endswith("options.threading.private_threadpool_size = 16; dataset.with_options(options)")
-    assert enough.fix.startswith("write the function with TensorFlow ops")
+    assert few.fix.startswith(f"dataset.map(f, num_parallel_calls={threads}), and threads for them, ")
+    assert few.fix.endswith(f"options.threading.private_threadpool_size = {threads}; dataset.with_options(options)")
+
+
+def with_threads(data: tf.data.Dataset, number: int) -> tf.data.Dataset:
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = number
+    return data.with_options(options)
 
 
 @measures_stages

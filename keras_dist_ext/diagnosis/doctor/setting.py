@@ -15,10 +15,11 @@ from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.optimizers import inner_optimizer
 from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext._keras.variables import Variable
+from keras_dist_ext.cluster.cores import num_cores
 from keras_dist_ext.cluster.spec import Cluster
 from keras_dist_ext.diagnosis.doctor.examination import Largest, Loop, Setting, Stray
 from keras_dist_ext.errors import ClusterError
-from keras_dist_ext.monitoring.manifest import num_cores, replica_devices
+from keras_dist_ext.monitoring.manifest import replica_devices
 from keras_dist_ext.strategy.resources import find_resources, list_devices
 from keras_dist_ext.strategy.scope import ScopeReport, check_scope, optimizers
 from keras_dist_ext.strategy.workers import workers_of
