@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import types
+from pathlib import Path
 from typing import Any
 
+import keras
 import pytest
 from test_diagnose import HEALTHY, ON_CPU, changed, codes, short, times, trials, waiting
 
 from keras_dist_ext.diagnosis.doctor.examination import Calls, Examination, Largest, Times, Traces
-from keras_dist_ext.diagnosis.doctor.host_clock import period
+from keras_dist_ext.diagnosis.doctor.host_clock import CallbackClock, period
 from keras_dist_ext.diagnosis.doctor.python_data import MadeInPython, Reads
 from keras_dist_ext.diagnosis.doctor.python_data_rules import judge_python_data
 from keras_dist_ext.diagnosis.doctor.rules import judge
+from keras_dist_ext.diagnosis.doctor.setting import read_setting
 from keras_dist_ext.diagnosis.doctor.why_not import why_not
 from keras_dist_ext.findings import Finding
 
@@ -80,6 +84,32 @@ def test_an_experiment_tells_the_update_from_the_sum_where_replicas_have_devices
     assert judge(Examination(of_table(ON_CPU), measured)).codes == ["update-bound"]
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "num_rows"),
+    [
+        (lambda: keras.optimizers.Adam(), 300),
+        (lambda: keras.optimizers.SGD(), 0),  # writes the rows that were read
+        (lambda: keras.optimizers.SGD(momentum=0.9), 300),
+        (lambda: keras.optimizers.SGD(weight_decay=0.1), 300),
+        (lambda: keras.optimizers.SGD(gradient_accumulation_steps=2), 300),
+        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), 300),
+        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), 0),
+    ],
+)
+def test_the_largest_variable_of_a_model_is_a_table_where_its_optimizer_writes_all_rows(
+    optimizer: Any, num_rows: int
+) -> None:
+    layers = [keras.layers.Embedding(300, 4, name="words"), keras.layers.Flatten(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    assert read_setting(model).largest is None  # no optimizer is known
+    model.compile(optimizer(), "mse")
+    largest = read_setting(model).largest
+    assert largest is not None
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    assert (largest.num_bytes, largest.optimizer, largest.num_rows) == (4800, type(inner).__name__, num_rows)
+    assert largest.variable.endswith("words/embeddings")
+
+
 # Callbacks
 
 
@@ -124,6 +154,53 @@ def test_a_callback_that_works_now_and_then_is_told_with_its_period_and_its_shar
     assert codes(HEALTHY, times(calls=(dataclasses.replace(calls, num_slow=2),), host=0.008)) == []
 
 
+def test_a_callback_that_works_at_some_batches_is_told_by_their_number_and_only_where_it_came_again() -> None:
+    calls = Calls("Log", "on_train_batch_end", 0.4, 80, ("numpy",), every=0, num_slow=7)
+    finding = callback(calls)
+    assert finding.what == (
+        "The callback Log fetches values from the devices at 7 of 80 batches; all replicas wait meanwhile."
+    )
+    assert finding.evidence.startswith("Log.on_train_batch_end took 57.1 ms a call, 7 times in 80 batches: 25% of the")
+    assert finding.fix.startswith("Fetch less often: move it to `on_epoch_end`, or let it work less often; ")
+    other = callback(dataclasses.replace(calls, fetched=()))
+    assert other.what == "The callback Log is slow at 7 of 80 batches; all replicas wait meanwhile."
+    assert other.fix == "Move the work to `on_epoch_end`, let it work less often, or hand it to a thread."
+    argument = dataclasses.replace(calls, name="ModelCheckpoint", argument="save_freq=9", better='save_freq="epoch"')
+    assert callback(argument).what.startswith("The callback ModelCheckpoint(save_freq=9) writes at 7 of 80 batches;")
+    assert codes(HEALTHY, times(calls=(dataclasses.replace(calls, num_slow=2),), host=0.008)) == []
+
+
+class Saved:
+    """Stands for a model: saving it takes a second."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def save(self, *_: Any, **__: Any) -> None:
+        self.seconds += 1.0
+
+
+@pytest.mark.parametrize(("save_freq", "num_calls", "expected"), [(1, 20, (1, 19)), (5, 50, (5, 10)), (40, 60, (0, 1))])
+def test_the_clock_tells_how_often_a_callback_of_keras_writes_and_by_which_argument(
+    save_freq: int, num_calls: int, expected: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = Saved()
+    clock = types.SimpleNamespace(perf_counter=lambda: model.seconds)
+    monkeypatch.setattr("keras_dist_ext.diagnosis.doctor.host_clock.time", clock)
+    checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "model.keras", save_freq=save_freq)
+    checkpoint.set_model(model)
+    checkpoint.on_epoch_begin(0)
+    watching = CallbackClock([checkpoint], but=keras.callbacks.Callback())
+    for batch in range(num_calls):
+        checkpoint.on_train_batch_end(batch, {})
+    watching.stop()
+    (calls,) = watching.calls()
+    assert (calls.name, calls.hook, calls.num_calls) == ("ModelCheckpoint", "on_train_batch_end", num_calls - 1)
+    assert (calls.every, calls.num_slow) == expected
+    assert (calls.argument, calls.better) == (f"save_freq={save_freq}", 'save_freq="epoch"')
+    assert "on_train_batch_end" not in vars(checkpoint)
+
+
 def test_the_progress_bar_is_a_finding_where_it_takes_most() -> None:
     calls = Calls("ProgbarLogger", "on_train_batch_end", 0.7, 80, is_keras_own=True)
     finding = judge(Examination(HEALTHY, times(calls=(calls,), host=0.009))).findings[0]
@@ -138,9 +215,17 @@ def test_the_progress_bar_is_a_finding_where_it_takes_most() -> None:
         ([0.01] * 20, (1, 20)),
         (([1e-5] * 9 + [0.1]) * 5, (10, 5)),
         (([1e-5] * 9 + [0.1]) * 5 + [1e-5] * 4, (10, 5)),
-        ([0.1, *[1e-5] * 49], (1, 50)),  # once
-        ([0.1, 1e-5, 0.1, 0.1, 1e-5, 1e-5, 1e-5, 1e-5, 1e-5, 0.1, 1e-5, 1e-5], (1, 12)),  # at no period
+        ([0.1, *[1e-5] * 49], (0, 1)),  # once
+        ([1e-5] * 50 + [1.0] + [1e-5] * 50, (0, 1)),
+        ([1e-5] * 999 + [1.0] + [1e-5] * 500, (0, 1)),  # at every 1000th, as may be
+        ([0.1, 1e-5, 0.1, 0.1, 1e-5, 1e-5, 1e-5, 1e-5, 1e-5, 0.1, 1e-5, 1e-5], (0, 4)),  # at no period
+        ([1e-5] * 20 + [0.1] * 5 + [1e-5] * 20, (0, 5)),  # one after the other, and then no more
+        ([0.1] * 51 + [1e-5] * 49, (0, 51)),  # up to the middle
+        ([1e-5] * 60 + [0.1] * 30 + [1.0] * 10, (0, 40)),
+        ([1e-5, 0.1] * 20, (2, 20)),
         ([0.05, 0.1] * 10, (1, 20)),  # long at each
+        ([0.01] * 99 + [0.2], (1, 100)),  # and once longer
+        ([0.0] * 9, (1, 9)),
         ([], (1, 0)),
     ],
 )
@@ -185,6 +270,17 @@ def test_a_py_dataset_is_given_threads_where_it_waits_and_processes_where_it_com
     finding = judge_python_data(made(**facts))
     assert finding.code == "generator-bound"
     assert finding.fix.startswith(fix)
+
+
+def test_a_py_dataset_whose_batches_could_not_be_timed_is_given_both_ways() -> None:
+    finding = judge_python_data(made(seconds=0.0))
+    assert finding.evidence == (
+        "Rows.__getitem__ (train.py:7) makes batches, in 1 thread; what one takes could not be measured"
+    )
+    assert finding.fix == (
+        "`Rows(workers=16)` where making a batch waits, and `Rows(workers=4, use_multiprocessing=True)` where it "
+        "computes; the class and what it holds must be picklable then."
+    )
 
 
 def test_a_generator_is_to_be_read_by_tf_data() -> None:

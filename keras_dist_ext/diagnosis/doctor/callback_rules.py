@@ -16,7 +16,7 @@ _NUM_SLOW_CALLS = 3  # at least, of one that works now and then
 
 
 def slow_callbacks(examination: Examination) -> list[Finding]:
-    """Callbacks that are slow at each batch, or at every so manieth one."""
+    """Callbacks that are slow at each batch, or again and again."""
     times = examination.times
     assert times is not None
     return [_callback(calls, times) for calls in times.calls if _is_slow(calls, times)]
@@ -25,13 +25,13 @@ def slow_callbacks(examination: Examination) -> list[Finding]:
 def _is_slow(calls: Calls, times: Times) -> bool:
     if calls.is_keras_own:
         return calls.name == "ProgbarLogger" and calls.seconds >= _SHARE_OF_KERAS_OWN * times.seconds
-    comes_again = calls.num_slow >= _NUM_SLOW_CALLS if calls.every > 1 else calls.num_calls >= _NUM_CALLS
+    comes_again = calls.num_slow >= _NUM_SLOW_CALLS if calls.every != 1 else calls.num_calls >= _NUM_CALLS
     is_long = calls.seconds >= _SECONDS * max(1, calls.num_calls)
     return comes_again and is_long and calls.seconds >= _SHARE * times.seconds
 
 
 def _callback(calls: Calls, times: Times) -> Finding:
-    often = "at every batch" if calls.every == 1 else f"at every {_ordinal(calls.every)} batch"
+    often = _often(calls)
     num_slow = calls.num_calls if calls.every == 1 else calls.num_slow
     evidence = (
         f"{calls.name}.{calls.hook} took {ms(calls.seconds / max(1, num_slow))} a call, {num_slow} times"
@@ -41,7 +41,7 @@ def _callback(calls: Calls, times: Times) -> Finding:
     if calls.is_keras_own:
         return Finding(
             "slow-callback",
-            "Keras draws its progress bar anew at every batch; all replicas wait meanwhile.",
+            f"Keras draws its progress bar anew {often}; all replicas wait meanwhile.",
             evidence,
             "`fit(..., verbose=2)`, which prints one line an epoch.",
             calls.seconds,
@@ -55,7 +55,9 @@ def _callback(calls: Calls, times: Times) -> Finding:
             calls.seconds,
         )
     least = max(100, 10 * calls.every)
-    if calls.every > 1:
+    if not calls.every:
+        less = "let it work less often"
+    elif calls.every > 1:
         less = f"let it work at every {least}th batch instead of every {_ordinal(calls.every)}"
     else:
         less = f"begin `{calls.hook}` with `if batch % {least}: return`"
@@ -75,6 +77,12 @@ def _callback(calls: Calls, times: Times) -> Finding:
         f"Move the work to `on_epoch_end`, {less}, or hand it to a thread.",
         calls.seconds,
     )
+
+
+def _often(calls: Calls) -> str:
+    if not calls.every:
+        return f"at {calls.num_slow} of {calls.num_calls} batches"
+    return "at every batch" if calls.every == 1 else f"at every {_ordinal(calls.every)} batch"
 
 
 def _ordinal(number: int) -> str:

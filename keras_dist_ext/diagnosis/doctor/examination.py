@@ -112,7 +112,7 @@ class Calls:
     num_calls: int
     fetched: tuple[str, ...] = ()  # the functions by which one call of it fetched values from a device
     is_keras_own: bool = False  # the progress bar and the history, which every run has
-    every: int = 1  # it is every so manieth call that takes long
+    every: int = 1  # which call in a row takes long; 1: each; 0: some, at no period
     num_slow: int = 0  # calls that take long, where that is not each
     argument: str = ""  # of a class of Keras, that says how often: "save_freq=1"
     better: str = ""  # what to give instead: 'save_freq="epoch"'

@@ -23,7 +23,7 @@ from keras_dist_ext.training.worker_sync import own_callback
 __all__ = ["CallbackClock", "TraceWatch"]
 
 _HOOKS = ("on_train_batch_begin", "on_train_batch_end")
-_KEPT = 1000  # calls, one by one
+_KEPT = 10_000  # calls, one by one
 _LOOKED_INTO = 4  # the call that is looked into: the first ones may set things up
 
 
@@ -92,30 +92,38 @@ def _is_own(callback: keras.callbacks.Callback, hook: str) -> bool:
     return False
 
 
-_LONG = 5.0  # times as long as the median
+_LONG = 5.0  # times as long as three of four calls at least take
+_SHORT = 0.2  # of the mean: calls that are shorter can make no more than this share of the time
+_FEW = 0.8  # of the seconds: then it is the long calls that count
 
 
 def period(seconds: Sequence[float], num_calls: int) -> tuple[int, int]:
-    """Return at every so manieth call something takes long, and how many of all calls do.
+    """Return at which call in a row something takes long, and how many of all calls do.
 
     Args:
         seconds: of the last calls, one by one.
         num_calls: of which these are the last.
 
+    Returns:
+        1 where it is at each, or 0 where it is at some, at no period; and the number of those calls.
+
     >>> period([1e-5, 1e-5, 0.2, 1e-5, 1e-5, 0.2, 1e-5, 1e-5, 0.2], 90)
     (3, 30)
     >>> period([0.1, 0.2, 0.1], 3)
     (1, 3)
+    >>> period([1e-5, 1e-5, 1.0, 1e-5, 1e-5], 5)
+    (0, 1)
     """
-    limit = _LONG * statistics.median(seconds) if seconds else 0.0
-    limit = max(limit, sum(seconds) / max(1, len(seconds)))
+    if not seconds:
+        return 1, num_calls
+    limit = max(_LONG * sorted(seconds)[len(seconds) // 4], _SHORT * statistics.fmean(seconds))
     slow = [place for place, value in enumerate(seconds) if value >= limit]
-    if len(slow) < 2 or sum(seconds[place] for place in slow) < 0.8 * sum(seconds):
+    if sum(seconds[place] for place in slow) < _FEW * sum(seconds) or len(slow) == len(seconds):
         return 1, num_calls
     gaps = [after - before for before, after in itertools.pairwise(slow)]
-    every = round(statistics.median(gaps))
+    every = round(statistics.median(gaps)) if gaps else 0
     if every < 2 or sum(abs(gap - every) <= 0.1 * every for gap in gaps) < 0.7 * len(gaps):
-        return 1, num_calls
+        return 0, len(slow)
     return every, max(len(slow), num_calls // every)
 
 

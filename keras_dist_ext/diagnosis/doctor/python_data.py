@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
+
+import numpy as np
 
 from keras_dist_ext._keras import keras
 
 __all__ = ["MadeInPython", "Reads", "look_into"]
+
+_LONGEST_SECONDS = 1.0  # of a batch, for another one to be made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +35,7 @@ class MadeInPython:
 
     kind: str  # "PyDataset" or "Generator"
     function: str = ""  # its name, and where it is
-    seconds: float = 0.0  # that it took for one batch
+    seconds: float = 0.0  # that it took for one batch; 0: it was not measured
     cpu_seconds: float = 0.0  # of these, in which its thread computed
     workers: int = 1
     use_multiprocessing: bool = False
@@ -38,7 +44,11 @@ class MadeInPython:
 
 
 def look_into(adapter: Any) -> MadeInPython:
-    """Make one batch more, and say how.
+    """Make one or two batches more, and say how: ``__getitem__`` of a PyDataset is called, in this thread.
+
+    They lie in the midst of an epoch, where a disk has read them less lately than the first ones. The second one is
+    made where the first took no longer than a second; what took less counts, since the first may open files, and is
+    made while the reads of files are noted.
 
     Args:
         adapter: Keras' own, of the data that was given.
@@ -51,46 +61,69 @@ def look_into(adapter: Any) -> MadeInPython:
     place = "" if code is None else f" ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})"
     function = f"{type(dataset).__name__}.__getitem__{place}"
     try:
-        dataset[0]  # opens files
-        begin, cpu = time.perf_counter(), time.thread_time()
-        batch = dataset[0]
-        seconds, cpu = time.perf_counter() - begin, time.thread_time() - cpu
-        reads = _reads(dataset)
+        num_batches = dataset.num_batches or 4  # endless data has any number
+        reads: dict[tuple[str, str], Reads] = {}
+        with _noted_reads(reads):
+            made = _timed(dataset, num_batches // 2)
+        if made[0] <= _LONGEST_SECONDS:
+            with contextlib.suppress(Exception):  # one is known
+                made = min(made, _timed(dataset, 3 * num_batches // 4), key=lambda one: one[0])
     except Exception:  # code of the user's, which may not bear to be called here
         return MadeInPython(kind, function, workers=dataset.workers, use_multiprocessing=dataset.use_multiprocessing)
+    seconds, cpu, batch = made
     leaves = [leaf for leaf in keras.tree.flatten(batch) if getattr(leaf, "shape", ())]
     rows = int(leaves[0].shape[0]) if leaves else 0
-    return MadeInPython(kind, function, seconds, cpu, dataset.workers, dataset.use_multiprocessing, reads, rows)
-
-
-def _reads(dataset: keras.utils.PyDataset) -> tuple[Reads, ...]:
-    """Make a batch, and note how h5py is asked for rows (h5py/_hl/dataset.py)."""
-    if "h5py" not in sys.modules or sys.getprofile() is not None:
-        return ()
-    import h5py
-
-    asked: dict[str, list[Any]] = {}
-
-    def look(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_name == "__getitem__":
-            source = frame.f_locals.get("self")
-            if isinstance(source, h5py.Dataset):
-                asked.setdefault(source.name, [source]).append(frame.f_locals.get("args"))
-
-    sys.setprofile(look)
-    try:
-        dataset[0]
-    finally:
-        sys.setprofile(None)
-    return tuple(
-        Reads(name, len(calls), sum(_num_rows(call, len(source)) for call in calls), (source.chunks or (0,))[0])
-        for name, (source, *calls) in asked.items()
-        if source.shape
+    return MadeInPython(
+        kind, function, seconds, cpu, dataset.workers, dataset.use_multiprocessing, tuple(reads.values()), rows
     )
 
 
+def _timed(dataset: keras.utils.PyDataset, index: int) -> tuple[float, float, Any]:
+    """Return the seconds of a batch, those of computing, and the batch."""
+    begin, cpu = time.perf_counter(), time.thread_time()
+    batch = dataset[index]
+    return time.perf_counter() - begin, time.thread_time() - cpu, batch
+
+
+@contextlib.contextmanager
+def _noted_reads(found: dict[tuple[str, str], Reads]) -> Iterator[None]:
+    """Note how h5py is asked for rows (h5py/_hl/dataset.py), for each dataset of each file."""
+    if "h5py" not in sys.modules or sys.getprofile() is not None:
+        yield
+        return
+    import h5py
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or frame.f_code.co_name != "__getitem__":
+            return
+        source = frame.f_locals.get("self")
+        if isinstance(source, h5py.Dataset) and source and source.shape:  # it may be closed when the batch is made
+            key = (source.file.filename, source.name or "")
+            before = found.get(key, Reads(key[1], 0, 0, (source.chunks or (0,))[0]))
+            rows = before.num_rows + _num_rows(frame.f_locals.get("args"), source.shape[0])
+            found[key] = dataclasses.replace(before, num_reads=before.num_reads + 1, num_rows=rows)
+
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
 def _num_rows(asked: Any, length: int) -> int:
-    first = asked[0] if isinstance(asked, tuple) and asked else asked
+    """Return how many rows an index has of a dataset of so many.
+
+    >>> [_num_rows(asked, 10) for asked in (3, slice(2, 6), (slice(None), 0), [1, 5], [True, False], (), ..., "name")]
+    [1, 4, 10, 2, 1, 10, 10, 10]
+    """
+    asked = asked if isinstance(asked, tuple) else (asked,)
+    places = [place for place in asked if not isinstance(place, str)]  # but the names of fields
+    first = places[0] if places else ...
+    if first is ...:
+        return length
     if isinstance(first, slice):
         return len(range(*first.indices(length)))
-    return len(first) if hasattr(first, "__len__") else 1
+    rows = np.asarray(first)
+    if not rows.ndim:
+        return 1
+    return int(np.count_nonzero(rows)) if rows.dtype.kind == "b" else len(rows)

@@ -12,6 +12,7 @@ _MOST_READS = 4  # of one dataset of a file, for one batch
 _COMPUTES = 0.5  # of the time: then threads wait for each other, since one at a time runs Python
 _WORKERS = 4
 _WAITING_WORKERS = 16
+_SLOW = "Batches come from Python code, which does not make them as fast as replicas take them."
 
 
 def judge_python_data(made: MadeInPython) -> Finding:
@@ -31,7 +32,17 @@ def judge_python_data(made: MadeInPython) -> Finding:
         )
     computes = made.cpu_seconds >= _COMPUTES * made.seconds
     workers = max(_WORKERS, made.workers)
-    if made.seconds and not computes:
+    name = made.function.partition(".")[0]
+    if not made.seconds:
+        return Finding(
+            "generator-bound",
+            _SLOW,
+            f"{made.function} makes batches, in {_by(made)}; what one takes could not be measured",
+            f"`{name}(workers={max(_WAITING_WORKERS, 2 * made.workers)})` where making a batch waits, and "
+            f"`{name}(workers={workers}, use_multiprocessing=True)` where it computes; the class and what it holds "
+            "must be picklable then.",
+        )
+    if not computes:
         how = f"workers={max(_WAITING_WORKERS, 2 * made.workers)}, use_multiprocessing={made.use_multiprocessing}"
         why = "whose threads wait at once"
     elif not made.use_multiprocessing:
@@ -40,16 +51,12 @@ def judge_python_data(made: MadeInPython) -> Finding:
     else:
         how = f"workers={2 * made.workers}, use_multiprocessing=True"
         why = "as far as there are cores; or make less of a batch in Python"
-    took = (
-        f", of which one takes {ms(made.seconds)}, {ms(made.cpu_seconds)} of it computing"
-        if made.seconds
-        else ", the data is a PyDataset"
-    )
     return Finding(
         "generator-bound",
-        "Batches come from Python code, which does not make them as fast as replicas take them.",
-        f"{made.function} makes batches{took}, in {_by(made)}",
-        f"`{made.function.partition('.')[0]}({how})`, {why}.",
+        _SLOW,
+        f"{made.function} makes batches, of which one takes {ms(made.seconds)}, {ms(made.cpu_seconds)} of it "
+        f"computing, in {_by(made)}",
+        f"`{name}({how})`, {why}.",
     )
 
 

@@ -50,7 +50,10 @@ def long_updates(examination: Examination) -> list[Finding]:
 
 
 def _times_the_batch(updating: float, computing: float) -> int:
-    """Return by how much a batch must grow for both to take about as long: a power of two.
+    """Return by how much a batch must grow for computing to take at least as long as the update: a power of two.
+
+    It is 16 at least, since computing grows by less than a batch of few examples, which leaves cores and the units of
+    each core idle; and 64 at most, since a learning rate follows a batch only so far.
 
     >>> [_times_the_batch(18e-3, computing) for computing in (1e-2, 1e-3, 1e-6)]
     [16, 32, 64]
