@@ -47,6 +47,7 @@ class LocalHost:
     def __enter__(self) -> "LocalHost":
         self._guard = _Guard(owns_process=self._owns_process)
         self._orphans = Orphans(owns_process=self._owns_process)
+        self._orphans.add(self._guard.pid)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -54,12 +55,8 @@ class LocalHost:
             process.close()
         self._selector.close()
         self._guard.close()
-        self._orphans.end(self._started)
+        self._orphans.end()
         self._ports.close()
-
-    @property
-    def _started(self) -> set[int]:
-        return {self._guard.pid, *(process.pid for process in self._processes)}
 
     def reserve(self, num_workers: int, num_ps: int) -> list[Task]:
         """Give each task a port of this machine."""
@@ -91,6 +88,7 @@ class LocalHost:
         except (OSError, ValueError) as error:  # too long, no more processes or files, a NUL in it
             raise LaunchError(f"{name} cannot be started: {error}") from error
         self._processes.append(process)
+        self._orphans.add(process.pid)
         self._guard.watch(process.pid)
         self._selector.register(process, selectors.EVENT_READ)
         return process
@@ -105,7 +103,7 @@ class LocalHost:
                 self._selector.unregister(key.fileobj)
         if time.monotonic() - self._buried > self.BURY_SECONDS:
             self._buried = time.monotonic()
-            self._orphans.bury(self._started)
+            self._orphans.bury()
         return found
 
     def foresee_end(self) -> None:

@@ -24,6 +24,7 @@ from launching import ROOT, Shown, environ_with, linux, processes_with, run, scr
 import keras_dist_ext as kde
 from keras_dist_ext.cli import main
 from keras_dist_ext.cluster.launch import WorkerFailed, launch
+from keras_dist_ext.cluster.local_host import LocalHost
 from keras_dist_ext.cluster.process_group import ProcessGroup
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("signals_as_in_a_terminal")]
@@ -604,6 +605,29 @@ def test_a_child_in_a_session_of_its_own_with_an_empty_environment_ends_with_the
     finally:
         mine.kill()
         mine.wait()
+
+
+@linux
+def test_launches_at_the_same_time_end_and_bury_no_processes_of_each_other(temporary, monkeypatch):
+    """As those of a search, whose processes start and end by themselves."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    with contextlib.ExitStack() as stack:
+        first, other = LocalHost(), LocalHost()
+        with first:
+            stack.enter_context(other)
+            process = other.start("late", ["sh", "-c", "sleep 1; exit 3"], dict(os.environ), [])
+            ended = other.start("early", ["sh", "-c", "exit 4"], dict(os.environ), [])
+            wait_until(lambda: psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE)
+            first._buried = 0.0
+            first.read(0.0)
+        assert ended.poll().exit_code == 4
+        hidden_child = [sys.executable, "-c", "# hidden late\nimport time; time.sleep(120)"]
+        start = f"import subprocess; subprocess.Popen({hidden_child!r}, env={{}}, start_new_session=True)"
+        other.start("parent", [sys.executable, "-c", start], dict(os.environ), [])
+        wait_until(lambda: hidden("late"))
+        wait_until(lambda: process.poll().exit_code is not None)
+        assert process.poll().exit_code == 3
+    assert hidden("late") == []
 
 
 @linux

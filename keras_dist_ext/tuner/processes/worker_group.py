@@ -71,8 +71,10 @@ class WorkerGroup:
 
     @property
     def has_exited(self) -> bool:
-        """Whether all have exited with code 0."""
-        return bool(self.processes) and all(process.exit_code == 0 for process in self.processes)
+        """Whether all have exited with code 0, and their functions have returned."""
+        return (
+            bool(self.processes) and self.failed is None and all(process.exit_code == 0 for process in self.processes)
+        )
 
     def begin(self) -> None:
         """Start the processes, for the first time or again.
