@@ -67,6 +67,7 @@ class DeadlockWatch:
         self._waiting_thread = 0
         self._deadlock: str | None = None
         self._published: list[str] = []  # what this worker has published so far, JSON of a wait or empty
+        self._is_unsure = False  # whether an earlier request may have come through, though it was not answered
         self._read: dict[int, tuple[int, str]] = dict.fromkeys(store.others, (0, ""))  # how much, and the last
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -219,10 +220,11 @@ class DeadlockWatch:
 
     def _publish(self, text: str) -> None:
         last = self._published[-1] if self._published else ""
-        while text != last:
+        while text != last or self._is_unsure:
+            self._is_unsure = True  # until this is answered
             try:
                 self._store.set(f"{_TOPIC}/{len(self._published)}", text or "-")
-                last = text
+                self._is_unsure, last = False, text
             except tf.errors.AlreadyExistsError:  # an earlier request came through, and its answer came too late
                 last = ""
             self._published.append(last)

@@ -103,6 +103,8 @@ class KeyValueStore:
         try:
             threading.Thread(target=run, daemon=True, name="keras_dist_ext.key_value").start()
         except RuntimeError:  # the program ends: from Python 3.12 on it starts no more threads
+            if self._silent_since is not None:
+                raise StoreSilent from None
             return ask()
         if not over.wait(limit):
             self._note_silence(over)

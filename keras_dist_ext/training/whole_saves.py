@@ -27,6 +27,7 @@ __all__ = ["SharedSaves", "Target", "checkpoint_state", "file_identity", "is_sav
 _T = TypeVar("_T")
 Target: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 _ANSWER_SECONDS = 1.0  # milliseconds, but on a busy machine; a path that does not exist yet is not asked for
+_OF_ALL = 1  # who stores the one text on a topic, whichever worker it is: one that may not get an answer
 _LOCK_SECONDS = 10.0  # others hold a lock for milliseconds, unless they are stopped
 
 
@@ -41,13 +42,13 @@ class SharedSaves:
     """
 
     def __init__(self, state: str) -> None:
-        self._store = KeyValueStore({"worker": 1}, 0)  # one text on a topic, of whichever worker
+        self._store = KeyValueStore({"worker": 2}, _OF_ALL)
         self._state = state
 
     def has(self, path: Path) -> bool:
         """Whether a file or folder is as a worker has left it that has saved the same state."""
         with contextlib.suppress(OSError, tf.errors.OpError):
-            return file_identity(path) == self._store.get(self._topic(path), 0, _ANSWER_SECONDS)
+            return file_identity(path) == self._store.get(self._topic(path), _OF_ALL, _ANSWER_SECONDS)
         return False
 
     def note(self, path: Path) -> None:

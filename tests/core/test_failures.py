@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import pathlib
 import re
@@ -658,9 +659,49 @@ def test_a_request_of_a_wait_that_is_over_ends_neither_another_wait_nor_the_watc
         assert is_asked.wait(60)
     with second.waiting("step 4"):
         is_over.set()
-        wait_until(lambda: aborted or second._store.get("waits/1", 1, 0.0))
+        wait_until(lambda: aborted or second._store.get("waits/2", 1, 0.0))
     assert aborted == []
-    assert json.loads(second._store.get("waits/1", 1, 0.0))[:2] == [2, "step 4"]
+    assert second._store.get("waits/1", 1, 0.0) == "-"  # the wait before it is over
+    assert json.loads(second._store.get("waits/2", 1, 0.0))[:2] == [2, "step 4"]
+
+
+def test_a_wait_that_was_stored_late_is_taken_back_when_it_is_over(
+    watches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, second, aborted, _ = watches
+    is_asked, is_over, put = threading.Event(), threading.Event(), second._store.set
+
+    def set_late(topic: str, text: str) -> None:
+        put(topic, text)
+        if not is_over.is_set():
+            is_asked.set()
+            is_over.wait(60)
+            raise key_value.StoreSilent
+
+    monkeypatch.setattr(second._store, "set", set_late)
+    with second.waiting("step 3"):
+        assert is_asked.wait(60)
+    is_over.set()
+    wait_until(lambda: second._store.get("waits/1", 1, 0.0) == "-")  # while it does something else
+    assert aborted == []
+
+
+def test_a_program_that_ends_while_the_first_worker_is_silent_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(key_value, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(key_value, "get_key", lambda name, seconds: over.wait(60) and None)
+    store = key_value.KeyValueStore({"worker": 2}, 1, clock=itertools.count().__next__)
+    with pytest.raises(key_value.StoreSilent):
+        store.get("place", 0, 0.0)
+    store._try_again_at = 0.0
+
+    def start_no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start_no_more)
+    with pytest.raises(key_value.StoreSilent):
+        store.get("place", 0, 0.0)
+    over.set()
 
 
 def test_a_worker_whose_answer_was_stored_late_answers_the_next_question(

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -20,6 +21,7 @@ import tensorflow as tf
 from two_workers import on_two_workers
 
 import keras_dist_ext as kde
+from keras_dist_ext.strategy import key_value
 from keras_dist_ext.training import whole_saves
 
 
@@ -138,6 +140,20 @@ def test_what_names_other_files_comes_last_though_the_clock_was_set_back(
     monkeypatch.setattr(whole_saves, "_put", lambda source, target: [moved.append(target.name), put(source, target)])
     whole_saves.save_whole(save, tmp_path / "a.weights.json", makes_parents=False)
     assert moved == ["a_00001.weights.h5", "a_00000.weights.h5", "a.weights.json"]
+
+
+def test_a_first_worker_that_answers_nothing_holds_up_no_save(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(key_value, "_SILENT_SECONDS", 0.01)
+    for name in ("get_key", "set_key", "delete_key"):
+        monkeypatch.setattr(key_value, name, lambda *_: over.wait(60) and None)
+    monkeypatch.setattr(whole_saves, "_ANSWER_SECONDS", 0.01)
+    saves = whole_saves.SharedSaves("a state")
+    assert not saves.has(tmp_path)
+    saves.note(tmp_path)
+    over.set()
 
 
 def test_links_modes_and_other_files_in_a_folder_stay(model: Any, tmp_path: pathlib.Path) -> None:
