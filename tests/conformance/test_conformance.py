@@ -2,8 +2,8 @@
 
 The definition of right is stock Keras without a strategy, on the same global batches from equal initial weights. The
 default run has the rows that the table calls `Quick`, under three replicas, which few batches split into evenly. CI
-runs each row under three replicas, and under one of the other strategies, which rotates with the commit; those of
-`OF_WORKERS` on two workers too.
+runs these under one of the other strategies too, and the other rows under one of several replicas, which rotates with
+the commit, as do those of one replica; those of `OF_WORKERS` always run on two workers.
 
     python -m pytest tests/conformance --row "masked .*" --strategy mirrored4
 """
@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from cases import TURNS
 from two_workers import on_two_workers
 
 import keras_dist_ext as kde
@@ -29,6 +30,8 @@ from conformance.workers import run_row
 # Stock Keras says so too, from a module whose warnings the suite ignores.
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
+OF_ONE = ("one_device", "default")
+"""Strategies of one replica."""
 QUICK_OF_WORKERS = {"batches of 1 to 9 rows"}
 OF_WORKERS = {
     "batches of 1 to 9 rows", "fewer rows than replicas", "sparse gradients", "LossScaleOptimizer",
@@ -44,21 +47,35 @@ as it can on no other strategy here: always run on two of them."""
 
 def cell(row: Row, kind: str) -> Any:
     """Name one test of the table, and say when it runs."""
-    others = [
-        other for other in row.under if other != "mirrored3" and not (other == WORKERS and row.name in OF_WORKERS)
-    ]
-    is_quick = row.quick if kind == "mirrored3" else kind == WORKERS and row.name in QUICK_OF_WORKERS
-    if is_quick:
+    if (kind == "mirrored3" and row.quick) or (kind == WORKERS and row.name in QUICK_OF_WORKERS):
         marks = []
-    elif kind in others:
-        marks = [pytest.mark.rotating(row.name, others.index(kind), len(others))]
-    else:
+    elif _always_runs(row, kind):
         marks = [pytest.mark.slow]
+    else:
+        marks = [pytest.mark.rotating(row.name, *turn(row, kind))]
     if kind == WORKERS:
         marks.append(on_two_workers(run_row, row.name))
     else:
         marks.append(pytest.mark.xdist_group(row.name))  # one device trains a row once
     return pytest.param(row, kind, id=f"{row.name}-{kind}", marks=marks)
+
+
+def turn(row: Row, kind: str) -> tuple[int, int]:
+    """Say which turn of how many a strategy has among those that take turns at a row.
+
+    At each commit one of several replicas has it, unless one of them always runs; one of one replica at some commits.
+    """
+    if row.quick:
+        others = [other for other in row.under if other != "mirrored3" and not _always_runs(row, other)]
+        return others.index(kind), len(others)
+    if kind in OF_ONE:
+        return OF_ONE.index(kind), TURNS
+    of_several = [other for other in row.under if other not in OF_ONE and not _always_runs(row, other)]
+    return of_several.index(kind), len(of_several)
+
+
+def _always_runs(row: Row, kind: str) -> bool:
+    return kind == WORKERS and row.name in OF_WORKERS
 
 
 @cache
