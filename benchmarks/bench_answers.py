@@ -1,12 +1,14 @@
 """Measure whether the doctor's first finding is the answer: what its fix brings, beside the best change known.
 
-    python benchmarks/bench_answers.py --json answers.json                  # about 10 minutes
+    python benchmarks/bench_answers.py --json answers.json                  # about 20 minutes
     python benchmarks/bench_answers.py --only hdf5_rows,large_table
-    python benchmarks/bench_answers.py --healthy                            # 15 programs that need no change
+    python benchmarks/bench_answers.py --healthy                            # 16 programs that need no change
 
 Each situation (`situations.py`) trains a program that is slower than it need be, has the doctor judge it, and then
 times that program, the same with the fix as the finding words it, and the same with the best change known, in turn.
-Figures are examples a second against those of the sick program: the median of the rounds.
+Figures are examples a second against those of the sick program: the median of the rounds. Where the data is passed over
+several times in an epoch, the faster programs make three times as many passes, so that there is enough to time: what is
+done once an epoch weighs a third there.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from cases import epoch_times, start
 
 MORE_PASSES = 3  # of what is faster, in an epoch
 MOST_OF_BEST = 0.5  # that the fix must bring of what the best change does
+LEAST_TIMES = 1.2  # as fast with the fix, where no other change is known
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from situations import SITUATIONS, names
 
     results = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
-    for name in names([name for name in given.only.split(",") if name]):
+    try:
+        asked = names([name for name in given.only.split(",") if name])
+    except ValueError as error:
+        parser.error(str(error))
+    for name in asked:
         results[name] = measure(SITUATIONS[name], strategy, given.rounds)
         print(row(results[name]), flush=True)
         if given.json:
@@ -60,6 +67,7 @@ def measure(situation: Any, strategy: Any, num_rounds: int) -> dict[str, Any]:
             rates[kind].append(_rate(situation.make(kind), strategy, 1 if kind == "sick" else MORE_PASSES))
     times = {k: statistics.median(r / s for r, s in zip(rates[k], rates["sick"], strict=True)) for k in kinds[1:]}
     best = max(times.values())
+    least = MOST_OF_BEST * best if situation.best else LEAST_TIMES
     code = None if first is None else first.code
     return {
         "title": situation.title,
@@ -73,7 +81,7 @@ def measure(situation: Any, strategy: Any, num_rounds: int) -> dict[str, Any]:
         "fix_times": times["fix"],
         "best_times": best,
         "rates": rates,
-        "is_right": code in situation.code.split("|") and times["fix"] >= MOST_OF_BEST * best,
+        "is_right": code in situation.code.split("|") and times["fix"] >= least,
     }
 
 

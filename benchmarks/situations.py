@@ -180,10 +180,9 @@ def tokeniser(kind: str) -> Program:
 
 @situation("a `map` that waits for storage, one call at a time", "sequential-map", "16 parallel calls, with threads")
 def waiting_map(kind: str) -> Program:
-    calls = {} if kind == "sick" else {"num_parallel_calls": AUTOTUNE}
-    return Program(
-        slices(240).map(python_map(lambda: time.sleep(2e-3)), **calls).batch(8).prefetch(2), 240, mlp, passes=3
-    )
+    load = python_map(lambda: time.sleep(2e-3))
+    data = slices(240).map(load) if kind == "sick" else with_threads(slices(240).map(load, num_parallel_calls=16))
+    return Program(data.batch(8).prefetch(2), 240, mlp, passes=3)
 
 
 @situation("a parallel `map` that waits, on 2 cores", "python-map", "16 parallel calls, with threads")
@@ -375,7 +374,7 @@ class Rows(keras.utils.PyDataset):  # type: ignore[misc]
 
 @situation("HDF5 read row by row in a `PyDataset`", "unaligned-reads", "`x[i * 32:(i + 1) * 32]`")
 def hdf5_rows(kind: str) -> Program:
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="situations-"))
+    folder = _folder()
     with h5py.File(folder / "x.h5", "w") as file:
         rows = np.tile(X[:1280], (1, 16))  # chunks are larger than what h5py keeps of them, 1 MB
         file.create_dataset("x", data=rows, chunks=(1280, 256), compression="gzip", compression_opts=1)
@@ -607,5 +606,12 @@ def stock_script(kind: str) -> Program:
 
 
 def names(only: Sequence[str]) -> list[str]:
-    """Return the situations that are asked for; all by default."""
+    """Return the situations that are asked for; all by default.
+
+    Raises:
+        ValueError: one is none of them.
+    """
+    unknown = [name for name in only if name not in SITUATIONS]
+    if unknown:
+        raise ValueError(f"no such situations: {', '.join(unknown)}; there are {', '.join(SITUATIONS)}")
     return [name for name in SITUATIONS if not only or name in only]
