@@ -93,7 +93,8 @@ def amount(text: str) -> float:
     """
     number = _number(text)
     if not 0 <= number <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number >= 0")
+        bound = f" and <= {_MOST:g}" if number > _MOST else ""
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number >= 0{bound}")
     return number
 
 

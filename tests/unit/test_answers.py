@@ -316,8 +316,8 @@ def traced(num_executions: int) -> Times:
         ),
         (
             Examination(HEALTHY, SHORT_WAITS, trials(data=0.001, as_it_was=0.001)),
-            "nothing is to be gained from the 60% input: a cached batch has not made steps shorter, but by 0 ms "
-            "(0 to 0)",
+            "nothing is to be gained from the 60% input: on a cached batch steps are not shorter by more than they "
+            "vary (0 ms (0 to 0))",
         ),
         (Examination(HEALTHY, SHORT_WAITS), ""),  # what a batch takes by itself is not known
         (Examination(HEALTHY, SHORT_WAITS, batch_seconds=4e-4), ""),

@@ -19,9 +19,9 @@ from keras_dist_ext.diagnosis.doctor.examination import (
     Estimate,
     Examination,
     Loop,
+    PlacedElsewhere,
     PythonCalls,
     Setting,
-    Stray,
     Times,
     Traces,
     Trials,
@@ -265,7 +265,7 @@ WRONG_SETTINGS: dict[str, tuple[Setting, str]] = {
     "outside-scope": (changed(outside="1 of 2 parts of 'model'", num_replicas_meant=2), "kde.adopt(model, strategy)"),
     "eager": (changed(runs_eagerly=True), "run_eagerly=False"),
     "pinned-device": (
-        changed(strays=(Stray("dense", (1,), "GPU:0"),), stray_share=0.4),
+        changed(placed_elsewhere=(PlacedElsewhere("dense", (1,), "GPU:0"),), elsewhere_share=0.4),
         "Remove `tf.device('GPU:0')`",
     ),
     "oversubscribed-threads": (
@@ -546,7 +546,7 @@ def test_an_experiment_tells_the_sum_from_the_update() -> None:
 def test_few_rows_a_replica_are_the_batchs_fault_and_not_the_sums() -> None:
     report = judge(Examination(HEALTHY, synchronising(examples=4)))
     assert report.codes == ["batch-too-small"]
-    assert "from 8 to 256 rows or more" in report.findings[0].fix
+    assert "from 8 to 256 examples or more" in report.findings[0].fix
     assert codes(HEALTHY, times(examples=4)) == []  # a large model may well have few
     starved = judge(Examination(HEALTHY, times(examples=[0, 1])))
     assert starved.codes == ["batch-too-small"]

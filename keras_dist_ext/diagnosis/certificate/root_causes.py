@@ -173,7 +173,7 @@ class _RootCauses:
 
     def local_statistics(self, off: Comparison) -> Finding:
         """What BatchNormalization does unless it is synchronized."""
-        names = listed([layer.path or layer.name for layer in self.local_norms])
+        names = _paths(self.local_norms)
         return Finding(
             code="local-batch-statistics",
             what=f"BatchNormalization ({names}) normalizes with the statistics of one replica's rows, where one device "
@@ -184,7 +184,7 @@ class _RootCauses:
 
     def imprecise_statistics(self, off: Comparison) -> Finding:
         """What Keras' synchronized BatchNormalization makes of inputs far from 0."""
-        names = listed([layer.path or layer.name for layer in self._norms])
+        names = _paths(self._norms)
         return Finding(
             code="imprecise-statistics",
             what=f"BatchNormalization ({names}) computes statistics with too few digits: Keras' synchronized one takes "
@@ -210,7 +210,7 @@ class _RootCauses:
         names = listed([g.name for g in off.gaps if not np.isfinite(g.absolute) and g.part in ("weights", "state")])
         cause, proof = "Something divides by no rows", ""
         if self.local_norms and self.again(off, without=("moments",)).is_finite:
-            cause = f"BatchNormalization ({listed([n.path or n.name for n in self.local_norms])}) divides by no rows"
+            cause = f"BatchNormalization ({_paths(self.local_norms)}) divides by no rows"
             proof = ", and with moving statistics so do the replicas"
         return Finding(
             code="empty-replica",
@@ -343,6 +343,10 @@ def _ratio(off: Comparison) -> float | None:
 
 def _is_close(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-3 * abs(other)
+
+
+def _paths(layers: Sequence[keras.Layer]) -> str:
+    return listed([layer.path or layer.name for layer in layers])
 
 
 def listed(names: Sequence[str]) -> str:

@@ -166,14 +166,14 @@ class ParallelismDoctor(RunCallback):
             self._trace = None
 
         def judge_and_tell() -> None:
-            trace.stop()
             self.num_observed, self.num_made = trace.num_steps, max(trace.num_steps, trace.num_executions)
             self.report = judge(trace.examination(self._strategy, interventions=self._interventions))
             self._prepare_telling(trace, self.report)
             if self.report_on_end:
                 self.tell()
 
-        self._guarded(judge_and_tell)
+        self._guarded(trace.stop)
+        self._guarded(judge_and_tell)  # also where that failed: every worker takes part
 
     def _guarded(self, work: Callable[[], None]) -> bool:
         """Work, and warn where that fails, since training goes well; return whether it did not."""

@@ -24,7 +24,7 @@ __all__ = [
     "Loop",
     "PythonCalls",
     "Setting",
-    "Stray",
+    "PlacedElsewhere",
     "Times",
     "Traces",
     "Trials",
@@ -44,7 +44,7 @@ class Loop:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stray:
+class PlacedElsewhere:
     """Heavy work of replicas that was placed on another device than theirs."""
 
     layer: str  # or what the ops are called
@@ -88,8 +88,8 @@ class Setting:
     gradient_bytes: int = 0  # that replicas sum in a step
     largest: Largest | None = None
     loops: tuple[Loop, ...] = ()
-    strays: tuple[Stray, ...] = ()
-    stray_share: float = 0.0  # of a replica's heavy work, 0 to 1; of the one of which most is astray
+    placed_elsewhere: tuple[PlacedElsewhere, ...] = ()
+    elsewhere_share: float = 0.0  # of a replica's heavy work, 0 to 1; of the one of which most is done elsewhere
 
     @property
     def shares_cpu(self) -> bool:

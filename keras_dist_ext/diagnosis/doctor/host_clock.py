@@ -123,7 +123,7 @@ def period(seconds: Sequence[float], num_calls: int) -> tuple[int, int]:
     gaps = [after - before for before, after in itertools.pairwise(slow)]
     every = round(statistics.median(gaps)) if gaps else 0
     if every < 2 or sum(abs(gap - every) <= 0.1 * every for gap in gaps) < 0.7 * len(gaps):
-        return 0, len(slow)
+        return 0, round(len(slow) * num_calls / len(seconds))
     return every, max(len(slow), num_calls // every)
 
 

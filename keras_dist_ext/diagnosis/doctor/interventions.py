@@ -181,7 +181,7 @@ class _Trial:
         self._num_executions = min(200, math.ceil(_BLOCK_SECONDS / max(1e-5, self.seconds_a_step * num_steps)))
 
     def close(self) -> None:
-        """Take leave of the data."""
+        """Read no more data."""
         self._source.close()
 
     def _execute(self) -> None:

@@ -190,8 +190,8 @@ def _starved(times: Times) -> Finding:
         "batch-too-small",
         f"A global batch of {per_step:.3g} rows is less than one a replica: some compute nothing.",
         f"{len(examples)} replicas; rows a step: " + ", ".join(f"{n / times.num_steps:.3g}" for n in examples[:8]),
-        f"Raise the global batch to {len(examples) * _GOOD_ROWS} rows or more (`batch_size=`, `.batch(...)`), or use "
-        "fewer replicas.",
+        f"Raise the global batch to {len(examples) * _GOOD_ROWS} examples or more (`batch_size=`, `.batch(...)`), or "
+        "use fewer replicas.",
         (times.compute() + times.sync()) * times.num_steps * (1 - per_step / len(examples)),
     )
 
@@ -221,7 +221,7 @@ def _too_small(examination: Examination, fixed: float, *, is_long: bool) -> list
             "batch-too-small",
             f"The batch is too small for {replicas} replicas: what does not depend on its rows takes most of a step.",
             evidence,
-            f"Raise the global batch from {rows * replicas:.3g} to {replicas * _GOOD_ROWS} rows or more "
+            f"Raise the global batch from {rows * replicas:.3g} to {replicas * _GOOD_ROWS} examples or more "
             "(`batch_size=`, `.batch(...)`), with a learning rate to match; or use fewer replicas.",
             saved * times.num_steps,
         )

@@ -61,9 +61,8 @@ class RunTrace:
         self._python = PythonClock()
         self._feed: RunData | None = None
         self._data = data
-        self._ends: list[float] = []  # of the steps of stock Keras
+        self._second_end = self._last_end = 0.0  # of the steps of stock Keras
         self._step_watchers: tuple[str, ...] = ()
-        self._tracing_seconds = 0.0
         self.is_over = False
         self._graphs: list[tf.Graph] = []
         self._others_cores: float | None = None
@@ -87,7 +86,9 @@ class RunTrace:
         self.num_executions += 1
         self._traces.execution += 1
         if self._blocks is None:
-            self._ends.append(time.perf_counter())
+            self._last_end = time.perf_counter()
+            if self.num_executions == 2:
+                self._second_end = self._last_end
         if self._blocks is None or self.is_over:
             return
         num_passes = getattr(self._feed, "num_passes", 0)
@@ -106,10 +107,11 @@ class RunTrace:
         if self.is_over:
             return
         self.is_over = True
-        self._traces.stop()
-        self._python.stop()
-        if self._clock is not None:
-            self._clock.stop()
+        with contextlib.ExitStack() as stack:  # where one fails, the others still stop
+            if self._clock is not None:
+                stack.callback(self._clock.stop)
+            stack.callback(self._python.stop)
+            stack.callback(self._traces.stop)
         if self._blocks is not None:
             with contextlib.suppress(tf.errors.OpError):  # of a run that was broken off
                 self._blocks.end()
@@ -130,8 +132,8 @@ class RunTrace:
 
     def _stock_steps(self) -> tuple[int, float] | None:
         """How many steps stock Keras has made after the first two, which trace, and their seconds."""
-        ends = self._ends[1:]
-        return (len(ends) - 1, ends[-1] - ends[0]) if len(ends) > _LEAST_STEPS else None
+        num_steps = self.num_executions - 2
+        return (num_steps, self._last_end - self._second_end) if num_steps >= _LEAST_STEPS else None
 
     def _stock_findings(self) -> list[Finding]:
         """Say why the data of a model of stock Keras is slow, if it is."""

@@ -17,7 +17,7 @@ from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.cluster.cores import num_cores
 from keras_dist_ext.cluster.spec import Cluster
-from keras_dist_ext.diagnosis.doctor.examination import Largest, Loop, Setting, Stray
+from keras_dist_ext.diagnosis.doctor.examination import Largest, Loop, PlacedElsewhere, Setting
 from keras_dist_ext.errors import ClusterError
 from keras_dist_ext.monitoring.manifest import replica_devices
 from keras_dist_ext.strategy.resources import find_resources, list_devices
@@ -25,7 +25,7 @@ from keras_dist_ext.strategy.scope import ScopeReport, check_scope, optimizers
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.runtime import runtime_of
 
-__all__ = ["read_setting", "strays_in"]
+__all__ = ["read_setting", "placed_elsewhere_in"]
 
 
 def read_setting(
@@ -51,7 +51,7 @@ def read_setting(
     workers = workers_of(own)
     cluster = _cluster(environ)
     devices = _names(own.extended.worker_devices if not is_default_strategy(own) else replica_devices(own))
-    strays, share = strays_in(graphs, devices, [layer.name for layer in flat_layers(model)])
+    placed_elsewhere, share = placed_elsewhere_in(graphs, devices, [layer.name for layer in flat_layers(model)])
     runtime = runtime_of(model)
     automatic = runtime is not None and runtime.chooses_num_steps
     compiled_eagerly = bool(getattr(model, "run_eagerly", False))
@@ -79,8 +79,8 @@ def read_setting(
         gradient_bytes=sum(_num_bytes(variable) for variable in model.trainable_variables),
         largest=_largest(model),
         loops=tuple(_loops(model)),
-        strays=strays,
-        stray_share=share,
+        placed_elsewhere=placed_elsewhere,
+        elsewhere_share=share,
     )
 
 
@@ -192,9 +192,9 @@ _HEAVY = re.compile(
 _REPLICA = re.compile(r"(?:^|/)replica_(\d+)/")
 
 
-def strays_in(
+def placed_elsewhere_in(
     graphs: Iterable[tf.Graph], devices: Sequence[str], layers: Sequence[str]
-) -> tuple[tuple[Stray, ...], float]:
+) -> tuple[tuple[PlacedElsewhere, ...], float]:
     """Find heavy work that is placed on another device than its replica's.
 
     TensorFlow names the ops of replicas but the first by their number, and places all of them. Looked at are those of
@@ -206,12 +206,12 @@ def strays_in(
         layers: the names of the model's layers.
 
     Returns:
-        Where work is astray, by layer, and the share of a replica's heavy ops that are, of the one that has most.
+        What is done elsewhere, by layer, and its share of a replica's heavy ops, of the replica that has most.
     """
     if len(devices) < 2:
         return (), 0.0
     found: dict[tuple[str, str], set[int]] = {}
-    num_heavy, num_astray = [0] * len(devices), [0] * len(devices)
+    num_heavy, num_elsewhere = [0] * len(devices), [0] * len(devices)
     for graph in graphs:
         definition = graph.as_graph_def()
         for node in [*definition.node, *(n for f in definition.library.function for n in f.node_def)]:
@@ -224,10 +224,14 @@ def strays_in(
             (device,) = _names([node.device])
             num_heavy[replica] += 1
             if device != devices[replica]:
-                num_astray[replica] += 1
+                num_elsewhere[replica] += 1
                 found.setdefault((_layer(node.name, layers), device), set()).add(replica)
-    strays = tuple(Stray(layer, tuple(sorted(replicas)), device) for (layer, device), replicas in found.items())
-    return strays, max(astray / max(1, heavy) for astray, heavy in zip(num_astray, num_heavy, strict=True))
+    placed_elsewhere = tuple(
+        PlacedElsewhere(layer, tuple(sorted(replicas)), device) for (layer, device), replicas in found.items()
+    )
+    return placed_elsewhere, max(
+        elsewhere / max(1, heavy) for elsewhere, heavy in zip(num_elsewhere, num_heavy, strict=True)
+    )
 
 
 def _layer(name: str, layers: Sequence[str]) -> str:

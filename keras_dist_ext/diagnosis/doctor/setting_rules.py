@@ -13,7 +13,7 @@ __all__ = ["SETTING_RULES", "shared_cpu"]
 Rule = Callable[[Examination], Finding | None]
 
 _OVERSUBSCRIBED = 2.0  # threads a core; TensorFlow's own default is 1 for each process
-_STRAY_SHARE = 0.15  # of a replica's heavy ops
+_ELSEWHERE_SHARE = 0.15  # of a replica's heavy ops
 
 
 def _one_replica(examination: Examination) -> Finding | None:
@@ -125,22 +125,22 @@ def _eager(examination: Examination) -> Finding | None:
 def _pinned(examination: Examination) -> Finding | None:
     """Heavy work of replicas on a device that is not theirs."""
     setting = examination.setting
-    if not setting.strays or setting.stray_share < _STRAY_SHARE:
+    if not setting.placed_elsewhere or setting.elsewhere_share < _ELSEWHERE_SHARE:
         return None
     times = examination.times
     seconds = None
     if times is not None and setting.num_replicas > 1 and not setting.shares_cpu:
-        seconds = times.compute() * times.num_steps * setting.stray_share * (1 - 1 / setting.num_replicas)
-    devices = sorted({stray.device for stray in setting.strays})
-    layers = list(dict.fromkeys(stray.layer for stray in setting.strays))
-    replicas = sorted({replica for stray in setting.strays for replica in stray.replicas})
+        seconds = times.compute() * times.num_steps * setting.elsewhere_share * (1 - 1 / setting.num_replicas)
+    devices = sorted({placed.device for placed in setting.placed_elsewhere})
+    layers = list(dict.fromkeys(placed.layer for placed in setting.placed_elsewhere))
+    replicas = sorted({replica for placed in setting.placed_elsewhere for replica in placed.replicas})
     shown = ", ".join(layers[:5]) + (f" and {len(layers) - 5} more" if len(layers) > 5 else "")
     return Finding(
         "pinned-device",
         f"Work of {'replica' if len(replicas) == 1 else 'replicas'} {', '.join(map(str, replicas))} is pinned to "
         f"{', '.join(devices)}, where it waits for that of the other replicas.",
-        f"{setting.stray_share:.0%} of the heavy ops of a replica (matrix products, convolutions, loops) are placed on "
-        f"a device that is not its own: {shown}",
+        f"{setting.elsewhere_share:.0%} of the heavy ops of a replica (matrix products, convolutions, loops) are "
+        f"placed on a device that is not its own: {shown}",
         f"Remove `tf.device({devices[0]!r})` around these layers: the strategy places each replica's ops.",
         seconds,
     )

@@ -38,6 +38,7 @@ class StepBlocks:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._blocks: list[ReplicaStats] = []
+        self._num_steps, self._seconds = 0, 0.0  # of all blocks
         self._least = 1  # steps of a block
         self._num_ever = 0
         self._began = 0.0
@@ -81,14 +82,14 @@ class StepBlocks:
     @property
     def num_steps(self) -> int:
         """Steps so far, without those at the beginning, and those that were not fetched yet."""
-        return sum(block.num_steps for block in self._blocks)
+        return self._num_steps
 
     @property
     def is_enough(self) -> bool:
         """Whether steps are so short that to record more of them would cost more than it tells."""
-        seconds = sum(block.seconds for block in self._blocks)
-        steps = self.num_steps
-        return steps >= _ENOUGH_STEPS and seconds >= _ENOUGH_SECONDS and seconds / steps < _SHORT_SECONDS
+        if self._num_steps < _ENOUGH_STEPS or self._seconds < _ENOUGH_SECONDS:
+            return False
+        return self._seconds / self._num_steps < _SHORT_SECONDS
 
     @property
     def others_cores(self) -> float | None:
@@ -109,10 +110,13 @@ class StepBlocks:
         records = dataclasses.replace(records, input_seconds=np.where(is_start, 0.0, records.input_seconds))
         parts = min(len(records), _PARTS if len(self._blocks) < _MOST_BLOCKS // 2 else 1)
         ends = [len(records) * (i + 1) // parts for i in range(parts)]
-        self._blocks += [
+        new = [
             summarize(records.steps(begin, end), step=0, wall_time=0.0)
             for begin, end in zip([0, *ends], ends, strict=False)
         ]
+        self._blocks += new
+        self._num_steps += sum(block.num_steps for block in new)
+        self._seconds += sum(block.seconds for block in new)
         if len(self._blocks) > _MOST_BLOCKS:
             self._blocks = blocks_of_steps(self._blocks, _MOST_BLOCKS)
             self._least = max(1, self._blocks[-1].num_steps)

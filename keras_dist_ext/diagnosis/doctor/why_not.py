@@ -44,7 +44,11 @@ def _of_input(examination: Examination) -> str:
     assert times is not None
     if trials is not None and trials.has("as it was", "data"):
         saved = trials.saved("as it was", than="data")
-        return "" if saved.low > 0 else f"a cached batch has not made steps shorter, but by {saved.show(' ms', 1e3)}"
+        return (
+            ""
+            if saved.low > 0
+            else f"on a cached batch steps are not shorter by more than they vary ({saved.show(' ms', 1e3)})"
+        )
     waited = times.input_seconds / times.num_steps
     if alone is None or alone >= _ALONE * waited:
         return ""
