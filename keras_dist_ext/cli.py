@@ -67,10 +67,10 @@ def _parser() -> argparse.ArgumentParser:
             "launch",
             help="run a script as the workers of a cluster, on this machine or on Ray",
             usage="keras-dist-ext launch --workers N [--ps M | --tuner] [option ...] [-m] SCRIPT.py [ARG ...]",
-            description="Start a process for each worker, with its TF_CONFIG, and wait. The first that fails, or hangs "
-            "for --timeout, ends all; with --max-restarts all start again. SIGTERM and SIGINT go to the workers: when "
-            "all of them end well, as by Resume(on_preemption=True), the exit code is 0. With --ps the script runs in "
-            "a chief process, and workers and parameter servers serve it.",
+            description="Start a process for each worker, with its TF_CONFIG, on this machine or on Ray, and wait. The "
+            "first that fails, or hangs for --timeout, ends all; with --max-restarts all start again. SIGTERM and "
+            "SIGINT go to the workers: when all of them end well, as by Resume(on_preemption=True), the exit code is "
+            "0. With --ps the script runs in a chief process, and workers and parameter servers serve it.",
             allow_abbrev=False,
         )
     )

@@ -1,4 +1,4 @@
-"""What Ray Train's workers do in tests/workers/test_ray.py, as the README shows it; what they learn is in files."""
+"""What workers do on Ray: of Ray Train, as the README shows it, with what they learn in files; and of our launches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import json
 import pathlib
 from typing import Any
 
+import pytest
+
+MARKS = [
+    pytest.mark.ray,
+    pytest.mark.multiworker,
+    pytest.mark.timeout(280),
+    pytest.mark.filterwarnings("ignore"),  # what Ray deprecates of its own
+]
+RUNTIME_ENV = {"env_vars": {"PYTHONPATH": str(pathlib.Path(__file__).parent)}}  # workers import this file by its name
 NUM_EXAMPLES = 29
 
 
@@ -15,8 +24,7 @@ def train_on_two_workers(folder: pathlib.Path) -> list[dict[str, Any]]:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.tensorflow import TensorflowTrainer
 
-    here = {"PYTHONPATH": str(pathlib.Path(__file__).parent)}  # workers import this file by its name
-    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": here})
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env=RUNTIME_ENV)
     try:
         trainer = TensorflowTrainer(
             train,

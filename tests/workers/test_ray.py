@@ -6,12 +6,7 @@ pip install '.[test,ray]' && python -m pytest -m ray tests/workers/test_ray.py
 import pytest
 import ray_runs
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.multiworker,
-    pytest.mark.timeout(280),
-    pytest.mark.filterwarnings("ignore"),  # what Ray deprecates of its own
-]
+pytestmark = ray_runs.MARKS
 
 
 @pytest.mark.usefixtures("ray_token")

@@ -21,12 +21,7 @@ from launching import processes_with, script, wait_until
 
 import keras_dist_ext as kde
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.multiworker,
-    pytest.mark.timeout(280),
-    pytest.mark.filterwarnings("ignore"),  # what Ray deprecates of its own
-]
+pytestmark = ray_runs.MARKS
 
 SLEEPER = """
 import os, subprocess, sys, time
@@ -86,8 +81,7 @@ def assert_nothing_is_left(name, nodes):
 
 
 def test_workers_on_ray_train_what_local_workers_train_to_the_bit(nodes):
-    here = {"PYTHONPATH": os.path.dirname(ray_runs.__file__)}
-    on = kde.RayCluster(nodes.cluster.address, runtime_env={"env_vars": here})
+    on = kde.RayCluster(nodes.cluster.address, runtime_env=ray_runs.RUNTIME_ENV)
     stream = io.StringIO()
     values = kde.launch(2, ray_runs.train_as_worker, on=on, stream=stream).values
     assert values == kde.launch(2, ray_runs.train_as_worker, stream=stream).values
