@@ -65,7 +65,7 @@ _REST: tuple[tuple[str, str, str, str], ...] = (
         "state",
         "state-differs",
         "Replicas agree on state that one device has otherwise",
-        "It is no mean over rows. Assign means over the rows of a call, which average over replicas.",
+        "It is no mean over rows. Gather those of all replicas first, by kde.gather_rows, or assign means over rows.",
     ),
     (
         "optimizer",
