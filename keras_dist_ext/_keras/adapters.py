@@ -8,7 +8,7 @@ import itertools
 import random
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -256,7 +256,7 @@ def make_data_adapter(
     )
 
 
-def py_dataset_batches(adapter: DataAdapter) -> Iterator[Any]:
+def py_dataset_batches(adapter: DataAdapter) -> Generator[Any, None, None]:
     """One pass over a PyDataset, begun and ended as `fit` does an epoch, also when it is left early.
 
     keras/src/trainers/data_adapters/py_dataset_adapter.py.

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import tree
+from keras_dist_ext._keras.adapters import preserve_py_dataset_order, seed_py_datasets
 from keras_dist_ext._keras.datasets import local_datasets, with_seeds
 from keras_dist_ext._keras.strategies import first_replica, num_local_replicas
 from keras_dist_ext.aliases import Array, SpecNest, TensorNest
@@ -167,12 +168,13 @@ def audit(
     is_own = False
     plain_pass = whole
     try:
-        if stock_policy is None:
-            read, is_own = _as_ours(whole, strategy, workers, name, wholes)
-        else:
-            read_pass, plain_pass = _passes_alike(whole, workers, has_ids=ids is not None)
-            read = _as_stock(read_pass, strategy, stock_policy.upper(), name)
-        steps.extend(itertools.islice(read, max_steps))
+        with preserve_py_dataset_order():
+            if stock_policy is None:
+                read, is_own = _as_ours(whole, strategy, workers, name, wholes)
+            else:
+                read_pass, plain_pass = _passes_alike(whole, workers, has_ids=ids is not None)
+                read = _as_stock(read_pass, strategy, stock_policy.upper(), name)
+            steps.extend(itertools.islice(read, max_steps))
     except (tf.errors.OpError, ValueError) as failure:
         if isinstance(failure, DataError):
             raise
@@ -215,7 +217,8 @@ def _as_ours(
     is_own = False
     spec = dataset.element_spec
     if workers is not None:
-        dataset, is_own, _ = workers.align_data(dataset)
+        dataset, is_own, seed = workers.align_data(dataset)
+        seed_py_datasets(seed)
     num_local = num_local_replicas(strategy)
     first, num_shares = (0, num_local) if is_own else (first_replica(strategy), strategy.num_replicas_in_sync)
 

@@ -120,14 +120,18 @@ def _of_length(dataset: tf.data.Dataset, length: int | None) -> tf.data.Dataset:
 
 
 def _of_py_dataset(adapter: DataAdapter, seed: int | None, passes: itertools.count[int]) -> tf.data.Dataset:
-    from keras_dist_ext._keras.adapters import py_dataset_batches, seed_py_datasets
+    from keras_dist_ext._keras.adapters import preserve_py_dataset_order, py_dataset_batches, seed_py_datasets
 
     spec = adapter.get_tf_dataset().element_spec
 
     def one_pass() -> Iterator[Any]:
-        if seed is not None:
-            seed_py_datasets(fold_in(seed, "order", next(passes)))
-        yield from py_dataset_batches(adapter)
+        with contextlib.closing(py_dataset_batches(adapter)) as batches:
+            with preserve_py_dataset_order():  # of others, and of Keras: when the first batch comes, this one is known
+                if seed is not None:
+                    seed_py_datasets(fold_in(seed, "order", next(passes)))
+                first = list(itertools.islice(batches, 1))
+            yield from first
+            yield from batches
 
     return _of_length(tf.data.Dataset.from_generator(one_pass, output_signature=spec), adapter.num_batches)
 

@@ -20,7 +20,6 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.adapters import seed_py_datasets
 from keras_dist_ext._keras.datasets import checksum_of_constants, dataset_graph, shard_indices, with_seeds
 from keras_dist_ext._keras.strategies import first_replica, has_several_workers, note_creations, replica_id
 from keras_dist_ext._keras.variables import components
@@ -182,7 +181,6 @@ class Workers:
         state = random.getstate()
         seed = int(self.broadcast([random.randrange(2**31)])[0])
         random.setstate(state)  # layers that the first step makes draw their seeds from here, as on one device
-        seed_py_datasets(seed)
         if not isinstance(dataset, tf.data.Dataset):
             return dataset, False, seed
         if sample is not None:

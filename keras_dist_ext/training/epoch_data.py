@@ -80,6 +80,7 @@ class EpochData(CustomEpochIterator):
         if workers is not None:
             dataset, self._own_rows, seed = workers.align_data(dataset, sample_checksum(self.data_adapter))
             self._common_seed = seed
+            seed_py_datasets(seed)
             self._has_drawn = False
             self._dataset = dataset
             self._check_same_data(workers)

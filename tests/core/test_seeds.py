@@ -819,6 +819,31 @@ def test_afterwards_py_datasets_are_shuffled_by_python_again() -> None:
     assert order.generator is random
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_data_in_the_order_of_a_seed_leaves_other_py_datasets_to_python(num_threads: int, mirrored: Any) -> None:
+    class Numbers(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, number: int) -> Any:
+            return np.full([2, 1], number, "float32")
+
+    def order(passes: int) -> list[list[float]]:
+        data = kde.distribute(Numbers(workers=num_threads), mirrored, seed=1)
+        found = []
+        for _ in range(passes):
+            found.append([])
+            for (batch,) in data:
+                assert py_dataset_adapter.random.generator is random
+                found[-1].append(float(batch[0, 0]))
+        return found
+
+    first, second = order(2)
+    assert order(1) == [first]
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert list(range(20)) != first != second
+
+
 def test_random_ops_of_a_pipeline_that_caches_are_warned_of() -> None:
     data = tf.data.Dataset.from_tensor_slices(np.ones((4, 1), "float32")).cache()
     data = data.map(lambda x: (x + tf.random.normal([1]), x)).batch(2)
