@@ -71,7 +71,7 @@ def _is_its_turn(item: pytest.Item) -> bool:
     marker = item.get_closest_marker("rotating")
     if marker is None or item.config.option.every_case:
         return True
-    return is_its_turn(*(marker.args or [item.nodeid]), commit=_commit(item.config))
+    return is_its_turn(*(marker.args or [item.nodeid]), **marker.kwargs, commit=_commit(item.config))
 
 
 def _is_asked_for(item: pytest.Item) -> bool:
@@ -134,7 +134,7 @@ def _checks_of_fit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Have `fit` check steps with code of the user's in a share of the tests: it traces each step once more."""
     node, runners = request.node, sys.modules.get("keras_dist_ext.training.runners")
     checks = request.config.option.every_case or node.get_closest_marker("checks_fit") is not None
-    checks = checks or is_its_turn(f"checks of fit in {node.nodeid}", commit=_commit(request.config))
+    checks = checks or is_its_turn(f"checks of fit in {node.nodeid}", turns=8, commit=_commit(request.config))
     if runners is not None and not checks:
         monkeypatch.setattr(runners, "check_training", lambda *_: None)
 

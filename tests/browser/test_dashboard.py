@@ -1069,7 +1069,7 @@ def mirrored_strategy(strategies):
     return strategies.get("mirrored2")
 
 
-@pytest.mark.slow
+@pytest.mark.rotating(turns=3)
 @pytest.mark.timeout(600)
 def test_five_million_points_open_and_zoom_with_every_peak(chrome, tmp_path, capsys):
     """64 replicas x 20,000 steps x 4 tags: how long it takes is printed, what arrives is asserted."""

@@ -19,9 +19,10 @@ def digest(row: Row) -> str:
 
     Spaces do not matter, nor whether the row is one of the quick ones.
     """
-    names = {node.id for node in ast.walk(_text_of(row.name)) if isinstance(node, ast.Name)}
-    names |= {node.attr for node in ast.walk(_text_of(row.name)) if isinstance(node, ast.Attribute)}
-    parts = [_source("rows", _text_of(row.name)).replace("Quick(", "Row(")]
+    text = _text_of(row.name)
+    names = {node.id for node in ast.walk(text) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(text) if isinstance(node, ast.Attribute)}
+    parts = [_source("rows", text).replace("Quick(", "Row(")]
     for module in _HELPERS:
         found = _definitions(module)
         parts += [_source(module, found[name]) for name in sorted({*names, cause_of(row).__name__} & found.keys())]
@@ -64,8 +65,18 @@ def _definitions(module: str) -> dict[str, ast.AST]:
 
 
 def _source(module: str, node: ast.AST) -> str:
-    text = ast.get_source_segment(_text(module), node) or ""
-    return "".join(text.split())
+    """Cut a node out of its module, without spaces: `ast.get_source_segment`, which splits the whole text each time."""
+    if not isinstance(node, (ast.stmt, ast.expr)) or node.end_lineno is None:
+        return ""
+    lines = _lines(module)[node.lineno - 1 : node.end_lineno]
+    lines[-1] = lines[-1][: node.end_col_offset]  # first: a node of one line ends there
+    lines[0] = lines[0][node.col_offset :]
+    return "".join(b"".join(lines).decode().split())
+
+
+@functools.cache
+def _lines(module: str) -> list[bytes]:
+    return _text(module).encode().splitlines(keepends=True)  # offsets of ast are in bytes
 
 
 @functools.cache

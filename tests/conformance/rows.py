@@ -96,7 +96,7 @@ BATCHES = [
     Quick("a partial last batch", dense, mse, arrays()),
     Quick("batches of 1 to 9 rows", dense, mse, batches(*range(1, 10))),
     Row("a first batch of 1 row", dense, mse, batches(1, 8, 8, 8)),
-    Quick("a first batch of 15 rows", dense, mse, batches(15, 16, 16)),
+    Row("a first batch of 15 rows", dense, mse, batches(15, 16, 16)),
     Row("a middle batch of 1 row", dense, mse, batches(8, 8, 1, 8, 8)),
     Row("a last batch of 1 row", dense, mse, arrays(num_rows=49, batch=16)),
     Row("batches of 1 row only", dense, mse, batches(1, 1, 1, epochs=10)),
@@ -226,7 +226,7 @@ LOSSES = [
     Row("add_loss of a tf.reduce_sum", adds_loss(tf.reduce_sum), lambda: mse(SGD(0.01)), arrays()),
     Row("add_loss of a sum, in evaluation alone", adds_loss_in_evaluation, lambda: mse(SGD(0.01)), arrays()),
     Row("add_loss of a sum, in a train_step of the user's own", sums_losses, lambda: mse(SGD(0.01)), arrays()),
-    Quick("Dice loss over all rows", several_flags, lambda: mse(SGD(0.5), loss="dice"), arrays(feeds.flags)),
+    Row("Dice loss over all rows", several_flags, lambda: mse(SGD(0.5), loss="dice"), arrays(feeds.flags)),
     Row(
         "Dice loss of each class of 1 to 9 rows",
         several_flags,
@@ -412,7 +412,7 @@ EXECUTION = [
         lambda: mse(SGD(0.05, gradient_accumulation_steps=4), steps_per_execution=3),
         arrays(),
     ),
-    Quick("jit_compile", dense, lambda: mse(jit_compile=True), arrays(), warns=".*jit_compile"),
+    Row("jit_compile", dense, lambda: mse(jit_compile=True), arrays(), warns=".*jit_compile"),
     Row(
         "jit_compile and 3 steps an execution",
         dense,
@@ -487,7 +487,7 @@ METRICS = [
         lambda: crossentropy(metrics=["accuracy", metrics.SparseTopKCategoricalAccuracy(2)]),
         arrays(feeds.labels),
     ),
-    Quick(
+    Row(
         "AUC, precision and recall",
         binary_classifier,
         lambda: binary("accuracy", metrics.AUC(20), metrics.Precision(), metrics.Recall()),
@@ -657,7 +657,7 @@ STATE = [
 INPUTS = [
     Row("tensors", dense, mse, arrays(convert=tf.constant)),
     Row("lists", dense, mse, arrays(num_rows=12, batch=5)),
-    Quick(
+    Row(
         "validation_data",
         dense,
         lambda: mse(**MAE),
@@ -679,7 +679,7 @@ INPUTS = [
     Row("validation of unknown length", dense, mse, arrays(validation=feeds.validation_of_unknown_length)),
     Row("steps_per_epoch of arrays", dense, mse, arrays(steps_per_epoch=4)),
     Row("initial_epoch", dense, mse, arrays(initial_epoch=2)),
-    Quick("an input that is not given", optional_input, mse, arrays(feeds.one_of_two), under=where_none_is_taken()),
+    Row("an input that is not given", optional_input, mse, arrays(feeds.one_of_two), under=where_none_is_taken()),
     Row(
         "sample weights of one output alone",
         several_inputs_and_outputs,

@@ -74,7 +74,7 @@ def test_the_number_of_cases_is_that_of_the_table():
 @pytest.mark.parametrize(
     "page",
     [
-        page if page in CHEAP_PAGES else pytest.param(page, marks=pytest.mark.slow)
+        page if page in CHEAP_PAGES else pytest.param(page, marks=pytest.mark.rotating(turns=2))
         for page in PAGES
         if "```python" in TEXT_OF[page]
     ],

@@ -1,6 +1,7 @@
 """The guide's pages are alike, and the messages that they quote are those of the package."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ PAGE = (GUIDE / "troubleshooting.md").read_text(encoding="utf-8")
 SUBJECTS = sorted({path.stem for path in GUIDE.glob("*.md")} - {"index", "examples", "troubleshooting"})
 
 
+@functools.cache
 def messages():
     """Return all texts in the sources, with a line break for each value that is put in."""
     texts = []
@@ -30,9 +32,6 @@ def quoted():
     return re.findall(r"^\| `(.+?)` \| ", own, re.MULTILINE)
 
 
-TEXTS = messages()
-
-
 def test_the_page_quotes_messages():
     assert len(quoted()) > 60
 
@@ -40,7 +39,7 @@ def test_the_page_quotes_messages():
 @pytest.mark.parametrize("message", quoted())
 def test_a_quoted_message_is_one_of_the_package(message):
     pattern = re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL)
-    assert any(pattern.search(text) for text in TEXTS)
+    assert any(pattern.search(text) for text in messages())
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)

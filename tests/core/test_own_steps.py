@@ -17,7 +17,6 @@ from keras_dist_ext.training import building
 ADOPTED = ("no call", "a gan of parts made in the step")
 QUICK = (
     "a gan of parts made in the step",
-    "sparse and ragged batches",
     "a step that is a function with a branch",
 )
 

@@ -32,7 +32,7 @@ def assert_close(found, expected):
 OTHERS = [
     (name, kind, size) for name in STRUCTURES for kind, size in (("mirrored2", 7), ("mirrored4", 8), ("mirrored4", 3))
 ]
-QUICK = ["SimCLR", "SAM", "MAML", "accumulation"]
+QUICK = ["SimCLR", "SAM"]
 
 
 @pytest.mark.parametrize("name", rotating(STRUCTURES, QUICK))

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import rotating
 from doctor_runs import WIDTH, L, X, Y, mlp, pipeline, train
 from healthy_runs import alarms, judge_on_exact_times, share
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -88,15 +89,18 @@ def test_by_a_made_up_clock_a_fault_alone_is_found_with_its_seconds_and_its_twin
     assert [(finding.code, finding.seconds) for finding in found.findings] == [(fault, MADE_UP_FAULTS[fault])]
 
 
-@slow
 @pytest.mark.parametrize(
     ("fault", "code"),
-    [
-        ("batch_too_small", "batch-too-small"),  # what of it timings alone show depends on what else runs
-        ("host_bound", "host-bound"),
-        ("eager", "eager"),
-        ("sequential_map", "sequential-map"),
-    ],
+    rotating(
+        [
+            ("batch_too_small", "batch-too-small"),  # what of it timings alone show depends on what else runs
+            ("host_bound", "host-bound"),
+            ("eager", "eager"),
+            ("sequential_map", "sequential-map"),
+        ],
+        [],
+        slow=[("sequential_map", "sequential-map")],
+    ),
 )
 def test_experiments_confirm_a_planted_fault(
     fault: str, code: str, mirrored: Any, monkeypatch: pytest.MonkeyPatch
@@ -216,7 +220,7 @@ def test_a_healthy_run_on_one_device_has_no_finding_and_no_note(strategies: Any)
     assert [note.code for note in report.notes if note.code != "busy-machine"] == []
 
 
-@slow
+@pytest.mark.rotating(turns=3)
 def test_a_healthy_run_of_a_functional_model_on_four_replicas_has_no_finding(strategies: Any) -> None:
     with strategies.get("mirrored4").scope():
         inputs = keras.Input((WIDTH,))
@@ -303,8 +307,7 @@ def _stateful(strategy: Any, **compiled: Any) -> Any:
     return model
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [None, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("accumulate", rotating([None, 4], [], slow=[4]))
 def test_diagnosis_with_experiments_leaves_every_copy_of_every_variable_bit_for_bit(
     accumulate: int | None, mirrored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1423,7 +1423,7 @@ def test_settings_that_a_trial_changes_are_restored(tmp_path: pathlib.Path) -> N
     assert not tf.distribute.has_strategy()
 
 
-@pytest.mark.slow
+@pytest.mark.rotating(turns=4)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored(2)"])
 def test_memory_is_flat_over_thirty_trials(strategy: str, tmp_path: pathlib.Path) -> None:

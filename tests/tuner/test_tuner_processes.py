@@ -324,7 +324,7 @@ def test_a_search_on_two_workers_survives_the_loss_of_one(tmp_path, temporary):
     assert len([line for line in lines if line["what"] == "begin"]) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.rotating(turns=3)
 def test_a_screening_survives_the_worker_that_measures(tmp_path, temporary):
     screening = {"seconds": 0.1, "samples": 3, "rungs": 1}
     result = run(
@@ -345,7 +345,7 @@ def test_a_screening_survives_the_worker_that_measures(tmp_path, temporary):
     assert begun[0] == begun[1] == death.name.replace(" ", "")  # who died has measured
 
 
-@pytest.mark.slow
+@pytest.mark.rotating(turns=3)
 def test_a_strategy_that_kills_the_worker_that_measures_it_is_dropped(tmp_path, temporary):
     screening = {"seconds": 0.1, "samples": 3, "rungs": 1}
     result = run(
@@ -362,7 +362,7 @@ def test_a_strategy_that_kills_the_worker_that_measures_it_is_dropped(tmp_path, 
     assert result.dropped["mirrored(2)"].startswith("worker lost: the process died 2 times")
 
 
-@pytest.mark.slow
+@pytest.mark.rotating(turns=3)
 def test_a_trial_that_always_kills_its_worker_fails_with_the_reason_in_the_report(tmp_path, temporary):
     result = run(tmp_path, max_trials=6, max_restarts=1, doom={"who": "worker", "units": 5, "times": 9})
     found = result.value
@@ -413,7 +413,7 @@ def test_workers_that_run_each_trial_together_agree_and_one_of_them_reports(tmp_
     assert found["evaluated"] == pytest.approx(found["best_score"], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.rotating(turns=3)
 def test_if_a_worker_dies_its_whole_group_is_restarted(tmp_path, temporary):
     result = run(
         tmp_path, 1, workers_per_trial=2, strategies="multi_worker", max_trials=2, doom={"who": "worker", "times": 1}
@@ -422,7 +422,7 @@ def test_if_a_worker_dies_its_whole_group_is_restarted(tmp_path, temporary):
     assert len(result.deaths) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.rotating(turns=3)
 def test_workers_without_our_launcher_load_the_best_model_when_the_chief_has_ended(tmp_path):
     code = f"import json, search_runs; print('found', json.dumps(search_runs.search({str(tmp_path)!r}, max_trials=2)))"
     with cluster(1, 0) as (task,):

@@ -21,8 +21,8 @@ def test_over_time_each_has_its_turn():
 
 
 def test_a_commit_runs_its_share_of_many_cases():
-    names = [f"test_something[{number}]" for number in range(1000)]
-    shares = [sum(is_its_turn(name, commit=commit) for name in names) * TURNS / len(names) for commit in COMMITS]
+    names = [f"test_something[{number}]" for number in range(4000)]
+    shares = [sum(is_its_turn(name, commit=commit) for name in names) * TURNS / len(names) for commit in COMMITS[:50]]
     assert min(shares) > 0.75
     assert max(shares) < 1.25
 
