@@ -1108,6 +1108,7 @@ def but_for_random(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "drawn": values["drawn"][-1]}
 
 
+@pytest.mark.slow
 @on_two_workers(runs.crash_and_resume)
 def test_two_workers_go_on_together_from_what_the_chief_has_saved(values: Any) -> None:
     for worker in values:

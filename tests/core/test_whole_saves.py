@@ -38,6 +38,7 @@ def test_what_is_saved_is_read_back_and_nothing_else_is_left(name: str, model: A
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+@pytest.mark.slow
 @on_two_workers(runs.save_everywhere)
 def test_workers_save_whole_files_to_a_shared_path_together_or_alone(values: Any) -> None:
     for worker in values:
