@@ -38,8 +38,8 @@ In reading order:
     divergence        find variables whose copies differ
     self_check        a step on a few examples, on one device and on replicas, before training
     check_mode        whether that is done
-    gap_report        what is said of it
-    gaps              how far replicas are from one device, and what rounding explains
+    deviation_report  what is said of it
+    deviations        how far replicas are from one device, and what rounding explains
     snapshot          keep the state of a model, and restore it
     loop              ``kde.TrainLoop``
     adoption          ``kde.adopt``, ``kde.clone_model``, ``kde.load_model``

@@ -35,10 +35,8 @@ from keras_dist_ext.step.logs import ComputesWithResults, leaf_metrics
 from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.strategy.workers import Workers, workers_of
-from keras_dist_ext.training.distributed_step import DistributedStep
-from keras_dist_ext.training.few_rows import first_rows, rows_of_chief
-from keras_dist_ext.training.gap_report import describe, describe_unseen
-from keras_dist_ext.training.gaps import (
+from keras_dist_ext.training.deviation_report import describe, describe_unseen
+from keras_dist_ext.training.deviations import (
     Gap,
     Part,
     as_float,
@@ -48,6 +46,8 @@ from keras_dist_ext.training.gaps import (
     moved_by_rounding,
     rounding_of,
 )
+from keras_dist_ext.training.distributed_step import DistributedStep
+from keras_dist_ext.training.few_rows import first_rows, rows_of_chief
 from keras_dist_ext.training.snapshot import kept_numbers, kept_random, kept_state
 
 __all__ = ["check_metrics", "check_training"]

@@ -2,16 +2,16 @@
 
 In reading order:
 
-    certificate       ``kde.certify`` and ``kde.Certificate``
-    certifiable       what can be compared with one device
-    certified_script  ``keras-dist-ext doctor --certify SCRIPT.py``
-    global_batches    the batches that are compared
-    lockstep          the same steps on one device and on replicas
-    training_run      make one step, and read all that it changes
-    draws             what random ops draw on each replica
-    root_causes       find by experiment what makes a difference
-    gap_findings      differences that are none of gradients
-    crashes           why a step does not run
+    certificate         ``kde.certify`` and ``kde.Certificate``
+    certifiable         what can be compared with one device
+    certified_script    ``keras-dist-ext doctor --certify SCRIPT.py``
+    global_batches      the batches that are compared
+    lockstep            the same steps on one device and on replicas
+    training_run        make one step, and read all that it changes
+    draws               what random ops draw on each replica
+    root_causes         find by experiment what makes a difference
+    deviation_findings  differences that are none of gradients
+    crashes             why a step does not run
 """
 
 __all__: list[str] = []

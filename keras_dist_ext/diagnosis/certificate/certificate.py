@@ -22,8 +22,8 @@ from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.diagnosis.certificate.certifiable import check_certifiable
 from keras_dist_ext.diagnosis.certificate.crashes import crash_finding
+from keras_dist_ext.diagnosis.certificate.deviation_findings import of_gaps
 from keras_dist_ext.diagnosis.certificate.draws import Draws, watch_draws
-from keras_dist_ext.diagnosis.certificate.gap_findings import of_gaps
 from keras_dist_ext.diagnosis.certificate.global_batches import global_batches
 from keras_dist_ext.diagnosis.certificate.lockstep import Comparison, Lockstep
 from keras_dist_ext.diagnosis.certificate.root_causes import explain, of_draws
@@ -33,7 +33,7 @@ from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
 from keras_dist_ext.step.alike_draws import RowsAlike
 from keras_dist_ext.strategy.scope import describe_strategy
-from keras_dist_ext.training.gaps import Gap, as_float
+from keras_dist_ext.training.deviations import Gap, as_float
 
 __all__ = ["Certificate", "certify"]
 

@@ -30,7 +30,7 @@ from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.step.alike_draws import RowsAlike
 from keras_dist_ext.strategy.scope import describe_strategy
-from keras_dist_ext.training.gaps import (
+from keras_dist_ext.training.deviations import (
     LEAST,
     Gap,
     SlotKind,

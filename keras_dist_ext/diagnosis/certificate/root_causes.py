@@ -22,7 +22,7 @@ from keras_dist_ext.diagnosis.certificate.training_run import even_bounds
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers
-from keras_dist_ext.training.gaps import Gap
+from keras_dist_ext.training.deviations import Gap
 
 __all__ = ["FIX_OF_STOCK", "explain", "listed", "of_draws"]
 

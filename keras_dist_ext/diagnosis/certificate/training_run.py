@@ -28,7 +28,7 @@ from keras_dist_ext.aliases import Array, StepData, TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_variables
-from keras_dist_ext.training.gaps import Part, SlotKind, Values
+from keras_dist_ext.training.deviations import Part, SlotKind, Values
 from keras_dist_ext.training.runtime import runtime_of
 
 __all__ = ["TrainingRun", "State", "bounds_of_tensorflow", "even_bounds", "on_one_device"]

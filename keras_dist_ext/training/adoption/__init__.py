@@ -7,7 +7,7 @@ In reading order:
     rebuild            rebuild it, layer by layer
     recipe             rebuild a layer, metric or optimizer from its config
     distributed_class  the class of this package for a class of Keras' or of the user's
-    twins              copy values from old layers to new ones
+    variable_pairs     copy values from old layers to new ones
     compilation        compile the new model as the old one
 """
 

@@ -11,7 +11,7 @@ from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.aliases import MetricNest
 from keras_dist_ext.strategy.scope import optimizers
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, by_reference, read_recipe, rebuild_from_config
-from keras_dist_ext.training.adoption.twins import assign, in_pairs, named
+from keras_dist_ext.training.adoption.variable_pairs import assign, in_pairs, named
 
 __all__ = ["read_compile_state", "take_over_optimizers"]
 

@@ -13,7 +13,7 @@ from keras_dist_ext._keras.variables import components
 from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.training.adoption.distributed_class import OwnClasses, distributed_class_for
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, first_init, rebuild_from_config
-from keras_dist_ext.training.adoption.twins import side_by_side, take_over_trainable, variable_pairs
+from keras_dist_ext.training.adoption.variable_pairs import side_by_side, take_over_trainable, variable_pairs
 from keras_dist_ext.training.runtime import runtime_of
 
 __all__ = ["Rebuilt", "rebuild"]

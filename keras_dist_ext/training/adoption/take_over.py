@@ -21,7 +21,7 @@ from keras_dist_ext.training.adoption.compilation import read_compile_state, tak
 from keras_dist_ext.training.adoption.distributed_class import OwnClasses
 from keras_dist_ext.training.adoption.rebuild import rebuild
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, label
-from keras_dist_ext.training.adoption.twins import take_over_state
+from keras_dist_ext.training.adoption.variable_pairs import take_over_state
 from keras_dist_ext.training.check_mode import read_mode_from_file
 from keras_dist_ext.training.runtime import runtime_of
 

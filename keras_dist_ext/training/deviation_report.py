@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keras_dist_ext.training.gaps import Gap
+from keras_dist_ext.training.deviations import Gap
 
 __all__ = ["describe", "describe_unseen"]
 

@@ -8,7 +8,7 @@ from keras_dist_ext.diagnosis.certificate.lockstep import Lockstep
 from keras_dist_ext.diagnosis.certificate.root_causes import FIX_OF_STOCK, listed
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.strategy.scope import describe_strategy
-from keras_dist_ext.training.gaps import Gap
+from keras_dist_ext.training.deviations import Gap
 
 __all__ = ["of_gaps"]
 
