@@ -183,10 +183,10 @@ def is_serializable_dict(value: Any) -> bool:
     return isinstance(value, serialization_lib.SerializableDict)
 
 
-def share_registered_name(cls: type, twin: type) -> None:
-    """Have `twin` saved under the name of `cls`, without loading it by that name (saving/object_registration.py)."""
+def share_registered_name(cls: type, clone: type) -> None:
+    """Have `clone` saved under the name of `cls`, without loading it by that name (saving/object_registration.py)."""
     if cls in object_registration.GLOBAL_CUSTOM_NAMES:
-        object_registration.GLOBAL_CUSTOM_NAMES[twin] = object_registration.GLOBAL_CUSTOM_NAMES[cls]
+        object_registration.GLOBAL_CUSTOM_NAMES[clone] = object_registration.GLOBAL_CUSTOM_NAMES[cls]
 
 
 def saved_variables(path: Any, group: str) -> dict[str, npt.NDArray[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keras_dist_ext.training.deviations import Gap
+from keras_dist_ext.training.deviations import Deviation
 
 __all__ = ["describe", "describe_unseen"]
 
@@ -35,7 +35,7 @@ _ADVICE = {
 
 
 def describe(
-    model: str, num_replicas: int, num_examples: int, gaps: Sequence[Gap], *, given_to: str = "compile"
+    model: str, num_replicas: int, num_examples: int, deviations: Sequence[Deviation], *, given_to: str = "compile"
 ) -> str:
     """Describe what differs.
 
@@ -43,16 +43,16 @@ def describe(
         model: its name.
         num_replicas: on which the step was made.
         num_examples: that it was made on.
-        gaps: beyond rounding.
+        deviations: beyond rounding.
         given_to: what takes the argument ``check``.
     """
-    by_part = {part: [gap for gap in gaps if gap.part == part] for part in _KINDS}
+    by_part = {part: [d for d in deviations if d.part == part] for part in _KINDS}
     if by_part["gradient"]:
-        by_part["weights"] = [g for g in by_part["weights"] if g.name not in {h.name for h in by_part["gradient"]}]
+        by_part["weights"] = [d for d in by_part["weights"] if d.name not in {e.name for e in by_part["gradient"]}]
     found = [_listed(_KINDS[part], of_part) for part, of_part in by_part.items() if of_part]
     advice = [text for part, text in _ADVICE.items() if by_part[part]]
     if by_part["gradient"] and by_part["metric"]:
-        others = [gap for gap in by_part["metric"] if "loss" not in gap.name]
+        others = [d for d in by_part["metric"] if "loss" not in d.name]
         advice = [text for part, text in _ADVICE.items() if by_part[part] and (part != "metric" or others)]
     return (
         f"'{model}' does not train on {num_replicas} replicas as on one device. One step on {num_examples} examples, "
@@ -77,9 +77,9 @@ def describe_unseen(model: str, num_replicas: int, why: str, *, given_to: str = 
     )
 
 
-def _listed(kind: str, gaps: Sequence[Gap]) -> str:
-    worst = sorted(gaps, key=lambda gap: -gap.excess)
-    names = ", ".join(f"{gap.name} (by {_percent(gap.relative)})" for gap in worst[:_LISTED])
+def _listed(kind: str, deviations: Sequence[Deviation]) -> str:
+    worst = sorted(deviations, key=lambda d: -d.excess)
+    names = ", ".join(f"{d.name} (by {_percent(d.relative)})" for d in worst[:_LISTED])
     rest = len(worst) - _LISTED
     return f"{kind} {names}{f' and {rest} more' if rest > 0 else ''}"
 

@@ -1,17 +1,17 @@
 """Measure how far replicas are from one device after a step, and how much of it rounding explains.
 
-A gap is rounding as long as it stays below a bound, which is the sum of
+A deviation is rounding as long as it stays below a bound, which is the sum of
 
 - 1e-5 of the largest value of the variable's gradient, state or metric on one device (80 units of float32; 4 units of
   the layers' dtype where that is coarser); values below a thousandth of the largest gradient, or below 0.001, count as
   that large;
-- 8 times the gap that one device has to itself when the rows of the batch come in another order and its weights are
+- 8 times the deviation of one device from itself when the rows of the batch come in another order and its weights are
   moved by a unit of rounding (gradients that cancel, such as those of a bias before a normalization, are rounding of
   larger numbers), unless that is more than 0.001 of the value, or of the largest gradient, and so no rounding;
 - for weights, which optimizers may compute by dividing rounding by rounding: 8 units of float32 of the weight, 1e-5 of
-  the largest update, and what the gap of the element's gradient explains;
-- for an optimizer's variables, what the gap of the gradient explains; values below a thousandth of the largest of their
-  kind, such as all momenta, count as that large, and no other.
+  the largest update, and what the deviation of the element's gradient explains;
+- for an optimizer's variables, what the deviation of the gradient explains; values below a thousandth of the largest of
+  their kind, such as all momenta, count as that large, and no other.
 
 Where the gradients are within these bounds and what an optimizer makes of them is not, one device makes the step once
 more with the gradients of the replicas, and weights and the optimizer's variables are measured by that: Adam makes
@@ -33,7 +33,7 @@ from keras_dist_ext.aliases import Array
 __all__ = [
     "LEAST",
     "ROUNDING",
-    "Gap",
+    "Deviation",
     "Part",
     "SlotKind",
     "Values",
@@ -48,7 +48,7 @@ __all__ = [
 Part = tuple[str, str]  # what a value is, and of what: ("gradient", "dense/kernel")
 Values = Mapping[Part, tuple[Array, ...]]  # one array a replica
 ROUNDING = 1e-5
-COPIES = 8.0  # how many times the gap of rows in another order, and of a gradient, is allowed
+COPIES = 8.0  # how many times the deviation of rows in another order, and of a gradient, is allowed
 LEAST = 1e-3  # below it, a value counts as that large
 ORDER_MATTERS = 1e-3  # one device that is further from itself than this does not only round differently
 
@@ -62,7 +62,7 @@ class SlotKind:
 
 
 @dataclass(frozen=True)
-class Gap:
+class Deviation:
     """How far the replicas are from one device in one variable or metric, after one step or the worst of several."""
 
     part: str  # "gradient", "weights", "state", "optimizer" or "metric"
@@ -88,8 +88,8 @@ def measure(
     step: int,
     rounding: float,
     slots: Mapping[str, SlotKind],
-) -> Iterator[Gap]:
-    """Measure the gap of everything that both sides have.
+) -> Iterator[Deviation]:
+    """Measure the deviation of everything that both sides have.
 
     Args:
         expected: after the step on one device.
@@ -110,7 +110,7 @@ def measure(
         one = as_float(copies[0])
         others = [as_float(copy) for copy in found.get((part, name), ())]
         if any(other.shape != one.shape for other in others) or (part == "metric" and not others):
-            yield Gap(part, name, np.inf, np.inf, np.inf, 0.0, False, step)
+            yield Deviation(part, name, np.inf, np.inf, np.inf, 0.0, False, step)
             continue
         if not others:
             continue
@@ -138,11 +138,11 @@ def measure(
             excess = largest(np.where(apart > 0, apart / allowed, 0.0))
             is_apart = largest(np.where(spread > 0, spread / allowed, 0.0)) > 1.0
         absolute = largest(apart)
-        yield Gap(part, name, absolute, absolute / scale, excess, largest(spread), is_apart, step)
+        yield Deviation(part, name, absolute, absolute / scale, excess, largest(spread), is_apart, step)
 
 
 def _unsure(gradient: Array, others: Sequence[Array], *, as_whole: bool = False) -> Array:
-    """Which part of each element of a gradient, 0 to 1, is its gap; as a whole: of the largest element."""
+    """Which part of each element of a gradient, 0 to 1, is its deviation; as a whole: of the largest element."""
     apart = np.max([difference(as_float(other), gradient) for other in others], axis=0)
     if as_whole:
         apart, gradient = np.asarray(largest(apart)), np.asarray(largest(_finite(gradient)))

@@ -37,7 +37,7 @@ from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training.deviation_report import describe, describe_unseen
 from keras_dist_ext.training.deviations import (
-    Gap,
+    Deviation,
     Part,
     as_float,
     difference,
@@ -147,7 +147,7 @@ def _deviations(
     rows: StepData,
     prepare: _Prepare,
     unprepared: tuple[type[Exception], ...],
-) -> list[Gap]:
+) -> list[Deviation]:
     """Make a step both ways, and return what differs beyond rounding.
 
     Raises:
@@ -161,7 +161,7 @@ def _deviations(
         step = of_training.again()
         step.without_xla()
         with kept_random(), tf.summary.record_if(False), intercept_random_ops(draws), without_parts({"moments"}):
-            gaps = _BothWays(step, rows, prepare, unprepared).compare()
+            deviations = _BothWays(step, rows, prepare, unprepared).compare()
     except (_Unseen, BackendError):
         raise
     except Exception as error:  # training will end with it, too, or not meet it on whole batches
@@ -173,7 +173,7 @@ def _deviations(
     if draws.unknown:
         names = ", ".join(sorted(draws.unknown))
         raise _Unseen(f"it draws random numbers that cannot be made alike for all examples ({names})")
-    return gaps
+    return deviations
 
 
 _OF_PYTHON = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
@@ -211,7 +211,7 @@ class _BothWays:
         self._compared = list(_compared(step.model))
         self._paths = {id(variable): path for (_, path), variable in self._compared}
 
-    def compare(self) -> list[Gap]:
+    def compare(self) -> list[Deviation]:
         """Return what is beyond rounding."""
         one, many = self._runner(self._alone), self._runner(self._on_replicas)
         with self._kept():
@@ -225,8 +225,8 @@ class _BothWays:
         before = {part: components(variable)[0].numpy() for part, variable in self._compared}
         with self._kept():
             reordered = self._made(one, self._in_other_order(before))
-        gaps = measure(off, found, reordered, {k: as_float(v) for k, v in before.items()}, 1, rounding, {})
-        return [gap for gap in gaps if gap.is_beyond or gap.is_apart]
+        deviations = measure(off, found, reordered, {k: as_float(v) for k, v in before.items()}, 1, rounding, {})
+        return [d for d in deviations if d.is_beyond or d.is_apart]
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.diagnosis.certificate.certifiable import check_certifiable
 from keras_dist_ext.diagnosis.certificate.crashes import crash_finding
-from keras_dist_ext.diagnosis.certificate.deviation_findings import of_gaps
+from keras_dist_ext.diagnosis.certificate.deviation_findings import of_deviations
 from keras_dist_ext.diagnosis.certificate.draws import Draws, watch_draws
 from keras_dist_ext.diagnosis.certificate.global_batches import global_batches
 from keras_dist_ext.diagnosis.certificate.lockstep import Comparison, Lockstep
@@ -33,7 +33,7 @@ from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
 from keras_dist_ext.step.alike_draws import RowsAlike
 from keras_dist_ext.strategy.scope import describe_strategy
-from keras_dist_ext.training.deviations import Gap, as_float
+from keras_dist_ext.training.deviations import Deviation, as_float
 
 __all__ = ["Certificate", "certify"]
 
@@ -52,7 +52,7 @@ def certify(
     Both models are new, and thrown away. Every step takes the same global batch on both sides. What is compared after
     each: the gradient of each variable as the optimizer uses it, weights, non-trainable state and the optimizer's own
     variables (on every replica), and the results of loss and metrics. A deviation counts where rounding does not
-    explain it: ``gaps`` states the bounds, which are 1e-5 of a tensor's largest value in float32, and more where
+    explain it: ``deviations`` states the bounds, which are 1e-5 of a tensor's largest value in float32, and more where
     rounding moves one device further. Then the steps that are off are made again without parts of them, to find the
     cause.
 
@@ -120,7 +120,7 @@ class Certificate:
     strategy: str
     num_steps: int
     rows: tuple[tuple[int, ...], ...]
-    deviations: tuple[Gap, ...]
+    deviations: tuple[Deviation, ...]
     draws: tuple[Draws, ...]
     findings: tuple[Finding, ...]
     allowed: tuple[Finding, ...] = ()
@@ -133,9 +133,9 @@ class Certificate:
         return not self.findings
 
     @property
-    def largest(self) -> Gap | None:
+    def largest(self) -> Deviation | None:
         """The deviation that is largest relative to what rounding explains."""
-        return max(self.deviations, key=lambda gap: gap.excess, default=None)
+        return max(self.deviations, key=lambda d: d.excess, default=None)
 
     def __str__(self) -> str:
         lines = [self._verdict(), *(str(finding) for finding in self.findings)]
@@ -157,7 +157,7 @@ class Certificate:
     def to_json(self) -> str:
         """Return all of it as one JSON object; numbers that are not finite are strings there."""
         fields = {**dataclasses.asdict(self), "is_equivalent": self.is_equivalent}
-        fields["deviations"] = [{**dataclasses.asdict(gap), "is_beyond": gap.is_beyond} for gap in self.deviations]
+        fields["deviations"] = [{**dataclasses.asdict(d), "is_beyond": d.is_beyond} for d in self.deviations]
         return json.dumps(_finite(fields), allow_nan=False)
 
     def __rich_console__(self, console: object, options: object) -> Iterator[Any]:
@@ -172,15 +172,17 @@ class Certificate:
         table = Table(title="deviation from one device (worst step)", title_justify="left", box=box.SIMPLE_HEAD)
         for name in ("", "of", "largest", "relative", "of rounding", "between replicas", "step"):
             table.add_column(name, justify="left" if name in ("", "of") else "right", overflow="fold")
-        for gap in sorted(self.deviations, key=lambda gap: -gap.excess):
+        for deviation in sorted(self.deviations, key=lambda d: -d.excess):
             cells = (
-                f"{gap.absolute:.2g}",
-                f"{gap.relative:.1e}",
-                f"{gap.excess:.2g}",
-                f"{gap.spread:.2g}",
-                str(gap.step),
+                f"{deviation.absolute:.2g}",
+                f"{deviation.relative:.1e}",
+                f"{deviation.excess:.2g}",
+                f"{deviation.spread:.2g}",
+                str(deviation.step),
             )
-            table.add_row(gap.part, gap.name, *cells, style="red" if gap.is_beyond or gap.is_apart else "")
+            table.add_row(
+                deviation.part, deviation.name, *cells, style="red" if deviation.is_beyond or deviation.is_apart else ""
+            )
         yield table
         if self.draws:
             table = Table(title="random numbers", title_justify="left", box=box.SIMPLE_HEAD)
@@ -237,7 +239,7 @@ class _Trial:
         self._strategy = strategy
         self._batches = batches
         self._findings: list[Finding] = []
-        self._worst: dict[tuple[str, str], Gap] = {}
+        self._worst: dict[tuple[str, str], Deviation] = {}
         self._rows: list[tuple[int, ...]] = []
         self._draws: tuple[Draws, ...] = ()
         self._drift: tuple[float | None, float | None] = (None, None)
@@ -295,8 +297,8 @@ class _Trial:
                     )
                 break
             self._rows.append(comparison.sizes)
-            for gap in comparison.gaps:
-                self._note(gap)
+            for deviation in comparison.deviations:
+                self._note(deviation)
             is_first_of_kind = all(c.is_even != comparison.is_even for c in off)
             is_first_nan = not comparison.is_finite and all(c.is_finite for c in off)
             if (not comparison.excess <= 1.0 and is_first_of_kind) or is_first_nan:
@@ -307,7 +309,7 @@ class _Trial:
             self._findings += explain(lockstep, off)
         elif not self._findings:
             self._measure_drift(lockstep, start)
-        self._findings += of_gaps(lockstep, tuple(self._worst.values()), bool(off))
+        self._findings += of_deviations(lockstep, tuple(self._worst.values()), bool(off))
         self._try_several_steps(lockstep)
 
     def _broken(self, error: Exception, step: int, bounds: list[int]) -> Finding:
@@ -326,12 +328,12 @@ class _Trial:
             fix=f"{crash.fix} Or drop the last batch (`drop_remainder=True`).",
         )
 
-    def _note(self, gap: Gap) -> None:
-        worst = self._worst.setdefault((gap.part, gap.name), gap)
-        if gap is not worst:
-            spread, apart = max(worst.spread, gap.spread), worst.is_apart or gap.is_apart
-            worse = worst if worst.excess >= gap.excess else gap
-            self._worst[gap.part, gap.name] = dataclasses.replace(worse, spread=spread, is_apart=apart)
+    def _note(self, deviation: Deviation) -> None:
+        worst = self._worst.setdefault((deviation.part, deviation.name), deviation)
+        if deviation is not worst:
+            spread, apart = max(worst.spread, deviation.spread), worst.is_apart or deviation.is_apart
+            worse = worst if worst.excess >= deviation.excess else deviation
+            self._worst[deviation.part, deviation.name] = dataclasses.replace(worse, spread=spread, is_apart=apart)
 
     def _measure_drift(self, lockstep: Lockstep, start: Any) -> None:
         """Train without taking over state in between, on replicas, on one device, and there with rows reordered."""

@@ -1,7 +1,7 @@
-"""Make the same training steps on one device and on a strategy's replicas, each from equal state, and measure the gap.
+"""Make the same training steps on one device and on a strategy's replicas, each from equal state, and compare them.
 
 Both sides are models that the same function builds. Before every step the replicas take over the state of one device,
-so that a gap is made by that step alone, and rounding does not grow from step to step.
+so that a deviation is made by that step alone, and rounding does not grow from step to step.
 
 Letters: N = rows of the global batch; R = replicas.
 """
@@ -32,7 +32,7 @@ from keras_dist_ext.step.alike_draws import RowsAlike
 from keras_dist_ext.strategy.scope import describe_strategy
 from keras_dist_ext.training.deviations import (
     LEAST,
-    Gap,
+    Deviation,
     SlotKind,
     Values,
     as_float,
@@ -56,7 +56,7 @@ class Comparison:
     before: State
     expected: Values
     found: Values  # one array a replica
-    gaps: tuple[Gap, ...]
+    deviations: tuple[Deviation, ...]
 
     @property
     def is_even(self) -> bool:
@@ -67,7 +67,8 @@ class Comparison:
     def excess(self) -> float:
         """How far training is off, relative to rounding: by the gradients, or the weights where none are known."""
         by_part = {
-            part: max((g.excess for g in self.gaps if g.part == part), default=0.0) for part in ("gradient", "weights")
+            part: max((d.excess for d in self.deviations if d.part == part), default=0.0)
+            for part in ("gradient", "weights")
         }
         return max(by_part.values())
 
@@ -183,13 +184,13 @@ class Lockstep:
         expected, reordered = (_named_as_in(found, values) for values in (expected, reordered))
         sizes = tuple(stop - start for start, stop in itertools.pairwise(bounds))
         was = {(part, path): value for (part, path, _), value in zip(self.one.compared, before, strict=False)}
-        gaps = tuple(measure(expected, found, reordered, was, step, self.rounding, self._slots))
-        if _is_off_in_updates_alone(gaps):
+        deviations = tuple(measure(expected, found, reordered, was, step, self.rounding, self._slots))
+        if _is_off_in_updates_alone(deviations):
             given = self._on_one_device(batch, before, without, gradients=found)
             self.one.load(after)
-            by_part = {(g.part, g.name): g for g in measure(given, found, given, was, step, self.rounding, self._slots)}
-            gaps = tuple(_judged_by(by_part[gap.part, gap.name], gap) if _is_of_update(gap) else gap for gap in gaps)
-        return Comparison(step, sizes, batch, before, expected, found, gaps)
+            by_part = {(d.part, d.name): d for d in measure(given, found, given, was, step, self.rounding, self._slots)}
+            deviations = tuple(_judged_by(by_part[d.part, d.name], d) if _is_of_update(d) else d for d in deviations)
+        return Comparison(step, sizes, batch, before, expected, found, deviations)
 
     def _on_one_device(
         self, batch: StepData, before: State, without: Collection[str], *, gradients: Values | None = None
@@ -208,30 +209,32 @@ class Lockstep:
         moved = [moved_by_rounding(value, random) for value in before]
         return self._on_one_device(take_rows(batch, random.permutation(int(num_rows(batch)))), moved, without)
 
-    def distance_to_itself(self, comparison: Comparison) -> Gap | None:
-        """Make a step of one device again, traced anew; return the largest gap beyond rounding, if any."""
+    def distance_to_itself(self, comparison: Comparison) -> Deviation | None:
+        """Make a step of one device again, traced anew; return the largest deviation beyond rounding, if any."""
         self.one.retrace()
         self.draws.step.assign(comparison.step)
         again = self._on_one_device(comparison.batch, comparison.before, ())
         again = _named_as_in(comparison.expected, again)
-        gaps = measure(comparison.expected, again, comparison.expected, {}, comparison.step, self.rounding, self._slots)
-        return max((g for g in gaps if g.is_beyond), key=lambda g: g.excess, default=None)
+        deviations = measure(
+            comparison.expected, again, comparison.expected, {}, comparison.step, self.rounding, self._slots
+        )
+        return max((d for d in deviations if d.is_beyond), key=lambda d: d.excess, default=None)
 
 
-def _is_of_update(gap: Gap) -> bool:
+def _is_of_update(deviation: Deviation) -> bool:
     """Whether an optimizer's update is off in a variable."""
-    return gap.part in ("weights", "optimizer") and (gap.is_beyond or gap.is_apart)
+    return deviation.part in ("weights", "optimizer") and (deviation.is_beyond or deviation.is_apart)
 
 
-def _is_off_in_updates_alone(gaps: Sequence[Gap]) -> bool:
+def _is_off_in_updates_alone(deviations: Sequence[Deviation]) -> bool:
     """Whether updates are off, and the gradients, which are known, are not."""
-    gradients = [gap for gap in gaps if gap.part == "gradient"]
-    return bool(gradients) and not any(g.is_beyond for g in gradients) and any(map(_is_of_update, gaps))
+    gradients = [d for d in deviations if d.part == "gradient"]
+    return bool(gradients) and not any(d.is_beyond for d in gradients) and any(map(_is_of_update, deviations))
 
 
-def _judged_by(other: Gap, gap: Gap) -> Gap:
-    """Return a gap as large as it is, and as far beyond rounding as another one."""
-    return dataclasses.replace(gap, excess=other.excess, is_apart=other.is_apart)
+def _judged_by(other: Deviation, deviation: Deviation) -> Deviation:
+    """Return a deviation as large as it is, and as far beyond rounding as another one."""
+    return dataclasses.replace(deviation, excess=other.excess, is_apart=other.is_apart)
 
 
 def _named_as_in(found: Values, values: Values) -> Values:

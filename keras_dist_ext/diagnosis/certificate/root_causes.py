@@ -1,8 +1,8 @@
 """Find out by experiment what makes replicas train differently from one device, and say it as findings.
 
 The step that is off is made again on both sides from the same state, with something taken away: uneven rows, the
-sample weights or masks of losses, the batch statistics of BatchNormalization, the loss itself. What makes the gap go
-when it is taken away, and come when it alone is put back, is the cause.
+sample weights or masks of losses, the batch statistics of BatchNormalization, the loss itself. What makes a difference
+go when it is taken away, and come when it alone is put back, is the cause.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keras_dist_ext.diagnosis.certificate.training_run import even_bounds
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers
-from keras_dist_ext.training.deviations import Gap
+from keras_dist_ext.training.deviations import Deviation
 
 __all__ = ["FIX_OF_STOCK", "explain", "listed", "of_draws"]
 
@@ -42,9 +42,9 @@ def explain(lockstep: Lockstep, comparisons: Sequence[Comparison]) -> list[Findi
     if itself is not None:
         return [_uncontrolled(sorted(lockstep.draws.unknown), itself)]
     findings: list[Finding] = []
-    by_gradient = [c for c in comparisons if any(g.is_beyond for g in c.gaps if g.part == "gradient")]
-    if not by_gradient and any(g.part == "gradient" for g in comparisons[0].gaps):
-        are_apart = any(g.is_apart for g in comparisons[0].gaps if g.part == "weights")  # `of_gaps` says so
+    by_gradient = [c for c in comparisons if any(d.is_beyond for d in c.deviations if d.part == "gradient")]
+    if not by_gradient and any(d.part == "gradient" for d in comparisons[0].deviations):
+        are_apart = any(d.is_apart for d in comparisons[0].deviations if d.part == "weights")  # `of_deviations` says so
         return [] if are_apart else [causes.update(comparisons[0])]
     comparisons = by_gradient or comparisons
     starved = next((c for c in comparisons if not c.is_finite and 0 in c.sizes), None)
@@ -142,7 +142,7 @@ class _RootCauses:
             code="uneven-batch",
             what=f"A batch that does not split evenly trains other weights: each of "
             f"{counted(len(off.sizes), 'replica')} counts alike, whatever its share of the rows.",
-            evidence=f"{_where(off)}; {_worst(off)}. With even parts, the gap is rounding.",
+            evidence=f"{_where(off)}; {_worst(off)}. With even parts, the difference is rounding.",
             fix=f"{self.fix} Or drop the last batch (`drop_remainder=True`).",
         )
 
@@ -156,7 +156,7 @@ class _RootCauses:
             code=code,
             what=f"The loss {self._losses()} divides by what one replica counts of {noun}, not by the count of the "
             "global batch, so that rows weigh more on a replica that has few valid ones.",
-            evidence=f"{_where(off)}; {_worst(off)}. Without {noun} in the loss, the gap is rounding{makers}.",
+            evidence=f"{_where(off)}; {_worst(off)}. Without {noun} in the loss, the difference is rounding{makers}.",
             fix=self.fix,
         )
 
@@ -178,7 +178,7 @@ class _RootCauses:
             code="local-batch-statistics",
             what=f"BatchNormalization ({names}) normalizes with the statistics of one replica's rows, where one device "
             "takes those of the whole batch. That is how it is defined, and rarely harms; but it is another model.",
-            evidence=f"{_where(off)}; {_worst(off)}. With the moving statistics instead, the gap is rounding.",
+            evidence=f"{_where(off)}; {_worst(off)}. With the moving statistics instead, the difference is rounding.",
             fix="BatchNormalization(synchronized=True)",
         )
 
@@ -190,7 +190,7 @@ class _RootCauses:
             what=f"BatchNormalization ({names}) computes statistics with too few digits: Keras' synchronized one takes "
             "the square of the mean from the mean square, which are nearly equal far from 0.",
             evidence=f"All replicas were given the same {off.sizes[0]} rows; {_worst(off)}. With the moving statistics "
-            "instead, the gap is rounding.",
+            "instead, the difference is rounding.",
             fix="Give it inputs near 0, as `keras.layers.Normalization` makes them.",
         )
 
@@ -207,7 +207,9 @@ class _RootCauses:
 
     def empty_replica(self, off: Comparison) -> Finding:
         """Name the statistics of no rows."""
-        names = listed([g.name for g in off.gaps if not np.isfinite(g.absolute) and g.part in ("weights", "state")])
+        names = listed(
+            [d.name for d in off.deviations if not np.isfinite(d.absolute) and d.part in ("weights", "state")]
+        )
         cause, proof = "Something divides by no rows", ""
         if self.local_norms and self.again(off, without=("moments",)).is_finite:
             cause = f"BatchNormalization ({_paths(self.local_norms)}) divides by no rows"
@@ -261,7 +263,7 @@ class _RootCauses:
             code="rows-interact",
             what=f"What the model computes of a row depends on the other rows of the replica. Suspects are {suspects}.",
             evidence=f"{_where(off)}; {_worst(off)}. Neither the loss, nor weights, masks or BatchNormalization are "
-            "the cause; with equal rows on all replicas the gap is rounding.",
+            "the cause; with equal rows on all replicas the difference is rounding.",
             fix="Compute across rows with `tf.distribute.get_replica_context().all_reduce`, or not at all.",
         )
 
@@ -282,14 +284,15 @@ class _RootCauses:
         return f"; the mask comes from {listed(makers)}" if makers else ""
 
 
-def _uncontrolled(names: Sequence[str], gap: Gap) -> Finding:
+def _uncontrolled(names: Sequence[str], deviation: Deviation) -> Finding:
     """One device that does not repeat itself."""
     which = f" Random ops that are not held still: {', '.join(names)}." if names else ""
     return Finding(
         code="uncontrolled-draws",
         what="One device does not repeat its own step, so nothing can be said about this step on replicas: something "
         f"random, or kept outside of variables, is in it.{which}",
-        evidence=f"{gap.part} of {gap.name} is {gap.relative:.2g} (relative) from itself, from equal state and rows.",
+        evidence=f"{deviation.part} of {deviation.name} is {deviation.relative:.2g} (relative) from itself, from equal "
+        "state and rows.",
         fix="Draw by keras.random with a SeedGenerator (not by numpy, Python or the ops named), then certify again.",
     )
 
@@ -322,10 +325,10 @@ def _where(off: Comparison) -> str:
 
 
 def _worst(off: Comparison) -> str:
-    order: Callable[[Gap], tuple[bool, float]] = lambda gap: (gap.part == "gradient", gap.excess)  # noqa: E731
-    beyond = [g for g in off.gaps if g.is_beyond]
+    order: Callable[[Deviation], tuple[bool, float]] = lambda d: (d.part == "gradient", d.excess)  # noqa: E731
+    beyond = [d for d in off.deviations if d.is_beyond]
     if not beyond:
-        return "no gap beyond rounding"
+        return "no difference beyond rounding"
     worst = max(beyond, key=order)
     return f"the {worst.part} of {worst.name} is {worst.relative:.2g} (relative) off"
 

@@ -80,10 +80,10 @@ def clone_model(model: keras.Model, strategy: tf.distribute.Strategy | None = No
     with explained("kde.clone_model", model, strategy, is_read=False):
         compile_alike = read_compile_state(model) if model.compiled else None
         with scope_of(strategy):
-            twin = rebuild(model, OWN_CLASSES).twin
+            clone = rebuild(model, OWN_CLASSES).clone
             if compile_alike:
-                compile_alike(twin)
-    return twin
+                compile_alike(clone)
+    return clone
 
 
 def load_model(

@@ -36,18 +36,18 @@ def read_compile_state(model: keras.Model) -> Callable[[keras.Model], None]:
         with by_reference(model) as objects:
             config = model.get_compile_config()
 
-        def compile_from_config(twin: keras.layers.Layer) -> None:
+        def compile_from_config(clone: keras.layers.Layer) -> None:
             with keras.saving.custom_object_scope(objects):
-                twin.compile_from_config(config)
+                clone.compile_from_config(config)
 
         return compile_from_config
 
     given = compile_arguments(model)
     new_optimizer = None if model.optimizer is None else read_recipe(model.optimizer)
 
-    def compile_alike(twin: keras.layers.Layer) -> None:
+    def compile_alike(clone: keras.layers.Layer) -> None:
         made: dict[int, keras.Metric] = {}
-        twin.compile(
+        clone.compile(
             optimizer=new_optimizer and new_optimizer(type(model.optimizer)),
             loss=given["loss"],
             loss_weights=given["loss_weights"],
@@ -77,20 +77,20 @@ def _new_metrics(given: object, made: dict[int, keras.Metric]) -> MetricNest:
     return made[id(given)]
 
 
-def take_over_optimizers(twin: keras.layers.Layer, model: keras.Model, variables: dict[int, Variable]) -> None:
+def take_over_optimizers(clone: keras.layers.Layer, model: keras.Model, variables: dict[int, Variable]) -> None:
     """Copy the state of all optimizers, slots and counters, and read it back.
 
     Args:
-        twin: The new model, compiled.
+        clone: The new model, compiled.
         model: The old one.
         variables: The new variables by the ids of the old ones.
 
     Raises:
-        CannotRebuildError: The twin lacks an optimizer, or one trains other variables or has other slots.
+        CannotRebuildError: The clone lacks an optimizer, or one trains other variables or has other slots.
     """
-    of_twin = dict(optimizers(twin))
+    of_clone = dict(optimizers(clone))
     for name, old in optimizers(model):
-        new = of_twin.get(name)
+        new = of_clone.get(name)
         if new is None:
             raise CannotRebuildError(
                 f"its optimizer '{old.name}' is the attribute {name}, which neither its constructor nor its `compile` "

@@ -29,16 +29,16 @@ def rebuild(model: keras.Model, own: OwnClasses) -> Rebuilt:
     user_class: type[keras.Model] = type(model)
     cls = distributed_class_for(user_class, own)
     if isinstance(model, KerasFunctional) and (cls is own.functional or rebuilt.is_functional_by_base(model)):
-        rebuilt.twin = rebuilt.functional(model, cls)
+        rebuilt.clone = rebuilt.functional(model, cls)
     elif isinstance(model, keras.Sequential) and first_init(user_class) in (
         keras.Sequential,
         own.sequential,
         own.model,
     ):
-        rebuilt.twin = rebuilt.sequential(model, cls)
+        rebuilt.clone = rebuilt.sequential(model, cls)
     else:
-        rebuilt.twin = rebuilt.subclassed(model, cls)
-    rebuilt.twin.dtype_policy = model.dtype_policy
+        rebuilt.clone = rebuilt.subclassed(model, cls)
+    rebuilt.clone.dtype_policy = model.dtype_policy
     take_over_trainable(rebuilt.pairs())
     return rebuilt
 
@@ -47,26 +47,26 @@ class Rebuilt:
     """A model that is made again: its layers, old and new, each once.
 
     Attributes:
-        twin: The new model, once it is there.
+        clone: The new model, once it is there.
     """
 
     def __init__(self, own: OwnClasses) -> None:
         self._own = own
-        self.twin: keras.layers.Layer = None
-        self._twins: dict[
+        self.clone: keras.layers.Layer = None
+        self._clones: dict[
             int, tuple[keras.Layer, keras.Layer]
         ] = {}  # id of the old layer -> (old, new); keeps the old one alive
         self._graphs: set[int] = set()  # ids of the old models whose layers were made one by one
 
-    def twin_of(self, layer: keras.layers.Layer) -> keras.layers.Layer:
+    def clone_of(self, layer: keras.layers.Layer) -> keras.layers.Layer:
         """Make a layer or an operation of a graph again, or return the one that was made.
 
         Raises:
             CannotRebuildError: It cannot be made from its config.
         """
-        if id(layer) not in self._twins:
-            self._twins[id(layer)] = (layer, self._make(layer))
-        return self._twins[id(layer)][1]
+        if id(layer) not in self._clones:
+            self._clones[id(layer)] = (layer, self._make(layer))
+        return self._clones[id(layer)][1]
 
     def _make(self, layer: keras.layers.Layer) -> keras.layers.Layer:
         cls = type(layer)
@@ -92,7 +92,7 @@ class Rebuilt:
         inputs = keras.tree.map_structure(input_like, model.input)
         bare = keras.Model(model.input, model.output, name=model.name)  # the same layers, uncompiled, of Keras' class
         copy = keras.models.clone_model(
-            bare, input_tensors=inputs, clone_function=self.twin_of, call_function=self._call_with_new_variables
+            bare, input_tensors=inputs, clone_function=self.clone_of, call_function=self._call_with_new_variables
         )
         return self._keep(model, cls(inputs, copy.output, name=model.name), is_graph=True)
 
@@ -102,12 +102,12 @@ class Rebuilt:
         Raises:
             CannotRebuildError: A layer cannot be made again.
         """
-        layers = [self.twin_of(layer) for layer in model.layers]
+        layers = [self.clone_of(layer) for layer in model.layers]
         inputs = _sequential_input(model)
-        twin = cls(layers if inputs is None else [inputs, *layers], name=model.name)
-        if not twin.built and model.built:
-            _build_alike(twin, model)
-        return self._keep(model, twin, is_graph=True)
+        clone = cls(layers if inputs is None else [inputs, *layers], name=model.name)
+        if not clone.built and model.built:
+            _build_alike(clone, model)
+        return self._keep(model, clone, is_graph=True)
 
     def subclassed(self, model: keras.Model, cls: type[keras.Model]) -> keras.Model:
         """Have the user's class make itself again from its config, and build what `model` has built.
@@ -115,51 +115,51 @@ class Rebuilt:
         Raises:
             CannotRebuildError: It cannot.
         """
-        twin = rebuild_from_config(model, cls, records_arguments=runtime_of(model) is not None)
+        clone = rebuild_from_config(model, cls, records_arguments=runtime_of(model) is not None)
         if model.built:
-            _build_alike(twin, model)
-        self._attach_late(twin, model)
-        _build_layers_alike(twin, model)
-        return self._keep(model, twin, is_graph=False)
+            _build_alike(clone, model)
+        self._attach_late(clone, model)
+        _build_layers_alike(clone, model)
+        return self._keep(model, clone, is_graph=False)
 
-    def _attach_late(self, twin: keras.layers.Layer, model: keras.Model) -> None:
+    def _attach_late(self, clone: keras.layers.Layer, model: keras.Model) -> None:
         """Give a model the attributes that its class does not make, but its first step or its `compile` has made."""
         for name, value in attributes(model):
-            if getattr(twin, name, None) is not None:
+            if getattr(clone, name, None) is not None:
                 continue
             if isinstance(value, keras.Layer):
-                setattr(twin, name, self.twin_of(value))
+                setattr(clone, name, self.clone_of(value))
             elif name.startswith("_"):
                 continue  # Keras' own `compile` makes those
             elif isinstance(value, keras.Metric):
-                setattr(twin, name, rebuild_from_config(value, type(value)))
+                setattr(clone, name, rebuild_from_config(value, type(value)))
             elif isinstance(value, keras.Variable):
-                new = twin.add_weight(
+                new = clone.add_weight(
                     shape=value.shape,
                     dtype=value.dtype,
                     trainable=value.trainable,
                     name=value.name,
                     initializer="zeros",
                 )
-                setattr(twin, name, new)
+                setattr(clone, name, new)
             elif isinstance(value, tf.Variable):
                 start = tf.convert_to_tensor(components(value)[0]).numpy()
-                setattr(twin, name, tf.Variable(start, trainable=value.trainable, aggregation=value.aggregation))
+                setattr(clone, name, tf.Variable(start, trainable=value.trainable, aggregation=value.aggregation))
 
-    def _keep(self, model: keras.Model, twin: keras.layers.Layer, is_graph: bool) -> keras.Model:
-        self._twins[id(model)] = (model, twin)
+    def _keep(self, model: keras.Model, clone: keras.layers.Layer, is_graph: bool) -> keras.Model:
+        self._clones[id(model)] = (model, clone)
         if is_graph:
             self._graphs.add(id(model))
-        return twin
+        return clone
 
     def pairs(self) -> list[tuple[keras.Layer, keras.Layer]]:
         """(old, new) for every layer of the model and all that is in them, each old one once.
 
         Raises:
-            CannotRebuildError: A layer and its twin hold other layers, or were made with other arguments.
+            CannotRebuildError: A layer and its clone hold other layers, or were made with other arguments.
         """
         found: dict[int, tuple[keras.Layer, keras.Layer]] = {}
-        for old, new in list(self._twins.values()):
+        for old, new in list(self._clones.values()):
             if not isinstance(old, keras.Layer):
                 continue
             for one, other in [(old, new)] if id(old) in self._graphs else side_by_side(old, new):
@@ -201,19 +201,19 @@ def _stateless(operation: keras.Operation) -> keras.Operation:
         return operation
 
 
-def _build_alike(twin: keras.layers.Layer, model: keras.Model) -> None:
+def _build_alike(clone: keras.layers.Layer, model: keras.Model) -> None:
     """Build what a model and the layers in it have built, from the shapes that they were built with."""
-    if not twin.built:
-        with warnings.catch_warnings(), keras.name_scope(twin.name, caller=twin):
+    if not clone.built:
+        with warnings.catch_warnings(), keras.name_scope(clone.name, caller=clone):
             warnings.simplefilter("ignore")  # Keras warns where it cannot; the comparison of all variables is an error
-            twin.build_from_config(model.get_build_config())
-    _build_layers_alike(twin, model)
-    twin.built = True
+            clone.build_from_config(model.get_build_config())
+    _build_layers_alike(clone, model)
+    clone.built = True
 
 
-def _build_layers_alike(twin: keras.layers.Layer, model: keras.Model) -> None:
+def _build_layers_alike(clone: keras.layers.Layer, model: keras.Model) -> None:
     """Build the layers in a model that are built in another: from the outside in, since building may make more."""
-    pending, seen = [(model, twin)], set()
+    pending, seen = [(model, clone)], set()
     while pending:
         old_holder, new_holder = pending.pop(0)
         for old, new in zip(child_layers(old_holder), child_layers(new_holder), strict=False):

@@ -58,16 +58,16 @@ def rebuild_from_config(thing: object, cls: type[Rebuildable], *, records_argume
     """
     has_config = has_own_config(thing) or (records_arguments and has_recorded_arguments(thing))
     is_made_from_config = has_config or not isinstance(thing, keras.Model)
-    twin = read_recipe(thing)(cls) if is_made_from_config else _from_nothing(thing, cls)
-    _rename(twin, thing)
-    return twin
+    clone = read_recipe(thing)(cls) if is_made_from_config else _from_nothing(thing, cls)
+    _rename(clone, thing)
+    return clone
 
 
-def _rename(twin: keras.layers.Layer, thing: Rebuildable) -> None:
-    """Give the layers in `twin` the names of those in `thing`: names that Keras makes up count on."""
-    twin.name = thing.name  # many constructors take none
+def _rename(clone: keras.layers.Layer, thing: Rebuildable) -> None:
+    """Give the layers in `clone` the names of those in `thing`: names that Keras makes up count on."""
+    clone.name = thing.name  # many constructors take none
     if isinstance(thing, keras.Layer):
-        for old, new in zip(flat_layers(thing), flat_layers(twin), strict=False):
+        for old, new in zip(flat_layers(thing), flat_layers(clone), strict=False):
             if type(old) is type(new) and not new.built:
                 new.name = old.name
 
@@ -94,14 +94,14 @@ def read_recipe(thing: Rebuildable) -> Callable[[type[Rebuildable]], Rebuildable
     def make(cls: type[Rebuildable]) -> Rebuildable:
         with keras.saving.custom_object_scope(objects):
             try:
-                twin = cls.from_config(dict(config))
+                clone = cls.from_config(dict(config))
             except Exception as error:
                 raise CannotRebuildError(
                     f"{shown} cannot be made from its config: {_first_sentence(error)} Give {name} a `get_config` that "
                     "returns the arguments of its constructor, and a `from_config` that takes them."
                 ) from error
-        refuse_lost_arguments(thing, twin, config)
-        return twin
+        refuse_lost_arguments(thing, clone, config)
+        return clone
 
     return make
 
@@ -114,7 +114,7 @@ def _bare(config: TensorNest) -> TensorNest:
     return [_bare(value) for value in config] if isinstance(config, list) else config
 
 
-def refuse_lost_arguments(thing: Rebuildable, twin: keras.layers.Layer, config: Config | None = None) -> None:
+def refuse_lost_arguments(thing: Rebuildable, clone: keras.layers.Layer, config: Config | None = None) -> None:
     """Notice a `get_config` that forgets an argument of the constructor, which then gets its default in silence.
 
     Raises:
@@ -123,7 +123,7 @@ def refuse_lost_arguments(thing: Rebuildable, twin: keras.layers.Layer, config: 
     cls = type(thing)
     is_own = cls.from_config.__module__.partition(".")[0] != "keras"
     for name in _arguments(cls):
-        before, after = (getattr(one, name, None) for one in (thing, twin))
+        before, after = (getattr(one, name, None) for one in (thing, clone))
         are_plain = all(isinstance(value, bool | int | float | str | None) for value in (before, after))
         if are_plain and before != after:
             raise CannotRebuildError(

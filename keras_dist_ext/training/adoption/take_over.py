@@ -52,12 +52,12 @@ def take_over(model: keras.Model, strategy: tf.distribute.Strategy, own: OwnClas
             rebuilt = rebuild(model, own)
             variables = take_over_state(model, rebuilt.pairs())
             if compile_alike:
-                compile_alike(rebuilt.twin)
-                take_over_optimizers(rebuilt.twin, model, variables)
-    check_scope(rebuilt.twin, strategy).raise_if_bad()
+                compile_alike(rebuilt.clone)
+                take_over_optimizers(rebuilt.clone, model, variables)
+    check_scope(rebuilt.clone, strategy).raise_if_bad()
     if runtime_of(model) is not None:
-        rebuilt.twin.replica_seeds.resume_from(model.replica_seeds)
-    return rebuilt.twin
+        rebuilt.clone.replica_seeds.resume_from(model.replica_seeds)
+    return rebuilt.clone
 
 
 def take_over_loaded(model: keras.Model, file: str | os.PathLike[str] | IO[bytes], own: OwnClasses) -> keras.Model:

@@ -1,6 +1,6 @@
-"""Pair what a layer and its twin hold, and copy the values over.
+"""Pair what a layer and its clone hold, and copy the values over.
 
-A twin is the layer that the same code made again under another strategy. Weights are paired by their order, and read
+A clone is the layer that the same code made again under another strategy. Weights are paired by their order, and read
 back: bit for bit they must be what the old layer has.
 """
 
@@ -43,7 +43,7 @@ def side_by_side(old: keras.Layer, new: keras.Layer) -> Iterator[tuple[keras.Lay
 
 
 def variable_pairs(old: keras.layers.Layer, new: keras.layers.Layer) -> Iterator[tuple[Variable, Variable]]:
-    """Pair the weights and seed states of a layer and its twin, without those of layers in it.
+    """Pair the weights and seed states of a layer and its clone, without those of layers in it.
 
     Raises:
         CannotRebuildError: They are not alike.
@@ -107,7 +107,7 @@ def take_over_state(model: keras.Model, pairs: Iterable[tuple[keras.Layer, keras
         The new variables by the ids of the old ones.
 
     Raises:
-        CannotRebuildError: A layer and its twin hold other variables, a value was not kept, or the model has variables
+        CannotRebuildError: A layer and its clone hold other variables, a value was not kept, or the model has variables
             that belong to none of the layers.
     """
     variables: dict[int, Variable] = {}
