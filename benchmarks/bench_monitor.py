@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         __doc__,
         CONTESTANTS,
         measure,
-        _told,
+        _summary,
         models="tiny,single,strided,lstm",
         replicas="1,2,4",
         rounds=10,
@@ -187,7 +187,7 @@ def _clock() -> Any:
     return Clock()
 
 
-def _told(value: dict[str, Any]) -> str:
+def _summary(value: dict[str, Any]) -> str:
     """What is said of a row when it is measured."""
     timing = Timings(**value)
     added, ratio = timing.added("watched", "ours").show(1, 1e6), timing.ratio("watched", "stock").show()

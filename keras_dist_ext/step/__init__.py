@@ -10,7 +10,7 @@ In reading order:
     gradients           from a replica's gradients to those of the global batch
     kept_gradients      those that are not summed yet, and where they go
     branches            branches, loops and functions in which replicas add up
-    reducers          how replicas meet: alone, mirrored, on a TPU
+    reducers          how replicas add up: alone, mirrored, on a TPU
     update            let every replica run an optimizer
     step_plan         what is known of a step before it is traced to be run
     global_gradients  ``kde.reduce_gradients``

@@ -35,7 +35,7 @@ class AllRows:
 
     Args:
         weights: of the replica's rows.
-        reducer: how the replica meets the others.
+        reducer: adds up over replicas.
         first_row: where its rows begin in the global batch; None: that is asked of the others.
         observer: is told of what is gathered.
     """

@@ -161,8 +161,8 @@ class _Reader:
             contracted = any(None in i.shape.as_list() for i in inputs if i.shape.rank is not None)
             exponents = [self.exponent(i) for i in inputs]
             known = [exponent for exponent in exponents if exponent is not None]
-            is_told = not contracted or _is_static(value)
-            return sum(known, Fraction(int(contracted))) if is_told and len(known) == len(exponents) else None
+            is_known = not contracted or _is_static(value)
+            return sum(known, Fraction(int(contracted))) if is_known and len(known) == len(exponents) else None
         return Fraction(0) if all(self.exponent(i) == 0 and not _has_rows(i) for i in inputs) else None
 
     def _product(self, op: tf.Operation) -> Fraction | None:

@@ -33,8 +33,8 @@ class Branches:
 
     Args:
         model: the Keras model.
-        reducer: how the replica meets the others.
-        plan: says in which of them replicas meet; None where that is not known.
+        reducer: adds up over replicas.
+        plan: says in which of them replicas add up; None where that is not known.
         examination: what is told where each begins and ends, if the step is traced aside.
     """
 
@@ -57,7 +57,7 @@ class Branches:
             false: the other.
         """
         key = identity_of(true), identity_of(false)
-        if not self._replicas_meet(key):
+        if not self._replicas_add_up(key):
             with nested_in(self._examination, key):
                 return original(predicate, true, false)
         own = _Branch([true, false])
@@ -91,7 +91,7 @@ class Branches:
             options: ...
         """
         key = identity_of(condition), identity_of(body)
-        if not self._replicas_meet(key):
+        if not self._replicas_add_up(key):
             with nested_in(self._examination, key):
                 return original(condition, body, loop_vars, shape_invariants, **options)
         own = _Branch([condition, body], loop_vars)
@@ -150,8 +150,8 @@ class Branches:
     def _is_planned(self) -> bool:
         return self._plan is not None and self._reducer.num_replicas > 1 and not tf.executing_eagerly()
 
-    def _replicas_meet(self, key: Hashable) -> bool:
-        if self._examination is not None or not self._is_planned or key not in self._known.meeting:
+    def _replicas_add_up(self, key: Hashable) -> bool:
+        if self._examination is not None or not self._is_planned or key not in self._known.reduces_in:
             return False
         if not self._reducer.merges_branches:
             return False

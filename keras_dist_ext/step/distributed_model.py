@@ -22,7 +22,7 @@ __all__ = ["DistributedModel", "PlacedParts", "StepRuntime"]
 class PlacedParts(Protocol):
     """Parts of a model on several devices; see ``kde.place``."""
 
-    def settle(self) -> None:
+    def place_new_variables(self) -> None:
         """Put each part where it belongs, once it is built."""
 
     def virtual(self, virtual: VirtualReplicas | None, num_replicas: int) -> VirtualReplicas | None:

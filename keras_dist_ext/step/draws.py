@@ -27,7 +27,7 @@ class RandomStreams:
 
     Args:
         model: the Keras model, with its ``replica_seeds``.
-        reducer: how the replica meets the others.
+        reducer: adds up over replicas.
         global_generator: the generator behind ``seed=None``.
     """
 

@@ -36,7 +36,7 @@ class Gradients:
     """The gradients of one replica in a step.
 
     Args:
-        reducer: how the replica meets the others.
+        reducer: adds up over replicas.
         weights: of its rows.
         states: that layers assign.
         note: takes what is recorded of the step, if anything is.

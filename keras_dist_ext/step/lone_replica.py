@@ -23,7 +23,7 @@ def is_first_of_worker() -> bool:
 
 
 class LoneReplica(Reducer):
-    """A replica that meets no other: each of the others is taken to hold what it holds.
+    """Adds up for one replica by itself: each of the others is taken to hold what it holds.
 
     Args:
         strategy: whose replica it is.

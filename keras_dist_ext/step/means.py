@@ -74,7 +74,7 @@ class BatchExponents:
 
     @contextlib.contextmanager
     def learn(self) -> Iterator[list[Asked]]:
-        """Note what the step that is traced meanwhile asks for, to be settled after it."""
+        """Note what the step that is traced meanwhile asks for, to be stored after it."""
         self._asked = []
         try:
             yield self._asked
@@ -93,7 +93,7 @@ class BatchExponents:
         self._asked.append(asked)
         return _filled(asked.exponents({}), answer)
 
-    def settle(self, exponents: Sequence[Sequence[Fraction | None]]) -> None:
+    def store(self, exponents: Sequence[Sequence[Fraction | None]]) -> None:
         """Take over what was learned; None counts as a mean."""
         self._learned = [_filled(each, ()) for each in exponents]
 
@@ -167,8 +167,8 @@ class Means:
 
     def _graph_terms(self, value: tf.Tensor) -> list[Term]:
         parts = [(value, 1)] if value.shape.rank else _terms_but_zero(value, self._means)
-        is_told = not self._is_static and (not self.has_gathered or self.are_examined)
-        exponents = self._read([part for part, _ in parts]) if is_told else self._answer(len(parts))
+        is_in_graph = not self._is_static and (not self.has_gathered or self.are_examined)
+        exponents = self._read([part for part, _ in parts]) if is_in_graph else self._answer(len(parts))
         terms = [Term(part, sign, exponent) for (part, sign), exponent in zip(parts, exponents, strict=True)]
         return [Term(value, 1, exponents[0])] if len(set(exponents)) == 1 else terms
 

@@ -40,14 +40,14 @@ def learn_exponents(exponents: BatchExponents, step: Callable[[Any], None], spec
         batch: the rows to measure with; None leaves unknown what has to be measured.
     """
     if exponents.answer(0) is None:
-        exponents.settle([])  # and so it stays where the step cannot be traced: all count as means
+        exponents.store([])  # and so it stays where the step cannot be traced: all count as means
     for _ in range(_MOST_TRACES):
         with exponents.learn() as asked:
             trace = AsideTrace(step, spec)
         unknown = [tensor for one in asked for tensor in one.unknown()]
         measured = measure_exponents(trace, unknown, batch) if unknown and batch is not None else {}
         found = [one.exponents(measured) for one in asked]
-        exponents.settle(found)
+        exponents.store(found)
         if not measured or not any(None in one for one in found):
             return  # else what was found now may be what the others are computed with
 

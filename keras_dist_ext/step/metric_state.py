@@ -25,7 +25,7 @@ class MetricState:
 
     Args:
         model: the Keras model.
-        reducer: how the replica meets the others.
+        reducer: adds up over replicas.
         all_rows: tells what is computed from them.
     """
 

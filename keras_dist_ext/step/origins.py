@@ -94,7 +94,7 @@ class Origins:
         """Ids of the tensors that are the same on all replicas."""
         return {id(value) for value in self._common.values()}
 
-    def meets_by_own_decision(self, graph: tf.Graph) -> bool:
+    def adds_up_by_own_decision(self, graph: tf.Graph) -> bool:
         """Whether replicas add up in a branch or loop of a graph that each takes by its own rows or numbers."""
         return any(op in self._common and self.replicas_of(given) for op, given in decisions(graph))
 

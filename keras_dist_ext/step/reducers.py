@@ -1,4 +1,4 @@
-"""How a replica of a step meets the others: sums over all of them, and whose copies of a variable it assigns.
+"""Add up over the replicas of a step, and assign variables there: each strategy has its own way.
 
 Letters: R = replicas in sync, over all workers.
 """
@@ -46,11 +46,11 @@ __all__ = [
 
 
 class CannotCompile(Exception):
-    """A reduction over replicas is met inside of what XLA compiles."""
+    """A reduction over replicas is asked for inside of what XLA compiles."""
 
 
 class CannotLoop(Exception):
-    """Sparse gradients, or gathered rows, whose length may change from step to step are met in a loop of steps.
+    """Sparse gradients, or gathered rows, whose length may change from step to step are summed in a loop of steps.
 
     TensorFlow exchanges them by a collective, which in one execution takes one shape ("Shape mismatch in the collective
     instance", tensorflow/core/common_runtime/collective_param_resolver_local.cc).
@@ -58,7 +58,7 @@ class CannotLoop(Exception):
 
 
 def reducer_of(model: DistributedModel, *, loops: bool = False) -> Reducer:
-    """Return how the replica that is entered meets the others.
+    """Return what adds up over replicas for the one that is entered.
 
     Args:
         model: the Keras model.
@@ -104,7 +104,7 @@ _SUMMED_AS = {
 
 
 class Reducer(abc.ABC):
-    """How a replica meets the others.
+    """Adds up over replicas, for one of them.
 
     Attributes:
         num_replicas: R.

@@ -13,7 +13,7 @@ one replica's rows as if they were the whole batch. ``ReplicaStep`` makes the su
 - metrics add up on each replica, and results are computed from the pooled state, once an execution (``logs``);
 - each replica draws from random streams of its own (``draws``).
 
-How replicas meet for that, if there are several, is said by a ``Reducer``.
+How they are added up over replicas, if there are several, is said by a ``Reducer``.
 
 Letters: n = rows of a replica, N = rows of the global batch, R = replicas in sync, over all workers.
 """
@@ -93,7 +93,7 @@ class ReplicaStep:
         rows: n, an int where static.
         global_rows: N, an int where static.
         options: see there.
-        reducer: how the replica meets the others; by default as its strategy has it.
+        reducer: adds up over replicas; by default as its strategy does.
         first_row: where its rows begin in the global batch, if that is known.
     """
 

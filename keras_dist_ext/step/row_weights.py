@@ -33,7 +33,7 @@ class RowWeights:
         model: the Keras model.
         rows: n, an int where static.
         global_rows: N, an int where static.
-        reducer: how the replica meets the others.
+        reducer: adds up over replicas.
         exponents: how numbers grow with the rows, where the graph does not tell. None takes all of them for means.
         of_rows: the same for what is differentiated for rows, where ``exponents`` is None.
     """

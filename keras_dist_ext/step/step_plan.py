@@ -53,7 +53,7 @@ class StepPlan:
         are_own: for each call of ``reduce``, for each of its values, whether it is one replica's own.
         shared_state: ids of variables that are assigned the same on all replicas.
         whole_accumulators: ids of optimizers that accumulate gradients which are global already.
-        meeting: branches and loops of the graph in which replicas add up, and
+        reduces_in: branches and loops of the graph in which replicas add up, and
         inlined: functions of TensorFlow in which they do; both as ``branches.identity_of`` knows them.
         pools_results: whether the step computes with the results of metrics, so that they are those of all replicas.
         extra: what its logs hold that no metric does, of each local replica; None where that is not known.
@@ -68,7 +68,7 @@ class StepPlan:
         self.are_own: Sequence[Sequence[bool]] = ()
         self.shared_state: frozenset[int] = frozenset()
         self.whole_accumulators: frozenset[int] = frozenset()
-        self.meeting: frozenset[Hashable] = frozenset()
+        self.reduces_in: frozenset[Hashable] = frozenset()
         self.inlined: frozenset[Hashable] = frozenset()
         self.pools_results = False
         self.extra: Sequence[tf.TensorSpec] | None = None

@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Replicas(Protocol):
-    """How replicas meet; see ``reducers``."""
+    """What adds up over replicas; see ``reducers``."""
 
     def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Add up over replicas."""
@@ -48,7 +48,7 @@ class Replicas(Protocol):
 
 
 class UnbuiltOptimizer(Exception):
-    """An optimizer meets its variables for the first time in a graph, where it can make none of its own.
+    """An optimizer is to build its variables in a graph, where it can make none of its own.
 
     Args:
         build: makes them, outside of graphs, in the strategy's scope.

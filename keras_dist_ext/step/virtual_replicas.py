@@ -207,10 +207,10 @@ def _tensors(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 class _VirtualReducer(Reducer):
-    """How a virtual replica meets all others: its thread is suspended until those of its real replica are there too.
+    """Adds up over all virtual replicas: the thread of each is suspended until those of its real replica are there too.
 
     Args:
-        real: how the real replica meets the others.
+        real: adds up over the real replicas.
         num_replicas: V.
         replica_id: the number among them.
         state: what each virtual replica has for itself.
@@ -310,7 +310,7 @@ class _State:
         self._new: dict[int, None] = {}  # assigned by the replica that runs
 
     def check_graph(self) -> None:
-        """See that replicas can meet here.
+        """See that replicas can add up here.
 
         Raises:
             StrategyError: they are in the graph of a tf.function, or of a branch or loop.

@@ -85,7 +85,7 @@ def _built_by_step(model: keras.Model, kind: str, spec: SpecNest) -> bool:
             batch = placeholders(spec)
             options = StepOptions(kind=kind, global_generator=generator)
             built = {id(layer) for layer in flat_layers(model) if layer.built}
-            with intercept(_BuildingStep(model, 1, 1, options, _Alone())):
+            with intercept(_BuildingStep(model, 1, 1, options, _IdentityReducer())):
                 getattr(model, f"{kind}_step")(batch)
             for layer in flat_layers(model):
                 if id(layer) not in built:
@@ -99,7 +99,7 @@ def _built_by_step(model: keras.Model, kind: str, spec: SpecNest) -> bool:
     return True
 
 
-class _Alone(OneReplica):
+class _IdentityReducer(OneReplica):
     """Stands for several replicas where nothing is run."""
 
     traces_functions_anew = True

@@ -137,8 +137,8 @@ class DistributedStep:
             return
 
     @property
-    def num_meeting(self) -> int:
-        """How many replicas meet, virtual ones where there are such."""
+    def num_step_replicas(self) -> int:
+        """How many replicas a step is made on, virtual ones where there are such."""
         return self.num_replicas if self._virtual is None else self._virtual.count
 
     def run_examined(self, batch: StepData, examination: StepExamination) -> list[tf.Tensor]:
@@ -228,7 +228,7 @@ class DistributedStep:
 
     def _as_if_alike(self, rows: StepData) -> None:
         """Run the user's step on one replica, as if all replicas had its rows."""
-        self.run_alone(rows, self.num_meeting)
+        self.run_alone(rows, self.num_step_replicas)
 
     def run_alone(self, rows: StepData, num_replicas: int = 1) -> list[tf.Tensor]:
         """Run the user's step on the first replica of this worker, by itself.
@@ -368,7 +368,7 @@ class DistributedStep:
         return contextlib.nullcontext() if self.model.placement is None else self.model.placement.step()
 
     def reducer(self) -> Reducer:
-        """Return how the replica that is entered meets the others."""
+        """Return what adds up over replicas for the one that is entered."""
         return reducer_of(self.model, loops=self.loops)
 
     def run_user_step(self, step: ReplicaStep, batch: StepData) -> tuple[TensorNest, list[tf.Tensor]]:

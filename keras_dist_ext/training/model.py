@@ -242,7 +242,7 @@ class Model(HookedModel, metaclass=Scoped):
         else:
             runtime.build(iterator.kind, iterator.batch_spec, iterator.exact_spec)
         if self.placement is not None:
-            self.placement.settle()
+            self.placement.place_new_variables()
         self.replica_seeds.begin()
 
     # What runs inside a step
@@ -292,7 +292,7 @@ class Model(HookedModel, metaclass=Scoped):
 
     def _save_whole(self, save: Callable[[Target], _T], path: Target, *, makes_parents: bool, arguments: str) -> _T:
         workers = workers_of(self.distribute_strategy)
-        if workers is None:  # several workers' epochs end settled
+        if workers is None:  # several workers agree on it at the end of an epoch
             self.replica_runtime.synchronize()
             return save_whole(save, path, makes_parents=makes_parents)
 

@@ -84,7 +84,7 @@ def check_training(
     if not runtime.check or runtime.is_checked:
         return None
     runtime.is_checked = True
-    num_replicas = of_training.num_meeting
+    num_replicas = of_training.num_step_replicas
     if num_replicas == 1 or not of_training.has_user_code:
         return None
     takes, workers = of_training.takes_check, workers_of(runtime.strategy)

@@ -27,7 +27,7 @@ def check_decisions(name: str, graph: tf.Graph, origins: Origins) -> None:
     Raises:
         LoopError: they do.
     """
-    if origins.meets_by_own_decision(graph):
+    if origins.adds_up_by_own_decision(graph):
         raise LoopError(
             f"The step {name!r} adds up over replicas (gradients of weights, a sum or a weighted mean) inside of a "
             "branch or loop of the graph that each replica takes by its own rows or random numbers, so that some "

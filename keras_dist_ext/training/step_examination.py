@@ -29,11 +29,11 @@ from keras_dist_ext.step.step_plan import GradientCall, StepPlan
 from keras_dist_ext.step.update import Update, assign_reduced, build_optimizer, run_optimizer
 from keras_dist_ext.training.step_assignments import labels, shared_state, shortened
 
-__all__ = ["ExaminedReducer", "MeetsInFunction", "StepExamination"]
+__all__ = ["ExaminedReducer", "ReducesInFunction", "StepExamination"]
 
 
-class MeetsInFunction(Exception):
-    """Replicas meet inside of a function of TensorFlow, which is to be run as a part of the step."""
+class ReducesInFunction(Exception):
+    """Replicas add up inside of a function of TensorFlow, which is to be run as a part of the step."""
 
 
 class ExaminedReducer(Reducer):
@@ -41,9 +41,9 @@ class ExaminedReducer(Reducer):
 
     Args:
         step_name: for messages.
-        examination: takes note of where they meet, and of the values.
-        own: how the replica meets the others when the step is run.
-        num_replicas: that meet, virtual ones where there are such.
+        examination: takes note of where they add up, and of the values.
+        own: adds up over replicas when the step is run.
+        num_replicas: that add up, virtual ones where there are such.
     """
 
     def __init__(self, step_name: str, examination: StepExamination, own: Reducer, num_replicas: int) -> None:
@@ -70,15 +70,15 @@ class ExaminedReducer(Reducer):
     def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return what may be the sums."""
         if values:
-            self.meet()
+            self.note_reduction()
         return [self._origins.mark_replicated(value) for value in values]
 
-    def meet(self) -> None:
-        """Note that replicas meet here.
+    def note_reduction(self) -> None:
+        """Note that replicas add up here.
 
         Raises:
             LoopError: they cannot wait for each other here.
-            MeetsInFunction: the step is to be traced anew, with the function as a part of it.
+            ReducesInFunction: the step is to be traced anew, with the function as a part of it.
         """
         if self.num_replicas == 1 or tf.compat.v1.get_default_graph() is self._graph:
             return
@@ -90,7 +90,7 @@ class ExaminedReducer(Reducer):
                 "and use them inside. A loop of a fixed number of updates can be one of Python's."
             )
         self._examination.inline_functions()
-        self._examination.meeting.update(place.key for place in self._examination.nested)
+        self._examination.reduces_in.update(place.key for place in self._examination.nested)
 
     def sum_if(self, condition: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See ``sum``."""
@@ -124,7 +124,7 @@ class ExaminedReducer(Reducer):
         self, reduce_op: tf.distribute.ReduceOp, value: TensorNest, original: Callable[..., TensorNest]
     ) -> TensorNest:
         """Note what is reduced."""
-        self.meet()
+        self.note_reduction()
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def reduced(given: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
@@ -140,7 +140,7 @@ class StepExamination(StepObserver):
 
     Args:
         name: of the step, as messages say it.
-        num_replicas: that meet, over all workers; virtual ones where there are such.
+        num_replicas: over all workers; virtual ones where there are such.
     """
 
     examines = True
@@ -153,12 +153,12 @@ class StepExamination(StepObserver):
         self.of_keras: set[int] = set()  # variables that are assigned by Keras, or by an optimizer of Keras
         self.reducers: list[ExaminedReducer] = []
         self.nested: list[Place] = []
-        self.meeting: set[Hashable] = set()  # branches and loops in which they meet
+        self.reduces_in: set[Hashable] = set()  # branches and loops in which replicas add up
         self.functions: set[Hashable] = set()  # of TensorFlow, in which they do
         self._ends: list[tuple[Gradients, Sequence[TensorNest]]] = []  # of each replica's step
 
     def reducer(self, own: Reducer) -> ExaminedReducer:
-        """Return how a replica seems to meet the others; see there."""
+        """Return what seems to add up over replicas; see there."""
         self.reducers.append(ExaminedReducer(self.name, self, own, self.num_replicas))
         return self.reducers[-1]
 
@@ -166,12 +166,12 @@ class StepExamination(StepObserver):
         """Have the functions of TensorFlow that are being traced run as parts of the step.
 
         Raises:
-            MeetsInFunction: there are some, so that the step is to be traced anew.
+            ReducesInFunction: there are some, so that the step is to be traced anew.
         """
         functions = [place.key for place in self.nested if place.is_function]
         if functions:
             self.functions.update(functions)
-            raise MeetsInFunction
+            raise ReducesInFunction
 
     def forget(self) -> None:
         """Begin anew: the step is traced again."""
@@ -184,7 +184,7 @@ class StepExamination(StepObserver):
             plan: of the step.
             assigned: what the step assigns.
         """
-        plan.meeting = frozenset(self.meeting)
+        plan.reduces_in = frozenset(self.reduces_in)
         plan.shared_state = shared_state(assigned, self.origins)
         gradients, returned = self._ends[0]
         plan.calls, plan.are_own, plan.whole_accumulators = gradients.calls_seen(returned)
@@ -217,11 +217,11 @@ class StepExamination(StepObserver):
     def on_gather(self, value: tf.Tensor) -> None:
         """Note what is the same on all replicas."""
         self.origins.note_replicated(value)
-        self.reducers[-1].meet()
+        self.reducers[-1].note_reduction()
 
     def on_gradient(self, value: tf.Tensor) -> tf.Tensor:
         """Mark a gradient as one of the global batch."""
-        self.reducers[-1].meet()
+        self.reducers[-1].note_reduction()
         return self.origins.mark_gradient(value)
 
     def on_apply(

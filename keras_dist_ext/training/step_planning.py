@@ -90,7 +90,7 @@ def prepare(step: DistributedStep, missing: Exception) -> None:
 def _trace_aside(step: DistributedStep) -> None:
     """Trace a step on batches of any size, without running it, to see what it does."""
     model, plan, name = step.model, step.plan, f"{step.model.name}.{step.kind}_step"
-    examination, metrics = StepExamination(name, step.num_meeting), leaf_metrics(model)
+    examination, metrics = StepExamination(name, step.num_step_replicas), leaf_metrics(model)
     try:
         with scratch_graph("plan_of_a_step") as graph:
             extra = step.run_examined(placeholders(model.replica_runtime.batch_spec), examination)

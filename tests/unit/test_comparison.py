@@ -134,7 +134,7 @@ def test_the_report_is_shown_and_written_whatever_is_in_its_file(
     file.write_text("[" * 100_000)
     doctor = ParallelismDoctor(tmp_path)
     doctor.report = reported(times())
-    doctor.tell()
+    doctor.write_report()
     out = capsys.readouterr().out
     assert out.index("no findings about 'model'") < out.index(f"Not compared with the report in {file}: ")
     assert read_report(file).num_steps == 80

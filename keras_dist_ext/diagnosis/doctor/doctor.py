@@ -101,10 +101,10 @@ class ParallelismDoctor(RunCallback):
         self._recorder = Recorder()
         self._trace: RunTrace | None = None
         self._num_runs = 0  # under way
-        self._told: Callable[[], None] | None = None
+        self._write_report: Callable[[], None] | None = None
         self.stock_data: tf.data.Dataset | None = None  # which a model of stock Keras does not show
         self.raise_on_error = False  # for nothing but its report: what goes wrong is an error
-        self.report_on_end = True  # when training ends; else when ``tell`` is called
+        self.report_on_end = True  # when training ends; else when ``write_report`` is called
         self.num_observed = self.num_made = 0  # steps of the last run: in the report; and in all, at least
         self.has_seen_enough = False  # and has therefore ended the last run
 
@@ -125,7 +125,7 @@ class ParallelismDoctor(RunCallback):
     def on_run_begin(self, callbacks: Sequence[keras.callbacks.Callback], data: RunData | None) -> None:
         """Have the other callbacks timed, and look at the data."""
         if self._trace is not None:
-            self._trace.meet(callbacks, data, self)
+            self._trace.on_run_begin(callbacks, data, self)
 
     def on_run_end(self) -> None:
         """Leave everything as it was."""
@@ -138,7 +138,7 @@ class ParallelismDoctor(RunCallback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Begin to watch."""
-        self._told, self.has_seen_enough = None, False
+        self._write_report, self.has_seen_enough = None, False
         if self._trace is None or not self._trace.is_ours:  # a model of stock Keras, whose last run may have broken
             if self._trace is not None:
                 self._guarded(self._trace.stop)
@@ -158,22 +158,22 @@ class ParallelismDoctor(RunCallback):
         self._recorder.fetch("test")
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Judge, and tell."""
+        """Judge, and write the report."""
         trace = self._trace
         if trace is None:
             return
         if not trace.is_ours:
             self._trace = None
 
-        def judge_and_tell() -> None:
+        def judge_and_write() -> None:
             self.num_observed, self.num_made = trace.num_steps, max(trace.num_steps, trace.num_executions)
             self.report = judge(trace.examination(self._strategy, interventions=self._interventions))
-            self._prepare_telling(trace, self.report)
+            self._prepare_report(trace, self.report)
             if self.report_on_end:
-                self.tell()
+                self.write_report()
 
         self._guarded(trace.stop)
-        self._guarded(judge_and_tell)  # also where that failed: every worker takes part
+        self._guarded(judge_and_write)  # also where that failed: every worker takes part
 
     def _guarded(self, work: Callable[[], None]) -> bool:
         """Work, and warn where that fails, since training goes well; return whether it did not."""
@@ -186,8 +186,8 @@ class ParallelismDoctor(RunCallback):
             return False
         return True
 
-    def _prepare_telling(self, trace: RunTrace, report: Report) -> None:
-        """Hand findings to monitors, and note what else there is to be told, while the run is what it was."""
+    def _prepare_report(self, trace: RunTrace, report: Report) -> None:
+        """Hand findings to monitors, and prepare the report's writing, while the run is what it was."""
         model = self.model
         counter = StepCounter(model)
         counter.begin()
@@ -202,7 +202,7 @@ class ParallelismDoctor(RunCallback):
             manifest = build_manifest(model, "")
             run = Run("train", "", manifest, describe_model(model), step, wall_time=time.time(), is_chief=is_chief)
 
-        def tell() -> None:
+        def write_report() -> None:
             if run is not None:
                 writer = CompositeWriter(self._writers)
                 writer.begin(run)
@@ -211,12 +211,12 @@ class ParallelismDoctor(RunCallback):
             if is_chief:
                 self._show_and_save(report)
 
-        self._told = tell
+        self._write_report = write_report
 
-    def tell(self) -> None:
+    def write_report(self) -> None:
         """Show and write the report of the last run, on the chief alone."""
-        if self._told is not None:
-            self._told()
+        if self._write_report is not None:
+            self._write_report()
         elif self.report is not None:  # of a run that could not begin
             self._show_and_save(self.report)
 
@@ -226,12 +226,12 @@ class ParallelismDoctor(RunCallback):
         self.comparison = None
         if self._json is None:
             return
-        told = since(self._json, report.to_dict())
-        self.comparison = told.comparison
-        if self._show and str(told):
-            sys.stdout.write(f"{told}\n")
+        compared = since(self._json, report.to_dict())
+        self.comparison = compared.comparison
+        if self._show and str(compared):
+            sys.stdout.write(f"{compared}\n")
         try:
             self._json.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._json, as_json(told.report))
+            write_whole(self._json, as_json(compared.report))
         except OSError as error:
             warnings.warn(f"The doctor's report could not be written to {self._json} ({error}).", stacklevel=2)

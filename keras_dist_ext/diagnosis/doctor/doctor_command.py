@@ -128,7 +128,7 @@ def _tell_best(doctors: Sequence[ParallelismDoctor], *, show: bool) -> Report | 
     if show and len(doctors) > 1:
         number = doctors.index(best) + 1
         sys.stdout.write(f"Of {len(doctors)} calls of fit, this is about number {number}, with the most steps:\n")
-    best.tell()
+    best.write_report()
     return best.report
 
 

@@ -59,7 +59,7 @@ class RunTrace:
         self._clock: CallbackClock | None = None
         self._traces = TraceWatch()
         self._python = PythonClock()
-        self._feed: RunData | None = None
+        self._run_data: RunData | None = None
         self._data = data
         self._second_end = self._last_end = 0.0  # of the steps of stock Keras
         self._step_watchers: tuple[str, ...] = ()
@@ -74,9 +74,11 @@ class RunTrace:
         """Steps that were watched so far, about."""
         return self.num_executions if self._blocks is None else self._blocks.num_steps
 
-    def meet(self, callbacks: Sequence[keras.callbacks.Callback], feed: RunData | None, doctor: RunCallback) -> None:
-        """Get to know the other callbacks, and the data."""
-        self._feed = feed
+    def on_run_begin(
+        self, callbacks: Sequence[keras.callbacks.Callback], data: RunData | None, doctor: RunCallback
+    ) -> None:
+        """Take note of the other callbacks, and of the data."""
+        self._run_data = data
         self.monitors = [other for other in callbacks if isinstance(other, ReplicaMonitor)]
         self._step_watchers = tuple(type(own_callback(c)).__name__ for c in callbacks if looks_at_batches([c], "train"))
         self._clock = CallbackClock(callbacks, but=doctor)
@@ -91,7 +93,7 @@ class RunTrace:
                 self._second_end = self._last_end
         if self._blocks is None or self.is_over:
             return
-        num_passes = getattr(self._feed, "num_passes", 0)
+        num_passes = getattr(self._run_data, "num_passes", 0)
         begins_pass, self._num_passes = num_passes != self._num_passes, num_passes
         if self._blocks.end_execution(begins_pass=begins_pass):
             self._traces.reset()
@@ -125,7 +127,7 @@ class RunTrace:
         times = self._times()
         if times is None:
             return Examination(setting, pipeline=tuple(self._stock_findings()), stock_steps=self._stock_steps())
-        with kept_pass(None if self._feed is None else self._feed.given):
+        with kept_pass(None if self._run_data is None else self._run_data.given):
             trials = self._trials(times) if interventions else None
             pipeline, batch_seconds = self._data_findings(times)
             return Examination(setting, times, trials, tuple(pipeline), batch_seconds=batch_seconds)
@@ -174,23 +176,23 @@ class RunTrace:
         )
 
     def _trials(self, times: Times) -> Trials:
-        model, feed = self.model, self._feed
+        model, data = self.model, self._run_data
         if workers_of(model.distribute_strategy) is not None:
             return Trials(skipped={"all": "there are several workers"})
-        if feed is None or not feed.can_be_read_again:
+        if data is None or not data.can_be_read_again:
             return Trials(skipped={"all": "the data can be read once only"})
         steps = round(times.num_steps / max(1, times.num_executions))
-        return experiment(model, feed.given, steps_per_execution=steps)
+        return experiment(model, data.given, steps_per_execution=steps)
 
     def _data_findings(self, times: Times) -> tuple[list[Finding], float | None]:
         """Say why data is slow, if it is, and the seconds of a batch that nothing else is done beside, if known."""
-        if self._feed is None or times.input_seconds < 0.1 * times.seconds:
+        if self._run_data is None or times.input_seconds < 0.1 * times.seconds:
             return [], None
-        if not self._feed.can_be_read_again:
-            return [judge_python_data(look_into(self._feed.data_adapter))], None
-        if not self._feed.is_pipeline:
+        if not self._run_data.can_be_read_again:
+            return [judge_python_data(look_into(self._run_data.data_adapter))], None
+        if not self._run_data.is_pipeline:
             return [], None
-        return _inspected(self._feed.given)
+        return _inspected(self._run_data.given)
 
 
 _COSTS_TIME = (

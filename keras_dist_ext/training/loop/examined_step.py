@@ -263,7 +263,7 @@ def _trace(
         try:
             with plan.exponents.learn() as asked:
                 graph = tf.function(traced, autograph=False).get_concrete_function(spec).graph
-            plan.exponents.settle([one.exponents({}) for one in asked])
+            plan.exponents.store([one.exponents({}) for one in asked])
             break
         except UnbuiltOptimizer as unbuilt:
             with loop.replica_runtime.in_scope():

@@ -163,7 +163,7 @@ class Placement:
 
     # For the model's loops
 
-    def settle(self) -> None:
+    def place_new_variables(self) -> None:
         """Move what was built since."""
         if move_variables(self._model, self.parts):
             _forget_functions(self._model)
