@@ -12,6 +12,7 @@ In reading order:
     step_loops        loops over a step, traced or run as Python
     distributed_step  one step over all replicas, and its logs
     step_logs         its logs
+    step_exponents    which of its numbers are means over the rows, and which sums
     step_planning     trace a step of the user's aside, to make its plan
     step_examination  what is seen of a step that is traced aside
     step_assignments  what a step may assign

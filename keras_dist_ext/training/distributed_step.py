@@ -16,7 +16,6 @@ from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext._keras.user_code import has_user_code
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data import split as data
-from keras_dist_ext.step.added_losses import UnknownLossExponents, find_exponents
 from keras_dist_ext.step.logs import (
     VALUE,
     ComputesWithResults,
@@ -25,7 +24,6 @@ from keras_dist_ext.step.logs import (
 )
 from keras_dist_ext.step.lone_replica import LoneReplica, is_first_of_worker
 from keras_dist_ext.step.means import BatchExponents
-from keras_dist_ext.step.measured_exponents import MOST_ROWS, learn_exponents
 from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.receipts import check_hooks, check_step
 from keras_dist_ext.step.recorder import StepNote, now, when_updated
@@ -35,13 +33,10 @@ from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.step_buffer import ReplicaRecord, StepBuffer, StepRecord
 from keras_dist_ext.step.step_plan import StepPlan
-from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
 from keras_dist_ext.step.xla import can_compile, compiled_step
-from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.batch_clock import after
-from keras_dist_ext.training.batch_split import Split, first_row, is_per_replica, split_of, split_rows
-from keras_dist_ext.training.few_rows import first_rows, rows_of_chief
+from keras_dist_ext.training.batch_split import Split, first_row, split_of, split_rows
 from keras_dist_ext.training.runtime import ReplicaRuntime
 from keras_dist_ext.training.step_examination import StepExamination
 from keras_dist_ext.training.step_logs import StepLogs, zeros_like
@@ -59,6 +54,7 @@ class DistributedStep:
     Attributes:
         is_eager: whether it runs as Python.
         loops: whether what is traced makes several steps.
+        exponents: in the batch size, of its numbers; None where all that it differentiates is a mean.
         first_batch: returns the batch that comes next, without taking it; None where there is none to look at.
         observer: is told of what steps do while they are traced.
         buffer: takes the records of steps, if they are recorded.
@@ -96,10 +92,12 @@ class DistributedStep:
         self.observer = StepObserver()
         self._plan: StepPlan = self._runtime.plans.setdefault(kind, StepPlan())
         self._pools_results = self.is_eager or self._plan.pools_results
-        self._exponents: BatchExponents | None = self._plan.exponents
+        self.exponents: BatchExponents | None = self._plan.exponents
         if self.is_split:
             check_hooks()
 
+    adds_own_losses = False
+    """Whether its code takes the losses of layers itself, and adds them up."""
     takes_check = "compile"
     """What is told whether steps are checked."""
     logs_are_compared = True
@@ -118,23 +116,6 @@ class DistributedStep:
         """Go on uncompiled."""
         self._user_step = getattr(self.model, f"{self.kind}_step")
         self._is_received = False
-
-    def learn_exponents(self) -> None:
-        """Trace a step aside, on batches of any size, to learn how its numbers grow with the rows.
-
-        What a step of the user's own computes counts as means where it cannot be traced so.
-        """
-        if self._exponents is None:
-            return
-        try:
-            learn_exponents(self._exponents, self._as_if_alike, self._runtime.batch_spec, self._first_rows())
-        except ComputesWithResults:
-            self.pool_results()
-            self.learn_exponents()
-        except (UnbuiltOptimizer, UnknownLossExponents):
-            raise
-        except Exception:  # code that needs a number of rows, or runs eagerly only
-            return
 
     @property
     def num_step_replicas(self) -> int:
@@ -172,7 +153,7 @@ class DistributedStep:
             kind=self.kind,
             pools_results=self._pools_results,
             global_generator=self._global_generator,
-            exponents=self._exponents,
+            exponents=self.exponents,
             plan=self._plan,
             observer=examination,
         )
@@ -182,10 +163,6 @@ class DistributedStep:
         with use_global_seed_generator(self._global_generator), self._on_devices(), intercept(step):
             _, extra = self.run_user_step(step, batch)
         return extra
-
-    def know_no_loss_exponents(self) -> None:
-        """Take losses that layers add as the graph of the step has them."""
-        self._runtime.loss_exponents[self.kind] = {}
 
     @property
     def plan(self) -> StepPlan:
@@ -202,34 +179,6 @@ class DistributedStep:
         """Whether the step is not that of Keras' own code."""
         return overrides(self.model, f"{self.kind}_step")
 
-    def learn_loss_exponents(self) -> None:
-        """Trace the model aside, to learn which losses given to ``add_loss`` are sums over the rows.
-
-        A step of the user's own need not call the model on the batch; then they are read from the graph of the step.
-        """
-        known, spec, training = self._runtime.loss_exponents, self._runtime.batch_spec, self.kind == "train"
-        try:
-            known[self.kind] = find_exponents(self.model, spec, training=training, rows=self._first_rows())
-        except Exception:
-            if not self.is_of_user:
-                raise
-            known[self.kind] = {}
-
-    def _first_rows(self) -> StepData:
-        """Return some of the first batch of what the step is to be made on; None where it is not known."""
-        batch = None if self.first_batch is None else self.first_batch()
-        if batch is None or not is_per_replica(batch):
-            return None if batch is None else data.without_optionals(batch)
-        workers = workers_of(self.strategy)
-        rows = first_rows(batch, MOST_ROWS, self.strategy)
-        if workers is None:
-            return rows
-        return rows_of_chief(rows, workers) if workers.sum([float(rows is None)])[0] == 0 else None
-
-    def _as_if_alike(self, rows: StepData) -> None:
-        """Run the user's step on one replica, as if all replicas had its rows."""
-        self.run_alone(rows, self.num_step_replicas)
-
     def run_alone(self, rows: StepData, num_replicas: int = 1) -> list[tf.Tensor]:
         """Run the user's step on the first replica of this worker, by itself.
 
@@ -245,7 +194,7 @@ class DistributedStep:
             kind=self.kind,
             pools_results=self._pools_results,
             global_generator=self._global_generator,
-            exponents=self._exponents,
+            exponents=self.exponents,
             observer=self.observer,
         )
 
@@ -321,7 +270,7 @@ class DistributedStep:
             global_generator=self._global_generator,
             note=note,
             guard=guard,
-            exponents=self._exponents,
+            exponents=self.exponents,
             observer=self.observer,
             plan=self._plan,
         )

@@ -21,6 +21,7 @@ from keras_dist_ext.training.execution import Execution, PredictFunction, RunKin
 from keras_dist_ext.training.prediction import PredictProgram, concat_outputs
 from keras_dist_ext.training.program import StepProgram
 from keras_dist_ext.training.self_check import check_metrics, check_training
+from keras_dist_ext.training.step_exponents import ignore_loss_exponents, learn_loss_exponents
 from keras_dist_ext.training.step_planning import MISSING, make_plan, prepare
 
 __all__ = ["CoordinatorProgram", "StepRunner", "predictor"]
@@ -116,9 +117,9 @@ def _plan(program: StepProgram) -> None:
     known = program.model.replica_runtime.loss_exponents
     if program.is_eager and program.kind not in known:  # an eager step has its batch when it meets the loss
         try:
-            step.learn_loss_exponents()
+            learn_loss_exponents(step)
         except Exception:  # code that only runs eagerly, and may have no such loss
-            step.know_no_loss_exponents()
+            ignore_loss_exponents(step)
         prepare(step, UnknownExponents())
     if not step.plan.is_made and (step.is_of_user or program.is_eager):
         make_plan(step)

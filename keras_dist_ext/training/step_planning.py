@@ -15,6 +15,7 @@ from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.step_assignments import check_assigned, check_decisions, check_of_keras
 from keras_dist_ext.training.step_examination import StepExamination
+from keras_dist_ext.training.step_exponents import ignore_loss_exponents, learn_loss_exponents, learn_step_exponents
 
 __all__ = ["MISSING", "make_plan", "prepare"]
 
@@ -70,12 +71,12 @@ def prepare(step: DistributedStep, missing: Exception) -> None:
             missing.build()
     elif isinstance(missing, UnknownLossExponents):
         try:
-            step.learn_loss_exponents()
+            learn_loss_exponents(step)
         except NotImplementedError:  # by Keras: the model has no `call`, its step calls others
-            step.know_no_loss_exponents()
+            ignore_loss_exponents(step)
     elif isinstance(missing, UnknownExponents):
         try:
-            step.learn_exponents()
+            learn_step_exponents(step)
         except (UnbuiltOptimizer, UnknownLossExponents) as more:
             prepare(step, more)
             prepare(step, missing)

@@ -50,21 +50,18 @@ class DeclaredStep(DistributedStep):
     def __init__(self, model: DistributedModel, kind: Kind, kept: Sequence[str]) -> None:
         super().__init__(model, kind)
         self._logs.are_plain = True
-        self._exponents = None  # a step was examined: what it differentiates is a mean
+        self.exponents = None  # a step was examined: what it differentiates is a mean
         self._plan.is_made = True  # as far as it was examined
         self._kept = kept
 
     has_user_code = True
+    adds_own_losses = True
     takes_check = "TrainLoop"
     logs_are_compared = False  # what is declared may say how many replicas there are
 
     def again(self) -> DistributedStep:
         """See ``DistributedStep``."""
         return DeclaredStep(self.model, self.kind, self._kept)
-
-    def learn_loss_exponents(self) -> None:
-        """Know of none: the step adds up its own losses."""
-        self._runtime.loss_exponents[self.kind] = {}
 
     def run_user_step(self, step: ReplicaStep, batch: StepData) -> tuple[None, list[tf.Tensor]]:
         """Run the step; return what is kept of it for all rows."""

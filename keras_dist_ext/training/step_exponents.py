@@ -1,0 +1,73 @@
+"""Learn how the numbers of a step grow with the rows of a batch, by tracing it aside on batches of any size."""
+
+from __future__ import annotations
+
+from keras_dist_ext.aliases import StepData
+from keras_dist_ext.data.split import without_optionals
+from keras_dist_ext.step.added_losses import UnknownLossExponents, find_exponents
+from keras_dist_ext.step.logs import ComputesWithResults
+from keras_dist_ext.step.measured_exponents import MOST_ROWS, learn_exponents
+from keras_dist_ext.step.update import UnbuiltOptimizer
+from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.batch_split import is_per_replica
+from keras_dist_ext.training.distributed_step import DistributedStep
+from keras_dist_ext.training.few_rows import first_rows, rows_of_chief
+
+__all__ = ["ignore_loss_exponents", "learn_loss_exponents", "learn_step_exponents"]
+
+
+def learn_step_exponents(step: DistributedStep) -> None:
+    """Learn which numbers of a step are means over the rows, and which are sums.
+
+    What a step of the user's own computes counts as means where it cannot be traced so.
+    """
+    if step.exponents is None:
+        return
+
+    def run(rows: StepData) -> None:
+        step.run_alone(rows, step.num_step_replicas)  # as if all replicas had these rows
+
+    try:
+        learn_exponents(step.exponents, run, step.model.replica_runtime.batch_spec, _first_rows(step))
+    except ComputesWithResults:
+        step.pool_results()
+        learn_step_exponents(step)
+    except (UnbuiltOptimizer, UnknownLossExponents):
+        raise
+    except Exception:  # code that needs a number of rows, or runs eagerly only
+        return
+
+
+def learn_loss_exponents(step: DistributedStep) -> None:
+    """Trace the step's model aside, to learn which losses given to ``add_loss`` are sums over the rows.
+
+    A step of the user's own need not call the model on the batch; then they are read from the graph of the step.
+    """
+    if step.adds_own_losses:
+        ignore_loss_exponents(step)
+        return
+    runtime, training = step.model.replica_runtime, step.kind == "train"
+    try:
+        found = find_exponents(step.model, runtime.batch_spec, training=training, rows=_first_rows(step))
+    except Exception:
+        if not step.is_of_user:
+            raise
+        found = {}
+    runtime.loss_exponents[step.kind] = found
+
+
+def ignore_loss_exponents(step: DistributedStep) -> None:
+    """Take losses that layers add as the graph of the step has them."""
+    step.model.replica_runtime.loss_exponents[step.kind] = {}
+
+
+def _first_rows(step: DistributedStep) -> StepData:
+    """Return some of the first batch of what a step is to be made on; None where it is not known."""
+    batch = None if step.first_batch is None else step.first_batch()
+    if batch is None or not is_per_replica(batch):
+        return None if batch is None else without_optionals(batch)
+    workers = workers_of(step.strategy)
+    rows = first_rows(batch, MOST_ROWS, step.strategy)
+    if workers is None:
+        return rows
+    return rows_of_chief(rows, workers) if workers.sum([float(rows is None)])[0] == 0 else None
