@@ -8,6 +8,7 @@ In reading order:
     layer_state         state that layers assign
     metric_state        what metrics compute from the rows of all replicas
     gradients           from a replica's gradients to those of the global batch
+    gradient_values     dense or sparse, the values of one
     kept_gradients      those that are not summed yet, and where they go
     branches            branches, loops and functions in which replicas add up
     reducers          how replicas add up: alone, mirrored, on a TPU

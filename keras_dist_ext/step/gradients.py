@@ -18,6 +18,7 @@ from keras_dist_ext._keras.tracing import is_differentiated
 from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.aliases import Gradient, TensorNest
 from keras_dist_ext.step.ancestry import Value, sources, walk_back
+from keras_dist_ext.step.gradient_values import copied, parts, zero_unless
 from keras_dist_ext.step.kept_gradients import KeptGradient, KeptGradients
 from keras_dist_ext.step.layer_state import LayerState
 from keras_dist_ext.step.nan_guard import ReplicaGuard
@@ -165,7 +166,7 @@ class Gradients:
         """Return what the step gets for a gradient that an optimizer is to sum."""
         given = value
         if is_checked:
-            given = self._observer.on_gradient(value if self._observer.examines else _identity(value))
+            given = self._observer.on_gradient(value if self._observer.examines else copied(value))
         self._weights.mark_as_mean(given)
         self._kept.add(KeptGradient(given, value, len(self._calls) - 1, place, _graph(), is_checked=is_checked))
         return given
@@ -186,9 +187,9 @@ class Gradients:
         summed = [optimization_barrier(total) for total in summed]  # or replicas round differently what comes of it
         others, may_update = split_flags(None if self._guard is None else self._guard.of_step, others)
         assign_reduced(states, others)
-        summed = _zero_unless(may_update, summed)
+        summed = zero_unless(may_update, summed)
         for total in summed:
-            self._global += _parts(total)
+            self._global += parts(total)
             self._weights.mark_as_mean(total)
         return summed
 
@@ -209,7 +210,7 @@ class Gradients:
     ) -> list[Gradient]:
         if self._guard is None or not gradients:
             return gradients
-        return _zero_unless(split_flags(self._guard.of_step, [self._guard.found(gradients, optimizer)])[1], gradients)
+        return zero_unless(split_flags(self._guard.of_step, [self._guard.found(gradients, optimizer)])[1], gradients)
 
     # Where an optimizer gets them
 
@@ -293,9 +294,9 @@ class Gradients:
     def _is_global(self, gradient: Gradient) -> bool:
         """Whether a gradient is computed from global ones, and from nothing else but constants."""
         if tf.executing_eagerly():
-            return all(any(part is total for total in self._global) for part in _parts(gradient))
+            return all(any(part is total for total in self._global) for part in parts(gradient))
         sums = {total.op for total in self._global}
-        others = walk_back(map(Value, _parts(gradient)), lambda value: value.tensor.op in sums)
+        others = walk_back(map(Value, parts(gradient)), lambda value: value.tensor.op in sums)
         return all(sources(value) or value.tensor.op.type == "Const" for value in others)
 
     # Where a step asks for it
@@ -378,25 +379,3 @@ class Gradients:
 
 def _graph() -> tf.Graph:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-
-
-def _identity(value: tf.Tensor) -> Gradient:
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), value.dense_shape)
-    return tf.identity(value)
-
-
-def _parts(gradient: Gradient) -> tuple[tf.Tensor, ...]:
-    return (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else (gradient,)
-
-
-def _zero_unless(may_update: tf.Tensor, gradients: list[Gradient]) -> list[Gradient]:
-    """Replace gradients of a step that is left out by zeros."""
-    if may_update is None:
-        return gradients
-    return [
-        tf.IndexedSlices(_zero_unless(may_update, [g.values])[0], g.indices, g.dense_shape)
-        if isinstance(g, tf.IndexedSlices)
-        else tf.where(may_update, g, tf.zeros_like(g))
-        for g in gradients
-    ]

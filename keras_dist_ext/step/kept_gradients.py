@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.optimizers import inner_optimizer
 from keras_dist_ext.aliases import Gradient
+from keras_dist_ext.step.gradient_values import parts
 from keras_dist_ext.step.step_plan import StalePlan
 
 __all__ = ["KeptGradient", "KeptGradients"]
@@ -49,9 +50,7 @@ class KeptGradient:
             return False
         if self.num_uses != 1 and (self.num_uses or self.graph is not graph):
             return False
-        is_sparse = isinstance(self.given, tf.IndexedSlices)
-        parts = (self.given.values, self.given.indices) if is_sparse else (self.given,)
-        return not any(part.consumers() for part in parts)
+        return not any(part.consumers() for part in parts(self.given))
 
 
 class KeptGradients:

@@ -19,6 +19,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read, local_component
 from keras_dist_ext.aliases import Gradient, TensorNest
+from keras_dist_ext.step.gradient_values import dense_values
 
 __all__ = ["DATA", "GRADIENTS", "LOSS", "BadStep", "Guard", "ReplicaGuard", "StepGuard"]
 
@@ -223,7 +224,7 @@ class ReplicaGuard:
 
 def _all_finite(values: Sequence[tf.Tensor]) -> tf.Tensor:
     """Whether all floats are; True for none."""
-    dense = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
+    dense = dense_values(values)
     dense = [value.flat_values if isinstance(value, tf.RaggedTensor) else value for value in dense]
     dense = [value.values if isinstance(value, tf.SparseTensor) else value for value in dense]
     finite = [tf.reduce_all(tf.math.is_finite(value)) for value in dense if value.dtype.is_floating]

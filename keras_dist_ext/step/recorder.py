@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras.tracing import in_xla, run_independently
 from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.step.gradient_values import dense_values
 from keras_dist_ext.step.stats import Kind, StepRecords, join_records
 from keras_dist_ext.step.step_buffer import (
     MAX_STEPS,
@@ -81,7 +82,7 @@ class StepNote:
     def gradients(self, replica: int, values: Sequence[tf.Tensor], factor: tf.Tensor) -> None:
         """Note a replica's own gradients; they are those of its mean loss once multiplied by ``factor``."""
         part = self._here(replica)
-        dense = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
+        dense = dense_values(values)
         if self._wants_norm and dense:
             squares = tf.add_n([tf.reduce_sum(tf.square(tf.cast(value, tf.float32))) for value in dense])
             part["norm"] = tf.sqrt(squares) * tf.cast(factor, tf.float32)

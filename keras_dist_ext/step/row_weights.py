@@ -19,6 +19,7 @@ from keras_dist_ext._keras.losses import apply_mask
 from keras_dist_ext._keras.models import tracks_loss
 from keras_dist_ext.aliases import Gradient, TensorNest
 from keras_dist_ext.step.distributed_model import DistributedModel
+from keras_dist_ext.step.gradient_values import dense_values
 from keras_dist_ext.step.means import BatchExponents, Means, Term
 from keras_dist_ext.step.reduce import as_float, of_dtype, scale
 from keras_dist_ext.step.reducers import Reducer
@@ -288,7 +289,7 @@ class RowWeights:
         """Replace what an empty batch gave (perhaps NaN) by zeros."""
         if not self._can_be_empty or not values:
             return values
-        dense = [v.values if isinstance(v, tf.IndexedSlices) else v for v in values]
+        dense = dense_values(values)
         dense = tf.cond(
             tf.cast(self.rows, tf.int32) > 0,
             lambda: [tf.identity(v) for v in dense],

@@ -30,6 +30,7 @@ from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.step.distributed_model import DistributedModel
+from keras_dist_ext.step.gradient_values import dense_values
 from keras_dist_ext.step.reduce import OrderedSum, PlainSum, optimization_barrier
 from keras_dist_ext.step.reducers import MirroredReducer, Reducer, RowRange, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
@@ -161,7 +162,7 @@ class _VirtualReplicas:
             if this.kind != "gather":
                 total.add(reducer.replica_id, this.values)
             is_last = this.kind in ("update", "end") and not self._side_by_side and not tf.executing_eagerly()
-            self._before = _tensors(this.values) if is_last else []
+            self._before = dense_values(this.values) if is_last else []
         return points
 
     def _gather(self, points: Sequence[SyncPoint]) -> list[Any]:
@@ -200,10 +201,6 @@ class _VirtualReplicas:
         self._state.assign_reduced(update.states, values)
         self._state.share(update.variables)
         run_optimizer(real, update, gradients, may_update)
-
-
-def _tensors(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    return [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
 
 
 class _VirtualReducer(Reducer):

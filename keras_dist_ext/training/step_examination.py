@@ -20,6 +20,7 @@ from keras_dist_ext.errors import LoopError
 from keras_dist_ext.step.all_rows import stands_for_all
 from keras_dist_ext.step.ancestry import Assignment, Value
 from keras_dist_ext.step.branches import Place
+from keras_dist_ext.step.gradient_values import parts
 from keras_dist_ext.step.gradients import Gradients
 from keras_dist_ext.step.logs import ComputesWithResults, pooled_result
 from keras_dist_ext.step.observer import StepObserver
@@ -260,5 +261,4 @@ class StepExamination(StepObserver):
         return [self._is_own(gradient) for gradient in gradients]
 
     def _is_own(self, gradient: Gradient) -> bool:
-        parts = [gradient.values, gradient.indices] if isinstance(gradient, tf.IndexedSlices) else [gradient]
-        return bool(self.origins.replicas_of([Value(part) for part in parts if isinstance(part, tf.Tensor)]))
+        return bool(self.origins.replicas_of([Value(part) for part in parts(gradient) if isinstance(part, tf.Tensor)]))
