@@ -18,6 +18,7 @@ __all__ = [
     "BatchFunction",
     "Config",
     "DType",
+    "FitData",
     "Gradient",
     "JsonObject",
     "Logs",
@@ -37,6 +38,10 @@ TensorNest: TypeAlias = Any
 StepData: TypeAlias = object
 """What a step takes: such a nest of which nothing is asked but its leaves. Those with a first dimension have equally
 many rows."""
+
+FitData: TypeAlias = Any
+"""Data as ``fit`` takes it: arrays, alone or as (x, y) or (x, y, sample_weight), a tf.data.Dataset, a generator or a
+PyDataset."""
 
 UserFunction: TypeAlias = Callable[..., TensorNest]
 """A function of the user's that a step calls, or that is one."""

@@ -11,8 +11,7 @@ import hashlib
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.adapters import preserve_py_dataset_order, seed_py_datasets
 from keras_dist_ext._keras.datasets import local_datasets, with_seeds
 from keras_dist_ext._keras.strategies import first_replica, num_local_replicas
-from keras_dist_ext.aliases import Array, SpecNest, TensorNest
+from keras_dist_ext.aliases import Array, FitData, SpecNest, TensorNest, UserFunction
 from keras_dist_ext.data import split as data
 from keras_dist_ext.data.audit_findings import findings_of
 from keras_dist_ext.data.dataset_graph import read_graph
@@ -109,10 +108,10 @@ class Audit:
 
 
 def audit(
-    dataset: Any,
+    dataset: FitData,
     strategy: tf.distribute.Strategy | None = None,
     *,
-    ids: Callable[..., Any] | None = None,
+    ids: UserFunction | None = None,
     expected: int | Sequence[int] | None = None,
     stock_policy: str | None = None,
     batch_size: int | None = None,
@@ -207,7 +206,11 @@ def _said(failure: Exception) -> str:
 
 
 def _as_ours(
-    dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, workers: Workers | None, name: Any, wholes: list[Ids]
+    dataset: tf.data.Dataset,
+    strategy: tf.distribute.Strategy,
+    workers: Workers | None,
+    name: UserFunction,
+    wholes: list[Ids],
 ) -> tuple[Iterator[list[Ids]], bool]:
     """The ids of this worker's replicas in each step of our models, and whether the rows are the worker's own.
 
@@ -256,7 +259,7 @@ def _passes_alike(
 
 
 def _as_stock(
-    dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, policy: str, name: Any
+    dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, policy: str, name: UserFunction
 ) -> Iterator[list[Ids]]:
     """The same of TensorFlow's own way: a worker's replicas take what it reads in turn."""
     options = tf.data.Options()
@@ -270,7 +273,7 @@ def _as_stock(
         yield step + [np.zeros(0, np.int64)] * (num_local - len(step))
 
 
-def _named(name: Any, batch: TensorNest, spec: SpecNest) -> Ids:
+def _named(name: UserFunction, batch: TensorNest, spec: SpecNest) -> Ids:
     """The ids of the rows of a batch."""
     batch = data.without_optionals(batch)
     named = np.asarray(name(*batch) if isinstance(spec, tuple) else name(batch))
@@ -286,7 +289,7 @@ def _named(name: Any, batch: TensorNest, spec: SpecNest) -> Ids:
 def _content(*batch: TensorNest) -> Ids:
     """Name each row by a hash of what it holds."""
     leaves = [leaf for leaf in tree.flatten(batch) if leaf is not None]
-    rows: list[Any] = [hashlib.blake2b(digest_size=8) for _ in range(int(data.num_rows(batch)))]
+    rows = [hashlib.blake2b(digest_size=8) for _ in range(int(data.num_rows(batch)))]
     for leaf in leaves:
         if isinstance(leaf, tf.SparseTensor):
             leaf = tf.sparse.to_dense(leaf)
@@ -298,19 +301,18 @@ def _content(*batch: TensorNest) -> Ids:
     return np.array([int.from_bytes(digest.digest(), "little") >> 12 for digest in rows], np.int64)
 
 
-def _joined(parts: Any) -> Ids:
+def _joined(parts: Iterable[Ids]) -> Ids:
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def _asked_for(expected: Any) -> int | list[int] | None:
+def _asked_for(expected: object) -> int | list[int] | None:
     """What was given as ``expected``, in Python's numbers."""
     if expected is None:
         return None
     if isinstance(expected, range) and expected.start == 0 and expected.step == 1:
         return max(expected.stop, 0)  # of any length, so not to be gone through here
-    is_short = isinstance(expected, range) and not expected[_MOST_MISSING:]
     if (
-        is_short
+        (isinstance(expected, range) and not expected[_MOST_MISSING:])
         or isinstance(expected, list | tuple | set)
         or (isinstance(expected, np.ndarray) and expected.ndim == 1)
     ):

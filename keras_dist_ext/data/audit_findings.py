@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -128,5 +128,5 @@ def _of_batches(rows: npt.NDArray[np.int64]) -> list[Finding]:
     return found
 
 
-def _listed(values: list[Any]) -> str:
+def _listed(values: Sequence[object]) -> str:
     return ", ".join(map(str, values[:8])) + (", ..." if len(values) > 8 else "")

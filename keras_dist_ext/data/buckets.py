@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -14,7 +13,7 @@ import tensorflow as tf
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.datasets import WrappedDataset
-from keras_dist_ext.aliases import UserFunction
+from keras_dist_ext.aliases import FitData, TensorNest, UserFunction
 from keras_dist_ext.data.bucket_plan import BatchSize, choose_boundaries, imbalance, padding_share, plan_batches
 from keras_dist_ext.data.pools import Lengths, Pools
 from keras_dist_ext.data.sources import checked_batch_size
@@ -102,7 +101,7 @@ class BucketedDataset(WrappedDataset):
 
 
 def bucket_by_length(
-    dataset: Any,
+    dataset: FitData,
     boundaries: Sequence[int] | str = "auto",
     strategy: tf.distribute.Strategy | None = None,
     *,
@@ -112,7 +111,7 @@ def bucket_by_length(
     pool: int | None = None,
     sample: int = 100_000,
     max_padding: float = 0.05,
-    padding_value: Any = 0,
+    padding_value: TensorNest = 0,
     sequences: Sequence[str] | None = None,
     seed: int | None = None,
 ) -> BucketedDataset:
@@ -193,7 +192,7 @@ def bucket_by_length(
     return BucketedDataset(pools, chosen, size, seed, report)
 
 
-def _are_labels(boundaries: Any, dataset: Any) -> bool:
+def _are_labels(boundaries: Sequence[int] | str, dataset: FitData) -> bool:
     """Whether what was given as boundaries is a dataset or tensor, or has a value for each example."""
     if isinstance(boundaries, tf.data.Dataset | tf.RaggedTensor | tf.Tensor):
         return True

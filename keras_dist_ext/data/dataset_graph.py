@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import tensorflow as tf
 
@@ -16,6 +16,11 @@ from keras_dist_ext._keras.datasets import GraphDef, NodeDef, dataset_graph
 __all__ = ["MAPS", "DatasetGraph", "Stage", "optimises", "read_graph"]
 
 MAPS = ("Map", "MapAndBatch", "ParallelMap")  # kinds of stages, as written or as run
+
+
+class _Function(Protocol):
+    @property
+    def node_def(self) -> Sequence[NodeDef]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Stage:
     is_parallel: bool
     node: str
     inputs: tuple[str, ...]
-    values: tuple[Any, ...]
+    values: tuple[bool | int | float | None, ...]
     num_strings: int
     function_ops: frozenset[str]
     attributes: Mapping[str, bool]
@@ -48,7 +53,8 @@ class Stage:
         """How many elements become one; None where it does not batch."""
         place = {"Batch": 1, "PaddedBatch": 1, "MapAndBatch": -3}.get(self.kind)
         values = self.values if self.kind != "MapAndBatch" else tuple(v for v in self.values if v is not None)
-        return None if place is None or len(values) < abs(place) else values[place]
+        size = None if place is None or len(values) < abs(place) else values[place]
+        return size if isinstance(size, int) else None
 
     @property
     def drops_remainder(self) -> bool:
@@ -200,7 +206,7 @@ def read_graph(dataset: tf.data.Dataset) -> DatasetGraph | None:
     return DatasetGraph(proto, stages)
 
 
-def _stage(node: NodeDef, nodes: Mapping[str, NodeDef], functions: Mapping[str, Any]) -> Stage:
+def _stage(node: NodeDef, nodes: Mapping[str, NodeDef], functions: Mapping[str, _Function]) -> Stage:
     kind, is_parallel = _kind(node.op)
     inputs = [nodes[_name(name)] for name in node.input if _name(name) in nodes]
     return Stage(
@@ -245,7 +251,7 @@ def _num_strings(node: NodeDef) -> int:
     return math.prod(dim.size for dim in tensor.tensor_shape.dim)
 
 
-def _function_ops(node: NodeDef, functions: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
+def _function_ops(node: NodeDef, functions: Mapping[str, _Function], seen: set[str]) -> Iterator[str]:
     called = [value.func.name for value in node.attr.values() if value.WhichOneof("value") == "func"]
     called += [func.name for value in node.attr.values() for func in value.list.func]
     if node.op in functions:

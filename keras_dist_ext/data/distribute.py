@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import tensorflow as tf
 
@@ -11,7 +10,7 @@ from keras_dist_ext import arguments
 from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.datasets import WrappedDataset, auto_shard, with_seeds
 from keras_dist_ext._keras.strategies import first_replica, is_default_strategy, num_local_replicas
-from keras_dist_ext.aliases import SpecNest, TensorNest
+from keras_dist_ext.aliases import FitData, SpecNest, TensorNest
 from keras_dist_ext.data import split as data
 from keras_dist_ext.data.dataset_graph import DatasetGraph, read_graph
 from keras_dist_ext.data.sharding_findings import findings_of
@@ -53,7 +52,7 @@ class SharedDataset(WrappedDataset):
         batch_size: int | None,
         seed: int | None,
         findings: tuple[Finding, ...],
-        source: Any = None,
+        source: object = None,
     ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
@@ -115,7 +114,7 @@ def _with_rows(leaf: tf.Tensor, rows: int | None) -> tf.Tensor:
 
 
 def distribute(
-    dataset: Any,
+    dataset: FitData,
     strategy: tf.distribute.Strategy | None = None,
     *,
     batch_size: int | None = None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import tensorflow as tf
 
@@ -14,7 +13,7 @@ from keras_dist_ext.errors import DataError
 __all__ = ["as_data_errors", "require"]
 
 
-def require(condition: tf.Tensor, message: str, *numbers: tf.Tensor) -> Any:
+def require(condition: tf.Tensor, message: str, *numbers: tf.Tensor) -> tf.Operation | None:
     """Fail with a message where a condition does not hold when it is computed.
 
     Args:

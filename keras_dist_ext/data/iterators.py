@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from typing import Any
+from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -35,7 +35,7 @@ def preceded_by(batch: TensorNest, iterator: tf.data.Iterator) -> tf.data.Datase
         return tf.data.Dataset.from_tensors(batch).concatenate(rest).with_options(options)
 
 
-def release_iterator(held: list[Any]) -> None:
+def release_iterator(held: list[Iterator[object]]) -> None:
     """Drop an iterator without waiting for the thread that tunes its dataset.
 
     That sleeps for 10 ms, then for twice as long each time, up to a minute. What is to end its sleep comes too early

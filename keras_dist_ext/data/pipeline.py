@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext import arguments
+from keras_dist_ext.aliases import FitData
 from keras_dist_ext.data.dataset_graph import read_graph
 from keras_dist_ext.data.pipeline_findings import findings_of
 from keras_dist_ext.data.sources import as_dataset, checked_batch_size, kind_of
@@ -59,7 +59,7 @@ class Inspection:
 
 
 def inspect(
-    dataset: Any,
+    dataset: FitData,
     strategy: tf.distribute.Strategy | None = None,
     *,
     num_batches: int = 50,

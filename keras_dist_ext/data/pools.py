@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,7 @@ import tensorflow as tf
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.datasets import with_seeds
-from keras_dist_ext.aliases import Array, SpecNest, TensorNest
+from keras_dist_ext.aliases import Array, FitData, SpecNest, TensorNest, UserFunction
 from keras_dist_ext.data.bucket_plan import BatchSize
 from keras_dist_ext.data.dataset_graph import read_graph
 from keras_dist_ext.data.sources import as_dataset, is_batched
@@ -49,11 +48,11 @@ class Pools:
 
     def __init__(
         self,
-        data: Any,
+        data: FitData,
         size: int | None,
         *,
-        length: Callable[..., Any] | None,
-        padding_value: Any,
+        length: UserFunction | None,
+        padding_value: TensorNest,
         sequences: Sequence[str] | None,
         seed: int,
     ) -> None:
@@ -83,7 +82,7 @@ class Pools:
             measured = length or (lambda *example: ())
             spec = examples.element_spec
 
-            def with_length(*example: TensorNest) -> tuple[Any, Any]:
+            def with_length(*example: TensorNest) -> tuple[TensorNest, TensorNest]:
                 given = _whole(example, spec)
                 return given, measured(*given) if isinstance(given, tuple) else measured(given)
 
@@ -142,7 +141,9 @@ class Pools:
 
         return self._pools.enumerate().flat_map(_plainly(of_pool))
 
-    def _lay_out(self, spec: SpecNest, padding_value: Any, sequences: Sequence[str] | None, was_padded: bool) -> None:
+    def _lay_out(
+        self, spec: SpecNest, padding_value: TensorNest, sequences: Sequence[str] | None, was_padded: bool
+    ) -> None:
         """Find out which leaves are sequences, and what they are padded with."""
         leaves = _leaves_with_paths(spec)
         features = [path for path, _ in leaves if not isinstance(spec, tuple) or path.partition("/")[0] == "0"]
@@ -164,7 +165,7 @@ class Pools:
         values = _values(padding_value, spec, leaves, features)
         self._values = {path: _as_dtype(values[path], leaf.dtype) for path, leaf in leaves}
 
-    def _measured(self, pool: TensorNest, given: Any) -> tf.Tensor:
+    def _measured(self, pool: TensorNest, given: TensorNest) -> tf.Tensor:
         """The lengths [P] of the examples of a pool."""
         if self._has_length:
             return tf.cast(given, tf.int64)
@@ -200,7 +201,7 @@ class Pools:
         return dense
 
 
-def _examples(data: Any, seed: int) -> tuple[tf.data.Dataset, bool]:
+def _examples(data: FitData, seed: int) -> tuple[tf.data.Dataset, bool]:
     """The data as single examples, and whether they were in batches padded to their longest."""
     dataset = as_dataset(data, seed=seed)
     graph = read_graph(dataset) if isinstance(data, tf.data.Dataset) else None
@@ -216,14 +217,14 @@ def _examples(data: Any, seed: int) -> tuple[tf.data.Dataset, bool]:
     return dataset.unbatch(), not is_ragged
 
 
-def _without_missing(data: Any) -> TensorNest:
+def _without_missing(data: FitData) -> TensorNest:
     """What `fit` takes as ``(x, y, None)`` has no weights."""
     while isinstance(data, tuple) and data and data[-1] is None:
         data = data[:-1]
     return data
 
 
-def _as_tensors(data: Any) -> TensorNest:
+def _as_tensors(data: FitData) -> TensorNest:
     """Arrays in memory as tensors, lists of arrays as RaggedTensors."""
 
     def convert(value: TensorNest) -> TensorNest:
@@ -251,7 +252,7 @@ def _ragged(rows: list[Array]) -> tf.RaggedTensor:
     return tf.RaggedTensor.from_row_lengths(values, [len(row) for row in rows])
 
 
-def _num_examples(data: Any) -> int:
+def _num_examples(data: TensorNest) -> int:
     leaves = _leaves_with_paths(data)
     if not leaves or any(leaf.shape.rank == 0 for _, leaf in leaves):
         raise DataError(f"The dataset holds {'a single value' if leaves else 'nothing'}. {_GIVE}")
@@ -262,7 +263,7 @@ def _num_examples(data: Any) -> int:
     return next(iter(counts.values()))
 
 
-def _whole(arguments: tuple[Any, ...], spec: SpecNest) -> Any:
+def _whole(arguments: tuple[TensorNest, ...], spec: SpecNest) -> TensorNest:
     """An element from the arguments of a function given to `map`."""
     return arguments if isinstance(spec, tuple) else arguments[0]
 
@@ -296,8 +297,8 @@ def _padded_sequences(leaves: list[tuple[str, tf.TypeSpec]], features: list[str]
 
 
 def _values(
-    padding_value: Any, spec: SpecNest, leaves: list[tuple[str, tf.TypeSpec]], features: list[str]
-) -> dict[str, Any]:
+    padding_value: TensorNest, spec: SpecNest, leaves: list[tuple[str, tf.TypeSpec]], features: list[str]
+) -> dict[str, TensorNest]:
     if isinstance(padding_value, (dict, tuple, list)):
         by_path = dict(_leaves_with_paths(padding_value))
         if by_path.keys() == dict(leaves).keys():

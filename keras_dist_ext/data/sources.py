@@ -6,13 +6,14 @@ import contextlib
 import itertools
 import types
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.datasets import WrappedDataset
+from keras_dist_ext.aliases import FitData, TensorNest
 from keras_dist_ext.data.dataset_graph import DatasetGraph, read_graph
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.hashing import fold_in
@@ -35,7 +36,7 @@ def checked_batch_size(batch_size: object) -> int | None:
     return arguments.optional(arguments.integer, "batch_size", batch_size, least=1, most=most, error=DataError)
 
 
-def kind_of(data: Any) -> str:
+def kind_of(data: FitData) -> str:
     """Say what data is: "tf.data", "generator", "PyDataset" or "arrays".
 
     Raises:
@@ -69,7 +70,7 @@ def kind_of(data: Any) -> str:
 
 
 def as_dataset(
-    data: Any, *, batch_size: int | None = None, shuffle: bool | None = None, seed: int | None = None
+    data: FitData, *, batch_size: int | None = None, shuffle: bool | None = None, seed: int | None = None
 ) -> tf.data.Dataset:
     """Return a dataset that yields what `fit` would read, a batch at a time.
 
@@ -124,7 +125,7 @@ def _of_py_dataset(adapter: DataAdapter, seed: int | None, passes: itertools.cou
 
     spec = adapter.get_tf_dataset().element_spec
 
-    def one_pass() -> Iterator[Any]:
+    def one_pass() -> Iterator[TensorNest]:
         with contextlib.closing(py_dataset_batches(adapter)) as batches:
             with preserve_py_dataset_order():  # of others, and of Keras: when the first batch comes, this one is known
                 if seed is not None:

@@ -6,7 +6,6 @@ Letters: N = rows of the global batch, R = replicas in sync, over all workers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -90,7 +89,7 @@ def _rows_of_all(data: TensorNest) -> int | tf.Tensor:
         return tf.identity(rows)
 
 
-def _unequal(named: list[tuple[str, tf.Tensor]], counts: list[Any]) -> str:
+def _unequal(named: list[tuple[str, tf.Tensor]], counts: Sequence[int | str]) -> str:
     found = ", ".join(f"{name} {count}" for (name, _), count in zip(named, counts, strict=True))
     return (
         f"A batch holds tensors of different numbers of rows ({found}), so it cannot be split over the replicas. "

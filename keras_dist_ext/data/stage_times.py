@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import tensorflow as tf
 
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.data.iterators import release_iterator
 
 __all__ = ["StageTime", "Times", "measure"]
@@ -124,7 +125,31 @@ def measure(dataset: tf.data.Dataset, num_batches: int, seconds: float) -> Times
     return Times(pulled, first_seconds, spent / pulled if pulled else None, stages, cpu_share)
 
 
-def _model(iterator: Any) -> Any:
+class _Parameter(Protocol):
+    name: str
+    tunable: bool
+    value: float
+    max: float
+
+
+class _Node(Protocol):
+    """A stage, as model.proto has it."""
+
+    name: str
+    node_class: int
+    inputs: Sequence[int]
+    num_elements: int
+    processing_time: int  # nanoseconds
+    ratio: float
+    parameters: Sequence[_Parameter]
+
+
+class _Model(Protocol):
+    nodes: Mapping[int, _Node]
+    output: int
+
+
+def _model(iterator: Iterator[TensorNest]) -> _Model | None:
     """What tf.data notes about the stages, None where it does not."""
     read = getattr(tf.data.experimental, "get_model_proto", None)
     try:
@@ -137,7 +162,7 @@ _INTERLEAVE = (1, 2)  # INTERLEAVE_MANY, ASYNC_INTERLEAVE_MANY of model.proto
 _ASYNC = (2, 4, 6)  # ASYNC_INTERLEAVE_MANY, ASYNC_KNOWN_RATIO, ASYNC_UNKNOWN_RATIO
 
 
-def _stages(model: Any) -> Iterator[StageTime]:
+def _stages(model: _Model) -> Iterator[StageTime]:
     nodes = dict(model.nodes)
     found: dict[tuple[int, str], StageTime] = {}
     pending = [(place, 0, 1.0) for place in nodes[model.output].inputs]
@@ -160,7 +185,7 @@ def _stages(model: Any) -> Iterator[StageTime]:
     yield from sorted(found.values(), key=lambda stage: stage.depth)
 
 
-def _inputs(node: Any, nodes: dict[int, Any]) -> Iterator[tuple[int, float]]:
+def _inputs(node: _Node, nodes: Mapping[int, _Node]) -> Iterator[tuple[int, float]]:
     """The stages that feed one, and how many elements of each make one of its own."""
     given = [place for place in node.inputs if place in nodes]
     if not node.num_elements:
