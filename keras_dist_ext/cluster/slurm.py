@@ -54,7 +54,7 @@ def slurm_cluster(environ: Mapping[str, str]) -> Cluster:
     for host in on_hosts:
         addresses.append(f"{host}:{FIRST_PORT + used[host]}")
         used[host] += 1
-    if on_hosts[own] != environ.get("SLURMD_NODENAME", on_hosts[own]):
+    if on_hosts[own] != (environ.get("SLURMD_NODENAME") or on_hosts[own]):
         raise ClusterError(
             f"SLURM's variables put task {own} on {on_hosts[own]}, but it runs on {environ['SLURMD_NODENAME']}: "
             f"{_NODES}={environ[_NODES]!r}, {_COUNTS}={environ[_COUNTS]!r}, "

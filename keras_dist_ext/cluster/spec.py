@@ -252,6 +252,10 @@ def _check_tf_config(text: str) -> None:
             refuse(f"lacks {key!r} in its 'task'")
     if not re.fullmatch("-?[0-9]+", str(config["task"]["index"])):
         refuse(f"has the task index {config['task']['index']!r}, which is not an integer")
+    if not isinstance(config["task"]["type"], str):
+        refuse(f"has a JSON {_json_type(config['task']['type'])}, not a string, as the type of its 'task'")
+    if not str(config.get("rpc_layer") or "grpc").startswith("grpc"):
+        refuse(f"has the rpc_layer {config['rpc_layer']!r}, which is not 'grpc'")
 
 
 def _json_type(value: object) -> str:

@@ -252,6 +252,17 @@ def test_replicas_take_the_first_gpus_or_else_cpu_devices_that_are_made():
             "task index 'x', which is not an integer",
         ),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": true}}', "task index True, which is no"),
+        (
+            '{"cluster": {"worker": ["a:1"]}, "task": {"type": null, "index": 0}}',
+            "has a JSON null, not a string, as the type of its 'task'",
+        ),
+        *(
+            (
+                f'{{"rpc_layer": {layer}, "cluster": {{"worker": ["a:1"]}}, "task": {{"type": "worker", "index": 0}}}}',
+                f"has the rpc_layer {layer.capitalize()}, which is not 'grpc'",
+            )
+            for layer in ("5", "true")
+        ),
     ],
 )
 def test_a_tf_config_of_the_wrong_shape_is_refused_by_name(text, message):
