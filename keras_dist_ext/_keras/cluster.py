@@ -140,7 +140,8 @@ def lost_tasks(error: Exception) -> list[tuple[str, int]] | None:
 def silent_tasks(jobs: Mapping[str, int]) -> list[tuple[str, int]]:
     """Return the tasks from which the coordination service has no heartbeat any more (python/eager/context.py).
 
-    These come from a thread of TensorFlow's own, whatever Python does in the task.
+    These come from a thread of TensorFlow's own, whatever Python does in the task. It holds Python's lock until the
+    service answers (python/tfe_wrapper.cc), so only the task that has the service may call it.
 
     Args:
         jobs: how many tasks each has.

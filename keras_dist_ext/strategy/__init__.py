@@ -14,6 +14,7 @@ In reading order:
     consistency  see that all workers are about to do the same
     key_value    what workers tell each other without a collective
     presence     where each worker is, and whether its program has ended
+    prompt_exit  end a process soon after its program has failed
     deadlock     find workers that wait for each other
 """
 

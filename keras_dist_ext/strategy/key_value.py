@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from keras_dist_ext._keras.cluster import delete_key, get_key, set_key, silent_t
 __all__ = ["KeyValueStore", "StoreSilent"]
 
 _T = TypeVar("_T")
+_SILENT = "silent"
 _SILENT_SECONDS = 15.0  # an answer takes milliseconds
 
 
@@ -42,6 +44,7 @@ class KeyValueStore:
         self.num_workers = sum(jobs.values())
         self.index = index
         self._clock = clock
+        self._silent: tuple[int, list[int]] = 0, []  # how many lists of workers were read or stored, and the last
         self._silent_since: float | None = None
         self._try_again_at = 0.0  # where it is silent
         self._lock = threading.Lock()  # over both, and over whether a request has been answered
@@ -51,13 +54,39 @@ class KeyValueStore:
         """The numbers of the other workers."""
         return [worker for worker in range(self.num_workers) if worker != self.index]
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the first worker has left the last request without an answer."""
+        return self._silent_since is not None
+
     def index_of(self, job: str, number: int) -> int:
         """Return the number of the worker that is a task of a job."""
         return number if job == "chief" else self._jobs.get("chief", 0) + number
 
     def silent(self) -> list[int]:
-        """Return the workers that send no sign of life any more; a thread of TensorFlow's does."""
-        return [self.index_of(job, number) for job, number in self._ask(lambda: silent_tasks(self._jobs))]
+        """Return the workers that send no sign of life any more, as the first worker has found."""
+        if self.index == 0:
+            return self._find_silent()
+        number, found = self._silent
+        while (text := self.get(f"{_SILENT}/{number}", 0, 0.01)) is not None:
+            number, found = number + 1, json.loads(text)
+        self._silent = number, found  # at once: two threads may ask
+        return found
+
+    def publish_silent(self) -> None:
+        """Store which workers send no sign of life any more; the first worker does so now and then.
+
+        The others cannot ask TensorFlow themselves: if the first worker is stopped, the call would hold Python's lock
+        without end.
+        """
+        number, published = self._silent
+        found = self._find_silent()
+        if found != published:
+            self.set(f"{_SILENT}/{number}", json.dumps(found))
+            self._silent = number + 1, found
+
+    def _find_silent(self) -> list[int]:
+        return [self.index_of(job, number) for job, number in silent_tasks(self._jobs)]
 
     def set(self, topic: str, text: str) -> None:
         """Store a text on a topic, for all workers to read."""

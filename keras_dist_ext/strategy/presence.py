@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.strategy.key_value import KeyValueStore, StoreSilent
+from keras_dist_ext.strategy.prompt_exit import exit_promptly
 
 __all__ = ["LastWord", "Presence", "line_of"]
 
@@ -79,6 +80,8 @@ class Presence:
         if self._has_ended:
             return
         self._has_ended = True
+        if self._store.is_silent:  # nobody would hear it
+            return
         with contextlib.suppress(Exception):  # the cluster is gone
             self._store.set(_ENDED, json.dumps([self.num_waits, self._failure or "has ended"]))
             deadline = time.monotonic() + _LINGER_SECONDS
@@ -121,14 +124,17 @@ class Presence:
         return self.end_of(worker) is not None or self._store.get(_HEARD, worker, 0.01) is not None
 
     def _answer(self) -> None:
-        """Look now and then whether somebody asks, and whether the first worker has ended."""
+        """Look now and then whether somebody asks, whether the first worker has ended, and, on it, who is silent."""
         with contextlib.suppress(Exception):  # the cluster is gone
             while not self._over.wait(_LOOK_SECONDS):
                 with contextlib.suppress(StoreSilent):
                     self._answer_once()
 
     def _answer_once(self) -> None:
-        if self._store.index != _LEADER and _LEADER not in self._ended and self.end_of(_LEADER) is not None:
+        if self._store.index == _LEADER:
+            with contextlib.suppress(tf.errors.OpError):
+                self._store.publish_silent()
+        elif _LEADER not in self._ended and self.end_of(_LEADER) is not None:
             self._store.set(_HEARD, "-")
         if self._store.get_for_all(f"{_ASK}/{self._round}", 0.01) is not None:
             self._say(self._round)
@@ -193,6 +199,8 @@ def _announce_failures(presence: weakref.ref[Presence]) -> None:
         before(kind, error, trace)
         living = presence()
         if living is not None:
+            if issubclass(kind, Exception):  # and no Ctrl-C, which has an exit code of its own
+                exit_promptly()
             living.note_failure(kind, trace)
             living.end()
 

@@ -33,7 +33,7 @@ from keras_dist_ext.cluster import rendezvous
 from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.cluster.spec import Cluster
 from keras_dist_ext.cluster.tasks import cluster
-from keras_dist_ext.strategy import deadlock, key_value
+from keras_dist_ext.strategy import deadlock, key_value, prompt_exit
 from keras_dist_ext.strategy.consistency import check_consistency, data_fingerprint, differences, run_fingerprint
 from keras_dist_ext.training.resume.checkpoints import CheckpointStore, unpack
 from keras_dist_ext.training.run_callback import callbacks_of_all_workers
@@ -303,6 +303,8 @@ class Stores:
 class StoreOf:
     """One worker's end of it."""
 
+    is_silent = False
+
     def __init__(self, stores: Stores, index: int, num_workers: int) -> None:
         self._texts, self.index, self.num_workers = stores.texts, index, num_workers
         self.others = [worker for worker in range(num_workers) if worker != index]
@@ -320,6 +322,9 @@ class StoreOf:
 
     def silent(self) -> list[int]:
         return []
+
+    def publish_silent(self) -> None:
+        pass
 
     def set_for_all(self, topic: str, text: str) -> None:
         self._texts.setdefault((topic, -1), text)
@@ -576,6 +581,58 @@ def test_a_first_worker_that_answers_nothing_ends_the_waits_of_others(
     asked.set()  # it goes on
     wait_until(lambda: second._store._silent_since is None)
     assert second._store.get("place", 0, 0.0) is None
+
+
+def test_only_the_first_worker_asks_tensorflow_who_is_silent_and_the_others_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts: dict[str, str] = {}
+    asked: list[int] = []
+    found: list[tuple[str, int]] = []
+
+    def ask(jobs: Any) -> list[tuple[str, int]]:
+        asked.append(1)
+        return list(found)
+
+    monkeypatch.setattr(key_value, "silent_tasks", ask)
+    monkeypatch.setattr(key_value, "set_key", texts.setdefault)
+    monkeypatch.setattr(key_value, "get_key", lambda name, seconds: texts.get(name))
+    first, second = (key_value.KeyValueStore({"chief": 1, "worker": 2}, index) for index in (0, 1))
+    for lost, said in (([], []), ([("worker", 1)], [2]), ([("worker", 0), ("worker", 1)], [1, 2]), ([], [])):
+        found[:] = lost
+        for _ in range(2):  # what is as before is not stored again
+            first.publish_silent()
+        assert len(asked) == 2
+        assert second.silent() == said
+        assert len(asked) == 2
+        assert first.silent() == said
+        asked.clear()
+    assert len(texts) == 3
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.5])
+def test_a_failed_program_leaves_python_soon_after_its_exit_functions(seconds: float, tmp_path: pathlib.Path) -> None:
+    """What takes long is taken down last, as TensorFlow is: without Python's lock, which no thread gets any more."""
+    (tmp_path / "lasts.py").write_text(
+        "import time\n\nclass Lasts:\n    def __del__(self, sleep=time.sleep):\n        sleep(600)\n\nlasts = Lasts()\n"
+    )
+    (tmp_path / "program.py").write_text(
+        "import atexit, importlib.util, sys, time\n"
+        "import lasts\n"
+        f"spec = importlib.util.spec_from_file_location('prompt_exit', {prompt_exit.__file__!r})\n"
+        "prompt_exit = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(prompt_exit)\n"
+        "prompt_exit._LIMIT_SECONDS, prompt_exit._PAUSE_SECONDS = 1.0, 0.05\n"
+        f"atexit.register(lambda: (time.sleep({seconds}), print('after a while')))\n"
+        "prompt_exit.exit_promptly()\n"
+        "raise ArithmeticError('this one')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stdout == "after a while\n"
+    assert ended.stderr.endswith("ArithmeticError: this one\n")
 
 
 def test_an_answer_that_comes_while_the_wait_for_it_ends_leaves_no_worker_silent(

@@ -56,6 +56,21 @@ def test_a_worker_that_comes_to_harm_is_named_to_all_others(num_workers: int, pl
 
 
 @pytest.mark.multiworker
+@pytest.mark.parametrize(("num_workers", "place"), rotating(CASES, []))
+def test_where_the_first_worker_comes_to_harm_the_others_end_too(num_workers: int, place: str) -> None:
+    found = run("--first", "--workers", str(num_workers), "--places", place)
+    assert {case[2] for case, _ in found} == set(fault_runs.ACCIDENTS)
+    for (_, _, accident, _), (told, ended, errors) in found:
+        assert ended < fault_runs.SECONDS
+        for error in errors:
+            if place == "program's end":
+                assert (told, error) == (0.0, "")
+                continue
+            assert error.startswith("keras_dist_ext.errors.WorkersError: "), (accident, error)
+            assert any(text in error for text in (*SAYS[accident], "the first worker, by which all")), (accident, error)
+
+
+@pytest.mark.multiworker
 @pytest.mark.parametrize(
     ("place", "accident"),
     rotating([(place, accident) for place in ("batch end", "program's end") for accident in fault_runs.ACCIDENTS], []),
