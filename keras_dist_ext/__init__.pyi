@@ -3,7 +3,7 @@
 from . import tuner as tuner
 from .cluster.heartbeat import heartbeat as heartbeat
 from .cluster.launch import launch as launch
-from .cluster.ray_host import RayCluster as RayCluster
+from .cluster.ray_cluster import RayCluster as RayCluster
 from .data.audit import audit as audit
 from .data.buckets import bucket_by_length as bucket_by_length
 from .data.distribute import distribute as distribute

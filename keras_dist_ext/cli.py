@@ -22,7 +22,7 @@ from keras_dist_ext.errors import KerasDistError, LaunchError
 from keras_dist_ext.examples.demo_options import add_options, given_options
 
 if TYPE_CHECKING:
-    from keras_dist_ext.cluster.ray_host import RayCluster
+    from keras_dist_ext.cluster.ray_cluster import RayCluster
 
 __all__ = ["main"]
 
@@ -175,7 +175,7 @@ def _ray_cluster(arguments: argparse.Namespace) -> "RayCluster | None":
     names = ("address", "cpus_per_worker", "gpus_per_worker")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if arguments.on == "ray":
-        from keras_dist_ext.cluster.ray_host import RayCluster
+        from keras_dist_ext.cluster.ray_cluster import RayCluster
 
         return RayCluster(**given)
     if given:

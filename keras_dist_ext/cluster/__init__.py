@@ -9,7 +9,9 @@ Nothing here imports TensorFlow when it is imported. In reading order:
     process        one of them: its output, its end
     host           what a launch needs of the place where they run
     local_host     this machine as that place
-    ray_host       a Ray cluster as that place: ``kde.RayCluster``
+    ray_cluster    a Ray cluster, and the connection to it: ``kde.RayCluster``
+    ray_host       it as that place
+    ray_process    a process there, seen from here
     ray_agent      what runs on its nodes
     orphans        what processes leave behind
     worker         what runs in it

@@ -50,7 +50,8 @@ from keras_dist_ext.cluster.host import Host, ValueLost, WaitForPlaces
 from keras_dist_ext.cluster.local_host import LocalHost
 from keras_dist_ext.cluster.process import Process, code_text, show
 from keras_dist_ext.cluster.process_group import ProcessGroup
-from keras_dist_ext.cluster.ray_host import RayCluster, pack_for_ray, ray_hosts
+from keras_dist_ext.cluster.ray_cluster import RayCluster, pack_for_ray
+from keras_dist_ext.cluster.ray_host import ray_hosts
 from keras_dist_ext.cluster.signals import Interrupted, caught_signals
 from keras_dist_ext.cluster.tasks import tf_config
 from keras_dist_ext.errors import LaunchError

@@ -9,7 +9,7 @@ import pytest
 
 import keras_dist_ext as kde
 from keras_dist_ext.cli import main
-from keras_dist_ext.cluster import ray_host
+from keras_dist_ext.cluster import ray_cluster, ray_process
 from keras_dist_ext.cluster.host import State
 from keras_dist_ext.cluster.ray_agent import Report
 
@@ -66,10 +66,10 @@ def test_an_amount_of_a_resource_is_a_number(capsys):
 
 def test_a_ray_job_that_has_sent_its_folder_sends_no_other(monkeypatch):
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
-    assert ray_host._default_environ() == {"working_dir": os.getcwd()}
+    assert ray_cluster._default_environ() == {"working_dir": os.getcwd()}
     for environ, expected in (({}, {"working_dir": os.getcwd()}), ({"working_dir": "gcs://job.zip"}, {})):
         monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": environ}))
-        assert ray_host._default_environ() == expected
+        assert ray_cluster._default_environ() == expected
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def running(monkeypatch):
     ray.get = lambda answer: answer
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.exceptions", ray.exceptions)
-    process = ray_host.RayProcess(agent=None, node="10.0.0.7", starting="it has started")
+    process = ray_process.RayProcess(agent=None, node="10.0.0.7", starting="it has started")
     assert process.note_silence(1000.0) == []  # to start may take long
     assert process.take() == []
     return process
