@@ -3,6 +3,8 @@
 Nothing here imports TensorFlow when it is imported. In reading order:
 
     launch         starts, watches and restarts a process for each worker: ``kde.launch``
+    attempts       the starts of one launch, the first and those after a failure
+    worker_run     how a process ended
     command        what a process is to run: checked, and turned into a command line
     tasks, cores   each process' task and address, and its share of the CPUs
     process_group  the processes of one launch, which end together

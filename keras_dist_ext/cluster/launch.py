@@ -22,18 +22,17 @@ Security: TensorFlow's server in each process listens on all network interfaces,
 runs what anyone who connects sends, without a password. Launch where nobody else reaches the machine's ports.
 """
 
-import itertools
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import IO, Any
 
 from keras_dist_ext import arguments
+from keras_dist_ext.cluster.attempts import Attempt, Outcome, run_attempts
 from keras_dist_ext.cluster.command import (
     MOST_THREADS,
     check_counts,
@@ -45,23 +44,17 @@ from keras_dist_ext.cluster.command import (
     program_for,
 )
 from keras_dist_ext.cluster.cores import fair_shares, usable_cpus
-from keras_dist_ext.cluster.failure import Failure, NotPlaced
-from keras_dist_ext.cluster.host import Host, ValueLost, WaitForPlaces
+from keras_dist_ext.cluster.failure import Failure
+from keras_dist_ext.cluster.host import Host, WaitForPlaces
 from keras_dist_ext.cluster.local_host import LocalHost
-from keras_dist_ext.cluster.process import Process, code_text, show
-from keras_dist_ext.cluster.process_group import ProcessGroup
+from keras_dist_ext.cluster.process import code_text, show
 from keras_dist_ext.cluster.ray_cluster import RayCluster, pack_for_ray
 from keras_dist_ext.cluster.ray_host import ray_hosts
 from keras_dist_ext.cluster.signals import Interrupted, caught_signals
-from keras_dist_ext.cluster.tasks import tf_config
+from keras_dist_ext.cluster.worker_run import WorkerRun
 from keras_dist_ext.errors import LaunchError
 
-__all__ = ["launch", "LaunchResult", "WorkerRun", "WorkerFailed"]
-
-RESTART = "KERAS_DIST_EXT_RESTART"  # environment variable: how often all have started again, from 0
-_FAILURE_GRACE_SECONDS = 2.0  # for workers that may wait in a collective for one that is gone
-_LONGEST_PAUSE_SECONDS = 60.0
-_NOTICE_SECONDS = 10.0  # of waiting for places
+__all__ = ["launch", "LaunchResult", "WorkerFailed"]
 
 
 def launch(
@@ -150,7 +143,7 @@ def launch(
     base |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **_thread_settings(threads_per_worker)}
     stream = sys.stdout if stream is None else stream
     hosts = _local_hosts() if on is None else ray_hosts(on)
-    attempt = _Attempt(
+    attempt = Attempt(
         program,
         num_workers,
         num_ps,
@@ -166,9 +159,9 @@ def launch(
     with caught_signals() as signals:
         try:
             with hosts as make_host:
-                outcome, restart = _attempts(attempt, make_host, max_restarts, pause_seconds, signals)
+                outcome, restart = run_attempts(attempt, make_host, max_restarts, pause_seconds, signals)
         except Interrupted as error:  # while this process was connected to Ray
-            outcome, restart = _Outcome(Failure.by_signal(error.signum), (), False), 0
+            outcome, restart = Outcome(Failure.by_signal(error.signum), (), False), 0
     if signals:
         signal.raise_signal(signals[0])  # every process is gone: now the signal takes its usual course
     failure, seconds = outcome.failure, time.monotonic() - started
@@ -185,7 +178,7 @@ class LaunchResult:
     """How a launch ended."""
 
     exit_code: int  # 0, or the first failure's, fit for sys.exit: 128 + n for signal n, 124 for a time-out or the limit
-    workers: tuple["WorkerRun", ...]  # chief, workers, parameter servers
+    workers: tuple[WorkerRun, ...]  # chief, workers, parameter servers
     seconds: float
     failure: str | None  # what failed last, with its last lines
     num_restarts: int = 0
@@ -194,20 +187,6 @@ class LaunchResult:
     def values(self) -> tuple[Any, ...]:
         """What the function returned: one value a worker, or only the chief's."""
         return tuple(run.value for run in self.workers if not run.served)
-
-
-@dataclass(frozen=True)
-class WorkerRun:
-    """How one process ended."""
-
-    name: str  # "worker 0", "chief 0", "ps 1"
-    served: bool  # it ran TensorFlow's server, not the command or function
-    exit_code: int  # as subprocess has it: -9 = SIGKILL
-    ended_by_launch: bool  # it had not ended, or failed, by itself
-    seconds: float
-    value: Any  # what the function returned; None for a command
-    last_lines: tuple[str, ...]  # the last traceback and what followed, or the last 20 lines
-    log: Path | None  # all its output; None without log_dir
 
 
 class WorkerFailed(LaunchError):
@@ -229,104 +208,6 @@ class WorkerFailed(LaunchError):
         return str(self.args[0])
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """How one attempt ended."""
-
-    failure: Failure | None
-    runs: tuple[WorkerRun, ...]
-    has_made_steps: bool
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """All that it takes to start the processes, as often as need be."""
-
-    program: list[str] | bytes
-    num_workers: int
-    num_ps: int
-    environ: Mapping[str, str]
-    shares: Sequence[Sequence[int]] | None  # CPUs of each process
-    deadline: float | None
-    hang_seconds: float | None
-    grace_seconds: float
-    log_dir: str | os.PathLike[str] | None
-    stream: IO[str] | None  # for output
-    notices: IO[str]
-
-    def run(self, make_host: Callable[[WaitForPlaces], Host], restart: int, signals: Sequence[int]) -> _Outcome:
-        """Start all processes, and see them to their end."""
-        host = make_host(self._waiting(signals))
-        with ProcessGroup(host, self.stream, self.log_dir, appends=restart > 0) as group:
-            try:
-                tasks = group.reserve(self.num_workers, self.num_ps)
-            except NotPlaced as error:
-                return _Outcome(error.failure, (), False)
-            for number, task in enumerate(tasks):
-                own = {"TF_CONFIG": tf_config(task, tasks), RESTART: str(restart)}
-                group.start(
-                    str(task),
-                    None if task.serves else self.program,
-                    {**self.environ, **own},
-                    () if self.shares is None else self.shares[number],
-                )
-            failure = group.watch(signals, self.deadline, self.hang_seconds)
-            grace = self.grace_seconds if signals else min(self.grace_seconds, _FAILURE_GRACE_SECONDS)
-            ended = group.end(signals, grace)
-            if signals and all(process.exit_code == 0 for process in group.working):
-                failure = Failure.by_signal(signals[0], ended_well=True)
-            values: dict[Process, Any] = {}
-            if failure is None:
-                try:
-                    values = {process: _value(process) for process in group.working if process.calls}
-                except ValueLost as error:
-                    failure = Failure(1, str(error))
-            runs = tuple(_run(process, group, process in ended, values.get(process)) for process in group.processes)
-            return _Outcome(failure, runs, group.has_made_steps)
-
-    def _waiting(self, signals: Sequence[int]) -> WaitForPlaces:
-        """Return what says once what is waited for, and gives up when a signal comes or the time is over."""
-        said: list[str] = []
-
-        def wait(seconds: float, what: str) -> None:
-            if signals:
-                raise NotPlaced(Failure.by_signal(signals[0]))
-            if self.deadline is not None and time.monotonic() > self.deadline:
-                raise NotPlaced(
-                    Failure(124, f"The time limit passed before anything could start. {what}.", is_final=True)
-                )
-            if seconds > _NOTICE_SECONDS and what not in said:
-                said.append(what)
-                hint = "" if self.deadline else " It waits on; --time-limit or time_limit ends that."
-                show(f"launch: {what}.{hint}\n", self.notices)
-
-        return wait
-
-
-def _attempts(
-    attempt: _Attempt,
-    make_host: Callable[[WaitForPlaces], Host],
-    max_restarts: int,
-    pause_seconds: float,
-    signals: Sequence[int],
-) -> tuple[_Outcome, int]:
-    """Start all, again after a failure, and return how the last attempt ended, and how many restarts there were."""
-    for restart in itertools.count():
-        outcome = attempt.run(make_host, restart, signals)
-        if outcome.failure is None or outcome.failure.is_final or restart == max_restarts:
-            break
-        longer = 1.0 if outcome.has_made_steps else 2.0**restart
-        pause = min(longer * pause_seconds, _LONGEST_PAUSE_SECONDS)
-        if attempt.deadline is not None:
-            pause = min(pause, max(attempt.deadline - time.monotonic(), 0.0))
-        notice = f"launch: restart {restart + 1} of {max_restarts} in {pause:.3g} s.\n"
-        show(f"launch: {outcome.failure.message}\n{notice}", attempt.notices)
-        if _signal_came(signals, pause):
-            outcome = replace(outcome, failure=Failure.by_signal(signals[0]))
-            break
-    return outcome, restart
-
-
 @contextmanager
 def _local_hosts() -> Iterator[Callable[[WaitForPlaces], Host]]:
     """Yield what makes this machine a host."""
@@ -337,40 +218,6 @@ def _check_on_ray(on: object, affinity: bool) -> None:
     arguments.instance("on", on, RayCluster, wanted="a kde.RayCluster, or None for this machine", error=LaunchError)
     if affinity:
         raise LaunchError("affinity=True divides the CPUs of this machine, and on Ray its nodes have others.")
-
-
-def _signal_came(signals: Sequence[int], seconds: float) -> bool:
-    """Wait for some seconds, or for a signal."""
-    deadline = time.monotonic() + seconds
-    while not signals and time.monotonic() < deadline:
-        time.sleep(ProcessGroup.POLL_SECONDS)
-    return bool(signals)
-
-
-def _value(process: Process) -> Any:
-    """Return what the function returned."""
-    try:
-        return process.value()
-    except ValueLost as error:
-        raise ValueLost(f"What the function returned on {process.name} was lost: {error}.") from error
-    except Exception as error:
-        raise LaunchError(
-            f"What the function returned on {process.name} cannot be read here ({error!r}). Return numbers, "
-            "strings, arrays, lists or dicts of them."
-        ) from error
-
-
-def _run(process: Process, group: ProcessGroup, ended_by_launch: bool, value: object) -> WorkerRun:
-    return WorkerRun(
-        name=process.name,
-        served=process in group.serving,
-        exit_code=process.failure_code or 0,
-        ended_by_launch=ended_by_launch,
-        seconds=process.seconds,
-        value=value,
-        last_lines=process.last_lines,
-        log=process.log,
-    )
 
 
 def _error(failure: Failure) -> LaunchError:

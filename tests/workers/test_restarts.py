@@ -178,7 +178,7 @@ def test_the_time_limit_is_for_all_attempts_together(monkeypatch):
     def react(shown):
         shown.ahead = 300.0 * (("ValueError" in shown.getvalue()) + ("hangs" in shown.getvalue()))
 
-    shown = Shown(monkeypatch, ("cluster.launch", "cluster.process_group"), react)
+    shown = Shown(monkeypatch, ("cluster.launch", "cluster.attempts", "cluster.process_group"), react)
     with pytest.raises(kde.LaunchError, match="The time limit passed"):
         run(2, act, args=[("fail",), ("wait_in_vain",)], max_restarts=9, time_limit=500, grace_seconds=0.1,
             pause_seconds=0.01, stream=shown)  # fmt: skip

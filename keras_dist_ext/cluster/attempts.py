@@ -1,0 +1,155 @@
+"""Start the processes of a launch, as often as need be."""
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, Any
+
+from keras_dist_ext.cluster.failure import Failure, NotPlaced
+from keras_dist_ext.cluster.host import Host, ValueLost, WaitForPlaces
+from keras_dist_ext.cluster.process import Process, show
+from keras_dist_ext.cluster.process_group import ProcessGroup
+from keras_dist_ext.cluster.tasks import tf_config
+from keras_dist_ext.cluster.worker_run import WorkerRun
+from keras_dist_ext.errors import LaunchError
+
+__all__ = ["Attempt", "Outcome", "run_attempts"]
+
+RESTART = "KERAS_DIST_EXT_RESTART"  # environment variable: how often all have started again, from 0
+_FAILURE_GRACE_SECONDS = 2.0  # for workers that may wait in a collective for one that is gone
+_LONGEST_PAUSE_SECONDS = 60.0
+_NOTICE_SECONDS = 10.0  # of waiting for places
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one attempt ended."""
+
+    failure: Failure | None
+    runs: tuple[WorkerRun, ...]
+    has_made_steps: bool
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """All that it takes to start the processes, as often as need be."""
+
+    program: list[str] | bytes
+    num_workers: int
+    num_ps: int
+    environ: Mapping[str, str]
+    shares: Sequence[Sequence[int]] | None  # CPUs of each process
+    deadline: float | None
+    hang_seconds: float | None
+    grace_seconds: float
+    log_dir: str | os.PathLike[str] | None
+    stream: IO[str] | None  # for output
+    notices: IO[str]
+
+    def run(self, make_host: Callable[[WaitForPlaces], Host], restart: int, signals: Sequence[int]) -> Outcome:
+        """Start all processes, and see them to their end."""
+        host = make_host(self._waiting(signals))
+        with ProcessGroup(host, self.stream, self.log_dir, appends=restart > 0) as group:
+            try:
+                tasks = group.reserve(self.num_workers, self.num_ps)
+            except NotPlaced as error:
+                return Outcome(error.failure, (), False)
+            for number, task in enumerate(tasks):
+                own = {"TF_CONFIG": tf_config(task, tasks), RESTART: str(restart)}
+                group.start(
+                    str(task),
+                    None if task.serves else self.program,
+                    {**self.environ, **own},
+                    () if self.shares is None else self.shares[number],
+                )
+            failure = group.watch(signals, self.deadline, self.hang_seconds)
+            grace = self.grace_seconds if signals else min(self.grace_seconds, _FAILURE_GRACE_SECONDS)
+            ended = group.end(signals, grace)
+            if signals and all(process.exit_code == 0 for process in group.working):
+                failure = Failure.by_signal(signals[0], ended_well=True)
+            values: dict[Process, Any] = {}
+            if failure is None:
+                try:
+                    values = {process: _value(process) for process in group.working if process.calls}
+                except ValueLost as error:
+                    failure = Failure(1, str(error))
+            runs = tuple(_run(process, group, process in ended, values.get(process)) for process in group.processes)
+            return Outcome(failure, runs, group.has_made_steps)
+
+    def _waiting(self, signals: Sequence[int]) -> WaitForPlaces:
+        """Return what says once what is waited for, and gives up when a signal comes or the time is over."""
+        said: list[str] = []
+
+        def wait(seconds: float, what: str) -> None:
+            if signals:
+                raise NotPlaced(Failure.by_signal(signals[0]))
+            if self.deadline is not None and time.monotonic() > self.deadline:
+                raise NotPlaced(
+                    Failure(124, f"The time limit passed before anything could start. {what}.", is_final=True)
+                )
+            if seconds > _NOTICE_SECONDS and what not in said:
+                said.append(what)
+                hint = "" if self.deadline else " It waits on; --time-limit or time_limit ends that."
+                show(f"launch: {what}.{hint}\n", self.notices)
+
+        return wait
+
+
+def run_attempts(
+    attempt: Attempt,
+    make_host: Callable[[WaitForPlaces], Host],
+    max_restarts: int,
+    pause_seconds: float,
+    signals: Sequence[int],
+) -> tuple[Outcome, int]:
+    """Start all, again after a failure, and return how the last attempt ended, and how many restarts there were."""
+    for restart in itertools.count():
+        outcome = attempt.run(make_host, restart, signals)
+        if outcome.failure is None or outcome.failure.is_final or restart == max_restarts:
+            break
+        longer = 1.0 if outcome.has_made_steps else 2.0**restart
+        pause = min(longer * pause_seconds, _LONGEST_PAUSE_SECONDS)
+        if attempt.deadline is not None:
+            pause = min(pause, max(attempt.deadline - time.monotonic(), 0.0))
+        notice = f"launch: restart {restart + 1} of {max_restarts} in {pause:.3g} s.\n"
+        show(f"launch: {outcome.failure.message}\n{notice}", attempt.notices)
+        if _signal_came(signals, pause):
+            outcome = replace(outcome, failure=Failure.by_signal(signals[0]))
+            break
+    return outcome, restart
+
+
+def _signal_came(signals: Sequence[int], seconds: float) -> bool:
+    """Wait for some seconds, or for a signal."""
+    deadline = time.monotonic() + seconds
+    while not signals and time.monotonic() < deadline:
+        time.sleep(ProcessGroup.POLL_SECONDS)
+    return bool(signals)
+
+
+def _value(process: Process) -> Any:
+    """Return what the function returned."""
+    try:
+        return process.value()
+    except ValueLost as error:
+        raise ValueLost(f"What the function returned on {process.name} was lost: {error}.") from error
+    except Exception as error:
+        raise LaunchError(
+            f"What the function returned on {process.name} cannot be read here ({error!r}). Return numbers, "
+            "strings, arrays, lists or dicts of them."
+        ) from error
+
+
+def _run(process: Process, group: ProcessGroup, ended_by_launch: bool, value: object) -> WorkerRun:
+    return WorkerRun(
+        name=process.name,
+        served=process in group.serving,
+        exit_code=process.failure_code or 0,
+        ended_by_launch=ended_by_launch,
+        seconds=process.seconds,
+        value=value,
+        last_lines=process.last_lines,
+        log=process.log,
+    )
