@@ -20,7 +20,7 @@ which. In the order in which a training script meets them:
 
 The packages, each of which imports only from those before it: `_keras` is the one door to what Keras and TensorFlow do
 not document; `cluster` starts processes and describes a cluster; `strategy` chooses a strategy and keeps its workers in
-agreement; `data` deals examples; `step` is what one replica computes; `training` has models and loops; `monitoring`
+agreement; `data` splits examples; `step` is what one replica computes; `training` has models and loops; `monitoring`
 writes records; `diagnosis` judges runs; `tuner` searches hyperparameters; `examples` are scripts. Below them are
 `aliases`, `errors`, `messages`, `findings`, `hashing`, `versions`, `argument_types`, `arguments` and `whole_files`,
 above them `cli`.

@@ -1,4 +1,4 @@
-"""Deal data to workers and replicas, batch sequences by length, and look into pipelines.
+"""Split data over workers and replicas, batch sequences by length, and look into pipelines.
 
 In reading order:
 

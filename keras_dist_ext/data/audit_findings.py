@@ -92,7 +92,7 @@ def _of_shares(rows: npt.NDArray[np.int64], num_workers: int) -> list[Finding]:
             "unequal-shards",
             "Workers get unequal shares: those with little wait for the others, or hang a loop of your own.",
             told,
-            'shards of equal size; kde.distribute(..., policy="rows") deals each batch to all workers',
+            'shards of equal size; kde.distribute(..., policy="rows") splits each batch over all workers',
         )
     ]
 

@@ -14,7 +14,15 @@ import numpy.typing as npt
 from keras_dist_ext.aliases import Array
 from keras_dist_ext.errors import DataError
 
-__all__ = ["BatchSize", "choose_boundaries", "deal", "imbalance", "padding_share", "plan_batches", "share_bounds"]
+__all__ = [
+    "BatchSize",
+    "choose_boundaries",
+    "imbalance",
+    "padding_share",
+    "plan_batches",
+    "share_bounds",
+    "spread_evenly",
+]
 
 Ints = npt.NDArray[np.int64]
 
@@ -56,10 +64,10 @@ class BatchSize:
 
 
 def plan_batches(lengths: Ints, boundaries: Sequence[int], size: BatchSize, random: np.random.Generator) -> list[Ints]:
-    """Deal N examples into batches, each example into one.
+    """Put N examples into batches, each example into one.
 
     Examples of a bucket come in random order, and so do the batches; those that are not full come last. What is left
-    over in buckets is put together in the order of its length. The rows of a batch are in the order of `deal`.
+    over in buckets is put together in the order of its length. The rows of a batch are in the order of `spread_evenly`.
 
     Args:
         lengths: [N], in tokens.
@@ -83,8 +91,8 @@ def plan_batches(lengths: Ints, boundaries: Sequence[int], size: BatchSize, rand
         num_full = len(members) // rows
         if num_full:
             batches = members[: num_full * rows].reshape(num_full, rows)
-            dealt = deal(lengths[batches], size.num_replicas)
-            full.extend(batches[np.arange(num_full)[:, None], dealt])
+            spread = spread_evenly(lengths[batches], size.num_replicas)
+            full.extend(batches[np.arange(num_full)[:, None], spread])
         left.append(members[num_full * rows :])
     order = random.permutation(len(full))
     rest = np.concatenate(left) if left else np.zeros(0, np.int64)
@@ -99,17 +107,17 @@ def _cut(rest: Ints, lengths: Ints, size: BatchSize, random: np.random.Generator
     while stop > 0:  # from the longest down, so that the last batch, which is not full, is the cheapest
         rows = min(size.rows_of(int(lengths[rest[stop - 1]])), stop)
         batch = rest[stop - rows : stop]
-        batches.append(batch[deal(lengths[batch][None], size.num_replicas)[0]])
+        batches.append(batch[spread_evenly(lengths[batch][None], size.num_replicas)[0]])
         stop -= rows
     order = [*random.permutation(len(batches) - 1), len(batches) - 1] if batches else []
     return [batches[i] for i in order]
 
 
-def deal(lengths: Ints, num_replicas: int) -> Ints:
+def spread_evenly(lengths: Ints, num_replicas: int) -> Ints:
     """Order the rows of batches so that the contiguous share of each replica has about equally many tokens.
 
-    The longest rows are dealt first, a round of one row a replica at a time, the longest of a round to the replica that
-    has the fewest tokens so far (the LPT rule of Graham, 1969, with shares of equal size).
+    The longest rows are placed first, a round of one row a replica at a time, the longest of a round at the replica
+    that has the fewest tokens so far (the LPT rule of Graham, 1969, with shares of equal size).
 
     Args:
         lengths: [M, n], in tokens.
@@ -125,17 +133,17 @@ def deal(lengths: Ints, num_replicas: int) -> Ints:
     bounds = share_bounds(rows, num_replicas)
     takes = np.diff(bounds)
     tokens = np.zeros((num_batches, num_replicas), np.int64)
-    dealt = np.zeros((num_batches, rows), np.int64)
+    placed = np.zeros((num_batches, rows), np.int64)
     batch = np.arange(num_batches)[:, None]
     place = 0
     for round_ in range(int(takes.max())):
         open_ = np.flatnonzero(takes > round_)
         given = longest_first[:, place : place + len(open_)]
         replicas = open_[np.argsort(tokens[:, open_], axis=1, kind="stable")]
-        dealt[batch, bounds[replicas] + round_] = given
+        placed[batch, bounds[replicas] + round_] = given
         tokens[batch, replicas] += np.take_along_axis(lengths, given, axis=1)
         place += len(open_)
-    return dealt
+    return placed
 
 
 def share_bounds(rows: int, num_replicas: int) -> Ints:

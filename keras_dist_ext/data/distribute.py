@@ -1,4 +1,4 @@
-"""Deal data to the workers and replicas of a strategy, and say how and why."""
+"""Distribute data to the workers and replicas of a strategy, and say how and why."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class SharedDataset(WrappedDataset):
         strategy = self.strategy
         if isinstance(strategy, tf.distribute.ParameterServerStrategy):
             raise DataError(
-                "Under ParameterServerStrategy each step is one worker's, so no batch is dealt to replicas. Give the "
+                "Under ParameterServerStrategy each step is one worker's, so no batch is split over replicas. Give the "
                 "dataset to fit, or to Coordinator."
             )
         if strategy.num_replicas_in_sync == 1 and (
@@ -186,7 +186,7 @@ def distribute(
     if not batched and rows is None:
         raise DataError(
             f"The dataset gives single examples ({_described(whole.element_spec)}), and no batch_size was given, so "
-            "there is no batch to deal. Give batch_size=, or per_replica_batch_size=."
+            "there is no batch to split. Give batch_size=, or per_replica_batch_size=."
         )
     seen = rows if kind == "arrays" else _rows_of_batch(whole, graph) if batched else None
     chosen, reason = _choose(policy, whole, graph, workers, strategy.num_replicas_in_sync)

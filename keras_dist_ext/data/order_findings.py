@@ -122,7 +122,7 @@ def _of_shuffles(graph: DatasetGraph) -> Iterator[Finding]:
         if batch is not None:
             yield Finding(
                 "shuffle-after-batch",
-                "Whole batches are shuffled, so that the same examples meet in every pass.",
+                "Whole batches are shuffled, so that the same examples are in a batch in every pass.",
                 f"shuffle({size}) comes after batch({batch.batch_size})",
                 "dataset.shuffle(...).batch(...)",
             )

@@ -51,7 +51,7 @@ def kind_of(data: FitData) -> str:
     if isinstance(data, (tf.distribute.DistributedDataset, tf.distribute.DistributedIterator)):
         raise DataError(
             "The data has been distributed already, by experimental_distribute_dataset or "
-            "distribute_datasets_from_function, so its batches cannot be dealt again. Give the dataset that it was "
+            "distribute_datasets_from_function, so its batches cannot be split again. Give the dataset that it was "
             "made of."
         )
     if callable(data):

@@ -19,10 +19,10 @@ from keras_dist_ext.data import split as data
 from keras_dist_ext.data.bucket_plan import (
     BatchSize,
     choose_boundaries,
-    deal,
     imbalance,
     padding_share,
     plan_batches,
+    spread_evenly,
 )
 from keras_dist_ext.errors import DataError
 
@@ -77,7 +77,7 @@ def test_dealt_rows_are_a_permutation_cut_as_replicas_cut_them(
     num_batches: int, rows: int, num_replicas: int, seed: int
 ) -> None:
     lengths = np.random.default_rng(seed).integers(0, 99, (num_batches, rows))
-    dealt = deal(lengths, num_replicas)
+    dealt = spread_evenly(lengths, num_replicas)
     assert (np.sort(dealt, axis=1) == np.arange(rows)).all()
     bounds = bucket_plan.share_bounds(rows, num_replicas)
     for replica in range(num_replicas):
@@ -89,7 +89,7 @@ def test_dealt_rows_are_a_permutation_cut_as_replicas_cut_them(
 @given(st.integers(1, 16), st.integers(2, 6), st.integers(0, 2**31))
 def test_dealt_replicas_differ_by_no_more_than_the_rows_of_one_round(rows: int, num_replicas: int, seed: int) -> None:
     lengths = np.random.default_rng(seed).integers(1, 99, (1, rows * num_replicas))
-    shares = lengths[0][deal(lengths, num_replicas)[0]].reshape(num_replicas, rows).sum(axis=1)
+    shares = lengths[0][spread_evenly(lengths, num_replicas)[0]].reshape(num_replicas, rows).sum(axis=1)
     rounds = np.sort(lengths[0]).reshape(rows, num_replicas)
     assert np.ptp(shares) <= np.ptp(rounds, axis=1).max()
 

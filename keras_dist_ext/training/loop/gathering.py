@@ -27,7 +27,7 @@ def per_replica(function: BatchFunction, strategy: tf.distribute.Strategy | None
         predict = kde.per_replica(net, strategy)
         predictions = [kde.gather(predict(batch), strategy) for batch in dataset]     # all rows, in order
 
-    Rows are dealt as in training, also where they do not divide evenly: some replicas then have more than others, or
+    Rows are split as in training, also where they do not divide evenly: some replicas then have more than others, or
     none. Under several workers, each calls it with the same global batches.
 
     Args:

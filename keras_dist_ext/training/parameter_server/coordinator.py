@@ -191,7 +191,7 @@ class Coordinator:
     def _hand_out(self, kind: str, data: object, num_steps: int) -> int:
         if isinstance(data, tf.distribute.DistributedIterator):
             raise DataError(
-                "A DistributedIterator was given. Under ParameterServerStrategy the chief deals out the batches of an "
+                "A DistributedIterator was given. Under ParameterServerStrategy the chief gives out the batches of an "
                 "ordinary dataset, one to a worker: give the dataset itself, without experimental_distribute_dataset, "
                 "as iter(dataset)."
             )

@@ -31,7 +31,7 @@ def home_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
     if not isinstance(strategy, _KINDS):
         raise StrategyError(
             f"place puts parts of a replica on other devices of its process, and the model lives under "
-            f"{describe_strategy(strategy)}, which deals out devices in another way. Use it without a strategy, or "
+            f"{describe_strategy(strategy)}, which groups devices in another way. Use it without a strategy, or "
             "under a MirroredStrategy over one device of each group: pick_strategy(devices=['GPU:0', 'GPU:2'])."
         )
     return tuple(device.rpartition("device:")[2] for device in strategy.extended.worker_devices)
