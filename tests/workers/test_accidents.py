@@ -56,18 +56,15 @@ def test_a_worker_that_comes_to_harm_is_named_to_all_others(num_workers: int, pl
 
 
 @pytest.mark.multiworker
-@pytest.mark.parametrize(("num_workers", "place"), rotating(CASES, []))
-def test_where_the_first_worker_comes_to_harm_the_others_end_too(num_workers: int, place: str) -> None:
-    found = run("--first", "--workers", str(num_workers), "--places", place)
-    assert {case[2] for case, _ in found} == set(fault_runs.ACCIDENTS)
-    for (_, _, accident, _), (told, ended, errors) in found:
-        assert ended < fault_runs.SECONDS
-        for error in errors:
-            if place == "program's end":
-                assert (told, error) == (0.0, "")
-                continue
-            assert error.startswith("keras_dist_ext.errors.WorkersError: "), (accident, error)
-            assert any(text in error for text in (*SAYS[accident], "the first worker, by which all")), (accident, error)
+@pytest.mark.parametrize(("num_workers", "place"), rotating([(2, "batch end"), (3, "load_model")], []))
+def test_a_first_worker_that_is_stopped_is_named_to_all_others(num_workers: int, place: str) -> None:
+    arguments = ["--first", "--workers", str(num_workers), "--places", place, "--accidents", "SIGSTOP"]
+    ((_, (_, ended, errors)),) = run(*arguments)
+    assert ended < fault_runs.SECONDS
+    assert len(errors) == num_workers - 1
+    for error in errors:
+        assert error.startswith("keras_dist_ext.errors.WorkersError: Worker ")
+        assert "and cannot continue: the first worker, by which all know of each other, or its machine, cannot" in error
 
 
 @pytest.mark.multiworker
