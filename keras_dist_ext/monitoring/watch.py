@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-import warnings
 from collections.abc import Sequence
 
 from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext.cluster.cores import num_cores
 from keras_dist_ext.findings import FindingRecord
+from keras_dist_ext.messages import warn
 from keras_dist_ext.monitoring.exchange import gather_intervals
 from keras_dist_ext.monitoring.intervals import Intervals, StepCounter, UpdateFreq
 from keras_dist_ext.monitoring.manifest import build_manifest, describe_model, replica_devices
@@ -250,7 +250,7 @@ class Watch:
             self._findings.append(finding)
             self._report_findings(step)
             if self._is_chief:
-                warnings.warn(f"{finding['what']} ({finding['evidence']}) {finding['fix']}", stacklevel=2)
+                warn(f"{finding['what']} ({finding['evidence']}) {finding['fix']}")
 
     def add_findings(self, kind: str, findings: Sequence[FindingRecord]) -> None:
         """Add findings of other callbacks, in place of their earlier ones of this kind."""

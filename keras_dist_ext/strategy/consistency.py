@@ -10,7 +10,6 @@ import json
 import platform
 import re
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
@@ -23,7 +22,7 @@ from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import compile_arguments
 from keras_dist_ext._keras.optimizers import num_batches_used
 from keras_dist_ext.errors import WorkersError
-from keras_dist_ext.messages import counted
+from keras_dist_ext.messages import counted, warn
 from keras_dist_ext.strategy.adapted import adapted_fingerprint
 from keras_dist_ext.strategy.key_value import KeyValueStore
 from keras_dist_ext.strategy.scope import optimizers
@@ -277,10 +276,9 @@ def exchange_fingerprints(
             )
         if missing and waited >= _NOTICE_SECONDS and not is_noticed:
             is_noticed = True
-            warnings.warn(
+            warn(
                 f"Worker {store.index} is about to {what} and waits for {_named(missing)}, for {waited:.0f} s so "
-                f"far. It gives up after {wait_seconds:g} s.",
-                stacklevel=2,
+                f"far. It gives up after {wait_seconds:g} s."
             )
     return [fingerprints[worker] for worker in range(store.num_workers)]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import random
 import sys
-import warnings
 import weakref
 import zlib
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from keras_dist_ext._keras.variables import components
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.cluster.rendezvous import wait_seconds_of
 from keras_dist_ext.errors import WorkersError
+from keras_dist_ext.messages import warn
 from keras_dist_ext.strategy.consistency import Fingerprint, check_consistency
 from keras_dist_ext.strategy.deadlock import DeadlockWatch
 from keras_dist_ext.strategy.key_value import KeyValueStore
@@ -203,12 +203,11 @@ class Workers:
     def compare_data(self, checksum: int) -> None:
         """Warn where a checksum of what all read differs between workers: much of it would not be used."""
         if not self.all_equal(checksum) and self.is_chief:
-            warnings.warn(
+            warn(
                 "The workers were given data that differs. Each takes its examples of every batch, as if all had the "
                 f"same batches, so that of each worker's data 1/{self.num_workers} is used. Give all workers the same "
                 "data, made alike (with a seed, if it is random); or, for data of their own, a Dataset.shard each, or "
-                "AutoShardPolicy.OFF.",
-                stacklevel=2,
+                "AutoShardPolicy.OFF."
             )
 
 

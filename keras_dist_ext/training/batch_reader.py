@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.datasets import iterator_state, set_iterator_state
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data.iterators import preceded_by, release_iterator
+from keras_dist_ext.messages import warn
 from keras_dist_ext.strategy.workers import Workers
 
 __all__ = ["BatchReader", "Waited"]
@@ -52,10 +52,9 @@ class BatchReader:
         if state is not None:
             self.iterator = iter(dataset)
             if not set_iterator_state(self.iterator, state):
-                warnings.warn(
+                warn(
                     "This TensorFlow cannot restore the state that the data's iterator had when the run was saved (is "
-                    "it another version, or the data another pipeline?). The data is read up to there instead.",
-                    stacklevel=2,
+                    "it another version, or the data another pipeline?). The data is read up to there instead."
                 )
                 state = None
         if state is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -14,7 +13,7 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.aliases import JsonObject, Logs
 from keras_dist_ext.errors import CallbackError, NonFiniteError
-from keras_dist_ext.messages import counted
+from keras_dist_ext.messages import counted, warn
 from keras_dist_ext.step.nan_guard import DATA, GRADIENTS, LOSS, BadStep, Guard
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.run_callback import RunCallback
@@ -160,7 +159,7 @@ class NonFinite(RunCallback):
     def _warn(self, message: str) -> None:
         workers = workers_of(self.model.distribute_strategy)
         if workers is None or workers.is_chief:  # others would say the same
-            warnings.warn(message, stacklevel=2)
+            warn(message)
 
     # Wording
 

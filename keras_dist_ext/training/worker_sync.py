@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-import warnings
 import zlib
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -18,6 +17,7 @@ from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import initial_epoch, set_initial_epoch
 from keras_dist_ext.aliases import Logs
 from keras_dist_ext.errors import WorkersError
+from keras_dist_ext.messages import warn
 from keras_dist_ext.step.pass_through import PassThrough
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.strategy.workers import Workers
@@ -68,10 +68,9 @@ class WorkerSync(RunCallback):
         if differing is not None:
             self._broadcast_state()
             if self._workers.is_chief:
-                warnings.warn(
+                warn(
                     f"{differing} Workers train one model, so all continue with the values of the first worker. Load "
-                    "or set equal values on all workers.",
-                    stacklevel=2,
+                    "or set equal values on all workers."
                 )
 
     def _broadcast_state(self) -> None:

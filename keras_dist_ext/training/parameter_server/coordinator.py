@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -43,6 +42,7 @@ import tensorflow as tf
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data.split import without_optionals
 from keras_dist_ext.errors import DataError, StrategyError
+from keras_dist_ext.messages import warn
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.training.parameter_server.pool import Pool
 from keras_dist_ext.training.parameter_server.worker_calls import WorkerCalls, lost_servers_named
@@ -271,8 +271,7 @@ def check_asynchronous(model: DistributedModel) -> None:
             "without it, and debug on one device."
         )
     if model.jit_compile:
-        warnings.warn(
+        warn(
             "jit_compile=True has no effect under ParameterServerStrategy: XLA cannot compile a step whose variables "
-            "are on other machines. Steps run uncompiled.",
-            stacklevel=3,
+            "are on other machines. Steps run uncompiled."
         )

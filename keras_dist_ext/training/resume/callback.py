@@ -7,7 +7,6 @@ import datetime
 import functools
 import os
 import time
-import warnings
 from collections.abc import Mapping
 
 import tensorflow as tf
@@ -18,6 +17,7 @@ from keras_dist_ext._keras.models import set_initial_epoch
 from keras_dist_ext._keras.random import random_seed
 from keras_dist_ext.aliases import Array, JsonObject, Logs
 from keras_dist_ext.errors import ResumeError
+from keras_dist_ext.messages import warn
 from keras_dist_ext.strategy.consistency import model_fingerprint
 from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training.callbacks import RunCallbackList
@@ -183,10 +183,9 @@ class Resume(RunCallback):
         self._fingerprint = model_fingerprint(self.model)
         data = callbacks.data.data_facts  # refuses a generator
         if callbacks.data.is_pipeline and not is_deterministic(callbacks.data.given):
-            warnings.warn(
+            warn(
                 "The order of the data depends on timing (deterministic=False), so a run that resumes in the middle of "
-                "an epoch may use some examples twice and others not at all. Give the pipeline deterministic=True.",
-                stacklevel=2,
+                "an epoch may use some examples twice and others not at all. Give the pipeline deterministic=True."
             )
         content = newest_of_chief(self._checkpoints, self._workers, self.directory)
         self._loaded = unpack(content) if content else None
@@ -373,11 +372,10 @@ class Resume(RunCallback):
 
     def _warn_of_other_arrays(self, was: int | None, now: int | None) -> None:
         if self._is_chief and None not in (was, now) and was != now:
-            warnings.warn(
+            warn(
                 f"The checkpoint in {self.directory} is of a run over other arrays of the same length: the run "
                 "continues, but will not end like one that was not interrupted. If the data is split or shuffled "
-                "before fit, do so with a seed.",
-                stacklevel=2,
+                "before fit, do so with a seed."
             )
 
     # Workers

@@ -8,7 +8,6 @@ since then: another value, or a variable or a Keras metric with another value. N
 from __future__ import annotations
 
 import collections
-import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -19,6 +18,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
 from keras_dist_ext.aliases import Array
+from keras_dist_ext.messages import warn
 from keras_dist_ext.training.resume.frozen_values import (
     FrozenValue,
     Opaque,
@@ -131,12 +131,11 @@ class CallbackStates:
         lost = {a: type(v.value).__name__ for a, v in changed.items() if isinstance(v, Opaque) and not v.is_models}
         if lost:
             self._warned.add(name)
-            warnings.warn(
+            warn(
                 f"Resume cannot save these attributes of the callback {type(callback).__name__}: "
                 f"{', '.join(f'{a} ({kind})' for a, kind in lost.items())}. A resumed run starts without them. Use "
                 "numbers, strings, lists, dicts or arrays, or give the callback methods get_state() and "
-                "set_state(state).",
-                stacklevel=2,
+                "set_state(state)."
             )
 
 
@@ -189,11 +188,10 @@ def _assign(
 ) -> None:
     shapes = [tuple(components(variable)[0].shape) for variable in variables]
     if shapes != [array.shape for array in value.arrays]:
-        warnings.warn(
+        warn(
             f"Resume has saved the variables in {name} of the callback {type(callback).__name__}, of shapes "
             f"{', '.join(str(array.shape) for array in value.arrays)}, and they do not exist when training begins. "
-            "Create them in its constructor.",
-            stacklevel=2,
+            "Create them in its constructor."
         )
         return
     for variable, array in zip(variables, value.arrays, strict=True):

@@ -18,7 +18,6 @@ import math
 import operator
 import os
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple, TypeAlias
@@ -27,6 +26,7 @@ import numpy as np
 
 from keras_dist_ext.aliases import Array, DType, JsonObject
 from keras_dist_ext.errors import ResumeError
+from keras_dist_ext.messages import warn
 from keras_dist_ext.training.resume.owner import OtherRun, Owner
 from keras_dist_ext.whole_files import create_unfinished, open_file, remove_abandoned, sync_folder, unfinished
 
@@ -148,7 +148,7 @@ class CheckpointStore:
         self._bad = {path for path, cause in causes.items() if isinstance(cause, InvalidCheckpoint)}
         self._not_counted = set(causes) - self._bad
         for path, cause in causes.items():
-            warnings.warn(f"{path} cannot be used: {cause}. {instead}", stacklevel=2)
+            warn(f"{path} cannot be used: {cause}. {instead}")
         return found
 
     def _paths(self) -> list[Path]:
