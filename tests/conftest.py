@@ -136,7 +136,7 @@ def _checks_of_fit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     checks = request.config.option.every_case or node.get_closest_marker("checks_fit") is not None
     checks = checks or is_its_turn(f"checks of fit in {node.nodeid}", turns=8, commit=_commit(request.config))
     if runners is not None and not checks:
-        monkeypatch.setattr(runners, "check_training", lambda *_: None)
+        monkeypatch.setattr(runners, "check_step", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

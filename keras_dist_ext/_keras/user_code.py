@@ -11,12 +11,10 @@ from keras_dist_ext._keras.models import compile_arguments, overrides
 
 __all__ = ["has_user_code", "is_users"]
 
-_METHODS = ("train_step", "compute_loss", "compute_metrics")
 
-
-def has_user_code(model: keras.Model) -> bool:
-    """Whether training a model runs code that is neither Keras' nor ours, in layers, losses, metrics or methods."""
-    if any(overrides(model, name) for name in _METHODS):
+def has_user_code(model: keras.Model, kind: str) -> bool:
+    """Whether a step of a kind runs code that is neither Keras' nor ours, in layers, losses, metrics or methods."""
+    if any(overrides(model, name) for name in (f"{kind}_step", "compute_loss", "compute_metrics")):
         return True
     if any(is_users(type(layer).call) or isinstance(layer, keras.layers.Lambda) for layer in flat_layers(model)):
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.training.deviations import Deviation
 
 __all__ = ["describe", "describe_unseen"]
@@ -34,13 +35,23 @@ _ADVICE = {
 }
 
 
+_VERBS = {"train": ("does not train", "trains"), "test": ("is not evaluated", "is evaluated")}
+
+
 def describe(
-    model: str, num_replicas: int, num_examples: int, deviations: Sequence[Deviation], *, given_to: str = "compile"
+    model: str,
+    kind: Kind,
+    num_replicas: int,
+    num_examples: int,
+    deviations: Sequence[Deviation],
+    *,
+    given_to: str = "compile",
 ) -> str:
     """Describe what differs.
 
     Args:
         model: its name.
+        kind: of the step.
         num_replicas: on which the step was made.
         num_examples: that it was made on.
         deviations: beyond rounding.
@@ -50,30 +61,34 @@ def describe(
     if by_part["gradient"]:
         by_part["weights"] = [d for d in by_part["weights"] if d.name not in {e.name for e in by_part["gradient"]}]
     found = [_listed(_KINDS[part], of_part) for part, of_part in by_part.items() if of_part]
-    advice = [text for part, text in _ADVICE.items() if by_part[part]]
-    if by_part["gradient"] and by_part["metric"]:
-        others = [d for d in by_part["metric"] if "loss" not in d.name]
-        advice = [text for part, text in _ADVICE.items() if by_part[part] and (part != "metric" or others)]
+    parts = {part for part in _ADVICE if by_part[part]}
+    of_losses = ["loss" in d.name for d in by_part["metric"]]
+    if kind == "test" and any(of_losses):
+        parts.add("gradient")
+    if "gradient" in parts and all(of_losses):
+        parts.discard("metric")
     return (
-        f"'{model}' does not train on {num_replicas} replicas as on one device. One step on {num_examples} examples, "
-        f"made both ways from the same state, differs in {'; '.join(found)}. {' '.join(advice)} "
+        f"'{model}' {_VERBS[kind][0]} on {num_replicas} replicas as on one device. One step on {num_examples} "
+        f"examples, made both ways from the same state, differs in {'; '.join(found)}. "
+        f"{' '.join(text for part, text in _ADVICE.items() if part in parts)} "
         f'`{given_to}(check=False)` leaves out this check, `check="raise"` makes it an error.'
     )
 
 
-def describe_unseen(model: str, num_replicas: int, why: str, *, given_to: str = "compile") -> str:
+def describe_unseen(model: str, kind: Kind, num_replicas: int, why: str, *, given_to: str = "compile") -> str:
     """Say that a step was not made both ways.
 
     Args:
         model: its name.
+        kind: of the step.
         num_replicas: on which the step runs.
         why: it was not, said of the step.
         given_to: what takes the argument ``check``.
     """
     return (
-        f"Whether '{model}' trains on {num_replicas} replicas as on one device was not checked, because of its step: "
-        f"{why}. Its losses, metrics and state must be means or sums over the examples at hand. If you know that they "
-        f"are, `{given_to}(check=False)` says so."
+        f"Whether '{model}' {_VERBS[kind][1]} on {num_replicas} replicas as on one device was not checked, because of "
+        f"its step: {why}. Its losses, metrics and state must be means or sums over the examples at hand. If you know "
+        f"that they are, `{given_to}(check=False)` says so."
     )
 
 

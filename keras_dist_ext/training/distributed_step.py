@@ -106,7 +106,7 @@ class DistributedStep:
     @property
     def has_user_code(self) -> bool:
         """Whether it runs code that is neither Keras' nor of this package."""
-        return has_user_code(self.model)
+        return has_user_code(self.model, self.kind)
 
     def again(self) -> DistributedStep:
         """Return another step like this, of which nothing is traced."""

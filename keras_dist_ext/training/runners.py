@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
@@ -13,6 +12,7 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.data.graph_checks import as_data_errors
+from keras_dist_ext.messages import warn
 from keras_dist_ext.step.means import UnknownExponents
 from keras_dist_ext.step.reducers import CannotCompile, CannotLoop
 from keras_dist_ext.strategy.workers import workers_of
@@ -20,7 +20,7 @@ from keras_dist_ext.training.batch_reader import BatchReader
 from keras_dist_ext.training.execution import Execution, PredictFunction, RunKind
 from keras_dist_ext.training.prediction import PredictProgram, concat_outputs
 from keras_dist_ext.training.program import StepProgram
-from keras_dist_ext.training.self_check import check_metrics, check_training
+from keras_dist_ext.training.self_check import check_metrics, check_step, has_rows_to_check
 from keras_dist_ext.training.step_exponents import ignore_loss_exponents, learn_loss_exponents
 from keras_dist_ext.training.step_planning import MISSING, make_plan, prepare
 
@@ -53,6 +53,8 @@ class StepRunner:
             self._compare_first_batch(batch)
             run_steps = functools.partial(_run_on_batch, program, batch)
             first_batch = functools.partial(_given, batch)
+            if program.kind not in runtime.checked and has_rows_to_check(batch):
+                check = functools.partial(_check, program, first_batch)
         if isinstance(program, StepProgram):
             program.step.first_batch = first_batch
         try:
@@ -71,7 +73,7 @@ class StepRunner:
                         logs = run_steps()
                     unseen = check() if is_late else unseen
                     if unseen is not None:  # only now: what goes wrong in training is said first
-                        warnings.warn(unseen, stacklevel=2)
+                        warn(unseen)
                     return logs
                 except _UNPREPARED as unprepared:  # raised while tracing, before any step is made
                     assert isinstance(program, StepProgram)
@@ -92,10 +94,10 @@ _UNPREPARED = (*MISSING, CannotCompile, CannotLoop)
 
 
 def _check(program: StepProgram | CoordinatorProgram, first_batch: Callable[[], StepData]) -> str | None:
-    """See whether steps of training do what one device does; return why that could not be seen."""
+    """See whether steps do what one device does; return why that could not be seen."""
     if isinstance(program, CoordinatorProgram):
         return check_metrics(program.model)
-    return check_training(program.step, first_batch, functools.partial(_prepare, program), _UNPREPARED)
+    return check_step(program.step, first_batch, functools.partial(_prepare, program), _UNPREPARED)
 
 
 def _only_runs_eagerly(program: StepProgram | CoordinatorProgram) -> bool:
@@ -162,10 +164,9 @@ def _prepare(program: StepProgram, unprepared: Exception) -> None:
     elif isinstance(unprepared, CannotLoop):
         program.make_single_steps()
     else:
-        warnings.warn(
+        warn(
             f"jit_compile=True: '{program.model.name}' has a loss with a mask or sample weights, or a layer, that sums "
-            "over replicas while it is computed, which XLA cannot compile; the step runs without XLA.",
-            stacklevel=2,
+            "over replicas while it is computed, which XLA cannot compile; the step runs without XLA."
         )
         program.step.without_xla()
 

@@ -54,7 +54,7 @@ class ReplicaRuntime:
         loss_exponents: how losses given to ``add_loss`` grow with the rows, by the kind of step and the layer's id.
         plans: what is known of a step before it is traced to be run, by the kind of step.
         check: how `compile` was told to check steps, and
-        is_checked: whether that was done.
+        checked: of which kinds that was done.
         chooses_num_steps: whether the number of steps of an execution is ours to choose (``"auto"``).
         can_split_batches: whether steps can be made of parts of a replica's rows.
         kind_of_batches: what a step makes of a batch that is given by itself.
@@ -77,7 +77,7 @@ class ReplicaRuntime:
         self.loss_exponents: dict[str, dict[int, list[Fraction]]] = {}
         self.plans: dict[str, StepPlan] = {}
         self.check: CheckMode = True
-        self.is_checked = False
+        self.checked: set[Kind] = set()
         self.chooses_num_steps = True
         self.can_split_batches = True
         self.kind_of_batches: Kind = "train"
@@ -148,7 +148,7 @@ class ReplicaRuntime:
         self.loss_exponents.clear()
         self.plans.clear()
         self._built_for.clear()
-        self.is_checked = False
+        self.checked.clear()
         if self._coordinator is not None:
             self._coordinator.close()
             self._coordinator = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -20,6 +19,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.layers import clear_losses, flat_layers, seed_generators
 from keras_dist_ext._keras.losses import without_parts
+from keras_dist_ext._keras.models import overrides
 from keras_dist_ext._keras.optimizers import end_accumulation_next
 from keras_dist_ext._keras.random import intercept_random_ops
 from keras_dist_ext._keras.tracing import functions_traced_apart
@@ -28,6 +28,7 @@ from keras_dist_ext._keras.variables import Variable, components, is_sync_on_rea
 from keras_dist_ext.aliases import Array, Gradient, SpecNest, StepData, TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.errors import BackendError, StepError
+from keras_dist_ext.messages import warn
 from keras_dist_ext.step.alike_draws import RowsAlike
 from keras_dist_ext.step.ancestry import operations
 from keras_dist_ext.step.graphs import in_graph
@@ -35,6 +36,7 @@ from keras_dist_ext.step.logs import ComputesWithResults, leaf_metrics
 from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.strategy.workers import Workers, workers_of
+from keras_dist_ext.training.batch_split import is_per_replica
 from keras_dist_ext.training.deviation_report import describe, describe_unseen
 from keras_dist_ext.training.deviations import (
     Deviation,
@@ -50,7 +52,7 @@ from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.few_rows import first_rows, rows_of_chief
 from keras_dist_ext.training.snapshot import kept_numbers, kept_random, kept_state
 
-__all__ = ["check_metrics", "check_training"]
+__all__ = ["check_metrics", "check_step", "has_rows_to_check"]
 
 _Prepare = Callable[[Exception], None]
 _Traced = Callable[[StepData], tuple[TensorNest, dict[str, tf.Tensor]]]  # logs, and gradients by their variable's id
@@ -59,16 +61,16 @@ _Made = TypeVar("_Made")
 _Runner = Callable[[StepData], tuple[TensorNest, dict[int, tf.Tensor]]]
 
 
-def check_training(
-    of_training: DistributedStep,
+def check_step(
+    step: DistributedStep,
     first_batch: Callable[[], StepData],
     prepare: _Prepare,
     unprepared: tuple[type[Exception], ...],
 ) -> str | None:
-    """Once after a model was compiled, see whether its step does on replicas what it does on one device.
+    """Once after a model was compiled, see whether a kind of step does on replicas what it does on one device.
 
     Args:
-        of_training: the step that is about to be made.
+        step: that is about to be made.
         first_batch: returns the first batch, without taking it.
         prepare: makes good what tracing a step has found missing.
         unprepared: the exceptions that it takes.
@@ -79,33 +81,46 @@ def check_training(
     Raises:
         StepError: it does not, and the model is compiled to have that be an error.
     """
-    model = of_training.model
+    model, kind = step.model, step.kind
     runtime = model.replica_runtime
-    if not runtime.check or runtime.is_checked:
+    if not runtime.check or kind in runtime.checked:
         return None
-    runtime.is_checked = True
-    num_replicas = of_training.num_step_replicas
-    if num_replicas == 1 or not of_training.has_user_code:
+    runtime.checked.add(kind)
+    num_replicas = step.num_step_replicas
+    if num_replicas == 1 or not step.has_user_code or (kind == "test" and _tells_nothing_new(step)):
         return None
-    takes, workers = of_training.takes_check, workers_of(runtime.strategy)
+    takes, workers = step.takes_check, workers_of(runtime.strategy)
     try:
         if isinstance(runtime.strategy, tf.distribute.TPUStrategy):
             raise _Unseen("it runs on a TPU")
-        rows = _few_rows(first_batch(), 2 * num_replicas + 1, of_training.strategy, workers)
+        rows = _few_rows(first_batch(), 2 * num_replicas + 1, step.strategy, workers)
         if rows is None:
             return None
-        found = _deviations(of_training, rows, prepare, unprepared)
+        found = _deviations(step, rows, prepare, unprepared)
     except _Unseen as why:
-        return describe_unseen(model.name, num_replicas, str(why), given_to=takes)
-    message = describe(model.name, num_replicas, int(num_rows(rows)), found, given_to=takes) if found else ""
+        return describe_unseen(model.name, kind, num_replicas, str(why), given_to=takes)
+    message = describe(model.name, kind, num_replicas, int(num_rows(rows)), found, given_to=takes) if found else ""
     if workers is not None:
         message = workers.broadcast_bytes(message.encode()).decode()
     if message and runtime.check == "raise":
-        runtime.is_checked = False  # the next fit is none that was found right
+        runtime.checked.discard(kind)  # the next run is none that was found right
         raise StepError(message)
     if message:
-        warnings.warn(message, stacklevel=2)
+        warn(message)
     return None
+
+
+def has_rows_to_check(batch: StepData) -> bool:
+    """Whether a batch that is given by itself has rows for a check; where not, the next one may have them."""
+    return is_per_replica(batch) or int(num_rows(batch)) > 1
+
+
+def _tells_nothing_new(step: DistributedStep) -> bool:
+    """Whether steps of evaluation compute what was seen in those of training, or nothing that can be compared."""
+    if not step.logs_are_compared:
+        return True
+    is_own = any(overrides(step.model, name) for name in ("train_step", "test_step"))
+    return "train" in step.model.replica_runtime.checked and not is_own
 
 
 def check_metrics(model: keras.Model) -> str | None:
@@ -114,9 +129,9 @@ def check_metrics(model: keras.Model) -> str | None:
     Each step is one worker's, on a whole batch, so all else is as on one device.
     """
     runtime = model.replica_runtime
-    if not runtime.check or runtime.is_checked:
+    if not runtime.check or runtime.checked:
         return None
-    runtime.is_checked = True
+    runtime.checked |= {"train", "test"}
     names = [metric.name for metric in leaf_metrics(model) if is_users(type(metric))]
     if not names:
         return None
@@ -143,7 +158,7 @@ def _few_rows(batch: StepData, count: int, strategy: tf.distribute.Strategy, wor
 
 
 def _deviations(
-    of_training: DistributedStep,
+    of_run: DistributedStep,
     rows: StepData,
     prepare: _Prepare,
     unprepared: tuple[type[Exception], ...],
@@ -154,11 +169,11 @@ def _deviations(
         _Unseen: the step cannot be made on so few rows, calls Python when it runs, or draws random numbers that cannot
             be made alike for all rows.
     """
-    model, draws = of_training.model, RowsAlike()
+    model, draws = of_run.model, RowsAlike()
     runtime = model.replica_runtime
     kept, runtime.recorders, runtime.guard = (runtime.recorders, runtime.guard), (), None
     try:
-        step = of_training.again()
+        step = of_run.again()
         step.without_xla()
         with kept_random(), tf.summary.record_if(False), intercept_random_ops(draws), without_parts({"moments"}):
             deviations = _BothWays(step, rows, prepare, unprepared).compare()

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -42,7 +42,7 @@ def stack(cls: Any = kde.Model, *between: Any) -> Any:
 def of_loss(loss_of: Loss, optimizer: Callable[[], Any] = Adam, **compiled: Any) -> Callable[[], Any]:
     class Net(kde.Model):
         def train_step(self, data: Any) -> dict[str, Any]:
-            x, y = data
+            x, y = data[:2]
             with tf.GradientTape() as tape:
                 loss = loss_of(self, y, self(x, training=True))
             self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
@@ -257,6 +257,110 @@ def test_nothing_is_said_of_what_is_alike(mirrored, name):
     assert said_of(ALIKE[name], mirrored) == []
 
 
+# Batches that are given by themselves
+
+
+def said_on_batches(model: Any, call: str, sizes: Iterable[int]) -> list[list[str]]:
+    """Return what each call says of steps on replicas."""
+    said = []
+    for size in sizes:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            getattr(model, call)(X[:size], Y[:size])
+        said.append([str(one.message) for one in caught if " on 2 replicas as on one device" in str(one.message)])
+    return said
+
+
+def of_compiled_loss(loss: Any, **compiled: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        model = stack()
+        model.compile("sgd", loss, **compiled)
+        return model
+
+    return make
+
+
+ON_BATCHES: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "training by a contrastive loss": (of_loss(pairs), "train_on_batch", "'net' does not train on.*" + LOSS),
+    "a running maximum": (of_metric(Peak), "train_on_batch", METRIC.format("peak")),
+    "evaluation by a maximum": (
+        of_compiled_loss(lambda y, p: tf.reduce_max(squares(y, p))),
+        "test_on_batch",
+        r"'net' is not evaluated on.*differs in the log loss.*A loss must be a mean or a sum over the examples at hand",
+    ),
+    "evaluation by a running maximum": (of_metric(Peak), "test_on_batch", METRIC.format("peak")),
+}
+
+
+@pytest.mark.parametrize("name", rotating(ON_BATCHES, ["training by a contrastive loss", "evaluation by a maximum"]))
+def test_batches_that_are_given_by_themselves_are_checked_once_from_the_first_of_several_examples(mirrored, name):
+    make, call, message = ON_BATCHES[name]
+    with mirrored.scope():
+        model = make()
+    none, (said,), *others = said_on_batches(model, call, (1, 8, 8, 5))
+    assert none == []
+    assert others == [[], []]
+    assert re.search(message, said)
+
+
+def fits(model: Any) -> None:
+    model.fit(X, Y, batch_size=8, verbose=0)
+
+
+def trains_on_batch(model: Any) -> None:
+    model.train_on_batch(X, Y)
+
+
+@pytest.mark.parametrize("run", rotating([fits, trains_on_batch], [fits]))
+def test_a_warning_points_at_the_line_that_has_called(mirrored, run):
+    with mirrored.scope():
+        model = of_metric(Peak)()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(model)
+    (one,) = [one for one in caught if "does not train on" in str(one.message)]
+    assert one.filename == __file__
+    assert one.lineno == run.__code__.co_firstlineno + 1
+
+
+def test_evaluation_is_not_checked_where_training_has_told_it_all(mirrored):
+    with mirrored.scope():
+        model = of_metric(Peak)()
+    ((said,),) = said_on_batches(model, "train_on_batch", [8])
+    assert re.search(METRIC.format("peak"), said)
+    assert said_on_batches(model, "test_on_batch", [8]) == [[]]
+
+
+@pytest.mark.parametrize("call", rotating(["train_on_batch", "test_on_batch"], ["train_on_batch"]))
+def test_check_of_a_batch_by_itself_is_an_error_or_nothing_if_asked_for(mirrored, call):
+    loss = lambda y, p: tf.reduce_max(squares(y, p))  # noqa: E731
+    with mirrored.scope():
+        model = of_compiled_loss(loss, check="raise")()
+    before = model.get_weights()
+    for _ in range(2):
+        with pytest.raises(StepError, match="on 2 replicas as on one device. One step on 5 examples"):
+            getattr(model, call)(X[:8], Y[:8])
+    assert all(map(np.array_equal, before, model.get_weights()))
+    with mirrored.scope():
+        model.compile("sgd", loss, check=False)
+    assert said_on_batches(model, call, [8]) == [[]]
+
+
+@pytest.mark.rotating
+def test_training_on_batches_gives_the_bits_that_it_gives_without_the_check(mirrored):
+    results = []
+    for check in (True, False):
+        keras.utils.set_random_seed(1)
+        with mirrored.scope():
+            model = stack(kde.Model, Noisy(), layers.BatchNormalization(), layers.Dropout(0.5))
+            optimizer = Adam(gradient_accumulation_steps=2)
+            model.compile(optimizer, "mse", metrics=[MeanSize()], check=check)
+        logs = [model.train_on_batch(X[:n], Y[:n]) for n in (8, 7, 5)]
+        results.append([*logs, *model.get_weights(), *(np.asarray(v) for v in optimizer.variables)])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 # What runs Python, and data that is split already
 
 
@@ -349,7 +453,7 @@ def test_metrics_of_ones_own_are_said_not_to_be_checked_under_parameter_servers(
 
     model = of_metric(Peak)()
     model.fit(data(), verbose=0)
-    model.replica_runtime.is_checked = False
+    model.replica_runtime.checked.clear()
     assert "your own (peak) add up over the workers of a ParameterServerStrategy" in str(check_metrics(model))
     assert check_metrics(model) is None
 
