@@ -16,6 +16,7 @@ In reading order:
     step_planning     trace a step of the user's aside, to make its plan
     step_examination  what is seen of a step that is traced aside
     step_assignments  what a step may assign
+    step_errors       why a step cannot be traced, where TensorFlow does not say
     batch_clock       a batch waits for the clock that says when it was there
     batch_split       a replica's rows of a batch
     few_rows          the first rows of a batch

@@ -21,6 +21,7 @@ from keras_dist_ext.training.execution import Execution, PredictFunction, RunKin
 from keras_dist_ext.training.prediction import PredictProgram, concat_outputs
 from keras_dist_ext.training.program import StepProgram
 from keras_dist_ext.training.self_check import check_metrics, check_step, has_rows_to_check
+from keras_dist_ext.training.step_errors import explain
 from keras_dist_ext.training.step_exponents import ignore_loss_exponents, learn_loss_exponents
 from keras_dist_ext.training.step_planning import MISSING, make_plan, prepare
 
@@ -78,6 +79,11 @@ class StepRunner:
                 except _UNPREPARED as unprepared:  # raised while tracing, before any step is made
                     assert isinstance(program, StepProgram)
                     _prepare(program, unprepared)
+                except Exception as error:
+                    explained = _explained(program, error)
+                    if explained is None:
+                        raise
+                    raise explained from error
         finally:
             if isinstance(program, StepProgram):
                 program.step.first_batch = None
@@ -98,6 +104,13 @@ def _check(program: StepProgram | CoordinatorProgram, first_batch: Callable[[], 
     if isinstance(program, CoordinatorProgram):
         return check_metrics(program.model)
     return check_step(program.step, first_batch, functools.partial(_prepare, program), _UNPREPARED)
+
+
+def _explained(program: StepProgram | CoordinatorProgram, error: Exception) -> Exception | None:
+    """Say why a step cannot be traced for replicas, where TensorFlow's error does not tell what to do."""
+    if not isinstance(program, StepProgram) or not program.step.is_split:
+        return None
+    return explain(f"{program.model.name}.{program.kind}_step", error, of_loop=program.step.takes_check == "TrainLoop")
 
 
 def _only_runs_eagerly(program: StepProgram | CoordinatorProgram) -> bool:

@@ -8,10 +8,11 @@ import own_steps
 import pytest
 import tensorflow as tf
 from cases import rotating
-from own_steps import PROGRAMS, Base, X, Y, batches
+from own_steps import PROGRAMS, Base, X, Y, batches, descend
 from strategies import strategies
 
 import keras_dist_ext as kde
+from keras_dist_ext.errors import LoopError
 from keras_dist_ext.training import building
 
 ADOPTED = ("no call", "a gan of parts made in the step")
@@ -74,6 +75,64 @@ def test_a_step_of_ones_own_is_traced_aside_once_for_all_runs_on_such_batches(mo
     for _ in range(2):
         net.fit(X[:16], Y[:16], batch_size=8, validation_data=(X[:4], Y[:4]), verbose=0)
     assert aside == ["train"]
+
+
+def asks_for_a_value(model, loss):
+    model.last = loss.numpy()
+
+
+def asks_python(model, loss):
+    if loss > 1:
+        model.above.assign_add(1.0)
+
+
+def runs_on_replicas(model, loss):
+    model.distribute_strategy.run(tf.identity, args=(loss,))
+
+
+def writes_rows(model, loss):
+    model.buffer.scatter_nd_update([[0]], [loss])
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    rotating(
+        [
+            (
+                asks_for_a_value,
+                r"asks for the value of a tensor, by \.numpy\(\), .*to see, among the logs, and look",
+            ),
+            (asks_python, r"asks Python for the value of a tensor, by an if.* Use tf\.where, tf\.cond"),
+            (
+                runs_on_replicas,
+                r"calls a method of the strategy.*and metrics add up over replicas by themselves",
+            ),
+            (
+                writes_rows,
+                r"calls scatter_nd_update of a variable.*`rows = kde\.gather_rows\(rows\)`, then `variable",
+            ),
+        ],
+        [],
+    ),
+)
+@pytest.mark.parametrize("run", ["fit", "train_on_batch"])
+def test_a_step_that_cannot_be_compiled_for_replicas_says_why_and_what_to_do(run, mistake, message):
+    class Net(kde.Sequential):
+        def train_step(self, batch):
+            x, y = batch[:2]
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            descend(tape, loss, self.trainable_variables, self.optimizer)
+            mistake(self, loss)
+            return {"error": loss}
+
+    with strategies.get("mirrored2").scope():
+        net = Net([keras.Input((6,)), keras.layers.Dense(1)], name="net")
+        net.compile("sgd")
+        net.buffer = tf.Variable(tf.zeros([8]), trainable=False)
+    given = {"verbose": 0} if run == "fit" else {}
+    with pytest.raises(LoopError, match=f"The step 'net.train_step' {message}"):
+        getattr(net, run)(X, Y, **given)
 
 
 def test_a_variable_made_of_the_batch_names_itself_and_the_fix():

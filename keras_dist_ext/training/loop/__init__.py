@@ -11,7 +11,6 @@ In reading order:
     step_metrics      add it up
     plain_variables   the ``tf.Variable``s among the parts
     examined_step     trace a step once, and refuse what would go wrong
-    step_errors       why it cannot be traced
     losses            whether a loss is a mean over examples
     step_variables    which variables a step uses and changes
     python_effects    what a function does in Python

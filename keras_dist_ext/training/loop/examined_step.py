@@ -30,9 +30,9 @@ from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.training.loop.losses import check_mean, check_not_scaled, multiples, warn_of_own_divisor
 from keras_dist_ext.training.loop.python_effects import check_names, effects_of, names_used
 from keras_dist_ext.training.loop.replica import Replica
-from keras_dist_ext.training.loop.step_errors import explain, metric_under_way
 from keras_dist_ext.training.loop.step_variables import check_known, check_not_trained, check_results, updated_metrics
 from keras_dist_ext.training.step_assignments import check_assigned, check_decisions
+from keras_dist_ext.training.step_errors import explain, metric_under_way
 from keras_dist_ext.training.step_examination import StepExamination
 
 __all__ = ["Output", "examine"]
@@ -272,7 +272,7 @@ def _trace(
             if seen.functions - plan.inlined:
                 plan.inlined |= seen.functions
                 continue
-            explained = explain(name, error, is_eager=loop.run_eagerly)
+            explained = explain(name, error, of_loop=True, is_eager=loop.run_eagerly)
             if explained is None:
                 raise
             raise explained from error

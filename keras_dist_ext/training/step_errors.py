@@ -12,16 +12,28 @@ from keras_dist_ext.errors import KerasDistError, LoopError
 __all__ = ["explain", "metric_under_way"]
 
 
-def explain(name: str, error: Exception, *, is_eager: bool) -> LoopError | None:
-    """Say why a step cannot be traced; None where the error itself does."""
+def explain(name: str, error: Exception, *, of_loop: bool = False, is_eager: bool = False) -> LoopError | None:
+    """Say why a step cannot be traced; None where the error itself does.
+
+    Args:
+        name: of the step.
+        error: that tracing it has raised.
+        of_loop: whether it is that of a ``TrainLoop``.
+        is_eager: whether it is to run eagerly, and is only traced to be examined.
+    """
     first_line = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     if isinstance(error, KerasDistError):
         return None
     if isinstance(error, RuntimeError) and "cross-replica context" in str(error):
+        sums = (
+            "declare reductions in reduce={...}"
+            if of_loop
+            else "leave reductions out, since gradients, losses and metrics add up over replicas by themselves"
+        )
         return LoopError(
             f"The step {name!r} calls a method of the strategy (run, reduce, gather) that is for code outside of "
-            "replicas. The loop runs the step on every replica already: call what you gave to strategy.run as it is, "
-            "and declare reductions in reduce={...}."
+            f"replicas. The step runs on every replica already: call what you gave to strategy.run as it is, and "
+            f"{sums}."
         )
     if is_eager:
         return LoopError(
@@ -36,11 +48,11 @@ def explain(name: str, error: Exception, *, is_eager: bool) -> LoopError | None:
             "a function of its own decorated with tf.function, whose ifs and loops TensorFlow translates."
         )
     if _asks_for_value(error):
+        shown = "with its reduction in reduce={...}, and" if of_loop else "among the logs, and"
         return LoopError(
             f"The step {name!r} asks for the value of a tensor, by .numpy(), float(), a function of NumPy or the like "
             f"({first_line}), which is not known when the step is compiled. Compute with TensorFlow ops; return what "
-            "you want to see, with its reduction in reduce={...}, and look at it in a callback; or print it by "
-            "tf.print."
+            f"you want to see, {shown} look at it in a callback; or print it by tf.print."
         )
     method = _method_without_replicas(error)
     if method:
