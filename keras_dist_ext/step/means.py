@@ -43,6 +43,7 @@ class Asked(NamedTuple):
     terms: list[tf.Tensor]
     readings: list[Reading]
     means: dict[int, Any]  # what was known to be a mean by then
+    is_static: bool = False  # whether the number of rows is a constant of the graph, which then tells nothing
 
     def unknown(self) -> list[tf.Tensor]:
         """Return the tensors that must be measured to know the exponents of the terms."""
@@ -50,6 +51,11 @@ class Asked(NamedTuple):
 
     def exponents(self, measured: Mapping[int, Fraction]) -> list[Fraction | None]:
         """Return the exponents of the terms, given those of tensors that were measured, by id."""
+        if self.is_static:
+            return [
+                measured.get(id(term)) if reading.exponent is None else reading.exponent
+                for term, reading in zip(self.terms, self.readings, strict=True)
+            ]
         return [
             reading.exponent if reading.exponent is not None else read_exponent(term, self.means, measured).exponent
             for term, reading in zip(self.terms, self.readings, strict=True)
@@ -167,7 +173,7 @@ class Means:
 
     def _graph_terms(self, value: tf.Tensor) -> list[Term]:
         parts = [(value, 1)] if value.shape.rank else _terms_but_zero(value, self._means)
-        is_in_graph = not self._is_static and (not self.has_gathered or self.are_examined)
+        is_in_graph = self.are_examined or not (self._is_static or self.has_gathered)
         exponents = self._read([part for part, _ in parts]) if is_in_graph else self._answer(len(parts))
         terms = [Term(part, sign, exponent) for (part, sign), exponent in zip(parts, exponents, strict=True)]
         return [Term(value, 1, exponents[0])] if len(set(exponents)) == 1 else terms
@@ -176,9 +182,13 @@ class Means:
         """Read the exponents of terms; of those of which the graph does not tell they were learned."""
         assert self._exponents is not None
         scalars = [part if part.shape.rank == 0 else tf.reduce_sum(part) for part in parts]
-        readings = [read_exponent(scalar, self._means) for scalar in scalars]
+        if self._is_static:
+            known = [Fraction(0) if id(part) in self._means else None for part in parts]
+            readings = [Reading(one, [scalar]) for one, scalar in zip(known, scalars, strict=True)]
+        else:
+            readings = [read_exponent(scalar, self._means) for scalar in scalars]
         if self.are_examined:
-            return self._exponents.note(Asked(scalars, readings, dict(self._means)))
+            return self._exponents.note(Asked(scalars, readings, dict(self._means), self._is_static))
         exponents = [reading.exponent for reading in readings]
         if None in exponents:
             return _filled(exponents, self._answer(len(parts)))

@@ -21,7 +21,7 @@ from keras_dist_ext.aliases import SpecNest, TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.step.means import BatchExponents
 
-__all__ = ["MOST_ROWS", "learn_exponents", "measure_exponents"]
+__all__ = ["MOST_ROWS", "learn_exponents", "learn_exponents_of_sizes", "measure_exponents"]
 
 _MOST_TRACES = 3
 _REPEATS = (1, 2, 3)
@@ -52,6 +52,36 @@ def learn_exponents(exponents: BatchExponents, step: Callable[[Any], None], spec
             return  # else what was found now may be what the others are computed with
 
 
+def learn_exponents_of_sizes(
+    exponents: BatchExponents, step: Callable[[Any], None], spec_of: Callable[[TensorNest], SpecNest], batch: TensorNest
+) -> None:
+    """Learn the same of a step that must know the number of rows: trace it for several, and measure all its scalars.
+
+    Args:
+        exponents: see ``learn_exponents``.
+        step: ...
+        spec_of: returns the spec of a batch of just these rows.
+        batch: the rows to measure with.
+    """
+    found: list[list[Any]] = []
+    for rows in _repeated(batch):
+        with exponents.learn() as asked:
+            trace = AsideTrace(step, spec_of(rows))
+        terms = [term for one in asked for term in one.terms]
+        if any(term.graph is not trace.graph for term in terms):
+            return
+        found.append([np.asarray(value, np.float64) for value in trace.evaluate(terms, [rows])[0]])
+    if len({len(values) for values in found}) == 1:
+        powers = [_power(values) for values in zip(*found, strict=True)]
+        measured = {id(term): power for term, power in zip(terms, powers, strict=True) if power is not None}
+        exponents.store([one.exponents(measured) for one in asked])
+
+
+def _repeated(batch: TensorNest) -> list[TensorNest]:
+    rows = min(int(num_rows(batch)), MOST_ROWS)
+    return [take_rows(batch, np.tile(np.arange(rows), k)) for k in _REPEATS] if rows else []
+
+
 def measure_exponents(trace: AsideTrace, values: Sequence[tf.Tensor], batch: TensorNest) -> dict[int, Fraction]:
     """Return the exponents of tensors in the batch size, by id, of those that grow with a power of it.
 
@@ -61,10 +91,9 @@ def measure_exponents(trace: AsideTrace, values: Sequence[tf.Tensor], batch: Ten
         batch: rows to evaluate it on, of which the first few are taken.
     """
     values = [value for value in values if value.graph is trace.graph]
-    rows = min(int(num_rows(batch)), MOST_ROWS)
-    if not values or not rows:
+    repeated = _repeated(batch) if values else []
+    if not repeated:
         return {}
-    repeated = [take_rows(batch, np.tile(np.arange(rows), k)) for k in _REPEATS]
     try:
         seen = trace.evaluate(values, repeated)
     except tf.errors.OpError:  # one of them asks for rows that are not there, as those of other replicas

@@ -46,15 +46,29 @@ def build_for_run(
         was_traced: whether a step on such batches was traced aside before.
     """
     is_own = has_own_step(model, kind)
-    if is_own or any(not isinstance(leaf, tf.TensorSpec) for leaf in tree.flatten(batch_spec) if leaf is not None):
-        spec = tree.map_structure(lambda leaf: rows_of_one(leaf, num_replicas_of(model)), exact_spec)
-        if was_traced or _built_by_step(model, kind, spec) or is_own:
-            return
+    spec = tree.map_structure(lambda leaf: rows_of_one(leaf, num_replicas_of(model)), exact_spec)
+    is_dense = all(leaf is None or isinstance(leaf, tf.TensorSpec) for leaf in tree.flatten(batch_spec))
+    if (is_own or not is_dense) and (was_traced or _built_by_step(model, kind, spec) or is_own):
+        return
+    try:
+        _build_from_batch(model, kind, batch_spec)
+    except KerasDistError:
+        raise
+    except Exception as error:  # perhaps of a loss that must know the number of rows, as one device does
+        if all(leaf is None or not leaf.shape.rank or leaf.shape[0] is None for leaf in tree.flatten(spec)):
+            raise
+        try:
+            _build_from_batch(model, kind, spec)
+        except Exception:
+            raise error from None
+
+
+def _build_from_batch(model: keras.Model, kind: str, spec: SpecNest) -> None:
     if kind == "test" and model.optimizer is not None and has_own_step(model, "train"):
         with patched(model.optimizer, "build", _build_later):  # the step of training says what it trains
-            build_from_batch(model, batch_spec)
+            build_from_batch(model, spec)
     else:
-        build_from_batch(model, batch_spec)
+        build_from_batch(model, spec)
 
 
 def has_own_step(model: keras.Model, kind: str) -> bool:

@@ -1,12 +1,16 @@
-"""Learn how the numbers of a step grow with the rows of a batch, by tracing it aside on batches of any size."""
+"""Learn how the numbers of a step grow with the rows of a batch, by tracing it aside, on any number or on some."""
 
 from __future__ import annotations
 
-from keras_dist_ext.aliases import StepData
+import tensorflow as tf
+
+from keras_dist_ext._keras import tree
+from keras_dist_ext.aliases import SpecNest, StepData
 from keras_dist_ext.data.split import without_optionals
 from keras_dist_ext.step.added_losses import UnknownLossExponents, find_exponents
 from keras_dist_ext.step.logs import ComputesWithResults
-from keras_dist_ext.step.measured_exponents import MOST_ROWS, learn_exponents
+from keras_dist_ext.step.means import BatchExponents
+from keras_dist_ext.step.measured_exponents import MOST_ROWS, learn_exponents, learn_exponents_of_sizes
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.batch_split import is_per_replica
@@ -27,15 +31,30 @@ def learn_step_exponents(step: DistributedStep) -> None:
     def run(rows: StepData) -> None:
         step.run_alone(rows, step.num_step_replicas)  # as if all replicas had these rows
 
-    try:
-        learn_exponents(step.exponents, run, step.model.replica_runtime.batch_spec, _first_rows(step))
-    except ComputesWithResults:
-        step.pool_results()
-        learn_step_exponents(step)
-    except (UnbuiltOptimizer, UnknownLossExponents):
-        raise
-    except Exception:  # code that needs a number of rows, or runs eagerly only
-        return
+    def of_any_size(exponents: BatchExponents) -> None:
+        learn_exponents(exponents, run, step.model.replica_runtime.batch_spec, _first_rows(step))
+
+    def of_some_sizes(exponents: BatchExponents) -> None:
+        rows = _first_rows(step)
+        if rows is not None:
+            learn_exponents_of_sizes(exponents, run, _specs_of, rows)
+
+    for learn in (of_any_size, of_some_sizes):
+        try:
+            learn(step.exponents)
+            return
+        except ComputesWithResults:
+            step.pool_results()
+            learn_step_exponents(step)
+            return
+        except (UnbuiltOptimizer, UnknownLossExponents):
+            raise
+        except Exception:  # code that needs a number of rows, or runs eagerly only
+            continue
+
+
+def _specs_of(rows: StepData) -> SpecNest:
+    return tree.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), rows)
 
 
 def learn_loss_exponents(step: DistributedStep) -> None:

@@ -153,7 +153,7 @@ CASES = [
     for rows in DATA
     for is_mean in (False, True)
     if rows != "an empty replica" or form not in NEED_ROWS
-    if form != "sparse.reduce_sum" or place in ("train_step", "add_loss")  # else stock Keras asks for its rank
+    if form != "sparse.reduce_sum" or place in ("train_step", "add_loss") or rows == "static rows"  # or Keras fails
 ]
 QUICK = [
     ("train_step", "tensordot", "an empty replica", False),
@@ -187,6 +187,35 @@ def test_so_it_does_on_virtual_replicas(strategies, form):
 @pytest.mark.parametrize("form", rotating(SUMS, []))
 def test_so_it_does_eagerly(strategies, form):
     assert_as_on_one_device(strategies.get("mirrored2"), "train_step", form, "static rows", False, run_eagerly=True)
+
+
+OF_COUNTED_ROWS: dict[str, Callable[[Any], Any]] = {
+    "a mean times the rows": lambda v: tf.reduce_mean(v) * v.shape[0],
+    "a mean times the rows, and a mean": lambda v: tf.reduce_mean(v) * v.shape[0] + tf.reduce_mean(v**2),
+    "a sum by the rows": lambda v: tf.reduce_sum(v) / v.shape[0],
+    "a sum of a shape with the rows": lambda v: tf.reduce_sum(tf.reshape(v, [v.shape[0], 1])),
+}
+
+
+@pytest.mark.parametrize("place", rotating(["train_step", "compute_loss", "a compiled loss"], ["train_step"]))
+@pytest.mark.parametrize("form", rotating(OF_COUNTED_ROWS, ["a mean times the rows"]))
+def test_a_loss_that_asks_python_for_the_rows_trains_as_on_one_device(strategies, place, form):
+    expected = trained(made(keras, place, OF_COUNTED_ROWS[form]), DATA["static rows"]())
+    with strategies.get("mirrored2").scope():
+        model = made(kde, place, OF_COUNTED_ROWS[form])
+    for one, other in zip(expected, trained(model, DATA["static rows"]()), strict=True):
+        np.testing.assert_allclose(other, one, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("form", [form for form in OF_COUNTED_ROWS if "and" not in form])
+def test_so_it_does_eagerly_whatever_the_rows(strategies, form):
+    given = ("train_step", OF_COUNTED_ROWS[form])
+    expected = trained(made(keras, *given, run_eagerly=True), DATA["unknown rows"]())
+    with strategies.get("mirrored2").scope():
+        model = made(kde, *given, run_eagerly=True)
+    for one, other in zip(expected, trained(model, DATA["unknown rows"]()), strict=True):
+        np.testing.assert_allclose(other, one, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.slow
