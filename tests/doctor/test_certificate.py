@@ -58,7 +58,14 @@ weighted_mean = losses.MeanSquaredError(reduction="mean_with_sample_weight")
 
 # Faults 8 to 12 of stock Keras: what is trained on what, the finding, what its text names, and what ours may have.
 FAULTS: dict[str, tuple[models.Build, dict[str, Any], tuple[Any, ...], str, str, list[str]]] = {
-    "8, a partial last batch": (models.dense, {}, regression(45), "uneven-batch", r"5 rows split into \[3, 2\]", []),
+    "8, a partial last batch": (
+        models.dense,
+        {},
+        regression(45),
+        "uneven-batch",
+        r"5 examples split into \[3, 2\]",
+        [],
+    ),
     "9, a mask": (
         models.masked_steps,
         {},
@@ -80,7 +87,7 @@ FAULTS: dict[str, tuple[models.Build, dict[str, Any], tuple[Any, ...], str, str,
         {},
         regression(17),
         "empty-replica",
-        r"BatchNormalization \(.*batch_normalization.*\) divides by no rows.*\n.*1 row split into \[1, 0\]",
+        r"BatchNormalization \(.*batch_normalization.*\) divides by no examples.*\n.*1 example split into \[1, 0\]",
         ["local-batch-statistics"],
     ),
     "11, moving statistics": (
@@ -131,7 +138,7 @@ def needs_rows(library: models.Library) -> keras.Model:
 def test_a_step_that_fails_without_rows_is_named_and_so_is_what_was_off_before(mirrored: Strategy) -> None:
     stock = certify(compiled(needs_rows, keras), mirrored, regression(17), steps=3, batch_size=8)
     assert codes(stock) == ["empty-replica", "local-batch-statistics", "state-drifts"], str(stock)
-    assert "step 3, 1 row split into [1, 0]; steps in which all replicas had rows did not fail" in str(stock)
+    assert "step 3, 1 example split into [1, 0]; steps in which all replicas had examples did not fail" in str(stock)
 
 
 def convolutions(library: models.Library) -> keras.Model:
@@ -146,7 +153,7 @@ def test_convolutions_without_rows_pass_with_ours_alone(mirrored: Strategy) -> N
     data = images, images[:, 0, 0, :1] * np.ones(3, "float32")
     stock = certify(compiled(convolutions, keras), mirrored, data, steps=3, batch_size=8)
     assert {"empty-replica", "local-batch-statistics", "state-drifts"} <= set(codes(stock)), str(stock)
-    assert "1 row split into [1, 0]" in str(stock.findings[0])
+    assert "1 example split into [1, 0]" in str(stock.findings[0])
     ours = certify(compiled(convolutions, kde), mirrored, data, 3, batch_size=8, allow=["local-batch-statistics"])
     assert ours.is_equivalent, str(ours)
 

@@ -478,7 +478,7 @@ def test_unequal_shards_are_found_and_a_remainder_is_not() -> None:
     assert codes(HEALTHY, times(examples=[2, 3], num_replicas=2)) == []
     (small,) = judge(Examination(HEALTHY, times(examples=[1, 2]))).findings  # as fit splits a batch of 3
     assert small.code == "batch-too-small"
-    assert small.evidence.startswith("1, 2 rows a replica; ")
+    assert small.evidence.startswith("1, 2 examples a replica; ")
     assert small.seconds == pytest.approx(0.018 * 80 / 4)
 
 
@@ -550,14 +550,14 @@ def test_few_rows_a_replica_are_the_batchs_fault_and_not_the_sums() -> None:
     assert codes(HEALTHY, times(examples=4)) == []  # a large model may well have few
     starved = judge(Examination(HEALTHY, times(examples=[0, 1])))
     assert starved.codes == ["batch-too-small"]
-    assert "rows a step: 0, 1" in starved.findings[0].evidence
+    assert "examples a step: 0, 1" in starved.findings[0].evidence
 
 
 def test_an_experiment_decides_whether_twice_the_rows_are_nearly_free() -> None:
     few = times(examples=4)
     (finding,) = judge(Examination(HEALTHY, few, trials(as_it_was=0.02, double=0.021))).findings
     assert finding.code == "batch-too-small"
-    assert "with twice the rows it took 1.05 (" in finding.evidence
+    assert "with twice the examples it took 1.05 (" in finding.evidence
     assert codes(HEALTHY, synchronising(examples=4), trials=trials(as_it_was=0.02, double=0.039)) == []
 
 

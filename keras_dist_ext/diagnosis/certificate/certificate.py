@@ -202,7 +202,7 @@ class Certificate:
         if self.drift is not None and self.drift_of_reordered is not None:
             yield Text(
                 f"Weights after {counted(self.num_steps, 'step')} in a row: {self.drift:.1e} from one device; one "
-                f"device with its rows in another order: {self.drift_of_reordered:.1e}."
+                f"device with its examples in another order: {self.drift_of_reordered:.1e}."
             )
 
 
@@ -321,10 +321,10 @@ class _Trial:
         return dataclasses.replace(
             crash,
             code="empty-replica",
-            what=f"A replica without rows ends the step with {type(error).__name__}: TensorFlow has operations that "
-            "fail without rows, such as convolutions of oneDNN.",
-            evidence=f"step {step}, {counted(bounds[-1], 'row')} split into {sizes}; steps in which all replicas had "
-            f"rows did not fail; {crash.evidence}",
+            what=f"A replica without examples ends the step with {type(error).__name__}: TensorFlow has operations "
+            "that fail without examples, such as convolutions of oneDNN.",
+            evidence=f"step {step}, {counted(bounds[-1], 'example')} split into {sizes}; steps in which all replicas "
+            f"had examples did not fail; {crash.evidence}",
             fix=f"{crash.fix} Or drop the last batch (`drop_remainder=True`).",
         )
 

@@ -30,7 +30,7 @@ def of_deviations(lockstep: Lockstep, deviations: Sequence[Deviation], is_explai
         yield Finding(
             code="state-drifts",
             what=f"Non-trainable state drifts apart between the replicas of {where}: "
-            f"{listed([d.name for d in apart])}. Each replica keeps what its own rows made of "
+            f"{listed([d.name for d in apart])}. Each replica keeps what its own examples made of "
             "it, and `save` and `predict` take whichever they meet.",
             evidence=f"{worst.name} differs by up to {worst.spread:.3g} between replicas after step {worst.step}.",
             fix=fix,
@@ -43,7 +43,7 @@ def of_deviations(lockstep: Lockstep, deviations: Sequence[Deviation], is_explai
                 code="replicas-differ",
                 what=f"Replicas {what}: {listed([d.name for d in differ])}.",
                 evidence=f"{worst.name} differs by up to {worst.spread:.3g} between replicas after step {worst.step}.",
-                fix="Look for code that assigns these from one replica's rows; apply gradients by the optimizer.",
+                fix="Look for code that assigns these from one replica's examples; apply gradients by the optimizer.",
             )
     if is_explained:
         return
@@ -65,7 +65,8 @@ _REST: tuple[tuple[str, str, str, str], ...] = (
         "state",
         "state-differs",
         "Replicas agree on state that one device has otherwise",
-        "It is no mean over rows. Gather those of all replicas first, by kde.gather_rows, or assign means over rows.",
+        "It is no mean over examples. Gather those of all replicas first, by kde.gather_rows, or assign means over "
+        "examples.",
     ),
     (
         "optimizer",

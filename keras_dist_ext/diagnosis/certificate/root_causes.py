@@ -141,7 +141,7 @@ class _RootCauses:
         return Finding(
             code="uneven-batch",
             what=f"A batch that does not split evenly trains other weights: each of "
-            f"{counted(len(off.sizes), 'replica')} counts alike, whatever its share of the rows.",
+            f"{counted(len(off.sizes), 'replica')} counts alike, whatever its share of the examples.",
             evidence=f"{_where(off)}; {_worst(off)}. With even parts, the difference is rounding.",
             fix=f"{self.fix} Or drop the last batch (`drop_remainder=True`).",
         )
@@ -155,7 +155,7 @@ class _RootCauses:
         return Finding(
             code=code,
             what=f"The loss {self._losses()} divides by what one replica counts of {noun}, not by the count of the "
-            "global batch, so that rows weigh more on a replica that has few valid ones.",
+            "global batch, so that examples weigh more on a replica that has few valid ones.",
             evidence=f"{_where(off)}; {_worst(off)}. Without {noun} in the loss, the difference is rounding{makers}.",
             fix=self.fix,
         )
@@ -164,11 +164,11 @@ class _RootCauses:
         """A loss of the user's own that is not a mean over rows."""
         return Finding(
             code="local-loss",
-            what=f"The loss {self._losses()} of a batch is not the mean of its losses of the replicas' rows: it "
-            "divides by something that it counts in the batch, or compares rows with each other.",
+            what=f"The loss {self._losses()} of a batch is not the mean of its losses of the replicas' parts: it "
+            "divides by something that it counts in the batch, or compares examples with each other.",
             evidence=f"{_where(off)}; {_worst(off)}. With the mean square of the outputs as the loss, it is rounding.",
-            fix="Return one loss for each row (Keras takes their mean), and what they divide by as sample weights; or "
-            'use `reduction="mean_with_sample_weight"` under kde.Model.',
+            fix="Return one loss for each example (Keras takes their mean), and what they divide by as sample weights; "
+            'or use `reduction="mean_with_sample_weight"` under kde.Model.',
         )
 
     def local_statistics(self, off: Comparison) -> Finding:
@@ -176,8 +176,9 @@ class _RootCauses:
         names = _paths(self.local_norms)
         return Finding(
             code="local-batch-statistics",
-            what=f"BatchNormalization ({names}) normalizes with the statistics of one replica's rows, where one device "
-            "takes those of the whole batch. That is how it is defined, and rarely harms; but it is another model.",
+            what=f"BatchNormalization ({names}) normalizes with the statistics of one replica's examples, where one "
+            "device takes those of the whole batch. That is how it is defined, and rarely harms; but it is another "
+            "model.",
             evidence=f"{_where(off)}; {_worst(off)}. With the moving statistics instead, the difference is rounding.",
             fix="BatchNormalization(synchronized=True)",
         )
@@ -189,8 +190,8 @@ class _RootCauses:
             code="imprecise-statistics",
             what=f"BatchNormalization ({names}) computes statistics with too few digits: Keras' synchronized one takes "
             "the square of the mean from the mean square, which are nearly equal far from 0.",
-            evidence=f"All replicas were given the same {off.sizes[0]} rows; {_worst(off)}. With the moving statistics "
-            "instead, the difference is rounding.",
+            evidence=f"All replicas were given the same {off.sizes[0]} examples; {_worst(off)}. With the moving "
+            "statistics instead, the difference is rounding.",
             fix="Give it inputs near 0, as `keras.layers.Normalization` makes them.",
         )
 
@@ -210,13 +211,13 @@ class _RootCauses:
         names = listed(
             [d.name for d in off.deviations if not np.isfinite(d.absolute) and d.part in ("weights", "state")]
         )
-        cause, proof = "Something divides by no rows", ""
+        cause, proof = "Something divides by no examples", ""
         if self.local_norms and self.again(off, without=("moments",)).is_finite:
-            cause = f"BatchNormalization ({_paths(self.local_norms)}) divides by no rows"
+            cause = f"BatchNormalization ({_paths(self.local_norms)}) divides by no examples"
             proof = ", and with moving statistics so do the replicas"
         return Finding(
             code="empty-replica",
-            what=f"A replica without rows turns the model to NaN. {cause}: {names or 'the loss'}.",
+            what=f"A replica without examples turns the model to NaN. {cause}: {names or 'the loss'}.",
             evidence=f"{_where(off)}; one device stays finite{proof}.",
             fix=f"{self.fix} Or drop the last batch (`drop_remainder=True`).",
         )
@@ -227,7 +228,9 @@ class _RootCauses:
         custom = [type(self.model).__name__] if type(self.model).train_step.__module__.split(".")[0] != "keras" else []
         suspect = f"train_step of {custom[0]}" if custom else f"the loss {self._losses()}"
         if ratio is None:
-            what = f"Replicas that all have the same rows still train differently from one device: look at {suspect}."
+            what = (
+                f"Replicas that all have the same examples still train differently from one device: look at {suspect}."
+            )
         else:
             meaning = {
                 "R": "the replicas' means are added up, and nothing divides by their number",
@@ -247,7 +250,7 @@ class _RootCauses:
         return Finding(
             code="scaled-gradient",
             what=what,
-            evidence=f"All {replicas} replicas were given the same {off.sizes[0]} rows; {_worst(off)}.",
+            evidence=f"All {replicas} replicas were given the same {off.sizes[0]} examples; {_worst(off)}.",
             fix=mine,
         )
 
@@ -258,13 +261,14 @@ class _RootCauses:
             for layer in flat_layers(self.model)[1:]
             if type(layer).__module__.split(".")[0] != "keras"
         ]
-        suspects = f"layers of your own: {listed(own)}" if own else "what computes across rows"
+        suspects = f"layers of your own: {listed(own)}" if own else "what computes across examples"
         return Finding(
             code="rows-interact",
-            what=f"What the model computes of a row depends on the other rows of the replica. Suspects are {suspects}.",
+            what=f"What the model computes of an example depends on the other examples of the replica. Suspects are "
+            f"{suspects}.",
             evidence=f"{_where(off)}; {_worst(off)}. Neither the loss, nor weights, masks or BatchNormalization are "
-            "the cause; with equal rows on all replicas the difference is rounding.",
-            fix="Compute across rows with `tf.distribute.get_replica_context().all_reduce`, or not at all.",
+            "the cause; with equal examples on all replicas the difference is rounding.",
+            fix="Compute across examples with `tf.distribute.get_replica_context().all_reduce`, or not at all.",
         )
 
     def _losses(self) -> str:
@@ -292,7 +296,7 @@ def _uncontrolled(names: Sequence[str], deviation: Deviation) -> Finding:
         what="One device does not repeat its own step, so nothing can be said about this step on replicas: something "
         f"random, or kept outside of variables, is in it.{which}",
         evidence=f"{deviation.part} of {deviation.name} is {deviation.relative:.2g} (relative) from itself, from equal "
-        "state and rows.",
+        "state and examples.",
         fix="Draw by keras.random with a SeedGenerator (not by numpy, Python or the ops named), then certify again.",
     )
 
@@ -321,7 +325,7 @@ def of_draws(draws: Sequence[Draws], strategy: tf.distribute.Strategy | None, *,
 
 
 def _where(off: Comparison) -> str:
-    return f"step {off.step}, {counted(sum(off.sizes), 'row')} split into {list(off.sizes)}"
+    return f"step {off.step}, {counted(sum(off.sizes), 'example')} split into {list(off.sizes)}"
 
 
 def _worst(off: Comparison) -> str:

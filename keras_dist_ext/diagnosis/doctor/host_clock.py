@@ -13,10 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.tracing import observe_traces
+from keras_dist_ext.aliases import UserFunction
 from keras_dist_ext.diagnosis.doctor.examination import Calls, Traces
 from keras_dist_ext.training.worker_sync import own_callback
 
@@ -150,7 +150,7 @@ class _Timed:
         self.fetched: tuple[str, ...] = ()
         self._num_ever = 0
         self._before = vars(callback).get(hook)
-        self._method: Callable[..., Any] = getattr(callback, hook)
+        self._method: UserFunction = getattr(callback, hook)
         setattr(callback, hook, self._call)
 
     def unwrap(self) -> None:
@@ -161,7 +161,7 @@ class _Timed:
             else:
                 setattr(self.callback, self.hook, self._before)
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, *args: object, **kwargs: object) -> object:
         self._num_ever += 1
         if self._num_ever == _LOOKED_INTO:
             value, self.fetched = _looked_into(lambda: self._method(*args, **kwargs))
@@ -178,7 +178,7 @@ class _Timed:
 _FETCHES = ("numpy", "__array__", "__float__", "__int__", "__bool__", "convert_to_numpy", "get_weights", "item")
 
 
-def _looked_into(call: Callable[[], Any]) -> tuple[Any, tuple[str, ...]]:
+def _looked_into(call: Callable[[], object]) -> tuple[object, tuple[str, ...]]:
     """Make a call; return its value, and the functions of TensorFlow and Keras by which it fetched values."""
     if sys.getprofile() is not None:
         return call(), ()  # somebody else looks

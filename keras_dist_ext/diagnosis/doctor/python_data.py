@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 import numpy as np
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext.aliases import TensorNest
 
 __all__ = ["MadeInPython", "Reads", "look_into"]
 
@@ -43,7 +43,7 @@ class MadeInPython:
     rows: int = 0  # of a batch
 
 
-def look_into(adapter: Any) -> MadeInPython:
+def look_into(adapter: object) -> MadeInPython:
     """Make one or two batches more, and say how: ``__getitem__`` of a PyDataset is called, in this thread.
 
     They lie in the midst of an epoch, where a disk has read them less lately than the first ones. The second one is
@@ -78,7 +78,7 @@ def look_into(adapter: Any) -> MadeInPython:
     )
 
 
-def _timed(dataset: keras.utils.PyDataset, index: int) -> tuple[float, float, Any]:
+def _timed(dataset: keras.utils.PyDataset, index: int) -> tuple[float, float, TensorNest]:
     """Return the seconds of a batch, those of computing, and the batch."""
     begin, cpu = time.perf_counter(), time.thread_time()
     batch = dataset[index]
@@ -110,7 +110,7 @@ def _noted_reads(found: dict[tuple[str, str], Reads]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def _num_rows(asked: Any, length: int) -> int:
+def _num_rows(asked: object, length: int) -> int:
     """Return how many rows an index has of a dataset of so many.
 
     >>> [_num_rows(asked, 10) for asked in (3, slice(2, 6), (slice(None), 0), [1, 5], [True, False], (), ..., "name")]

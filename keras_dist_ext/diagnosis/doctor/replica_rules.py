@@ -188,8 +188,8 @@ def _starved(times: Times) -> Finding:
     per_step = examples.sum() / times.num_steps
     return Finding(
         "batch-too-small",
-        f"A global batch of {per_step:.3g} rows is less than one a replica: some compute nothing.",
-        f"{len(examples)} replicas; rows a step: " + ", ".join(f"{n / times.num_steps:.3g}" for n in examples[:8]),
+        f"A global batch of {per_step:.3g} examples is less than one a replica: some compute nothing.",
+        f"{len(examples)} replicas; examples a step: " + ", ".join(f"{n / times.num_steps:.3g}" for n in examples[:8]),
         f"Raise the global batch to {len(examples) * _GOOD_ROWS} examples or more (`batch_size=`, `.batch(...)`), or "
         "use fewer replicas.",
         (times.compute() + times.sync()) * times.num_steps * (1 - per_step / len(examples)),
@@ -202,7 +202,7 @@ def _too_small(examination: Examination, fixed: float, *, is_long: bool) -> list
     rows, replicas = _rows(times), len(times.examples)
     per_step = times.examples / times.num_steps
     listed = f"{rows:.3g}" if np.ptp(per_step) < 0.5 else ", ".join(f"{n:.3g}" for n in per_step[:8])
-    evidence = f"{listed} rows a replica; a step computes for {ms(times.compute())} and takes {ms(times.step())}"
+    evidence = f"{listed} examples a replica; a step computes for {ms(times.compute())} and takes {ms(times.step())}"
     saved = fixed / 2  # of each batch, by putting two together
     unequal = _seconds_unequal(times)
     if per_step.max() >= _UNEQUAL * rows and unequal >= _UNEQUAL_SHARE * times.seconds:
@@ -212,14 +212,15 @@ def _too_small(examination: Examination, fixed: float, *, is_long: bool) -> list
         if ratio.high >= 2 - (2 - _NEARLY_FREE) / 2:
             return []
         is_long = is_long or ratio.high < _NEARLY_FREE
-        evidence += f"; with twice the rows it took {ratio.show()} times as long"
+        evidence += f"; with twice the examples it took {ratio.show()} times as long"
         saved = times.step() * max(0.0, 1 - ratio.value / 2)
     if not is_long:
         return []
     return [
         Finding(
             "batch-too-small",
-            f"The batch is too small for {replicas} replicas: what does not depend on its rows takes most of a step.",
+            f"The batch is too small for {replicas} replicas: what does not depend on its examples takes most "
+            "of a step.",
             evidence,
             f"Raise the global batch from {rows * replicas:.3g} to {replicas * _GOOD_ROWS} examples or more "
             "(`batch_size=`, `.batch(...)`), with a learning rate to match; or use fewer replicas.",
@@ -246,15 +247,15 @@ def _loops(examination: Examination) -> list[Finding]:
         ratio = trials.ratio("double")
         if ratio.low > 1.6:
             return []
-        evidence += f"; with twice the rows a step took {ratio.show()} times as long"
+        evidence += f"; with twice the examples a step took {ratio.show()} times as long"
     return [
         Finding(
             "sequential-model",
             "The model is sequential: its time steps wait for each other, and more replicas do not shorten them.",
             evidence,
-            "Give each replica more rows, which cost little here; shorten the sequence (`x[:, ::2]`, or chunks with "
-            "`stateful=True`); or take layers that see all time steps at once: `Conv1D`, `MultiHeadAttention`. On GPUs "
-            "keep `LSTM` and `GRU` at their defaults, so that cuDNN runs the loop.",
+            "Give each replica more examples, which cost little here; shorten the sequence (`x[:, ::2]`, or chunks "
+            "with `stateful=True`); or take layers that see all time steps at once: `Conv1D`, `MultiHeadAttention`. On "
+            "GPUs keep `LSTM` and `GRU` at their defaults, so that cuDNN runs the loop.",
             computing * times.num_steps,
         )
     ]
