@@ -127,8 +127,11 @@ class Reducer(abc.ABC):
 
     @property
     def traces_functions_anew(self) -> bool:
-        """Whether a tf.function of the user's must be traced for each step: only then is seen what it assigns."""
-        return not tf.executing_eagerly()
+        """Whether a tf.function of the user's must be traced for each step, also for one that runs eagerly.
+
+        A trace holds the weight of the replica's rows, and only while it is traced is seen what it assigns.
+        """
+        return True
 
     @property
     @abc.abstractmethod

@@ -228,11 +228,6 @@ class _VirtualReducer(Reducer):
         return self._replica_id
 
     @property
-    def traces_functions_anew(self) -> bool:
-        """Always: a trace holds the replica's seeds and weights."""
-        return True
-
-    @property
     def sums_in_layers(self) -> bool:
         """Sums inside of a layer go over all virtual replicas."""
         return True

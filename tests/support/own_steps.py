@@ -142,6 +142,50 @@ def batches_by_themselves(base: Base) -> Any:
 
 
 @program
+def functions_of_a_step_that_runs_eagerly(base: Base) -> Any:
+    """Their arguments have the same shapes whatever the rows, so that TensorFlow would keep what it has traced."""
+
+    class Mean(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.mean = self.add_weight(shape=(), initializer="zeros", trainable=False, name="mean")
+
+        @tf.function
+        def note(self, mean: Any) -> None:
+            self.mean.assign(0.5 * self.mean + 0.5 * mean)
+
+        def call(self, x: Any) -> Any:
+            self.note(tf.reduce_mean(x))
+            return x
+
+    class Net(base.Model):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.noted, self.dense = Mean(), keras.layers.Dense(1)
+            self.error = keras.metrics.Mean(name="error")
+
+        @property
+        def metrics(self) -> Any:
+            return [self.error]
+
+        @tf.function
+        def track(self, error: Any) -> None:
+            self.error.update_state(error)
+
+        def train_step(self, batch: Any) -> Any:
+            x, y = batch
+            with tf.GradientTape() as tape:
+                error = tf.reduce_mean((self.dense(self.noted(x)) - y) ** 2)
+            descend(tape, error, self.dense.trainable_variables, self.optimizer)
+            self.track(error)
+            return {"error": self.error.result()}
+
+    with base.scope():
+        model = Net()
+        model.compile("sgd", run_eagerly=True)
+    return outcome(model, model.fit(batches(X[:21], Y[:21]), epochs=2, shuffle=False, verbose=0))
+
+
+@program
 def a_gan_of_parts_made_in_the_step(base: Base) -> Any:
     class Gan(base.Model):  # type: ignore[misc, name-defined]
         discriminator: Any = None
