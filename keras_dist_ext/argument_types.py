@@ -10,10 +10,10 @@ __all__ = [
     "count",
     "path",
     "process_count",
-    "process_count_or_auto",
     "process_count_or_zero",
     "restart_count",
     "seconds",
+    "worker_count",
 ]
 
 _MOST = 2**31 - 1
@@ -48,15 +48,6 @@ def process_count(text: str) -> int:
     return _integer(text, 1, MOST_PROCESSES)
 
 
-def process_count_or_auto(text: str) -> int | str:
-    """Read how many processes to start, one at least, or ``auto``.
-
-    Raises:
-        argparse.ArgumentTypeError: it is something else, or more than a machine has ports for.
-    """
-    return text if text == "auto" else process_count(text)
-
-
 def process_count_or_zero(text: str) -> int:
     """Read how many processes to start, which may be none.
 
@@ -64,6 +55,26 @@ def process_count_or_zero(text: str) -> int:
         argparse.ArgumentTypeError: it is something else, or more than a machine has ports for.
     """
     return _integer(text, 0, MOST_PROCESSES)
+
+
+def worker_count(text: str) -> int | tuple[int, int] | str:
+    """Read how many workers to start: a number, the least and the most with a colon between, or ``auto``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else, or more than a machine has ports for.
+    """
+    if text == "auto":
+        return text
+    if ":" not in text:
+        return process_count(text)
+    try:
+        least, most = map(process_count, text.split(":"))
+    except (ValueError, argparse.ArgumentTypeError):
+        least, most = 1, 0
+    if least > most:
+        wanted = f"two integers from 1 to {MOST_PROCESSES}, the least number of workers first, such as 2:4"
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} must be {wanted}")
+    return least, most
 
 
 def restart_count(text: str) -> int:

@@ -13,10 +13,10 @@ from keras_dist_ext.argument_types import (
     count,
     path,
     process_count,
-    process_count_or_auto,
     process_count_or_zero,
     restart_count,
     seconds,
+    worker_count,
 )
 from keras_dist_ext.errors import KerasDistError, LaunchError
 from keras_dist_ext.examples.demo_options import add_options, given_options
@@ -66,11 +66,14 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "launch",
             help="run a script as the workers of a cluster, on this machine or on Ray",
-            usage="keras-dist-ext launch --workers N [--ps M | --tuner] [option ...] [-m] SCRIPT.py [ARG ...]",
+            usage="keras-dist-ext launch --workers N|A:B [--ps M | --tuner] [option ...] [-m] SCRIPT.py [ARG ...]",
             description="Start a process for each worker, with its TF_CONFIG, on this machine or on Ray, and wait. The "
             "first that fails, or hangs for --timeout, ends all; with --max-restarts all start again. SIGTERM and "
             "SIGINT go to the workers: when all of them end well, as by Resume(on_preemption=True), the exit code is "
-            "0. With --ps the script runs in a chief process, and workers and parameter servers serve it.",
+            "0. With --workers A:B all start again with fewer workers where places are gone after a failure, and with "
+            "more where places have come, at a checkpoint of Resume; a place is a core, or as many as --threads, and "
+            "on Ray room for a worker. With --ps the script runs in a chief process, and workers and parameter servers "
+            "serve it.",
             allow_abbrev=False,
         )
     )
@@ -104,10 +107,10 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
-        type=process_count_or_auto,
+        type=worker_count,
         required=True,
         metavar="N",
-        help="worker processes; with --tuner also auto",
+        help="worker processes; A:B for as many as there are places for, from A to B; with --tuner also auto",
     )
     parser.add_argument("--ps", type=process_count_or_zero, default=0, metavar="M", help="parameter server processes")
     parser.add_argument("--tuner", action="store_true", help="search with keras-tuner: the workers run one trial each")
@@ -188,6 +191,9 @@ def _command(arguments: argparse.Namespace) -> list[str]:
 
 
 def _launch_search(arguments: argparse.Namespace) -> int:
+    if isinstance(arguments.workers, tuple):
+        least, most = arguments.workers
+        raise LaunchError(f"--workers {least}:{most} is not for a search: give one number, or auto.")
     if _ray_cluster(arguments):
         raise LaunchError("--on ray is not for a search, which runs on this machine: leave one of them out.")
     if arguments.ps or arguments.threads or arguments.affinity:

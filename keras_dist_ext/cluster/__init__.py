@@ -5,6 +5,7 @@ Nothing here imports TensorFlow when it is imported. In reading order:
     launch         starts, watches and restarts a process for each worker: ``kde.launch``
     attempts       the starts of one launch, the first and those after a failure
     worker_run     how a process ended
+    worker_count   how many workers start, at least and at most
     command        what a process is to run: checked, and turned into a command line
     tasks, cores   each process' task and address, and its share of the CPUs
     process_group  the processes of one launch, which end together
@@ -13,6 +14,7 @@ Nothing here imports TensorFlow when it is imported. In reading order:
     local_host     this machine as that place
     ray_cluster    a Ray cluster, and the connection to it: ``kde.RayCluster``
     ray_host       it as that place
+    ray_places     the room that there is on it
     ray_process    a process there, seen from here
     ray_agent      what runs on its nodes
     orphans        what processes leave behind

@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
+from keras_dist_ext.cluster.cores import fair_shares, usable_cpus
 from keras_dist_ext.cluster.failure import Failure, NotPlaced
-from keras_dist_ext.cluster.host import Host, ValueLost, WaitForPlaces
+from keras_dist_ext.cluster.host import Host, NotStarted, ValueLost, WaitForPlaces
 from keras_dist_ext.cluster.process import Process, show
 from keras_dist_ext.cluster.process_group import ProcessGroup
 from keras_dist_ext.cluster.tasks import tf_config
+from keras_dist_ext.cluster.worker_count import WorkerCount
 from keras_dist_ext.cluster.worker_run import WorkerRun
 from keras_dist_ext.errors import LaunchError
+from keras_dist_ext.messages import counted
 
 __all__ = ["Attempt", "Outcome", "run_attempts"]
 
@@ -30,6 +33,8 @@ class Outcome:
     failure: Failure | None
     runs: tuple[WorkerRun, ...]
     has_made_steps: bool
+    again: str = ""  # why all start again, though none has failed
+    workers: WorkerCount | None = None  # how many then
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,10 @@ class Attempt:
     """All that it takes to start the processes, as often as need be."""
 
     program: list[str] | bytes
-    num_workers: int
+    workers: WorkerCount
     num_ps: int
     environ: Mapping[str, str]
-    shares: Sequence[Sequence[int]] | None  # CPUs of each process
+    affinity: bool  # whether each process has CPUs of its own
     deadline: float | None
     hang_seconds: float | None
     grace_seconds: float
@@ -53,30 +58,46 @@ class Attempt:
         host = make_host(self._waiting(signals))
         with ProcessGroup(host, self.stream, self.log_dir, appends=restart > 0) as group:
             try:
-                tasks = group.reserve(self.num_workers, self.num_ps)
+                self._start(group, restart)
             except NotPlaced as error:
                 return Outcome(error.failure, (), False)
-            for number, task in enumerate(tasks):
-                own = {"TF_CONFIG": tf_config(task, tasks), RESTART: str(restart)}
-                group.start(
-                    str(task),
-                    None if task.serves else self.program,
-                    {**self.environ, **own},
-                    () if self.shares is None else self.shares[number],
-                )
-            failure = group.watch(signals, self.deadline, self.hang_seconds)
-            grace = self.grace_seconds if signals else min(self.grace_seconds, _FAILURE_GRACE_SECONDS)
-            ended = group.end(signals, grace)
-            if signals and all(process.exit_code == 0 for process in group.working):
-                failure = Failure.by_signal(signals[0], ended_well=True)
-            values: dict[Process, Any] = {}
-            if failure is None:
-                try:
-                    values = {process: _value(process) for process in group.working if process.calls}
-                except ValueLost as error:
-                    failure = Failure(1, str(error))
-            runs = tuple(_run(process, group, process in ended, values.get(process)) for process in group.processes)
-            return Outcome(failure, runs, group.has_made_steps)
+            except NotStarted as error:
+                return self._with_fewer(len(group.processes), error)
+            return self._watch(group, signals)
+
+    def _start(self, group: ProcessGroup, restart: int) -> None:
+        tasks = group.reserve(self.workers, self.num_ps)
+        if self.workers.is_elastic:
+            show(f"launch: {counted(len(tasks), 'worker')} of {self.workers}.\n", self.notices)
+        shares = fair_shares(usable_cpus(), len(tasks)) if self.affinity else [()] * len(tasks)
+        for task, share in zip(tasks, shares, strict=True):
+            own = {"TF_CONFIG": tf_config(task, tasks), RESTART: str(restart)}
+            group.start(str(task), None if task.serves else self.program, {**self.environ, **own}, share)
+
+    def _with_fewer(self, number: int, error: NotStarted) -> Outcome:
+        """Have all start again with as many as could be started, if these are enough."""
+        if not self.workers.is_elastic or number < self.workers.least:
+            raise error
+        why = f"{error}. The launch starts again with {counted(number, 'worker')}, and no more from here on."
+        return Outcome(None, (), False, why, WorkerCount(self.workers.least, number))
+
+    def _watch(self, group: ProcessGroup, signals: Sequence[int]) -> Outcome:
+        failure = group.watch(signals, self.deadline, self.hang_seconds)
+        grace = self.grace_seconds if signals else min(self.grace_seconds, _FAILURE_GRACE_SECONDS)
+        ended = group.end(signals, grace)
+        if signals and all(process.exit_code == 0 for process in group.working):
+            failure = Failure.by_signal(signals[0], ended_well=True)
+        if failure is None and group.has_left:
+            again = "There are places for more workers: all have saved and ended, and start again."
+            return Outcome(None, (), True, again, self.workers)
+        values: dict[Process, Any] = {}
+        if failure is None:
+            try:
+                values = {process: _value(process) for process in group.working if process.calls}
+            except ValueLost as error:
+                failure = Failure(1, str(error))
+        runs = tuple(_run(process, group, process in ended, values.get(process)) for process in group.processes)
+        return Outcome(failure, runs, group.has_made_steps)
 
     def _waiting(self, signals: Sequence[int]) -> WaitForPlaces:
         """Return what says once what is waited for, and gives up when a signal comes or the time is over."""
@@ -104,16 +125,22 @@ def run_attempts(
     pause_seconds: float,
     signals: Sequence[int],
 ) -> tuple[Outcome, int]:
-    """Start all, again after a failure, and return how the last attempt ended, and how many restarts there were."""
+    """Start all, again after a failure, and return how the last attempt ended, and how often all started again."""
+    num_failures = 0
     for restart in itertools.count():
         outcome = attempt.run(make_host, restart, signals)
-        if outcome.failure is None or outcome.failure.is_final or restart == max_restarts:
+        if outcome.workers is not None:
+            attempt = replace(attempt, workers=outcome.workers)
+            show(f"launch: {outcome.again}\n", attempt.notices)
+            continue
+        if outcome.failure is None or outcome.failure.is_final or num_failures == max_restarts:
             break
-        longer = 1.0 if outcome.has_made_steps else 2.0**restart
+        longer = 1.0 if outcome.has_made_steps else 2.0**num_failures
+        num_failures += 1
         pause = min(longer * pause_seconds, _LONGEST_PAUSE_SECONDS)
         if attempt.deadline is not None:
             pause = min(pause, max(attempt.deadline - time.monotonic(), 0.0))
-        notice = f"launch: restart {restart + 1} of {max_restarts} in {pause:.3g} s.\n"
+        notice = f"launch: restart {num_failures} of {max_restarts} in {pause:.3g} s.\n"
         show(f"launch: {outcome.failure.message}\n{notice}", attempt.notices)
         if _signal_came(signals, pause):
             outcome = replace(outcome, failure=Failure.by_signal(signals[0]))

@@ -28,8 +28,11 @@ __all__ = [
     "Activity",
     "HeartbeatReader",
     "begin",
+    "can_leave",
     "data_ends",
     "heartbeat",
+    "is_asked_to_leave",
+    "leaves",
     "make_heartbeat_file",
     "running",
     "stacks_path",
@@ -42,7 +45,8 @@ HEARTBEAT_FILE = "KERAS_DIST_EXT_HEARTBEAT"  # environment variable: the file of
 STACKS_SIGNAL = getattr(signal, "SIGUSR1", 0)
 
 _KINDS = ("train", "test", "predict")
-_LAYOUT = struct.Struct("<9q")  # the fields of Heartbeat
+_LAYOUT = struct.Struct("<11q")  # the fields of Heartbeat, which the worker writes
+_REQUEST = struct.Struct("<q")  # behind them, which the launcher writes: 1: to leave, see `is_asked_to_leave`
 
 
 class Activity(enum.IntEnum):
@@ -68,6 +72,8 @@ class Heartbeat(NamedTuple):
     last: int = 0
     finished: int = 0  # steps of training, in this fit
     waits: int = 0  # 1: for numbers that all workers add up between steps
+    can_leave: int = 0  # 1: it leaves at its next checkpoint if it is asked to
+    leaves: int = 0  # 1: it was asked, has saved, and is about to end with exit code 0
 
     @property
     def trains(self) -> bool:
@@ -90,11 +96,15 @@ class HeartbeatReader:
     def __init__(self, path: Path):
         self.path = path
         with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE, access=mmap.ACCESS_READ)
+            self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
 
     def read(self) -> Heartbeat:
         """Return what the worker has reported last."""
         return Heartbeat(*_LAYOUT.unpack_from(self._memory))
+
+    def ask_to_leave(self) -> None:
+        """Ask the worker to leave at its next checkpoint."""
+        _REQUEST.pack_into(self._memory, _LAYOUT.size, 1)
 
     def close(self) -> None:
         """Close the file."""
@@ -117,6 +127,10 @@ class HeartbeatWriter:
     def write(self, **changes: int) -> None:
         self.heartbeat = self.heartbeat._replace(**changes)
         _LAYOUT.pack_into(self._memory, 0, *self.heartbeat)
+
+    @property
+    def is_asked_to_leave(self) -> bool:
+        return bool(*_REQUEST.unpack_from(self._memory, _LAYOUT.size))
 
 
 _writer: HeartbeatWriter | None = None
@@ -228,6 +242,26 @@ def waiting() -> Iterator[None]:
         yield
     finally:
         _writer.write(waits=0)
+
+
+def can_leave(can: bool) -> None:
+    """Report whether this worker would leave at its next checkpoint, so that the launcher can ask it to.
+
+    An elastic launch asks when there is a place for one worker more: all save, end and start again with that many.
+    """
+    if _writer is not None:
+        _writer.write(can_leave=int(can))
+
+
+def is_asked_to_leave() -> bool:
+    """Whether the launcher has asked this worker to leave at its next checkpoint."""
+    return _writer is not None and _writer.is_asked_to_leave
+
+
+def leaves() -> None:
+    """Report that this worker has saved as it was asked to, and ends."""
+    if _writer is not None:
+        _writer.write(leaves=1)
 
 
 def heartbeat(step: int) -> None:

@@ -6,12 +6,18 @@ from typing import NamedTuple, Protocol
 
 from keras_dist_ext.cluster.heartbeat import Heartbeat
 from keras_dist_ext.cluster.tasks import Task
+from keras_dist_ext.cluster.worker_count import WorkerCount
+from keras_dist_ext.errors import LaunchError
 
-__all__ = ["Host", "HostedProcess", "State", "ValueLost", "WaitForPlaces"]
+__all__ = ["Host", "HostedProcess", "NotStarted", "State", "ValueLost", "WaitForPlaces"]
 
 # Called now and then while there is no place for all, with the seconds so far and what is missing; raises NotPlaced
 # (see `failure`) to give up.
 WaitForPlaces = Callable[[float, str], None]
+
+
+class NotStarted(LaunchError):
+    """A process cannot be started, of which others might run: the system has no room for it."""
 
 
 class ValueLost(Exception):
@@ -47,6 +53,9 @@ class HostedProcess(Protocol):
     def send(self, signum: int) -> None:
         """Send a signal to all of its session, unless it has ended."""
 
+    def ask_to_leave(self) -> bool:
+        """Have it save and end at its next checkpoint; False if it could not be asked."""
+
     def ask_for_stacks(self) -> bool:
         """Have it write its stacks; False if it cannot."""
 
@@ -71,14 +80,21 @@ class Host(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None: ...
 
-    def reserve(self, num_workers: int, num_ps: int) -> list[Task]:
+    def reserve(self, workers: WorkerCount, num_ps: int) -> list[Task]:
         """Give each task of a cluster a place, and an address that stays its own.
+
+        Args:
+            workers: how many: as many as there are places for, the least of them in any case.
+            num_ps: how many parameter servers.
 
         Raises:
             LaunchError: there is not enough for all, on this machine.
             NotPlaced: there is not enough on a cluster, and nobody waits any longer. Clusters grow, so that only the
                 time limit or a signal ends the wait.
         """
+
+    def has_more_places(self) -> bool:
+        """Whether there are places for more workers by now, and more are wanted."""
 
     def start(
         self, name: str, work: Sequence[str] | bytes | None, environ: Mapping[str, str], cpus: Sequence[int]
@@ -92,6 +108,7 @@ class Host(Protocol):
             cpus: that it may use; none for all.
 
         Raises:
+            NotStarted: the system starts no further one now.
             LaunchError: it cannot be started.
         """
 

@@ -5,6 +5,7 @@
     launch(2, ["train.py"], num_ps=1)                    # a chief that trains on two workers and a parameter server
     launch(2, ["train.py"], max_restarts=3, timeout=300) # all start again when one dies, or hangs for five minutes
     launch(2, ["train.py"], on=RayCluster())             # on the nodes of a Ray cluster, of one CPU each
+    launch((2, 4), ["train.py"], max_restarts=3)         # on as many workers as there are places for, from 2 to 4
 
 Without `num_ps` every process runs the command or function, for tf.distribute.MultiWorkerMirroredStrategy; worker 0 is
 the chief. With it, only the chief does, for tf.distribute.ParameterServerStrategy: workers and parameter servers run
@@ -43,7 +44,7 @@ from keras_dist_ext.cluster.command import (
     environment,
     program_for,
 )
-from keras_dist_ext.cluster.cores import fair_shares, usable_cpus
+from keras_dist_ext.cluster.cores import usable_cpus
 from keras_dist_ext.cluster.failure import Failure
 from keras_dist_ext.cluster.host import Host, WaitForPlaces
 from keras_dist_ext.cluster.local_host import LocalHost
@@ -51,6 +52,7 @@ from keras_dist_ext.cluster.process import code_text, show
 from keras_dist_ext.cluster.ray_cluster import RayCluster, pack_for_ray
 from keras_dist_ext.cluster.ray_host import ray_hosts
 from keras_dist_ext.cluster.signals import Interrupted, caught_signals
+from keras_dist_ext.cluster.worker_count import WorkerCount
 from keras_dist_ext.cluster.worker_run import WorkerRun
 from keras_dist_ext.errors import LaunchError
 
@@ -58,7 +60,7 @@ __all__ = ["launch", "LaunchResult", "WorkerFailed"]
 
 
 def launch(
-    num_workers: int,
+    num_workers: int | tuple[int, int],
     work: Sequence[str] | Callable[..., object],
     *,
     args: Sequence[object] = (),
@@ -86,7 +88,12 @@ def launch(
     this process.
 
     Args:
-        num_workers: how many workers; with `num_ps` the chief comes on top of them.
+        num_workers: how many workers; with `num_ps` the chief comes on top of them. A pair such as (2, 4) is for an
+            elastic launch: as many as there are places for, from the least to the most, at each start. A place is a
+            core that this process may use, or as many as `threads_per_worker`; on Ray, room for what a worker gets.
+            The least start in any case; on Ray they wait for room. When places have come, all end at the next
+            checkpoint of ``Resume``, and start again with more workers; after a failure, or where the system has no
+            room for a process, with as many as there are places for then.
         work: a command, as a list of strings (a script that ends in `.py`, and ``["-m", NAME]``, run under this
             Python), or a function that other processes can import: defined at the top level of a module or script,
             whose own call of `launch` stands under ``if __name__ == "__main__":``. It runs in the current folder, and
@@ -95,7 +102,7 @@ def launch(
         kwargs: for the function.
         num_ps: how many parameter servers. With any, only the chief runs `work`.
         max_restarts: how many times all start again after one has died or hung. The environment variable
-            KERAS_DIST_EXT_RESTART counts them, from 0.
+            KERAS_DIST_EXT_RESTART counts them, from 0, and with them those of an elastic launch that follow no failure.
         timeout: seconds after which a worker that has finished no step is taken to hang. What it does beside its steps
             counts too: starting, loading data, compiling, saving. Known are the steps of ``kde.Model`` and
             ``kde.TrainLoop``, and those that ``kde.heartbeat`` reports.
@@ -122,15 +129,21 @@ def launch(
             time raises nothing: see `exit_code` and `failure` of the result.
     """
     started = time.monotonic()
+    workers = WorkerCount.of(num_workers)
     check_counts(
-        num_workers=(num_workers, 1, arguments.MOST_PROCESSES),
         num_ps=(num_ps, 0, arguments.MOST_PROCESSES),
         max_restarts=(max_restarts, 0, arguments.MOST),
         threads_per_worker=(1 if threads_per_worker is None else threads_per_worker, 1, MOST_THREADS),
     )
+    if workers.is_elastic and num_ps:
+        raise LaunchError(
+            f"num_workers is {workers}, and num_ps {num_ps}: with parameter servers it must be one number, since a run "
+            "continues on another number of workers by Resume alone, which they do not have."
+        )
     check_limits(timeout=timeout, time_limit=time_limit)
     check_waits(grace_seconds=grace_seconds, pause_seconds=pause_seconds)
-    arguments.flag("affinity", affinity, error=LaunchError)
+    if arguments.flag("affinity", affinity, error=LaunchError):
+        usable_cpus()
     check_output(log_dir, quiet, stream)
     base = environment(environ)
     check_folder()
@@ -142,13 +155,13 @@ def launch(
         base = {} if environ is None else base
     base |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **_thread_settings(threads_per_worker)}
     stream = sys.stdout if stream is None else stream
-    hosts = _local_hosts() if on is None else ray_hosts(on)
+    hosts = _local_hosts(threads_per_worker or 1) if on is None else ray_hosts(on)
     attempt = Attempt(
         program,
-        num_workers,
+        workers,
         num_ps,
         base,
-        shares=fair_shares(usable_cpus(), num_workers + num_ps + bool(num_ps)) if affinity else None,
+        affinity=affinity,
         deadline=None if time_limit is None else started + time_limit,
         hang_seconds=timeout,
         grace_seconds=grace_seconds,
@@ -181,7 +194,7 @@ class LaunchResult:
     workers: tuple[WorkerRun, ...]  # chief, workers, parameter servers
     seconds: float
     failure: str | None  # what failed last, with its last lines
-    num_restarts: int = 0
+    num_restarts: int = 0  # how often all started again
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -209,9 +222,9 @@ class WorkerFailed(LaunchError):
 
 
 @contextmanager
-def _local_hosts() -> Iterator[Callable[[WaitForPlaces], Host]]:
+def _local_hosts(cores_per_worker: int) -> Iterator[Callable[[WaitForPlaces], Host]]:
     """Yield what makes this machine a host."""
-    yield lambda _: LocalHost()
+    yield lambda _: LocalHost(cores_per_worker=cores_per_worker)
 
 
 def _check_on_ray(on: object, affinity: bool) -> None:

@@ -12,6 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from keras_dist_ext.cluster import worker
+from keras_dist_ext.cluster.cores import num_cores
 from keras_dist_ext.cluster.heartbeat import (
     STACKS_SIGNAL,
     Activity,
@@ -20,9 +21,10 @@ from keras_dist_ext.cluster.heartbeat import (
     make_heartbeat_file,
     stacks_path,
 )
-from keras_dist_ext.cluster.host import State
+from keras_dist_ext.cluster.host import NotStarted, State
 from keras_dist_ext.cluster.orphans import Orphans
 from keras_dist_ext.cluster.tasks import Task, cluster
+from keras_dist_ext.cluster.worker_count import WorkerCount
 from keras_dist_ext.errors import LaunchError
 
 __all__ = ["LocalHost"]
@@ -31,14 +33,19 @@ __all__ = ["LocalHost"]
 class LocalHost:
     """Runs processes on this machine; see `Host`.
 
+    A place for a worker is as many of the cores that this process may use as the worker has threads: where their number
+    changes, as that of a container may, so does that of the places.
+
     Args:
+        cores_per_worker: of a place.
         owns_process: whether this process does nothing else: all that it has started and not ended is the processes'.
     """
 
     BURY_SECONDS = 1.0  # between looks at which orphans have ended
 
-    def __init__(self, *, owns_process: bool = False) -> None:
-        self._owns_process = owns_process
+    def __init__(self, *, cores_per_worker: int = 1, owns_process: bool = False) -> None:
+        self._cores_per_worker, self._owns_process = cores_per_worker, owns_process
+        self._workers, self._num_workers = WorkerCount(1, 1), 1  # that are wanted, and that have a place
         self._processes: list[LocalProcess] = []
         self._ports = ExitStack()
         self._selector = selectors.DefaultSelector()
@@ -58,9 +65,17 @@ class LocalHost:
         self._orphans.end()
         self._ports.close()
 
-    def reserve(self, num_workers: int, num_ps: int) -> list[Task]:
+    def reserve(self, workers: WorkerCount, num_ps: int) -> list[Task]:
         """Give each task a port of this machine."""
-        return self._ports.enter_context(cluster(num_workers, num_ps))
+        self._workers, self._num_workers = workers, self._num_that_fit(workers)
+        return self._ports.enter_context(cluster(self._num_workers, num_ps))
+
+    def has_more_places(self) -> bool:
+        """Whether there are cores for more workers by now, and more are wanted."""
+        return self._num_that_fit(self._workers) > self._num_workers
+
+    def _num_that_fit(self, workers: WorkerCount) -> int:
+        return workers.fit(num_cores() // self._cores_per_worker)
 
     def start(
         self, name: str, work: Sequence[str] | bytes | None, environ: Mapping[str, str], cpus: Sequence[int]
@@ -86,7 +101,8 @@ class LocalHost:
         try:
             process = LocalProcess(program, self._guard.marked(environ), outcome, heartbeat_file)
         except (OSError, ValueError) as error:  # too long, no more processes or files, a NUL in it
-            raise LaunchError(f"{name} cannot be started: {error}") from error
+            kind = NotStarted if isinstance(error, OSError) else LaunchError
+            raise kind(f"{name} cannot be started: {error}") from error
         self._processes.append(process)
         self._orphans.add(process.pid)
         self._guard.watch(process.pid)
@@ -218,6 +234,12 @@ class LocalProcess:
         if not self._has_ended:
             with suppress(ProcessLookupError, PermissionError):  # macOS refuses where Linux finds nothing
                 os.killpg(self.pid, signum)
+
+    def ask_to_leave(self) -> bool:
+        """Have it save and end at its next checkpoint."""
+        if self._reader is not None:
+            self._reader.ask_to_leave()
+        return self._reader is not None
 
     def ask_for_stacks(self) -> bool:
         """Have it write its stacks, if it can."""

@@ -11,6 +11,7 @@ from keras_dist_ext.cluster.failure import Failure
 from keras_dist_ext.cluster.host import Host, HostedProcess
 from keras_dist_ext.cluster.process import Process
 from keras_dist_ext.cluster.tasks import Task
+from keras_dist_ext.cluster.worker_count import WorkerCount
 from keras_dist_ext.errors import LaunchError
 
 __all__ = ["ProcessGroup"]
@@ -31,6 +32,7 @@ class ProcessGroup:
     DRAIN_SECONDS = 1.0  # for output, after the last process has ended: what it started may hold the pipe open
     STOPPED_SECONDS = 5.0  # by SIGSTOP, while others work: TensorFlow gives up a silent worker after ten
     LOOK_SECONDS = 0.5  # between looks at which are stopped
+    PLACES_SECONDS = 1.0  # between looks for places for more workers
     KILL_SECONDS = 5.0  # SIGKILL acts at once, but on a process that is stuck in the kernel
 
     def __init__(
@@ -44,7 +46,8 @@ class ProcessGroup:
         self._appends = appends
         self._speaking: dict[HostedProcess, Process] = {}  # those whose output has not ended
         self._stopped: dict[Process, float] = {}  # and since when
-        self._looked = 0.0
+        self._looked = self._looked_for_places = 0.0
+        self._is_asked_to_leave = False
 
     @property
     def processes(self) -> list[Process]:
@@ -65,9 +68,9 @@ class ProcessGroup:
         for process in self.processes:
             process.close()
 
-    def reserve(self, num_workers: int, num_ps: int = 0) -> list[Task]:
+    def reserve(self, workers: WorkerCount, num_ps: int = 0) -> list[Task]:
         """Give each task of a cluster an address."""
-        return self._host.reserve(num_workers, num_ps)
+        return self._host.reserve(workers, num_ps)
 
     def start(
         self, name: str, work: Sequence[str] | bytes | None, environ: Mapping[str, str], cpus: Sequence[int] = ()
@@ -126,6 +129,7 @@ class ProcessGroup:
                 return Failure.by_sigstop(held, self.STOPPED_SECONDS)
             if hang_seconds is not None and any(process.seconds_without_step > hang_seconds for process in running):
                 return Failure.by_hang(self.working, hang_seconds)
+            self._grow()
 
     def _held(self, running: Sequence[Process]) -> Process | None:
         """One that has been stopped for too long, while others work or have ended; all together may be a pause."""
@@ -135,6 +139,22 @@ class ProcessGroup:
             self._stopped = {p: self._stopped.get(p, now) for p in running if p.is_stopped}
         some = 0 < len(self._stopped) < len(self.working)
         return next((p for p, since in self._stopped.items() if some and now - since > self.STOPPED_SECONDS), None)
+
+    def _grow(self) -> None:
+        """Where there are places for more workers, ask the first one to have all leave at the next checkpoint."""
+        now = time.monotonic()
+        if not self._is_asked_to_leave and now - self._looked_for_places > self.PLACES_SECONDS:
+            self._looked_for_places = now
+            first = self.working[0]
+            if first.heartbeat.can_leave and self._host.has_more_places():
+                self._is_asked_to_leave = first.hosted.ask_to_leave()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether all have ended well because they were asked to leave, to start again."""
+        return self._is_asked_to_leave and all(
+            process.exit_code == 0 and process.heartbeat.leaves for process in self.working
+        )
 
     @property
     def has_made_steps(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from keras_dist_ext.cluster.host import State
 from keras_dist_ext.cluster.local_host import LocalHost
+from keras_dist_ext.cluster.worker_count import WorkerCount
 
 __all__ = ["Agent", "Report"]
 
@@ -40,7 +41,7 @@ class Agent:
         """Return this node's address, and a port that stays the process' own."""
         import ray
 
-        (task,) = self._host.reserve(1, 0)
+        (task,) = self._host.reserve(WorkerCount(1, 1), 0)
         return ray.util.get_node_ip_address(), int(task.address.rpartition(":")[2])
 
     def start(self, name: str, work: Sequence[str] | bytes | None, environ: Mapping[str, str], python: str) -> None:

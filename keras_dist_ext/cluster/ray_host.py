@@ -10,8 +10,10 @@ from keras_dist_ext.cluster.failure import Failure, NotPlaced
 from keras_dist_ext.cluster.host import Host, WaitForPlaces
 from keras_dist_ext.cluster.ray_agent import Agent
 from keras_dist_ext.cluster.ray_cluster import RayCluster, connected
+from keras_dist_ext.cluster.ray_places import RayPlaces, wait_for
 from keras_dist_ext.cluster.ray_process import RayProcess
-from keras_dist_ext.cluster.tasks import Task, kinds, tasks_at
+from keras_dist_ext.cluster.tasks import Task, tasks_at
+from keras_dist_ext.cluster.worker_count import WorkerCount
 
 __all__ = ["RayHost", "ray_hosts"]
 
@@ -39,8 +41,7 @@ class RayHost:
     MOST_SECONDS = 1.0  # between two reads: where more have passed, this process itself was held, as by Ctrl-Z
 
     def __init__(self, cluster: RayCluster, wait: WaitForPlaces):
-        self._cluster, self._wait = cluster, wait
-        self._group: Any = None
+        self._places, self._wait = RayPlaces(cluster, wait), wait
         self._agents: list[Any] = []
         self._nodes: list[str] = []
         self._processes: list[RayProcess] = []
@@ -63,37 +64,30 @@ class RayHost:
         for agent in self._agents:
             with suppress(RayError):
                 ray.kill(agent)
-        if self._group is not None:
-            with suppress(RayError):
-                ray.util.remove_placement_group(self._group)
+        self._places.close()
 
-    def reserve(self, num_workers: int, num_ps: int) -> list[Task]:
+    def reserve(self, workers: WorkerCount, num_ps: int) -> list[Task]:
         """Give each task a place and an address, when there is room for all."""
         import ray
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundles = _bundles(self._cluster, num_workers, num_ps)
-        self._group = ray.util.placement_group(bundles, strategy="SPREAD")
-        self._wait_for(
-            lambda: self._group.wait(0.1),
-            f"Ray has no room for {len(bundles)} processes of {_resources(bundles[-num_ps - 1])} each; all that it has "
-            f"is {_resources(ray.cluster_resources())}",
-        )
+        group, bundles, num_workers = self._places.take(workers, num_ps)
         kind = ray.remote(Agent)
         self._agents = [
             kind.options(
                 num_cpus=bundle["CPU"],
                 num_gpus=bundle.get("GPU", 0),
                 max_concurrency=2,  # one reports, and others come between
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
             ).remote()
             for number, bundle in enumerate(bundles)
         ]
         asked = [agent.address.remote() for agent in self._agents]
-        self._wait_for(
+        wait_for(
             lambda: len(ray.wait(asked, num_returns=len(asked), timeout=0.1)[0]) == len(asked),
             "Ray prepares its nodes",
+            self._wait,
         )
         try:
             addresses = ray.get(asked)
@@ -103,10 +97,9 @@ class RayHost:
         self._nodes = [host for host, _ in addresses]
         return tasks_at([f"{host}:{port}" for host, port in addresses], num_workers, num_ps)
 
-    def _wait_for(self, has_come: Callable[[], bool], what: str) -> None:
-        began = time.monotonic()
-        while not has_come():
-            self._wait(time.monotonic() - began, what)
+    def has_more_places(self) -> bool:
+        """Whether there is room for more workers by now, and more are wanted."""
+        return self._places.have_come()
 
     def start(
         self, name: str, work: Sequence[str] | bytes | None, environ: Mapping[str, str], cpus: Sequence[int]
@@ -146,14 +139,3 @@ class RayHost:
         for process in self._processes:
             if not process.is_lost:
                 process.agent.foresee_end.remote()
-
-
-def _bundles(cluster: RayCluster, num_workers: int, num_ps: int) -> list[dict[str, float]]:
-    """Return the resources of each process."""
-    cpus = {"CPU": cluster.cpus_per_worker}
-    gpus = {"GPU": cluster.gpus_per_worker} if cluster.gpus_per_worker else {}
-    return [cpus | (gpus if kind == "worker" else {}) for kind in kinds(num_workers, num_ps)]
-
-
-def _resources(amounts: Mapping[str, float]) -> str:
-    return ", ".join(f"{amounts[name]:g} {name}" for name in ("CPU", "GPU") if amounts.get(name)) or "no CPU"

@@ -127,6 +127,10 @@ class RayProcess:
             self._state, self._is_at_end = State(-signum, -signum), True
         self._call(how, signum)
 
+    def ask_to_leave(self) -> bool:
+        """Have it save and end at its next checkpoint."""
+        return bool(self._call("ask_to_leave", otherwise=False))
+
     def ask_for_stacks(self) -> bool:
         """Have it write its stacks."""
         return bool(self._call("ask_for_stacks", otherwise=False))

@@ -388,8 +388,8 @@ def test_the_time_limit_of_a_command_is_exit_code_124(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_workers": 0}, "num_workers must be an integer >= 1, got 0"),
-        ({"num_workers": 2.0}, r"num_workers must be an integer >= 1, got 2\.0"),
+        ({"num_workers": 0}, "num_workers must be an integer >= 1, or a pair .*, got 0"),
+        ({"num_workers": 2.0}, r"num_workers must be an integer >= 1, or a pair .*, got 2\.0"),
         ({"num_ps": -1}, "num_ps must be an integer >= 0, got -1"),
         ({"threads_per_worker": 0}, "threads_per_worker must be an integer >= 1, got 0"),
         ({"max_restarts": -1}, "max_restarts must be an integer >= 0, got -1"),

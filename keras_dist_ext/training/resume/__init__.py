@@ -12,6 +12,7 @@ In reading order:
     shared_checkpoints the chief's newest one, for all workers
     owner              which run owns their directory
     contents           check what a complete checkpoint says
+    same_run           and that it is of this run
     background_writer  write while training continues
     preemption         notice that the process is asked to exit
 """

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import functools
 import os
+import threading
 import time
 from collections.abc import Mapping
 
@@ -16,6 +17,7 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.models import set_initial_epoch
 from keras_dist_ext._keras.random import random_seed
 from keras_dist_ext.aliases import Array, JsonObject, Logs
+from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.messages import warn
 from keras_dist_ext.strategy.consistency import model_fingerprint
@@ -30,6 +32,7 @@ from keras_dist_ext.training.resume.contents import check_contents, iterator_arr
 from keras_dist_ext.training.resume.position import Position, is_deterministic
 from keras_dist_ext.training.resume.preemption import Preemption
 from keras_dist_ext.training.resume.run_state import Snapshot, capture, peek_random, restore
+from keras_dist_ext.training.resume.same_run import VERSION, check_same_run, check_version
 from keras_dist_ext.training.resume.save_schedule import SaveSchedule
 from keras_dist_ext.training.resume.shared_checkpoints import newest_of_chief
 from keras_dist_ext.training.run_callback import RunCallback
@@ -37,8 +40,7 @@ from keras_dist_ext.training.worker_sync import own_callback
 
 __all__ = ["Resume"]
 
-_VERSION = 1
-_SAVE, _EXIT = 1, 1 << 20  # what a worker requests after an execution; summed over all
+_SAVE, _LEAVE, _EXIT = 1, 1 << 10, 1 << 20  # what a worker wishes for after an execution; summed over all
 
 
 class Resume(RunCallback):
@@ -144,6 +146,7 @@ class Resume(RunCallback):
     def on_run_end(self) -> None:
         """Finish the checkpoint that is being written."""
         self._preemption.uninstall()
+        heartbeat.can_leave(False)
         self._writer.close()
         if self._callbacks is not None:
             self._callbacks = self._loaded = None
@@ -196,40 +199,11 @@ class Resume(RunCallback):
         if self._loaded is None:
             order_root = self._from_chief(peek_random())
         else:
-            self._check(*self._loaded, data)
+            check_version(self._loaded[0], self.directory)
+            check_contents(*self._loaded, self._states.check, self.directory)
+            check_same_run(self._loaded[0], data, self._random_seed, self.directory)
             order_root = self._loaded[0]["order_root"]
         self.model.replica_seeds.order_root = int(order_root)
-
-    def _check(self, metadata: JsonObject, arrays: dict[str, Array], data: JsonObject) -> None:
-        """Check that a checkpoint is well-formed, and of a run over the same data with the same seed.
-
-        Raises:
-            ResumeError: it is not.
-        """
-        if metadata.get("version") != _VERSION:
-            raise ResumeError(
-                f"{self.directory} has checkpoints of version {metadata.get('version')}; this package reads version "
-                f"{_VERSION}. Finish the run with the package that started it, or give Resume another directory."
-            )
-        check_contents(metadata, arrays, self._states.check, self.directory)
-        saved = metadata["data"]
-        differences = [
-            f"{name}: {data.get(name)}, was {saved[name]}"
-            for name in saved
-            if name != "checksum" and saved[name] != data.get(name)
-        ]
-        if differences:
-            raise ResumeError(
-                f"The checkpoint in {self.directory} is of a run over other data, so its position in this data is "
-                f"unknown. {'; '.join(differences)}. Give fit the same data, or Resume another directory."
-            )
-        if metadata["random_seed"] != self._random_seed:
-            now, was = ("none" if seed is None else seed for seed in (self._random_seed, metadata["random_seed"]))
-            raise ResumeError(
-                f"The checkpoint in {self.directory} is of a run with another seed: that of "
-                f"keras.utils.set_random_seed is {now}, was {was}. Call it with the same seed before fit, or give "
-                "Resume another directory."
-            )
 
     def on_after_train_begin(self) -> None:
         """Resume from the checkpoint, and start to write checkpoints."""
@@ -250,6 +224,7 @@ class Resume(RunCallback):
         data.plan = self._plan
         if self.on_preemption:
             self._preemption.install()
+        heartbeat.can_leave(threading.current_thread() is threading.main_thread())  # by SystemExit
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Remember the epoch."""
@@ -266,24 +241,25 @@ class Resume(RunCallback):
     def on_execution_end(self) -> None:
         """Write a checkpoint if it is due; at the end of an epoch, `on_after_epoch_end` does."""
         data = self._data
-        if data.agreed_wish and not data.ends_epoch and self._save(self._epoch) and data.agreed_wish >= _EXIT:
-            self._exit()
+        wish = data.agreed_wish
+        if wish and not data.ends_epoch and self._save(self._epoch) and wish >= _LEAVE:
+            self._end(wish)
 
     def on_after_epoch_end(self, epoch: int) -> None:
         """Write a checkpoint if it is due, and after the last epoch."""
         stopped = bool(self.model.stop_training)
         is_last = stopped or epoch + 1 >= self.params["epochs"]
-        must_exit = self._must_exit()
-        is_due = is_last or must_exit or bool(self._data.agreed_wish)
-        if is_due or (self._schedule.follows_epochs and self._is_due_after_epoch()):
-            self._save(epoch + 1, stopped=stopped)
-        if must_exit and not is_last:
-            self._exit()
+        wish = _EXIT if self._must_exit() else self._data.agreed_wish
+        if not (is_last or wish) and self._schedule.follows_epochs:
+            wish = int(self._from_chief(float(self._wish(self._schedule.is_due_after_epoch))))
+        is_saved = bool(is_last or wish) and self._save(epoch + 1, stopped=stopped)
+        if not is_last and (wish >= _EXIT or (wish >= _LEAVE and is_saved)):
+            self._end(wish)
 
     def on_after_train_end(self) -> None:
         """Wait until the last checkpoint is on the disk, before ``fit`` returns or the process exits."""
         if self._must_exit():
-            self._exit()
+            self._end(_EXIT)
         self._writer.wait()
 
     @property
@@ -306,10 +282,13 @@ class Resume(RunCallback):
             return num_steps, 0
         data = self._data
         num_steps, is_due = self._schedule.plan(num_steps, data.num_batches_used, follows_clock=data.follows_clock)
-        return num_steps, _SAVE if is_due and not self._writer.is_busy else 0
+        return num_steps, self._wish(is_due)
 
-    def _is_due_after_epoch(self) -> bool:
-        return bool(self._from_chief(float(self._schedule.is_due_after_epoch and not self._writer.is_busy)))
+    def _wish(self, is_due: bool) -> int:
+        """Return what the chief wishes for."""
+        if not is_due or self._writer.is_busy:
+            return 0
+        return _LEAVE if heartbeat.is_asked_to_leave() else _SAVE
 
     def _must_exit(self) -> bool:
         """Whether this process, or another worker, was asked to exit."""
@@ -318,9 +297,13 @@ class Resume(RunCallback):
         is_requested = float(self._preemption.is_requested)
         return bool(is_requested if self._workers is None else self._workers.sum([is_requested])[0])
 
-    def _exit(self) -> None:
-        """Exit this process, after the checkpoint is on the disk."""
+    def _end(self, wish: int) -> None:
+        """End this process when the checkpoint is on the disk, as it was asked to, or as an elastic launch wishes."""
         is_saved = self._from_chief(float(self._writer.wait()))
+        if wish < _EXIT and not is_saved:
+            return  # who would leave now would lose steps
+        if wish < _EXIT:
+            heartbeat.leaves()
         self._preemption.uninstall()
         raise SystemExit(
             0 if is_saved else f"The process was asked to exit, and {self.directory} cannot be written to."
@@ -351,7 +334,7 @@ class Resume(RunCallback):
             arrays["iterator"] = iterator_array(iterator)
         metadata = {
             **snapshot.metadata,
-            "version": _VERSION,
+            "version": VERSION,
             "model": self.model.name,
             "fingerprint": self._fingerprint,
             "position": dataclasses.asdict(position),

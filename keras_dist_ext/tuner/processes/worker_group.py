@@ -14,6 +14,7 @@ from keras_dist_ext.cluster.local_host import LocalHost
 from keras_dist_ext.cluster.process import Process
 from keras_dist_ext.cluster.process_group import ProcessGroup
 from keras_dist_ext.cluster.tasks import tf_config
+from keras_dist_ext.cluster.worker_count import WorkerCount
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner.processes.process_role import ProcessRole
 
@@ -87,7 +88,7 @@ class WorkerGroup:
         num_processes = len(self._environs)
         with ExitStack() as stack:
             group = stack.enter_context(ProcessGroup(LocalHost(), self._output.stream, log_dir, appends=appends))
-            tasks = group.reserve(num_processes) if num_processes > 1 else []
+            tasks = group.reserve(WorkerCount(num_processes, num_processes)) if num_processes > 1 else []
             for number, environ in enumerate(self._environs):
                 own = {"TF_CONFIG": tf_config(tasks[number], tasks)} if tasks else {}
                 name = f"{self.name} worker {number}" if tasks else self.name

@@ -1,0 +1,149 @@
+"""The places of a launch on a Ray cluster: bundles of a placement group, and others that are asked for."""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from keras_dist_ext.cluster.host import WaitForPlaces
+from keras_dist_ext.cluster.ray_cluster import RayCluster
+from keras_dist_ext.cluster.tasks import kinds
+from keras_dist_ext.cluster.worker_count import WorkerCount
+
+__all__ = ["RayPlaces"]
+
+
+class RayPlaces:
+    """Those that the processes of a launch have, and those that more workers would have.
+
+    Args:
+        cluster: what each process gets.
+        wait: see `WaitForPlaces`.
+    """
+
+    TRY_SECONDS = 5.0  # for a number of workers that there should be room for: the last ones may just be leaving
+    NEXT_SECONDS = 1.0  # for each number below
+
+    def __init__(self, cluster: RayCluster, wait: WaitForPlaces):
+        self._cluster, self._wait = cluster, wait
+        self._groups: list[Any] = []
+        self._num_missing = 0
+        self._spare: list[Any] = []  # groups of a bundle each, for workers that could be more
+
+    def take(self, workers: WorkerCount, num_ps: int) -> tuple[Any, list[dict[str, float]], int]:
+        """Return a placement group, when there is one, what its bundles have, and for how many workers it is.
+
+        Args:
+            workers: how many: as many as there is room for.
+            num_ps: how many parameter servers.
+
+        Raises:
+            NotPlaced: see `Host.reserve`.
+        """
+        number = workers.fit(self._room()) if workers.is_elastic else workers.least
+        seconds = self.TRY_SECONDS
+        while number > workers.least:
+            group, bundles = self._ask(number, num_ps)
+            if self._comes(group, seconds):
+                break
+            self._remove(group)
+            number, seconds = workers.fit(min(number - 1, self._room(free=True))), self.NEXT_SECONDS
+        else:
+            group, bundles = self._ask(number, num_ps)
+            self._wait_for(group, bundles, num_ps)
+        self._num_missing = workers.most - number
+        return group, bundles, number
+
+    def _ask(self, num_workers: int, num_ps: int) -> tuple[Any, list[dict[str, float]]]:
+        import ray
+
+        bundles = self._bundles(num_workers, num_ps)
+        group = ray.util.placement_group(bundles, strategy="SPREAD")
+        self._groups.append(group)
+        return group, bundles
+
+    def _bundles(self, num_workers: int, num_ps: int) -> list[dict[str, float]]:
+        """Return the resources of each process."""
+        cpus = {"CPU": self._cluster.cpus_per_worker}
+        gpus = {"GPU": self._cluster.gpus_per_worker} if self._cluster.gpus_per_worker else {}
+        return [cpus | (gpus if kind == "worker" else {}) for kind in kinds(num_workers, num_ps)]
+
+    def _room(self, *, free: bool = False) -> int:
+        """Return how many workers, at most, all nodes together have room for; or have room for beside others."""
+        import ray
+
+        if free:
+            return self._num_that_fit(ray.available_resources())
+        return sum(self._num_that_fit(node["Resources"]) for node in ray.nodes() if node["Alive"])
+
+    def _num_that_fit(self, amounts: Mapping[str, float]) -> int:
+        (bundle,) = self._bundles(1, 0)
+        return min(int(amounts.get(name, 0.0) / amount + 1e-6) for name, amount in bundle.items())
+
+    def _comes(self, group: Any, seconds: float) -> bool:
+        """Whether a group is there within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not is_there(group):
+            self._wait(0.0, "Ray looks for room")
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+    def _wait_for(self, group: Any, bundles: list[dict[str, float]], num_ps: int) -> None:
+        import ray
+
+        wait_for(
+            lambda: is_there(group),
+            f"Ray has no room for {len(bundles)} processes of {_resources(bundles[-num_ps - 1])} each; all that it has "
+            f"is {_resources(ray.cluster_resources())}",
+            self._wait,
+        )
+
+    def have_come(self) -> bool:
+        """Whether there is room for more workers; it is kept for them, and until it comes Ray knows that it is wanted.
+
+        A cluster that grows on demand then does.
+        """
+        from ray.exceptions import RayError
+
+        try:
+            if not self._spare:
+                self._spare = [self._ask(1, 0)[0] for _ in range(self._num_missing)]
+            return any(is_there(group, 0.0) for group in self._spare)
+        except RayError:  # the head does not answer: whether the workers can go on without, they show
+            return False
+
+    def close(self) -> None:
+        """Give all back."""
+        for group in self._groups[:]:
+            self._remove(group)
+
+    def _remove(self, group: Any) -> None:
+        import ray
+        from ray.exceptions import RayError
+
+        with suppress(RayError):
+            ray.util.remove_placement_group(group)
+        self._groups.remove(group)
+
+
+def is_there(group: Any, seconds: float = 0.1) -> bool:
+    """Whether a placement group has its bundles, now or after so many seconds."""
+    if not group.wait(0):  # which waits for whole seconds alone
+        time.sleep(seconds)
+    return bool(group.wait(0))
+
+
+def wait_for(has_come: Callable[[], bool], what: str, wait: WaitForPlaces) -> None:
+    """Wait for something.
+
+    Raises:
+        NotPlaced: nobody waits any longer.
+    """
+    began = time.monotonic()
+    while not has_come():
+        wait(time.monotonic() - began, what)
+
+
+def _resources(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{amounts[name]:g} {name}" for name in ("CPU", "GPU") if amounts.get(name)) or "no CPU"
