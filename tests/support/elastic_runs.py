@@ -13,11 +13,16 @@ NUM_EXAMPLES, BATCH, EPOCHS = 70, 12, 6  # 6 batches an epoch, the last of 10 ro
 VIRTUAL_REPLICAS = 6  # on 1, 2 or 3 workers
 
 
-def train(directory: str, save_every: str | int, meets_accidents: bool) -> dict[str, Any]:
+def train(directory: str, save_every: str | int, accident: str = "") -> dict[str, Any]:
     """Train to the end on this worker; return what the run ended with.
 
-    With accidents the last worker is killed in the first attempt, and in the second one training waits, in its third
-    epoch, until the launcher asks for a place.
+    With an accident the last worker meets it in the first attempt, and in the second one training waits for places to
+    come.
+
+    Args:
+        directory: for checkpoints.
+        save_every: see ``Resume``.
+        accident: "kill"; "wait": until somebody else ends it; or none.
     """
     import keras
     import numpy as np
@@ -35,7 +40,10 @@ def train(directory: str, save_every: str | int, meets_accidents: bool) -> dict[
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             number = next(numbers)
             if restart == 0 and is_last and number == 10:
-                os.kill(os.getpid(), signal.SIGKILL)
+                sys.stdout.write(f"accident of {os.getpid()} of {os.getppid()}\n")
+                if accident == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(120)
             if restart == 1 and resolver.task_id == 0 and number == 3:
                 sys.stdout.write("goes on\n")
                 deadline = time.monotonic() + 120
@@ -48,7 +56,7 @@ def train(directory: str, save_every: str | int, meets_accidents: bool) -> dict[
         model = kde.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
         model.compile(keras.optimizers.Adam(0.01), "mse", virtual_replicas=VIRTUAL_REPLICAS)
     x = np.random.default_rng(0).normal(size=(NUM_EXAMPLES, 4)).astype("float32")
-    callbacks = [kde.Resume(directory, save_every), *([Accidents()] if meets_accidents else [])]
+    callbacks = [kde.Resume(directory, save_every), *([Accidents()] if accident else [])]
     history = model.fit(x, x.sum(axis=1), batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=callbacks)
     variables = [*model.weights, *model.optimizer.variables]
     return {"losses": history.history["loss"], "weights": [np.asarray(variable) for variable in variables]}

@@ -14,6 +14,8 @@ import tempfile
 import threading
 import time
 
+import elastic_runs
+import numpy as np
 import psutil
 import pytest
 import ray_runs
@@ -41,10 +43,19 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        self.nodes = [self.add() for _ in range(2)]
+        self.nodes = []
+        for _ in range(2):
+            self.add()
 
     def add(self):
-        return self.cluster.add_node(num_cpus=1, include_dashboard=False)
+        self.nodes.append(self.cluster.add_node(num_cpus=1, include_dashboard=False))
+
+    def lose(self, agent):
+        """Kill the node on which an agent runs."""
+        raylet = psutil.Process(agent).ppid()
+        (node,) = (node for node in self.nodes if node.all_processes["raylet"][0].process.pid == raylet)
+        self.nodes.remove(node)
+        node.kill_raylet()
 
     @property
     def on(self):
@@ -109,8 +120,8 @@ def test_after_an_accident_all_start_again_where_there_is_room(nodes, accident, 
     monkeypatch.chdir(tmp_path)
     script(tmp_path, SLEEPER)
     if accident == "node":
-        nodes.nodes.append(nodes.add())
-    stream, hit = io.StringIO(), []
+        nodes.add()
+    stream = io.StringIO()
 
     def strike():
         wait_until(lambda: stream.getvalue().count("generation 0") == 2)
@@ -118,9 +129,7 @@ def test_after_an_accident_all_start_again_where_there_is_room(nodes, accident, 
         if accident == "worker":
             os.kill(process, signal.SIGKILL)
         else:
-            raylet = psutil.Process(agent).ppid()
-            hit[:] = [node for node in nodes.nodes if node.all_processes["raylet"][0].process.pid == raylet]
-            hit[0].kill_raylet()
+            nodes.lose(agent)
 
     thread = threading.Thread(target=strike)
     thread.start()
@@ -132,6 +141,36 @@ def test_after_an_accident_all_start_again_where_there_is_room(nodes, accident, 
     said = {"worker": "failed with SIGKILL, which the launch did not send", "node": "was lost: its node "}
     assert f"launch: worker 1 {said[accident]}" in stream.getvalue()
     assert_nothing_is_left(accident, nodes)
+
+
+def test_a_run_that_loses_a_node_and_gets_another_ends_with_the_bits_of_an_uninterrupted_one(nodes, tmp_path):
+    nodes.add()
+    stream = io.StringIO()
+
+    def lose_one_and_add_one():
+        wait_until(lambda: "accident of" in stream.getvalue(), 120)
+        nodes.lose(int(re.search(r"accident of \d+ of (\d+)", stream.getvalue())[1]))
+        wait_until(lambda: "goes on" in stream.getvalue(), 120)
+        nodes.add()
+
+    thread = threading.Thread(target=lose_one_and_add_one)
+    thread.start()
+    options = {"threads_per_worker": 1, "time_limit": 240, "stream": stream}
+    result = kde.launch((1, 3), elastic_runs.train, args=(str(tmp_path / "elastic"), 2, "wait"), max_restarts=1,
+                        on=kde.RayCluster(nodes.cluster.address, runtime_env=ray_runs.RUNTIME_ENV),
+                        environ=token("elastic"), **options)  # fmt: skip
+    thread.join()
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("launch: ")]
+    assert [line.split()[1] for line in lines if "workers of 1 to 3" in line] == ["3", "2", "3"], stream.getvalue()
+    assert "launch: There are places for more workers: all have saved and ended, and start again." in lines
+    assert result.num_restarts == 2
+    assert_nothing_is_left("elastic", nodes)
+    nodes.cluster.remove_node(nodes.nodes.pop())
+    (twin,) = kde.launch(1, elastic_runs.train, args=(str(tmp_path / "twin"), 2), **options).values
+    for worker in result.values:
+        assert worker["losses"] == twin["losses"]
+        for one, other in zip(worker["weights"], twin["weights"], strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
