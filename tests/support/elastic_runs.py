@@ -60,3 +60,12 @@ def train(directory: str, save_every: str | int, accident: str = "") -> dict[str
     history = model.fit(x, x.sum(axis=1), batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=callbacks)
     variables = [*model.weights, *model.optimizer.variables]
     return {"losses": history.history["loss"], "weights": [np.asarray(variable) for variable in variables]}
+
+
+def assert_same_bits(run: dict[str, Any], other: dict[str, Any]) -> None:
+    """Check that two runs have come to the same weights, bit for bit; losses are added up in another order."""
+    import numpy as np
+
+    np.testing.assert_allclose(run["losses"], other["losses"], rtol=1e-6)
+    for weight, others in zip(run["weights"], other["weights"], strict=True):
+        np.testing.assert_array_equal(weight, others)
