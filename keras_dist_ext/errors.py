@@ -17,7 +17,8 @@
     ├── PlacementError (ValueError)     a part of a model that cannot live where it is to
     ├── TunerError (ValueError)         a search that cannot be made as asked
     ├── LaunchError (RuntimeError)      a worker process that did not start, failed or ran out of time
-    │   └── WorkerFailed                the first worker that failed, and how (in launch.py)
+    │   ├── WorkerFailed                the first worker that failed, and how (in launch.py)
+    │   └── NotStarted                  a process that the system has no room for (in host.py)
     └── BackendError (ImportError)      Keras that is not Keras 3 on TensorFlow, or keras-tuner that is not there
 
 A message says what was found, what it leads to and what to do, with names and numbers.
