@@ -14,7 +14,7 @@ __all__ = ["has_user_code", "is_users"]
 
 def has_user_code(model: keras.Model, kind: str) -> bool:
     """Whether a step of a kind runs code that is neither Keras' nor ours, in layers, losses, metrics or methods."""
-    if any(overrides(model, name) for name in (f"{kind}_step", "compute_loss", "compute_metrics")):
+    if any(overrides(model, name) for name in ("_".join((kind, "step")), "compute_loss", "compute_metrics")):
         return True
     if any(is_users(type(layer).call) or isinstance(layer, keras.layers.Lambda) for layer in flat_layers(model)):
         return True
