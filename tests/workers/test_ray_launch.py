@@ -172,6 +172,27 @@ def test_a_run_that_loses_a_node_and_gets_another_ends_with_the_bits_of_an_unint
         elastic_runs.assert_same_bits(worker, twin)
 
 
+def test_an_agent_that_is_stopped_is_lost_and_another_takes_its_place(nodes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script(tmp_path, SLEEPER)
+    nodes.add()
+    stream = io.StringIO()
+
+    def strike():
+        wait_until(lambda: stream.getvalue().count("generation 0") == 2)
+        os.kill(int(re.search(r"worker 1. process \d+ of (\d+)", stream.getvalue())[1]), signal.SIGSTOP)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    result = kde.launch(2, ["script.py"], on=nodes.on, environ=token("stopped"), max_restarts=1, stream=stream,
+                        pause_seconds=0.1, time_limit=120)  # fmt: skip
+    thread.join()
+    assert result.exit_code == 0
+    assert re.search(r"launch: worker 1 was lost: its node .*, has not answered for 2\d s\.", stream.getvalue())
+    assert_nothing_is_left("stopped", nodes)
+    nodes.cluster.remove_node(nodes.nodes.pop())
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_when_the_launcher_ends_nothing_is_left(nodes, signum, code, tmp_path):
     script(tmp_path, SLEEPER)
