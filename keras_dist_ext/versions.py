@@ -6,7 +6,7 @@ where the first name that needs it is used; all other names go on working.
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import warnings
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from keras_dist_ext.errors import BackendError
 
-__all__ = ["TESTED", "advice", "attach", "check", "tested"]
+__all__ = ["TESTED", "advice", "attach", "changed", "check", "tested"]
 
 # The oldest, as setup.cfg asks for and `tox -e oldest` tests, and the newest release series. Nowhere else is a version
 # of them compared.
@@ -87,9 +87,19 @@ def _is_moved(error: ImportError) -> bool:
 def _moved(name: str, error: ImportError) -> str:
     owner = (error.name or "").partition(".")[0]
     return (
-        f"{name} stands on a part of {_SPELLED[owner]} that version {importlib.metadata.version(owner)} does not have: "
+        f"{name} stands on a part of {_SPELLED[owner]} that version {_installed(owner)} does not have: "
         f"{error}. {advice()} Names that do not need that part still work."
     )
+
+
+def changed(found: str) -> str:
+    """Return an error's message: with what is installed something is not as it was, and what to do."""
+    return f"With TensorFlow {_installed('tensorflow')} and Keras {_installed('keras')}: {found}. {advice()}"
+
+
+def _installed(name: str) -> str:
+    """Return the version that is imported; nightly builds are installed under other names."""
+    return str(importlib.import_module(name).__version__)
 
 
 def advice() -> str:

@@ -6,6 +6,7 @@ fails when one of them changes. Written against Keras 3.15.1, TensorFlow 2.21.0 
 
 In reading order:
 
+    backend       where the parts of Keras' TensorFlow backend are
     interception  how calls of a thread in Keras' code get to the step whose replica it is tracing
     hooks         which calls: losses, metrics, optimizers, variables, random numbers
     layer_hooks   and those of layers

@@ -17,14 +17,13 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import py_dataset_adapter
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
+from keras_dist_ext import versions
 from keras_dist_ext._keras import tree
 from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.errors import BackendError
 
 __all__ = [
     "DataAdapter",
@@ -44,6 +43,10 @@ __all__ = [
     "make_data_adapter",
     "py_dataset_batches",
 ]
+
+ArrayDataAdapter = data_adapters.ArrayDataAdapter
+GeneratorDataAdapter = data_adapters.GeneratorDataAdapter
+TFDatasetAdapter = data_adapters.TFDatasetAdapter
 
 _thread = threading.local()
 
@@ -118,13 +121,15 @@ class CustomEpochIterator(EpochIterator):  # type: ignore[misc]
 
 
 class _PyDatasetOrder(types.ModuleType):
-    """The module `random` as Keras sees it where it shuffles the batches of a PyDataset: only `shuffle` is another."""
+    """The module `random` as Keras sees it where it shuffles the batches of a PyDataset: only that is another."""
 
     def __init__(self) -> None:
         super().__init__(random.__name__, random.__doc__)
         self.generator: Any = random
 
     def __getattr__(self, name: str) -> Any:
+        if name == "Random" and self.generator is not random:  # by which Keras 3.16 shuffles, seeded by the epoch
+            return lambda *seed: self
         return getattr(random, name)
 
     def shuffle(self, indices: list[int]) -> None:
@@ -141,7 +146,7 @@ py_dataset_adapter.random = _py_dataset_order
 def seed_py_datasets(seed: int | None) -> None:
     """Shuffle the batches of a PyDataset by this seed; None by Python's generator, as Keras does.
 
-    keras/src/trainers/data_adapters/py_dataset_adapter.py shuffles by `random`, in a thread of its own.
+    keras/src/trainers/data_adapters/py_dataset_adapter.py shuffles by `random`, also in a thread of its own.
     """
     _py_dataset_order.generator = random if seed is None else random.Random(seed)
 
@@ -182,12 +187,12 @@ def resume_py_dataset(adapter: DataAdapter, batch: int, seed: int | None) -> tf.
         del adapter._get_iterator
 
 
-def num_array_examples(adapter: ArrayDataAdapter) -> int:
+def num_array_examples(adapter: DataAdapter) -> int:
     """How many examples there are in the arrays that `fit` was given (data_adapters/array_data_adapter.py)."""
-    return int(adapter._num_samples)
+    return int(next(array for array in tree.flatten(adapter._inputs) if array is not None).shape[0])
 
 
-def array_shuffle(adapter: ArrayDataAdapter) -> bool | str:
+def array_shuffle(adapter: DataAdapter) -> bool | str:
     """The `shuffle` that `fit` was given with arrays: True, False or "batch" (data_adapters/array_data_adapter.py)."""
     return adapter._shuffle  # type: ignore[no-any-return]
 
@@ -214,31 +219,54 @@ def take_examples(adapter: DataAdapter, rows: Any) -> list[npt.NDArray[Any]]:
 
 @contextlib.contextmanager
 def seed_array_shuffles(seed: Callable[[], int]) -> Iterator[None]:
-    """Have the array datasets that are made inside shuffle by ``seed()``, asked when a pass begins.
+    """Have the array dataset that is made inside shuffle by ``seed()``, asked when a pass begins.
 
-    keras/src/trainers/data_adapters/array_data_adapter.py shuffles by `tf.random.shuffle`, all indices at once, or
-    those of each batch (shuffle="batch"). Its order could be seeded only by making the dataset anew for each pass.
+    keras/src/trainers/data_adapters/array_data_adapter.py shuffles all indices at once, or those of each batch
+    (shuffle="batch"), by `tf.random.shuffle`, from Keras 3.16 on by `tf.random.experimental.stateless_shuffle`. Its
+    order could be seeded only by making the dataset anew for each pass.
+
+    Raises:
+        BackendError: it shuffles in another way.
     """
-    _thread.order = seed
+    _thread.order, _thread.is_ordered = seed, False
     try:
         yield
     finally:
         del _thread.order
+    if not _thread.is_ordered:
+        raise BackendError(
+            versions.changed(
+                "arrays are no longer shuffled by tf.random.shuffle or tf.random.experimental.stateless_shuffle "
+                "(keras/src/trainers/data_adapters/array_data_adapter.py), so their order would follow no seed"
+            )
+        )
 
 
-_stock_shuffle = tf.random.shuffle
+_stock_shuffle, _stock_stateless_shuffle = tf.random.shuffle, tf.random.experimental.stateless_shuffle
 
 
 @functools.wraps(_stock_shuffle)
-def _shuffle(value: Any, seed: Any = None, name: Any = None) -> Any:
-    order = getattr(_thread, "order", None)
-    if order is None:
-        return _stock_shuffle(value, seed, name)
+def _shuffle(value: Any, *args: Any, **kwargs: Any) -> Any:
+    return _stock_shuffle(value, *args, **kwargs) if _order() is None else _in_order(value)
+
+
+@functools.wraps(_stock_stateless_shuffle)
+def _stateless_shuffle(value: Any, *args: Any, **kwargs: Any) -> Any:
+    return _stock_stateless_shuffle(value, *args, **kwargs) if _order() is None else _in_order(value)
+
+
+def _order() -> Callable[[], int] | None:
+    return getattr(_thread, "order", None)
+
+
+def _in_order(value: tf.Tensor) -> tf.Tensor:
+    order = _thread.order
+    _thread.is_ordered = True
     of_pass = tf.numpy_function(lambda: np.int64(order()), [], tf.int64)
-    return tf.random.experimental.stateless_shuffle(value, tf.stack([of_pass, tf.cast(value[0], tf.int64)]))
+    return _stock_stateless_shuffle(value, tf.stack([of_pass, tf.cast(value[0], tf.int64)]))
 
 
-tf.random.shuffle = _shuffle
+tf.random.shuffle, tf.random.experimental.stateless_shuffle = _shuffle, _stateless_shuffle
 
 
 def make_data_adapter(

@@ -21,9 +21,9 @@ class LateCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
 def saves_each_epoch(callback: keras.callbacks.Callback) -> bool:
     """Whether a ModelCheckpoint or BackupAndRestore saves at the ends of epochs only.
 
-    keras/src/callbacks/model_checkpoint.py has `save_freq`, backup_and_restore.py has or had `_save_freq`.
+    keras/src/callbacks/model_checkpoint.py, backup_and_restore.py.
     """
-    return bool(getattr(callback, "save_freq", getattr(callback, "_save_freq", "epoch")) == "epoch")
+    return bool(getattr(callback, "save_freq", "epoch") == "epoch")
 
 
 def traces_batches(callback: keras.callbacks.TensorBoard) -> bool:

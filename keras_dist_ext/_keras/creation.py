@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.common import global_state
 from tensorflow.python.eager import lift_to_graph
 from tensorflow.python.framework import errors_impl
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.backend import global_state
 from keras_dist_ext._keras.interception import Step, install, thread
 from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.errors import ScopeError

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import random as tf_random
 from keras.src.losses import loss as loss_module
 from keras.src.losses import losses as losses_module
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
@@ -24,6 +23,7 @@ from tensorflow.python.ops import gen_stateless_random_ops_v2
 from tensorflow.python.ops import while_loop as while_module
 
 from keras_dist_ext._keras import (
+    backend,
     creation,  # noqa: F401 - installs hooks
     keras,
     layer_hooks,  # noqa: F401 - installs them
@@ -144,7 +144,7 @@ def _(original: Callable[..., Any], step: Step, generator: keras.random.SeedGene
 
 
 # keras/src/backend/tensorflow/random.py: an integer as a seed is a constant.
-@install(tf_random, "draw_seed")
+@install(backend.random, "draw_seed")
 def _(original: Callable[..., Any], step: Step, seed: Any) -> Any:
     if isinstance(seed, int):
         step.constant_seed(seed)

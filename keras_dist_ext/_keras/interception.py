@@ -15,7 +15,7 @@ from keras_dist_ext import versions
 from keras_dist_ext._keras import keras
 from keras_dist_ext.aliases import TensorNest
 
-__all__ = ["thread", "Step", "Hook", "HOOKS", "install", "patched"]
+__all__ = ["thread", "Step", "Hook", "HOOKS", "definer", "install", "patched"]
 
 
 class Step(Protocol):
@@ -97,6 +97,11 @@ class Hook:
 
 HOOKS: list[Hook] = []
 """All that are installed. A step with a set `receipts` finds those there that were called while it was traced."""
+
+
+def definer(cls: type, name: str) -> type:
+    """Return the class of a class' bases, or itself, that defines a method."""
+    return next(base for base in cls.__mro__ if name in vars(base))
 
 
 def install(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:

@@ -6,17 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn as tf_nn
-from keras.src.backend.tensorflow import numpy as tf_numpy
-from keras.src.layers.convolutional.base_conv import BaseConv
-from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
-from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv
-from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv
-from keras.src.layers.pooling.base_pooling import BasePooling
 from tensorflow.python.ops import ctc_ops
 
-from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.interception import Step, install
+from keras_dist_ext._keras import backend, keras
+from keras_dist_ext._keras.interception import Step, definer, install
 from keras_dist_ext._keras.strategies import sum_over_replicas
 from keras_dist_ext.aliases import TensorNest
 
@@ -26,7 +19,7 @@ __all__: list[str] = []
 # keras/src/backend/tensorflow/nn.py: TensorFlow's kernels fail on no rows, and some end the process.
 for _op_name in ("conv", "conv_transpose", "depthwise_conv", "separable_conv", "max_pool"):
 
-    @install(tf_nn, _op_name)
+    @install(backend.nn, _op_name)
     def _(original: Callable[..., Any], step: Step, inputs: TensorNest, *args: Any, **kwargs: Any) -> Any:
         return step.on_rows(inputs, lambda rows: original(rows, *args, **kwargs))
 
@@ -34,14 +27,24 @@ for _op_name in ("conv", "conv_transpose", "depthwise_conv", "separable_conv", "
 # keras/src/layers/convolutional, pooling: around the whole layer, so that TensorFlow still fuses it with its bias.
 for _layer_class in (
     keras.layers.Conv1D,
-    BaseConv,
-    BaseConvTranspose,
-    BaseDepthwiseConv,
-    BaseSeparableConv,
-    BasePooling,
+    keras.layers.Conv2D,
+    keras.layers.Conv3D,
+    keras.layers.Conv1DTranspose,
+    keras.layers.Conv2DTranspose,
+    keras.layers.Conv3DTranspose,
+    keras.layers.DepthwiseConv1D,
+    keras.layers.DepthwiseConv2D,
+    keras.layers.SeparableConv1D,
+    keras.layers.SeparableConv2D,
+    keras.layers.MaxPooling1D,
+    keras.layers.MaxPooling2D,
+    keras.layers.MaxPooling3D,
+    keras.layers.AveragePooling1D,
+    keras.layers.AveragePooling2D,
+    keras.layers.AveragePooling3D,
 ):
 
-    @install(_layer_class, "call")
+    @install(definer(_layer_class, "call"), "call")
     def _(original: Callable[..., Any], step: Step, layer: keras.Layer, inputs: TensorNest) -> Any:
         return step.on_rows(inputs, lambda rows: original(layer, rows))
 
@@ -81,10 +84,12 @@ def _(
 def _(original: Callable[..., Any], step: Step, layer: keras.Layer, inputs: TensorNest, mask: TensorNest) -> Any:
     if mask is None or not layer.synchronized:
         return original(layer, inputs, mask)
+    rank = len(inputs.shape)
+    axes = [axis for axis in range(rank) if axis != layer.axis % rank]
     is_valid = tf.broadcast_to(tf.cast(tf.expand_dims(mask, -1), tf.bool), tf.shape(inputs))
 
     def sums(*values: tf.Tensor) -> list[tf.Tensor]:
-        return sum_over_replicas([tf.reduce_sum(value, layer._reduction_axes, keepdims=True) for value in values])
+        return sum_over_replicas([tf.reduce_sum(value, axes, keepdims=True) for value in values])
 
     total, count = sums(tf.where(is_valid, inputs, 0), tf.cast(is_valid, inputs.dtype))
     count += keras.backend.epsilon()
@@ -102,7 +107,7 @@ def _(original: Callable[..., Any], step: Step, layer: keras.Layer, *args: Any, 
 
 
 # keras/src/backend/tensorflow/numpy.py: takes what has no rows for the vector of a bias, since 0 is no more than 1.
-@install(tf_numpy, "add")
+@install(backend.numpy, "add")
 def _(original: Callable[..., Any], step: Step, x1: tf.Tensor, x2: tf.Tensor) -> Any:
     if 0 not in (getattr(x2, "shape", None) or ()):
         return original(x1, x2)

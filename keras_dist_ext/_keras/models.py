@@ -96,12 +96,10 @@ def tracks_loss(model: keras.Model, metric: keras.Metric) -> bool:
 
 
 def user_metrics(model: keras.Model) -> list[keras.Metric]:
-    """The metric objects given to `compile`, also before the first step (keras/src/trainers/compile_utils.py)."""
-    compiled = getattr(model, "_compile_metrics", None)
-    if compiled is None:
-        return []
-    given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
-    return [metric for metric in given if isinstance(metric, keras.Metric)]
+    """The metric objects given to `compile`, also before the first step (keras/src/trainers/trainer.py, `compile`)."""
+    given = getattr(getattr(model, "_compile_config", None), "config", {})
+    metrics = keras.tree.flatten([given.get("metrics"), given.get("weighted_metrics")])
+    return [metric for metric in metrics if isinstance(metric, keras.Metric)]
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:

@@ -8,13 +8,11 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from keras.src.backend.common import global_state
-from keras.src.backend.tensorflow import random as tf_random
-from keras.src.random import seed_generator
 from keras.src.utils import rng_utils
 from tensorflow.python.ops import gen_random_ops, gen_stateless_random_ops, gen_stateless_random_ops_v2
 
-from keras_dist_ext._keras import keras
+from keras_dist_ext._keras import backend, keras
+from keras_dist_ext._keras.backend import global_state
 from keras_dist_ext._keras.interception import patched
 from keras_dist_ext._keras.variables import components
 
@@ -40,11 +38,13 @@ def global_seed_generator() -> keras.random.SeedGenerator:
 
     It is the thread's, and TensorFlow runs each replica in a thread of its own.
     """
-    state = random.getstate()
-    try:
-        return seed_generator.global_seed_generator()
-    finally:
+    generator = global_state.get_global_attribute("global_seed_generator")
+    if generator is None:
+        state = random.getstate()
+        generator = keras.random.SeedGenerator()
         random.setstate(state)
+        global_state.set_global_attribute("global_seed_generator", generator)
+    return generator
 
 
 @contextlib.contextmanager
@@ -115,7 +115,7 @@ _RANDOM_FUNCTIONS = {
 @contextlib.contextmanager
 def intercept_dropout(dropout: Callable[..., Any]) -> Iterator[None]:
     """Send Keras' dropout of all threads to ``dropout(original, inputs, rate, ...)`` (backend/tensorflow/random.py)."""
-    with patched(tf_random, "dropout", functools.partial(dropout, tf_random.dropout)):
+    with patched(backend.random, "dropout", functools.partial(dropout, backend.random.dropout)):
         yield
 
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras.src import api_export
 from keras.src import export as export_module
 from keras.src.legacy.saving import legacy_h5_format
-from keras.src.saving import object_registration, saving_lib, serialization_lib
+from keras.src.saving import saving_lib, serialization_lib
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import io_utils
 from tensorflow.python.checkpoint import checkpoint
@@ -184,9 +184,13 @@ def is_serializable_dict(value: Any) -> bool:
 
 
 def share_registered_name(cls: type, clone: type) -> None:
-    """Have `clone` saved under the name of `cls`, without loading it by that name (saving/object_registration.py)."""
-    if cls in object_registration.GLOBAL_CUSTOM_NAMES:
-        object_registration.GLOBAL_CUSTOM_NAMES[clone] = object_registration.GLOBAL_CUSTOM_NAMES[cls]
+    """Have `clone` saved under the name of `cls`, without loading it by that name."""
+    registered = keras.saving.get_registered_name(cls)
+    package, is_registered, name = registered.partition(">")
+    if is_registered:
+        loaded = keras.saving.get_registered_object(registered)
+        keras.saving.register_keras_serializable(package, name)(clone)
+        keras.saving.get_custom_objects()[registered] = loaded
 
 
 def saved_variables(path: Any, group: str) -> dict[str, npt.NDArray[Any]]:

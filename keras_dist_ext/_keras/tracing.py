@@ -10,19 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.common import global_state
 from tensorflow.python.autograph.core import ag_ctx, converter
 from tensorflow.python.autograph.impl import api as ag_api
-from tensorflow.python.data.ops import iterator_ops
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function, tracing_compilation
-from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs, summary_ops_v2
 from tensorflow.python.util import tf_decorator
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.backend import global_state
 from keras_dist_ext._keras.interception import patched, thread
 from keras_dist_ext.aliases import SpecNest, TensorNest
 
@@ -175,9 +173,9 @@ def capture_thread_context(
     Returns:
         What enters, and takes a name for the scope of the ops.
     """
-    graph, is_eager = tf_ops.get_default_graph(), tf.executing_eagerly()
+    graph, is_eager = tf.compat.v1.get_default_graph(), tf.executing_eagerly()
     with tf.init_scope():
-        outside = tf_ops.get_default_graph(), tf.executing_eagerly()
+        outside = tf.compat.v1.get_default_graph(), tf.executing_eagerly()
     globals_of_keras = dict(vars(global_state.GLOBAL_STATE_TRACKER))
     summaries = dict(vars(summary_ops_v2._summary_state))
     if is_eager:
@@ -212,14 +210,14 @@ def run_independently(value: tf.Tensor) -> None:
     Stateful ops without a resource run in the order in which they were traced, those of one replica after those of the
     replicas before it (python/framework/auto_control_deps.py, `run_independently`).
     """
-    manager = getattr(tf_ops.get_default_graph(), "experimental_acd_manager", None)
+    manager = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
     if manager is not None and not tf.executing_eagerly():
         manager.run_independently(value.op)
 
 
 def in_branch(graph: tf.Graph) -> bool:
     """Whether the code being traced is in a branch or a loop of a graph (ops/control_flow_v2_func_graphs.py)."""
-    here = tf_ops.get_default_graph()
+    here = tf.compat.v1.get_default_graph()
     while here is not None and here is not graph:
         if isinstance(here, _BRANCHES):
             return True
@@ -236,7 +234,7 @@ _BRANCHES = (
 
 def in_xla() -> bool:
     """Whether the code being traced will be compiled by XLA."""
-    return bool(control_flow_util.GraphOrParentsInXlaContext(tf_ops.get_default_graph()))
+    return bool(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 def is_differentiated(values: Sequence[tf.Tensor]) -> bool:
@@ -343,7 +341,7 @@ class IteratorFunction:
 
     def __call__(self, iterator: Any, *others: Any) -> Any:
         """Call the function."""
-        if not isinstance(iterator, iterator_ops.OwnedIterator):  # say, one that TensorFlow has distributed
+        if not isinstance(iterator, tf.data.Iterator):  # say, one that TensorFlow has distributed
             return self.function(iterator, *others)
         if self._iterator() is not iterator:
             trace = self._trace = self.function.get_concrete_function(iterator, *others)

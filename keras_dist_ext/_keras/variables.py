@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_utils, numpy_dataset
+from tensorflow.python.distribute import distribute_utils
 from tensorflow.python.distribute import values as distribute_values
-from tensorflow.python.ops import handle_data_util, resource_variable_ops
+from tensorflow.python.ops import handle_data_util
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.strategies import is_default_strategy
@@ -49,13 +50,13 @@ def local_component(variable: Variable) -> Variable:
 def is_sync_on_read(variable: Variable) -> bool:
     """Whether each replica holds its own part of the variable, to be summed when read (values.py)."""
     value = tf_variable(variable)
-    return getattr(value, "synchronization", None) == tf.VariableSynchronization.ON_READ and hasattr(value, "_values")
+    return getattr(value, "synchronization", None) == tf.VariableSynchronization.ON_READ and hasattr(value, "values")
 
 
 def components(variable: Variable) -> tuple[Variable, ...]:
     """The copies of a variable on this worker's replicas, or the variable itself (values.py)."""
     value = tf_variable(variable)
-    return tuple(getattr(value, "_values", (value,)))
+    return tuple(getattr(value, "values", (value,)))
 
 
 def distributed_variable(variable: Variable) -> Variable:
@@ -71,8 +72,8 @@ def parameter_server_variable(variable: Variable) -> Variable:
 def move_variable(variable: Variable, strategy: tf.distribute.Strategy, devices: Sequence[str]) -> None:
     """Make the `tf.Variable` of a Keras variable anew on other devices, one for each replica, with the same values.
 
-    A MirroredStrategy makes a mirrored variable on the `_devices` of what it is to lie beside, a OneDeviceStrategy on
-    a `SingleDevice` (tensorflow/python/distribute/mirrored_strategy.py, one_device_strategy.py, `_create_variable`;
+    A MirroredStrategy makes a mirrored variable on the `_devices` of what it is to lie beside, a OneDeviceStrategy
+    beside any tensor (tensorflow/python/distribute/mirrored_strategy.py, one_device_strategy.py, `_create_variable`;
     public is `extended.colocate_vars_with`, which takes a variable). A Keras variable makes its `tf.Variable` in
     `_initialize` (keras/src/backend/tensorflow/core.py).
     """
@@ -82,8 +83,11 @@ def move_variable(variable: Variable, strategy: tf.distribute.Strategy, devices:
         with tf.device(places[0]):
             variable._initialize(values[0])
         return
-    is_mirrored = not isinstance(strategy, tf.distribute.OneDeviceStrategy)
-    beside = _Colocation(tuple(places)) if is_mirrored else numpy_dataset.SingleDevice(places[0])
+    if isinstance(strategy, tf.distribute.OneDeviceStrategy):
+        with tf.device(places[0]):
+            beside: Any = tf.zeros(())
+    else:
+        beside = _Colocation(tuple(places))
 
     def create(next_creator: Any, **kwargs: Any) -> Any:
         return next_creator(**{**kwargs, "colocate_with": beside})
@@ -131,7 +135,7 @@ class NamedVariable:
         }
         self.handle: tf.Tensor = tf.raw_ops.VarHandleOp(**self._named)
         self.handle._handle_data = handle_data_util.create_handle_data(initial_value.shape, initial_value.dtype)
-        self._deleter = resource_variable_ops.EagerResourceDeleter(self.handle, self.handle.device)
+        weakref.finalize(self, _destroy, self.handle).atexit = False
         tf.raw_ops.AssignVariableOp(resource=self.handle, value=initial_value)
 
     def handle_in_graph(self) -> tf.Tensor:
@@ -147,6 +151,11 @@ class NamedVariable:
     def assign(self, value: tf.Tensor) -> None:
         """Set it, eagerly."""
         tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
+
+
+def _destroy(handle: tf.Tensor) -> None:
+    with tf.init_scope(), tf.device(handle.device):
+        tf.raw_ops.DestroyResourceOp(resource=handle)
 
 
 def variables_of_module(module: tf.Module) -> list[tuple[str, tf.Variable]]:

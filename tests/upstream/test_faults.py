@@ -21,6 +21,7 @@ from conformance.run import Outcome, Row, differences, fit_only, fit_with_batch_
 from conformance.workers import faults_of_parameter_servers, faults_of_several_workers
 from keras import layers, losses, metrics
 from keras.optimizers import SGD, Adam
+from versions import KERAS_VERSION
 
 import keras_dist_ext as kde
 from keras_dist_ext.cluster.launch import WorkerFailed
@@ -63,6 +64,9 @@ DIES = {
         "located in device .*CPU:1 from device .*CPU:0",
     ),
 }
+
+if KERAS_VERSION >= (3, 16):  # which gives what one device gives
+    del DIES["6, EMA that overwrites"]
 
 
 @pytest.mark.parametrize("fault", rotating(DIES, ["3, 15 rows for 2 replicas"]))
@@ -363,7 +367,7 @@ def test_an_optimizer_made_outside_of_the_scope_is_refused(mirrored: Strategy) -
 
 
 def test_iterations_count_steps_of_data_of_unknown_length(mirrored: Strategy) -> None:
-    """Show fault 18: stock Keras counts one too many an epoch, on one device already."""
+    """Show fault 18: before Keras 3.16, stock Keras counts one too many an epoch, on one device already."""
     data = feeds.forgetting_length(tf.data.Dataset.from_tensor_slices(feeds.regression(40, 1)).batch(8))
 
     def iterations(model: keras.Model) -> int:
@@ -375,7 +379,7 @@ def test_iterations_count_steps_of_data_of_unknown_length(mirrored: Strategy) ->
         model.compile(SGD(0.01), "mse")
         return model
 
-    assert iterations(compiled(keras)) == 10 + 2
+    assert iterations(compiled(keras)) == 10 + 2 * (KERAS_VERSION < (3, 16))
     assert iterations(compiled(kde)) == 10
     with mirrored.scope():
         ours = compiled(kde)
