@@ -57,6 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=sorted(set(items) - set(chosen), key=items.index))
         items[:] = chosen
     for item in items:
+        if item.get_closest_marker("checks_fit") is None:  # that a step could not be checked is no matter of the test
+            item.add_marker(pytest.mark.filterwarnings("ignore:Whether .* was not checked, because of its step"))
         if item.get_closest_marker("on_two_workers"):
             item.add_marker(pytest.mark.multiworker)
             item.add_marker(pytest.mark.timeout(3600))  # the first waits for the work of all; the launch has a limit

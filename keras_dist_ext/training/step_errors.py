@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 
 import tensorflow as tf
@@ -82,7 +83,13 @@ def _method_without_replicas(error: Exception) -> str:
     if not isinstance(error, NotImplementedError) or str(error):
         return ""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return last.name if last.filename.endswith("variables.py") else ""
+    if last.filename.endswith("variables.py"):
+        return last.name
+    called = re.findall(r"\.(\w+)\(", last.line or "")  # TensorFlow has left its own frames out of the traceback
+    return next((name for name in called if name.startswith(_NOT_OF_REPLICAS) and hasattr(tf.Variable, name)), "")
+
+
+_NOT_OF_REPLICAS = ("batch_scatter_", "gather_nd", "scatter_nd_", "sparse_read")
 
 
 def metric_under_way() -> keras.metrics.Metric | None:
