@@ -224,7 +224,7 @@ def _checked_boundaries(boundaries: Sequence[int] | str) -> list[int] | None:
         if boundaries != "auto":
             raise DataError(f'Invalid boundaries={boundaries!r}; must be "auto", or lengths such as [16, 32, 64].')
         return None
-    if not isinstance(boundaries, Sequence | np.ndarray):
+    if isinstance(boundaries, bytes) or not isinstance(boundaries, Sequence | np.ndarray):
         arguments.refuse("boundaries", boundaries, '"auto", or a list of lengths such as [16, 32, 64]', DataError)
     given = [arguments.integer(f"boundaries[{i}]", b, least=1, error=DataError) for i, b in enumerate(boundaries)]
     if any(b <= a for a, b in itertools.pairwise(given)):

@@ -18,12 +18,16 @@ def checked_strategy(strategy: object, name: str = "strategy") -> tf.distribute.
         name: of the argument.
 
     Raises:
-        StrategyError: it is neither, such as what `pick_strategy` returns.
+        StrategyError: it is neither, such as what `pick_strategy` returns, or the class of a strategy.
     """
-    if strategy is not None and not hasattr(strategy, "extended"):
-        own = f"; it has one: `{type(strategy).__name__}.strategy`" if hasattr(strategy, "strategy") else ""
-        raise StrategyError(f"{name} must be a tf.distribute.Strategy, got {arguments.shown(strategy)}{own}.")
-    return strategy
+    if strategy is None or (hasattr(strategy, "extended") and not isinstance(strategy, type)):
+        return strategy
+    hint = ""
+    if isinstance(strategy, type):
+        hint = f"; make one of this class: `{strategy.__name__}(...)`"
+    elif hasattr(strategy, "strategy"):
+        hint = f"; it has one: `{type(strategy).__name__}.strategy`"
+    raise StrategyError(f"{name} must be a tf.distribute.Strategy, got {arguments.shown(strategy)}{hint}.")
 
 
 def given_strategy(strategy: object) -> tf.distribute.Strategy:

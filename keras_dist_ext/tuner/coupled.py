@@ -134,7 +134,7 @@ class Coupled:
 def _several(given: object) -> list[Any]:
     if given is None:
         return []
-    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    return list(given) if isinstance(given, Sequence) and not isinstance(given, str | bytes) else [given]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ BAD = {
     "None": None,
     "an object": object(),
     "text": "x",
+    "bytes": b"x",
     "empty text": "",
     "negative": -1,
     "half": 0.5,
@@ -455,6 +456,14 @@ def test_a_bad_value_of_an_argument_is_an_error_that_names_it_before_anything_ha
     ]
     assert "\n".join(found) == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", sorted(name for name in PUBLIC if "strategy" in PUBLIC[name].names()))
+def test_the_class_of_a_strategy_is_refused_with_what_to_give(name: str) -> None:
+    entry = PUBLIC[name]
+    match = r"strategy must be a tf\.distribute\.Strategy, got .*; make one of this class: `MirroredStrategy\(\.\.\.\)`"
+    with pytest.raises(kde.KerasDistError, match=match):
+        entry.call(**{**entry.valid(), "strategy": tf.distribute.MirroredStrategy})
 
 
 def outcome(entry: Entry, argument: str, kind: str, value: Any) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext.errors import CertificateError
+from keras_dist_ext.errors import CertificateError, StrategyError
+from keras_dist_ext.strategy.given import checked_strategy
 from keras_dist_ext.strategy.scope import describe_strategy
 
 __all__ = ["check_certifiable", "check_strategy"]
@@ -17,23 +18,24 @@ def check_strategy(strategy: object) -> None:
     Raises:
         CertificateError: they are not all in this process, or it is no strategy.
     """
-    if not isinstance(strategy, tf.distribute.Strategy):
-        hint = " Give its attribute `strategy`." if hasattr(strategy, "strategy") else ""
-        raise CertificateError(
-            f"certify takes a tf.distribute.Strategy as strategy, and got {type(strategy).__name__}.{hint}"
-        )
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise CertificateError(
             "Under ParameterServerStrategy each worker makes steps of its own, at its own pace, so that no two runs "
             "are equal, and none is that of one device. What a step computes can be certified with a MirroredStrategy."
         )
-    is_mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
-    is_far = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-    if strategy.num_replicas_in_sync > 1 and (not is_mirrored or is_far):
+    try:
+        given = checked_strategy(strategy)
+    except StrategyError as error:
+        raise CertificateError(str(error)) from None
+    if given is None:
+        raise CertificateError("strategy must be a tf.distribute.Strategy, got None.")
+    is_mirrored = isinstance(given, tf.distribute.MirroredStrategy)
+    is_far = isinstance(given, tf.distribute.MultiWorkerMirroredStrategy)
+    if given.num_replicas_in_sync > 1 and (not is_mirrored or is_far):
         raise CertificateError(
-            f"A certificate compares what all replicas hold, in one process, and {describe_strategy(strategy)} has "
+            f"A certificate compares what all replicas hold, in one process, and {describe_strategy(given)} has "
             "replicas elsewhere. Certify with a MirroredStrategy of as many replicas, which on a CPU are "
-            f'`kde.pick_strategy("mirrored", num_replicas={strategy.num_replicas_in_sync})`: steps are the same.'
+            f'`kde.pick_strategy("mirrored", num_replicas={given.num_replicas_in_sync})`: steps are the same.'
         )
 
 

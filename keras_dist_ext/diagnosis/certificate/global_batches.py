@@ -44,7 +44,7 @@ def global_batches(data: object, steps: int, batch_size: int) -> list[TensorNest
             tree.map_structure(lambda a, start=start: None if a is None else a[start : start + batch_size], arrays)
             for start in starts_used
         ]
-    elif isinstance(data, Mapping | str) or hasattr(data, "shape") or not hasattr(data, "__iter__"):
+    elif isinstance(data, Mapping | str | bytes) or hasattr(data, "shape") or not hasattr(data, "__iter__"):
         raise CertificateError(
             f"certify takes a tf.data.Dataset, a PyDataset, an iterable of batches, or arrays (x, y) or (x, y, "
             f"sample_weight), and got {type(data).__name__}."
