@@ -698,11 +698,9 @@ def test_a_silent_first_worker_is_asked_again_later_though_one_request_is_never_
     over.set()
 
 
-def test_a_request_of_a_wait_that_is_over_ends_neither_another_wait_nor_the_watch(
-    watches: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, second, aborted, _ = watches
-    is_asked, is_over, put = threading.Event(), threading.Event(), second._store.set
+def _have_answers_come_late(store: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Have what is stored be stored, and no answer come until the second event is set; the first is: it was asked."""
+    is_asked, is_over, put = threading.Event(), threading.Event(), store.set
 
     def set_late(topic: str, text: str) -> None:
         put(topic, text)
@@ -711,7 +709,15 @@ def test_a_request_of_a_wait_that_is_over_ends_neither_another_wait_nor_the_watc
             is_over.wait(60)
             raise key_value.StoreSilent
 
-    monkeypatch.setattr(second._store, "set", set_late)
+    monkeypatch.setattr(store, "set", set_late)
+    return is_asked, is_over
+
+
+def test_a_request_of_a_wait_that_is_over_ends_neither_another_wait_nor_the_watch(
+    watches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, second, aborted, _ = watches
+    is_asked, is_over = _have_answers_come_late(second._store, monkeypatch)
     with second.waiting("step 3"):
         assert is_asked.wait(60)
     with second.waiting("step 4"):
@@ -726,16 +732,7 @@ def test_a_wait_that_was_stored_late_is_taken_back_when_it_is_over(
     watches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, second, aborted, _ = watches
-    is_asked, is_over, put = threading.Event(), threading.Event(), second._store.set
-
-    def set_late(topic: str, text: str) -> None:
-        put(topic, text)
-        if not is_over.is_set():
-            is_asked.set()
-            is_over.wait(60)
-            raise key_value.StoreSilent
-
-    monkeypatch.setattr(second._store, "set", set_late)
+    is_asked, is_over = _have_answers_come_late(second._store, monkeypatch)
     with second.waiting("step 3"):
         assert is_asked.wait(60)
     is_over.set()
