@@ -634,6 +634,20 @@ def test_micro_batches_that_do_not_overlap_are_found():
     assert not verdict.of_times(timeline(num_busy=1.05, micro_batches=1))
 
 
+@pytest.mark.checks_fit
+@pytest.mark.rotating
+def test_measuring_leaves_the_check_of_steps_to_training():
+    def largest(y_true, y_pred):
+        return tf.reduce_max(tf.square(y_pred - y_true))
+
+    model = make(groups())
+    placement = place(model, GROUPS)
+    model.compile("sgd", largest)
+    placement.measure(X, Y)
+    with pytest.warns(UserWarning, match="does not train on 2 replicas as on one device"):
+        model.fit(X, Y, **FIT)
+
+
 def test_measuring_sees_each_part_work_and_leaves_the_model_as_it_was():
     model = make(groups())
     placement = place(model, GROUPS, micro_batches=2)

@@ -373,6 +373,7 @@ PLANTED: dict[str, tuple[models.Build, models.Library, Callable[[], dict[str, An
 }
 
 
+@pytest.mark.checks_fit  # which says nothing: the certificate does
 @pytest.mark.parametrize("fault", rotating(PLANTED, list(PLANTED)[::4]))
 def test_a_planted_fault_is_named(fault: str, mirrored: Strategy) -> None:
     model, library, arguments, code, words = PLANTED[fault]

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.interception import patched
 from keras_dist_ext._keras.models import build_as_fit
 from keras_dist_ext._keras.tracing import op_spans
 from keras_dist_ext.aliases import TensorNest
@@ -103,7 +104,8 @@ def measure(
     """
     given = tuple(value for value in batch if value is not None)
     build_as_fit(model, given if len(given) > 1 else given[0])
-    with kept_state(model), tempfile.TemporaryDirectory() as directory:
+    unchecked = patched(model.replica_runtime, "check", False)  # until training begins
+    with kept_state(model), unchecked, tempfile.TemporaryDirectory() as directory:
         for _ in range(2):
             model.train_on_batch(*given)
         tf.profiler.experimental.start(directory, _OPTIONS)
