@@ -1,4 +1,7 @@
-"""The suite for GPUs: `KERAS_DIST_EXT_GPU_REPORT=FILE python -m pytest -m gpu tests/gpu -n 8`."""
+"""The suite for GPUs: `KERAS_DIST_EXT_GPU_REPORT=FILE python -m pytest -m gpu tests/gpu -n 14`.
+
+A report is written while cases run, and beside it a log of them; a run that is cut off leaves both.
+"""
 
 import datetime
 import os
@@ -23,10 +26,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ours = [item for item in items if here in item.path.parents]
     if not ours:
         return
+    # What takes long begins first, then the features; rows are many, and share processes evenly.
+    items.sort(key=lambda item: (item.get_closest_marker("multiworker") is None, "conformance" in item.path.stem))
     is_selected = selects_gpus(config.option.markexpr)
     num_devices = gpus.cut() if is_selected else 0
     for item in ours:
         item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("timeout") is None:  # what waits for a GPU takes no signal: end the process
+            item.add_marker(pytest.mark.timeout(90, method="thread"))
         if is_selected and not num_devices:
             item.add_marker(pytest.mark.skip(reason="TensorFlow sees no GPU"))
 
@@ -44,32 +51,56 @@ def two() -> tf.distribute.Strategy:
 
 
 class Report:
-    """Writes what ran, on what, and how it ended, as one Markdown file."""
+    """Writes what ran, on what, and how it ended, as one Markdown file, and a line a case to a log beside it."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._log = self._path.with_suffix(".log").open("w", encoding="utf-8", buffering=1)
+        self._devices: str | None = None
+        self._num_cases = 0
         self._ended: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
         self._why: list[tuple[str, str]] = []
+        self._written = 0.0
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """Note how many cases there are."""
+        self._num_cases = len(ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note how a case ended, and what it took."""
         if report.when != "call" and report.outcome == "passed":
             return
-        group = report.nodeid.partition("::")[2].partition("[")[0]
-        self._ended[group][report.outcome].append(report.duration)
+        name = report.nodeid.partition("::")[2]
+        self._ended[name.partition("[")[0]][report.outcome].append(report.duration)
+        why = ""
         if report.outcome == "failed":
             lines = [line for line in report.longreprtext.splitlines() if line.startswith("E ")]
-            self._why.append((report.nodeid.partition("::")[2], " ".join(lines)[:400]))
+            why = " ".join(lines or report.longreprtext.splitlines()[-3:])
+            self._why.append((name, why[:400]))
+        self._log.write(f"{time.time() - _STARTED:.0f} s: {report.outcome} in {report.duration:.1f} s: {name} {why}\n")
+        if report.longreprtext and why:
+            self._log.write(report.longreprtext + "\n" + "\n".join(text for _, text in report.sections)[-3000:] + "\n")
+        if time.time() > self._written + 1:
+            self._write()
 
     def pytest_sessionfinish(self) -> None:
-        """Write the file."""
+        """Write all."""
+        self._write()
+
+    def _write(self) -> None:
+        if self._devices is None:
+            self._devices = gpus.name_of()
+        num_run = sum(len(durations) for ended in self._ended.values() for durations in ended.values())
         lines = [
             f"# The suite for GPUs, {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
             "",
-            f"- devices: {gpus.name_of()}; virtual devices a process: {gpus.NUM_GPUS} where there is one card",
+            f"- devices: {self._devices}; virtual devices a process: {gpus.NUM_GPUS} where there is one card",
             f"- TensorFlow {tf.__version__}, Keras {keras.__version__}, Python {platform.python_version()}, "
             f"{os.cpu_count()} CPU cores",
-            f"- `python -m pytest -m gpu tests/gpu`: {time.time() - _STARTED:.0f} s",
+            f"- `python -m pytest -m gpu tests/gpu`: {time.time() - _STARTED:.0f} s, {num_run} of "
+            f"{self._num_cases or num_run} cases",
             "",
             "| test | passed | failed | skipped | seconds, all |",
             "| --- | --- | --- | --- | --- |",
@@ -79,8 +110,10 @@ class Report:
             lines.append(f"| {group} | {counts} | {sum(map(sum, ended.values())):.0f} |")
         if self._why:
             lines += ["", "## Failed", "", *(f"- `{name}`: {why}" for name, why in self._why)]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        part = self._path.with_suffix(".part")
+        part.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        os.replace(part, self._path)
+        self._written = time.time()
 
 
 def pytest_configure(config: pytest.Config) -> None:

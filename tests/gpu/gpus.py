@@ -11,8 +11,21 @@ from strategies import make_devices
 __all__ = ["KIND", "NUM_GPUS", "cut", "name_of", "names", "strategy"]
 
 NUM_GPUS = 4
-MEMORY_MIB = int(os.environ.get("KERAS_DIST_EXT_GPU_SUITE_MIB", "1536"))
-"""Of a virtual GPU, in MiB: 8 processes with 4 each have to fit into a card beside what CUDA takes for itself."""
+
+
+def _share_mib(num_processes: int) -> int:
+    """Divide a card of 78 GiB among processes with `NUM_GPUS` each, and up to ten workers that they start with one.
+
+    Each takes about 0.9 GiB more for CUDA and its libraries.
+    """
+    of_process = (74 * 1024 - 10 * 1600) // num_processes
+    return min(1536, (of_process - 900) // NUM_GPUS)
+
+
+MEMORY_MIB = int(
+    os.environ.get("KERAS_DIST_EXT_GPU_SUITE_MIB") or _share_mib(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+)
+"""Of a virtual GPU, in MiB."""
 KIND = "CPU" if os.environ.get("KERAS_DIST_EXT_GPU_SUITE") == "cpu" else "GPU"
 
 

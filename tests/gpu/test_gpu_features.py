@@ -64,7 +64,8 @@ def test_copies_stay_equal_to_the_bit_where_gradients_are_sparse(optimizer: Any,
     assert copies_differ(model) == []
 
 
-@pytest.mark.xdist_group("workers on GPUs")
+@pytest.mark.multiworker
+@pytest.mark.timeout(200, method="thread")
 def test_workers_stay_equal_to_the_bit_where_gradients_are_sparse(tmp_path: Path) -> None:
     kde.launch(2, gpu_runs.digests_of_workers, args=(str(tmp_path),), time_limit=180, quiet=True)
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
@@ -106,6 +107,8 @@ def test_each_gpu_draws_masks_of_its_own_the_same_at_every_run(two: Strategy) ->
     assert not np.array_equal(drawn, masks(two, 43))
 
 
+@pytest.mark.multiworker
+@pytest.mark.timeout(260, method="thread")
 def test_virtual_replicas_give_the_same_bits_on_one_two_and_four_gpus(tmp_path: Path) -> None:
     for num_gpus in (1, 2, 4):
         kde.launch(1, gpu_runs.virtual, args=(num_gpus, str(tmp_path)), time_limit=180, quiet=True)
@@ -304,7 +307,8 @@ def test_a_search_tries_one_and_two_gpus(tmp_path: Path) -> None:
     assert tried <= {"one_device", "mirrored"}
 
 
-@pytest.mark.xdist_group("workers on GPUs")
+@pytest.mark.multiworker
+@pytest.mark.timeout(260, method="thread")
 @pytest.mark.parametrize("options", [(), ("--workers", "2")], ids=["one process", "two workers"])
 def test_the_demo_learns(options: tuple[str, ...], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "keras_dist_ext", "demo", "--log-dir", str(tmp_path / "logs"), *options]
