@@ -144,17 +144,20 @@ class Timings:
         return Estimate.of([ours - other for ours, other in zip(self.samples[name], self.samples[base], strict=False)])
 
 
-def take_turns(trials: Mapping[str, Callable[[], float]], num_rounds: int) -> Timings:
+def take_turns(
+    trials: Mapping[str, Callable[[], float]], num_rounds: int, *, goes_on: Callable[[Timings], bool] = lambda _: True
+) -> Timings:
     """Run every trial once a round, and let another one begin each round.
 
     Args:
         trials: Contestant -> callable that trains for a while and returns its seconds a step.
         num_rounds: Number of samples of each contestant.
+        goes_on: Asked after each round, with what there is so far, whether to make another.
 
     Raises:
         ValueError: `num_rounds` is below 1.
     """
-    return _rounds(list(trials), {}, num_rounds, lambda ring: {name: trials[name]() for name in ring})
+    return _rounds(list(trials), {}, num_rounds, lambda ring: {name: trials[name]() for name in ring}, goes_on)
 
 
 def _rounds(
@@ -162,6 +165,7 @@ def _rounds(
     leave_after: Mapping[str, int],
     num_rounds: int,
     play: Callable[[list[str]], Mapping[str, float]],
+    goes_on: Callable[[Timings], bool] = lambda _: True,
 ) -> Timings:
     """Play so many rounds; `play` is given the names in turn, another one first each round, and returns samples."""
     if num_rounds < 1:
@@ -173,8 +177,11 @@ def _rounds(
         first = round_index % len(present)
         for name, seconds in play(present[first:] + present[:first]).items():
             samples[name].append(seconds)
-    cores = (_others_seconds() - busy) / (time.perf_counter() - began)
-    return Timings(samples, max(0.0, cores))
+        cores = (_others_seconds() - busy) / (time.perf_counter() - began)
+        timings = Timings(samples, max(0.0, cores))
+        if not goes_on(timings):
+            break
+    return timings
 
 
 class _Baton:
@@ -277,6 +284,8 @@ def _others_seconds() -> float:
 def run_apart(command: Sequence[str], time_limit_seconds: float) -> Any:
     """Run `command --result FILE` in a process of its own and return the JSON value that it wrote to FILE.
 
+    What it has written counts, also if it was ended at its time limit.
+
     Raises:
         RuntimeError: The process failed, took too long or wrote nothing; the message ends with its last lines.
     """
@@ -289,7 +298,9 @@ def run_apart(command: Sequence[str], time_limit_seconds: float) -> Any:
         try:
             code = process.wait(time_limit_seconds)
         except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"no result within {time_limit_seconds:.0f} s; the process was ended") from error
+            if not result.exists():
+                raise RuntimeError(f"no result within {time_limit_seconds:.0f} s; the process was ended") from error
+            code = 0
         finally:
             _end(process)
         if code or not result.exists():
