@@ -72,7 +72,7 @@ class Report:
         """Note how a case ended, and what it took."""
         if report.when != "call" and report.outcome == "passed":
             return
-        name = report.nodeid.partition("::")[2]
+        name = report.nodeid.partition("::")[2].partition("@")[0]  # pytest-xdist adds the group
         self._ended[name.partition("[")[0]][report.outcome].append(report.duration)
         why = ""
         if report.outcome == "failed":
