@@ -9,6 +9,7 @@ In reading order:
     backend       where the parts of Keras' TensorFlow backend are
     interception  how calls of a thread in Keras' code get to the step whose replica it is tracing
     hooks         which calls: losses, metrics, optimizers, variables, random numbers
+    draw_hooks    which random numbers a step draws
     layer_hooks   and those of layers
     creation      variables that a step makes, made outside of its graph
     variables     copies of a variable, and variables made elsewhere

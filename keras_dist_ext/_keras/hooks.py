@@ -17,14 +17,12 @@ import tensorflow as tf
 from keras.src.losses import loss as loss_module
 from keras.src.losses import losses as losses_module
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
-from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import cond as cond_module
-from tensorflow.python.ops import gen_stateless_random_ops_v2
 from tensorflow.python.ops import while_loop as while_module
 
 from keras_dist_ext._keras import (
-    backend,
     creation,  # noqa: F401 - installs hooks
+    draw_hooks,  # noqa: F401 - installs them
     keras,
     layer_hooks,  # noqa: F401 - installs them
     tree,
@@ -135,45 +133,6 @@ def _(
 @install(keras.Variable, "_direct_assign")
 def _(original: Callable[..., Any], step: Step, variable: keras.Variable, value: tf.Tensor) -> None:
     step.assign(variable, value, functools.partial(original, variable))
-
-
-# keras/src/random/seed_generator.py: its state is mirrored, so that all replicas would draw the same numbers.
-@install(keras.random.SeedGenerator, "next")
-def _(original: Callable[..., Any], step: Step, generator: keras.random.SeedGenerator, ordered: bool = True) -> Any:
-    return step.next_seed(generator, ordered, functools.partial(original, generator))
-
-
-# keras/src/backend/tensorflow/random.py: an integer as a seed is a constant.
-@install(backend.random, "draw_seed")
-def _(original: Callable[..., Any], step: Step, seed: Any) -> Any:
-    if isinstance(seed, int):
-        step.constant_seed(seed)
-    return original(seed)
-
-
-# tensorflow/python/framework/random_seed.py: the seeds of tf.random.* ops are alike on all workers, or not set.
-@install(random_seed, "get_seed")
-def _(original: Callable[..., Any], step: Step, op_seed: Any) -> Any:
-    return step.op_seeds(op_seed, original)
-
-
-# tensorflow/python/ops/gen_stateless_random_ops_v2.py: XLA makes other floats of the same random bits.
-for _kind in ("uniform", "normal"):
-
-    @install(gen_stateless_random_ops_v2, f"stateless_random_{_kind}_v2")
-    def _(
-        original: Callable[..., Any],
-        step: Step,
-        shape: Any,
-        key: Any,
-        counter: Any,
-        alg: Any,
-        dtype: Any = tf.float32,
-        name: Any = None,
-        kind: str = _kind,
-    ) -> Any:
-        drawn = step.compiled_draw(kind, shape, tf.as_dtype(dtype), key=key, counter=counter, alg=alg)
-        return original(shape, key, counter, alg, dtype, name) if drawn is None else drawn
 
 
 # tensorflow/python/distribute/distribute_lib.py: BatchNormalization(synchronized=True) calls it in the forward pass.

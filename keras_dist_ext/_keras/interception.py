@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -61,7 +61,7 @@ class Step(Protocol):
 
     def constant_seed(self, seed: int) -> None: ...
 
-    def compiled_draw(self, kind: str, shape: Any, dtype: Any, **key: Any) -> tf.Tensor: ...
+    def draw(self, kind: str, given: Mapping[str, Any], draw: Callable[..., Any]) -> tf.Tensor: ...
 
     def assign(self, variable: keras.Variable, value: tf.Tensor, original: Callable[[Any], None]) -> None: ...
 
@@ -116,7 +116,7 @@ def install(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
     original = getattr(owner, name)
 
     def decorate(hook: Callable[..., Any]) -> None:
-        if getattr(original, "_kde_hook", False):
+        if getattr(original, "is_kde_hook", False):
             return
         noted = Hook(owner, name, f"{original.__module__.replace('.', '/')}.py")
         HOOKS.append(noted)
@@ -132,7 +132,7 @@ def install(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
                 receipts.add(label)
             return hook(original, step, *args, **kwargs)
 
-        hooked._kde_hook = True  # type: ignore[attr-defined]
+        hooked.is_kde_hook = True  # type: ignore[attr-defined]
         setattr(owner, name, hooked)
 
     return decorate

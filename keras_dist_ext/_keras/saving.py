@@ -47,7 +47,7 @@ Write: TypeAlias = Callable[[Any], Any]
 def _hook_saves(owner: Any, name: str, *, makes_parents: bool | None = None) -> None:
     """Have a function that saves a model ask the model to, where it is one of ours, once per process."""
     original = getattr(owner, name, None)  # older versions of Keras have fewer formats to export to
-    if original is None or hasattr(original, "_kde_hook"):
+    if original is None or hasattr(original, "is_kde_hook"):
         return
 
     @functools.wraps(original)
@@ -62,7 +62,7 @@ def _hook_saves(owner: Any, name: str, *, makes_parents: bool | None = None) -> 
             arguments=f"{name} {args} {kwargs}",
         )
 
-    save._kde_hook = True  # type: ignore[attr-defined]
+    save.is_kde_hook = True  # type: ignore[attr-defined]
     setattr(owner, name, save)
 
 

@@ -35,6 +35,10 @@ In reading order:
     suspendable_thread  how one waits for the others
     xla, graphs       what is compiled by XLA, and what runs as a graph
     seeds             ``kde.seed_replicas``: a stream of random numbers for each replica
+    global_generator  what is behind ``seed=None``
+    draw_refusals     what cannot draw as one device, and is no op of a graph
+    drawn_shapes      which numbers have a dimension of examples
+    global_draws      a replica's rows of what one device would draw
     seed_table        ``kde.describe_seeds``
     nan_guard         leave out steps with NaN or infinity
     recorder          record each step on the device

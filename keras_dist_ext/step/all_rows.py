@@ -32,6 +32,7 @@ class AllRows:
 
     Attributes:
         is_used: whether the step has asked for them.
+        are_of_one_batch: whether they were one batch before they were split.
 
     Args:
         weights: of the replica's rows.
@@ -44,6 +45,7 @@ class AllRows:
         self, weights: RowWeights, reducer: Reducer, first_row: int | tf.Tensor | None, observer: StepObserver
     ) -> None:
         self.is_used = False
+        self.are_of_one_batch = first_row is not None
         self._weights = weights
         self._reducer = reducer
         self._range = None if first_row is None else RowRange(first_row, weights.rows, weights.global_rows)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.tracing import in_xla
-from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.errors import SeedError
 from keras_dist_ext.hashing import fold_in, replica_offset
 from keras_dist_ext.messages import warn_once
+from keras_dist_ext.step.all_rows import AllRows
 from keras_dist_ext.step.distributed_model import DistributedModel
+from keras_dist_ext.step.drawn_shapes import NotedDraw
+from keras_dist_ext.step.global_draws import GlobalDraws
+from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.reducers import Reducer
 from keras_dist_ext.step.xla import draw_as_uncompiled
 
@@ -29,15 +33,29 @@ class RandomStreams:
         model: the Keras model, with its ``replica_seeds``.
         reducer: adds up over replicas.
         global_generator: the generator behind ``seed=None``.
+        observer: is told of what is drawn as on one device.
     """
 
-    def __init__(self, model: DistributedModel, reducer: Reducer, global_generator: tf.random.Generator) -> None:
+    def __init__(
+        self,
+        model: DistributedModel,
+        reducer: Reducer,
+        global_generator: tf.random.Generator,
+        observer: StepObserver,
+    ) -> None:
         self.is_drawing = False
         self._model = model
         self._reducer = reducer
         self._seeds: Any = getattr(model, "replica_seeds", None)
         self._global_generator = global_generator
+        self._observer = observer
         self._num_ops = 0  # of `tf.random` so far
+        self._global: GlobalDraws | None = None
+
+    def begin(self, all_rows: AllRows, noted: Sequence[NotedDraw] | None) -> None:
+        """Know where the replica's rows are, and what was drawn when the step was traced aside, if it was."""
+        if self.are_global:
+            self._global = GlobalDraws(self._model.name, all_rows, noted)
 
     def next_seed(
         self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], Any]
@@ -59,13 +77,19 @@ class RandomStreams:
         finally:
             self.is_drawing = False
         replica = self._reducer.replica_id
-        if self._reducer.num_replicas == 1 or (isinstance(replica, int) and replica == 0):
+        if self.are_global or self._reducer.num_replicas == 1 or (isinstance(replica, int) and replica == 0):
             return state
         return state + tf.cast(replica_offset(replica), state.dtype)
 
     def op_seeds(self, op_seed: Any, original: Callable[[Any], Any]) -> Any:
         """Seed a ``tf.random`` op: by its place in the step from the global seed, else apart from other replicas'."""
         replica = self._reducer.replica_id
+        if self.are_global:
+            raise SeedError(
+                f"draws=\"global\": a step of '{self._model.name}' draws by an op of tf.random, which keeps its own "
+                "place in its numbers, so that its rows cannot be drawn by themselves. Use keras.random with "
+                "seed=None or with a SeedGenerator of the layer."
+            )
         if not isinstance(replica, int):
             return original(op_seed)  # one trace for all replicas of a TPU
         if op_seed is None and self._seeds is not None and self._seeds.root is not None:
@@ -89,8 +113,25 @@ class RandomStreams:
                 "want, say so by the callback ReplicaSeeds(seed)."
             )
 
-    def compiled_draw(self, kind: str, shape: TensorNest, dtype: tf.DType, **key: Any) -> tf.Tensor:
-        """Under XLA and a global seed, draw the numbers that are drawn without XLA."""
-        if self._seeds is None or self._seeds.root is None or not in_xla():
-            return None
-        return draw_as_uncompiled(kind, shape, dtype, **key)
+    @property
+    def are_global(self) -> bool:
+        """Whether the replicas draw what one device would draw for the global batch."""
+        return self._reducer.num_replicas > 1 and self._seeds is not None and self._seeds.draws == "global"
+
+    def draw(self, kind: str, given: Mapping[str, Any], draw: Callable[..., Any]) -> tf.Tensor:
+        """Draw by a key: as one device does where that is wanted, and under XLA and a global seed as without XLA."""
+        if self._global is not None:
+            return self._global.draw(kind, given, draw)
+        if kind in ("uniform", "normal") and self._seeds is not None and self._seeds.root is not None and in_xla():
+            key = {name: given[name] for name in ("key", "counter", "alg")}
+            drawn = draw_as_uncompiled(kind, given["shape"], tf.as_dtype(given["dtype"]), **key)
+            if drawn is not None:
+                return drawn
+        numbers = draw(given["shape"], given["counter"])
+        self._observer.on_numbers(kind, numbers.shape)  # TensorFlow knows sizes that follow from those of the batch
+        return numbers
+
+    def check(self) -> None:
+        """Refuse what one device does not draw row by row, where that is wanted, of all that was traced."""
+        if self._global is not None:
+            self._global.check()

@@ -30,6 +30,9 @@ class StepObserver:
         """Return the seed that the replica draws with, or another tensor in its place."""
         return state
 
+    def on_numbers(self, kind: str, shape: tf.TensorShape) -> None:
+        """Take note of random numbers that are drawn by a key."""
+
     def on_variable(self, name: str) -> None:
         """Take note of a variable of Keras that the step makes."""
 

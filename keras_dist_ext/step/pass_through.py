@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -84,8 +84,9 @@ class PassThrough:
     def constant_seed(self, seed: int) -> None:
         """Take a constant as it is."""
 
-    def compiled_draw(self, kind: str, shape: TensorNest, dtype: tf.DType, **key: Any) -> tf.Tensor:
+    def draw(self, kind: str, given: Mapping[str, Any], draw: Callable[..., Any]) -> tf.Tensor:
         """Draw what TensorFlow draws."""
+        return draw(given["shape"], given["counter"])
 
     def all_reduce(
         self, reduce_op: tf.distribute.ReduceOp | str, value: tf.Tensor, original: Callable[..., Any]

@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext import versions
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.draw_hooks import DRAWN_KINDS, DRAWS
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.interception import HOOKS
 from keras_dist_ext._keras.optimizers import keeps_gradients
@@ -59,6 +60,8 @@ def uncalled_hooks() -> list[str]:
     thread = threading.Thread(target=run, name="hook_receipts")
     thread.start()
     thread.join()
+    if not step.drawn >= set(DRAWN_KINDS.values()):
+        step.receipts.discard(DRAWS)
     missing = [str(hook) for hook in HOOKS if str(hook) not in step.receipts]
     if failed:
         raise BackendError(_advised(f"A small stock model fails with {type(failed[0]).__name__}: {failed[0]}."))
@@ -71,7 +74,13 @@ class _TriedStep(PassThrough):
     def __init__(self) -> None:
         super().__init__()
         self.receipts: set[str] = set()
+        self.drawn: set[str] = set()
         self.leaves_out = False  # what a hook would compute with rows
+
+    def draw(self, kind: str, given: Mapping[str, Any], draw: Callable[..., Any]) -> tf.Tensor:
+        """Note what is drawn: nearly all ops that are made call its hook."""
+        self.drawn.add(kind)
+        return super().draw(kind, given, draw)
 
     def on_rows(self, inputs: Any, op: Callable[[Any], Any]) -> Any:
         """Return what an op gives for each row."""
@@ -136,8 +145,10 @@ def _use_all(step: _TriedStep) -> None:
         keras.losses.Dice()(tf.ones((2, 2)), tf.ones((2, 2)))
         step.leaves_out = True  # its graph is large
         keras.ops.ctc_loss(tf.ones((2, 2), tf.int32), tf.ones((2, 4, 3)), tf.constant([2, 2]), tf.constant([4, 4]))
-        for draw in (keras.random.uniform, keras.random.normal):
+        for draw in (keras.random.uniform, keras.random.normal, keras.random.truncated_normal):
             draw((2,), seed=seed)
+        keras.random.randint((2,), 0, 5, seed=seed)
+        tf.random.split([1, 2], 2)
         tf.random.uniform((2,), seed=1)  # without one it fails where ops are to be deterministic
         tf.cond(state > 0, lambda: 1.0, lambda: 2.0)
         tf.while_loop(lambda n: n < 2, lambda n: n + 1, (tf.constant(0),))

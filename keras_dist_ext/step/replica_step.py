@@ -21,7 +21,7 @@ Letters: n = rows of a replica, N = rows of the global batch, R = replicas in sy
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -36,6 +36,7 @@ from keras_dist_ext.step import pass_through
 from keras_dist_ext.step.all_rows import AllRows
 from keras_dist_ext.step.branches import Branches
 from keras_dist_ext.step.distributed_model import DistributedModel
+from keras_dist_ext.step.drawn_shapes import NotedDraw
 from keras_dist_ext.step.draws import RandomStreams
 from keras_dist_ext.step.gradients import Gradients
 from keras_dist_ext.step.layer_state import LayerState
@@ -66,6 +67,7 @@ class StepOptions:
         guard: leaves the step out if something in it is not finite, if that is wanted.
         exponents: how numbers grow with the rows, where the graph does not tell; None takes all of them for means.
         plan: what is known of the step; None if it is not asked for.
+        draws: what it has drawn when it was traced aside; None if it was not (see ``drawn_shapes``).
         observer: is told of what the step does while it is traced.
     """
 
@@ -76,6 +78,7 @@ class StepOptions:
     guard: StepGuard | None = None
     exponents: BatchExponents | None = None
     plan: StepPlan | None = None
+    draws: Sequence[NotedDraw] | None = None
     observer: StepObserver = dataclasses.field(default_factory=StepObserver)
 
 
@@ -116,7 +119,8 @@ class ReplicaStep:
         self._reducer = reducer = reducer_of(model) if reducer is None else reducer
         of_rows = None if options.plan is None else options.plan.exponents
         self.weights = RowWeights(model, rows, global_rows, reducer, options.exponents, of_rows)
-        self._streams = RandomStreams(model, reducer, options.global_generator)
+        self._streams = RandomStreams(model, reducer, options.global_generator, options.observer)
+        self._noted_draws = options.draws
         self.all_rows = AllRows(self.weights, reducer, first_row, options.observer)
         shared = () if options.plan is None else options.plan.shared_state
         self._states = LayerState(self.weights, self.all_rows, shared)
@@ -157,6 +161,8 @@ class ReplicaStep:
     def begin(self, batch: TensorNest) -> None:
         """Know the replica's rows, also to look at when something in the step is not finite."""
         self.all_rows.begin(batch)
+        if not self.weights.are_examined and not self._observer.examines:
+            self._streams.begin(self.all_rows, self._noted_draws)
         if self._guard is not None:
             self._guard.batch = batch
 
@@ -304,9 +310,13 @@ class ReplicaStep:
         """Warn that an integer as a seed gives every replica the same numbers."""
         self._streams.constant_seed(seed)
 
-    def compiled_draw(self, kind: str, shape: TensorNest, dtype: tf.DType, **key: Any) -> tf.Tensor:
-        """Under XLA and a global seed, draw the numbers that are drawn without XLA."""
-        return self._streams.compiled_draw(kind, shape, dtype, **key)
+    def draw(self, kind: str, given: Mapping[str, Any], draw: Callable[..., Any]) -> tf.Tensor:
+        """Draw by a key."""
+        return self._streams.draw(kind, given, draw)
+
+    def check_draws(self) -> None:
+        """Refuse what one device does not draw row by row, where that is wanted, of all that was traced."""
+        self._streams.check()
 
     def call_function(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """Call a tf.function of the user's, traced anew for each step."""
@@ -371,6 +381,7 @@ class ReplicaStep:
 
     def finish(self, logs: TensorNest) -> list[tf.Tensor]:
         """Agree on what is left, and return the leaves of the logs that are not results of metrics."""
+        self.check_draws()
         self._metrics.finish()
         states, terms = self._states.take_terms()
         if states:

@@ -73,7 +73,7 @@ def describe_seeds(model: DistributedModel) -> SeedTable:
     seeds = seeds_of(model)
     num_real = model.distribute_strategy.num_replicas_in_sync  # a generator of TensorFlow's knows no virtual ones
     rows = [
-        _row(generator, replica, seeds.root)
+        _row(generator, replica, seeds.root, 0 if seeds.draws == "global" else replica)
         for generator in seeds.generators()
         for replica in range(num_replicas_of(model) if generator.is_keras else num_real)
     ]
@@ -82,14 +82,14 @@ def describe_seeds(model: DistributedModel) -> SeedTable:
     return table
 
 
-def _row(generator: Generator, replica: int, seed: int | None) -> SeedRow:
+def _row(generator: Generator, replica: int, seed: int | None, own: int) -> SeedRow:
     state = [int(n) for n in generator.read()]
     drawn = None if seed is None else generator.num_draws(seed)
-    root = None if seed is None or drawn is None else seed + replica
+    root = None if seed is None or drawn is None else seed + own
     if not generator.is_keras:
         return SeedRow(generator.label, replica, root, (state[-1], replica), state[0])
     drawn = state[1] if drawn is None else drawn
-    first, second = (int(n) for n in replica_offset(replica))
+    first, second = (int(n) for n in replica_offset(own))
     stream = ((state[0] + first) % MODULUS, (state[1] - drawn + second) % MODULUS)
     return SeedRow(generator.label, replica, root, stream, drawn)
 

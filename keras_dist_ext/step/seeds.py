@@ -20,7 +20,6 @@ another number of replicas. Letters: S = the global seed; i = a replica's number
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import weakref
@@ -33,16 +32,17 @@ import tensorflow as tf
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import attributes, flat_layers, seed_generators
-from keras_dist_ext._keras.random import clone_seed_generator, global_seed_generator
 from keras_dist_ext._keras.saving import Saveable
-from keras_dist_ext._keras.strategies import first_replica, is_default_strategy, strategy_of_variable
+from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext._keras.variables import Variable, components
 from keras_dist_ext.aliases import Array
 from keras_dist_ext.errors import SeedError
 from keras_dist_ext.hashing import MODULUS, checked_seed, fold_in, replica_offset
+from keras_dist_ext.step.draw_refusals import refuse_model
+from keras_dist_ext.step.global_generator import global_generator_of
 from keras_dist_ext.strategy.virtual import num_replicas_of
 
-__all__ = ["Generator", "Seeds", "global_generator_of", "seed_replicas", "stream"]
+__all__ = ["Generator", "Seeds", "seed_replicas", "stream"]
 
 
 def stream(seed: int, replica: int, generator: str) -> tuple[int, int]:
@@ -160,9 +160,11 @@ class Seeds(Saveable):
     Attributes:
         root: the global seed S, or None while generators have seeds of their own.
         wanted: the seed given to the model's constructor or by ``ReplicaSeeds``, for when a run begins.
+        wanted_draws: likewise of ``draws``.
         num_passes: how many times training has gone through its data since it was seeded.
         order_root: orders the data where there is no global seed; None leaves its order to chance.
         uses_global: whether a step of the model has drawn with ``seed=None``.
+        draws: "replica", each replica draws from streams of its own, or "global", what one device would draw.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -175,6 +177,8 @@ class Seeds(Saveable):
         self.num_passes = 0
         self.order_root: int | None = None
         self.uses_global = False
+        self.draws = "replica"
+        self.wanted_draws: str | None = None
         self._has_seeded_host = False
         self._is_to_begin = True
         self.in_checkpoint = _InCheckpoint(self)
@@ -199,6 +203,9 @@ class Seeds(Saveable):
         if not self._is_to_begin:
             return
         self._is_to_begin = False
+        self._set_draws(self.wanted_draws or self.draws)
+        if self.draws == "global":
+            refuse_model(self._made_model(), flat_layers(self._made_model()))
         self.assign_loaded()
         if self.wanted is not None and self.wanted != self.root:
             self.restart(self.wanted)
@@ -264,11 +271,19 @@ class Seeds(Saveable):
         assert model is not None
         return model
 
+    def _set_draws(self, draws: str) -> None:
+        if draws != self.draws:
+            self.draws = draws
+            self._forget_compiled()
+
     def _set_root(self, root: int | None) -> None:
         if root != self.root:
             self.root = root
-            model = self._made_model()  # what it has compiled holds streams of the old one
-            model.train_function = model.test_function = model.predict_function = None
+            self._forget_compiled()
+
+    def _forget_compiled(self) -> None:
+        model = self._made_model()  # what it has compiled holds streams of the old one
+        model.train_function = model.test_function = model.predict_function = None
 
     def _own_generators(self) -> list[Generator]:
         found: dict[int, Generator] = {}
@@ -316,13 +331,18 @@ class Seeds(Saveable):
 
     @property
     def run(self) -> list[int]:
-        """The global seed (-1 for none), how often the data was read, and whether steps draw with ``seed=None``."""
-        return [-1 if self.root is None else self.root, self.num_passes, int(self.uses_global)]
+        """The global seed (-1 for none), how often the data was read, whether steps draw with ``seed=None``.
+
+        And, if so, that they draw what one device would.
+        """
+        run = [-1 if self.root is None else self.root, self.num_passes, int(self.uses_global)]
+        return [*run, 1] if self.draws == "global" else run
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a state; what belongs to generators that are not made yet waits for them until a run begins."""
         if "run" in state:
-            root, self.num_passes, uses_global = (int(n) for n in state["run"])
+            root, self.num_passes, uses_global, *is_global = (int(n) for n in state["run"])
+            self._set_draws(self.wanted_draws or ("global" if any(is_global) else "replica"))
             self.uses_global = self.uses_global or bool(uses_global)
             self._set_root(None if root < 0 else root)
         self._left = {}
@@ -331,7 +351,7 @@ class Seeds(Saveable):
 
     def resume_from(self, other: Seeds) -> None:
         """Take over the state of the same model's seeds elsewhere."""
-        self.wanted = other.wanted
+        self.wanted, self.wanted_draws = other.wanted, other.wanted_draws
         self.load(other.state())
 
     def assign_loaded(self) -> None:
@@ -367,30 +387,3 @@ class _InCheckpoint(tf.train.experimental.PythonState):  # type: ignore[misc]
 
     def deserialize(self, string_value: Any) -> None:
         self._seeds.load(json.loads(string_value))
-
-
-def global_generator_of(strategy: tf.distribute.Strategy, *, is_seeded: bool = False) -> tf.random.Generator:
-    """The generator behind ``seed=None`` for the steps of a strategy.
-
-    Keras has one, which lives where it was first used; TensorFlow refuses it elsewhere, or has all replicas of another
-    strategy change it. So this is a copy of it, made in the strategy's scope when it is first asked for, and again
-    after ``keras.utils.set_random_seed``; but on one device, where it is Keras' own.
-
-    Args:
-        strategy: where steps draw.
-        is_seeded: whether it has a stream of a global seed, in which draws outside of steps have no part.
-    """
-    stock = global_seed_generator()
-    is_default = is_default_strategy(strategy)
-    if is_default and not is_seeded and is_default_strategy(strategy_of_variable(stock.state)):
-        return stock
-    copies = _copies.setdefault(strategy, {})
-    copied_from, copy = copies.get(is_seeded, (None, None))
-    if copied_from is not stock:
-        with contextlib.nullcontext() if is_default else strategy.scope():
-            copy = clone_seed_generator(stock)
-        copies[is_seeded] = (stock, copy)
-    return copy
-
-
-_copies: weakref.WeakKeyDictionary[Any, dict[bool, tuple[Any, Any]]] = weakref.WeakKeyDictionary()

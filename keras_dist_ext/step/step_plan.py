@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.variables import Variable
+from keras_dist_ext.step.drawn_shapes import NotedDraw
 from keras_dist_ext.step.means import BatchExponents
 
 __all__ = ["GradientCall", "StalePlan", "StepPlan", "Unplanned"]
@@ -57,11 +58,13 @@ class StepPlan:
         inlined: functions of TensorFlow in which they do; both as ``branches.identity_of`` knows them.
         pools_results: whether the step computes with the results of metrics, so that they are those of all replicas.
         extra: what its logs hold that no metric does, of each local replica; None where that is not known.
+        draws: the random numbers that it draws; None where that is not known (see ``drawn_shapes``).
         receipts: the hooks that Keras and TensorFlow have called in it (see ``receipts``).
     """
 
     def __init__(self) -> None:
         self.exponents = BatchExponents()
+        self.draws: Sequence[NotedDraw] | None = None
         self.is_made = False
         self.is_checked = False
         self.calls: Sequence[GradientCall] = ()

@@ -19,6 +19,7 @@ In reading order:
     step_errors       why a step cannot be traced, where TensorFlow does not say
     batch_clock       a batch waits for the clock that says when it was there
     batch_split       a replica's rows of a batch
+    draw_examination  and of the random numbers in one
     few_rows          the first rows of a batch
     prediction        the compiled loop of ``predict``
     runs              a run of ``fit``, ``evaluate`` or ``predict``: its checks, callbacks and data

@@ -10,9 +10,20 @@ from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.strategies import replica_id
 from keras_dist_ext.aliases import StepData
 from keras_dist_ext.data import split as data
+from keras_dist_ext.step.distributed_model import DistributedModel
+from keras_dist_ext.step.global_draws import of_any_number
 from keras_dist_ext.step.reduce import sum_over_replicas
 
-__all__ = ["Split", "first_row", "global_rows", "is_per_replica", "rows_of_replica", "split_of", "split_rows"]
+__all__ = [
+    "Split",
+    "first_row",
+    "global_rows",
+    "is_per_replica",
+    "rows_of_replica",
+    "split_for",
+    "split_of",
+    "split_rows",
+]
 
 
 class Split(enum.Enum):
@@ -47,6 +58,15 @@ def split_rows(
         return parts, data.num_rows(batch)
     rows = data.num_rows(batch) if split is Split.NONE else sum(data.num_rows(part) for part in parts)
     return parts, global_rows(rows, strategy.num_replicas_in_sync, is_even=split is Split.NONE)
+
+
+def split_for(
+    model: DistributedModel, batch: StepData, split: Split, num_parts: int = 1
+) -> tuple[list[StepData], int | tf.Tensor]:
+    """Split as ``split_rows`` for a model's step, which may have to tell what has a dimension of examples."""
+    parts, num_global = split_rows(batch, split, model.distribute_strategy, num_parts)
+    is_global = model.replica_seeds.draws == "global"
+    return [of_any_number(part) for part in parts] if is_global else parts, num_global
 
 
 def first_row(

@@ -24,9 +24,9 @@ from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.aliases import Gradient, SpecNest, TensorNest
 from keras_dist_ext.errors import KerasDistError
 from keras_dist_ext.step.added_losses import placeholders
+from keras_dist_ext.step.global_generator import global_generator_of
 from keras_dist_ext.step.reducers import OneReplica
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
-from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.strategy.virtual import num_replicas_of
 from keras_dist_ext.training.batch_spec import rows_of_one
 

@@ -96,26 +96,32 @@ class ReplicaSeeds(RunCallback):
 
     Args:
         seed: the global seed, from 0 to 2**31 - 3.
+        draws: "replica" gives every replica streams of its own. "global" has it draw its own rows of what one device
+            would draw for the global batch, bit for bit, and the same as all others where random numbers have no
+            dimension of examples; see the guide for what cannot be drawn so.
         enable_op_determinism: have TensorFlow choose ops that give the same bits at every run
             (``tf.config.experimental.enable_op_determinism``), for the rest of the process. It costs speed.
 
     Raises:
         SeedError: when it is made, if the seed is invalid; when a run begins, if the model is not one of this package.
-        CallbackError: when it is made, if ``enable_op_determinism`` is neither True nor False.
+        CallbackError: when it is made, if ``draws`` is neither "replica" nor "global", or ``enable_op_determinism``
+            neither True nor False.
     """
 
-    def __init__(self, seed: int, *, enable_op_determinism: bool = False) -> None:
+    def __init__(self, seed: int, *, draws: str = "replica", enable_op_determinism: bool = False) -> None:
         super().__init__()
         self.seed = checked_seed(seed)
+        self.draws = arguments.one_of("draws", draws, ("replica", "global"), error=CallbackError)
         self.enable_op_determinism = arguments.flag("enable_op_determinism", enable_op_determinism, error=CallbackError)
 
     def get_run_config(self) -> Mapping[str, object]:
         """See ``RunCallback``."""
-        return {"seed": self.seed}
+        return {"seed": self.seed} if self.draws == "replica" else {"seed": self.seed, "draws": self.draws}
 
     def on_run_prepare(self, model: keras.Model) -> None:
         """Have the model begin its next run with the seed."""
-        seeds_of(model).wanted = self.seed
+        seeds = seeds_of(model)
+        seeds.wanted, seeds.wanted_draws = self.seed, self.draws
         if self.enable_op_determinism:
             tf.config.experimental.enable_op_determinism()
 

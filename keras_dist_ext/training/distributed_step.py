@@ -16,6 +16,7 @@ from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext._keras.user_code import has_user_code
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data import split as data
+from keras_dist_ext.step.global_generator import global_generator_of
 from keras_dist_ext.step.logs import (
     VALUE,
     ComputesWithResults,
@@ -29,14 +30,13 @@ from keras_dist_ext.step.receipts import check_hooks, check_step
 from keras_dist_ext.step.recorder import StepNote, now, when_updated
 from keras_dist_ext.step.reducers import Reducer, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
-from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.step_buffer import ReplicaRecord, StepBuffer, StepRecord
 from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
 from keras_dist_ext.step.xla import can_compile, compiled_step
 from keras_dist_ext.training.batch_clock import after
-from keras_dist_ext.training.batch_split import Split, first_row, split_of, split_rows
+from keras_dist_ext.training.batch_split import Split, first_row, split_for, split_of
 from keras_dist_ext.training.runtime import ReplicaRuntime
 from keras_dist_ext.training.step_examination import StepExamination
 from keras_dist_ext.training.step_logs import StepLogs, zeros_like
@@ -273,6 +273,7 @@ class DistributedStep:
             exponents=self.exponents,
             observer=self.observer,
             plan=self._plan,
+            draws=self._plan.draws,
         )
         extra = self._extra_of_replica(batch, split, options)
         if guard is not None:
@@ -282,7 +283,7 @@ class DistributedStep:
     def _extra_of_replica(self, batch: StepData, split: Split, options: StepOptions) -> list[tf.Tensor]:
         with use_global_seed_generator(self._global_generator), self._on_devices():
             if self._num_turns:
-                parts, num_global = split_rows(batch, split, self.strategy, self._num_turns)
+                parts, num_global = split_for(self.model, batch, split, self._num_turns)
                 self._logs.plan, extra = run_virtual_replicas(
                     self._virtual,
                     self.model,
@@ -303,9 +304,9 @@ class DistributedStep:
                 num_global = 1
                 first: int | tf.Tensor | None = 0
             else:
-                (batch,), num_global = split_rows(batch, split, self.strategy)
-                rows = data.num_rows(batch)
+                (batch,), num_global = split_for(self.model, batch, split)
                 first = first_row(split, self.strategy, num_global)
+                rows = data.num_rows(batch)
             step = ReplicaStep(self.model, rows, num_global, options, self.reducer(), first_row=first)
             step.begin(batch)
             with intercept(step):

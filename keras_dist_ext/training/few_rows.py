@@ -11,7 +11,7 @@ from keras_dist_ext.data.split import num_rows, take_rows, without_optionals
 from keras_dist_ext.strategy.workers import Workers
 from keras_dist_ext.training.batch_split import is_per_replica
 
-__all__ = ["first_rows", "rows_of_chief"]
+__all__ = ["first_rows", "parts_of", "rows_of_chief"]
 
 
 def first_rows(batch: StepData, count: int, strategy: tf.distribute.Strategy) -> StepData:
@@ -27,7 +27,7 @@ def first_rows(batch: StepData, count: int, strategy: tf.distribute.Strategy) ->
     """
     if batch is None:
         return None
-    parts = [without_optionals(part) for part in _parts(batch, strategy)]
+    parts = [without_optionals(part) for part in parts_of(batch, strategy)]
     taken = []
     for part in parts:
         found = min(int(num_rows(part)), count)
@@ -49,7 +49,7 @@ def rows_of_chief(rows: StepData, workers: Workers) -> StepData:
     return tf.nest.pack_sequence_as(rows, leaves, expand_composites=True)
 
 
-def _parts(batch: StepData, strategy: tf.distribute.Strategy) -> list[StepData]:
+def parts_of(batch: StepData, strategy: tf.distribute.Strategy) -> list[StepData]:
     """Return a batch as it is, or what each replica of this worker has of it."""
     if not is_per_replica(batch):
         return [batch]

@@ -11,21 +11,27 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.layers import clear_losses
 from keras_dist_ext._keras.random import use_global_seed_generator
-from keras_dist_ext._keras.strategies import is_default_strategy, regroup
+from keras_dist_ext._keras.strategies import is_default_strategy, regroup, seen_as_one_replica
 from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data import split as data
-from keras_dist_ext.errors import DataError
+from keras_dist_ext.errors import DataError, KerasDistError
 from keras_dist_ext.step.added_losses import placeholders
 from keras_dist_ext.step.all_rows import rows_of_no_batch
+from keras_dist_ext.step.drawn_shapes import NotedDraw, UnknownDraws
+from keras_dist_ext.step.global_draws import of_any_number
+from keras_dist_ext.step.global_generator import global_generator_of
 from keras_dist_ext.step.graphs import in_graph
+from keras_dist_ext.step.lone_replica import LoneReplica, is_first_of_worker
+from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.receipts import check_hooks
 from keras_dist_ext.step.reduce import local_values
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
-from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.step.xla import can_compile, compiled
 from keras_dist_ext.training.batch_spec import any_number_of_rows
 from keras_dist_ext.training.batch_split import Split, first_row, is_per_replica, rows_of_replica, split_of
+from keras_dist_ext.training.draw_examination import cannot_note, note_draws
+from keras_dist_ext.training.few_rows import parts_of
 from keras_dist_ext.training.snapshot import kept_random
 
 __all__ = ["PredictProgram", "concat_outputs", "concat_replicas"]
@@ -47,16 +53,32 @@ class PredictProgram:
         self._has_checked = False  # whether outputs have a row for each example
         self._has_counted = False  # the rows of outputs that have others than the batch
         self._global_generator = global_generator_of(self.strategy, is_seeded=is_seeded)
+        self._draws: Sequence[NotedDraw] | None = None
         self._on_batch = self._one if model.run_eagerly else in_graph(self._one, reduce_retracing=True)
 
     def on_batches(self, batches: Sequence[StepData], *, of_worker: bool = False) -> TensorNest:
         """Predict each batch and concatenate the outputs along the rows."""
         outputs = []
         for batch in batches:
-            outputs.append(self._on_batch(batch, of_worker))
+            try:
+                outputs.append(self._on_batch(batch, of_worker))
+            except UnknownDraws:  # raised while tracing
+                self._learn_draws(batch)
+                outputs.append(self._on_batch(batch, of_worker))
             if not of_worker and self.strategy.num_replicas_in_sync > 1:
                 self._check_num_rows(batch, outputs[-1])
         return concat_outputs(outputs)
+
+    def _learn_draws(self, batch: StepData) -> None:
+        """Trace the step aside, to learn which random numbers have a dimension of examples."""
+        batch = next(iter(parts_of(data.without_optionals(batch), self.strategy)))
+        spec = tree.map_structure(lambda leaf: leaf if leaf is None else any_number_of_rows(leaf), batch)
+        try:
+            self._draws = note_draws(_Alone(self.model, self._global_generator), spec, lambda: batch)
+        except KerasDistError:
+            raise
+        except Exception as error:
+            raise cannot_note(self.model.name, error) from error
 
     def _check_num_rows(self, batch: StepData, outputs: TensorNest) -> None:
         """Where an output's rows are not those of the batch, see once that one device returns as many.
@@ -98,12 +120,15 @@ class PredictProgram:
         first = first_row(split, self.strategy, num_global)
         if split is not Split.NONE:
             batch = rows_of_replica(batch, self.strategy, of_worker=split is Split.WORKER)
+        if split is not Split.NONE and self.model.replica_seeds.draws == "global":
+            batch = of_any_number(batch)
         rows = data.num_rows(batch)
-        options = StepOptions(kind="predict", global_generator=self._global_generator)
+        options = StepOptions(kind="predict", global_generator=self._global_generator, draws=self._draws)
         step = ReplicaStep(self.model, rows, rows if first is None else num_global, options, first_row=first)
         step.begin(batch)
         with intercept(step), use_global_seed_generator(self._global_generator):
             outputs = self._step(batch)
+            step.check_draws()
             if step.has_assigned and first is None:
                 (global_rows,) = step.sum_over_replicas([tf.cast(rows, tf.float32)])
                 step.weights.global_rows = tf.cast(global_rows, tf.int32)
@@ -132,6 +157,32 @@ class PredictProgram:
         finally:
             clear_losses(self.model)
         _check_have_rows(outputs, rows)
+
+
+class _Alone:
+    """A step of prediction that one replica makes by itself, as one device does."""
+
+    def __init__(self, model: keras.Model, generator: tf.random.Generator) -> None:
+        self.observer = StepObserver()
+        self._model = model
+        self._generator = generator
+
+    def run_alone(self, rows: StepData) -> None:
+        """Make the step."""
+        strategy = self._model.distribute_strategy
+        options = StepOptions(kind="predict", global_generator=self._generator, observer=self.observer)
+
+        def replica(rows: StepData) -> None:
+            if is_first_of_worker():
+                step = ReplicaStep(self._model, 1, 1, options, LoneReplica(strategy, 1), first_row=0)
+                step.begin(rows)
+                with intercept(step), use_global_seed_generator(self._generator), seen_as_one_replica():
+                    self._model.predict_step(rows)
+
+        try:
+            strategy.run(replica, args=(rows,))
+        finally:
+            clear_losses(self._model)
 
 
 def _is_dense(leaf: TensorNest) -> bool:

@@ -2,7 +2,7 @@
 
 Only for models with code of the user's in their steps. Both begin from the same state, and all that they change is put
 back. What differs by definition is left out on both sides: moments of ``BatchNormalization`` that is not synchronized,
-and random numbers, which are the same for each row.
+and random numbers, which are the same for each row, unless replicas draw what one device draws.
 """
 
 from __future__ import annotations
@@ -169,13 +169,15 @@ def _deviations(
         _Unseen: the step cannot be made on so few rows, calls Python when it runs, or draws random numbers that cannot
             be made alike for all rows.
     """
-    model, draws = of_run.model, RowsAlike()
+    model = of_run.model
+    draws = None if model.replica_seeds.draws == "global" else RowsAlike()  # those are equal on both sides as they are
     runtime = model.replica_runtime
     kept, runtime.recorders, runtime.guard = (runtime.recorders, runtime.guard), (), None
     try:
         step = of_run.again()
         step.without_xla()
-        with kept_random(), tf.summary.record_if(False), intercept_random_ops(draws), without_parts({"moments"}):
+        drawing = contextlib.nullcontext() if draws is None else intercept_random_ops(draws)
+        with kept_random(), tf.summary.record_if(False), drawing, without_parts({"moments"}):
             deviations = _BothWays(step, rows, prepare, unprepared).compare()
     except (_Unseen, BackendError):
         raise
@@ -185,7 +187,7 @@ def _deviations(
     finally:
         runtime.recorders, runtime.guard = kept
         clear_losses(model)
-    if draws.unknown:
+    if draws is not None and draws.unknown:
         names = ", ".join(sorted(draws.unknown))
         raise _Unseen(f"it draws random numbers that cannot be made alike for all examples ({names})")
     return deviations

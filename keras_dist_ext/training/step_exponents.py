@@ -17,7 +17,7 @@ from keras_dist_ext.training.batch_split import is_per_replica
 from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.few_rows import first_rows, rows_of_chief
 
-__all__ = ["ignore_loss_exponents", "learn_loss_exponents", "learn_step_exponents"]
+__all__ = ["ignore_loss_exponents", "learn_loss_exponents", "learn_step_exponents", "rows_of_step"]
 
 
 def learn_step_exponents(step: DistributedStep) -> None:
@@ -32,10 +32,10 @@ def learn_step_exponents(step: DistributedStep) -> None:
         step.run_alone(rows, step.num_step_replicas)  # as if all replicas had these rows
 
     def of_any_size(exponents: BatchExponents) -> None:
-        learn_exponents(exponents, run, step.model.replica_runtime.batch_spec, _first_rows(step))
+        learn_exponents(exponents, run, step.model.replica_runtime.batch_spec, rows_of_step(step))
 
     def of_some_sizes(exponents: BatchExponents) -> None:
-        rows = _first_rows(step)
+        rows = rows_of_step(step)
         if rows is not None:
             learn_exponents_of_sizes(exponents, run, _specs_of, rows)
 
@@ -67,7 +67,7 @@ def learn_loss_exponents(step: DistributedStep) -> None:
         return
     runtime, training = step.model.replica_runtime, step.kind == "train"
     try:
-        found = find_exponents(step.model, runtime.batch_spec, training=training, rows=_first_rows(step))
+        found = find_exponents(step.model, runtime.batch_spec, training=training, rows=rows_of_step(step))
     except Exception:
         if not step.is_of_user:
             raise
@@ -80,7 +80,7 @@ def ignore_loss_exponents(step: DistributedStep) -> None:
     step.model.replica_runtime.loss_exponents[step.kind] = {}
 
 
-def _first_rows(step: DistributedStep) -> StepData:
+def rows_of_step(step: DistributedStep) -> StepData:
     """Return some of the first batch of what a step is to be made on; None where it is not known."""
     batch = None if step.first_batch is None else step.first_batch()
     if batch is None or not is_per_replica(batch):

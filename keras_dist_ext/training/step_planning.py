@@ -8,18 +8,28 @@ from keras_dist_ext._keras.tracing import know_variables, scratch_graph
 from keras_dist_ext.errors import KerasDistError
 from keras_dist_ext.step.added_losses import UnknownLossExponents, placeholders
 from keras_dist_ext.step.ancestry import assignments
+from keras_dist_ext.step.drawn_shapes import UnknownDraws
 from keras_dist_ext.step.logs import ComputesWithResults, leaf_metrics
 from keras_dist_ext.step.means import UnknownExponents
 from keras_dist_ext.step.step_plan import StalePlan, Unplanned
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.training.distributed_step import DistributedStep
+from keras_dist_ext.training.draw_examination import cannot_note, learn_draws
 from keras_dist_ext.training.step_assignments import check_assigned, check_decisions, check_of_keras
 from keras_dist_ext.training.step_examination import StepExamination
 from keras_dist_ext.training.step_exponents import ignore_loss_exponents, learn_loss_exponents, learn_step_exponents
 
 __all__ = ["MISSING", "make_plan", "prepare"]
 
-MISSING = (UnbuiltOptimizer, UnknownLossExponents, UnknownExponents, ComputesWithResults, Unplanned, StalePlan)
+MISSING = (
+    UnbuiltOptimizer,
+    UnknownLossExponents,
+    UnknownExponents,
+    UnknownDraws,
+    ComputesWithResults,
+    Unplanned,
+    StalePlan,
+)
 """What is raised where a step that is traced lacks something that ``prepare`` makes good.
 
 A step of the user's, and one that runs eagerly, is planned before it is traced to be run, and its optimizer is built
@@ -30,6 +40,8 @@ TensorFlow tells while it traces:
 - ``UnknownLossExponents``: a layer adds a loss; which layers do is known when they are called.
 - ``UnknownExponents``: a loss or a metric does not say whether it is a mean over the rows, which its graph, or a few
   rows, must tell. Losses of Keras' own do.
+- ``UnknownDraws``: all replicas are to draw what one device draws, and shapes do not tell what has a dimension of
+  examples.
 - ``ComputesWithResults``: logs are computed from results of metrics, seen by their tensors.
 - ``Unplanned``: in Keras' own step, a layer or a loss takes gradients of a tape, or the user's optimizer does.
 - ``StalePlan``: gradients that went straight into an optimizer when the step was planned go elsewhere, too, as where it
@@ -80,6 +92,16 @@ def prepare(step: DistributedStep, missing: Exception) -> None:
         except (UnbuiltOptimizer, UnknownLossExponents) as more:
             prepare(step, more)
             prepare(step, missing)
+    elif isinstance(missing, UnknownDraws):
+        try:
+            learn_draws(step)
+        except (KerasDistError, *MISSING) as more:
+            if not isinstance(more, MISSING):
+                raise
+            prepare(step, more)
+            prepare(step, missing)
+        except Exception as error:
+            raise cannot_note(step.model.name, error) from error
     elif isinstance(missing, ComputesWithResults):
         step.pool_results()
     elif isinstance(missing, Unplanned):

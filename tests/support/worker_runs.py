@@ -220,6 +220,27 @@ def accumulates(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
     return [keras.ops.convert_to_numpy(a).tolist() for a in model.optimizer._accumulated_gradients]
 
 
+def trained_with_draws(strategy: Any) -> list[list[float]]:
+    """The weights after two epochs with dropout and noise, drawn as one device draws; the last batch has one row."""
+    import keras
+
+    import keras_dist_ext as kde
+
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        noise = [keras.layers.Dropout(0.3), keras.layers.GaussianNoise(0.1)]
+        model = kde.Sequential([keras.Input((1,)), keras.layers.Dense(8), *noise, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-4), "mse")
+    seeds = kde.ReplicaSeeds(42, draws="global")
+    model.fit(ids(), ids(), batch_size=7, epochs=2, shuffle=False, verbose=0, callbacks=[seeds])
+    return [weight.tolist() for weight in model.get_weights()]
+
+
+def draws_globally(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
+    """Weights that depend on what all workers have drawn."""
+    return trained_with_draws(strategy)
+
+
 def said_while(run: Callable[[], Any], part: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -388,5 +409,6 @@ RUN_CASES: dict[str, Case] = {
     "predicts in order": predicts_in_order,
     "broadcasts bytes": broadcasts,
     "accumulates": accumulates,
+    "draws globally": draws_globally,
     "makes parts in the step": makes_parts_in_the_step,
 }

@@ -12,6 +12,7 @@ import random
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -117,6 +118,7 @@ from keras_dist_ext._keras.tracing import (
     observe_traces,
     op_spans,
     run_independently,
+    scratch_graph,
     set_op_device,
     traced_graphs,
 )
@@ -391,8 +393,10 @@ class Recorder:
     def constant_seed(self, seed: int) -> None:
         self.asked.append(("constant_seed", seed))
 
-    def compiled_draw(self, kind: str, shape: Any, dtype: Any, **key: Any) -> Any:
-        self.asked.append(("compiled_draw", (kind, dtype, sorted(key))))
+    def draw(self, kind: str, given: Mapping[str, Any], draw: Callable[..., Any]) -> Any:
+        self.asked.append(("draw", kind))
+        assert {"shape", "key", "counter", "alg"} < set(given)
+        return draw(given["shape"], given["counter"])
 
     def all_reduce(self, reduce_op: Any, value: Any, original: Any) -> Any:
         self.asked.append(("all_reduce", reduce_op))
@@ -496,17 +500,23 @@ def test_layers_draw_two_int_seeds_through_their_generators() -> None:
 
 
 def test_constant_seeds_tf_random_ops_and_draws_are_asked_about() -> None:
-    """keras/src/backend/tensorflow/random.py; random_seed.py and gen_stateless_random_ops_v2.py of TensorFlow."""
+    """keras/src/backend/tensorflow/random.py; random_seed.py and op_def_library.py of TensorFlow."""
     recorder = Recorder()
-    with intercept(recorder):
+    with intercept(recorder), scratch_graph("draws"):
         keras.random.normal([2], seed=5)
-        keras.layers.Dropout(0.5, dtype="float16")(np.ones([2, 2]), training=True)
+        keras.layers.Dropout(0.5, dtype="float16")(tf.ones([2, 2]), training=True)
         tf.random.uniform([2], seed=6)
         tf.random.shuffle([1, 2])
-    assert recorder.about("constant_seed") == [5]
+        keras.random.truncated_normal([2], seed=5)
+        keras.random.randint([2], 0, 3, seed=5)
+        tf.random.split([1, 2], 2)
+        tf.raw_ops.StatelessRandomUniformV2(
+            shape=[2], key=tf.zeros([1], tf.uint64), counter=tf.zeros([2], tf.uint64), alg=1
+        )
+    assert recorder.about("constant_seed") == [5] * 3
+    kinds = ["normal", "uniform", "truncated_normal", "uniform_int", "uniform_full_int", "uniform"]
+    assert recorder.about("draw") == kinds
     assert recorder.about("op_seeds") == [6, None]
-    key = ["alg", "counter", "key"]
-    assert recorder.about("compiled_draw") == [("normal", tf.float32, key), ("uniform", tf.float16, key)]
 
 
 def test_seeds_of_layers_their_copies_and_what_they_saved_are_found(tmp_path: Any) -> None:

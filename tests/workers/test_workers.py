@@ -15,7 +15,16 @@ import own_steps
 import pytest
 import tensorflow as tf
 from two_workers import on_two_workers
-from worker_runs import BROADCAST_SIZES, DATA_CASES, NUM_EXAMPLES, ids, run_cases, total_loss, trained_by
+from worker_runs import (
+    BROADCAST_SIZES,
+    DATA_CASES,
+    NUM_EXAMPLES,
+    ids,
+    run_cases,
+    total_loss,
+    trained_by,
+    trained_with_draws,
+)
 
 import keras_dist_ext as kde
 from keras_dist_ext.strategy.workers import Workers, checksum_of
@@ -105,6 +114,15 @@ def test_accumulated_gradients_are_whole_after_an_epoch(values: Any) -> None:
     for worker in values:
         for accumulated, one_device in zip(worker["accumulates"], expected, strict=True):
             np.testing.assert_allclose(accumulated, one_device, rtol=1e-6)
+
+
+@pytest.mark.slow
+@of("draws globally")
+def test_workers_draw_together_what_one_device_draws(values: Any) -> None:
+    expected = trained_with_draws(tf.distribute.get_strategy())
+    for worker in values:
+        for ours, one_device in zip(worker["draws globally"], expected, strict=True):
+            np.testing.assert_allclose(ours, one_device, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from keras_dist_ext._keras.variables import (
 from keras_dist_ext.errors import LoopError, ScopeError
 from keras_dist_ext.step.ancestry import Assignment
 from keras_dist_ext.step.distributed_model import DistributedModel
+from keras_dist_ext.step.global_generator import global_generator_of
 from keras_dist_ext.step.origins import read_parts
-from keras_dist_ext.step.seeds import global_generator_of
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_variables
 from keras_dist_ext.training.step_assignments import labels, shortened
 

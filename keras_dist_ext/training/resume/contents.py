@@ -121,8 +121,8 @@ def _check_seeds(seeds: JsonObject) -> None:
         is_list = isinstance(numbers, list) and all(type(n) is int and -(2**63) <= n < 2**63 for n in numbers)
         _require(is_list, f"the state of the generator {name} is {_short(numbers)}")
     if "run" in seeds:
-        root, num_passes, uses_global = seeds["run"]
-        is_valid = -1 <= root < 2**31 and _is_count(num_passes) and uses_global in (0, 1)
+        root, num_passes, uses_global, *is_global = seeds["run"]
+        is_valid = -1 <= root < 2**31 and _is_count(num_passes) and {uses_global, *is_global} <= {0, 1}
         _require(is_valid, f"the state of the seeds is {seeds['run']}")
 
 

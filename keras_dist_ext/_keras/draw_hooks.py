@@ -1,0 +1,65 @@
+"""Have a step say which random numbers its replica draws: see ``hooks.intercept``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tensorflow.python.framework import op_def_library, random_seed
+
+from keras_dist_ext._keras import backend, keras
+from keras_dist_ext._keras.interception import HOOKS, Step, install
+
+__all__ = ["DRAWN_KINDS", "DRAWS"]
+
+
+# keras/src/random/seed_generator.py: its state is mirrored, so that all replicas would draw the same numbers.
+@install(keras.random.SeedGenerator, "next")
+def _(original: Callable[..., Any], step: Step, generator: keras.random.SeedGenerator, ordered: bool = True) -> Any:
+    return step.next_seed(generator, ordered, functools.partial(original, generator))
+
+
+# keras/src/backend/tensorflow/random.py: an integer as a seed is a constant.
+@install(backend.random, "draw_seed")
+def _(original: Callable[..., Any], step: Step, seed: Any) -> Any:
+    if isinstance(seed, int):
+        step.constant_seed(seed)
+    return original(seed)
+
+
+# tensorflow/python/framework/random_seed.py: the seeds of tf.random.* ops are alike on all workers, or not set.
+@install(random_seed, "get_seed")
+def _(original: Callable[..., Any], step: Step, op_seed: Any) -> Any:
+    return step.op_seeds(op_seed, original)
+
+
+# tensorflow/python/framework/op_def_library.py: all ops of a graph are made here, also those of `tf.raw_ops`.
+@install(op_def_library, "_apply_op_helper")
+def _(original: Callable[..., Any], step: Step, op_type_name: str, name: Any = None, **given: Any) -> Any:
+    kind = DRAWN_KINDS.get(op_type_name)
+    if kind is None:
+        return original(op_type_name, name, **given)
+    made: list[Any] = []
+
+    def draw(shape: Any, counter: Any, name: Any = name) -> Any:
+        made[:] = original(op_type_name, name, **{**given, "shape": shape, "counter": counter})
+        return made[-1][0]
+
+    numbers = step.draw(kind, given, draw)
+    if not made:  # the step has others, and what called this asks the op for its attributes
+        draw(given["shape"], given["counter"])
+    return *made[:-1], [numbers]
+
+
+DRAWN_KINDS = {
+    "StatelessRandomUniformV2": "uniform",
+    "StatelessRandomNormalV2": "normal",
+    "StatelessTruncatedNormalV2": "truncated_normal",
+    "StatelessRandomUniformIntV2": "uniform_int",
+    "StatelessRandomUniformFullIntV2": "uniform_full_int",
+}
+"""What ops draw by a key and a counter (tensorflow/core/ops/stateless_random_ops_v2.cc)."""
+
+DRAWS = str(HOOKS[-1])
+"""The hook that answers for them."""

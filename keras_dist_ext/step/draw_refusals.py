@@ -1,0 +1,67 @@
+"""Refuse what cannot draw, on several replicas, the random numbers of one device, and is no op of a step's graph."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext._keras import keras
+from keras_dist_ext.errors import SeedError
+
+__all__ = ["FIX", "HostDraws", "refuse_model"]
+
+FIX = 'Draw by replica instead (ReplicaSeeds(seed), without draws="global").'
+
+
+def refuse_model(model: keras.Model, layers: Sequence[keras.layers.Layer]) -> None:
+    """Refuse what draws otherwise where the number of rows is unknown, under XLA, or where workers step by themselves.
+
+    Raises:
+        SeedError: there is such a layer, the model is compiled by XLA, or its strategy is one of parameter servers.
+    """
+    strategy = model.distribute_strategy
+    if getattr(model, "jit_compile", False) is True and strategy.num_replicas_in_sync > 1:
+        raise SeedError(
+            'draws="global" was asked for with jit_compile=True, and XLA does not draw by rows. Compile the model with '
+            "jit_compile=False. " + FIX
+        )
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        raise SeedError(
+            'draws="global" was asked for under a ParameterServerStrategy, whose workers make steps of their own, so '
+            "that there is no global batch. " + FIX
+        )
+    elastic = getattr(keras.layers, "RandomElasticTransform", ())  # keras/src/backend/tensorflow/image.py
+    for layer in layers:
+        if isinstance(layer, elastic):
+            raise SeedError(
+                f"draws=\"global\": the layer '{layer.name}' is a RandomElasticTransform, which distorts all images of "
+                "a batch alike where the number of rows is unknown, and each by itself elsewhere. " + FIX
+            )
+
+
+class HostDraws:
+    """Sees whether Python's or NumPy's random numbers are drawn from now on."""
+
+    def __init__(self) -> None:
+        self._state = self._now()
+
+    def refuse(self, name: str) -> None:
+        """Refuse numbers that were drawn while a step of a model was traced: each replica has drawn others.
+
+        Raises:
+            SeedError: some were.
+        """
+        if self._now() != self._state:
+            raise SeedError(
+                f"draws=\"global\": a step of '{name}' draws random numbers of Python or NumPy while it is traced (as "
+                "keras.layers.AugMix does), others on each replica. Use keras.random. " + FIX
+            )
+
+    @staticmethod
+    def _now() -> tuple[Any, ...]:
+        name, keys, *others = np.random.get_state(legacy=True)
+        return random.getstate(), name, np.asarray(keys).tobytes(), tuple(others)

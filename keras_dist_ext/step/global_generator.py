@@ -1,0 +1,41 @@
+"""The generator behind ``seed=None`` in a step: one for each strategy."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist_ext._keras.random import clone_seed_generator, global_seed_generator
+from keras_dist_ext._keras.strategies import is_default_strategy, strategy_of_variable
+
+__all__ = ["global_generator_of"]
+
+
+def global_generator_of(strategy: tf.distribute.Strategy, *, is_seeded: bool = False) -> tf.random.Generator:
+    """The generator behind ``seed=None`` for the steps of a strategy.
+
+    Keras has one, which lives where it was first used; TensorFlow refuses it elsewhere, or has all replicas of another
+    strategy change it. So this is a copy of it, made in the strategy's scope when it is first asked for, and again
+    after ``keras.utils.set_random_seed``; but on one device, where it is Keras' own.
+
+    Args:
+        strategy: where steps draw.
+        is_seeded: whether it has a stream of a global seed, in which draws outside of steps have no part.
+    """
+    stock = global_seed_generator()
+    is_default = is_default_strategy(strategy)
+    if is_default and not is_seeded and is_default_strategy(strategy_of_variable(stock.state)):
+        return stock
+    copies = _copies.setdefault(strategy, {})
+    copied_from, copy = copies.get(is_seeded, (None, None))
+    if copied_from is not stock:
+        with contextlib.nullcontext() if is_default else strategy.scope():
+            copy = clone_seed_generator(stock)
+        copies[is_seeded] = (stock, copy)
+    return copy
+
+
+_copies: weakref.WeakKeyDictionary[Any, dict[bool, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
