@@ -15,11 +15,13 @@ from packaging.version import Version
 
 from keras_dist_ext.errors import BackendError
 
-__all__ = ["TESTED", "advice", "attach", "changed", "check", "tested"]
+__all__ = ["TESTED", "TESTED_TUNER", "advice", "attach", "changed", "changed_tuner", "check", "tested"]
 
 # The oldest, as setup.cfg asks for and `tox -e oldest` tests, and the newest release series. Nowhere else is a version
 # of them compared.
 TESTED = {"tensorflow": ("2.16.2", "2.21"), "keras": ("3.11", "3.15")}
+TESTED_TUNER = "1.4"
+"""The newest release series of keras-tuner that was tested."""
 _SPELLED = {"tensorflow": "TensorFlow", "keras": "Keras"}
 
 
@@ -95,6 +97,14 @@ def _moved(name: str, error: ImportError) -> str:
 def changed(found: str) -> str:
     """Return an error's message: with what is installed something is not as it was, and what to do."""
     return f"With TensorFlow {_installed('tensorflow')} and Keras {_installed('keras')}: {found}. {advice()}"
+
+
+def changed_tuner(found: str) -> str:
+    """Return an error's message: with the keras-tuner that is installed something is not as it was, and what to do."""
+    return (
+        f"With keras-tuner {_installed('keras_tuner')}: {found}. This release of keras_dist_ext was tested with "
+        f"keras-tuner {TESTED_TUNER}: pip install 'keras-tuner<{_next(TESTED_TUNER)}', or a newer keras_dist_ext."
+    )
 
 
 def _installed(name: str) -> str:

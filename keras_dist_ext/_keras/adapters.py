@@ -9,7 +9,7 @@ import random
 import threading
 import types
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,9 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import py_dataset_adapter
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_dist_ext import versions
-from keras_dist_ext._keras import tree
+from keras_dist_ext._keras import keras, tree
 from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.errors import BackendError
 
@@ -32,6 +30,7 @@ __all__ = [
     "GeneratorDataAdapter",
     "TFDatasetAdapter",
     "use_epoch_iterator",
+    "check_epoch_iterator",
     "seed_py_datasets",
     "preserve_py_dataset_order",
     "first_batch_of_generator",
@@ -44,9 +43,12 @@ __all__ = [
     "py_dataset_batches",
 ]
 
+DataAdapter: TypeAlias = data_adapters.data_adapter.DataAdapter
 ArrayDataAdapter = data_adapters.ArrayDataAdapter
 GeneratorDataAdapter = data_adapters.GeneratorDataAdapter
 TFDatasetAdapter = data_adapters.TFDatasetAdapter
+
+EpochIterator: Any = tf_trainer.TFEpochIterator.__base__  # keras/src/trainers/epoch_iterator.py
 
 _thread = threading.local()
 
@@ -56,6 +58,7 @@ class _TFEpochIterator(tf_trainer.TFEpochIterator):  # type: ignore[misc]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         make = getattr(_thread, "epoch_iterator", None)
+        _thread.is_asked = True
         return super().__new__(cls) if make is None else make(*args, **kwargs)
 
 
@@ -67,14 +70,33 @@ tf_trainer.TFEpochIterator = _TFEpochIterator
 def use_epoch_iterator(make: Callable[..., Any]) -> Iterator[None]:
     """Have ``fit``, ``evaluate`` and ``predict`` of this thread read their data through ``make(**kwargs)``.
 
-    keras/src/backend/tensorflow/trainer.py builds a ``TFEpochIterator`` by name in each of them.
+    keras/src/backend/tensorflow/trainer.py builds a ``TFEpochIterator`` by name in each of them; where it is used,
+    `check_epoch_iterator` sees that it did.
     """
     before = getattr(_thread, "epoch_iterator", None)
     _thread.epoch_iterator = make
+    if before is None:
+        _thread.is_asked = False
     try:
         yield
     finally:
         _thread.epoch_iterator = before
+
+
+def check_epoch_iterator() -> None:
+    """See, inside of `use_epoch_iterator`, that Keras has asked for one.
+
+    Raises:
+        BackendError: Keras reads the data in another way.
+    """
+    if getattr(_thread, "epoch_iterator", None) is not None and not _thread.is_asked:
+        raise BackendError(
+            versions.changed(
+                "fit, evaluate and predict no longer read their data through TFEpochIterator "
+                "(keras/src/backend/tensorflow/trainer.py), by which keras_dist_ext gives each replica its examples. "
+                "No step was made"
+            )
+        )
 
 
 class CustomEpochIterator(EpochIterator):  # type: ignore[misc]
@@ -85,8 +107,10 @@ class CustomEpochIterator(EpochIterator):  # type: ignore[misc]
     Attributes:
         pass_length: how many batches a pass over the data has, if that is known.
         num_read: how many batches of the pass were read.
+        is_built_for: whether the model was asked to build itself for it.
     """
 
+    is_built_for = False
     _num_batches: int | None
     _steps_seen: int
 
@@ -94,12 +118,14 @@ class CustomEpochIterator(EpochIterator):  # type: ignore[misc]
         """Yield the first step, the last step and the batches of each execution of an epoch."""
         raise NotImplementedError
 
-    def _enumerate_iterator(self) -> Iterator[tuple[int, int, Any]]:
-        return self.executions()
+    def __iter__(self) -> Iterator[tuple[int, int, Any]]:
+        """Begin an epoch."""
+        self._executions = self.executions()
+        return self
 
     def __next__(self) -> tuple[int, int, Any]:
         """Return what ``executions`` yields, as it is."""
-        return next(self._epoch_iterator)  # type: ignore[no-any-return]
+        return next(self._executions)
 
     @property
     def pass_length(self) -> int | None:
@@ -114,6 +140,21 @@ class CustomEpochIterator(EpochIterator):  # type: ignore[misc]
     @num_read.setter
     def num_read(self, value: int) -> None:
         self._steps_seen = value
+
+    def check_built(self) -> None:
+        """See that Keras has asked the model to build itself for this iterator, as it does before a run's first step.
+
+        Raises:
+            BackendError: it has not (keras/src/backend/tensorflow/trainer.py, `_maybe_symbolic_build`).
+        """
+        if not self.is_built_for:
+            raise BackendError(
+                versions.changed(
+                    "fit and evaluate no longer call Trainer._maybe_symbolic_build "
+                    "(keras/src/backend/tensorflow/trainer.py), by which keras_dist_ext builds a model and begins the "
+                    "seeds of its replicas. No step was made"
+                )
+            )
 
     def warn_of_interruption(self) -> None:
         """Warn that the data has ended before the epoch, as Keras does."""
@@ -147,8 +188,48 @@ def seed_py_datasets(seed: int | None) -> None:
     """Shuffle the batches of a PyDataset by this seed; None by Python's generator, as Keras does.
 
     keras/src/trainers/data_adapters/py_dataset_adapter.py shuffles by `random`, also in a thread of its own.
+
+    Raises:
+        BackendError: it shuffles in another way.
     """
+    if seed is not None:
+        _check_py_dataset_order()
     _py_dataset_order.generator = random if seed is None else random.Random(seed)
+
+
+@functools.cache
+def _check_py_dataset_order() -> None:
+    """Have Keras shuffle small PyDatasets, once a process, and see that it asks for their order."""
+    for workers in (1, 2):  # in this thread, and in one of its own
+        order = _NotedOrder()
+        with preserve_py_dataset_order():
+            _py_dataset_order.generator = order
+            adapter = data_adapters.get_data_adapter(_SmallPyDataset(workers=workers), shuffle=True)
+            with contextlib.closing(py_dataset_batches(adapter)) as batches:
+                next(batches)
+        if not order.is_asked:
+            raise BackendError(
+                versions.changed(
+                    "a PyDataset is no longer shuffled by Python's random.shuffle or random.Random "
+                    "(keras/src/trainers/data_adapters/py_dataset_adapter.py), so its order would follow no seed"
+                )
+            )
+
+
+class _NotedOrder:
+    is_asked = False
+
+    def shuffle(self, indices: list[int]) -> None:
+        """Leave them as they are."""
+        self.is_asked = True
+
+
+class _SmallPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return np.zeros((1, 1))
 
 
 @contextlib.contextmanager

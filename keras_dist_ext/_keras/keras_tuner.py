@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from keras_dist_ext import versions
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.strategies import has_several_workers
 from keras_dist_ext.errors import BackendError, TunerError
@@ -31,8 +32,11 @@ except ImportError as error:
 
 __all__ = [
     "FatalTunerError",
+    "FatalBackendError",
     "keras_tuner",
     "HookedTuner",
+    "REPLACED",
+    "REPLACED_OF",
     "objectives_of",
     "score_of",
     "callbacks_with_empty_batch_hooks",
@@ -52,10 +56,71 @@ class FatalTunerError(TunerError, keras_tuner.errors.FatalError):  # type: ignor
     """A mistake in how a search was set up; keras-tuner does not take it for a failed trial."""
 
 
-class HookedTuner(keras_tuner.Tuner):  # type: ignore[misc]
-    """A tuner that asks its subclass what keras-tuner decides in private methods (engine/base_tuner.py, tuner.py)."""
+class FatalBackendError(BackendError, keras_tuner.errors.FatalError):  # type: ignore[misc]
+    """What is installed is not what this package needs, whatever trial comes next."""
 
-    run_trial: Callable[..., Any]
+
+class HookedTuner(keras_tuner.Tuner):  # type: ignore[misc]
+    """A tuner that asks its subclass what keras-tuner decides in private methods (engine/base_tuner.py, tuner.py).
+
+    A newer release may call others instead: a subclass asks `check_space` once it is made, and `check_trial` before
+    a trial trains.
+    """
+
+    run_trial: Callable[..., Any]  # keras-tuner's, or a user's own
+    _called: frozenset[str] = frozenset()  # of these methods, by keras-tuner: when it was made, or in this trial
+    _is_in_trial = False
+
+    def check_space(self) -> None:
+        """See that keras-tuner has asked for the space.
+
+        Raises:
+            FatalBackendError: it has not.
+        """
+        if "reload" not in self._called:
+            self._check_called(self._populate_initial_space)
+
+    def check_trial(self) -> None:
+        """See that keras-tuner has asked to run the trial, and to build and compile its model.
+
+        Raises:
+            FatalBackendError: it has not.
+        """
+        if not self._is_in_trial:
+            return
+        self._check_called(self._run_and_update_trial)
+        if "run_trial" not in self._called and not any(
+            {"run_trial", "_build_and_fit_model"} & vars(cls).keys()
+            for cls in type(self).__mro__
+            if not cls.__module__.startswith("keras_tuner.")
+        ):  # else a user's own code may build models
+            self._check_called(self._try_build, self._override_compile_args)
+
+    def _check_called(self, *methods: Callable[..., Any]) -> None:
+        missing = [method.__name__ for method in methods if method.__name__ not in self._called]
+        if missing:
+            raise FatalBackendError(
+                versions.changed_tuner(
+                    f"the tuner no longer calls {', '.join(f'Tuner.{name}' for name in missing)} "
+                    "(keras_tuner/src/engine/tuner.py, base_tuner.py), by which keras_dist_ext has the models of a "
+                    "search live under strategies. No step was made"
+                )
+            )
+
+    def reload(self) -> None:
+        """Continue from the saved project."""
+        self._called |= {"reload"}
+        super().reload()
+
+    def on_trial_begin(self, trial: Any) -> None:
+        """Begin a trial."""
+        super().on_trial_begin(trial)
+        self._called, self._is_in_trial = frozenset(), True
+
+    def on_trial_end(self, trial: Any) -> None:
+        """End a trial."""
+        self._is_in_trial = False
+        super().on_trial_end(trial)
 
     def _discover_space(self) -> None:
         """Find the hyperparameters to search, by building a model."""
@@ -79,6 +144,7 @@ class HookedTuner(keras_tuner.Tuner):  # type: ignore[misc]
 
     def _run_and_update_trial(self, trial: Any, *args: Any, **kwargs: Any) -> None:
         own = vars(self).get("run_trial")
+        self._called |= {self._run_and_update_trial.__name__} | ({"run_trial"} if own is not None else set())
         self.run_trial = functools.partial(self._follow_trial, self.run_trial)  # what keras-tuner is about to call
         try:
             super()._run_and_update_trial(trial, *args, **kwargs)
@@ -88,12 +154,15 @@ class HookedTuner(keras_tuner.Tuner):  # type: ignore[misc]
                 self.run_trial = own
 
     def _populate_initial_space(self) -> None:
+        self._called |= {self._populate_initial_space.__name__}
         self._discover_space()
 
     def _try_build(self, hp: keras_tuner.HyperParameters) -> keras.Model:
+        self._called |= {self._try_build.__name__}
         return self._build_for_trial(hp)
 
     def _override_compile_args(self, model: keras.Model) -> None:
+        self._called |= {self._override_compile_args.__name__}
         self._compile_for_trial(model)
 
 
@@ -133,6 +202,16 @@ def callbacks_of_worker(
     """
     alone = not has_several_workers(model.distribute_strategy)
     return [callback for callback in callbacks if not (alone and isinstance(callback, tuner_utils.SaveBestEpoch))]
+
+
+REPLACED = ("_check_consecutive_failures", "_save_trial", "save")
+"""What the functions below replace of any oracle, and of those of some kinds."""
+REPLACED_OF = {
+    keras_tuner.oracles.RandomSearchOracle: ("_random_values",),
+    keras_tuner.oracles.BayesianOptimizationOracle: ("_random_values", "_vectorize_trials"),
+    keras_tuner.oracles.HyperbandOracle: ("_random_values",),
+    keras_tuner.oracles.GridSearchOracle: (),
+}
 
 
 def count_failures(oracle: keras_tuner.Oracle, counts: Callable[[Any], bool]) -> None:

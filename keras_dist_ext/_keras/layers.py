@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.common import masking
 from keras.src.backend.common.name_scope import current_path
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.backend import masking
 from keras_dist_ext.aliases import TensorNest
 
 __all__ = [

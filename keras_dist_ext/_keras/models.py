@@ -72,6 +72,8 @@ class HookedModel(keras.Model):  # type: ignore[misc]
         return load(file)
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: TensorNest = None) -> None:
+        if hasattr(iterator, "is_built_for"):  # one of ours
+            iterator.is_built_for = True
         self._build_for_run(iterator, data_batch)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:

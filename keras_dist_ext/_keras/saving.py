@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeAlias
@@ -16,17 +17,21 @@ from keras.src import api_export
 from keras.src import export as export_module
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib, serialization_lib
-from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import io_utils
 from tensorflow.python.checkpoint import checkpoint
 from tensorflow.python.saved_model import save as saved_model
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.interception import patched
+from keras_dist_ext._keras.interception import Hook, definer, patched
 from keras_dist_ext._keras.models import HookedModel
 
 __all__ = [
     "Saveable",
+    "SAVE_HOOKS",
+    "EXPORT_FORMATS",
+    "PICKLES",
+    "CHECKPOINTS",
+    "noting_saves",
     "unpickle_model",
     "save_as",
     "has_own_config",
@@ -40,20 +45,59 @@ __all__ = [
     "answer_overwriting_by",
 ]
 
+KerasSaveable: Any = definer(keras.Model, "_unpickle_model")  # keras/src/saving/keras_saveable.py
+
 Write: TypeAlias = Callable[[Any], Any]
 """Write something to a path."""
 
 
+SAVE_HOOKS: list[Hook] = []
+"""What is asked, in Keras and TensorFlow, before something is saved. `noting_saves` notes those that are called."""
+
+EXPORT_FORMATS: list[str] = []
+"""How `Model.export` calls the formats whose functions are among those."""
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def noting_saves() -> Iterator[set[str]]:
+    """Note which of these hooks are called in this thread; they do nothing else, but where a checkpoint is written."""
+    receipts: set[str] = set()
+    _thread.receipts = receipts
+    try:
+        yield receipts
+    finally:
+        del _thread.receipts
+
+
+def _is_noted(hook: Hook) -> bool:
+    receipts = getattr(_thread, "receipts", None)
+    if receipts is not None:
+        receipts.add(str(hook))
+    return receipts is not None
+
+
+def _save_hook(owner: Any, name: str) -> Hook:
+    function = getattr(owner, name)
+    hook = Hook(owner, name, f"{function.__module__.replace('.', '/')}.py")
+    SAVE_HOOKS.append(hook)
+    return hook
+
+
 def _hook_saves(owner: Any, name: str, *, makes_parents: bool | None = None) -> None:
     """Have a function that saves a model ask the model to, where it is one of ours, once per process."""
-    original = getattr(owner, name, None)  # older versions of Keras have fewer formats to export to
-    if original is None or hasattr(original, "is_kde_hook"):
+    original = getattr(owner, name)
+    if hasattr(original, "is_kde_hook"):
         return
+    hook = _save_hook(owner, name)
 
     @functools.wraps(original)
     def save(model: keras.Model, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(model, HookedModel):
             return original(model, filepath, *args, **kwargs)
+        if _is_noted(hook):
+            return None
         makes = not kwargs.get("zipped", True) if makes_parents is None else makes_parents
         return model._save_whole(
             lambda path: original(model, path, *args, **kwargs),
@@ -71,8 +115,20 @@ def _hook_saves(owner: Any, name: str, *, makes_parents: bool | None = None) -> 
 _hook_saves(saving_lib, "save_model")
 _hook_saves(saving_lib, "save_weights_only", makes_parents=False)
 _hook_saves(legacy_h5_format, "save_model_to_hdf5", makes_parents=True)
-for _format in ("saved_model", "onnx", "openvino", "litert", "torch"):
-    _hook_saves(export_module, f"export_{_format}", makes_parents=_format == "saved_model")
+for _format in ("saved_model", "onnx", "openvino", "litert"):  # and "torch", which Keras refuses with TensorFlow
+    if hasattr(export_module, f"export_{_format}"):  # older versions have fewer formats to export to
+        _hook_saves(export_module, f"export_{_format}", makes_parents=_format == "saved_model")
+        EXPORT_FORMATS.append("tf_saved_model" if _format == "saved_model" else _format)
+
+
+def _overridden(name: str) -> str:
+    """Note a method that our models override for saves, and return its label."""
+    SAVE_HOOKS.append(Hook(HookedModel, name, f"{definer(keras.Model, name).__module__.replace('.', '/')}.py"))
+    return str(SAVE_HOOKS[-1])
+
+
+PICKLES = _overridden("_unpickle_model")  # keras/src/saving/keras_saveable.py
+CHECKPOINTS = _overridden("_trackable_children")  # keras/src/backend/tensorflow/layer.py
 
 
 def write_saves_by(
@@ -85,16 +141,22 @@ def write_saves_by(
         write_saved_model: what ``tf.saved_model.save`` and Keras' ``ExportArchive`` save (saved_model/save.py).
     """
     save_checkpoint, save_model = checkpoint.TrackableSaver.save, saved_model.save_and_return_nodes
+    hook_of_checkpoint = _save_hook(checkpoint.TrackableSaver, "save")
+    hook_of_model = _save_hook(saved_model, "save_and_return_nodes")
 
     @functools.wraps(save_checkpoint)
     def of_checkpoint(saver: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
         def write(prefix: Any) -> Any:
             return save_checkpoint(saver, prefix, *args, **kwargs)
 
-        return write_checkpoint(write, file_prefix) if tf.executing_eagerly() else write(file_prefix)
+        if _is_noted(hook_of_checkpoint) or not tf.executing_eagerly():
+            return write(file_prefix)
+        return write_checkpoint(write, file_prefix)
 
     @functools.wraps(save_model)
     def of_model(obj: Any, export_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_noted(hook_of_model):
+            return None
         return write_saved_model(lambda path: save_model(obj, path, *args, **kwargs), export_dir)
 
     checkpoint.TrackableSaver.save = of_checkpoint
@@ -170,7 +232,7 @@ def has_recorded_arguments(model: keras.Model) -> bool:
     return bool(recorded is not None and recorded.config)
 
 
-def has_automatic_config(thing: KerasSaveable) -> bool:
+def has_automatic_config(thing: Any) -> bool:
     """Whether `get_config` gives the recorded arguments of the constructor (ops/operation.py).
 
     Keras 3.11 records those that were given, so others have their defaults; Keras 3.15 records all.

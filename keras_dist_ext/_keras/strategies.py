@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -132,7 +133,13 @@ def first_replica(strategy: tf.distribute.Strategy) -> int:
 
 def is_default_strategy(strategy: tf.distribute.Strategy) -> bool:
     """Whether it is what `tf.distribute.get_strategy()` gives outside of all scopes (distribute/distribute_lib.py)."""
-    return type(strategy).__name__ == "_DefaultDistributionStrategy"
+    return type(strategy) is _type_of_none()
+
+
+@functools.cache
+def _type_of_none() -> type:
+    with tf.Graph().as_default():  # which is in no scope
+        return type(tf.distribute.get_strategy())
 
 
 def has_several_workers(strategy: tf.distribute.Strategy) -> bool:

@@ -31,6 +31,7 @@ In reading order:
     logs              the metrics of a step
     pass_through      what Keras gets where nothing is shared
     receipts          whether Keras still calls what is answered here
+    save_receipts     and what is asked before a save
     virtual_replicas  several replicas, one after the other, on one device
     suspendable_thread  how one waits for the others
     xla, graphs       what is compiled by XLA, and what runs as a graph

@@ -12,7 +12,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -25,8 +25,11 @@ from keras_dist_ext._keras.optimizers import keeps_gradients
 from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext.errors import BackendError
 from keras_dist_ext.step.pass_through import PassThrough
+from keras_dist_ext.step.save_receipts import uncalled_save_hooks
 
 __all__ = ["check_hooks", "check_step", "uncalled_hooks"]
+
+_T = TypeVar("_T")
 
 
 @functools.cache
@@ -37,6 +40,15 @@ def check_hooks() -> None:
         BackendError: Keras or TensorFlow does not call one of them.
     """
     _refuse(uncalled_hooks(), "a small stock model", " Nothing was trained.")
+    unasked = _in_thread(uncalled_save_hooks)
+    if unasked:
+        named = ", ".join(f"{hook} ({hook.file})" for hook in unasked)
+        raise BackendError(
+            _advised(
+                f"what saves a small model no longer calls {named}, by which keras_dist_ext has files whole, of one "
+                "worker each, and with the seeds of replicas: they would not be, without an error. Nothing was trained."
+            )
+        )
 
 
 def uncalled_hooks() -> list[str]:
@@ -46,26 +58,36 @@ def uncalled_hooks() -> list[str]:
         BackendError: what should call them fails.
     """
     step = _TriedStep()
+
+    def use_all() -> None:
+        with intercept(step):
+            _use_all(step)
+
+    _in_thread(use_all)
+    if not step.drawn >= set(DRAWN_KINDS.values()):
+        step.receipts.discard(DRAWS)
+    return [str(hook) for hook in HOOKS if str(hook) not in step.receipts]
+
+
+def _in_thread(use: Callable[[], _T]) -> _T:
+    """Return what a function does in a thread of its own: in no graph, strategy or tape, with names of its own."""
+    found: list[_T] = []
     failed: list[Exception] = []
 
     def run() -> None:
         try:
-            with warnings.catch_warnings(), tf.device("CPU:0"), intercept(step):
+            with warnings.catch_warnings(), tf.device("CPU:0"):
                 warnings.simplefilter("ignore")  # of a model that nobody has made
-                _use_all(step)
+                found.append(use())
         except Exception as error:
             failed.append(error)
 
-    # In a thread of its own it is in no graph, strategy or tape, and counts no names of Keras' thread.
     thread = threading.Thread(target=run, name="hook_receipts")
     thread.start()
     thread.join()
-    if not step.drawn >= set(DRAWN_KINDS.values()):
-        step.receipts.discard(DRAWS)
-    missing = [str(hook) for hook in HOOKS if str(hook) not in step.receipts]
     if failed:
         raise BackendError(_advised(f"A small stock model fails with {type(failed[0]).__name__}: {failed[0]}."))
-    return missing
+    return found[0]
 
 
 class _TriedStep(PassThrough):

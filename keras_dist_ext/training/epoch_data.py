@@ -278,6 +278,8 @@ class EpochData(CustomEpochIterator):
 
     def executions(self) -> Iterator[tuple[int, int, Execution]]:
         """Yield the executions of an epoch."""
+        if self._kind != "predict":
+            self.check_built()
         if not self._has_drawn:
             self._has_drawn = True
             random.randrange(2**31)

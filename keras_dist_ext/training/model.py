@@ -11,6 +11,7 @@ from typing import TypeVar
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.adapters import check_epoch_iterator
 from keras_dist_ext._keras.interception import patched
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import (
@@ -241,6 +242,7 @@ class Model(HookedModel, metaclass=Scoped):
         if iterator is None:
             runtime.build(runtime.kind_of_batches, *specs_of_arrays(batch))
         else:
+            check_epoch_iterator()
             runtime.build(iterator.kind, iterator.batch_spec, iterator.exact_spec)
         if self.placement is not None:
             self.placement.place_new_variables()

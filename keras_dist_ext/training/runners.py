@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.adapters import check_epoch_iterator
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.data.graph_checks import as_data_errors
@@ -50,6 +51,7 @@ class StepRunner:
             if program.kind == "train":
                 check = functools.partial(_check, program, first_batch)
         else:
+            check_epoch_iterator()
             batch = tree.map_structure(_as_tensor, next(iterator))
             self._compare_first_batch(batch)
             run_steps = functools.partial(_run_on_batch, program, batch)
@@ -197,6 +199,7 @@ def predictor(program: PredictProgram | CoordinatorProgram) -> PredictFunction:
                 outputs = program.on_batches(batches, of_worker=execution.reader.is_of_worker)
             heartbeat.steps_end(execution.num_made)
             return outputs
+        check_epoch_iterator()
         with _waiting(program.strategy, "predict_on_batch"), as_data_errors():
             return program.on_batches([tree.map_structure(_as_tensor, batch) for batch in batches])
 

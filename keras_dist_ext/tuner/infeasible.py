@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_dist_ext._keras.keras_tuner import count_failures, keras_tuner, learn_from_failures, objectives_of, redraw
+from keras_dist_ext._keras.oracle_receipts import check_oracle
 from keras_dist_ext.tuner.objectives import UNREACHED, SecondsTo
 from keras_dist_ext.tuner.records import ProjectRecords, TrialRecord
 from keras_dist_ext.tuner.strategies import HYPERPARAMETER
@@ -25,6 +26,7 @@ def avoid_infeasible(oracle: keras_tuner.Oracle, records: ProjectRecords, execut
         records: of its project, with the reason why a trial failed.
         executions_per_trial: over which a trial's score is averaged.
     """
+    check_oracle(oracle)
     known = _FailedTrials(oracle, records)
     redraw(oracle, known.is_known_infeasible)
     may_not_reach = any(isinstance(objective, SecondsTo) for objective in objectives_of(oracle.objective))

@@ -108,6 +108,7 @@ class StrategySearch(HookedTuner):
         if not self._role.may_overwrite:
             kwargs["overwrite"] = False  # each process would empty the folder that all of them work in
         super().__init__(*args, **kwargs)
+        self.check_space()
         connect_to_chief(self, self._role)
         self._logs = None if log_dir is None else TrialLogs(log_dir, several=self.executions_per_trial > 1)
         self._records = ProjectRecords(self.project_dir)
@@ -208,6 +209,7 @@ class StrategySearch(HookedTuner):
     def _fit(
         self, fit: Callable[..., Any], hp: keras_tuner.HyperParameters, model: keras.Model, *args: Any, **kwargs: Any
     ) -> Any:
+        self.check_trial()
         if not self._role.reports:
             kwargs["callbacks"] = callbacks_of_worker(kwargs.get("callbacks", ()), model)
         if self._trial_run is not None:

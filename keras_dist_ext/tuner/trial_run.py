@@ -11,13 +11,14 @@ import numpy as np
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.keras_tuner import (
+    FatalBackendError,
     FatalTunerError,
     callbacks_with_empty_batch_hooks,
     keras_tuner,
     score_of,
 )
 from keras_dist_ext.aliases import Logs
-from keras_dist_ext.errors import TunerError
+from keras_dist_ext.errors import BackendError, TunerError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.monitoring.monitor import ReplicaMonitor
 from keras_dist_ext.strategy.scope import describe_strategy
@@ -164,9 +165,9 @@ class TrialRun:
         """Return the exception to raise to keras-tuner instead of one that ended the trial; None: that one itself."""
         if isinstance(error, keras_tuner.errors.FatalError | keras_tuner.errors.FailedTrialError):
             return None
-        if isinstance(error, TunerError):
-            fatal: Exception = FatalTunerError(str(error))
-            return fatal
+        if isinstance(error, TunerError | BackendError):
+            kind: type[Exception] = FatalTunerError if isinstance(error, TunerError) else FatalBackendError
+            return kind(str(error))
         failure = classify_failure(error)
         if not failure.is_infeasible or failure.is_transient:
             return None  # retried, and counted, as keras-tuner does

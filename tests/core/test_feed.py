@@ -113,7 +113,9 @@ class Program(StepProgram):
 
 def make_data(dataset, num_steps=3, **arguments):
     runtime = kde.Sequential([keras.layers.Dense(1)]).replica_runtime
-    return EpochData(runtime, "train", ExecutionSizer(num_steps), x=dataset, steps_per_execution=1, **arguments)
+    data = EpochData(runtime, "train", ExecutionSizer(num_steps), x=dataset, steps_per_execution=1, **arguments)
+    data.is_built_for = True
+    return data
 
 
 def run_epochs(data, num_epochs=1):

@@ -11,12 +11,19 @@ import tensorflow as tf
 from cases import rotating
 
 import keras_dist_ext as kde
+from keras_dist_ext._keras import adapters
+from keras_dist_ext._keras.adapters import py_dataset_adapter, seed_py_datasets, tf_trainer
 from keras_dist_ext._keras.interception import HOOKS
+from keras_dist_ext._keras.models import HookedModel
+from keras_dist_ext._keras.saving import SAVE_HOOKS
 from keras_dist_ext.step import receipts
+from keras_dist_ext.step.save_receipts import uncalled_save_hooks
+from keras_dist_ext.training import worker_saves  # noqa: F401 - installs hooks
 
 X = np.linspace(-1, 1, 12, dtype="float32").reshape(4, 3)
 Y = X.sum(axis=1, keepdims=True)
 TRIED = {str(hook): hook for hook in HOOKS}
+OF_SAVES = {str(hook): hook for hook in SAVE_HOOKS}
 OF_STEPS = {
     "Model.compute_loss": "train",
     "Mean.update_state": "test",
@@ -31,6 +38,15 @@ def silence(monkeypatch, name):
     """Have Keras and TensorFlow call their own function, as a release does that no longer asks the module for it."""
     hook = TRIED[name]
     monkeypatch.setattr(hook.owner, hook.name, getattr(hook.owner, hook.name).__wrapped__)
+
+
+def silence_save(monkeypatch, name):
+    """The same for what is asked before a save: a function, or a method that our models override."""
+    hook = OF_SAVES[name]
+    if hook.owner is HookedModel:
+        monkeypatch.delattr(HookedModel, hook.name)
+    else:
+        monkeypatch.setattr(hook.owner, hook.name, getattr(hook.owner, hook.name).__wrapped__)
 
 
 def small_model(strategy):
@@ -94,6 +110,99 @@ def test_a_hook_that_only_the_step_of_a_model_does_not_call_is_named_by_its_firs
     with pytest.raises(kde.BackendError, match=rf"the {OF_STEPS[name]} step of 'small', which is .*{re.escape(name)}"):
         run(X, Y, verbose=0)
     np.testing.assert_equal(model.get_weights(), before)
+
+
+def test_each_hook_of_saves_is_called_by_what_saves_and_nothing_is_said(capfd, caplog):
+    assert uncalled_save_hooks() == []
+    assert len(OF_SAVES) == len(SAVE_HOOKS) > 9
+    assert capfd.readouterr() == ("", "")
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("name", rotating(OF_SAVES, ["saving_lib.save_model", "HookedModel._trackable_children"]))
+def test_a_hook_of_saves_that_is_silent_is_named_before_the_first_step(name, monkeypatch, mirrored):
+    monkeypatch.setattr(receipts, "uncalled_hooks", list)  # of steps, which are not looked at here
+    silence_save(monkeypatch, name)
+    model = small_model(mirrored)
+    before = model.get_weights()
+    receipts.check_hooks.cache_clear()
+    try:
+        with pytest.raises(kde.BackendError) as raised:
+            model.fit(X, Y, verbose=0)
+    finally:
+        receipts.check_hooks.cache_clear()
+    assert re.search(
+        rf"With TensorFlow \d\S+ and Keras \d\S+: what saves a small model no longer calls {re.escape(name)} "
+        r"\((keras|tensorflow)/\S+\.py\), by which .* Nothing was trained\. .*pip install 'tensorflow<",
+        str(raised.value),
+    )
+    np.testing.assert_equal(model.get_weights(), before)
+
+
+def keeps_its_own_iterator(monkeypatch):
+    monkeypatch.setattr(tf_trainer, "TFEpochIterator", tf_trainer.TFEpochIterator.__mro__[1])
+
+
+def builds_otherwise(monkeypatch):
+    monkeypatch.delattr(HookedModel, "_maybe_symbolic_build")
+
+
+FEEDS = {
+    "fit keeps its own iterator": (keeps_its_own_iterator, "fit", "TFEpochIterator"),
+    "evaluate keeps its own iterator": (keeps_its_own_iterator, "evaluate", "TFEpochIterator"),
+    "predict keeps its own iterator": (keeps_its_own_iterator, "predict", "TFEpochIterator"),
+    "fit does not ask for a build": (builds_otherwise, "fit", "_maybe_symbolic_build"),
+    "evaluate does not ask for a build": (builds_otherwise, "evaluate", "_maybe_symbolic_build"),
+}
+
+
+@pytest.mark.parametrize("made", rotating(FEEDS, ["fit keeps its own iterator"]))
+@pytest.mark.parametrize("kind", rotating(["mirrored2", "one_device"], ["mirrored2"]))
+def test_keras_loops_that_no_longer_ask_for_data_or_a_build_are_an_error_before_the_first_step(
+    made, kind, monkeypatch, strategies
+):
+    silent, method, named = FEEDS[made]
+    model = small_model(strategies.get(kind))
+    model.predict(X, verbose=0)
+    before = model.get_weights()
+    silent(monkeypatch)
+    with pytest.raises(
+        kde.BackendError, match=rf"With TensorFlow .*{named} \(keras/src/.*No step was made\. This release"
+    ):
+        getattr(model, method)(X, *([] if method == "predict" else [Y]), verbose=0)
+    np.testing.assert_equal(model.get_weights(), before)
+
+
+@pytest.mark.parametrize("batch", rotating(["train_on_batch", "test_on_batch", "predict_on_batch"], []))
+def test_callbacks_may_give_a_run_s_model_batches_of_their_own(batch, mirrored):
+    model = small_model(mirrored)
+    given = (X,) if batch == "predict_on_batch" else (X, Y)
+    made = []
+
+    class OfItsOwn(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            made.append(getattr(model, batch)(*given))
+
+        on_epoch_end = on_test_begin = lambda self, *args: self.on_train_begin()
+
+    model.fit(X, Y, validation_data=(X, Y), callbacks=[OfItsOwn()], epochs=2, verbose=0)
+    model.evaluate(X, Y, callbacks=[OfItsOwn()], verbose=0)
+    assert len(made) == 6
+
+
+def test_a_py_dataset_that_keras_shuffles_otherwise_is_an_error_where_a_seed_is_given(monkeypatch):
+    monkeypatch.setattr(py_dataset_adapter, "random", random)
+    adapters._check_py_dataset_order.cache_clear()
+    with pytest.raises(kde.BackendError, match=r"PyDataset is no longer shuffled .*py_dataset_adapter\.py\), so its"):
+        seed_py_datasets(1)
+    seed_py_datasets(None)
+
+
+def test_arrays_that_keras_shuffles_otherwise_are_an_error_where_a_seed_is_given(monkeypatch):
+    for owner, name in [(tf.random, "shuffle"), (tf.random.experimental, "stateless_shuffle")]:
+        monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
+    with pytest.raises(kde.BackendError, match=r"arrays are no longer shuffled .*array_data_adapter\.py\), so their"):
+        kde.distribute((X, Y), batch_size=2, seed=1)
 
 
 def test_trying_the_hooks_leaves_names_and_seeds_of_keras_as_they_are():
