@@ -129,6 +129,33 @@ def _(
     return step.all_reduce_gradients(grads_and_vars)
 
 
+# keras/src/backend/tensorflow/optimizer.py: slices of one row are added up in an order of each replica's own.
+for _name in ("assign_add", "assign_sub"):
+
+    @install(keras.optimizers.Optimizer, _name)
+    def _(
+        original: Callable[..., Any],
+        step: Step,
+        optimizer: keras.optimizers.Optimizer,
+        variable: keras.Variable,
+        value: TensorNest,
+    ) -> None:
+        original(optimizer, variable, step.sum_duplicates(value) if isinstance(value, tf.IndexedSlices) else value)
+
+
+# tensorflow/python/framework/indexed_slices.py: so they are where they become a tensor.
+def _slices_to_tensor(
+    slices: tf.IndexedSlices, dtype: Any = None, name: str | None = None, as_ref: bool = False
+) -> Any:
+    step = current_step()
+    if step is None or not (dtype is None or tf.as_dtype(dtype).is_compatible_with(slices.dtype)):
+        return NotImplemented
+    return step.to_dense(slices)
+
+
+tf.register_tensor_conversion_function(tf.IndexedSlices, _slices_to_tensor, priority=90)  # before TensorFlow's own
+
+
 # keras/src/backend/tensorflow/core.py
 @install(keras.Variable, "_direct_assign")
 def _(original: Callable[..., Any], step: Step, variable: keras.Variable, value: tf.Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import ctc_ops
 
-from keras_dist_ext._keras import backend, keras
+from keras_dist_ext._keras import backend, keras, tree
 from keras_dist_ext._keras.interception import Step, definer, install
 from keras_dist_ext._keras.strategies import sum_over_replicas
 from keras_dist_ext.aliases import TensorNest
@@ -24,14 +24,11 @@ for _op_name in ("conv", "conv_transpose", "depthwise_conv", "separable_conv", "
         return step.on_rows(inputs, lambda rows: original(rows, *args, **kwargs))
 
 
-# keras/src/layers/convolutional, pooling: around the whole layer, so that TensorFlow still fuses it with its bias.
+# keras/src/layers/convolutional, pooling: around the whole layer, so that TensorFlow still fuses it with its bias. That
+# it does not for Conv1D, whose outputs are reshaped before, nor for a transposed convolution.
 for _layer_class in (
-    keras.layers.Conv1D,
     keras.layers.Conv2D,
     keras.layers.Conv3D,
-    keras.layers.Conv1DTranspose,
-    keras.layers.Conv2DTranspose,
-    keras.layers.Conv3DTranspose,
     keras.layers.DepthwiseConv1D,
     keras.layers.DepthwiseConv2D,
     keras.layers.SeparableConv1D,
@@ -98,12 +95,38 @@ def _(original: Callable[..., Any], step: Step, layer: keras.Layer, inputs: Tens
     return tf.squeeze(mean), tf.squeeze(squares / count)
 
 
-# keras/src/layers/rnn/rnn.py: `states` has a row for each of the whole batch.
+# keras/src/layers/rnn/rnn.py: `states` has a row for each of the whole batch. cuDNN's kernels fail on no rows
+# (backend/tensorflow/rnn.py), and on one that is masked from its first step on.
 @install(keras.layers.RNN, "call")
-def _(original: Callable[..., Any], step: Step, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+def _(
+    original: Callable[..., Any],
+    step: Step,
+    layer: keras.Layer,
+    sequences: TensorNest,
+    initial_state: TensorNest = None,
+    mask: TensorNest = None,
+    training: Any = False,
+) -> Any:
     if layer.stateful:
         step.check_stateful(layer)
-    return original(layer, *args, **kwargs)
+    if not (isinstance(layer, keras.layers.LSTM | keras.layers.GRU) and backend.has_gpus()):
+        return original(layer, sequences, initial_state=initial_state, mask=mask, training=training)
+
+    def of_as_many(rows: tf.Tensor) -> Any:
+        missing = tf.shape(rows)[0] - tf.shape(sequences)[0]
+
+        def filled(value: TensorNest, fill: int) -> TensorNest:
+            if value is None:
+                return None
+            value = tf.convert_to_tensor(value)
+            more = tf.fill(tf.concat([[missing], tf.shape(value)[1:]], 0), tf.cast(fill, value.dtype))
+            return tf.concat([value, more], 0)
+
+        states = tree.map_structure(lambda state: filled(state, 0), initial_state)
+        masks = tree.map_structure(lambda own: filled(own, 1), mask)
+        return original(layer, rows, initial_state=states, mask=masks, training=training)
+
+    return step.on_rows(sequences, of_as_many)
 
 
 # keras/src/backend/tensorflow/numpy.py: takes what has no rows for the vector of a bias, since 0 is no more than 1.

@@ -13,6 +13,7 @@ In reading order:
     branches            branches, loops and functions in which replicas add up
     reducers          how replicas add up: alone, mirrored, on a TPU
     update            let every replica run an optimizer
+    slices            sums of sparse gradients, the same bits on every replica
     step_plan         what is known of a step before it is traced to be run
     global_gradients  ``kde.reduce_gradients``
     observer          what may be told of a step while it is traced

@@ -8,9 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras
+from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.variables import Variable, components, local_component
 from keras_dist_ext.aliases import Gradient, TensorNest
+from keras_dist_ext.step.slices import sum_duplicates, to_dense
 
 __all__ = ["LocalUpdate", "PassThrough", "on_rows"]
 
@@ -71,6 +72,14 @@ class PassThrough:
         """Leave gradients alone."""
         return grads_and_vars
 
+    def sum_duplicates(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """Leave slices as they are."""
+        return slices
+
+    def to_dense(self, slices: tf.IndexedSlices) -> Any:
+        """Leave it to TensorFlow."""
+        return NotImplemented
+
     def next_seed(
         self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], Any]
     ) -> tf.Tensor:
@@ -122,6 +131,14 @@ class LocalUpdate(PassThrough):
         local = local_component(variable)
         local.assign(tf.cast(value, local.dtype))
 
+    def sum_duplicates(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """Add up slices of one row as the other replicas do."""
+        return sum_duplicates(slices)
+
+    def to_dense(self, slices: tf.IndexedSlices) -> Any:
+        """Add up slices of one row as the other replicas do."""
+        return to_dense(slices)
+
 
 _guarded = threading.local()  # whether what this thread runs has rows already
 
@@ -129,8 +146,9 @@ _guarded = threading.local()  # whether what this thread runs has rows already
 def on_rows(inputs: TensorNest, op: Callable[[Any], Any]) -> TensorNest:
     """Run an op that fails on no rows on a row of zeros where there are none, and return none for it.
 
-    Convolutions and max pooling do on CPUs (oneDNN's in the forward pass or in the gradient). Where there are rows,
-    nothing is copied: TensorFlow's kernels hand on a tensor that a Pad or a Slice leaves as it is.
+    Convolutions and max pooling do on CPUs (oneDNN's in the forward pass or in the gradient), recurrent layers on GPUs
+    (cuDNN's). Where there are rows, nothing is copied: TensorFlow's kernels hand on a tensor that a Pad or a Slice
+    leaves as it is.
     """
     inputs = tf.convert_to_tensor(inputs)
     if getattr(_guarded, "now", False) or inputs.shape.rank is None or inputs.shape[0]:
@@ -143,6 +161,10 @@ def on_rows(inputs: TensorNest, op: Callable[[Any], Any]) -> TensorNest:
         outputs = op(padded)
     finally:
         _guarded.now = False
-    kept = tf.slice(outputs, [0] * outputs.shape.rank, [rows, *[-1] * (outputs.shape.rank - 1)])
-    kept.set_shape([inputs.shape[0], *outputs.shape[1:]])
-    return kept
+
+    def kept(output: tf.Tensor) -> tf.Tensor:
+        own = tf.slice(output, [0] * output.shape.rank, [rows, *[-1] * (output.shape.rank - 1)])
+        own.set_shape([inputs.shape[0], *output.shape[1:]])
+        return own
+
+    return tree.map_structure(kept, outputs)

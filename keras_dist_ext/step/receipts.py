@@ -130,6 +130,7 @@ def _use_all(step: _TriedStep) -> None:
     """
     seed = keras.random.SeedGenerator(1)
     state = tf.Variable(1.0)
+    table = tf.Variable([1.0, 2.0])
     total = keras.metrics.Sum()
     nets = []
     for optimizer in (keras.optimizers.SGD(), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())):
@@ -165,6 +166,8 @@ def _use_all(step: _TriedStep) -> None:
             layer(tf.ones((2, 4, 1)), training=True)
         total.update_state(tf.ones((2,)))
         keras.losses.Dice()(tf.ones((2, 2)), tf.ones((2, 2)))
+        for update in (optimizer.inner_optimizer.assign_add, optimizer.inner_optimizer.assign_sub):
+            update(table, tf.IndexedSlices(tf.ones((1,)), tf.constant([0])))
         step.leaves_out = True  # its graph is large
         keras.ops.ctc_loss(tf.ones((2, 2), tf.int32), tf.ones((2, 4, 3)), tf.constant([2, 2]), tf.constant([4, 4]))
         for draw in (keras.random.uniform, keras.random.normal, keras.random.truncated_normal):

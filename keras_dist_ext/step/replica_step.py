@@ -29,6 +29,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.models import overrides
 from keras_dist_ext._keras.optimizers import inner_optimizer
+from keras_dist_ext._keras.tracing import in_xla
 from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.aliases import DType, Gradient, TensorNest
 from keras_dist_ext.errors import DataError
@@ -49,6 +50,7 @@ from keras_dist_ext.step.recorder import StepNote
 from keras_dist_ext.step.reduce import as_float, scale
 from keras_dist_ext.step.reducers import Reducer, reducer_of
 from keras_dist_ext.step.row_weights import RowWeights
+from keras_dist_ext.step.slices import sum_duplicates, to_dense
 from keras_dist_ext.step.step_plan import StepPlan
 
 __all__ = ["ReplicaStep", "StepOptions"]
@@ -333,6 +335,14 @@ class ReplicaStep:
     def on_rows(self, inputs: TensorNest, op: Callable[[Any], Any]) -> TensorNest:
         """Return what an op gives for each row, where this replica may have none."""
         return op(inputs) if self.num_replicas == 1 else pass_through.on_rows(inputs, op)
+
+    def sum_duplicates(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """Add up slices of one row as the other replicas do; XLA has an order of its own."""
+        return slices if self.num_replicas == 1 or in_xla() else sum_duplicates(slices)
+
+    def to_dense(self, slices: tf.IndexedSlices) -> Any:
+        """Add up slices of one row as the other replicas do; XLA has an order of its own."""
+        return NotImplemented if self.num_replicas == 1 or in_xla() else to_dense(slices)
 
     def check_stateful(self, layer: keras.layers.Layer) -> None:
         """Refuse a layer that keeps a state for each row of the global batch.

@@ -31,8 +31,9 @@ from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.gradient_values import dense_values
+from keras_dist_ext.step.pass_through import LocalUpdate
 from keras_dist_ext.step.reduce import OrderedSum, PlainSum, optimization_barrier
-from keras_dist_ext.step.reducers import MirroredReducer, Reducer, RowRange, reducer_of
+from keras_dist_ext.step.reducers import MirroredReducer, OneReplica, Reducer, RowRange, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
 from keras_dist_ext.step.suspendable_thread import SuspendableThread, SyncPoint
 from keras_dist_ext.step.update import (
@@ -103,6 +104,8 @@ class _VirtualReplicas:
     ) -> None:
         context = tf.distribute.get_replica_context()
         self._real = reducer_of(model, loops=loops)
+        if self._real.is_alone and virtual.is_ordered:
+            self._real = _OneDevice()
         self._virtual = virtual
         self._side_by_side = side_by_side
         self._parts = parts
@@ -201,6 +204,14 @@ class _VirtualReplicas:
         self._state.assign_reduced(update.states, values)
         self._state.share(update.variables)
         run_optimizer(real, update, gradients, may_update)
+
+
+class _OneDevice(OneReplica):
+    """The only device, which updates weights with the bits that several devices give them."""
+
+    def updating(self) -> contextlib.AbstractContextManager[None]:
+        """See ``Reducer``."""
+        return intercept(LocalUpdate())
 
 
 class _VirtualReducer(Reducer):
