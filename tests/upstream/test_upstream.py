@@ -27,6 +27,7 @@ from keras.src.losses import loss as loss_module
 from keras.src.losses import losses as losses_module
 from keras.src.trainers.data_adapters import py_dataset_adapter
 from tensorflow.python.distribute.coordinator import values as coordinator_values
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from versions import KERAS_VERSION
 
 import keras_dist_ext as kde
@@ -1844,6 +1845,27 @@ def test_the_profiler_says_when_an_op_ran(tmp_path):
     spans = [(begin, end) for name, begin, end in op_spans(str(tmp_path)) if name == "placed/product"]
     assert len(spans) == 3
     assert all(1e-6 < end - begin < 1 for begin, end in spans)
+
+
+def test_the_profile_of_a_gpu_names_the_op_of_a_kernel(tmp_path: Any) -> None:
+    """As an H200 has written it: events are kernels, and the op is a stat of theirs."""
+    space = xplane_pb2.XSpace()
+    plane = space.planes.add(name="/device:GPU:0")
+    words = ["tf_op", "net/first/MatMul:MatMul", "net/first/BiasAdd/_1:_Send", "kernel_details", ""]
+    for number, word in enumerate(words, 1):
+        plane.stat_metadata[number].name = word
+    for number, name in enumerate(["void gemmSN_NN_kernel<float, 128>(int)", "MemcpyD2D", "Memset 3"], 1):
+        plane.event_metadata[number].name = name
+    line = plane.lines.add(name="Stream #13(Compute,Memset)", timestamp_ns=5_000)
+    for kernel, op in ((1, 2), (2, 3), (3, None)):
+        event = line.events.add(metadata_id=kernel, offset_ps=1_000_000 * kernel, duration_ps=500_000)
+        event.stats.add(metadata_id=4, ref_value=5)
+        if op is not None:
+            event.stats.add(metadata_id=1, ref_value=op)
+    (tmp_path / "host.xplane.pb").write_bytes(space.SerializeToString())
+    spans = {name: (begin, end) for name, begin, end in op_spans(str(tmp_path))}
+    assert set(spans) == {"net/first/MatMul", "Memset 3"}
+    assert spans["net/first/MatMul"] == pytest.approx((6e-6, 6.5e-6))
 
 
 def test_a_function_of_an_iterator_does_what_a_tf_function_does() -> None:

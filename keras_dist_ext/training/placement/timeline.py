@@ -120,7 +120,8 @@ def measure(
     if not spans:
         raise PlacementError(
             "TensorFlow's profiler has recorded no op of a part, so there is nothing to measure. Its TraceMe events "
-            "are missing where steps run eagerly: compile without run_eagerly."
+            "are missing where steps run eagerly: compile without run_eagerly. On a GPU the kernels are missing where "
+            "CUPTI is not installed or this user may not profile: see the warnings that TensorFlow has printed."
         )
     devices = {(part.name, replica): device for part in parts for replica, device in enumerate(part.devices)}
     times = [
