@@ -11,7 +11,7 @@ from keras_dist_ext._keras import tree
 from keras_dist_ext.aliases import Array, SpecNest, StepData, TensorNest
 from keras_dist_ext.errors import DataError
 
-__all__ = ["any_number_of_rows", "rows_of_one", "specs_of_arrays"]
+__all__ = ["any_number_of_rows", "has_static_rows", "rows_of_one", "specs_of_arrays"]
 
 _HasShape: TypeAlias = "tf.Tensor | tf.TypeSpec | Array"
 
@@ -34,6 +34,12 @@ def any_number_of_rows(spec: _HasShape | None) -> tf.TypeSpec | None:
     if shape.rank > 0:
         shape = tf.TensorShape([None]).concatenate(shape[1:])
     return _like(spec, shape)
+
+
+def has_static_rows(spec: SpecNest) -> bool:
+    """Whether batches of a spec have as many rows each, so that this is known where a step is traced."""
+    shapes = [tf.TensorShape(leaf.shape) for leaf in tree.flatten(spec) if leaf is not None]
+    return all(shape.rank is not None and (shape.rank == 0 or shape[0] is not None) for shape in shapes)
 
 
 def _like(spec: _HasShape, shape: tf.TensorShape) -> tf.TypeSpec:

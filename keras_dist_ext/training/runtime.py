@@ -24,6 +24,7 @@ from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.strategy.scope import optimizers
 from keras_dist_ext.strategy.virtual import num_replicas_of
 from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.batch_spec import has_static_rows
 from keras_dist_ext.training.building import build_for_run
 from keras_dist_ext.training.check_mode import CheckMode
 from keras_dist_ext.training.divergence import Divergence
@@ -51,6 +52,7 @@ class ReplicaRuntime:
         guard: of those steps, if they are guarded.
         functions: what Keras calls for each execution, by the kind of step, then by what its steps record.
         batch_spec: of the batch that the model was built for: shapes with an unknown number of rows.
+        rows_are_static: whether it was known how many rows such a batch has.
         loss_exponents: how losses given to ``add_loss`` grow with the rows, by the kind of step and the layer's id.
         plans: what is known of a step before it is traced to be run, by the kind of step.
         check: how `compile` was told to check steps, and
@@ -74,6 +76,7 @@ class ReplicaRuntime:
         self.guard: Guard | None = None
         self.functions: dict[str, dict[tuple[bool, ...], StepFunction]] = {"train": {}, "test": {}}
         self.batch_spec: SpecNest = None
+        self.rows_are_static = False
         self.loss_exponents: dict[str, dict[int, list[Fraction]]] = {}
         self.plans: dict[str, StepPlan] = {}
         self.check: CheckMode = True
@@ -113,7 +116,7 @@ class ReplicaRuntime:
             batch_spec: of a batch, shapes with an unknown number of rows.
             exact_spec: of a batch, with the number of its rows where that is known.
         """
-        self.batch_spec = batch_spec
+        self.batch_spec, self.rows_are_static = batch_spec, has_static_rows(exact_spec)
         model = self.model
         is_stock = strategy_of_model(model) is None and model.placement is None and model.virtual_replicas is None
         if is_stock and not self.needs_variables and self.seeds.wanted is None and self.seeds.root is None:

@@ -280,12 +280,13 @@ class _BothWays:
 
         if self._step.is_eager:
             return functools.partial(made, functools.partial(self._prepared, run))
+        runtime, exact = self._step.model.replica_runtime, tree.map_structure(_spec, self._rows)
         try:
-            return functools.partial(made, self._traced(run, self._step.model.replica_runtime.batch_spec))
+            return functools.partial(made, self._traced(run, exact if runtime.rows_are_static else runtime.batch_spec))
         except _Unseen:
             raise
         except Exception:  # code that needs a number of rows
-            return functools.partial(made, self._traced(run, tree.map_structure(_spec, self._rows)))
+            return functools.partial(made, self._traced(run, exact))
 
     def _traced(self, run: _Traced, spec: SpecNest) -> _Traced:
         traced = self._prepared(in_graph(run).get_concrete_function, spec)

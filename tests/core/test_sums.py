@@ -280,10 +280,11 @@ def test_a_batch_that_was_looked_at_comes_next_nevertheless():
 
 
 @pytest.mark.rotating
+@pytest.mark.checks_fit  # and the check of its step raises no alarm
 def test_a_loss_whose_rank_replicas_do_not_know_is_a_sum_in_training_and_evaluation(strategies):
     given = ("compute_loss", SUMS["sparse.reduce_sum"])
     expected = trained(made(keras, *given), DATA["static rows"]())  # one device knows it of batches of one size
     with strategies.get("mirrored2").scope():
-        model = made(kde, *given, check=False)
+        model = made(kde, *given)
     for one, other in zip(expected, trained(model, DATA["static rows"]()), strict=True):
         np.testing.assert_allclose(other, one, rtol=2e-5, atol=1e-6)
