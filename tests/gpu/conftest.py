@@ -117,7 +117,9 @@ class Report:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Write a report where one is asked for, once for all processes."""
+    """Write a report where one is asked for, once for all processes; hand out tests in the order above."""
+    if selects_gpus(config.option.markexpr):
+        config.option.loadscopereorder = False  # else pytest-xdist begins with large groups: the rows
     path = os.environ.get("KERAS_DIST_EXT_GPU_REPORT")
     if path and "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(Report(path), "gpu-report")

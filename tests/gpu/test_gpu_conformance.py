@@ -3,6 +3,7 @@
 All rows run: on one GPU, and on two or on four, which one depends on the row's name. Those on two come first.
 """
 
+import contextlib
 import hashlib
 import pickle
 from functools import cache
@@ -11,11 +12,13 @@ from typing import Any
 
 import gpu_runs
 import gpus
+import keras
 import pytest
 from conformance.rows import ROWS
 from conformance.run import WORKERS, Outcome, Row, differences, run, run_on_one_device
 
 import keras_dist_ext as kde
+from keras_dist_ext._keras.interception import patched
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
@@ -44,7 +47,9 @@ def cases() -> list[Any]:
 
 @cache
 def one_device(row: Row) -> Outcome:
-    return run_on_one_device(row)
+    """What stock Keras gives. Quick rows alone are compiled by XLA there, as is Keras' default, which takes long."""
+    with contextlib.nullcontext() if row.quick else patched(keras.Model, "_resolve_auto_jit_compile", lambda _: False):
+        return run_on_one_device(row)
 
 
 @pytest.mark.parametrize(("row", "kind"), cases())

@@ -1,5 +1,6 @@
 """What the package offers, on replicas that are GPUs."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conformance.run import differences
 from gpu_runs import WORDS, X, Y, copies_differ, embedding
 from keras import layers
 
@@ -82,6 +84,71 @@ def test_copies_stay_equal_to_the_bit_with_metrics_clipping_and_mixed_precision(
 
     model = trained(replicas, build=build, epochs=10)
     assert copies_differ(model) == []
+
+
+# Replicas without rows
+
+
+def of_all_kinds(library: Any) -> Any:
+    """A model of layers whose kernels are those of cuDNN, or care how many rows there are; call it in scope."""
+    image, sequence = keras.Input((8, 8, 3)), keras.Input((6, 4))
+    of_image = [
+        layers.Conv2D(2, 3, activation="relu"),
+        layers.Conv2DTranspose(2, 3),
+        layers.DepthwiseConv2D(3),
+        layers.SeparableConv2D(2, 3),
+        layers.MaxPooling2D(),
+        layers.AveragePooling2D(2),
+        layers.UpSampling2D(interpolation="bilinear"),
+        layers.BatchNormalization(synchronized=True),
+        layers.GroupNormalization(1),
+    ]
+    of_sequence = [
+        layers.GRU(3),
+        layers.LSTM(3, return_sequences=True),
+        layers.Conv1D(2, 2, padding="causal"),
+        layers.Conv1DTranspose(2, 2),
+        layers.SeparableConv1D(2, 2),
+        layers.MaxPooling1D(),
+        layers.LayerNormalization(),
+    ]
+    of_masked = [layers.LSTM(3), layers.Bidirectional(layers.GRU(3)), layers.SimpleRNN(3)]
+    masked = layers.Masking()(sequence)
+    outputs = [layer(image) for layer in of_image] + [layer(sequence) for layer in of_sequence]
+    outputs += [layer(masked) for layer in of_masked] + [layers.MultiHeadAttention(2, 2)(sequence, sequence)]
+    model = library.Model([image, sequence], layers.Dense(2)(layers.concatenate(list(map(layers.Flatten(), outputs)))))
+    model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)
+    return model
+
+
+def few_rows(num: int = 5) -> tuple[Any, Any]:
+    """Images, and sequences of which some are padded, and targets."""
+    random = np.random.default_rng(2)
+    images, sequences = random.normal(size=(num, 8, 8, 3)), random.normal(size=(num, 6, 4))
+    sequences[::2, 4:] = 0
+    return [images.astype("float32"), sequences.astype("float32")], random.normal(size=(num, 2)).astype("float32")
+
+
+def test_layers_of_every_kind_train_where_a_gpu_has_no_rows(two: Strategy) -> None:
+    x, y = few_rows()
+    models = []
+    for library, scope in ((keras, contextlib.nullcontext()), (kde, two.scope())):
+        keras.utils.set_random_seed(3)
+        with scope:
+            models.append(of_all_kinds(library))
+        models[-1].fit(x, y, batch_size=4, epochs=2, verbose=0, shuffle=False)  # the second batch has one row
+    assert differences(models[0].get_weights(), models[1].get_weights(), 1e-5) == []
+    expected, found = (model.predict([part[:1] for part in x], verbose=0) for model in models)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_batch_normalization_stays_finite_where_a_gpu_has_no_rows(two: Strategy) -> None:
+    (x, _), y = few_rows()
+    with two.scope():
+        model = kde.Sequential([keras.Input((8, 8, 3)), layers.BatchNormalization(), layers.Flatten(), layers.Dense(2)])
+        model.compile("sgd", "mse")
+    model.fit(x, y, batch_size=4, epochs=2, verbose=0, shuffle=False)
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
 # Seeds and virtual replicas
