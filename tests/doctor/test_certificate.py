@@ -26,6 +26,7 @@ from keras_dist_ext import cli
 from keras_dist_ext.diagnosis.certificate.certificate import Certificate, certify
 from keras_dist_ext.diagnosis.certificate.certified_script import certify_script
 from keras_dist_ext.diagnosis.certificate.training_run import bounds_of_tensorflow
+from keras_dist_ext.step import global_draws
 
 Strategy = tf.distribute.Strategy
 Build = Callable[[], keras.Model]
@@ -777,3 +778,47 @@ def test_a_script_that_never_trains_is_refused(tmp_path: Path) -> None:
     script.write_text("print('nothing')")
     with pytest.raises(kde.CertificateError, match="ended without a call of `fit`"):
         certify_script(str(script))
+
+
+SEEDS = kde.ReplicaSeeds(42, draws="global")
+
+
+@pytest.mark.parametrize("rows", rotating([45, 32], [45]))
+def test_steps_with_dropout_are_compared_as_they_draw_if_that_is_as_on_one_device(rows: int, strategies: Any) -> None:
+    found = certify(compiled(dropout, kde), strategies.get("mirrored2"), regression(rows), steps=3, seeds=SEEDS)
+    assert found.is_equivalent
+    assert (found.seed, found.num_steps, found.draws) == (42, 3, ())
+    console = Console(file=io.StringIO(), width=200)
+    console.print(found)
+    assert "Replicas and one device have drawn the same random numbers, by the seed 42." in console.file.getvalue()
+
+
+@pytest.mark.rotating
+def test_draws_that_are_not_those_of_one_device_are_found(monkeypatch: pytest.MonkeyPatch, strategies: Any) -> None:
+    monkeypatch.setattr(global_draws, "has_examples", lambda *_, **__: False)  # all replicas draw the first one's rows
+    found = certify(compiled(dropout, kde), strategies.get("mirrored2"), regression(32), steps=2, seeds=SEEDS)
+    assert codes(found) == ["draws-differ"]
+    assert "a step is another on replicas than on one device" in str(found)
+
+
+def normalized(library: models.Library) -> keras.Model:
+    return library.Sequential([layers.Input((5,)), layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(3)])
+
+
+@pytest.mark.rotating
+def test_draws_are_compared_beside_batch_statistics_that_are_each_replicas_own(strategies: Any) -> None:
+    allow = ["local-batch-statistics"]
+    build, mirrored = compiled(normalized, kde), strategies.get("mirrored2")
+    found = certify(build, mirrored, regression(45), steps=3, seeds=SEEDS, allow=allow)
+    assert found.is_equivalent
+    assert found.seed == 42
+
+
+def test_seeds_by_which_sides_draw_otherwise_are_refused(strategies: Any) -> None:
+    mirrored = strategies.get("mirrored2")
+    with pytest.raises(kde.CertificateError, match="each replica draws numbers of its own"):
+        certify(compiled(dropout, kde), mirrored, regression(32), seeds=kde.ReplicaSeeds(42))
+    with pytest.raises(kde.CertificateError, match="seeds must be ReplicaSeeds.* or None, got 42"):
+        certify(compiled(dropout, kde), mirrored, regression(32), seeds=42)  # type: ignore[arg-type]
+    with pytest.raises(kde.CertificateError, match="stock Keras, whose replicas do not draw by ReplicaSeeds"):
+        certify(compiled(dropout, keras), mirrored, regression(32), seeds=SEEDS)

@@ -8,7 +8,9 @@ In reading order:
     global_batches      the batches that are compared
     lockstep            the same steps on one device and on replicas
     training_run        make one step, and read all that it changes
-    draws               what random ops draw on each replica
+    drawn_numbers       what random ops draw while steps are compared
+    draws               and what they draw on each replica
+    seeded_steps        the same steps with the random numbers that they draw
     root_causes         find by experiment what makes a difference
     deviation_findings  differences that are none of gradients
     crashes             why a step does not run

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
-import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext import arguments
@@ -23,17 +20,19 @@ from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.diagnosis.certificate.certifiable import check_certifiable
 from keras_dist_ext.diagnosis.certificate.crashes import crash_finding
 from keras_dist_ext.diagnosis.certificate.deviation_findings import of_deviations
+from keras_dist_ext.diagnosis.certificate.drawn_numbers import Alike, checked_seeds
 from keras_dist_ext.diagnosis.certificate.draws import Draws, watch_draws
 from keras_dist_ext.diagnosis.certificate.global_batches import global_batches
 from keras_dist_ext.diagnosis.certificate.lockstep import Comparison, Lockstep
 from keras_dist_ext.diagnosis.certificate.root_causes import explain, of_draws
-from keras_dist_ext.diagnosis.certificate.training_run import on_one_device
+from keras_dist_ext.diagnosis.certificate.seeded_steps import compare_seeded, of_seeded_steps
+from keras_dist_ext.diagnosis.certificate.training_run import no_word_about_retracing, on_one_device
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
-from keras_dist_ext.step.alike_draws import RowsAlike
 from keras_dist_ext.strategy.scope import describe_strategy
-from keras_dist_ext.training.deviations import Deviation, as_float
+from keras_dist_ext.training.callbacks import ReplicaSeeds
+from keras_dist_ext.training.deviations import Deviation
 
 __all__ = ["Certificate", "certify"]
 
@@ -46,6 +45,7 @@ def certify(
     *,
     batch_size: int = 32,
     allow: Collection[str] = (),
+    seeds: ReplicaSeeds | None = None,
 ) -> Certificate:
     """Train on one device and under a strategy, step by step from equal state, and say whether both do the same.
 
@@ -56,10 +56,12 @@ def certify(
     rounding moves one device further. Then the steps that are off are made again without parts of them, to find the
     cause.
 
-    Random numbers cannot be equal. While steps are compared, each random op draws the same numbers for each example,
-    and on both sides. How each replica draws is looked at in two more steps: replicas must differ, and dropout must
-    keep its share. Traces of a `tf.function` of your own, made meanwhile, stay with it: certify in a process that does
-    nothing else.
+    Random numbers cannot be equal, unless ``seeds`` has replicas draw those of one device. While steps are compared,
+    each random op draws the same numbers for each example, and on both sides. How each replica draws is looked at in
+    two more steps: replicas must differ, and dropout must keep its share. With ``seeds``, all steps are compared once
+    more, with the numbers that they draw, in place of that.
+
+    Traces of a `tf.function` of your own, made meanwhile, stay with it: certify in a process that does nothing else.
 
     Of arrays, a ``PyDataset``, and a dataset of known length (up to 1000 batches) the last batch, which may be partial,
     is among those trained on. Not compared: what ``fit`` does around steps (callbacks, epochs, validation), but for
@@ -74,14 +76,15 @@ def certify(
         steps: how many steps to make; data is begun again when it has fewer batches.
         batch_size: examples of a global batch, of arrays.
         allow: codes of findings that do not count, such as "local-batch-statistics".
+        seeds: ``ReplicaSeeds(seed, draws="global")``, as `fit` is given; for models of this package.
 
     Returns:
         The certificate: print it, ask for ``is_equivalent``, ``findings`` and ``deviations``.
 
     Raises:
         CertificateError: the model fails on one device, differs between the two calls, or enters a scope by itself;
-            the data holds no batch; the strategy's replicas are not all in this process; or a strategy's scope is
-            entered.
+            the data holds no batch; by the seeds each replica draws its own numbers, or the model is stock Keras'; the
+            strategy's replicas are not all in this process; or a strategy's scope is entered.
     """
     check_certifiable(build_model, strategy)
     steps = arguments.integer("steps", steps, least=1, most=_MOST_STEPS, error=CertificateError)
@@ -89,8 +92,8 @@ def certify(
     batch_size = arguments.integer("batch_size", batch_size, least=1, most=most, error=CertificateError)
     codes = [allow] if isinstance(allow, str) else allow
     allowed = arguments.texts("allow", codes, wanted="codes of findings", error=CertificateError)
-    trial = _Trial(build_model, strategy, global_batches(data, steps, batch_size))
-    with _no_word_about_retracing():
+    trial = _Trial(build_model, strategy, global_batches(data, steps, batch_size), checked_seeds(seeds))
+    with no_word_about_retracing():
         trial.run()
     return trial.certificate(frozenset(allowed))
 
@@ -114,6 +117,7 @@ class Certificate:
         drift: how far the weights are from one device's after all steps without taking over its state in between,
             relative to the largest weight; None where that was not tried.
         drift_of_reordered: the same of one device whose batches have their rows in another order.
+        seed: by which both sides have also drawn the same random numbers in all steps; None if they have not.
     """
 
     model: str
@@ -126,6 +130,7 @@ class Certificate:
     allowed: tuple[Finding, ...] = ()
     drift: float | None = None
     drift_of_reordered: float | None = None
+    seed: int | None = None
 
     @property
     def is_equivalent(self) -> bool:
@@ -199,26 +204,13 @@ class Certificate:
                     style="red" if d.is_equal else "",
                 )
             yield table
+        if self.seed is not None:
+            yield Text(f"Replicas and one device have drawn the same random numbers, by the seed {self.seed}.")
         if self.drift is not None and self.drift_of_reordered is not None:
             yield Text(
                 f"Weights after {counted(self.num_steps, 'step')} in a row: {self.drift:.1e} from one device; one "
                 f"device with its examples in another order: {self.drift_of_reordered:.1e}."
             )
-
-
-@contextlib.contextmanager
-def _no_word_about_retracing() -> Iterator[None]:
-    """Keep TensorFlow from warning that functions are traced often, which experiments do on purpose."""
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "triggered tf.function retracing" not in record.getMessage()
-
-    logger = tf.get_logger()
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
 
 
 def _finite(value: object) -> Any:
@@ -233,11 +225,17 @@ class _Trial:
     """The run of one certificate."""
 
     def __init__(
-        self, build_model: Callable[[], keras.Model], strategy: tf.distribute.Strategy, batches: list[TensorNest]
+        self,
+        build_model: Callable[[], keras.Model],
+        strategy: tf.distribute.Strategy,
+        batches: list[TensorNest],
+        seeds: ReplicaSeeds | None,
     ) -> None:
         self._build_model = build_model
         self._strategy = strategy
         self._batches = batches
+        self._seeds = seeds
+        self._seed: int | None = None  # by which steps were compared
         self._findings: list[Finding] = []
         self._worst: dict[tuple[str, str], Deviation] = {}
         self._rows: list[tuple[int, ...]] = []
@@ -248,7 +246,7 @@ class _Trial:
 
     def run(self) -> None:
         """Make all steps, experiments and looks at random numbers."""
-        draws = RowsAlike()
+        draws = Alike()
         with intercept_random_ops(draws):
             try:
                 lockstep = Lockstep(self._build_model, self._strategy, self._batches[0], draws)
@@ -259,6 +257,11 @@ class _Trial:
                 self._findings.append(crash_finding(error, self._strategy, "Building the model", is_ours=False))
                 return
             self._name, self._is_ours = lockstep.many.model.name, lockstep.many.is_ours
+            if self._seeds is not None and not self._is_ours:
+                raise CertificateError(
+                    f"'{self._name}' is a model of stock Keras, whose replicas do not draw by ReplicaSeeds. Certify it "
+                    "without seeds, or derive it from kde.Model."
+                )
             if lockstep.many.trouble_of_fit is not None:
                 trouble = lockstep.many.trouble_of_fit
                 self._findings.append(
@@ -271,7 +274,9 @@ class _Trial:
             except Exception as error:
                 self._findings.append(crash_finding(error, self._strategy, "A step", is_ours=self._is_ours))
                 return
-        if draws.has_drawn and self._rows:
+        if self._seeds is not None:
+            self._run_seeded(self._seeds)
+        elif draws.has_drawn and self._rows:
             batch = max(self._batches, key=lambda batch: int(num_rows(batch)))
             bounds = lockstep.bounds(int(num_rows(batch)))
             self._draws = watch_draws(lockstep.many, batch, bounds)
@@ -289,7 +294,7 @@ class _Trial:
             except Exception as error:
                 self._findings.append(self._broken(error, step, lockstep.bounds(int(num_rows(batch)))))
                 break
-            if not _is_finite_on_one_device(comparison):
+            if not comparison.is_finite_on_one_device:
                 if step == 1:
                     raise CertificateError(
                         "One device itself comes to numbers that are not finite in the first step, so nothing says "
@@ -311,6 +316,25 @@ class _Trial:
             self._measure_drift(lockstep, start)
         self._findings += of_deviations(lockstep, tuple(self._worst.values()), bool(off))
         self._try_several_steps(lockstep)
+
+    def _run_seeded(self, seeds: ReplicaSeeds) -> None:
+        """Make the steps with the numbers that they draw, where only what is no matter of these was found."""
+        codes = {finding.code for finding in self._findings}
+        if not self._rows or codes - {"local-batch-statistics"}:
+            return
+        without = ("moments",) if codes else ()
+        batches = self._batches[: len(self._rows)]
+        try:
+            comparisons = compare_seeded(self._build_model, self._strategy, batches, seeds, without)
+        except CertificateError:
+            raise
+        except Exception as error:
+            self._findings.append(crash_finding(error, self._strategy, "A step with seeds", is_ours=self._is_ours))
+            return
+        self._seed = seeds.seed
+        for deviation in itertools.chain.from_iterable(comparison.deviations for comparison in comparisons):
+            self._note(deviation)
+        self._findings += of_seeded_steps(comparisons)
 
     def _broken(self, error: Exception, step: int, bounds: list[int]) -> Finding:
         """Name a step that ends with an error, for want of rows where others, in which all had some, do not."""
@@ -366,10 +390,5 @@ class _Trial:
             allowed=tuple(finding for finding in ordered if finding.code in allow),
             drift=self._drift[0],
             drift_of_reordered=self._drift[1],
+            seed=self._seed,
         )
-
-
-def _is_finite_on_one_device(comparison: Comparison) -> bool:
-    """Whether training is; a metric of too few rows may be NaN, and state infinite until something comes."""
-    trained = [values[0] for key, values in comparison.expected.items() if key[0] == "weights" or key[1] == "loss"]
-    return all(np.isfinite(as_float(value)).all() for value in trained)

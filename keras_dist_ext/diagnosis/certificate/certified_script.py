@@ -22,6 +22,7 @@ from keras_dist_ext.diagnosis.certificate.certifiable import check_strategy
 from keras_dist_ext.diagnosis.certificate.certificate import Certificate, certify
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.strategy.scope import describe_strategy
+from keras_dist_ext.training.callbacks import ReplicaSeeds
 from keras_dist_ext.training.model import Model
 from keras_dist_ext.whole_files import write_whole
 
@@ -61,7 +62,9 @@ def certify_script(path: str, args: Sequence[str] = (), *, steps: int = 10, allo
         with patched(tf.distribute.Strategy, "scope", lambda self: contextlib.nullcontext(self)):
             return _run(path, args).model
 
-    return certify(build_model, strategy, reached.data(), steps, batch_size=reached.batch_size, allow=allow)
+    return certify(
+        build_model, strategy, reached.data(), steps, batch_size=reached.batch_size, allow=allow, seeds=reached.seeds
+    )
 
 
 def print_certificate(certificate: Certificate, json: str | None = None) -> int:
@@ -89,6 +92,13 @@ class _Reached(BaseException):
         adapter = make_data_adapter(x, y, weights, batch_size=self.batch_size, shuffle=False, class_weight=of_classes)
         self._source = adapter  # what Python functions in its dataset belong to
         return adapter.get_tf_dataset()
+
+    @property
+    def seeds(self) -> ReplicaSeeds | None:
+        """By which replicas draw what one device draws, if they do."""
+        given = self.given.get("callbacks") or ()
+        callbacks = tree.flatten(getattr(given, "callbacks", given))
+        return next((c for c in callbacks if isinstance(c, ReplicaSeeds) and c.draws == "global"), None)
 
     @property
     def batch_size(self) -> int:

@@ -19,6 +19,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows
+from keras_dist_ext.diagnosis.certificate.drawn_numbers import DrawnNumbers
 from keras_dist_ext.diagnosis.certificate.training_run import (
     State,
     TrainingRun,
@@ -28,7 +29,6 @@ from keras_dist_ext.diagnosis.certificate.training_run import (
 )
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.messages import counted
-from keras_dist_ext.step.alike_draws import RowsAlike
 from keras_dist_ext.strategy.scope import describe_strategy
 from keras_dist_ext.training.deviations import (
     LEAST,
@@ -64,6 +64,12 @@ class Comparison:
         return len(set(self.sizes)) == 1
 
     @property
+    def is_finite_on_one_device(self) -> bool:
+        """Whether training is; a metric of too few rows may be NaN, and state infinite until something comes."""
+        trained = [values[0] for key, values in self.expected.items() if key[0] == "weights" or key[1] == "loss"]
+        return all(np.isfinite(as_float(value)).all() for value in trained)
+
+    @property
     def excess(self) -> float:
         """How far training is off, relative to rounding: by the gradients, or the weights where none are known."""
         by_part = {
@@ -90,7 +96,7 @@ class Lockstep:
         build_model: returns a compiled model.
         strategy: of the replicas.
         batch: a global batch, to build the models for.
-        draws: where random ops are sent, see ``_keras.random.intercept_random_ops``.
+        draws: what random ops draw.
 
     Raises:
         CertificateError: the two models are not alike, or cannot be trained.
@@ -101,7 +107,7 @@ class Lockstep:
         build_model: Callable[[], keras.Model],
         strategy: tf.distribute.Strategy,
         batch: StepData,
-        draws: RowsAlike,
+        draws: DrawnNumbers,
     ) -> None:
         self.strategy = strategy
         self.draws = draws
@@ -117,6 +123,8 @@ class Lockstep:
             )
         paths = [path for _, path, _ in self.many.compared]
         self.one.compared = [(part, path, v) for (part, _, v), path in zip(self.one.compared, paths, strict=True)]
+        for side in (self.one, self.many):
+            draws.begin(side.model)
         self._slots: dict[str, SlotKind] = {}
         self.rounding = rounding_of(self.many.model)
 
@@ -139,7 +147,7 @@ class Lockstep:
         for side, is_reordered in ((self.one, False), (self.many, False), (self.one, True)):
             side.load(start)
             for step, batch in enumerate(batches, 1):
-                self.draws.step.assign(step)
+                self.draws.at(side.model, step)
                 rows = int(num_rows(batch))
                 order = np.random.default_rng(step).permutation(rows)
                 seen = side.step(take_rows(batch, order) if is_reordered else batch, self.bounds(rows))
@@ -174,28 +182,36 @@ class Lockstep:
         rows = int(num_rows(batch))
         bounds = self.bounds(rows) if bounds is None else bounds
         before = self.one.state() if before is None else before
-        self.draws.step.assign(step)
         self.many.load(before)
-        expected = self._on_one_device(batch, before, without)
+        expected = self._on_one_device(batch, before, without, step)
+        self.draws.note(self.one.model, step)
         after = self.one.state()
-        reordered = self._reordered(batch, before, without)
+        reordered = self._reordered(batch, before, without, step)
         self.one.load(after)
+        self.draws.at(self.many.model, step)
         found = self.many.step(batch, bounds, without=without)
         expected, reordered = (_named_as_in(found, values) for values in (expected, reordered))
         sizes = tuple(stop - start for start, stop in itertools.pairwise(bounds))
         was = {(part, path): value for (part, path, _), value in zip(self.one.compared, before, strict=False)}
         deviations = tuple(measure(expected, found, reordered, was, step, self.rounding, self._slots))
         if _is_off_in_updates_alone(deviations):
-            given = self._on_one_device(batch, before, without, gradients=found)
+            given = self._on_one_device(batch, before, without, step, gradients=found)
             self.one.load(after)
             by_part = {(d.part, d.name): d for d in measure(given, found, given, was, step, self.rounding, self._slots)}
             deviations = tuple(_judged_by(by_part[d.part, d.name], d) if _is_of_update(d) else d for d in deviations)
         return Comparison(step, sizes, batch, before, expected, found, deviations)
 
     def _on_one_device(
-        self, batch: StepData, before: State, without: Collection[str], *, gradients: Values | None = None
+        self,
+        batch: StepData,
+        before: State,
+        without: Collection[str],
+        step: int,
+        *,
+        gradients: Values | None = None,
     ) -> Values:
         self.one.load(before)
+        self.draws.at(self.one.model, step)
         try:
             return self.one.step(batch, (), without=without, gradients=gradients)
         except Exception as error:
@@ -203,17 +219,18 @@ class Lockstep:
                 f"The model fails on one device, so nothing says what is right: {type(error).__name__}: {error}"
             ) from error
 
-    def _reordered(self, batch: StepData, before: State, without: Collection[str]) -> Values:
+    def _reordered(self, batch: StepData, before: State, without: Collection[str], step: int) -> Values:
         """Make the step on one device in another way that is as good: rows reordered, values moved by rounding."""
         random = np.random.default_rng(0)
         moved = [moved_by_rounding(value, random) for value in before]
-        return self._on_one_device(take_rows(batch, random.permutation(int(num_rows(batch)))), moved, without)
+        order = random.permutation(int(num_rows(batch)))
+        others = batch if self.draws.depend_on_rows else take_rows(batch, order)
+        return self._on_one_device(others, moved, without, step)
 
     def distance_to_itself(self, comparison: Comparison) -> Deviation | None:
         """Make a step of one device again, traced anew; return the largest deviation beyond rounding, if any."""
         self.one.retrace()
-        self.draws.step.assign(comparison.step)
-        again = self._on_one_device(comparison.batch, comparison.before, ())
+        again = self._on_one_device(comparison.batch, comparison.before, (), comparison.step)
         again = _named_as_in(comparison.expected, again)
         deviations = measure(
             comparison.expected, again, comparison.expected, {}, comparison.step, self.rounding, self._slots

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_var
 from keras_dist_ext.training.deviations import Part, SlotKind, Values
 from keras_dist_ext.training.runtime import runtime_of
 
-__all__ = ["TrainingRun", "State", "bounds_of_tensorflow", "even_bounds", "on_one_device"]
+__all__ = ["TrainingRun", "State", "bounds_of_tensorflow", "even_bounds", "no_word_about_retracing", "on_one_device"]
 
 State = list[Array]
 
@@ -285,3 +286,18 @@ def bounds_of_tensorflow(rows: int, replicas: int) -> list[int]:
 def rows_between(batch: StepData, start: int, stop: int) -> TensorNest:
     """Cut rows out of a batch; what has no rows stays."""
     return take_rows(batch, np.arange(start, stop))
+
+
+@contextlib.contextmanager
+def no_word_about_retracing() -> Iterator[None]:
+    """Keep TensorFlow from warning that functions are traced often, which experiments do on purpose."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "triggered tf.function retracing" not in record.getMessage()
+
+    logger = tf.get_logger()
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
