@@ -74,7 +74,8 @@ def has_examples(noted: NotedDraw, static: tf.TensorShape, *, of_one_batch: bool
             f'draws="global": {what} may have a dimension of examples that is not the first, or another that depends '
             "on the examples. Put that of examples first, and make the others constants, or sizes of the inputs. " + FIX
         )
-    if few.rank != static.rank or (is_first and static[0] is not None):
+    are_others = any(own not in (None, one) for own, one in zip(static[is_first:], few[is_first:], strict=False))
+    if few.rank != static.rank or (is_first and static[0] is not None) or are_others:
         raise SeedError(
             f'draws="global": {what} have the shape {few} where the number of rows is known: the step draws otherwise '
             "where it is not. " + FIX

@@ -100,9 +100,7 @@ class GlobalDraws:
         """
         place, self._num_draws = self._num_draws, self._num_draws + 1
         static = static_shape(given["shape"])
-        if static.is_fully_defined():
-            return draw(given["shape"], given["counter"])
-        if in_xla():
+        if in_xla() and not static.is_fully_defined():
             raise SeedError(
                 'draws="global" was asked for a step that XLA compiles, which does not draw by rows. Compile the model '
                 "with jit_compile=False. " + FIX

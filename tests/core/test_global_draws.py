@@ -182,6 +182,10 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "raw stateful": (lambda x, seed: tf.raw_ops.RandomUniform(shape=[6, 4], dtype=x.dtype), "keeps its own place"),
     "generator": (lambda x, seed: tf.random.get_global_generator().normal(tf.shape(x)), "Rng|keeps its own place"),
     "second": (lambda x, seed: keras.random.uniform((6, tf.shape(x)[0]), seed=seed)[0, 0], "that is not the first"),
+    "constant": (  # which is the number of examples where that is known
+        lambda x, seed: keras.random.uniform((x.shape[0] or 1, 6, 4), seed=seed),
+        "where the number of rows is known",
+    ),
     "loop": (
         lambda x, seed: tf.map_fn(lambda row: row + keras.random.normal((6, 4), seed=seed), x),
         "is in a loop or a branch",
