@@ -34,6 +34,7 @@ __all__ = [
     "op_spans",
     "capture_thread_context",
     "run_independently",
+    "return_in_place",
     "in_branch",
     "in_xla",
     "is_differentiated",
@@ -222,6 +223,23 @@ def run_independently(value: tf.Tensor) -> None:
     manager = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
     if manager is not None and not tf.executing_eagerly():
         manager.run_independently(value.op)
+
+
+def return_in_place() -> None:
+    """Have what the function that is being traced is about to return stay on the device that was named for it.
+
+    TensorFlow makes an Identity of each value after it has returned (``mark_as_return`` in
+    python/framework/auto_control_deps.py), and places that anew: on a GPU, if there is one. The graph forgets its
+    devices when its trace ends (``_func_graph_as_default_inner_cm`` in python/framework/func_graph.py).
+    """
+    graph = tf.compat.v1.get_default_graph()
+    with graph.device(_where_its_input_is):
+        devices = graph._device_function_stack.copy()
+    graph._device_function_stack = devices
+
+
+def _where_its_input_is(op: tf.Operation) -> str:
+    return op.inputs[0].device if op.type == "Identity" and not op.device else op.device  # type: ignore[no-any-return]
 
 
 def in_branch(graph: tf.Graph) -> bool:

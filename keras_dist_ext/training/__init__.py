@@ -18,6 +18,7 @@ In reading order:
     step_assignments  what a step may assign
     step_errors       why a step cannot be traced, where TensorFlow does not say
     batch_clock       a batch waits for the clock that says when it was there
+    batch_devices     where batches are on a machine with GPUs
     batch_split       a replica's rows of a batch
     draw_examination  and of the random numbers in one
     few_rows          the first rows of a batch

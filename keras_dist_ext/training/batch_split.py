@@ -19,6 +19,7 @@ __all__ = [
     "first_row",
     "global_rows",
     "is_per_replica",
+    "rows_on_host",
     "rows_of_replica",
     "split_for",
     "split_of",
@@ -55,9 +56,15 @@ def split_rows(
         for part in range(num_parts)
     ]
     if split is Split.GLOBAL:
-        return parts, data.num_rows(batch)
+        return parts, rows_on_host(batch)
     rows = data.num_rows(batch) if split is Split.NONE else sum(data.num_rows(part) for part in parts)
     return parts, global_rows(rows, strategy.num_replicas_in_sync, is_even=split is Split.NONE)
+
+
+def rows_on_host(batch: StepData) -> int | tf.Tensor:
+    """Count the rows of a batch that is on the host: on a GPU, TensorFlow would send all of it there to count."""
+    with tf.device("/device:CPU:0"):
+        return data.num_rows(batch)
 
 
 def split_for(

@@ -36,6 +36,7 @@ from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
 from keras_dist_ext.step.xla import can_compile, compiled_step
 from keras_dist_ext.training.batch_clock import after
+from keras_dist_ext.training.batch_devices import accelerators
 from keras_dist_ext.training.batch_split import Split, first_row, split_for, split_of
 from keras_dist_ext.training.runtime import ReplicaRuntime
 from keras_dist_ext.training.step_examination import StepExamination
@@ -59,6 +60,7 @@ class DistributedStep:
         observer: is told of what steps do while they are traced.
         buffer: takes the records of steps, if they are recorded.
         devices: of this worker's replicas.
+        gpus: those of them that are GPUs; without a strategy, the one that TensorFlow takes.
     """
 
     def __init__(self, model: keras.Model, kind: Kind) -> None:
@@ -84,6 +86,7 @@ class DistributedStep:
         self.devices = (
             ["/device:CPU:0"] if is_default_strategy(self.strategy) else list(self.strategy.extended.worker_devices)
         )
+        self.gpus = accelerators(self.strategy)
         self.buffer = StepBuffer(self.devices, gradient_norm=self._records_norm) if self._runtime.recorders else None
         self._guard = self._runtime.guard if kind == "train" else None
         self.loops = False  # whether what is traced makes several steps
@@ -173,6 +176,11 @@ class DistributedStep:
     def is_split(self) -> bool:
         """Whether a batch is, over replicas or over parts of a replica's rows."""
         return self.num_replicas > 1 or self._virtual is not None
+
+    @property
+    def sends_ahead(self) -> bool:
+        """Whether batches go to the only device as a whole, so that they may be sent there before they are needed."""
+        return not self.is_split and self.model.placement is None
 
     @property
     def is_of_user(self) -> bool:

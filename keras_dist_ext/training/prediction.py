@@ -29,7 +29,14 @@ from keras_dist_ext.step.reduce import local_values
 from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
 from keras_dist_ext.step.xla import can_compile, compiled
 from keras_dist_ext.training.batch_spec import any_number_of_rows
-from keras_dist_ext.training.batch_split import Split, first_row, is_per_replica, rows_of_replica, split_of
+from keras_dist_ext.training.batch_split import (
+    Split,
+    first_row,
+    is_per_replica,
+    rows_of_replica,
+    rows_on_host,
+    split_of,
+)
 from keras_dist_ext.training.draw_examination import cannot_note, note_draws
 from keras_dist_ext.training.few_rows import parts_of
 from keras_dist_ext.training.snapshot import kept_random
@@ -116,7 +123,7 @@ class PredictProgram:
         return tree.map_structure(functools.partial(concat_replicas, self.strategy), outputs)
 
     def _replica(self, batch: StepData, split: Split) -> TensorNest:
-        num_global = data.num_rows(batch)
+        num_global = data.num_rows(batch) if split is Split.NONE else rows_on_host(batch)
         first = first_row(split, self.strategy, num_global)
         if split is not Split.NONE:
             batch = rows_of_replica(batch, self.strategy, of_worker=split is Split.WORKER)

@@ -7,7 +7,7 @@ from the state of the metrics pooled over replicas.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -16,6 +16,7 @@ from keras_dist_ext.aliases import SpecNest, StepData, TensorNest
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.step_buffer import MAX_STEPS
+from keras_dist_ext.training.batch_devices import BatchDevices, device_of_iterator
 from keras_dist_ext.training.batch_reader import BatchReader, Waited
 from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.step_loops import EagerLoops, StepLoops
@@ -23,6 +24,13 @@ from keras_dist_ext.training.step_loops import EagerLoops, StepLoops
 __all__ = ["StepProgram"]
 
 _Loop: TypeAlias = Callable[..., TensorNest]  # what it takes differs: a batch, or an iterator and more
+
+
+class _CompiledLoops(NamedTuple):
+    one_of_iterator: _Loop
+    one_of_optional: _Loop
+    on_iterator: _Loop
+    on_optional: _Loop
 
 
 class StepProgram:
@@ -40,20 +48,29 @@ class StepProgram:
         self.is_eager = step.is_eager
         self._has_one_step = False
         self.waited = Waited()  # for the first batch of the next execution
-        loops = EagerLoops(step) if self.is_eager else StepLoops(step)
+        loops = self._loops(BatchDevices())
         self._of_batch = self._compiled(loops.on_batch)
         self._of_rows = self._compiled(loops.on_rows_of_worker)
-        self._one_of_iterator = self._reading(loops.one_of_iterator)
-        self._one_of_optional = self._reading(loops.one_of_optional)
-        self._of_iterator = self._reading(loops.on_iterator)
-        self._of_optional = self._reading(loops.on_optional)
+        self._over: dict[str, _CompiledLoops] = {}  # by the device of an iterator
 
     def _compiled(self, loop: _Loop) -> Any:
         return loop if self.is_eager else in_graph(loop, reduce_retracing=True)
 
-    def _reading(self, loop: _Loop) -> _Loop:
-        """Compile a loop that takes an iterator."""
-        return loop if self.is_eager else IteratorFunction(self._compiled(loop))
+    def _loops(self, devices: BatchDevices) -> StepLoops:
+        return (EagerLoops if self.is_eager else StepLoops)(self.step, devices)
+
+    def _loops_over(self, iterator: tf.data.Iterator) -> _CompiledLoops:
+        """Return the compiled loops over an iterator, which on GPUs depend on its device."""
+        device = ""
+        if self.step.gpus and not self.is_eager and isinstance(iterator, tf.data.Iterator):
+            device = device_of_iterator(iterator)
+        if device not in self._over:
+            ahead = self.step.gpus[0] if device and self.step.sends_ahead else None
+            loops = self._loops(BatchDevices(device or None, ahead))
+            functions = loops.one_of_iterator, loops.one_of_optional, loops.on_iterator, loops.on_optional
+            compiled = functions if self.is_eager else [IteratorFunction(self._compiled(one)) for one in functions]
+            self._over[device] = _CompiledLoops(*compiled)
+        return self._over[device]
 
     def make_single_steps(self) -> None:
         """Make one step an execution from here on."""
@@ -61,8 +78,8 @@ class StepProgram:
 
     def graphs(self) -> list[tf.Graph]:
         """Return the graphs that its loops were traced to so far."""
-        single = (self._of_batch, self._of_rows, self._one_of_iterator, self._one_of_optional)
-        return [graph for run in (*single, self._of_iterator, self._of_optional) for graph in traced_graphs(run)]
+        reading = [function for loops in self._over.values() for function in loops]
+        return [graph for run in (self._of_batch, self._of_rows, *reading) for graph in traced_graphs(run)]
 
     # Entry points
 
@@ -114,13 +131,14 @@ class StepProgram:
             one_step: whether all executions have one step, for which there is a graph without a loop.
         """
         logs = None
+        loops = self._loops_over(iterator)
         if self._has_one_step or one_step:
             for _ in range(num_steps):
-                logs = self._run(1, self._one_of_iterator, iterator)
+                logs = self._run(1, loops.one_of_iterator, iterator)
             return logs
         for made in range(0, num_steps, MAX_STEPS):
             count = min(MAX_STEPS, num_steps - made)
-            logs = self._run(count, self._of_iterator, iterator, tf.constant(count))
+            logs = self._run(count, loops.on_iterator, iterator, tf.constant(count))
         return logs
 
     def on_optional(
@@ -135,15 +153,16 @@ class StepProgram:
             one_step: see ``on_iterator``.
         """
         total, has_more, logs = 0, True, None
+        loops = self._loops_over(iterator)
         while total < num_steps and has_more:
             if self._has_one_step or one_step:
                 self._begin(1)
-                optional, more, logs = self._one_of_optional(iterator, optional)
+                optional, more, logs = loops.one_of_optional(iterator, optional)
                 made, end = 1, None  # its record says when it ended
             else:
                 count = min(MAX_STEPS, num_steps - total)
                 self._begin(count)
-                num_made, optional, more, end, logs = self._of_optional(iterator, optional, tf.constant(count))
+                num_made, optional, more, end, logs = loops.on_optional(iterator, optional, tf.constant(count))
                 made = int(num_made)
             self._end(made, end)
             total += made

@@ -11,6 +11,7 @@ from keras_dist_ext.step.recorder import now
 from keras_dist_ext.step.step_buffer import StepRecord
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.batch_clock import after
+from keras_dist_ext.training.batch_devices import BatchDevices
 from keras_dist_ext.training.batch_split import is_per_replica
 from keras_dist_ext.training.distributed_step import DistributedStep
 
@@ -22,10 +23,12 @@ class StepLoops:
 
     Args:
         step: that they make.
+        devices: where the batches of iterators are.
     """
 
-    def __init__(self, step: DistributedStep) -> None:
+    def __init__(self, step: DistributedStep, devices: BatchDevices) -> None:
         self._step = step
+        self._devices = devices
 
     # These two take nothing but the batch: a concrete function of TensorFlow 2.16 misses arguments that have defaults.
 
@@ -52,12 +55,14 @@ class StepLoops:
         self, iterator: tf.data.Iterator, optional: tf.experimental.Optional
     ) -> tuple[tf.experimental.Optional, tf.Tensor, TensorNest]:
         """Run one step on a batch that was read ahead; return the next one, and whether there is one, too."""
-        extra, record = self._single(optional.get_value, is_ahead=True)
-        following = iterator.get_next_as_optional()
+        extra, record = self._single(self._devices.beside_data(optional).get_value, is_ahead=True)
+        following = self._devices.beside_data(iterator.get_next_as_optional())
         has_more = following.has_value()
         if record is not None:
             self._write(record._replace(execution_end=now(has_more, independent=True)))
-        return following, has_more, self._step.logs(extra)
+        logs = self._step.logs(extra)
+        self._devices.end_trace()
+        return following, has_more, logs
 
     def _single(
         self, pull: Callable[[], StepData], *, of_worker: bool = False, is_ahead: bool = False
@@ -70,43 +75,66 @@ class StepLoops:
     def on_iterator(self, iterator: tf.data.Iterator, num_steps: tf.Tensor) -> TensorNest:
         """Run so many steps on the batches of an iterator."""
         self._step.loops = True
+        ahead = self._devices.sent_ahead(iterator.element_spec)
+        num_carried = len(ahead.shapes)
 
-        def body(i: tf.Tensor, *_: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            return (i + 1, *self._recorded(iterator.get_next))
+        def body(i: tf.Tensor, *others: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            extra = self._recorded(lambda: ahead.batch(others, iterator.get_next), is_ahead=bool(num_carried))
+            following = ahead.following(lambda: i + 1 < num_steps, iterator.get_next)
+            self._devices.end_trace()
+            return (i + 1, *following, *extra)
 
         extra = self._step.initial_extra(iterator.get_next)
-        _, *extra = tf.while_loop(
+        _, *others = tf.while_loop(
             lambda i, *_: i < num_steps,
             body,
-            (tf.constant(0), *extra),
+            (tf.constant(0), *ahead.first(iterator.get_next), *extra),
             parallel_iterations=1,
-            shape_invariants=(tf.TensorShape([]), *(tf.TensorShape(None) for _ in extra)),
+            shape_invariants=(tf.TensorShape([]), *ahead.shapes, *(tf.TensorShape(None) for _ in extra)),
         )
-        return self._step.logs(extra)
+        return self._step.logs(others[num_carried:])
 
     def on_optional(
         self, iterator: tf.data.Iterator, optional: tf.experimental.Optional, num_steps: tf.Tensor
     ) -> tuple[int | tf.Tensor, tf.experimental.Optional, tf.Tensor, tf.Tensor | None, TensorNest]:
         """Run up to so many steps, from a batch that was read ahead on; see ``StepProgram.on_optional``."""
         self._step.loops = True
+        devices = self._devices
+        ahead = devices.sent_ahead(iterator.element_spec)
+        num_carried = len(ahead.shapes)
 
-        def body(i: tf.Tensor, optional: tf.experimental.Optional, *_: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            extra = self._recorded(optional.get_value, is_ahead=True)
-            return (i + 1, iterator.get_next_as_optional(), *extra)
+        def has_more(i: tf.Tensor, optional: tf.experimental.Optional) -> tf.Tensor:
+            return devices.both(i < num_steps, devices.beside_data(optional).has_value())
+
+        def body(i: tf.Tensor, optional: tf.experimental.Optional, *others: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            pull = devices.beside_data(optional).get_value
+            extra = self._recorded(lambda: ahead.batch(others, pull), is_ahead=True)
+            following = devices.beside_data(iterator.get_next_as_optional())
+            sent = ahead.following(
+                lambda: has_more(i + 1, following), lambda: devices.beside_data(following).get_value()
+            )
+            devices.end_trace()
+            return (i + 1, following, *sent, *extra)
 
         extra = self._step.initial_extra(lambda: optional.get_value())
-        i, optional, *extra = tf.while_loop(
-            lambda i, optional, *_: tf.logical_and(i < num_steps, optional.has_value()),
+        first = devices.beside_data(optional)
+        i, optional, *others = tf.while_loop(
+            lambda i, optional, *_: has_more(i, optional),
             body,
-            (tf.constant(0), optional, *extra),
+            (tf.constant(0), first, *ahead.first(first.get_value), *extra),
             parallel_iterations=1,
             shape_invariants=(
                 tf.TensorShape([]),
                 tf.OptionalSpec.from_value(optional),
+                *ahead.shapes,
                 *(tf.TensorShape(None) for _ in extra),
             ),
         )
-        return self._report_steps(i), optional, optional.has_value(), self._when(i), self._step.logs(extra)
+        optional = devices.beside_data(optional)
+        made, logs = self._report_steps(i), self._step.logs(others[num_carried:])
+        found = made, optional, optional.has_value(), self._when(i), logs
+        devices.end_trace()
+        return found
 
     def _report_steps(self, num_made: tf.Tensor) -> tf.Tensor:
         """Have it known how many steps this worker's data has had, while others may wait for it in one more."""

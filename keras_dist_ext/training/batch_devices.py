@@ -1,0 +1,159 @@
+"""Where a loop on GPUs has its batches: beside the iterator that gives them, and on the GPU before their step.
+
+What has no device, TensorFlow places on a GPU if it can (tensorflow/core/common_runtime/placer.cc): also the Identity
+that it makes of what a loop carries, and the `and` of a loop's condition. So a batch that was read ahead would go to
+the GPU and back in each step, and each step would wait until the GPU is over with the one before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from keras_dist_ext._keras.strategies import is_default_strategy
+from keras_dist_ext._keras.tracing import return_in_place
+from keras_dist_ext.aliases import SpecNest, StepData
+
+__all__ = ["BatchDevices", "accelerators", "device_of_iterator"]
+
+
+def accelerators(strategy: tf.distribute.Strategy) -> list[str]:
+    """Return the devices of this worker's replicas that are GPUs; without a strategy, where TensorFlow places ops."""
+    with tf.init_scope():
+        used = [tf.zeros([]).device] if is_default_strategy(strategy) else strategy.extended.worker_devices
+    return [device for device in used if _is_gpu(device)]
+
+
+def _is_gpu(device: str) -> bool:
+    """Whether a device is a GPU."""
+    return bool(tf.DeviceSpec.from_string(device).device_type == "GPU")
+
+
+def device_of_iterator(iterator: tf.data.Iterator) -> str:
+    """Return the device that an iterator gives its batches on."""
+    return str(tf.nest.flatten(iterator, expand_composites=True)[0].device)
+
+
+class BatchDevices:
+    """Where the batches of an iterator are.
+
+    Args:
+        data: the device of the iterator; None: nothing is said of devices.
+        ahead: the device to which batches are sent one step ahead, if they are on the host; None: they are not.
+    """
+
+    def __init__(self, data: str | None = None, ahead: str | None = None) -> None:
+        self._data = data
+        self._ahead = None if data is None or _is_gpu(data) else ahead
+
+    def beside_data(self, optional: tf.experimental.Optional) -> tf.experimental.Optional:
+        """Return an optional that stays where the iterator is, also what is done with it."""
+        if self._data is None:
+            return optional
+        with tf.device(self._data):
+            return tf.nest.map_structure(tf.identity, optional, expand_composites=True)
+
+    def both(self, first: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
+        """Return whether both are true, where the host sees it at once."""
+        with contextlib.nullcontext() if self._data is None else tf.device("/device:CPU:0"):
+            return tf.logical_and(first, second)
+
+    def end_trace(self) -> None:
+        """Have what a function returns, which is about to do so, stay where it is."""
+        if self._data is not None:
+            return_in_place()
+
+    def sent_ahead(self, spec: SpecNest) -> BatchesAhead:
+        """Return what sends batches of a spec ahead, which does nothing where it is not to."""
+        if self._ahead is None or self._data is None or not all(map(_can_be_sent, tf.nest.flatten(spec))):
+            return BatchesAhead()
+        return _SentAhead(spec, self._data, self._ahead)
+
+
+def _can_be_sent(spec: tf.TypeSpec) -> bool:
+    is_none = isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape")
+    return is_none or (isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None)
+
+
+class BatchesAhead:
+    """Batches that are read in their step.
+
+    Attributes:
+        shapes: of what a loop has to carry.
+    """
+
+    shapes: Sequence[tf.TensorShape] = ()
+
+    def first(self, pull: Callable[[], StepData]) -> list[tf.Tensor]:
+        """Return what the first step is to be given as ``carried``."""
+        return []
+
+    def following(self, is_wanted: Callable[[], tf.Tensor], pull: Callable[[], StepData]) -> list[tf.Tensor]:
+        """Return the same for the next step, if there is one."""
+        return []
+
+    def batch(self, carried: Sequence[tf.Tensor], pull: Callable[[], StepData]) -> StepData:
+        """Return the batch of a step."""
+        return pull()
+
+
+class _SentAhead(BatchesAhead):
+    """Batches that are sent to a device one step ahead, while it computes.
+
+    A loop carries their tensors. Integers and strings stay on the host: TensorFlow keeps int32 there, and what looks
+    them up may have no kernel for a GPU. A leaf that is missing, which Keras writes as an optional, is None.
+    """
+
+    def __init__(self, spec: SpecNest, data: str, device: str) -> None:
+        self._spec = spec
+        self._specs = [leaf for leaf in tf.nest.flatten(spec) if isinstance(leaf, tf.TensorSpec)]
+        self._data = data
+        self._device = device
+        self.shapes = [leaf.shape for leaf in self._specs]
+
+    def first(self, pull: Callable[[], StepData]) -> list[tf.Tensor]:
+        return self._sent(self._leaves(pull()))
+
+    def following(self, is_wanted: Callable[[], tf.Tensor], pull: Callable[[], StepData]) -> list[tf.Tensor]:
+        def pulled() -> list[tf.Tensor]:
+            return self._kept(self._leaves(pull()))
+
+        def nothing() -> list[tf.Tensor]:
+            return self._kept([tf.zeros([size or 0 for size in leaf.shape], leaf.dtype) for leaf in self._specs])
+
+        with tf.device(self._data):
+            leaves = tf.cond(is_wanted(), pulled, nothing)
+        return self._sent(leaves)
+
+    def batch(self, carried: Sequence[tf.Tensor], pull: Callable[[], StepData]) -> StepData:
+        leaves = iter(carried)
+
+        def leaf_of(spec: tf.TypeSpec) -> tf.Tensor | None:
+            if not isinstance(spec, tf.TensorSpec):
+                return None
+            leaf = next(leaves)
+            leaf.set_shape(spec.shape)
+            return leaf
+
+        return tf.nest.map_structure(leaf_of, self._spec)
+
+    def _leaves(self, batch: StepData) -> list[tf.Tensor]:
+        pairs = zip(tf.nest.flatten(self._spec), tf.nest.flatten(batch), strict=True)
+        return [leaf for spec, leaf in pairs if isinstance(spec, tf.TensorSpec)]
+
+    def _kept(self, leaves: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return leaves beside the iterator, from a branch: a graph of its own, which no device was named for."""
+        with tf.device(self._data):
+            kept = [tf.identity(leaf) for leaf in leaves]
+        return_in_place()
+        return kept
+
+    def _sent(self, leaves: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        sent = []
+        for leaf in leaves:
+            computes = leaf.dtype.is_floating or leaf.dtype.is_complex or leaf.dtype == tf.uint8
+            with tf.device(self._device if computes else self._data):
+                sent.append(tf.identity(leaf))
+        return sent
