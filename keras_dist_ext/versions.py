@@ -6,16 +6,17 @@ where the first name that needs it is used; all other names go on working.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import lazy_loader
 from packaging.version import Version
 
 from keras_dist_ext.errors import BackendError
 
-__all__ = ["TESTED", "TESTED_TUNER", "advice", "attach", "changed", "changed_tuner", "check", "tested"]
+__all__ = ["TESTED", "TESTED_TUNER", "advice", "attach", "changed", "changed_tuner", "check", "naming", "tested"]
 
 # The oldest, as setup.cfg asks for and `tox -e oldest` tests, and the newest release series. Nowhere else is a version
 # of them compared.
@@ -52,8 +53,8 @@ def check(installed: dict[str, str]) -> None:
     if newer:
         warnings.warn(
             f"{' and '.join(newer)} {'is' if len(newer) == 1 else 'are'} newer than what this release of "
-            f"keras_dist_ext was tested with ({tested()}). `keras-dist-ext doctor` and `kde.certify` compare a model's "
-            "numbers with one device's.",
+            f"keras_dist_ext was tested with ({tested()}). What it relies on is tried before the first step on several "
+            "replicas, and an error says what has changed; `kde.certify` compares a model's numbers with one device's.",
             stacklevel=3,
         )
 
@@ -70,14 +71,25 @@ def attach(package: str, file: str) -> tuple[Callable[[str], object], Callable[[
     def get(name: str) -> object:
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(names)}")
-        try:
+        with naming(f"{package}.{name}"):
             return load(name)
-        except ImportError as error:
-            if isinstance(error, BackendError) or not _is_moved(error):
-                raise
-            raise BackendError(_moved(f"{package}.{name}", error)) from error
 
     return get, directory, names
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Have an import inside of a part of Keras or TensorFlow that is not there name what needs it; a decorator, too.
+
+    Raises:
+        BackendError: instead of Python's error.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if isinstance(error, BackendError) or not _is_moved(error):
+            raise
+        raise BackendError(_moved(what, error)) from error
 
 
 def _is_moved(error: ImportError) -> bool:

@@ -251,8 +251,29 @@ def resume_py_dataset(adapter: DataAdapter, batch: int, seed: int | None) -> tf.
     """The rest of a pass over a PyDataset, from a batch on; those before it are not asked for.
 
     keras/src/trainers/data_adapters/py_dataset_adapter.py makes a dataset of what `_get_iterator` gives.
-    """
 
+    Raises:
+        BackendError: it makes it of something else.
+    """
+    _check_py_dataset_rest()
+    return _rest_of_py_dataset(adapter, batch, seed)
+
+
+@functools.cache
+def _check_py_dataset_rest() -> None:
+    for workers in (1, 2):
+        adapter = data_adapters.get_data_adapter(_SmallPyDataset(workers=workers), shuffle=False)
+        if len(list(_rest_of_py_dataset(adapter, 1, None))) != 1:
+            raise BackendError(
+                versions.changed(
+                    "the dataset of a PyDataset is no longer made of what PyDatasetAdapter._get_iterator gives "
+                    "(keras/src/trainers/data_adapters/py_dataset_adapter.py), so that a run would not continue at the "
+                    "batch at which it was interrupted. No step was made"
+                )
+            )
+
+
+def _rest_of_py_dataset(adapter: DataAdapter, batch: int, seed: int | None) -> tf.data.Dataset:
     def rest() -> Iterator[Any]:
         length = adapter.num_batches
         numbers: Any = itertools.count() if length is None else list(range(length))

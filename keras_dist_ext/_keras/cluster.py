@@ -12,6 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext import versions
+
 __all__ = [
     "per_worker_values",
     "set_cluster_timeout",
@@ -26,12 +28,14 @@ __all__ = [
 ]
 
 
+@versions.naming("Several workers")
 def _context() -> Any:
     from tensorflow.python.eager import context
 
     return context.context()
 
 
+@versions.naming("parameter_server")
 def per_worker_values(strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor]) -> Any:
     """Put one value on each worker of a ParameterServerStrategy: a tensor, or an iterator over a dataset.
 
@@ -56,6 +60,7 @@ def per_worker_values(strategy: tf.distribute.Strategy, values: Sequence[tf.Tens
     return tf.distribute.coordinator.PerWorkerValue(made)
 
 
+@versions.naming("multi_worker")
 def set_cluster_timeout(jobs: dict[str, int], wait_seconds: float) -> None:
     """Have the strategy of several workers that is made next wait so long for its cluster, instead of an hour.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import tensorflow as tf
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from keras_dist_ext import versions
 from keras_dist_ext.aliases import SpecNest
 
 __all__ = [
@@ -68,9 +70,15 @@ def iterator_state(iterator: tf.data.Iterator) -> list[bytes] | None:
 
 def has_unseeded_shuffle(dataset: tf.data.Dataset) -> bool:
     """Whether a dataset shuffles by a seed that TensorFlow draws, told without its graph (data/ops/shuffle_op.py)."""
-    own = [getattr(dataset, name, 1) for name in ("_seed", "_seed2")]
-    is_shuffle = type(dataset).__name__ == "_ShuffleDataset"
-    return (is_shuffle and not any(int(seed) for seed in own)) or any(map(has_unseeded_shuffle, dataset._inputs()))
+    is_shuffle = type(dataset) is _type_of_shuffle()
+    if is_shuffle and not any(int(seed) for seed in (dataset._seed, dataset._seed2)):
+        return True
+    return any(map(has_unseeded_shuffle, dataset._inputs()))
+
+
+@functools.cache
+def _type_of_shuffle() -> type:
+    return type(tf.data.Dataset.range(1).shuffle(1, seed=1))
 
 
 def has_random_order(graph: GraphDef) -> bool:
@@ -124,6 +132,7 @@ def checksum_of_constants(graph: GraphDef) -> int:
     return checksum
 
 
+@versions.naming("The seed of a dataset")
 def with_seeds(
     dataset: tf.data.Dataset,
     graph: GraphDef,
@@ -223,6 +232,7 @@ def captures_variables(graph: GraphDef) -> bool:
     return bool(sum(node.op == "AssignVariableOp" for node in graph.node) > len(generator_states(graph)))
 
 
+@versions.naming("The seed of a dataset")
 def _is_of_global_seed(seeds: Sequence[int], begin: int, end: int) -> bool:
     """Whether `tf.random.set_seed` alone has given these: the second is none that anybody would.
 
@@ -276,6 +286,7 @@ class WrappedDataset(tf.data.Dataset):  # type: ignore[misc]
         return self._wrapped.element_spec
 
 
+@versions.naming("A worker's part of a dataset")
 def auto_shard(dataset: tf.data.Dataset, num_workers: int, worker: int) -> tf.data.Dataset:
     """A worker's part of a dataset under the `auto_shard_policy` of its options, without any batch being cut.
 

@@ -81,7 +81,8 @@ def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.V
 
     Empty where the optimizer accumulates none, or is not built.
     """
-    return list(getattr(inner_optimizer(optimizer), "_accumulated_gradients", ()))
+    inner = inner_optimizer(optimizer)
+    return list(inner._accumulated_gradients) if inner.built and inner.gradient_accumulation_steps else []
 
 
 def accumulators_of(optimizer: keras.optimizers.Optimizer, variables: Iterable[keras.Variable]) -> list[keras.Variable]:

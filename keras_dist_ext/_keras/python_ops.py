@@ -11,6 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext import versions
+
 __all__ = ["observe_python_ops", "python_ops_of"]
 
 Note = Callable[[str, float, float], None]
@@ -18,6 +20,7 @@ _observers: list[Note] = []
 _PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 
 
+@versions.naming("The time of functions of Python")
 def observe_python_ops(note: Note) -> Callable[[], None]:
     """Have each call of such a function noted: its token, and when it began and ended, by `time.perf_counter`.
 
@@ -54,6 +57,7 @@ def observe_python_ops(note: Note) -> Callable[[], None]:
     return stop
 
 
+@versions.naming("The time of functions of Python")
 def python_ops_of(graphs: Iterable[tf.Graph]) -> dict[str, str]:
     """Return the functions of Python that graphs call, also in functions and loops: by token, a name with its line.
 

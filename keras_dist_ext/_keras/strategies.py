@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext import versions
 from keras_dist_ext._keras import keras
 from keras_dist_ext.aliases import SpecNest
 
@@ -105,6 +106,7 @@ def sum_over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
     return list(context.all_reduce(tf.distribute.ReduceOp.SUM, values))
 
 
+@versions.naming("A value for each replica")
 def regroup(values: Sequence[tf.Tensor]) -> Any:
     """One value a local replica, as what ``strategy.run`` and ``merge_call`` take (distribute_utils.py)."""
     from tensorflow.python.distribute import distribute_utils
@@ -127,8 +129,9 @@ def local_replica_id() -> int:
 
 def first_replica(strategy: tf.distribute.Strategy) -> int:
     """The number of this worker's first replica (distribute/collective_all_reduce_strategy.py)."""
-    worker = int(getattr(strategy.extended, "_id_in_cluster", 0))
-    return worker * len(strategy.extended.worker_devices) if worker else 0
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return 0
+    return int(strategy.extended._id_in_cluster) * len(strategy.extended.worker_devices)
 
 
 def is_default_strategy(strategy: tf.distribute.Strategy) -> bool:

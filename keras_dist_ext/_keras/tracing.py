@@ -41,6 +41,7 @@ __all__ = [
     "may_be_differentiated",
     "know_variables",
     "capture_thread_state",
+    "state_of_thread",
     "inlined",
     "observe_traces",
     "IteratorFunction",
@@ -186,7 +187,7 @@ def capture_thread_context(
     graph, is_eager = tf.compat.v1.get_default_graph(), tf.executing_eagerly()
     with tf.init_scope():
         outside = tf.compat.v1.get_default_graph(), tf.executing_eagerly()
-    globals_of_keras = dict(vars(global_state.GLOBAL_STATE_TRACKER))
+    globals_of_keras = state_of_thread()
     summaries = dict(vars(summary_ops_v2._summary_state))
     if is_eager:
         device, scope = tf_context.context().device_name, ""
@@ -280,13 +281,18 @@ def may_be_differentiated() -> bool:
     return bool(record.could_possibly_record())
 
 
+def state_of_thread() -> dict[str, Any]:
+    """Keras' globals of this thread (keras/src/backend/common/global_state.py)."""
+    return dict(vars(global_state.GLOBAL_STATE_TRACKER))
+
+
 def capture_thread_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Note what Keras, AutoGraph and our own hooks know of this thread, for others to enter.
 
     Keras' globals belong to a thread (keras/src/backend/common/global_state.py), and so does whether AutoGraph converts
     (python/autograph/core/ag_ctx.py).
     """
-    globals_of_keras = dict(vars(global_state.GLOBAL_STATE_TRACKER))
+    globals_of_keras = state_of_thread()
     own = dict(vars(thread))
     control = ag_ctx.control_status_ctx()
 

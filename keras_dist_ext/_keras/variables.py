@@ -44,7 +44,7 @@ def tf_variable(variable: Variable) -> tf.Variable:
 def local_component(variable: Variable) -> Variable:
     """The copy of a mirrored ``tf.Variable`` that belongs to the current replica (values.py)."""
     value = tf_variable(variable)
-    return value._get_on_device_or_primary() if hasattr(value, "_get_on_device_or_primary") else value
+    return value._get_on_device_or_primary() if isinstance(value, distribute_values.DistributedVariable) else value
 
 
 def is_sync_on_read(variable: Variable) -> bool:

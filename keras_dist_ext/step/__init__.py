@@ -32,6 +32,8 @@ In reading order:
     logs              the metrics of a step
     pass_through      what Keras gets where nothing is shared
     receipts          whether Keras still calls what is answered here
+    hook_uses         what has to call it
+    state_receipts    and what is read and set where Keras keeps it
     save_receipts     and what is asked before a save
     virtual_replicas  several replicas, one after the other, on one device
     suspendable_thread  how one waits for the others

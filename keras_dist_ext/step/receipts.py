@@ -2,8 +2,8 @@
 
 A newer release may stop to call one of the functions that ``_keras`` replaces. Nothing would fail then: a loss, a
 gradient or a draw would be that of one replica. So each of these hooks is tried once in a process, on a small stock
-model that is traced aside, and while a step of Keras' own is traced, the hooks that it must call are noted. On one
-replica nothing of this matters, and nothing is tried.
+model that is traced aside, and by each layer and function that has to call it; and while a step of Keras' own is
+traced, the hooks that it must call are noted. On one replica nothing of this matters, and nothing is tried.
 """
 
 from __future__ import annotations
@@ -11,23 +11,24 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from keras_dist_ext import versions
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.draw_hooks import DRAWN_KINDS, DRAWS
+from keras_dist_ext._keras.draw_hooks import DRAWS
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.interception import HOOKS
 from keras_dist_ext._keras.optimizers import keeps_gradients
 from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext.errors import BackendError
-from keras_dist_ext.step.pass_through import PassThrough
+from keras_dist_ext.step.hook_uses import TriedStep, Use, uses_of_hooks
 from keras_dist_ext.step.save_receipts import uncalled_save_hooks
+from keras_dist_ext.step.state_receipts import STATES, State
 
-__all__ = ["check_hooks", "check_step", "uncalled_hooks"]
+__all__ = ["check_hooks", "check_step", "states_elsewhere", "uncalled_hooks"]
 
 _T = TypeVar("_T")
 
@@ -40,6 +41,14 @@ def check_hooks() -> None:
         BackendError: Keras or TensorFlow does not call one of them.
     """
     _refuse(uncalled_hooks(), "a small stock model", " Nothing was trained.")
+    elsewhere = states_elsewhere()
+    if elsewhere:
+        raise BackendError(
+            _advised(
+                f"not where it was: {', '.join(map(str, elsewhere))}, by which keras_dist_ext makes the numbers of "
+                "several replicas those of one device: they would be wrong without an error. Nothing was trained."
+            )
+        )
     unasked = _in_thread(uncalled_save_hooks)
     if unasked:
         named = ", ".join(f"{hook} ({hook.file})" for hook in unasked)
@@ -51,22 +60,54 @@ def check_hooks() -> None:
         )
 
 
-def uncalled_hooks() -> list[str]:
-    """Return the hooks that are not called by what should call them.
+def uncalled_hooks() -> dict[str, list[str]]:
+    """Return the hooks that are not called by what should call them, each with that.
 
     Raises:
         BackendError: what should call them fails.
     """
-    step = _TriedStep()
+    step = TriedStep()
+    missing: dict[str, list[str]] = {}
+    called: set[str] = set()
 
     def use_all() -> None:
-        with intercept(step):
-            _use_all(step)
+        uses = uses_of_hooks(step)
+        with intercept(step), scratch_graph("hook_receipts"):
+            for use in uses:
+                step.receipts.clear()
+                step.drawn.clear()
+                failure = _failure_of(use)
+                if use.draws is not None and use.draws not in step.drawn:
+                    step.receipts.discard(DRAWS)
+                called.update(step.receipts)
+                for hook in installed.intersection(use.hooks) - step.receipts:
+                    missing.setdefault(hook, []).append(use.what)
+                if failure is not None and not missing:
+                    raise RuntimeError(f"{use.what}: {type(failure).__name__}: {failure}") from failure
 
+    installed = set(map(str, HOOKS))
     _in_thread(use_all)
-    if not step.drawn >= set(DRAWN_KINDS.values()):
-        step.receipts.discard(DRAWS)
-    return [str(hook) for hook in HOOKS if str(hook) not in step.receipts]
+    return missing | {hook: [] for hook in sorted(installed - called - set(missing))}
+
+
+def _failure_of(use: Use) -> Exception | None:
+    try:
+        use.run()
+    except Exception as error:  # maybe of a hook that was not called
+        return error
+    return None
+
+
+def states_elsewhere() -> list[State]:
+    """Return what is not where it was."""
+    return _in_thread(lambda: [state for state in STATES if not _is_found(state)])
+
+
+def _is_found(state: State) -> bool:
+    try:
+        return state.is_found()
+    except Exception:  # it is not there at all, or is something else
+        return False
 
 
 def _in_thread(use: Callable[[], _T]) -> _T:
@@ -90,104 +131,6 @@ def _in_thread(use: Callable[[], _T]) -> _T:
     return found[0]
 
 
-class _TriedStep(PassThrough):
-    """Notes which hooks are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.receipts: set[str] = set()
-        self.drawn: set[str] = set()
-        self.leaves_out = False  # what a hook would compute with rows
-
-    def draw(self, kind: str, given: Mapping[str, Any], draw: Callable[..., Any]) -> tf.Tensor:
-        """Note what is drawn: nearly all ops that are made call its hook."""
-        self.drawn.add(kind)
-        return super().draw(kind, given, draw)
-
-    def on_rows(self, inputs: Any, op: Callable[[Any], Any]) -> Any:
-        """Return what an op gives for each row."""
-        return inputs if self.leaves_out else super().on_rows(inputs, op)
-
-
-class _Net(keras.Model):  # type: ignore[misc]
-    """A model whose step calls what the steps of most models call."""
-
-    def __init__(self) -> None:
-        super().__init__(name="hook_receipts")
-        self.dense = keras.layers.Dense(1, kernel_initializer="zeros")
-
-    def build(self, shape: Any) -> None:
-        self.dense.build(shape)
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
-
-
-def _use_all(step: _TriedStep) -> None:
-    """Have Keras and TensorFlow call each hook as they do in steps; nothing of it runs but the making of variables.
-
-    All that draws is given a seed: layers without one take a random number of Python's, which others draw from.
-    """
-    seed = keras.random.SeedGenerator(1)
-    state = tf.Variable(1.0)
-    table = tf.Variable([1.0, 2.0])
-    total = keras.metrics.Sum()
-    nets = []
-    for optimizer in (keras.optimizers.SGD(), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())):
-        net = _Net()
-        net.build((None, 2))
-        net.compile(optimizer, "mse")
-        optimizer.build(net.trainable_variables)
-        nets.append(net)
-    options: dict[str, Any] = {"kernel_initializer": "zeros", "data_format": "channels_last"}
-    layers = [
-        keras.layers.Conv2D(1, 2, **options),
-        keras.layers.Conv2DTranspose(1, 2, **options),
-        keras.layers.DepthwiseConv2D(2, depthwise_initializer="zeros", data_format="channels_last"),
-        keras.layers.SeparableConv2D(
-            1, 2, depthwise_initializer="zeros", pointwise_initializer="zeros", data_format="channels_last"
-        ),
-        keras.layers.MaxPooling2D(data_format="channels_last"),
-        keras.layers.BatchNormalization(),
-        keras.layers.Dropout(0.5, seed=1),
-    ]
-    sequence_layers = [
-        keras.layers.Conv1D(1, 2, **options),
-        keras.layers.SimpleRNN(1, kernel_initializer="zeros", recurrent_initializer="zeros", seed=1),
-    ]
-
-    squared = tf.function(lambda x: x * x, autograph=False)
-    with scratch_graph("hook_receipts"):
-        for net in nets:
-            net.train_step((tf.ones((2, 2)), tf.ones((2, 1))))
-        for layer in layers:
-            layer(tf.ones((2, 4, 4, 1)), training=True)
-        for layer in sequence_layers:
-            layer(tf.ones((2, 4, 1)), training=True)
-        total.update_state(tf.ones((2,)))
-        keras.losses.Dice()(tf.ones((2, 2)), tf.ones((2, 2)))
-        for update in (optimizer.inner_optimizer.assign_add, optimizer.inner_optimizer.assign_sub):
-            update(table, tf.IndexedSlices(tf.ones((1,)), tf.constant([0])))
-        step.leaves_out = True  # its graph is large
-        keras.ops.ctc_loss(tf.ones((2, 2), tf.int32), tf.ones((2, 4, 3)), tf.constant([2, 2]), tf.constant([4, 4]))
-        for draw in (keras.random.uniform, keras.random.normal, keras.random.truncated_normal):
-            draw((2,), seed=seed)
-        keras.random.randint((2,), 0, 5, seed=seed)
-        tf.random.split([1, 2], 2)
-        tf.random.uniform((2,), seed=1)  # without one it fails where ops are to be deterministic
-        tf.cond(state > 0, lambda: 1.0, lambda: 2.0)
-        tf.while_loop(lambda n: n < 2, lambda n: n + 1, (tf.constant(0),))
-        with tf.GradientTape(persistent=True) as tape:
-            x = tf.ones((2, 2))
-            tape.watch(x)
-            y = squared(x)
-        tape.jacobian(y, x, experimental_use_pfor=False)
-        tape.batch_jacobian(y, x, experimental_use_pfor=False)
-        tf.nn.compute_average_loss(tf.ones((2,)))
-        tf.nn.scale_regularization_loss(tf.ones(()))
-        tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tf.ones(()))
-
-
 def check_step(model: Any, kind: str, receipts: Collection[str]) -> None:
     """See that the hooks that a step of Keras' own must call were called while it was traced.
 
@@ -200,7 +143,7 @@ def check_step(model: Any, kind: str, receipts: Collection[str]) -> None:
         BackendError: one of them was not.
     """
     _refuse(
-        [hook for hook in _expected(model, kind) if hook not in receipts],
+        {hook: [] for hook in _expected(model, kind) if hook not in receipts},
         f"the {kind} step of '{model.name}', which is Keras' own,",
     )
 
@@ -231,16 +174,24 @@ def _draws(layer: Any) -> bool:
     return type(layer) is keras.layers.Dropout and layer.rate > 0 and _is_keras(layer, "call")
 
 
-def _refuse(missing: Collection[str], caller: str, consequence: str = "") -> None:
+def _refuse(missing: Mapping[str, Sequence[str]], caller: str, consequence: str = "") -> None:
     if missing:
         files = {str(hook): hook.file for hook in HOOKS}
-        named = ", ".join(f"{name} ({files.get(name, 'which it no longer has')})" for name in missing)
+        named = ", ".join(
+            f"{name} ({files.get(name, 'which it no longer has')}){f' in {_listed(uses)}' if uses else ''}"
+            for name, uses in missing.items()
+        )
         raise BackendError(
             _advised(
                 f"{caller} no longer calls {named}, by which keras_dist_ext makes the numbers of several replicas "
                 f"those of one device: they would be wrong without an error.{consequence}"
             )
         )
+
+
+def _listed(uses: Sequence[str]) -> str:
+    """Join names, of many the first ones."""
+    return " and ".join(uses) if len(uses) < 3 else f"{uses[0]}, {uses[1]} and {len(uses) - 2} others"
 
 
 def _advised(found: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from keras_dist_ext import arguments
+from keras_dist_ext import arguments, versions
 from keras_dist_ext._keras.cluster import is_initialized, set_cluster_timeout
 from keras_dist_ext._keras.strategies import make_mirrored
 from keras_dist_ext.cluster.rendezvous import (
@@ -151,6 +151,8 @@ _JOINED: dict[tuple[Cluster, int, Communication], tf.distribute.Strategy] = {}
 def _join(cluster: Cluster, num_gpus: int, communication: Communication, wait_seconds: float) -> tf.distribute.Strategy:
     if communication.implementation == "nccl" and not num_gpus:
         raise StrategyError("implementation='nccl' needs GPUs, and this worker has none. Use 'ring' or 'auto'.")
+    with versions.naming("multi_worker"):  # stands on private Keras: imported for several workers only
+        from keras_dist_ext.strategy.workers import workers_of
     _check_port_is_free(cluster)
     _check_not_started()
     wait_for_workers(cluster, wait_seconds)
@@ -169,8 +171,6 @@ def _join(cluster: Cluster, num_gpus: int, communication: Communication, wait_se
             f"{cluster.task} and the others had found each other, but not all joined within {wait_seconds:g} s. "
             "Look for the first worker that has failed, and start all of them again."
         ) from error
-    from keras_dist_ext.strategy.workers import workers_of  # stands on private Keras: not for one worker
-
     workers_of(strategy)  # from here on they can tell each other where they are
     return strategy
 

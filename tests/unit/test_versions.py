@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import json
 import re
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def test_all_that_is_newer_is_told_in_one_warning():
     (warning,) = told
     assert re.search(
         r"TensorFlow 2\.22\.0rc0 and Keras 4\.0\.0 are newer than what .* was tested with \(.*TensorFlow 2\.16\.2 to "
-        r"2\.21 and Keras 3\.11 to 3\.15\)",
+        r"2\.21 and Keras 3\.11 to 3\.15\)\. What it relies on is tried before the first step",
         str(warning.message),
     )
 
@@ -92,6 +93,8 @@ STAND_ALONE = (  # each with what else is asked of it
     "kde.heartbeat",
     "import_module('keras_dist_ext.monitoring.dashboard.loader').ReplicasLoader",
     "import_module('keras_dist_ext.cli').main(['devices'])",
+    "import_module('keras_dist_ext.cluster.spec').tf_config_cluster",
+    "import_module('keras_dist_ext.monitoring.dashboard.plugin').ReplicasPlugin",
 )
 
 
@@ -104,6 +107,21 @@ def test_what_needs_no_private_part_works_without_any():
         f"print(all(bool(eval(asked)) or True for asked in {STAND_ALONE!r}))\n"
     )
     assert run_python(program).endswith("True")
+
+
+@pytest.mark.parametrize("gone", ["tensorflow.python.eager", pytest.param("keras.src", marks=pytest.mark.slow)])
+def test_a_cluster_that_needs_a_part_that_has_moved_names_it_and_waits_for_nobody(gone):
+    cluster = {"worker": ["localhost:1", "localhost:2"]}
+    config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
+    program = HIDING.format(gone=gone) + (
+        f"import os\nos.environ['TF_CONFIG'] = {config!r}\n"
+        "try: kde.pick_strategy()\nexcept kde.BackendError as e: print(e)\n"
+    )
+    assert re.search(
+        rf"(multi_worker|Several workers) stands on a part of (Keras|TensorFlow) that version \d\S+ does not have: No "
+        rf"module named '{gone}.*'\. This release of",
+        run_python(program),
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import random
 import re
+import types
 from concurrent import futures
 
 import keras
@@ -9,14 +10,22 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import rotating
+from keras.src.losses import losses as losses_module
+from keras.src.random import seed_generator
+from tensorflow.python.autograph.operators import control_flow
+from tensorflow.python.eager import record
+from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.ops import cond as cond_module
+from tensorflow.python.ops import control_flow_util_v2
 
 import keras_dist_ext as kde
-from keras_dist_ext._keras import adapters
+from keras_dist_ext._keras import adapters, backend
 from keras_dist_ext._keras.adapters import py_dataset_adapter, seed_py_datasets, tf_trainer
+from keras_dist_ext._keras.datasets import dataset_graph
 from keras_dist_ext._keras.interception import HOOKS
 from keras_dist_ext._keras.models import HookedModel
 from keras_dist_ext._keras.saving import SAVE_HOOKS
-from keras_dist_ext.step import receipts
+from keras_dist_ext.step import receipts, state_receipts
 from keras_dist_ext.step.save_receipts import uncalled_save_hooks
 from keras_dist_ext.training import worker_saves  # noqa: F401 - installs hooks
 
@@ -40,6 +49,13 @@ def silence(monkeypatch, name):
     monkeypatch.setattr(hook.owner, hook.name, getattr(hook.owner, hook.name).__wrapped__)
 
 
+def stock(module, name):
+    """A module like another, without the hook in it."""
+    other = types.ModuleType(module.__name__)
+    vars(other).update(vars(module), **{name: vars(module)[name].__wrapped__})
+    return other
+
+
 def silence_save(monkeypatch, name):
     """The same for what is asked before a save: a function, or a method that our models override."""
     hook = OF_SAVES[name]
@@ -57,7 +73,7 @@ def small_model(strategy):
 
 
 def test_each_hook_is_called_by_what_should_call_it_whatever_the_process_is_set_to():
-    assert receipts.uncalled_hooks() == []
+    assert receipts.uncalled_hooks() == {}
     assert len(TRIED) == len(HOOKS) > 40
 
 
@@ -72,7 +88,8 @@ def test_no_setting_of_the_process_keeps_a_hook_from_being_called(setting, mirro
             keras.config.set_image_data_format(setting)
         tf.config.run_functions_eagerly(setting == "eager")
         with (mirrored if setting == "scope" else tf.distribute.get_strategy()).scope():
-            assert receipts.uncalled_hooks() == []
+            assert receipts.uncalled_hooks() == {}
+            assert receipts.states_elsewhere() == []
     finally:
         keras.config.set_floatx(kept[0])
         keras.config.set_image_data_format(kept[1])
@@ -112,6 +129,85 @@ def test_a_hook_that_only_the_step_of_a_model_does_not_call_is_named_by_its_firs
     np.testing.assert_equal(model.get_weights(), before)
 
 
+def plain_normal(shape, mean=0.0, stddev=1.0, dtype=None, seed=None):
+    return tf.random.stateless_normal(shape, [1, 2])
+
+
+def plain_dice(loss, y_true, y_pred):
+    return losses_module.dice(y_true, y_pred)
+
+
+USES = {  # what calls less, and which hook is missed in what
+    "keras.random.normal": (backend.random, "normal", plain_normal, "SeedGenerator.next"),
+    "Dice": (keras.losses.Dice, "call", plain_dice, "LossFunctionWrapper.call"),
+    "AutoGraph": (control_flow, "tf_cond", stock(cond_module, "cond"), "cond.cond"),
+}
+
+
+@pytest.mark.parametrize("what", rotating(USES, ["keras.random.normal"]))
+def test_a_hook_that_is_silent_in_one_thing_alone_is_named_with_it(what, monkeypatch):
+    owner, name, other, hook = USES[what]
+    monkeypatch.setattr(owner, name, other, raising=False)
+    assert what in receipts.uncalled_hooks()[hook]
+    with pytest.raises(kde.BackendError, match=rf"no longer calls (.*, )?{hook} \(\S+/\S+\.py\) in {what}[, ].* wrong"):
+        receipts.check_hooks.__wrapped__()
+
+
+def test_what_fails_where_all_hooks_are_called_is_told_with_its_error(monkeypatch):
+    monkeypatch.setattr(tf, "case", lambda *args, **kwargs: tf.cond(*args))
+    with pytest.raises(kde.BackendError, match=r"A small stock model fails with RuntimeError: tf\.case: TypeError: "):
+        receipts.uncalled_hooks()
+
+
+def of_another_store(name, value):
+    """As a release does that keeps the globals of a thread elsewhere."""
+
+
+def renamed(dataset):
+    graph = dataset_graph(dataset)
+    for node in (*graph.node, *(node for function in graph.library.function for node in function.node_def)):
+        node.op = {"ShuffleDatasetV3": "ShuffleDatasetV4", "RandomUniform": "RandomUniformV2"}.get(node.op, node.op)
+    return graph
+
+
+NOTHING = property(lambda self: None, lambda self, value: None)
+STATES = {
+    "the generator of draws": (seed_generator, "global_seed_generator", lambda: keras.random.SeedGenerator(2)),
+    "the state of a thread": (backend.global_state, "set_global_attribute", of_another_store),
+    "the metrics of losses": (keras.Model, "_loss_tracker", NOTHING),
+    "functions of metrics": (keras.metrics.MeanMetricWrapper, "_fn", NOTHING),
+    "what tapes record": (record, "could_possibly_record", lambda: False),
+    "graphs of branches": (control_flow_util_v2, "CondBranchFuncGraph", FuncGraph),
+    "functions of a graph": (tf.Graph, "_get_function", lambda graph, name: None),
+    "how slices become a tensor": (tf, "convert_to_tensor", lambda value: tf.scatter_nd([[0]], value.values, [2])),
+    "seeds in the graph of a dataset": (state_receipts, "dataset_graph", renamed),
+}
+
+
+def test_all_that_is_kept_is_where_it_was_also_for_a_global_seed():
+    assert receipts.states_elsewhere() == []
+    assert len(STATES) == len(state_receipts.STATES)
+    tf.random.set_seed(1)
+    draws = tf.random.uniform((3,)).numpy().tolist()
+    tf.random.set_seed(1)
+    assert receipts.states_elsewhere() == []
+    assert tf.random.uniform((3,)).numpy().tolist() == draws
+    tf.random.set_seed(None)
+
+
+@pytest.mark.parametrize("what", rotating(STATES, ["what tapes record", "seeds in the graph of a dataset"]))
+def test_what_is_kept_elsewhere_is_named_before_the_first_step(what, monkeypatch):
+    owner, name, other = STATES[what]
+    monkeypatch.setattr(owner, name, other, raising=False)
+    monkeypatch.setattr(receipts, "uncalled_hooks", dict)  # looked at before
+    receipts.check_hooks.cache_clear()
+    with pytest.raises(
+        kde.BackendError,
+        match=rf"With TensorFlow \S+ and Keras \S+: not where it was: (.*, )?{what}[^(]*\(\S+/\S+\.py\)",
+    ):
+        receipts.check_hooks()
+
+
 def test_each_hook_of_saves_is_called_by_what_saves_and_nothing_is_said(capfd, caplog):
     assert uncalled_save_hooks() == []
     assert len(OF_SAVES) == len(SAVE_HOOKS) > 9
@@ -121,7 +217,7 @@ def test_each_hook_of_saves_is_called_by_what_saves_and_nothing_is_said(capfd, c
 
 @pytest.mark.parametrize("name", rotating(OF_SAVES, ["saving_lib.save_model", "HookedModel._trackable_children"]))
 def test_a_hook_of_saves_that_is_silent_is_named_before_the_first_step(name, monkeypatch, mirrored):
-    monkeypatch.setattr(receipts, "uncalled_hooks", list)  # of steps, which are not looked at here
+    monkeypatch.setattr(receipts, "uncalled_hooks", dict)  # of steps, which are not looked at here
     silence_save(monkeypatch, name)
     model = small_model(mirrored)
     before = model.get_weights()
@@ -198,6 +294,17 @@ def test_a_py_dataset_that_keras_shuffles_otherwise_is_an_error_where_a_seed_is_
     seed_py_datasets(None)
 
 
+def test_a_py_dataset_whose_rest_keras_does_not_take_is_an_error_where_a_run_is_resumed(monkeypatch):
+    adapters._check_py_dataset_rest.cache_clear()
+    monkeypatch.setattr(
+        py_dataset_adapter.PyDatasetAdapter,
+        "get_tf_dataset",
+        lambda adapter: tf.data.Dataset.from_tensor_slices([adapter.py_dataset[i][0, 0] for i in range(2)]),
+    )
+    with pytest.raises(kde.BackendError, match=r"no longer made of what .*_get_iterator gives .* at which it was"):
+        adapters.resume_py_dataset(None, 1, None)
+
+
 def test_arrays_that_keras_shuffles_otherwise_are_an_error_where_a_seed_is_given(monkeypatch):
     for owner, name in [(tf.random, "shuffle"), (tf.random.experimental, "stateless_shuffle")]:
         monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
@@ -209,7 +316,7 @@ def test_trying_the_hooks_leaves_names_and_seeds_of_keras_as_they_are():
     def made(*, is_tried):
         keras.utils.set_random_seed(1)
         names = [keras.layers.Dense(1).name]
-        assert not is_tried or receipts.uncalled_hooks() == []
+        assert not is_tried or receipts.uncalled_hooks() == {}
         names += [keras.layers.Dense(1).name, keras.layers.SimpleRNN(1).name]
         draws = [random.random(), np.random.random(), *keras.random.SeedGenerator().state.numpy()]
         return names, draws, keras.random.uniform((2,)).numpy().tolist()
