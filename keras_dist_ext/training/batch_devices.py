@@ -73,8 +73,12 @@ class BatchDevices:
 
 
 def _can_be_sent(spec: tf.TypeSpec) -> bool:
-    is_none = isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape")
-    return is_none or (isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None)
+    """Whether a leaf is a tensor that TensorFlow can make zeros of, or stands for one that is missing."""
+    if isinstance(spec, tf.TensorSpec):
+        kind = spec.dtype
+        is_plain = kind.is_floating or kind.is_complex or kind.is_integer or kind in (tf.bool, tf.string)
+        return bool(is_plain and spec.shape.rank is not None)
+    return isinstance(spec, tf.OptionalSpec) or bool(spec == tf.type_spec_from_value(None))
 
 
 class BatchesAhead:

@@ -168,6 +168,21 @@ def test_what_is_of_no_use_on_a_gpu_stays_on_the_host(kind: str, gpu: tf.distrib
     assert bool(sent) == others_are_sent
 
 
+def test_only_plain_tensors_are_sent_ahead() -> None:
+    devices = batch_devices.BatchDevices("/device:CPU:0", GPU)
+    numbers = tf.TensorSpec([None, 3])
+    missing = tf.data.Dataset.from_tensors((1.0, None)).element_spec[1]
+    assert list(devices.sent_ahead((numbers, tf.OptionalSpec(None), missing)).shapes) == [numbers.shape]
+    for other in (
+        tf.TensorSpec(None),
+        tf.TensorSpec([], tf.variant),
+        tf.RaggedTensorSpec([None, None]),
+        tf.SparseTensorSpec([None, 3]),
+        tf.data.DatasetSpec(numbers),
+    ):
+        assert not devices.sent_ahead((numbers, other)).shapes
+
+
 @pytest.mark.parametrize("length", rotating(["known", "unknown"], ["unknown"]))
 def test_no_batch_comes_back_from_the_gpu_in_a_loop(
     length: str, gpu: tf.distribute.Strategy, monkeypatch: pytest.MonkeyPatch
