@@ -29,7 +29,6 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.models import overrides
 from keras_dist_ext._keras.optimizers import inner_optimizer
-from keras_dist_ext._keras.tracing import in_xla
 from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.aliases import DType, Gradient, TensorNest
 from keras_dist_ext.errors import DataError
@@ -337,12 +336,12 @@ class ReplicaStep:
         return op(inputs) if self.num_replicas == 1 else pass_through.on_rows(inputs, op)
 
     def sum_duplicates(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-        """Add up slices of one row as the other replicas do; XLA has an order of its own."""
-        return slices if self.num_replicas == 1 or in_xla() else sum_duplicates(slices)
+        """Add up slices of one row as the other replicas do."""
+        return slices if self.num_replicas == 1 else sum_duplicates(slices)
 
     def to_dense(self, slices: tf.IndexedSlices) -> Any:
-        """Add up slices of one row as the other replicas do; XLA has an order of its own."""
-        return NotImplemented if self.num_replicas == 1 or in_xla() else to_dense(slices)
+        """Add up slices of one row as the other replicas do."""
+        return NotImplemented if self.num_replicas == 1 else to_dense(slices)
 
     def check_stateful(self, layer: keras.layers.Layer) -> None:
         """Refuse a layer that keeps a state for each row of the global batch.

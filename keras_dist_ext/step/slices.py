@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext._keras import backend
+from keras_dist_ext._keras.tracing import in_xla
 
 __all__ = ["sum_duplicates", "to_dense"]
 
@@ -23,11 +24,14 @@ def sum_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """Return one slice for each row that some belong to, of rows in any order.
 
     On CPUs sums are made one after another (core/kernels/segment_reduction_ops_impl.h). On GPUs only a sum of sorted
-    slices that are looked up at once has one order: ``tf.math.segment_sum`` adds up atomically as well.
+    slices that are looked up at once has one order: ``tf.math.segment_sum`` adds up atomically as well. XLA gets slices
+    as they are, since it has to know how many rows there are.
 
     Args:
         slices: several of which may belong to one row.
     """
+    if in_xla():
+        return slices
     values, indices = slices.values, slices.indices
     if backend.has_gpus():
         order = tf.argsort(indices, stable=True)
@@ -49,7 +53,7 @@ def to_dense(slices: tf.IndexedSlices) -> Any:
     Args:
         slices: several of which may belong to one row.
     """
-    if slices.dense_shape is None or not backend.has_gpus():
+    if slices.dense_shape is None or not backend.has_gpus() or in_xla():
         return NotImplemented
     unique = sum_duplicates(slices)
     num_rows = tf.cast(slices.dense_shape[:1], unique.indices.dtype)

@@ -105,3 +105,16 @@ def test_a_sum_has_the_static_shape_of_the_variable(monkeypatch: pytest.MonkeyPa
         return known
 
     assert shapes(tf.ones((2, 3)), [1, 1]).numpy()[1].tolist() == [2, 2, 2]
+
+
+def test_what_xla_compiles_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus in (True, False):
+        monkeypatch.setattr(backend, "has_gpus", lambda gpus=gpus: gpus)
+
+        @tf.function(jit_compile=True)
+        def dense(values: Any, indices: Any) -> tf.Tensor:
+            given = tf.IndexedSlices(values, indices, tf.constant([4, 2]))
+            assert slices.to_dense(given) is NotImplemented
+            return tf.convert_to_tensor(slices.sum_duplicates(given))
+
+        assert dense(tf.ones((3, 2)), tf.constant([1, 3, 1])).numpy()[:, 0].tolist() == [0, 2, 0, 1]
