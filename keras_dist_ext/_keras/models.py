@@ -109,6 +109,8 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
     given = dict(model._compile_config.config)
     runtime = getattr(model, "replica_runtime", None)  # which knows that "auto" was asked for; Keras' default is 1
     automatic = model.steps_per_execution == 1 if runtime is None else runtime.chooses_num_steps
+    if runtime is not None and runtime.chooses_xla:
+        given["jit_compile"] = "auto"  # not what Keras has made of it: with a GPU it is True without a strategy
     return {**given, "steps_per_execution": "auto" if automatic else model.steps_per_execution}
 
 

@@ -207,6 +207,7 @@ class Model(HookedModel, metaclass=Scoped):
         steps_per_execution = checked_steps_per_execution(steps_per_execution)
         check = check_mode(check)
         virtual = VirtualReplicas.of(virtual_replicas, self.distribute_strategy)
+        chooses_xla = jit_compile == "auto"
         if virtual is not None:
             if jit_compile is True:
                 warn_once(
@@ -233,6 +234,7 @@ class Model(HookedModel, metaclass=Scoped):
                 auto_scale_loss=auto_scale_loss,
             )
         self.replica_runtime.chooses_num_steps = steps_per_execution == "auto"
+        self.replica_runtime.chooses_xla = chooses_xla
         self.virtual_replicas = virtual
         self.replica_runtime.check = check
         self.replica_runtime.forget_traces()

@@ -58,6 +58,7 @@ class ReplicaRuntime:
         check: how `compile` was told to check steps, and
         checked: of which kinds that was done.
         chooses_num_steps: whether the number of steps of an execution is ours to choose (``"auto"``).
+        chooses_xla: whether it is Keras that chooses to compile by XLA (``"auto"``).
         can_split_batches: whether steps can be made of parts of a replica's rows.
         kind_of_batches: what a step makes of a batch that is given by itself.
         needs_variables: whether somebody looks at the model's variables before its first step, who is not Keras.
@@ -82,6 +83,7 @@ class ReplicaRuntime:
         self.check: CheckMode = True
         self.checked: set[Kind] = set()
         self.chooses_num_steps = True
+        self.chooses_xla = True
         self.can_split_batches = True
         self.kind_of_batches: Kind = "train"
         self.needs_variables = False

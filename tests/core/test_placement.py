@@ -120,6 +120,15 @@ def test_what_xla_cannot_do_is_said_and_the_model_trains_without():
     assert_close(model, on_one_device()[0])
 
 
+def test_nothing_is_said_of_xla_where_keras_has_chosen_it(monkeypatch):
+    monkeypatch.setattr(keras.Model, "_resolve_auto_jit_compile", lambda self: True)  # as with a GPU
+    model = make()
+    assert model.jit_compile is True
+    place(model, ONE)
+    model.fit(X, Y, sample_weight=WEIGHTS, **FIT)
+    assert_close(model, on_one_device()[0])
+
+
 @pytest.mark.rotating
 def test_a_placed_model_is_watched_as_any():
     model, memory = make(groups()), kde.MemoryWriter()
