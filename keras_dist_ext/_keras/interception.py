@@ -75,6 +75,9 @@ class Step(Protocol):
 
     def check_stateful(self, layer: keras.Layer) -> None: ...
 
+    @property
+    def has_global_statistics(self) -> bool: ...
+
 
 versions.check({"tensorflow": tf.__version__, "keras": keras.__version__})  # before anything of theirs is replaced
 

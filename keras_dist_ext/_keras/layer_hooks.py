@@ -13,7 +13,13 @@ from keras_dist_ext._keras.interception import Step, definer, install
 from keras_dist_ext._keras.strategies import sum_over_replicas
 from keras_dist_ext.aliases import TensorNest
 
-__all__: list[str] = []
+__all__ = ["has_own_moments"]
+
+
+def has_own_moments(layer: keras.Layer) -> bool:
+    """Whether a BatchNormalization computes the statistics of a batch by itself, past ours."""
+    stock = keras.layers.BatchNormalization
+    return isinstance(layer, stock) and type(layer)._moments is not stock._moments
 
 
 # keras/src/backend/tensorflow/nn.py: TensorFlow's kernels fail on no rows, and some end the process.
@@ -76,18 +82,24 @@ def _(
     return step.on_rows(labels, of_as_many)
 
 
-# keras/src/layers/normalization/batch_normalization.py: with a mask, Keras' moments are those of a replica's own rows.
+# keras/src/layers/normalization/batch_normalization.py: Keras' moments are of a replica's own rows if there is a mask,
+# or the layer is not synchronized; where it is, they lose digits of inputs far from 0.
 @install(keras.layers.BatchNormalization, "_moments")
 def _(original: Callable[..., Any], step: Step, layer: keras.Layer, inputs: TensorNest, mask: TensorNest) -> Any:
-    if mask is None or not layer.synchronized:
+    if not step.has_global_statistics and (mask is None or not layer.synchronized):
         return original(layer, inputs, mask)
     rank = len(inputs.shape)
     axes = [axis for axis in range(rank) if axis != layer.axis % rank]
-    is_valid = tf.broadcast_to(tf.cast(tf.expand_dims(mask, -1), tf.bool), tf.shape(inputs))
 
     def sums(*values: tf.Tensor) -> list[tf.Tensor]:
         return sum_over_replicas([tf.reduce_sum(value, axes, keepdims=True) for value in values])
 
+    if mask is None:
+        total, count = sums(inputs, tf.ones_like(inputs))
+        mean = tf.math.divide_no_nan(total, count)
+        (squares,) = sums(tf.math.squared_difference(inputs, tf.stop_gradient(mean)))
+        return tf.squeeze(mean, axes), tf.squeeze(tf.math.divide_no_nan(squares, count), axes)
+    is_valid = tf.broadcast_to(tf.cast(tf.expand_dims(mask, -1), tf.bool), tf.shape(inputs))
     total, count = sums(tf.where(is_valid, inputs, 0), tf.cast(is_valid, inputs.dtype))
     count += keras.backend.epsilon()
     mean = total / count

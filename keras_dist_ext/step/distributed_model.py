@@ -36,6 +36,10 @@ class StepRuntime(Protocol):
     """What a model holds for its steps."""
 
     @property
+    def batch_statistics(self) -> str:
+        """Of whose examples BatchNormalization takes them: of each "replica", or of the "global" batch."""
+
+    @property
     def loss_exponents(self) -> Mapping[str, Mapping[int, Sequence[Fraction]]]:
         """Exponents in the batch size of losses given to ``add_loss``, by the kind of step and the layer's id."""
 

@@ -23,6 +23,8 @@ class PassThrough:
         of_worker: False assigns as Keras does, too.
     """
 
+    has_global_statistics = False
+
     def __init__(self, *, of_worker: bool = True) -> None:
         self._of_worker = of_worker
 

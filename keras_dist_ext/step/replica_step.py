@@ -319,6 +319,11 @@ class ReplicaStep:
         """Refuse what one device does not draw row by row, where that is wanted, of all that was traced."""
         self._streams.check()
 
+    @property
+    def has_global_statistics(self) -> bool:
+        """Whether BatchNormalization takes the statistics of the rows of all replicas."""
+        return self._reducer.num_replicas > 1 and self.model.replica_runtime.batch_statistics == "global"
+
     def call_function(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """Call a tf.function of the user's, traced anew for each step."""
         return self._branches.call(original, function, args, kwargs)

@@ -5,6 +5,8 @@ In reading order:
     model             ``kde.Model`` and ``kde.Sequential``
     documented        methods that show Keras' docstrings
     compile_config    what ``compile`` was given, as it is saved
+    compile_notes     where files say what was given beyond Keras' arguments
+    batch_statistics  of whose examples BatchNormalization takes them
     construction      models are made in the scope of their strategy
     runtime           what a model holds for its runs, apart from its layers
     building          build a model for its steps

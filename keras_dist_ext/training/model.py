@@ -37,6 +37,7 @@ from keras_dist_ext.strategy.workers import Workers, checksum_of, workers_of
 from keras_dist_ext.training.adoption.distributed_class import OwnClasses
 from keras_dist_ext.training.adoption.take_over import take_over_loaded
 from keras_dist_ext.training.batch_spec import specs_of_arrays
+from keras_dist_ext.training.batch_statistics import BatchStatistics, checked_statistics
 from keras_dist_ext.training.check_mode import CheckMode, check_mode
 from keras_dist_ext.training.compile_config import add_own_arguments, read_arguments
 from keras_dist_ext.training.construction import Scoped, in_scope_of, make_functional
@@ -75,8 +76,8 @@ class Model(HookedModel, metaclass=Scoped):
     global batch. ``fit`` sees before its first step whether this holds, see ``compile``.
 
     Differences that mathematics imposes: ``BatchNormalization(synchronized=False)`` normalizes with the statistics of
-    each replica's rows; its moving statistics, like all non-trainable float state that a layer assigns while it is
-    called, become the mean over replicas weighted by rows, after every step.
+    each replica's rows, unless ``compile`` says otherwise; its moving statistics, like all non-trainable float state
+    that a layer assigns while it is called, become the mean over replicas weighted by rows, after every step.
 
     Args:
         strategy: the strategy to live under (keyword only); by default the one whose scope is entered.
@@ -175,6 +176,7 @@ class Model(HookedModel, metaclass=Scoped):
         auto_scale_loss: bool = True,
         virtual_replicas: VirtualReplicas | int | None = None,
         check: CheckMode = True,
+        batch_statistics: BatchStatistics = "replica",
     ) -> None:
         """Configure the model as ``keras.Model.compile`` does, in the scope of its strategy.
 
@@ -199,13 +201,16 @@ class Model(HookedModel, metaclass=Scoped):
                 ("raise"), or make no such step (False). A step that runs eagerly is run for it: what its Python code
                 does stays done, but for numbers and words that it keeps in attributes of the model and its layers (it
                 prints, or appends to a list, once more).
+            batch_statistics: "global" has every BatchNormalization normalize by the statistics of the global batch, as
+                on one device; "replica" by those of a replica's examples, where it is not ``synchronized``.
 
         Raises:
-            StrategyError: the replicas of the strategy cannot carry so many virtual ones evenly.
+            StrategyError: the replicas cannot carry so many virtual ones evenly, or know no global batch.
             ValueError: ``steps_per_execution`` is neither "auto" nor an integer >= 1, or ``check`` none of these.
         """
         steps_per_execution = checked_steps_per_execution(steps_per_execution)
         check = check_mode(check)
+        statistics = checked_statistics(batch_statistics, self.distribute_strategy)
         virtual = VirtualReplicas.of(virtual_replicas, self.distribute_strategy)
         chooses_xla = jit_compile == "auto"
         if virtual is not None:
@@ -236,7 +241,7 @@ class Model(HookedModel, metaclass=Scoped):
         self.replica_runtime.chooses_num_steps = steps_per_execution == "auto"
         self.replica_runtime.chooses_xla = chooses_xla
         self.virtual_replicas = virtual
-        self.replica_runtime.check = check
+        self.replica_runtime.check, self.replica_runtime.batch_statistics = check, statistics
         self.replica_runtime.forget_traces()
 
     def _build_for_run(self, iterator: EpochData | None, batch: StepData) -> None:

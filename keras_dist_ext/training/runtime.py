@@ -25,6 +25,7 @@ from keras_dist_ext.strategy.scope import optimizers
 from keras_dist_ext.strategy.virtual import num_replicas_of
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.batch_spec import has_static_rows
+from keras_dist_ext.training.batch_statistics import BatchStatistics, check_layers
 from keras_dist_ext.training.building import build_for_run
 from keras_dist_ext.training.check_mode import CheckMode
 from keras_dist_ext.training.divergence import Divergence
@@ -81,6 +82,7 @@ class ReplicaRuntime:
         self.loss_exponents: dict[str, dict[int, list[Fraction]]] = {}
         self.plans: dict[str, StepPlan] = {}
         self.check: CheckMode = True
+        self.batch_statistics: BatchStatistics = "replica"
         self.checked: set[Kind] = set()
         self.chooses_num_steps = True
         self.chooses_xla = True
@@ -127,6 +129,8 @@ class ReplicaRuntime:
         with self.in_scope():
             build_for_run(model, kind, batch_spec, exact_spec, was_traced=build in self._built_for)
         self._built_for.add(build)
+        if self.batch_statistics == "global" and self.strategy.num_replicas_in_sync > 1:
+            check_layers(model)
 
     # Steps that were traced
 

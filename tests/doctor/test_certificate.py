@@ -814,6 +814,13 @@ def test_draws_are_compared_beside_batch_statistics_that_are_each_replicas_own(s
     assert found.seed == 42
 
 
+@pytest.mark.rotating
+def test_dropout_and_batch_statistics_pass_where_both_are_those_of_one_device(strategies: Any) -> None:
+    build = compiled(normalized, kde, batch_statistics="global")
+    found = certify(build, strategies.get("mirrored3"), regression(45), steps=3, seeds=SEEDS)
+    assert found.is_equivalent, str(found)
+
+
 def test_seeds_by_which_sides_draw_otherwise_are_refused(strategies: Any) -> None:
     mirrored = strategies.get("mirrored2")
     with pytest.raises(kde.CertificateError, match="each replica draws numbers of its own"):

@@ -391,6 +391,8 @@ class Recorder:
         self.asked.append(("op_seeds", op_seed))
         return original(op_seed)
 
+    has_global_statistics = False
+
     def constant_seed(self, seed: int) -> None:
         self.asked.append(("constant_seed", seed))
 

@@ -78,7 +78,8 @@ class _RootCauses:
             for layer in flat_layers(self.model)
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
         ]
-        self.local_norms = [layer for layer in self._norms if not layer.synchronized]
+        is_global = self.many.is_ours and self.model.replica_runtime.batch_statistics == "global"
+        self.local_norms = [] if is_global else [layer for layer in self._norms if not layer.synchronized]
 
     # Experiments
 
@@ -180,7 +181,7 @@ class _RootCauses:
             "device takes those of the whole batch. That is how it is defined, and rarely harms; but it is another "
             "model.",
             evidence=f"{_where(off)}; {_worst(off)}. With the moving statistics instead, the difference is rounding.",
-            fix="BatchNormalization(synchronized=True)",
+            fix='compile(batch_statistics="global")' if self.many.is_ours else "BatchNormalization(synchronized=True)",
         )
 
     def imprecise_statistics(self, off: Comparison) -> Finding:

@@ -20,7 +20,7 @@ from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.adoption.compilation import read_compile_state
 from keras_dist_ext.training.adoption.rebuild import rebuild
 from keras_dist_ext.training.adoption.take_over import explained, refuse_nesting, scope_of, take_over
-from keras_dist_ext.training.check_mode import read_mode_from_file
+from keras_dist_ext.training.compile_config import take_over_own_arguments
 from keras_dist_ext.training.model import OWN_CLASSES, Model
 
 __all__ = ["adopt", "clone_model", "load_model"]
@@ -138,5 +138,5 @@ def load_model(
         adopted.replica_seeds.load(saved_variables(path, "replica_seeds"))  # where Keras' own class did not look
         adopted.virtual_replicas = virtual
         if compile:
-            adopted.replica_runtime.check = read_mode_from_file(path)
+            take_over_own_arguments(adopted, path)
         return adopted

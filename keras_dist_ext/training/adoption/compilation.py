@@ -12,6 +12,7 @@ from keras_dist_ext.aliases import MetricNest
 from keras_dist_ext.strategy.scope import optimizers
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, by_reference, read_recipe, rebuild_from_config
 from keras_dist_ext.training.adoption.variable_pairs import assign, in_pairs, named
+from keras_dist_ext.training.runtime import runtime_of
 
 __all__ = ["read_compile_state", "take_over_optimizers"]
 
@@ -42,7 +43,7 @@ def read_compile_state(model: keras.Model) -> Callable[[keras.Model], None]:
 
         return compile_from_config
 
-    given = compile_arguments(model)
+    given, runtime = compile_arguments(model), runtime_of(model)
     new_optimizer = None if model.optimizer is None else read_recipe(model.optimizer)
 
     def compile_alike(clone: keras.layers.Layer) -> None:
@@ -58,7 +59,8 @@ def read_compile_state(model: keras.Model) -> Callable[[keras.Model], None]:
             jit_compile=model.jit_compile,
             auto_scale_loss=False,  # the optimizer was wrapped already if it was to be
             virtual_replicas=getattr(model, "virtual_replicas", None),
-            check=getattr(getattr(model, "replica_runtime", None), "check", True),
+            check=getattr(runtime, "check", True),
+            batch_statistics=getattr(runtime, "batch_statistics", "replica"),
         )
 
     return compile_alike

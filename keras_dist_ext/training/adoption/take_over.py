@@ -22,7 +22,7 @@ from keras_dist_ext.training.adoption.distributed_class import OwnClasses
 from keras_dist_ext.training.adoption.rebuild import rebuild
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, label
 from keras_dist_ext.training.adoption.variable_pairs import take_over_state
-from keras_dist_ext.training.check_mode import read_mode_from_file
+from keras_dist_ext.training.compile_config import take_over_own_arguments
 from keras_dist_ext.training.runtime import runtime_of
 
 __all__ = ["explained", "refuse_nesting", "scope_of", "take_over", "take_over_loaded"]
@@ -74,7 +74,7 @@ def take_over_loaded(model: keras.Model, file: str | os.PathLike[str] | IO[bytes
     adopted = take_over(model, tf.distribute.get_strategy(), own, compile=True)
     adopted.replica_seeds.load(saved_variables(file, "replica_seeds"))
     adopted.virtual_replicas = VirtualReplicas.read_from_file(file)
-    adopted.replica_runtime.check = read_mode_from_file(file)
+    take_over_own_arguments(adopted, file)
     return adopted
 
 
