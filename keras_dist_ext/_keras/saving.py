@@ -31,6 +31,7 @@ __all__ = [
     "EXPORT_FORMATS",
     "PICKLES",
     "CHECKPOINTS",
+    "ATTRIBUTES",
     "noting_saves",
     "unpickle_model",
     "save_as",
@@ -208,6 +209,10 @@ class Saveable(KerasSaveable):  # type: ignore[misc]
 
     def _obj_type(self) -> str:
         return "Layer"
+
+
+SAVE_HOOKS.append(Hook(Saveable, "save_own_variables", "keras/src/saving/saving_lib.py"))
+ATTRIBUTES = str(SAVE_HOOKS[-1])
 
 
 def unpickle_model(cls: type[keras.Model], file: BinaryIO) -> keras.Model:

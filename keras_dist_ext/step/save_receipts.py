@@ -18,9 +18,18 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.interception import Hook
 from keras_dist_ext._keras.models import HookedModel
-from keras_dist_ext._keras.saving import CHECKPOINTS, EXPORT_FORMATS, PICKLES, SAVE_HOOKS, noting_saves
+from keras_dist_ext._keras.saving import (
+    ATTRIBUTES,
+    CHECKPOINTS,
+    EXPORT_FORMATS,
+    PICKLES,
+    SAVE_HOOKS,
+    Saveable,
+    noting_saves,
+)
 
 __all__ = ["uncalled_save_hooks"]
 
@@ -44,6 +53,25 @@ class _SavedNet(HookedModel):
         _asked.add(PICKLES)
 
 
+class _Kept(Saveable):
+    """An attribute that notes whether it is saved with the weights of a model, and loaded."""
+
+    def save_own_variables(self, store: Any) -> None:
+        store["kept"] = [1]
+
+    def load_own_variables(self, store: Any) -> None:
+        _asked.add(ATTRIBUTES)
+
+
+class _StockNet(keras.Model):  # type: ignore[misc]
+    """A model that is not ours, so that it is saved."""
+
+    def __init__(self) -> None:
+        super().__init__(name="save_receipts")
+        self.kept = _Kept()
+        self.built = True
+
+
 _asked: set[str] = set()
 
 
@@ -64,9 +92,15 @@ def _saves(net: _SavedNet, folder: Path) -> Iterator[Callable[[], Any]]:
     yield lambda: net.save_weights(folder / "net.weights.h5")
     for export_format in EXPORT_FORMATS:
         yield functools.partial(net.export, folder / export_format, format=export_format, verbose=False)
+    yield functools.partial(_save_and_load, _StockNet(), folder / "stock.weights.h5")
     yield lambda: pickle.loads(pickle.dumps(net))
     yield lambda: tf.train.Checkpoint(net).write(str(folder / "checkpoint"))
     yield lambda: tf.saved_model.save(tf.Module(), str(folder / "module"))
+
+
+def _save_and_load(net: keras.Model, path: Path) -> None:
+    net.save_weights(path)
+    net.load_weights(path)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol, TypeAlias
 
+from keras_dist_ext import versions
 from keras_dist_ext._keras import tree
 from keras_dist_ext.aliases import StepData, TensorNest
+from keras_dist_ext.errors import BackendError
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.training.batch_reader import BatchReader
 
@@ -59,6 +61,21 @@ class Execution:
             self.num_made += 1
             yield self.reader.next_batch()
         self.seconds = time.perf_counter() - begin
+
+    def __iter__(self) -> Iterator[StepData]:
+        """Say that it is not for whoever reads it as batches.
+
+        Raises:
+            BackendError: always.
+        """
+        raise BackendError(
+            versions.changed(
+                "the function that takes the steps of a run is not that of keras_dist_ext. Either make_train_function, "
+                "make_test_function or make_predict_function is overridden: override train_step, test_step or "
+                "predict_step instead. Or fit, evaluate or predict no longer call it "
+                "(keras/src/backend/tensorflow/trainer.py). No step was made"
+            )
+        )
 
     def __next__(self) -> Execution:
         """Give itself once: Keras' ``predict`` collects what an iterator yields before it calls the step function."""

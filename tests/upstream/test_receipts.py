@@ -24,7 +24,7 @@ from keras_dist_ext._keras.adapters import py_dataset_adapter, seed_py_datasets,
 from keras_dist_ext._keras.datasets import dataset_graph
 from keras_dist_ext._keras.interception import HOOKS
 from keras_dist_ext._keras.models import HookedModel
-from keras_dist_ext._keras.saving import SAVE_HOOKS
+from keras_dist_ext._keras.saving import SAVE_HOOKS, Saveable
 from keras_dist_ext.step import receipts, state_receipts
 from keras_dist_ext.step.save_receipts import uncalled_save_hooks
 from keras_dist_ext.training import worker_saves  # noqa: F401 - installs hooks
@@ -61,6 +61,8 @@ def silence_save(monkeypatch, name):
     hook = OF_SAVES[name]
     if hook.owner is HookedModel:
         monkeypatch.delattr(HookedModel, hook.name)
+    elif hook.owner is Saveable:  # which Keras asks what it is, and saves it
+        monkeypatch.delattr(Saveable, "_obj_type")
     else:
         monkeypatch.setattr(hook.owner, hook.name, getattr(hook.owner, hook.name).__wrapped__)
 
@@ -243,10 +245,20 @@ def builds_otherwise(monkeypatch):
     monkeypatch.delattr(HookedModel, "_maybe_symbolic_build")
 
 
+class OwnFunction(kde.Sequential):
+    def make_train_function(self, force=False):
+        self.train_function = lambda iterator: [self.train_on_batch(*batch) for batch in iterator][-1]
+
+
+def makes_its_own_function(monkeypatch):
+    monkeypatch.delattr(kde.Model, "make_train_function")
+
+
 FEEDS = {
     "fit keeps its own iterator": (keeps_its_own_iterator, "fit", "TFEpochIterator"),
     "evaluate keeps its own iterator": (keeps_its_own_iterator, "evaluate", "TFEpochIterator"),
     "predict keeps its own iterator": (keeps_its_own_iterator, "predict", "TFEpochIterator"),
+    "fit makes its own function": (makes_its_own_function, "fit", "make_train_function"),
     "fit does not ask for a build": (builds_otherwise, "fit", "_maybe_symbolic_build"),
     "evaluate does not ask for a build": (builds_otherwise, "evaluate", "_maybe_symbolic_build"),
 }
@@ -263,10 +275,18 @@ def test_keras_loops_that_no_longer_ask_for_data_or_a_build_are_an_error_before_
     before = model.get_weights()
     silent(monkeypatch)
     with pytest.raises(
-        kde.BackendError, match=rf"With TensorFlow .*{named} \(keras/src/.*No step was made\. This release"
+        kde.BackendError, match=rf"With TensorFlow .*{named}.* \(keras/src/.*No step was made\. This release"
     ):
         getattr(model, method)(X, *([] if method == "predict" else [Y]), verbose=0)
     np.testing.assert_equal(model.get_weights(), before)
+
+
+def test_a_train_function_of_the_user_s_is_told_to_override_the_step(mirrored):
+    with mirrored.scope():
+        model = OwnFunction([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(kde.BackendError, match=r"make_train_function, .* is overridden: override train_step"):
+        model.fit(X, Y, verbose=0)
 
 
 @pytest.mark.parametrize("batch", rotating(["train_on_batch", "test_on_batch", "predict_on_batch"], []))
