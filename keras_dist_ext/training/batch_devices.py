@@ -8,6 +8,7 @@ the GPU and back in each step, and each step would wait until the GPU is over wi
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -67,9 +68,31 @@ class BatchDevices:
 
     def sent_ahead(self, spec: SpecNest) -> BatchesAhead:
         """Return what sends batches of a spec ahead, which does nothing where it is not to."""
-        if self._ahead is None or self._data is None or not all(map(_can_be_sent, tf.nest.flatten(spec))):
+        leaves = tf.nest.flatten(spec)
+        if self._ahead is None or self._data is None or not all(map(_can_be_sent, leaves)):
+            return BatchesAhead()
+        if sum(map(_num_bytes, leaves)) < LEAST_BYTES:
             return BatchesAhead()
         return _SentAhead(spec, self._data, self._ahead)
+
+
+LEAST_BYTES = 64 * 1024
+"""Of a batch that is sent ahead. On one H200 a step on 1 KB took 467 us so, and 384 us without; one on 3 MB 1184 and
+1578 us (benchmarks/results/2026-11-27-h200.md)."""
+_USUAL_ROWS = 32  # Keras' default
+
+
+def _num_bytes(spec: tf.TypeSpec) -> int:
+    """How much of a batch a GPU computes with; sizes that are not known count as those of a usual batch."""
+    if not isinstance(spec, tf.TensorSpec) or not _is_computed_with(spec.dtype):
+        return 0
+    rows, *others = spec.shape if spec.shape.rank else (1,)
+    return int(spec.dtype.size * (rows or _USUAL_ROWS) * math.prod(size or 1 for size in others))
+
+
+def _is_computed_with(dtype: tf.DType) -> bool:
+    """Whether tensors of a type go to a GPU; TensorFlow keeps int32 on the host."""
+    return bool(dtype.is_floating or dtype.is_complex or dtype == tf.uint8)
 
 
 def _can_be_sent(spec: tf.TypeSpec) -> bool:
@@ -157,7 +180,6 @@ class _SentAhead(BatchesAhead):
     def _sent(self, leaves: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         sent = []
         for leaf in leaves:
-            computes = leaf.dtype.is_floating or leaf.dtype.is_complex or leaf.dtype == tf.uint8
-            with tf.device(self._device if computes else self._data):
+            with tf.device(self._device if _is_computed_with(leaf.dtype) else self._data):
                 sent.append(tf.identity(leaf))
         return sent

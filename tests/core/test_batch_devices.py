@@ -37,6 +37,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, strategies: Strategies) -> tf.distribut
     """Take CPU:1 for a GPU, and return a strategy for it."""
     strategies.get("one_device")
     monkeypatch.setattr(batch_devices, "_is_gpu", lambda device: device.endswith("CPU:1"))
+    monkeypatch.setattr(batch_devices, "LEAST_BYTES", 0)
     return pick_strategy("one_device", devices=["CPU:1"], environ={}).strategy
 
 
@@ -123,6 +124,18 @@ def test_fit_and_evaluate_give_the_numbers_of_keras(case: str, gpu: tf.distribut
     assert bool(sent) == (case != "one step an execution")
 
 
+def test_a_small_batch_is_sent_in_its_step(gpu: tf.distribute.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the least that is sent ahead
+    devices = batch_devices.BatchDevices("/device:CPU:0", GPU)
+    labels = tf.TensorSpec((None,), tf.int64)
+
+    def is_sent(*shape: int | None) -> bool:
+        return bool(devices.sent_ahead((tf.TensorSpec(shape), labels)).shapes)
+
+    shapes = (256, 32, 32, 3), (None, 512), (None, 511), (32, 8)
+    assert [is_sent(*shape) for shape in shapes] == [True, True, False, False]
+
+
 @pytest.mark.parametrize("num_batches", rotating([6, None], [6]))
 def test_nothing_is_read_that_no_step_uses(num_batches: int | None, gpu: tf.distribute.Strategy) -> None:
     reads = Pulls(num_batches)
@@ -170,7 +183,7 @@ def test_what_is_of_no_use_on_a_gpu_stays_on_the_host(kind: str, gpu: tf.distrib
 
 def test_only_plain_tensors_are_sent_ahead() -> None:
     devices = batch_devices.BatchDevices("/device:CPU:0", GPU)
-    numbers = tf.TensorSpec([None, 3])
+    numbers = tf.TensorSpec([None, 600])  # 75 KiB of 32 rows
     missing = tf.data.Dataset.from_tensors((1.0, None)).element_spec[1]
     assert list(devices.sent_ahead((numbers, tf.OptionalSpec(None), missing)).shapes) == [numbers.shape]
     for other in (

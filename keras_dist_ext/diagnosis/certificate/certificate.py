@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -27,9 +28,10 @@ from keras_dist_ext.diagnosis.certificate.lockstep import Comparison, Lockstep
 from keras_dist_ext.diagnosis.certificate.root_causes import explain, of_draws
 from keras_dist_ext.diagnosis.certificate.seeded_steps import compare_seeded, of_seeded_steps
 from keras_dist_ext.diagnosis.certificate.training_run import no_word_about_retracing, on_one_device
-from keras_dist_ext.errors import CertificateError
+from keras_dist_ext.errors import BackendError, CertificateError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
+from keras_dist_ext.step.receipts import check_hooks
 from keras_dist_ext.strategy.scope import describe_strategy
 from keras_dist_ext.training.callbacks import ReplicaSeeds
 from keras_dist_ext.training.deviations import Deviation
@@ -247,6 +249,8 @@ class _Trial:
     def run(self) -> None:
         """Make all steps, experiments and looks at random numbers."""
         draws = Alike()
+        with contextlib.suppress(BackendError):  # of a model of ours, its first step raises it
+            check_hooks()  # here, as they are tried with random ops that are TensorFlow's
         with intercept_random_ops(draws):
             try:
                 lockstep = Lockstep(self._build_model, self._strategy, self._batches[0], draws)
