@@ -20,6 +20,7 @@ from keras.src.trainers.data_adapters import py_dataset_adapter
 
 from keras_dist_ext import versions
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.interception import put
 from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.errors import BackendError
 
@@ -368,7 +369,8 @@ def _in_order(value: tf.Tensor) -> tf.Tensor:
     return _stock_stateless_shuffle(value, tf.stack([of_pass, tf.cast(value[0], tf.int64)]))
 
 
-tf.random.shuffle, tf.random.experimental.stateless_shuffle = _shuffle, _stateless_shuffle
+put(tf.random, "shuffle", _shuffle)
+put(tf.random.experimental, "stateless_shuffle", _stateless_shuffle)
 
 
 def make_data_adapter(

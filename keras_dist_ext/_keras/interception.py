@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from keras_dist_ext import versions
 from keras_dist_ext._keras import keras
 from keras_dist_ext.aliases import TensorNest
 
-__all__ = ["thread", "Step", "Hook", "HOOKS", "definer", "install", "patched"]
+__all__ = ["thread", "Step", "Hook", "HOOKS", "definer", "install", "patched", "put"]
 
 
 class Step(Protocol):
@@ -140,9 +141,21 @@ def install(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
             return hook(original, step, *args, **kwargs)
 
         hooked.is_kde_hook = True  # type: ignore[attr-defined]
-        setattr(owner, name, hooked)
+        put(owner, name, hooked)
 
     return decorate
+
+
+def put(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Replace a function of a class or module where it is defined: there pickle looks for it."""
+    if isinstance(owner, type):
+        setattr(definer(owner, name), name, function)
+        return
+    original = getattr(owner, name)
+    home, own_name = sys.modules[original.__module__], original.__qualname__
+    if getattr(home, own_name, None) is original:
+        setattr(home, own_name, function)
+    setattr(owner, name, function)
 
 
 @contextlib.contextmanager

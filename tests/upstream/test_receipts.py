@@ -1,5 +1,6 @@
 """A hook that Keras or TensorFlow no longer calls is an error before the first step."""
 
+import pickle
 import random
 import re
 import types
@@ -77,6 +78,12 @@ def small_model(strategy):
 def test_each_hook_is_called_by_what_should_call_it_whatever_the_process_is_set_to():
     assert receipts.uncalled_hooks() == {}
     assert len(TRIED) == len(HOOKS) > 40
+
+
+def test_pickle_finds_what_is_replaced():
+    replaced = {str(hook): getattr(hook.owner, hook.name) for hook in (*HOOKS, *SAVE_HOOKS)}
+    replaced |= {"shuffle": tf.random.shuffle, "stateless_shuffle": tf.random.experimental.stateless_shuffle}
+    assert {name for name, each in replaced.items() if pickle.loads(pickle.dumps(each)) is not each} == set()
 
 
 @pytest.mark.parametrize("setting", rotating(["float64", "float16", "channels_first", "eager", "scope"], []))

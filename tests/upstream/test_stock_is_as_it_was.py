@@ -245,7 +245,8 @@ pickled = [
     keras.Model, keras.losses.Dice, keras.losses.dice, keras.metrics.Mean.update_state, keras.random.dropout, tf.cond,
     keras.random.SeedGenerator.next, keras.layers.Conv2D.call, tf.GradientTape, tf.while_loop,
     keras.saving.save_model, trainer.TFEpochIterator, keras.optimizers.SGD(0.1).get_config(),
-    tf.distribute.ReduceOp.SUM,
+    tf.distribute.ReduceOp.SUM, keras.optimizers.Optimizer.apply, keras.Model.compute_loss, tf.random.shuffle,
+    tf.nn.compute_average_loss,
 ]
 found["pickles"] = [pickle.dumps(each).hex() for each in pickled]
 found["identities"] = [
