@@ -610,7 +610,7 @@ def test_only_the_first_worker_asks_tensorflow_who_is_silent_and_the_others_read
     assert len(texts) == 3
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.5])
+@pytest.mark.parametrize("seconds", rotating([0.0, 1.5], [0.0]))
 def test_a_failed_program_leaves_python_soon_after_its_exit_functions(seconds: float, tmp_path: pathlib.Path) -> None:
     """What takes long is taken down last, as TensorFlow is: without Python's lock, which no thread gets any more."""
     (tmp_path / "lasts.py").write_text(
@@ -799,10 +799,11 @@ LOST = (
     ("error", "expected", "message"),
     [
         (tf.errors.UnavailableError(None, None, LOST), kde.WorkersError, "and cannot continue: worker 1 sends no sign"),
-        (
+        pytest.param(
             tf.errors.UnavailableError(None, None, "failed to connect to all addresses"),
             kde.WorkersError,
             "and cannot continue: worker 1 does not answer. Look for the first error among the workers",
+            marks=pytest.mark.rotating,
         ),
         (tf.errors.InvalidArgumentError(None, None, "shapes"), tf.errors.InvalidArgumentError, "shapes"),
     ],

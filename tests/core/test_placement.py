@@ -120,6 +120,7 @@ def test_what_xla_cannot_do_is_said_and_the_model_trains_without():
     assert_close(model, on_one_device()[0])
 
 
+@pytest.mark.rotating
 def test_nothing_is_said_of_xla_where_keras_has_chosen_it(monkeypatch):
     monkeypatch.setattr(keras.Model, "_resolve_auto_jit_compile", lambda self: True)  # as with a GPU
     model = make()

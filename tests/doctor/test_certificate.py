@@ -165,6 +165,7 @@ def test_batch_normalization_passes_when_it_is_synchronized(mirrored: Strategy) 
     assert certify(build, mirrored, regression(45), steps=6, batch_size=16).is_equivalent
 
 
+@pytest.mark.rotating
 def test_stock_keras_passes_where_it_is_right(mirrored: Strategy) -> None:
     certificate = certify(compiled(models.dense, keras, metrics=["mae"]), mirrored, regression(32), 4, batch_size=8)
     assert certificate.is_equivalent, str(certificate)

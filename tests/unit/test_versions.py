@@ -109,7 +109,8 @@ def test_what_needs_no_private_part_works_without_any():
     assert run_python(program).endswith("True")
 
 
-@pytest.mark.parametrize("gone", ["tensorflow.python.eager", pytest.param("keras.src", marks=pytest.mark.slow)])
+@pytest.mark.rotating
+@pytest.mark.parametrize("gone", ["tensorflow.python.eager", "keras.src"])
 def test_a_cluster_that_needs_a_part_that_has_moved_names_it_and_waits_for_nobody(gone):
     cluster = {"worker": ["localhost:1", "localhost:2"]}
     config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
