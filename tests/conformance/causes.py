@@ -339,14 +339,14 @@ def a_pass_begins_twice() -> AbstractContextManager[Any]:
 def an_epoch_begins_anew() -> AbstractContextManager[Any]:
     """Each epoch begins with the first batch, also where it should go on."""
 
-    def enumerate_iterator(original: Any) -> Any:
+    def begin(original: Any) -> Any:
         def changed(self: Any) -> Any:
             self._reader = None
             return original(self)
 
         return changed
 
-    return instead(epoch_data.EpochData, "_enumerate_iterator", enumerate_iterator)
+    return instead(epoch_data.EpochData, "__iter__", begin)
 
 
 def an_execution_leaves_its_last_batch_out() -> AbstractContextManager[Any]:

