@@ -9,11 +9,11 @@ Two programs train the same network with dropout by `kde.Model.fit`, in turn: wi
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cases import start
 from harness import Goal, describe_machine, print_goals, print_table, take_turns
 from rich.console import Console
 
@@ -26,14 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="samples of each program")
     options = parser.parse_args(arguments)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     console = Console()
     console.print(str(describe_machine()), highlight=False)
-
-    import tensorflow as tf
-
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
+    start(4)
     rows, figures = [], {}
     for num_replicas, width in ((2, 32), (2, 256), (4, 256)):
         timings = take_turns(
