@@ -119,7 +119,7 @@ class LocalHost:
                 self._selector.unregister(key.fileobj)
         if time.monotonic() - self._buried > self.BURY_SECONDS:
             self._buried = time.monotonic()
-            self._orphans.bury()
+            self._orphans.reap()
         return found
 
     def foresee_end(self) -> None:

@@ -84,8 +84,8 @@ class Orphans:
         self._started.add(pid)
         _shared.started.add(pid)
 
-    def bury(self) -> None:
-        """Bury those that have ended."""
+    def reap(self) -> None:
+        """Reap those that have ended."""
         if self.are_taken_in:
             _shared.living()
 

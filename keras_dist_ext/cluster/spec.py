@@ -330,12 +330,12 @@ def _mpi_variables(environ: Mapping[str, str]) -> _MpiVariables | None:
     return next((v for v in (_OPEN_MPI, _HYDRA) if v.size in environ and v.local_size in environ), None)
 
 
-def mpi_cluster(environ: Mapping[str, str], tell: Callable[[str], Sequence[str]] | None = None) -> Cluster:
+def mpi_cluster(environ: Mapping[str, str], exchange: Callable[[str], Sequence[str]] | None = None) -> Cluster:
     """Read what `mpirun` gives each of its processes; all of them must call this.
 
     Args:
         environ: where it is.
-        tell: gives this process' address to all, and returns those of all, by rank; by default `mpi4py` does.
+        exchange: gives this process' address to all, and returns those of all, by rank; by default `mpi4py` does.
 
     Raises:
         ClusterError: it does not describe a cluster, or the addresses are not known.
@@ -358,7 +358,7 @@ def mpi_cluster(environ: Mapping[str, str], tell: Callable[[str], Sequence[str]]
         first = _MPI_PORTS[zlib.crc32(_mpi_job_of(environ).encode()) % (len(_MPI_PORTS) - size)]
         addresses = [f"127.0.0.1:{first + other}" for other in range(size)]
     else:
-        addresses = list((tell or _tell_by_mpi4py)(_own_address()))
+        addresses = list((exchange or _exchange_by_mpi4py)(_own_address()))
     return Cluster("MPI", worker=tuple(addresses), task_type="worker", task_index=rank, rpc_layer="grpc")
 
 
@@ -373,7 +373,7 @@ def _own_address() -> str:
         return f"{socket.gethostname()}:{probe.getsockname()[1]}"
 
 
-def _tell_by_mpi4py(address: str) -> list[str]:
+def _exchange_by_mpi4py(address: str) -> list[str]:
     try:
         from mpi4py import MPI
     except ImportError as error:

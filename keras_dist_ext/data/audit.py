@@ -177,7 +177,7 @@ def audit(
     except (tf.errors.OpError, ValueError) as failure:
         if isinstance(failure, DataError):
             raise
-        error = _said(failure)
+        error = _first_line(failure)
     plain: Ids | None = None
     if expected is None and max_steps is None and (not is_own or workers is None):
         if stock_policy is None:
@@ -199,7 +199,7 @@ def audit(
     return Audit(ids_of_steps, num_workers, missing_ids, repeated, errors, tuple(findings))
 
 
-def _said(failure: Exception) -> str:
+def _first_line(failure: Exception) -> str:
     """What TensorFlow says, without the names of its functions and ops."""
     text = re.sub(r"\{\{.*?\}\}|\[Op:.*|goo\.gle/\S+", "", str(failure).strip().splitlines()[0])
     return text.strip(" :")
@@ -362,8 +362,8 @@ def _errors_of_all(error: str, workers: Workers | None) -> dict[int, str]:
     if workers is None:
         return {0: error} if error else {}
     texts = _gathered(np.frombuffer(error.encode(), np.uint8).astype(np.float64), workers)
-    told = (bytes(text.astype(np.uint8)).decode() for text in texts)
-    return {worker: text for worker, text in enumerate(told) if text}
+    read = (bytes(text.astype(np.uint8)).decode() for text in texts)
+    return {worker: text for worker, text in enumerate(read) if text}
 
 
 def _gathered(values: Array, workers: Workers) -> list[npt.NDArray[np.float64]]:

@@ -83,7 +83,7 @@ def _of_shares(rows: npt.NDArray[np.int64], num_workers: int) -> list[Finding]:
     tolerated = len(rows) * rows.shape[1] // num_workers
     if len(set(steps)) == 1 and totals.max() - totals.min() <= tolerated:
         return []
-    told = ", ".join(
+    shares = ", ".join(
         f"worker {worker}: {counted(int(total), 'example')} in {counted(step, 'step')}"
         for worker, (total, step) in enumerate(zip(totals, steps, strict=True))
     )
@@ -91,7 +91,7 @@ def _of_shares(rows: npt.NDArray[np.int64], num_workers: int) -> list[Finding]:
         Finding(
             "unequal-shards",
             "Workers get unequal shares: those with little wait for the others, or hang a loop of your own.",
-            told,
+            shares,
             'shards of equal size; kde.distribute(..., policy="rows") splits each batch over all workers',
         )
     ]

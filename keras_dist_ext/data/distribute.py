@@ -181,8 +181,8 @@ def distribute(
         rows = rows or DEFAULT_BATCH_SIZE
     whole = as_dataset(dataset, batch_size=rows, shuffle=shuffle, seed=seed)
     graph = read_graph(whole) if kind == "tf.data" else None  # it would hold a copy of arrays
-    told = kind != "tf.data" or is_batched(whole, graph)
-    batched = rows is None if told is None else told  # as asked, where it cannot be told
+    known = kind != "tf.data" or is_batched(whole, graph)
+    batched = rows is None if known is None else known  # as asked, where it is not known
     if not batched and rows is None:
         raise DataError(
             f"The dataset gives single examples ({_described(whole.element_spec)}), and no batch_size was given, so "

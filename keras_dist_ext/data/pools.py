@@ -282,9 +282,9 @@ def _padded_sequences(leaves: list[tuple[str, tf.TypeSpec]], features: list[str]
             "sort by length. Give sequences [N, length, ...], ragged or padded at the end."
         )
     if len({long[path] for path in found}) > 1:
-        told = ", ".join(f"{path or 'features'}: {long[path]}" for path in found)
+        lengths = ", ".join(f"{path or 'features'}: {long[path]}" for path in found)
         raise DataError(
-            f"The features' second dimensions differ ({told}), so it cannot be told which are sequences. Say it, "
+            f"The features' second dimensions differ ({lengths}), so it cannot be told which are sequences. Say it, "
             f"such as sequences={found[:1]}."
         )
     also = [path for path in long if path not in features and long[path] == long[found[0]]]

@@ -27,7 +27,7 @@ from keras_dist_ext.diagnosis.certificate.global_batches import global_batches
 from keras_dist_ext.diagnosis.certificate.lockstep import Comparison, Lockstep
 from keras_dist_ext.diagnosis.certificate.root_causes import explain, of_draws
 from keras_dist_ext.diagnosis.certificate.seeded_steps import compare_seeded, of_seeded_steps
-from keras_dist_ext.diagnosis.certificate.training_run import no_word_about_retracing, on_one_device
+from keras_dist_ext.diagnosis.certificate.training_run import without_retracing_warnings, on_one_device
 from keras_dist_ext.errors import BackendError, CertificateError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
@@ -95,7 +95,7 @@ def certify(
     codes = [allow] if isinstance(allow, str) else allow
     allowed = arguments.texts("allow", codes, wanted="codes of findings", error=CertificateError)
     trial = _Trial(build_model, strategy, global_batches(data, steps, batch_size), checked_seeds(seeds))
-    with no_word_about_retracing():
+    with without_retracing_warnings():
         trial.run()
     return trial.certificate(frozenset(allowed))
 

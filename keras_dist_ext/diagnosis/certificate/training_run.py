@@ -32,7 +32,7 @@ from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_var
 from keras_dist_ext.training.deviations import Part, SlotKind, Values
 from keras_dist_ext.training.runtime import runtime_of
 
-__all__ = ["TrainingRun", "State", "bounds_of_tensorflow", "even_bounds", "no_word_about_retracing", "on_one_device"]
+__all__ = ["TrainingRun", "State", "bounds_of_tensorflow", "even_bounds", "without_retracing_warnings", "on_one_device"]
 
 State = list[Array]
 
@@ -65,7 +65,7 @@ class TrainingRun:
         self._build(batch)
         self._functions: dict[frozenset[str], Any] = {}  # that make a step, by what it is made without
         compared = list(self._compared())
-        names = told_apart(path for _, path, _ in compared)
+        names = unique_names(path for _, path, _ in compared)
         self.compared = [(part, name, v) for (part, _, v), name in zip(compared, names, strict=True)]
         self.slots: list[
             tuple[str, tf.Variable]
@@ -134,7 +134,7 @@ class TrainingRun:
                     known[id(slot)] = f"{name}/{kind} of {path}", SlotKind(kind, path)
         variables = list(self.optimizer_variables())
         found = [known.get(id(v), (v.path, SlotKind(v.path, ""))) for v in variables]
-        return list(zip(told_apart(name for name, _ in found), (kind for _, kind in found), strict=True))
+        return list(zip(unique_names(name for name, _ in found), (kind for _, kind in found), strict=True))
 
     def _gradients(self) -> list[tuple[Any, Any]]:
         return [pair for kept in self._kept for pair in kept.pairs]
@@ -237,10 +237,10 @@ class TrainingRun:
         return tree.map_structure(lambda *leaves: None if leaves[0] is None else regroup(leaves), *parts)
 
 
-def told_apart(names: Iterable[str]) -> list[str]:
+def unique_names(names: Iterable[str]) -> list[str]:
     """Number names that come again: two layers of a model may have one name.
 
-    >>> told_apart(["a/kernel", "b/kernel", "a/kernel"])
+    >>> unique_names(["a/kernel", "b/kernel", "a/kernel"])
     ['a/kernel', 'b/kernel', 'a/kernel (2)']
     """
     counts: collections.Counter[str] = collections.Counter()
@@ -289,7 +289,7 @@ def rows_between(batch: StepData, start: int, stop: int) -> TensorNest:
 
 
 @contextlib.contextmanager
-def no_word_about_retracing() -> Iterator[None]:
+def without_retracing_warnings() -> Iterator[None]:
     """Keep TensorFlow from warning that functions are traced often, which experiments do on purpose."""
 
     def is_other(record: logging.LogRecord) -> bool:

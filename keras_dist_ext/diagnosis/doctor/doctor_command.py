@@ -99,14 +99,14 @@ def examine_script(
         pass
     except SystemExit as ended:
         if ended.code:  # as after a wrong command line, of which the script has told
-            _tell_best(doctors, show=show)
+            _report_best(doctors, show=show)
             raise
     except BaseException:
-        _tell_best(doctors, show=show)
+        _report_best(doctors, show=show)
         raise
     finally:
         sys.argv, sys.path[0] = argv, first
-    report = _tell_best(doctors, show=show)
+    report = _report_best(doctors, show=show)
     if report is None:
         raise MonitorError(
             f"{path} has ended without training by `fit`, so there was nothing to look at. In a loop of your own, call "
@@ -119,8 +119,8 @@ class _Enough(BaseException):
     """Ends a script; no `except Exception` of its own is to stop that."""
 
 
-def _tell_best(doctors: Sequence[ParallelismDoctor], *, show: bool) -> Report | None:
-    """Tell, and return, the report on the call with the most steps, if any."""
+def _report_best(doctors: Sequence[ParallelismDoctor], *, show: bool) -> Report | None:
+    """Write, and return, the report on the call with the most steps, if any."""
     able = [doctor for doctor in doctors if doctor.report is not None]
     if not able:
         return None
