@@ -24,10 +24,12 @@ __all__ = [
     "Logs",
     "LossNest",
     "MetricNest",
+    "Original",
     "Scores",
     "SpecNest",
     "StepData",
     "TensorNest",
+    "TracedFunction",
     "UserFunction",
 ]
 
@@ -45,6 +47,12 @@ PyDataset."""
 
 UserFunction: TypeAlias = Callable[..., TensorNest]
 """A function of the user's that a step calls, or that is one."""
+
+Original: TypeAlias = Callable[..., TensorNest]
+"""A function of Keras or TensorFlow that one of this package stands in for, and may call."""
+
+TracedFunction: TypeAlias = Any
+"""A ``tf.function``."""
 
 BatchFunction: TypeAlias = Callable[[TensorNest], TensorNest]
 """A function of a batch."""

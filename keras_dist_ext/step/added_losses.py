@@ -9,7 +9,6 @@ size.
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
 
 import tensorflow as tf
 
@@ -58,7 +57,7 @@ def losses_as_means(model: DistributedModel, losses: list[tf.Tensor]) -> list[tf
 
 def find_exponents(
     model: DistributedModel, batch_spec: SpecNest, *, training: bool, rows: TensorNest = None
-) -> dict[int, list[Any]]:
+) -> dict[int, list[Fraction]]:
     """Trace a model without running it; return the exponents of the losses that each layer adds, by the layer's id.
 
     Args:
@@ -67,7 +66,7 @@ def find_exponents(
         training: as which it is called.
         rows: to measure with what the graph does not tell; without, that counts as a mean.
     """
-    added: dict[int, list[Any]] = {}
+    added: dict[int, list[tf.Tensor]] = {}
 
     def call(batch: TensorNest) -> None:
         with intercept(None), rows_of_no_batch():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext._keras.random import stateless_random_ops
+from keras_dist_ext.aliases import Original, TensorNest
 
 __all__ = ["RowsAlike"]
 
@@ -26,7 +26,7 @@ class RowsAlike:
         self.has_drawn = False
         self.unknown: set[str] = set()
 
-    def __call__(self, name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, name: str, original: Original, /, *args: TensorNest, **kwargs: TensorNest) -> tf.Tensor:
         """Draw, as ``_keras.random.intercept_random_ops`` asks."""
         self.has_drawn = True
         if name in ("stateless_multinomial", "multinomial"):
@@ -58,7 +58,7 @@ class RowsAlike:
 @dataclass(frozen=True)
 class _Kind:
     arguments: tuple[str, ...]
-    draw: Callable[..., Any]
+    draw: Callable[..., tf.Tensor]
 
 
 _MEANS = {  # arguments, by the name of an op

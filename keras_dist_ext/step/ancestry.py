@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -34,7 +34,7 @@ class Value(NamedTuple):
     """A tensor of a graph, or of a function that is called in it."""
 
     tensor: tf.Tensor
-    calls: tuple[Any, ...] = ()  # the ops that call the functions which it is in, the outermost first
+    calls: tuple[tf.Operation, ...] = ()  # the ops that call the functions which it is in, the outermost first
 
 
 def sources(value: Value) -> list[Value]:
@@ -123,8 +123,8 @@ def operations(graph: tf.Graph) -> Iterator[tf.Operation]:
 
 
 def _operations(
-    graph: tf.Graph, calls: tuple[Any, ...], conditions: tuple[Value, ...]
-) -> Iterator[tuple[Any, tuple[Any, ...], tuple[Value, ...]]]:
+    graph: tf.Graph, calls: tuple[tf.Operation, ...], conditions: tuple[Value, ...]
+) -> Iterator[tuple[tf.Operation, tuple[tf.Operation, ...], tuple[Value, ...]]]:
     """Yield ops with those that call the functions they are in, and what decides whether they run."""
     for op in graph.get_operations():
         yield op, calls, conditions
@@ -137,19 +137,19 @@ def _operations(
             yield from _operations(called, inside, decides)
 
 
-def decisions(graph: tf.Graph) -> Iterator[tuple[Any, tuple[Value, ...]]]:
+def decisions(graph: tf.Graph) -> Iterator[tuple[tf.Operation, tuple[Value, ...]]]:
     """Yield the ops in branches and loops of a graph, each with what decides whether it runs."""
     for op, _, conditions in _operations(graph, (), ()):
         if conditions:
             yield op, conditions
 
 
-def copies_by_handle(graph: tf.Graph) -> dict[int, Any]:
+def copies_by_handle(graph: tf.Graph) -> dict[int, tf.Variable]:
     """Return the copies of variables that a graph uses, by the ids of their handles."""
     return {id(copy.handle): copy for copy in graph.variables}
 
 
-def variable_of(handle: Value, copies: Mapping[int, Any]) -> Variable:
+def variable_of(handle: Value, copies: Mapping[int, tf.Variable]) -> Variable:
     """Return the copy of a variable that a handle in a graph stands for; None where that is not known.
 
     Args:

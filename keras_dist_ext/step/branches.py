@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Protocol
 
 import tensorflow as tf
 
@@ -19,13 +19,19 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import preserve_losses
 from keras_dist_ext._keras.strategies import regroup
 from keras_dist_ext._keras.tracing import capture_thread_state, clone_function, inlined, may_be_differentiated
-from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.aliases import Original, TensorNest, TracedFunction, UserFunction
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.reducers import Reducer
 from keras_dist_ext.step.step_plan import StepPlan
 
 __all__ = ["Branches", "identity_of", "nested_in"]
+
+
+class Examination(Protocol):
+    """What is told where branches, loops and functions begin and end."""
+
+    nested: list[Place]
 
 
 class Branches:
@@ -38,16 +44,18 @@ class Branches:
         examination: what is told where each begins and ends, if the step is traced aside.
     """
 
-    def __init__(self, model: DistributedModel, reducer: Reducer, plan: StepPlan | None, examination: Any) -> None:
+    def __init__(
+        self, model: DistributedModel, reducer: Reducer, plan: StepPlan | None, examination: Examination | None
+    ) -> None:
         self._model = model
         self._reducer = reducer
         self._plan = plan
         self._examination = examination
-        self._functions: dict[int, tuple[Any, Any]] = {}  # by id: a tf.function of the user's, and its copy
+        self._functions: dict[
+            int, tuple[TracedFunction, TracedFunction]
+        ] = {}  # by id: a tf.function of the user's, and its copy
 
-    def cond(
-        self, original: Callable[..., Any], predicate: tf.Tensor, true: Callable[[], Any], false: Callable[[], Any]
-    ) -> Any:
+    def cond(self, original: Original, predicate: tf.Tensor, true: UserFunction, false: UserFunction) -> TensorNest:
         """Trace a branch.
 
         Args:
@@ -62,7 +70,7 @@ class Branches:
                 return original(predicate, true, false)
         own = _Branch([true, false])
 
-        def merge(strategy: tf.distribute.Strategy, predicate: tf.Tensor, branches: Any) -> TensorNest:
+        def merge(strategy: tf.distribute.Strategy, predicate: tf.Tensor, branches: TensorNest) -> TensorNest:
             branches = strategy.experimental_local_results(branches)
             here = strategy.experimental_local_results(predicate)[0]
             run = functools.partial(_run_all, strategy, branches)
@@ -73,13 +81,13 @@ class Branches:
 
     def while_loop(
         self,
-        original: Callable[..., Any],
-        condition: Callable[..., Any],
-        body: Callable[..., Any],
+        original: Original,
+        condition: UserFunction,
+        body: UserFunction,
         loop_vars: TensorNest,
-        shape_invariants: Any = None,
-        **options: Any,
-    ) -> Any:
+        shape_invariants: TensorNest = None,
+        **options: object,
+    ) -> TensorNest:
         """Trace a loop; see ``tf.while_loop``.
 
         Args:
@@ -99,7 +107,7 @@ class Branches:
         is_packed = options.get("return_same_structure") or len(loop_vars) != 1
         options = {**options, "parallel_iterations": 1, "return_same_structure": True}
 
-        def merge(strategy: tf.distribute.Strategy, flat: TensorNest, branches: Any) -> TensorNest:
+        def merge(strategy: tf.distribute.Strategy, flat: TensorNest, branches: TensorNest) -> TensorNest:
             branches = strategy.experimental_local_results(branches)
             parts = [strategy.experimental_local_results(value) for value in flat]
             parts = [part if len(part) == len(branches) else part * len(branches) for part in parts]
@@ -118,11 +126,11 @@ class Branches:
         packed = tf.nest.pack_sequence_as(loop_vars, self._merged(merge, flat, own), expand_composites=True)
         return packed if is_packed else packed[0]
 
-    def _merged(self, merge: Callable[..., Any], *args: Any) -> list[Any]:
+    def _merged(self, merge: Callable[..., TensorNest], *args: object) -> list[TensorNest]:
         with preserve_losses(self._model):  # of the layers, which the other replicas call meanwhile
             return list(tf.distribute.get_replica_context().merge_call(merge, args=args))
 
-    def call(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, original: Original, function: TracedFunction, args: TensorNest, kwargs: TensorNest) -> TensorNest:
         """Call a tf.function, traced anew in each step: only while it is traced is seen what it assigns.
 
         Args:
@@ -173,13 +181,13 @@ class _Branch:
         structure: of what they take; that of what they return, where it is None.
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any]], structure: TensorNest = None) -> None:
+    def __init__(self, functions: Sequence[UserFunction], structure: TensorNest = None) -> None:
         self._functions = functions
         self._takes = structure
         self._gives = structure
         self._entered = capture_thread_state()
 
-    def run(self, which: int, values: Sequence[tf.Tensor] | None) -> list[Any]:
+    def run(self, which: int, values: Sequence[tf.Tensor] | None) -> list[tf.Tensor]:
         """Run one of the functions in this thread; return flat tensors."""
         with self._entered():
             if values is None:
@@ -216,14 +224,14 @@ def _as_leaf(value: tf.Tensor) -> tf.Tensor:
 
 def _run_all(
     strategy: tf.distribute.Strategy, branches: Sequence[_Branch], which: int, values: Sequence[tf.Tensor] | None = None
-) -> list[Any]:
+) -> list[tf.Tensor]:
     """Run a function of each replica, in a thread for each; return the tensors of the first, then of the second, ..."""
     num_values = 0 if values is None else len(values) // len(branches)
     own = [
         (branch, None if values is None else list(values[i * num_values : (i + 1) * num_values]))
         for i, branch in enumerate(branches)
     ]
-    found: dict[int, list[Any]] = {}
+    found: dict[int, list[tf.Tensor]] = {}
 
     def replica(number: int) -> None:
         branch, given = own[number]
@@ -233,13 +241,13 @@ def _run_all(
     return [value for number in range(len(branches)) for value in found[number]]
 
 
-def _regrouped(flat: TensorNest, num_replicas: int) -> list[Any]:
+def _regrouped(flat: TensorNest, num_replicas: int) -> list[tf.Tensor]:
     size = len(flat) // num_replicas
     return [regroup([flat[replica * size + i] for replica in range(num_replicas)]) for i in range(size)]
 
 
 @contextlib.contextmanager
-def nested_in(examination: Any, key: Hashable, *, is_function: bool = False) -> Iterator[None]:
+def nested_in(examination: Examination | None, key: Hashable, *, is_function: bool = False) -> Iterator[None]:
     """Tell what examines a step that what follows is inside of a branch, loop or function."""
     if examination is None:
         yield
@@ -259,7 +267,7 @@ class Place:
     is_function: bool
 
 
-def identity_of(function: Any) -> Hashable:
+def identity_of(function: object) -> Hashable:
     """Return what a function of the user's is known by, though it may be made anew whenever a step is traced.
 
     AutoGraph wraps the bodies of its branches and loops into functions of its own, which hold them in their closures.
@@ -267,7 +275,7 @@ def identity_of(function: Any) -> Hashable:
     return _identity_of(function, 4)
 
 
-def _identity_of(function: Any, depth: int) -> Hashable:
+def _identity_of(function: object, depth: int) -> Hashable:
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "python_function", function)

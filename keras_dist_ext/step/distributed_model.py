@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Protocol
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.variables import Variable
-from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.aliases import TensorNest, UserFunction
 from keras_dist_ext.step.seeds import Seeds
 from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.strategy.virtual import VirtualReplicas
@@ -58,13 +58,13 @@ class DistributedModel(Protocol):
     optimizer: keras.optimizers.Optimizer
     run_eagerly: bool
     jit_compile: bool
-    train_function: Any
-    test_function: Any
-    predict_function: Any
+    train_function: UserFunction | None
+    test_function: UserFunction | None
+    predict_function: UserFunction | None
     placement: PlacedParts | None
 
     @property
-    def losses(self) -> Sequence[Any]:
+    def losses(self) -> Sequence[tf.Tensor]:
         """What its layers have added to the loss."""
 
     @property
@@ -103,10 +103,10 @@ class DistributedModel(Protocol):
     def trainable_weights(self) -> list[Variable]:
         """Those that are trained."""
 
-    def get_metrics_result(self) -> dict[str, Any]:
+    def get_metrics_result(self) -> dict[str, TensorNest]:
         """Compute the results of its metrics."""
 
     def compute_metrics(
         self, x: TensorNest, y: TensorNest, y_pred: TensorNest, sample_weight: TensorNest = None
-    ) -> dict[str, Any]:
+    ) -> dict[str, TensorNest]:
         """Update its metrics, and compute their results."""

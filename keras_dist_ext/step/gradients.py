@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -73,12 +72,12 @@ class Gradients:
 
     def differentiate(
         self,
-        gradient: Callable[[Any, Any], Any],
+        gradient: Callable[[TensorNest, TensorNest], TensorNest],
         target: TensorNest,
         sources: TensorNest,
         output_gradients: TensorNest = None,
         *,
-        of_keras: Any = None,
+        of_keras: keras.optimizers.Optimizer | None = None,
     ) -> TensorNest:
         """Return gradients of the global batch for what all replicas share, and this replica's own for all else.
 
@@ -118,7 +117,7 @@ class Gradients:
             flat[place] = total
         return tf.nest.pack_sequence_as(found, flat)
 
-    def jacobian(self, jacobian: Callable[[], Any], target: TensorNest, sources: TensorNest) -> TensorNest:
+    def jacobian(self, jacobian: Callable[[], TensorNest], target: TensorNest, sources: TensorNest) -> TensorNest:
         """Return a jacobian over the global batch, where the target has no dimension of examples, else of this replica.
 
         Args:
@@ -268,7 +267,7 @@ class Gradients:
         return run
 
     def _own_terms(
-        self, optimizer: keras.optimizers.Optimizer, present: list[Any], terms: list[KeptGradient | None]
+        self, optimizer: keras.optimizers.Optimizer, present: list[Gradient], terms: list[KeptGradient | None]
     ) -> tuple[list[tf.Tensor], bool]:
         """Return what this replica adds to the gradients, or these themselves, and whether that is so."""
         terms = self._kept.used(optimizer, terms)

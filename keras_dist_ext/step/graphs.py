@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
+
+from keras_dist_ext.aliases import TracedFunction, UserFunction
 
 __all__ = ["in_graph"]
 
 
-def in_graph(function: Callable[..., Any], **options: Any) -> Any:
+def in_graph(function: UserFunction, **options: object) -> TracedFunction:
     """Return a `tf.function` whose traces TensorFlow counts by themselves.
 
     It warns of retracing where 5 of the last 10 or so calls traced, but counts by the Python code: the same method of

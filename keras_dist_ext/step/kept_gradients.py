@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -63,7 +62,9 @@ class KeptGradients:
     def __init__(self, graph: tf.Graph) -> None:
         self._graph = graph
         self._kept: dict[int, KeptGradient] = {}  # by the id of what was given
-        self._updates: list[tuple[Any, list[KeptGradient | None]]] = []  # optimizers, and what they were given
+        self._updates: list[
+            tuple[keras.optimizers.Optimizer, list[KeptGradient | None]]
+        ] = []  # optimizers, and what they were given
 
     def add(self, kept: KeptGradient) -> None:
         """Remember a gradient."""

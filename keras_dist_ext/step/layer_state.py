@@ -6,7 +6,6 @@ What is computed from the rows of all replicas is equal on them already.
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
 
 import tensorflow as tf
 
@@ -47,7 +46,7 @@ class LayerState:
                 self._differing.add(id(variable))
         return id(variable) in self._assigned
 
-    def take_terms(self) -> tuple[list[Any], list[Any]]:
+    def take_terms(self) -> tuple[list[Variable], list[tf.Tensor]]:
         """Return the variables assigned since this was asked last, and what this replica adds to their means."""
         variables = [variable for key, variable in self._assigned.items() if key in self._differing]
         self._assigned.clear()

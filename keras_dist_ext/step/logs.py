@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -100,8 +99,8 @@ def _leaves(metrics: Sequence[keras.metrics.Metric]) -> Iterator[keras.metrics.M
             yield metric
 
 
-def _noting(metric: keras.metrics.Metric) -> Callable[[], Any]:
-    def result() -> Any:
+def _noting(metric: keras.metrics.Metric) -> Callable[[], TensorNest]:
+    def result() -> TensorNest:
         value = type(metric).result(metric)
         note = getattr(current_step(), "note_result", None)
         return value if note is None else note(metric, value)
@@ -109,7 +108,9 @@ def _noting(metric: keras.metrics.Metric) -> Callable[[], Any]:
     return result
 
 
-def pooled_result(metric: keras.metrics.Metric, sum_over_replicas: Callable[[Sequence[Any]], list[Any]]) -> tf.Tensor:
+def pooled_result(
+    metric: keras.metrics.Metric, sum_over_replicas: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
+) -> tf.Tensor:
     """Compute a metric's result from the state of all replicas, in replica context."""
     variables = [v for v in metric.variables if is_sync_on_read(v)]
     sums = sum_over_replicas([as_float(local_component(v)) for v in variables])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Container, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
 
     terms: list[tf.Tensor]
     readings: list[Reading]
-    means: dict[int, Any]  # what was known to be a mean by then
+    means: dict[int, TensorNest]  # what was known to be a mean by then
     is_static: bool = False  # whether the number of rows is a constant of the graph, which then tells nothing
 
     def unknown(self) -> list[tf.Tensor]:
@@ -129,7 +129,7 @@ class Means:
         self._is_static = isinstance(rows, int)
         self._exponents = exponents
         self._num_asked = 0
-        self._means: dict[int, Any] = {}  # by id; held, so that no other gets it
+        self._means: dict[int, TensorNest] = {}  # by id; held, so that no other gets it
         self._asked: dict[int, list[Term]] = {}
 
     @property

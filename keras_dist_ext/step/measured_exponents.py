@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +29,9 @@ MOST_ROWS = 4
 _TOLERANCE = 0.02  # of an exponent, which is a whole number or a half; float16 has 1e-3
 
 
-def learn_exponents(exponents: BatchExponents, step: Callable[[Any], None], spec: SpecNest, batch: TensorNest) -> None:
+def learn_exponents(
+    exponents: BatchExponents, step: Callable[[TensorNest], None], spec: SpecNest, batch: TensorNest
+) -> None:
     """Learn the exponents of a step's scalars by tracing it aside, and by measuring what the graph does not tell.
 
     Args:
@@ -53,7 +54,10 @@ def learn_exponents(exponents: BatchExponents, step: Callable[[Any], None], spec
 
 
 def learn_exponents_of_sizes(
-    exponents: BatchExponents, step: Callable[[Any], None], spec_of: Callable[[TensorNest], SpecNest], batch: TensorNest
+    exponents: BatchExponents,
+    step: Callable[[TensorNest], None],
+    spec_of: Callable[[TensorNest], SpecNest],
+    batch: TensorNest,
 ) -> None:
     """Learn the same of a step that must know the number of rows: trace it for several, and measure all its scalars.
 
@@ -63,7 +67,7 @@ def learn_exponents_of_sizes(
         spec_of: returns the spec of a batch of just these rows.
         batch: the rows to measure with.
     """
-    found: list[list[Any]] = []
+    found: list[list[npt.NDArray[np.float64]]] = []
     for rows in _repeated(batch):
         with exponents.learn() as asked:
             trace = AsideTrace(step, spec_of(rows))

@@ -7,7 +7,6 @@ static number, counts as the other numbers of the metric do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -34,7 +33,7 @@ class MetricState:
         self._reducer = reducer
         self._all_rows = all_rows
         self._kinds: dict[int, set[str]] = {}  # by id of the variable
-        self._added: dict[int, Any] = {}  # by id: what it was changed by, by constants
+        self._added: dict[int, tf.Tensor] = {}  # by id: what it was changed by, by constants
 
     def assign(self, variable: Variable, value: tf.Tensor) -> bool:
         """Take note of what is assigned; return whether that is left to the first replica."""

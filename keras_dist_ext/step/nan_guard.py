@@ -11,7 +11,7 @@ Letters: R = replicas, virtual ones where there are such, over all workers; K = 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -50,7 +50,7 @@ class Guard:
     def __init__(self, num_replicas: int) -> None:
         self.num_replicas = num_replicas
         # Every replica keeps its own, and all hold the same.
-        options: dict[str, Any] = {
+        options: dict[str, object] = {
             "trainable": False,
             "synchronization": tf.VariableSynchronization.ON_READ,
             "aggregation": tf.VariableAggregation.ONLY_FIRST_REPLICA,
@@ -104,7 +104,7 @@ class StepGuard:
         self._state = local_component(guard.state)
         self._bad = local_component(guard.bad)
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self._before: dict[int, tuple[Any, Any]] = {}
+        self._before: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
 
     def note(self, variable: Variable) -> None:
         """Take note, before a variable is assigned in the step, of what it holds."""
@@ -121,7 +121,7 @@ class StepGuard:
 
     def found(
         self,
-        replica: Any,
+        replica: int | tf.Tensor,
         num_replicas: int,
         rows: TensorNest,
         batch: TensorNest,
@@ -210,7 +210,7 @@ class ReplicaGuard:
         rows: of its batch.
     """
 
-    def __init__(self, of_step: StepGuard, replica: Any, num_replicas: int, rows: int | tf.Tensor) -> None:
+    def __init__(self, of_step: StepGuard, replica: int | tf.Tensor, num_replicas: int, rows: int | tf.Tensor) -> None:
         self.of_step = of_step
         self.batch: TensorNest = None
         self.losses: list[tf.Tensor] = []

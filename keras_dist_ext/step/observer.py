@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.aliases import Gradient, TensorNest
+from keras_dist_ext.step.branches import Place
 from keras_dist_ext.step.step_plan import GradientCall
 
 __all__ = ["StepObserver"]
@@ -20,11 +20,11 @@ class StepObserver:
 
     Attributes:
         examines: whether the step is traced aside, to learn what becomes of its gradients.
-        nested: the branches, loops and functions that are being traced, the outermost first.
+        nested: the branches, loops and functions that are being traced, the outermost first; where it examines.
     """
 
     examines = False
-    nested: Sequence[Any] = ()
+    nested: list[Place]
 
     def on_draw(self, state: tf.Tensor) -> tf.Tensor:
         """Return the seed that the replica draws with, or another tensor in its place."""

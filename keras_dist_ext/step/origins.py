@@ -9,10 +9,11 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import tensorflow as tf
 
+from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.step.ancestry import (
     Value,
@@ -34,7 +35,7 @@ class Origins:
 
     def __init__(self) -> None:
         self._own: dict[tf.Tensor, int] = {}  # by op
-        self._common: dict[Any, Any] = {}  # by op
+        self._common: dict[tf.Operation, tf.Tensor] = {}  # by op
 
     def mark_per_replica(self, value: TensorNest, replica: int) -> TensorNest:
         """Return a value as one that a replica has for itself."""
@@ -85,7 +86,7 @@ class Origins:
         """Whether a value is computed from one replica's own, or else from what is the same on all, or from neither."""
         if not _is_of_graph(value):
             return "constant"
-        reached: list[Any] = []
+        reached: list[Value] = []
         found = self._replicas_of([Value(value)], reached, arguments_are_own=True)
         return "own" if found else "replicated" if reached else "constant"
 
@@ -155,7 +156,7 @@ def draws(op: tf.Operation) -> bool:
     return bool(_DRAWS.match(op.type)) and not op.type.startswith("Stateless")
 
 
-def read_parts(graph: tf.Graph, value: tf.Tensor, is_part: Callable[[Any], bool]) -> list[Any]:
+def read_parts(graph: tf.Graph, value: tf.Tensor, is_part: Callable[[Variable], bool]) -> list[Variable]:
     """Return the variables that a value is computed from, of those of which each replica holds a part.
 
     Args:

@@ -12,7 +12,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import tensorflow as tf
 
@@ -24,6 +24,7 @@ from keras_dist_ext._keras.interception import HOOKS
 from keras_dist_ext._keras.optimizers import keeps_gradients
 from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext.errors import BackendError
+from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.hook_uses import TriedStep, Use, uses_of_hooks
 from keras_dist_ext.step.save_receipts import uncalled_save_hooks
 from keras_dist_ext.step.state_receipts import STATES, State
@@ -131,7 +132,7 @@ def _in_thread(use: Callable[[], _T]) -> _T:
     return found[0]
 
 
-def check_step(model: Any, kind: str, receipts: Collection[str]) -> None:
+def check_step(model: DistributedModel, kind: str, receipts: Collection[str]) -> None:
     """See that the hooks that a step of Keras' own must call were called while it was traced.
 
     Args:
@@ -148,7 +149,7 @@ def check_step(model: Any, kind: str, receipts: Collection[str]) -> None:
     )
 
 
-def _expected(model: Any, kind: str) -> list[str]:
+def _expected(model: DistributedModel, kind: str) -> list[str]:
     if kind not in ("train", "test") or not isinstance(model, keras.Model) or not _is_keras(model, f"{kind}_step"):
         return []
     expected = ["Mean.update_state", "Variable._direct_assign"]
@@ -165,12 +166,12 @@ def _expected(model: Any, kind: str) -> list[str]:
     return expected
 
 
-def _is_keras(thing: Any, name: str) -> bool:
+def _is_keras(thing: object, name: str) -> bool:
     """Whether a method is that of Keras, neither the user's nor, as a loop's, of this package."""
     return name not in vars(thing) and getattr(type(thing), name).__module__.split(".")[0] == "keras"
 
 
-def _draws(layer: Any) -> bool:
+def _draws(layer: keras.layers.Layer) -> bool:
     return type(layer) is keras.layers.Dropout and layer.rate > 0 and _is_keras(layer, "call")
 
 

@@ -64,8 +64,8 @@ class StepNote:
     def __init__(self, *, gradient_norm: bool = False, on_tpu: bool = False) -> None:
         self._wants_norm = gradient_norm
         self._on_tpu = on_tpu
-        self._parts: dict[int, dict[str, Any]] = {}
-        self._compiled: dict[str, Any] = {}
+        self._parts: dict[int, dict[str, tf.Tensor]] = {}
+        self._compiled: dict[str, tf.Tensor] = {}
 
     def loss(self, replica: int, value: tf.Tensor, *, is_logged: bool = False) -> None:
         """Note the loss of a replica.
@@ -89,7 +89,7 @@ class StepNote:
         if not (self._on_tpu or in_xla()):
             part["computed"] = _as_soon_as(_on_host(dense))
 
-    def _here(self, replica: int) -> dict[str, Any]:
+    def _here(self, replica: int) -> dict[str, tf.Tensor]:
         """What was noted in this graph: tensors inside of what XLA compiles are no good outside."""
         return self._compiled if in_xla() and not self._on_tpu else self._parts.setdefault(replica, {})
 
@@ -179,7 +179,7 @@ def when_updated(
         devices: of the L replicas. What is assigned elsewhere counts as the first one's.
         records: of each, which count where nothing is assigned.
     """
-    updates: list[list[Any]] = [[] for _ in devices]
+    updates: list[list[tf.Operation]] = [[] for _ in devices]
     index_of = {_place(device): index for index, device in enumerate(devices)}
     for op in graph.get_operations()[since:]:
         if op.type.startswith(_ASSIGNING):
@@ -342,5 +342,5 @@ class Recorder:
 def _joined(parts: Sequence[BufferedSteps], *, gradient_norm: bool) -> BufferedSteps:
     """Return steps as one; some may have norms that only others want."""
     wanted = [name for name in BufferedSteps._fields if gradient_norm or name != "gradient_norm"]
-    values: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in wanted}
-    return BufferedSteps(**{"gradient_norm": None, **values})
+    values = {name: np.concatenate([getattr(part, name) for part in parts]) for name in wanted}
+    return BufferedSteps(**values) if gradient_norm else BufferedSteps(**values, gradient_norm=None)

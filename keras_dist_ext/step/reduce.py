@@ -6,7 +6,6 @@ Letters: R = replicas in sync, over all workers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -107,7 +106,9 @@ class OrderedSum:
 
     def __init__(self, num_terms: int) -> None:
         self._num_terms = num_terms
-        self._nodes: dict[tuple[int, int], list[Any]] = {}  # (first term, terms below it in the padded tree) -> sums
+        self._nodes: dict[
+            tuple[int, int], list[tf.Tensor]
+        ] = {}  # (first term, terms below it in the padded tree) -> sums
 
     @property
     def values(self) -> list[tf.Tensor]:
@@ -157,7 +158,7 @@ class OrderedSum:
             return [optimization_barrier(value) for value in context.merge_call(sum_over_replicas, args=(own[0],))]
         own += own[-1:] * (max(map(len, blocks)) - len(own))  # all gather as many; what is too many is not read
 
-        def finish(by_replica: list[list[list[Any]]]) -> list[tf.Tensor]:
+        def finish(by_replica: list[list[list[tf.Tensor]]]) -> list[tf.Tensor]:
             whole = OrderedSum(self._num_terms)
             for nodes, lists in zip(blocks, by_replica, strict=True):
                 for node, values in zip(nodes, lists, strict=False):

@@ -9,7 +9,6 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -19,6 +18,7 @@ from keras_dist_ext._keras.layers import preserve_losses
 from keras_dist_ext._keras.strategies import regroup, replica_id
 from keras_dist_ext._keras.tracing import in_xla
 from keras_dist_ext._keras.variables import Variable, is_sync_on_read
+from keras_dist_ext.aliases import Original
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.logs import pooled_result
@@ -150,9 +150,7 @@ class Reducer(abc.ABC):
     def updating(self) -> contextlib.AbstractContextManager[None]:
         """Let an optimizer that is run in here assign this replica's copies."""
 
-    def all_reduce(
-        self, reduce_op: tf.distribute.ReduceOp | str, value: tf.Tensor, original: Callable[..., Any]
-    ) -> tf.Tensor:
+    def all_reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: tf.Tensor, original: Original) -> tf.Tensor:
         """All-reduce inside a layer by plain additions where replicas share memory, else as TensorFlow does.
 
         TensorFlow's collectives of several strategies in a process take each other's keys (tensorflow#62790).
@@ -210,7 +208,7 @@ class Reducer(abc.ABC):
         """Add up the terms of all replicas, and let every replica run the optimizer."""
         run_update(self, update)
 
-    def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[Any], None]) -> bool:
+    def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[tf.Tensor], None]) -> bool:
         """Assign to a variable on this replica; return whether all replicas are to agree on what it holds then."""
         original(value)
         return self.num_replicas > 1 and not is_sync_on_read(variable)

@@ -9,7 +9,7 @@ Letters: n = rows of a replica, N = rows of the global batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from fractions import Fraction
 
 import tensorflow as tf
 
@@ -53,9 +53,11 @@ class RowWeights:
         self._model = model
         self._reducer = reducer
         self._num_replicas = reducer.num_replicas
-        self._weighted: dict[int, Any] = {}  # by id: losses whose parts have had their weight
+        self._weighted: dict[int, tf.Tensor] = {}  # by id: losses whose parts have had their weight
         self._can_be_empty = not (isinstance(rows, int) and rows > 0)
-        self._scaled: dict[int, tuple[Any, Any]] = {}  # by id: losses that an optimizer has scaled, and the optimizer
+        self._scaled: dict[
+            int, tuple[tf.Tensor, keras.optimizers.Optimizer]
+        ] = {}  # by id: losses that an optimizer has scaled, and the optimizer
         self._means = Means(rows, exponents)
         self._of_rows = self._means if exponents is not None or of_rows is None else Means(rows, of_rows)
         self._has_sums = False  # whether a loss was a sum over all rows, and was made a mean
@@ -141,11 +143,11 @@ class RowWeights:
             return True
         return self._means.are_read and any(layer is model for layer in flat_layers(self._model))
 
-    def additional_loss(self, local: tf.Tensor, exponent: Any) -> tf.Tensor:
+    def additional_loss(self, local: tf.Tensor, exponent: Fraction) -> tf.Tensor:
         """Turn what a layer gave to ``add_loss`` into a mean: it grows with the rows to the power ``batch_scaling``."""
         return self._means.mark_as_mean(scale(local, self._factor(exponent)) if exponent else local)
 
-    def _factor(self, exponent: Any) -> float | tf.Tensor:
+    def _factor(self, exponent: Fraction) -> float | tf.Tensor:
         """What makes a mean of a number that grows with the rows to the power ``batch_scaling``."""
         if exponent < 0:  # a sum over all rows, divided by the rows at hand; else, it is of pairs of rows
             return self.share ** -float(exponent) if self._has_sums else 1.0
@@ -170,7 +172,7 @@ class RowWeights:
 
     def differentiate(
         self,
-        gradient: Callable[[Any, Any], Any],
+        gradient: Callable[[TensorNest, TensorNest], TensorNest],
         target: TensorNest,
         output_gradients: TensorNest = None,
         *,
@@ -204,7 +206,9 @@ class RowWeights:
             return gradient(target, tf.nest.pack_sequence_as(target, upstream))
         return gradient(values, upstream)
 
-    def _weighted_parts(self, value: tf.Tensor, given: Any, *, of_shared: bool) -> list[tuple[Any, float | tf.Tensor]]:
+    def _weighted_parts(
+        self, value: tf.Tensor, given: tf.Tensor, *, of_shared: bool
+    ) -> list[tuple[tf.Tensor, float | tf.Tensor]]:
         """Split a target into parts, each with what it counts on this replica in the sum over replicas."""
         if id(value) in self._weighted:
             return [(value, 1.0)]
@@ -261,7 +265,7 @@ class RowWeights:
         return values, sample_weight
 
     def scale_loss(
-        self, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor, original: Callable[[Any], Any]
+        self, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor, original: Callable[[tf.Tensor], tf.Tensor]
     ) -> tf.Tensor:
         """Scale a loss as the optimizer does, made a mean (a vector of losses is a sum)."""
         scaled = original(self.as_mean(loss))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from keras_dist_ext.hashing import MODULUS, replica_offset
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.seeds import Generator, seeds_of
 from keras_dist_ext.strategy.virtual import num_replicas_of
+
+if TYPE_CHECKING:
+    from rich.table import Column, Table
+    from rich.text import Text
 
 __all__ = ["SeedRow", "SeedTable", "describe_seeds"]
 
@@ -46,7 +50,7 @@ class SeedTable:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __rich__(self) -> Any:
+    def __rich__(self) -> Table:
         from rich.table import Table
 
         table = Table("generator", *(_right(name) for name in ("replica", "root", "stream", "counter")))
@@ -94,13 +98,13 @@ def _row(generator: Generator, replica: int, seed: int | None, own: int) -> Seed
     return SeedRow(generator.label, replica, root, stream, drawn)
 
 
-def _right(name: str) -> Any:
+def _right(name: str) -> Column:
     from rich.table import Column
 
     return Column(name, justify="right")
 
 
-def _plain(text: str) -> Any:
+def _plain(text: str) -> Text:
     from rich.text import Text
 
     return Text(text, overflow="fold")

@@ -6,7 +6,7 @@ Letters: n = steps; L = replicas of this worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ class ReplicaRecord(NamedTuple):
     gradient_norm: tf.Tensor = None  # None where it is not wanted
 
     @property
-    def present(self) -> tuple[Any, ...]:
+    def present(self) -> tuple[tf.Tensor, ...]:
         """What it has, in order."""
         return tuple(number for number in self if number is not None)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import tensorflow as tf
+
+from keras_dist_ext.aliases import TensorNest
 
 __all__ = ["SuspendableThread", "SyncPoint"]
 
@@ -18,7 +20,7 @@ class SyncPoint:
 
     kind: Literal["sum", "gather", "assign", "update", "result", "end"]
     values: list[tf.Tensor]
-    subject: Any = None
+    subject: TensorNest = None
 
 
 class _Abandoned(BaseException):
@@ -31,13 +33,13 @@ class SuspendableThread:
     def __init__(self, function: Callable[[], SyncPoint]) -> None:
         self._function = function
         self._goes, self._stops = threading.Semaphore(0), threading.Semaphore(0)
-        self._answer: Any = None
+        self._answer: TensorNest = None
         self._point: SyncPoint | None = None
         self._error: BaseException | None = None
         self._is_abandoned = False
         self._thread = threading.Thread(target=self._run, name="virtual_replica", daemon=True)
 
-    def resume(self, answer: Any) -> SyncPoint:
+    def resume(self, answer: TensorNest) -> SyncPoint:
         """Answer, and wait until it is suspended again."""
         self._answer = answer
         if self._thread.ident is None:
@@ -49,7 +51,7 @@ class SuspendableThread:
         assert self._point is not None
         return self._point
 
-    def suspend(self, point: SyncPoint) -> Any:
+    def suspend(self, point: SyncPoint) -> TensorNest:
         """Suspend this thread, and return the answer."""
         if self._is_abandoned:  # and the user's code has caught that
             raise _Abandoned

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import NoReturn
 
 import tensorflow as tf
 
@@ -26,7 +26,7 @@ from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.layers import get_layer_losses, set_layer_losses
 from keras_dist_ext._keras.tracing import capture_thread_context
 from keras_dist_ext._keras.variables import Variable, is_sync_on_read, local_component
-from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.aliases import StepData, TensorNest, UserFunction
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.step.distributed_model import DistributedModel
@@ -50,13 +50,13 @@ from keras_dist_ext.strategy.virtual import VirtualReplicas
 __all__ = ["run_virtual_replicas"]
 
 
-Run = Callable[[ReplicaStep, Any], tuple[Any, list[Any]]]
+Run = Callable[[ReplicaStep, StepData], tuple[TensorNest, list[tf.Tensor]]]
 
 
 def run_virtual_replicas(
     virtual: VirtualReplicas,
     model: DistributedModel,
-    parts: Sequence[Any],
+    parts: Sequence[StepData],
     global_rows: int | tf.Tensor,
     run: Run,
     options: StepOptions,
@@ -64,7 +64,7 @@ def run_virtual_replicas(
     first_rows: Sequence[int | tf.Tensor | None],
     loops: bool = False,
     side_by_side: bool = False,
-) -> tuple[Any, list[Any]]:
+) -> tuple[TensorNest, list[tf.Tensor]]:
     """Run the virtual replicas of this real one, in replica context.
 
     Args:
@@ -94,7 +94,7 @@ class _VirtualReplicas:
         self,
         virtual: VirtualReplicas,
         model: DistributedModel,
-        parts: Sequence[Any],
+        parts: Sequence[StepData],
         global_rows: int | tf.Tensor,
         options: StepOptions,
         *,
@@ -121,11 +121,11 @@ class _VirtualReplicas:
             for part, reducer, first in zip(parts, self._reducers, first_rows, strict=True)
         ]
 
-    def run(self, run: Run) -> tuple[Any, list[Any]]:
+    def run(self, run: Run) -> tuple[TensorNest, list[tf.Tensor]]:
         """See ``run_virtual_replicas``."""
         for place, reducer in enumerate(self._reducers):
             reducer.thread = SuspendableThread(functools.partial(self._one, run, place))
-        answer: Any = None
+        answer: TensorNest = None
         try:
             while True:
                 total = self._new_sum()
@@ -149,7 +149,7 @@ class _VirtualReplicas:
             subject, values = run(step, part)
         return SyncPoint("end", values, subject)
 
-    def _resume_all(self, total: OrderedSum | PlainSum, answer: Any) -> list[SyncPoint]:
+    def _resume_all(self, total: OrderedSum | PlainSum, answer: TensorNest) -> list[SyncPoint]:
         """Let each run until it is suspended again, all for the same reason."""
         points: list[SyncPoint] = []
         for place, reducer in enumerate(self._reducers):
@@ -168,14 +168,14 @@ class _VirtualReplicas:
             self._before = dense_values(this.values) if is_last else []
         return points
 
-    def _gather(self, points: Sequence[SyncPoint]) -> list[Any]:
+    def _gather(self, points: Sequence[SyncPoint]) -> list[tf.Tensor]:
         """Put the rows of all together: of those carried here, then of all real replicas."""
         own = [tf.concat(parts, 0) for parts in zip(*[point.values for point in points], strict=True)]
         ranges: list[RowRange] = [point.subject for point in points]
         count = sum(one.count for one in ranges)
         return self._real.gather(own, RowRange(ranges[0].first, count, ranges[0].total))
 
-    def _answer(self, point: SyncPoint, total: OrderedSum | PlainSum) -> Any:
+    def _answer(self, point: SyncPoint, total: OrderedSum | PlainSum) -> TensorNest:
         """Do what they were suspended for, once for all."""
         if point.kind == "sum":
             return total.over_replicas()
@@ -243,7 +243,7 @@ class _VirtualReducer(Reducer):
         """Sums inside of a layer go over all virtual replicas."""
         return True
 
-    def _suspend(self, point: SyncPoint) -> Any:
+    def _suspend(self, point: SyncPoint) -> TensorNest:
         self._state.check_graph()
         if isinstance(self._real, MirroredReducer):
             self._real.check_loop(point.values)
@@ -280,7 +280,7 @@ class _VirtualReducer(Reducer):
         """Have the optimizer run once for all virtual replicas, with the sum of their gradients."""
         self._suspend(SyncPoint("update", [] if update.are_global else update.terms + update.values, update))
 
-    def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[Any], None]) -> bool:
+    def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[tf.Tensor], None]) -> bool:
         """Assign for this virtual replica only; metrics add up."""
         if variable.synchronization == "on_read":
             original(value)
@@ -378,7 +378,7 @@ class _State:
 class _OneOfSeveral(tf.distribute.ReplicaContext):  # type: ignore[misc]
     """The replica context in the thread of a virtual replica: TensorFlow itself cannot wait for the others there."""
 
-    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def merge_call(self, merge_fn: UserFunction, args: TensorNest = (), kwargs: TensorNest = None) -> NoReturn:
         """Refuse.
 
         Raises:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Protocol, cast
 
 import numpy as np
 import tensorflow as tf
@@ -14,10 +13,13 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.hooks import current_step, intercept
 from keras_dist_ext._keras.layers import call_with_training
 from keras_dist_ext._keras.models import compute_loss, overrides, update_loss_tracker
-from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.aliases import BatchFunction, Gradient, TensorNest, TracedFunction, UserFunction
 from keras_dist_ext.data import split as data
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.distributed_model import DistributedModel
+from keras_dist_ext.step.gradients import Gradients
+from keras_dist_ext.step.recorder import StepNote
+from keras_dist_ext.step.row_weights import RowWeights
 
 __all__ = ["can_compile", "compiled", "compiled_step", "draw_as_uncompiled"]
 
@@ -41,12 +43,12 @@ def can_compile(strategy: tf.distribute.Strategy) -> bool:
     return False
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: UserFunction) -> TracedFunction:
     """Compile a function by XLA."""
-    return tf.function(function, jit_compile=True, autograph=False, reduce_retracing=True)  # type: ignore[no-any-return]
+    return tf.function(function, jit_compile=True, autograph=False, reduce_retracing=True)
 
 
-def compiled_step(model: DistributedModel, kind: str) -> Callable[[Any], Any]:
+def compiled_step(model: DistributedModel, kind: str) -> BatchFunction:
     """Return ``train_step`` or ``test_step``, compiled: all of it on one device, else what each replica computes."""
     name, num_replicas = f"{kind}_step", model.distribute_strategy.num_replicas_in_sync
     if num_replicas == 1:
@@ -56,21 +58,22 @@ def compiled_step(model: DistributedModel, kind: str) -> Callable[[Any], Any]:
             f"jit_compile=True: '{model.name}' has a {name} of its own, and XLA cannot compile the reductions over "
             f"{num_replicas} replicas in it; the step runs without XLA."
         )
-        return getattr(model, name)  # type: ignore[no-any-return]
+        own_step: BatchFunction = getattr(model, name)
+        return own_step
     return functools.partial(_STEPS[kind], model, compiled(functools.partial(_forward, model, kind == "train")))
 
 
-def _noting(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _noting(step: BatchFunction) -> BatchFunction:
     """Compile a step as a whole; what is recorded of it comes out beside its logs."""
 
-    def inside(batch: TensorNest) -> Any:
+    def inside(batch: TensorNest) -> tuple[TensorNest, tuple[tf.Tensor, ...]]:
         with _step().gradients.noted_here():
             logs, note = step(batch), _note()
         return logs, () if note is None else note.from_compiled()
 
     function = compiled(inside)
 
-    def run(batch: TensorNest) -> Any:
+    def run(batch: TensorNest) -> TensorNest:
         (logs, noted), note = function(batch), _note()
         if note is not None:
             note.put_back(0, noted)
@@ -79,13 +82,13 @@ def _noting(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return run
 
 
-def _note() -> Any:
+def _note() -> StepNote | None:
     return getattr(_step(), "note", None)
 
 
 def _forward(
     model: DistributedModel, training: bool, x: TensorNest, y: TensorNest, sample_weight: TensorNest
-) -> tuple[Any, Any, Any]:
+) -> tuple[TensorNest, tf.Tensor, list[Gradient]]:
     """What a replica computes by itself: prediction, loss and, to train, gradients of its own rows.
 
     With ``_train`` and ``_test`` this is ``train_step`` and ``test_step`` of keras/src/backend/tensorflow/trainer.py,
@@ -99,18 +102,28 @@ def _forward(
     if tape is None:
         return y_pred, loss, []
 
-    def gradient(target: TensorNest, above: tf.Tensor) -> Any:
+    def gradient(target: TensorNest, above: tf.Tensor) -> TensorNest:
         with intercept(None):
             return tape.gradient(target, model.trainable_weights, above)
 
     return y_pred, loss, _step().weights.differentiate(gradient, scaled)
 
 
-def _step() -> Any:
-    return current_step()
+class _Step(Protocol):
+    """What is asked of the step whose replica is traced."""
+
+    weights: RowWeights
+    gradients: Gradients
+    note: StepNote | None
+
+    def as_mean(self, value: tf.Tensor) -> tf.Tensor: ...
 
 
-def _train(model: DistributedModel, forward: Callable[..., Any], batch: TensorNest) -> Any:
+def _step() -> _Step:
+    return cast(_Step, current_step())
+
+
+def _train(model: DistributedModel, forward: UserFunction, batch: TensorNest) -> TensorNest:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     y_pred, loss, gradients = forward(x, y, sample_weight)
     _step().weights.mark_as_mean(loss)
@@ -120,7 +133,7 @@ def _train(model: DistributedModel, forward: Callable[..., Any], batch: TensorNe
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
-def _test(model: DistributedModel, forward: Callable[..., Any], batch: TensorNest) -> Any:
+def _test(model: DistributedModel, forward: UserFunction, batch: TensorNest) -> TensorNest:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     y_pred, loss, _ = forward(x, y, sample_weight)
     _step().weights.mark_as_mean(loss)
@@ -131,7 +144,7 @@ def _test(model: DistributedModel, forward: Callable[..., Any], batch: TensorNes
 _STEPS = {"train": _train, "test": _test}
 
 
-def draw_as_uncompiled(kind: str, shape: TensorNest, dtype: tf.DType, **key: Any) -> tf.Tensor:
+def draw_as_uncompiled(kind: str, shape: TensorNest, dtype: tf.DType, **key: tf.Tensor) -> tf.Tensor:
     """Draw under XLA what TensorFlow draws without it, or None where that is not known how.
 
     Both take the same random bits. TensorFlow makes a float of the lowest bits (lib/random/random_distributions.h),

@@ -27,7 +27,7 @@ from keras_dist_ext.diagnosis.certificate.global_batches import global_batches
 from keras_dist_ext.diagnosis.certificate.lockstep import Comparison, Lockstep
 from keras_dist_ext.diagnosis.certificate.root_causes import explain, of_draws
 from keras_dist_ext.diagnosis.certificate.seeded_steps import compare_seeded, of_seeded_steps
-from keras_dist_ext.diagnosis.certificate.training_run import without_retracing_warnings, on_one_device
+from keras_dist_ext.diagnosis.certificate.training_run import on_one_device, without_retracing_warnings
 from keras_dist_ext.errors import BackendError, CertificateError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
