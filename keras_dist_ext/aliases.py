@@ -21,6 +21,7 @@ __all__ = [
     "FitData",
     "Gradient",
     "JsonObject",
+    "JsonValue",
     "Logs",
     "LossNest",
     "MetricNest",
@@ -84,5 +85,8 @@ Logs: TypeAlias = dict[str, float]
 Config: TypeAlias = dict[str, Any]
 """What ``get_config`` of a layer, an optimizer or a model returns: values that JSON can represent."""
 
-JsonObject: TypeAlias = dict[str, Any]
+JsonValue: TypeAlias = Any
+"""What JSON can represent: None, a bool, a number, a string, or a list or dictionary of these."""
+
+JsonObject: TypeAlias = dict[str, JsonValue]
 """Any other dictionary of values that JSON can represent."""

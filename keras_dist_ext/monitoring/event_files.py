@@ -16,7 +16,6 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event
@@ -28,6 +27,7 @@ from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from keras_dist_ext import arguments
+from keras_dist_ext.aliases import Array
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.monitoring.append_file import (
@@ -219,7 +219,7 @@ def overall_values(stats: ReplicaStats, values: Sequence[Mapping[str, float]]) -
     return found
 
 
-_STATISTICS: dict[str, Callable[..., Any]] = {
+_STATISTICS: dict[str, Callable[..., Array]] = {
     "min": functools.partial(np.min, initial=np.inf),
     "mean": np.mean,
     "max": functools.partial(np.max, initial=-np.inf),

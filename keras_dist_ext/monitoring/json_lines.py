@@ -17,12 +17,11 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from keras_dist_ext import arguments
-from keras_dist_ext.aliases import JsonObject
+from keras_dist_ext.aliases import JsonObject, JsonValue
 from keras_dist_ext.errors import DataError, MonitorError
 from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.messages import counted
@@ -98,7 +97,7 @@ class JsonLinesWriter(Writer):
         """See ``Writer.close``."""
         self._file.flush()
 
-    def _add(self, type_: str, **fields: Any) -> None:
+    def _add(self, type_: str, **fields: object) -> None:
         if not self._is_chief:
             return
         line = json.dumps(_plain({"version": _VERSION, "type": type_, **fields}), allow_nan=False)
@@ -117,7 +116,7 @@ def _end_of_torn_line(path: str) -> str:
         return "" if file.read() == b"\n" else "\n"
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> JsonValue:
     """Return a value of numbers, arrays, lists and dicts as strict JSON represents it."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
@@ -175,7 +174,7 @@ def replay(path: str | os.PathLike[str], writer: Writer) -> int:
     return num_records
 
 
-def _replay_line(value: Any, writer: Writer, started: set[str], location: str) -> int:
+def _replay_line(value: JsonValue, writer: Writer, started: set[str], location: str) -> int:
     version = value.get("version") if isinstance(value, dict) else None
     if version != _VERSION:
         found = f"has version {version!r}" if version is not None else "has no version"

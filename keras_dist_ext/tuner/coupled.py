@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
@@ -12,7 +11,7 @@ from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.keras_tuner import keras_tuner
 from keras_dist_ext._keras.optimizers import inner_optimizer
-from keras_dist_ext.aliases import Config
+from keras_dist_ext.aliases import Config, FitData, JsonValue
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.tuner.failures import Failure, InfeasibleError
 
@@ -95,7 +94,7 @@ class Coupled:
             else:
                 hp.Choice(name, values)
 
-    def _given(self, name: str) -> list[Any]:
+    def _given(self, name: str) -> list[JsonValue]:
         """Return the values that were given; none where they are the default."""
         values = _several(getattr(self, name))
         return [] if values in ([0], ["none"]) else values
@@ -108,7 +107,7 @@ class Coupled:
             num_replicas: of the trial's strategy, over all workers.
         """
 
-        def read(name: str, default: object) -> Any:
+        def read(name: str, default: JsonValue) -> JsonValue:
             # Without the first condition, it would be a hyperparameter of the user's with the same name.
             return hp.get(name) if self._given(name) and name in hp else default
 
@@ -131,7 +130,7 @@ class Coupled:
         )
 
 
-def _several(given: object) -> list[Any]:
+def _several(given: object) -> list[JsonValue]:
     if given is None:
         return []
     return list(given) if isinstance(given, Sequence) and not isinstance(given, str | bytes) else [given]
@@ -230,7 +229,7 @@ class ScaledLearningRate(keras.optimizers.schedules.LearningRateSchedule):  # ty
         return {"base": base, "factor": self.factor, "warmup_steps": self.warmup_steps}
 
 
-def _schedule(base: object) -> Any:
+def _schedule(base: object) -> float | keras.optimizers.schedules.LearningRateSchedule:
     return keras.optimizers.schedules.deserialize(base) if isinstance(base, dict) else base
 
 
@@ -252,8 +251,8 @@ def check_fixed_batch(model: keras.Model, global_batch: int | None) -> None:
 
 
 def batch_data(
-    arguments: Sequence[Any], named: dict[str, Any], global_batch: int, model: keras.Model | None = None
-) -> tuple[list[Any], dict[str, Any]]:
+    arguments: Sequence[FitData], named: Mapping[str, FitData], global_batch: int, model: keras.Model | None = None
+) -> tuple[list[FitData], dict[str, FitData]]:
     """Return the arguments of `fit` with data in batches of a given size.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from keras_dist_ext._keras.keras_tuner import count_failures, keras_tuner, learn_from_failures, objectives_of, redraw
 from keras_dist_ext._keras.oracle_receipts import check_oracle
@@ -42,7 +41,7 @@ class _FailedTrials:
         self._records = records
         self._of_failed: dict[str, TrialRecord | None] = {}  # which do not change anymore
 
-    def is_known_infeasible(self, values: Mapping[str, Any]) -> bool:
+    def is_known_infeasible(self, values: Mapping[str, object]) -> bool:
         """Whether a trial with these values is known to fail."""
         return any(_matches(record, values) for record in self._infeasible())
 
@@ -62,7 +61,7 @@ class _FailedTrials:
         return self._of_failed[trial.trial_id]
 
 
-def _matches(record: TrialRecord, values: Mapping[str, Any]) -> bool:
+def _matches(record: TrialRecord, values: Mapping[str, object]) -> bool:
     assert record.failure is not None
     if record.failure.kind == "missing device" and record.num_replicas == 0:  # the strategy was unavailable
         return values.get(HYPERPARAMETER) == record.strategy

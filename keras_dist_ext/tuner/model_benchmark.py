@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.keras_tuner import keras_tuner
-from keras_dist_ext.aliases import Logs
+from keras_dist_ext.aliases import FitData, Logs, UserFunction
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.tuner.coupled import CoupledValues
@@ -35,11 +34,11 @@ class ModelBenchmark:
     def __init__(
         self,
         model: keras.Model,
-        fit: Callable[..., Any],
+        fit: UserFunction,
         hp: keras_tuner.HyperParameters,
         values: CoupledValues,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Sequence[FitData],
+        kwargs: Mapping[str, FitData],
         *,
         has_own_fit: bool,
     ) -> None:

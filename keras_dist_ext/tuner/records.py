@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from keras_dist_ext.tuner.failures import Failure
 from keras_dist_ext.whole_files import write_whole
@@ -30,7 +29,7 @@ class TrialRecord:
     examples_per_second: tuple[float, ...] = ()  # steady, of each execution that was measured
     seconds: tuple[float, ...] = ()  # of training after the first step, of each execution
     failure: Failure | None = None
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the hyperparameters
+    values: Mapping[str, object] = dataclasses.field(default_factory=dict)  # of the hyperparameters
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write it into a trial's folder."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.keras_tuner import keras_tuner
 from keras_dist_ext._keras.strategies import is_default_strategy
+from keras_dist_ext.aliases import UserFunction
 from keras_dist_ext.strategy.scope import check_scope
 from keras_dist_ext.training.adoption.adopt import adopt, clone_model
 from keras_dist_ext.training.runtime import runtime_of
@@ -60,7 +61,7 @@ class ScopedHyperModel(keras_tuner.HyperModel):  # type: ignore[misc]
         self,
         inner: keras_tuner.HyperModel,
         build: Callable[[Build, keras_tuner.HyperParameters], keras.Model],
-        fit: Callable[..., Any],
+        fit: UserFunction,
     ) -> None:
         self.inner = inner
         self._build_with = build
@@ -75,11 +76,11 @@ class ScopedHyperModel(keras_tuner.HyperModel):  # type: ignore[misc]
         """Add the user's hyperparameters."""
         self.inner.declare_hyperparameters(hp)
 
-    def fit(self, hp: keras_tuner.HyperParameters, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def fit(self, hp: keras_tuner.HyperParameters, model: keras.Model, *args: object, **kwargs: object) -> object:
         """Train the model of a trial."""
         return self._fit_with(self.train, hp, model, *args, **kwargs)
 
-    def train(self, hp: keras_tuner.HyperParameters, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def train(self, hp: keras_tuner.HyperParameters, model: keras.Model, *args: object, **kwargs: object) -> object:
         """Train a model by the user's `fit`. Models that it builds itself, such as one per fold, are in scope, too."""
         if not self.has_own_fit:
             return self.inner.fit(hp, model, *args, **kwargs)
@@ -96,7 +97,7 @@ class ScopedHyperModel(keras_tuner.HyperModel):  # type: ignore[misc]
         """Whether training is the user's own."""
         return type(self.inner).fit is not keras_tuner.HyperModel.fit
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name == "inner":  # while a copy is made
             raise AttributeError(name)
         return getattr(self.inner, name)

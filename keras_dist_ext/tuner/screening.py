@@ -10,10 +10,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras.keras_tuner import keras_tuner
+from keras_dist_ext.aliases import JsonObject
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.tuner.benchmark_log import BenchmarkLog
 from keras_dist_ext.tuner.failures import classify_failure
@@ -79,14 +80,16 @@ class ScreeningResult:
         return ScreeningResult.of(json.loads(path.read_text(encoding="utf-8")))
 
     @staticmethod
-    def of(state: Mapping[str, Any]) -> ScreeningResult:
+    def of(state: JsonObject) -> ScreeningResult:
         """Return the result from what `dataclasses.asdict` returned for it."""
         return ScreeningResult(tuple(state["survivors"]), state["dropped"], state["examples_per_second"])
 
-    def narrowed(self, space: list[Any]) -> list[Any]:
+    def narrowed(
+        self, space: list[keras_tuner.engine.hyperparameters.HyperParameter]
+    ) -> list[keras_tuner.engine.hyperparameters.HyperParameter]:
         """Return a search's hyperparameters with only the strategies that remain."""
         hp = keras_tuner.engine.hyperparameters
-        remaining: Any = (
+        remaining: keras_tuner.engine.hyperparameters.HyperParameter = (
             hp.Fixed(HYPERPARAMETER, self.survivors[0])
             if len(self.survivors) == 1
             else hp.Choice(HYPERPARAMETER, list(self.survivors))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import tensorflow as tf
 
@@ -18,7 +18,7 @@ from keras_dist_ext._keras.keras_tuner import (
     replace_space,
 )
 from keras_dist_ext._keras.models import compile_arguments
-from keras_dist_ext.aliases import Config
+from keras_dist_ext.aliases import Config, FitData, UserFunction
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.pick import StrategyChoice
@@ -75,12 +75,12 @@ class StrategySearch(HookedTuner):
 
     def __init__(
         self,
-        *args: Any,
+        *args: FitData,
         strategies: Sequence[StrategyEntry] | Mapping[str, StrategyEntry] | StrategyEntry | None = None,
         coupled: Coupled | None = None,
         screening: Screening | None = None,
         log_dir: str | os.PathLike[str] | None = None,
-        **kwargs: Any,
+        **kwargs: FitData,
     ) -> None:
         fixed = kwargs.pop("distribution_strategy", None)
         if fixed is not None and strategies is not None:
@@ -207,8 +207,8 @@ class StrategySearch(HookedTuner):
     # Trials
 
     def _fit(
-        self, fit: Callable[..., Any], hp: keras_tuner.HyperParameters, model: keras.Model, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, fit: UserFunction, hp: keras_tuner.HyperParameters, model: keras.Model, *args: FitData, **kwargs: FitData
+    ) -> object:
         self.check_trial()
         if not self._role.reports:
             kwargs["callbacks"] = callbacks_of_worker(kwargs.get("callbacks", ()), model)
@@ -217,8 +217,8 @@ class StrategySearch(HookedTuner):
         return fit_with_coupled(fit, hp, model, self._builder.values(hp, model.distribute_strategy), *args, **kwargs)
 
     def _follow_trial(
-        self, run_trial: Callable[..., Any], trial: keras_tuner.engine.trial.Trial, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, run_trial: UserFunction, trial: keras_tuner.engine.trial.Trial, *args: FitData, **kwargs: FitData
+    ) -> object:
         """Run a trial under its strategy, and write a record of it into its folder."""
         hp = trial.hyperparameters
         self._trial_run = TrialRun(
@@ -262,19 +262,19 @@ class StrategySearch(HookedTuner):
             )
         super().on_trial_end(trial)
 
-    def search(self, *args: Any, **kwargs: Any) -> Any:
+    def search(self, *args: FitData, **kwargs: FitData) -> None:
         """Search as keras-tuner does, after a screening of the strategies if one was asked for and not made yet."""
         _refuse_scope("asked to search")
         _refuse_resume(kwargs.get("callbacks"))
         if self.screening is not None:
             self._check_screening()
-        return run_search(self, self._role, self._search, *args, **kwargs)
+        run_search(self, self._role, self._search, *args, **kwargs)
 
-    def _search(self, *args: Any, **kwargs: Any) -> Any:
+    def _search(self, *args: FitData, **kwargs: FitData) -> None:
         """Search in this process, where trials run."""
         if self.screening is not None:
             self._screen(self.screening, args, kwargs)
-        return super().search(*args, **kwargs)
+        super().search(*args, **kwargs)
 
     # Screening
 
@@ -290,7 +290,7 @@ class StrategySearch(HookedTuner):
                 f"{counted(len(self.oracle.trials), 'trial')}. Leave it out, or give another project_name."
             )
 
-    def _screen(self, screening: Screening, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _screen(self, screening: Screening, args: Sequence[FitData], kwargs: Mapping[str, FitData]) -> None:
         def measure() -> ScreeningResult:
             with restored_global_state():
                 log = BenchmarkLog(self.project_dir)
@@ -305,7 +305,7 @@ class StrategySearch(HookedTuner):
             result.save(self.project_dir)
             replace_space(self.oracle, result.narrowed)
 
-    def _benchmark(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelBenchmark:
+    def _benchmark(self, name: str, args: Sequence[FitData], kwargs: Mapping[str, FitData]) -> ModelBenchmark:
         """Return a model of the default hyperparameters under a strategy, ready to train on the search's data."""
         hp = self.oracle.get_space()
         hp.values[HYPERPARAMETER] = name

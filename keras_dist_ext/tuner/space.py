@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from keras_dist_ext._keras.keras_tuner import keras_tuner
 from keras_dist_ext.errors import TunerError
@@ -13,7 +12,9 @@ from keras_dist_ext.tuner.strategies import HYPERPARAMETER
 __all__ = ["check_project_strategies", "strategy_last"]
 
 
-def strategy_last(space: list[Any]) -> list[Any]:
+def strategy_last(
+    space: list[keras_tuner.engine.hyperparameters.HyperParameter],
+) -> list[keras_tuner.engine.hyperparameters.HyperParameter]:
     """Put the strategy behind what does not depend on it: GridSearch varies the last hyperparameter fastest."""
     depends = any(getattr(c, "name", None) == HYPERPARAMETER for hp in space for c in hp.conditions)
     return space if depends else sorted(space, key=lambda hp: hp.name == HYPERPARAMETER)

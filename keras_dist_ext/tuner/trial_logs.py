@@ -6,7 +6,6 @@ import os
 import time
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event
@@ -44,7 +43,7 @@ class TrialLogs:
         return ReplicaMonitor(self.folder(trial_id), experiment=name)
 
     def write(
-        self, trial_id: str, values: Mapping[str, Any], metrics: Mapping[str, float], *, step: int, completed: bool
+        self, trial_id: str, values: Mapping[str, object], metrics: Mapping[str, float], *, step: int, completed: bool
     ) -> None:
         """Write a trial's hyperparameters and results.
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from keras_dist_ext._keras.keras_tuner import (
     keras_tuner,
     score_of,
 )
-from keras_dist_ext.aliases import Logs
+from keras_dist_ext.aliases import FitData, Logs, UserFunction
 from keras_dist_ext.errors import BackendError, TunerError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.monitoring.monitor import ReplicaMonitor
@@ -71,8 +70,8 @@ class TrialRun:
         self._meters: list[Meter] = []
 
     def fit(
-        self, fit: Callable[..., Any], hp: keras_tuner.HyperParameters, model: keras.Model, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, fit: UserFunction, hp: keras_tuner.HyperParameters, model: keras.Model, *args: FitData, **kwargs: FitData
+    ) -> object:
         """Train a model by the user's `fit`, measured and logged.
 
         Raises:
@@ -125,7 +124,7 @@ class TrialRun:
             epochs = f" in {counted(len(numbers), 'epoch')} out of {len(numbers)}" if isinstance(values, list) else ""
             raise InfeasibleError(Failure("NaN loss", f"{name} was NaN{epochs}"))
 
-    def _add_measurements(self, results: object, meter: Meter) -> Any:
+    def _add_measurements(self, results: object, meter: Meter) -> object:
         """Return the results with what was measured, now that training has ended."""
         if isinstance(results, list):
             return [self._add_measurements(result, meter) for result in results]
@@ -202,15 +201,15 @@ def _is_missing(results: object, name: str) -> bool:
 
 
 def fit_with_coupled(
-    fit: Callable[..., Any],
+    fit: UserFunction,
     hp: keras_tuner.HyperParameters,
     model: keras.Model,
     values: CoupledValues,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: FitData,
+    **kwargs: FitData,
+) -> object:
     """Train a model by the user's `fit`, on data in batches of the size that is coupled to the strategy."""
-    given: Sequence[Any] = args
+    given: Sequence[FitData] = args
     if values.global_batch_size is not None:
         given, kwargs = batch_data(args, kwargs, values.global_batch_size, model)
     elif "batch_size" in kwargs:

@@ -9,14 +9,14 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.random import intercept_random_ops
-from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.aliases import Array, JsonValue, TensorNest
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.diagnosis.certificate.certifiable import check_certifiable
 from keras_dist_ext.diagnosis.certificate.crashes import crash_finding
@@ -35,6 +35,9 @@ from keras_dist_ext.step.receipts import check_hooks
 from keras_dist_ext.strategy.scope import describe_strategy
 from keras_dist_ext.training.callbacks import ReplicaSeeds
 from keras_dist_ext.training.deviations import Deviation
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 __all__ = ["Certificate", "certify"]
 
@@ -167,7 +170,7 @@ class Certificate:
         fields["deviations"] = [{**dataclasses.asdict(d), "is_beyond": d.is_beyond} for d in self.deviations]
         return json.dumps(_finite(fields), allow_nan=False)
 
-    def __rich_console__(self, console: object, options: object) -> Iterator[Any]:
+    def __rich_console__(self, console: object, options: object) -> Iterator[RenderableType]:
         """Show the verdict, the findings, and tables of deviations and draws, with rich."""
         from rich import box
         from rich.table import Table
@@ -215,7 +218,7 @@ class Certificate:
             )
 
 
-def _finite(value: object) -> Any:
+def _finite(value: object) -> JsonValue:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
@@ -363,7 +366,7 @@ class _Trial:
             worse = worst if worst.excess >= deviation.excess else deviation
             self._worst[deviation.part, deviation.name] = dataclasses.replace(worse, spread=spread, is_apart=apart)
 
-    def _measure_drift(self, lockstep: Lockstep, start: Any) -> None:
+    def _measure_drift(self, lockstep: Lockstep, start: list[Array]) -> None:
         """Train without taking over state in between, on replicas, on one device, and there with rows reordered."""
         self._drift = lockstep.train_freely(self._batches[: len(self._rows)], start)
 

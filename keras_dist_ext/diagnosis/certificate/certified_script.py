@@ -7,8 +7,7 @@ import inspect
 import os
 import runpy
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 from rich.console import Console
@@ -17,6 +16,7 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.adapters import make_data_adapter
 from keras_dist_ext._keras.interception import patched
 from keras_dist_ext._keras.models import intercept_fit
+from keras_dist_ext.aliases import FitData, UserFunction
 from keras_dist_ext.data.sources import DEFAULT_BATCH_SIZE
 from keras_dist_ext.diagnosis.certificate.certifiable import check_strategy
 from keras_dist_ext.diagnosis.certificate.certificate import Certificate, certify
@@ -78,12 +78,12 @@ def print_certificate(certificate: Certificate, json: str | None = None) -> int:
 class _Reached(BaseException):
     """Leaves a script at its call of `fit`. No Exception, which a script might catch."""
 
-    def __init__(self, model: keras.Model, given: dict[str, Any]) -> None:
+    def __init__(self, model: keras.Model, given: Mapping[str, FitData]) -> None:
         super().__init__()
         self.model = model
         self.given = given
 
-    def data(self) -> Any:
+    def data(self) -> FitData:
         """What `certify` takes as data: batches as `fit` makes them, in their order."""
         x, y, weights, of_classes = (self.given.get(name) for name in ("x", "y", "sample_weight", "class_weight"))
         is_arrays = not isinstance(x, tf.data.Dataset) and all(hasattr(leaf, "shape") for leaf in tree.flatten(x))
@@ -109,7 +109,7 @@ class _Reached(BaseException):
 def _run(path: str, args: Sequence[str]) -> _Reached:
     """Run a script up to its first `fit`."""
 
-    def stop(fit: Callable[..., Any], model: keras.Model, *given: Any, **named: Any) -> None:
+    def stop(fit: UserFunction, model: keras.Model, *given: object, **named: object) -> None:
         raise _Reached(model, dict(inspect.signature(fit).bind(model, *given, **named).arguments))
 
     try:

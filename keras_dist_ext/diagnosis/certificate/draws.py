@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -14,7 +13,7 @@ import tensorflow as tf
 from keras_dist_ext._keras.layers import current_layer_path
 from keras_dist_ext._keras.random import intercept_dropout, intercept_random_ops
 from keras_dist_ext._keras.strategies import replica_id
-from keras_dist_ext.aliases import Array, StepData, TensorNest
+from keras_dist_ext.aliases import Array, Original, StepData, TensorNest
 from keras_dist_ext.diagnosis.certificate.training_run import TrainingRun
 
 __all__ = ["Draws", "watch_draws"]
@@ -65,7 +64,7 @@ class _Watcher:
         self._drawn: dict[tuple[str, int, int], list[Array]] = defaultdict(list)
         self._kept: dict[tuple[str, float], list[tuple[int, int]]] = defaultdict(list)
 
-    def draw(self, name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def draw(self, name: str, original: Original, /, *args: TensorNest, **kwargs: TensorNest) -> tf.Tensor:
         """Draw, and note what."""
         del name
         drawn = original(*args, **kwargs)
@@ -76,13 +75,15 @@ class _Watcher:
         op = self._num_ops[layer, replica]
         self._num_ops[layer, replica] += 1
 
-        def note(values: object) -> Any:
+        def note(values: object) -> TensorNest:
             self._drawn[layer, op, replica].append(np.array(values))
             return np.int32(0)
 
         return _after(tf.numpy_function(note, [tf.reshape(drawn, [-1])[:LOOKED_AT]], tf.int32), drawn)
 
-    def dropout(self, original: Callable[..., Any], inputs: TensorNest, rate: float, *args: Any, **kwargs: Any) -> Any:
+    def dropout(
+        self, original: Original, inputs: tf.Tensor, rate: float, *args: TensorNest, **kwargs: TensorNest
+    ) -> tf.Tensor:
         """Drop units, and count those that are kept."""
         outputs = original(inputs, rate, *args, **kwargs)
         noise_shape = args[0] if args else kwargs.get("noise_shape")
@@ -90,7 +91,7 @@ class _Watcher:
             return outputs
         layer = _layer()
 
-        def note(kept: tf.Tensor, total: tf.Tensor) -> Any:
+        def note(kept: tf.Tensor, total: tf.Tensor) -> TensorNest:
             self._kept[layer, float(rate)].append((int(kept), int(total)))
             return np.int32(0)
 
@@ -126,7 +127,7 @@ def _layer() -> str:
     return current_layer_path() or "the step"
 
 
-def _after(noted: object, value: object) -> Any:
+def _after(noted: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     with tf.control_dependencies([noted]):
         return tf.identity(value)
 

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -25,7 +24,7 @@ from keras_dist_ext._keras.models import begin_fit, build_as_fit, build_from_bat
 from keras_dist_ext._keras.optimizers import GradientSlots, inner_optimizer, optimized_variables, slots_by_attribute
 from keras_dist_ext._keras.strategies import is_default_strategy, regroup
 from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
-from keras_dist_ext.aliases import Array, StepData, TensorNest
+from keras_dist_ext.aliases import Array, StepData, TensorNest, UserFunction
 from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.strategy.scope import describe_strategy, optimizers, raw_variables
@@ -63,7 +62,7 @@ class TrainingRun:
         self._kept = [GradientSlots(optimizer) for _, optimizer in optimizers(self.model)]
         self.trouble_of_fit: Exception | None = None
         self._build(batch)
-        self._functions: dict[frozenset[str], Any] = {}  # that make a step, by what it is made without
+        self._functions: dict[frozenset[str], UserFunction] = {}  # that make a step, by what it is made without
         compared = list(self._compared())
         names = unique_names(path for _, path, _ in compared)
         self.compared = [(part, name, v) for (part, _, v), name in zip(compared, names, strict=True)]
@@ -136,7 +135,7 @@ class TrainingRun:
         found = [known.get(id(v), (v.path, SlotKind(v.path, ""))) for v in variables]
         return list(zip(unique_names(name for name, _ in found), (kind for _, kind in found), strict=True))
 
-    def _gradients(self) -> list[tuple[Any, Any]]:
+    def _gradients(self) -> list[tuple[tf.Variable, Variable]]:
         return [pair for kept in self._kept for pair in kept.pairs]
 
     # State

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras, tree
-from keras_dist_ext.aliases import Logs, TensorNest
+from keras_dist_ext.aliases import FitData, Logs, TensorNest
 from keras_dist_ext.diagnosis.doctor.doctor import ParallelismDoctor
 from keras_dist_ext.diagnosis.doctor.examination import Examination
 from keras_dist_ext.diagnosis.doctor.report import Report
@@ -29,14 +28,14 @@ __all__ = ["diagnose"]
 
 def diagnose(
     model: keras.Model,
-    data: object = None,
+    data: FitData = None,
     y: object = None,
     *,
     num_steps: int = 60,
     interventions: bool = True,
     strategy: tf.distribute.Strategy | None = None,
     callbacks: Sequence[keras.callbacks.Callback] = (),
-    **fit_arguments: Any,
+    **fit_arguments: object,
 ) -> Report:
     """Train a model for some steps, find out why it is not faster, and leave it bit for bit as it was.
 
@@ -126,13 +125,13 @@ class _Keeper(RunCallback):
 
 def _examined_copy(
     model: keras.Model,
-    data: Any,
+    data: FitData,
     y: TensorNest,
     num_steps: int,
     interventions: bool,
     strategy: tf.distribute.Strategy | None,
     callbacks: Sequence[keras.callbacks.Callback],
-    fit_arguments: dict[str, Any],
+    fit_arguments: dict[str, object],
 ) -> Report:
     """Examine a model of stock Keras: its own setting, and the steps of a copy that is one of ours."""
     setting = read_setting(model, strategy=strategy)

@@ -7,9 +7,8 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from keras_dist_ext.aliases import JsonObject
+from keras_dist_ext.aliases import JsonObject, JsonValue
 from keras_dist_ext.diagnosis.doctor.report import VERSION
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.messages import counted
@@ -122,12 +121,12 @@ def read_report(path: str | os.PathLike[str]) -> Run:
 _UNREADABLE = (OSError, ValueError, OverflowError, RecursionError)  # what reading and parsing any file may raise
 
 
-def _read(path: str | os.PathLike[str]) -> Any:
+def _read(path: str | os.PathLike[str]) -> JsonValue:
     with os.fdopen(open_file(pathlib.Path(path)), "rb") as file:
         return json.loads(file.read(_MOST_BYTES).decode())
 
 
-def _version(values: Any) -> Any:
+def _version(values: JsonValue) -> JsonValue:
     return values.get("version") if isinstance(values, dict) else VERSION  # what is no report has none
 
 

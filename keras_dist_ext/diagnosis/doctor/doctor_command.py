@@ -8,14 +8,14 @@ import os
 import pathlib
 import runpy
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.models import intercept_fit
 from keras_dist_ext._keras.strategies import is_default_strategy
+from keras_dist_ext.aliases import UserFunction
 from keras_dist_ext.data.sources import as_dataset
 from keras_dist_ext.diagnosis.doctor.doctor import ParallelismDoctor
 from keras_dist_ext.diagnosis.doctor.examination import Examination
@@ -66,7 +66,9 @@ def examine_script(
 
     doctors: list[ParallelismDoctor] = []
 
-    def attend(fit: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def attend(
+        fit: UserFunction, model: keras.Model, *args: object, **kwargs: object
+    ) -> keras.callbacks.History | None:
         strategy = _strategy_meant(model)
         doctor = ParallelismDoctor(
             log_dir, interventions=interventions, json=json, show=show, strategy=strategy, num_steps=num_steps

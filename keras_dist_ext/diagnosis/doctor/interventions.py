@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -70,7 +69,7 @@ def experiment(model: keras.Model, dataset: tf.data.Dataset, *, steps_per_execut
 class _SumsNothing(MirroredReducer):
     """Has each replica keep its gradients to itself."""
 
-    def sum(self, values: Any) -> list[Any]:
+    def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return list(values)
 
 

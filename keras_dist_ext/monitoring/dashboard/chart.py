@@ -1,8 +1,7 @@
 """Return the lines of a chart of one tag: one for each replica, and mean, min, max and total over all."""
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import NDArray
 
 from keras_dist_ext.aliases import Array, JsonObject
 from keras_dist_ext.monitoring.dashboard import wire
@@ -58,7 +57,7 @@ def _differ_by_chance(replicas: dict[int, Points], limit: int) -> bool:
     )
 
 
-def _of(gaps: dict[int, Any], replica: int) -> tuple[Any, ...]:
+def _of(gaps: dict[int, NDArray[np.int64]], replica: int) -> tuple[NDArray[np.int64], ...]:
     return (gaps[replica],) if replica in gaps else ()
 
 

@@ -4,9 +4,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from keras_dist_ext.aliases import Array, JsonObject
+from keras_dist_ext.aliases import Array, JsonObject, JsonValue
 from keras_dist_ext.monitoring.dashboard.metadata import FINDINGS_TAG, MANIFEST_TAG, parse_run
 from keras_dist_ext.monitoring.dashboard.wire import finite
 
@@ -101,7 +101,7 @@ def parse_findings(text: str | None) -> tuple[list[JsonObject], str | None]:
     return findings, f"{dropped} of {len(value)} entries of {FINDINGS_TAG} are not objects." if dropped else None
 
 
-def _parsed(text: str | None, tag: str) -> tuple[Any, str | None]:
+def _parsed(text: str | None, tag: str) -> tuple[JsonValue, str | None]:
     if text is None:
         return None, None
     try:

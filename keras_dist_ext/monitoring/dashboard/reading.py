@@ -6,9 +6,11 @@ are not as expected, the public API is used; tests fail when that happens.
 """
 
 import logging
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 from tensorboard import context as tb_context
 from tensorboard.compat.proto import tensor_pb2
 from tensorboard.data import provider as tb
@@ -24,7 +26,8 @@ __all__ = ["ALL", "read_scalars", "read_columns", "read_publicly"]
 ALL = 2**30  # more points than TensorBoard can send in a message
 _FLOAT = 1  # DT_FLOAT
 
-Columns: TypeAlias = tuple[Any, Any, Any]  # steps, wall times, values: arrays or lists
+Column: TypeAlias = NDArray[np.generic] | list[int] | list[float]
+Columns: TypeAlias = tuple[Column, Column, Column]  # steps, wall times, values
 
 _log = logging.getLogger("tensorboard")
 
@@ -52,7 +55,25 @@ def read_columns(provider: tb.DataProvider, experiment_id: str, runs: list[str],
     return None
 
 
-def _from_data_server(stub: Any, experiment_id: str, runs: list[str], tag: str) -> dict[str, Columns]:
+class _DataServer(Protocol):
+    """A client of TensorBoard's own server of data."""
+
+    def ReadScalars(self, request: data_provider_pb2.ReadScalarsRequest) -> data_provider_pb2.ReadScalarsResponse: ...
+
+
+class _TensorEvent(Protocol):
+    step: int
+    wall_time: float
+    tensor_proto: tensor_pb2.TensorProto
+
+
+class _Multiplexer(Protocol):
+    """What TensorBoard keeps of event files in its own process."""
+
+    def Tensors(self, run: str, tag: str) -> Sequence[_TensorEvent]: ...
+
+
+def _from_data_server(stub: _DataServer, experiment_id: str, runs: list[str], tag: str) -> dict[str, Columns]:
     """Take the columns of the message (`tensorboard/data/grpc_provider.py`, 2.16 to 2.21)."""
     request = data_provider_pb2.ReadScalarsRequest()
     request.experiment_id = experiment_id
@@ -71,7 +92,7 @@ def _from_data_server(stub: Any, experiment_id: str, runs: list[str], tag: str) 
     }
 
 
-def _from_multiplexer(multiplexer: Any, experiment_id: str, runs: list[str], tag: str) -> dict[str, Columns]:
+def _from_multiplexer(multiplexer: _Multiplexer, experiment_id: str, runs: list[str], tag: str) -> dict[str, Columns]:
     """Take the events (`tensorboard/backend/event_processing/data_provider.py`, 2.16 to 2.21)."""
     columns: dict[str, Columns] = {}
     for run in runs:

@@ -8,8 +8,6 @@ Points are of intervals that may differ in length. A mean is over their steps; t
 their time: all examples by all seconds, consistent with the mean seconds of a step.
 """
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -132,7 +130,7 @@ def _relative(busy_seconds: dict[int, float | None]) -> dict[int, float]:
     return {replica: fastest / seconds for replica, seconds in known.items()}
 
 
-def _overall(view: View, numbers: dict[int, Any], first: float, last: float) -> JsonObject:
+def _overall(view: View, numbers: dict[int, dict[str, dict[str, float]]], first: float, last: float) -> JsonObject:
     """Return numbers over all replicas: as recorded, else from the replicas' means."""
     found: JsonObject = {}
     seconds = view.overall(over_replicas(STEP_SECONDS, "mean"))
@@ -149,7 +147,7 @@ def _overall(view: View, numbers: dict[int, Any], first: float, last: float) -> 
     return found
 
 
-def _derived(numbers: dict[int, Any]) -> dict[str, float | None]:
+def _derived(numbers: dict[int, dict[str, dict[str, float]]]) -> dict[str, float | None]:
     means = {
         tag: [tags[tag]["mean"] for tags in numbers.values() if "mean" in tags.get(tag, {})]
         for tag in (LOSS, EXAMPLES_PER_SECOND, STEP_SECONDS, INPUT_SECONDS)

@@ -7,11 +7,10 @@ so that a page can show which it was.
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from keras_dist_ext.aliases import Array
+from keras_dist_ext.aliases import Array, JsonValue
 
 __all__ = ["numbers", "number", "spelled", "finite", "to_json", "round_up"]
 
@@ -50,7 +49,7 @@ def spelled(value: float) -> str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> JsonValue:
     """Return a value from a file, with strings for numbers that are not finite, so that it is strict JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return spelled(value)

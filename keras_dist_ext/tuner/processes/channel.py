@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import grpc
 
-from keras_dist_ext.aliases import JsonObject
+from keras_dist_ext.aliases import JsonObject, JsonValue
 from keras_dist_ext.errors import LaunchError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["Channel", "ScreeningReply", "SearchStatus", "Unreachable", "WorkerState", "handlers"]
 
@@ -75,7 +78,7 @@ class Channel:
         options = [(f"grpc.{name}_reconnect_backoff_ms", 200) for name in ("initial", "min", "max")]
         self._channel = grpc.insecure_channel(address, [*options, ("grpc.enable_http_proxy", 0)])
 
-    def call(self, method: str, **request: Any) -> Any:
+    def call(self, method: str, **request: JsonValue) -> JsonValue:
         """Call a method of the chief, and return its reply.
 
         Raises:
@@ -115,10 +118,10 @@ class Channel:
         self._channel.close()
 
 
-def handlers(methods: Mapping[str, Callable[..., Any]], after_each: Callable[[], None]) -> grpc.GenericRpcHandler:
+def handlers(methods: Mapping[str, Callable[..., JsonValue]], after_each: Callable[[], None]) -> grpc.GenericRpcHandler:
     """Return a gRPC handler for methods by name: requests are keyword arguments, replies a value or an error."""
 
-    def served(method: Callable[..., Any]) -> grpc.RpcMethodHandler:
+    def served(method: Callable[..., JsonValue]) -> grpc.RpcMethodHandler:
         def answer(request: bytes, context: object) -> bytes:
             del context
             try:
@@ -133,6 +136,6 @@ def handlers(methods: Mapping[str, Callable[..., Any]], after_each: Callable[[],
     return grpc.method_handlers_generic_handler(_SERVICE, {name: served(method) for name, method in methods.items()})
 
 
-def _to_python(value: Any) -> Any:
+def _to_python(value: np.generic) -> JsonValue:
     """Return a NumPy number as a Python number."""
     return value.item()

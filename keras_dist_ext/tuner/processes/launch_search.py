@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 from keras_dist_ext import arguments
 from keras_dist_ext.cluster.command import (
@@ -52,7 +52,7 @@ class SearchRun:
     failure: str | None  # what ended it early, with the last lines of the output
     deaths: tuple[Death, ...]  # of processes, and what was done after each
     allocation: str  # how cores and GPUs were allocated to trials
-    value: Any = None  # what the function returned in the chief; None for a command
+    value: object = None  # what the function returned in the chief; None for a command
 
 
 def launch_search(

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import grpc
 
@@ -144,7 +144,7 @@ class OracleServer:
             raise LaunchError("A worker asks for a screening, and the chief has none: their programs differ.")
         return self._lease.request(tuner_id, measures=measures)
 
-    def finish_screening(self, result: Mapping[str, Any]) -> None:
+    def finish_screening(self, result: JsonObject) -> None:
         """Take the result of the screening."""
         if self._lease is not None:
             self._lease.finish(result)

@@ -6,10 +6,10 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from keras_dist_ext._keras.keras_tuner import keras_tuner
-from keras_dist_ext.aliases import JsonObject
+from keras_dist_ext.aliases import JsonObject, JsonValue
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner.processes.channel import Channel, Unreachable
 from keras_dist_ext.tuner.processes.process_role import ProcessRole
@@ -75,7 +75,7 @@ class RemoteOracle:
         if self.should_report:
             self._channel.call("update_space", space=hyperparameters.get_config())
 
-    def request_screening(self, *, measures: bool, once: bool = False) -> Any:
+    def request_screening(self, *, measures: bool, once: bool = False) -> JsonValue:
         """Return the result of the screening, or whether this worker may measure; see `ScreeningLease.request`.
 
         Args:
@@ -93,7 +93,7 @@ class RemoteOracle:
         finally:
             channel.close()
 
-    def finish_screening(self, result: Mapping[str, Any]) -> None:
+    def finish_screening(self, result: JsonObject) -> None:
         """Report the result of the screening."""
         self._channel.call("finish_screening", result=result)
 

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from keras_dist_ext._keras.keras_tuner import (
     keras_tuner,
@@ -16,6 +16,7 @@ from keras_dist_ext._keras.keras_tuner import (
     replace_space,
     save_files_atomically,
 )
+from keras_dist_ext.aliases import FitData
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner.failures import Failure
 from keras_dist_ext.tuner.processes.oracle_server import OracleServer
@@ -32,7 +33,7 @@ __all__ = ["connect_to_chief", "restore_oracle", "run_search"]
 class Search(Protocol):
     """What is needed of a tuner."""
 
-    oracle: Any  # keras-tuner's, or a RemoteOracle
+    oracle: keras_tuner.Oracle  # or a RemoteOracle
     project_dir: str
     screening: Screening | None
 
@@ -54,7 +55,7 @@ def restore_oracle(tuner: Search) -> None:
     repair_reloaded(tuner.oracle, workers_live=False)
 
 
-def run_search(tuner: Search, role: ProcessRole, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def run_search(tuner: Search, role: ProcessRole, run: Callable[..., None], *args: FitData, **kwargs: FitData) -> None:
     """Run a tuner's search in the role of this process.
 
     Under our launcher, workers exit here, so only the chief runs the rest of the program. Otherwise workers wait until
@@ -120,7 +121,7 @@ def _record_death(tuner: Search, trial: keras_tuner.engine.trial.Trial, reason: 
     replace(record, failure=Failure("worker lost", reason.splitlines()[0])).save(folder)
 
 
-def _run_worker(tuner: Search, role: ProcessRole, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def _run_worker(tuner: Search, role: ProcessRole, run: Callable[..., None], *args: FitData, **kwargs: FitData) -> None:
     try:
         run(*args, **kwargs)
     except Exception:  # keras-tuner re-raises errors that no trial has caused

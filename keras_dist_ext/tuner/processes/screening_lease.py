@@ -7,9 +7,9 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
+from keras_dist_ext.aliases import JsonObject
 from keras_dist_ext.tuner.processes.channel import ScreeningReply
 from keras_dist_ext.tuner.processes.remote_oracle import RemoteOracle
 from keras_dist_ext.tuner.screening import ScreeningResult
@@ -55,7 +55,7 @@ class ScreeningLease:
         self._until = now + self.LEASE_SECONDS
         return {"may_measure": True}
 
-    def finish(self, result: Mapping[str, Any]) -> None:
+    def finish(self, result: JsonObject) -> None:
         """Take a result; only the first counts."""
         if self._result is None:
             self._result = ScreeningResult.of(result)

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import IO, Any
+from typing import IO
 
 from keras_dist_ext.cluster.failure import Failure
 from keras_dist_ext.cluster.local_host import LocalHost
@@ -117,7 +117,7 @@ class WorkerGroup:
         self._group = None
         return failure
 
-    def value(self) -> Any:
+    def value(self) -> object:
         """Return what the function returned in the first of them; None for a command.
 
         Raises:
