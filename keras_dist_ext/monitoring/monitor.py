@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext import arguments
-from keras_dist_ext.aliases import Logs
+from keras_dist_ext.aliases import JsonValue, Logs
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.monitoring.append_file import checked_flush_seconds
@@ -101,7 +100,7 @@ class ReplicaMonitor(RunCallback):
             ]
         )
         self._recorder = Recorder(gradient_norm=gradient_norm)
-        self._options: dict[str, Any] = {
+        self._options: dict[str, JsonValue] = {
             "experiment": self._experiment,
             "update_freq": update_freq,
             "check_divergence_every": every,

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -118,8 +117,8 @@ class RunTrace:
             with contextlib.suppress(tf.errors.OpError):  # of a run that was broken off
                 self._blocks.end()
             self._others_cores = self._blocks.others_cores
-        program: Any = getattr(self.model.train_function, "program", None) if self.is_ours else None
-        self._graphs = program.graphs() if hasattr(program, "graphs") else []
+        program = getattr(self.model.train_function, "program", None) if self.is_ours else None
+        self._graphs = [] if program is None or not hasattr(program, "graphs") else program.graphs()
 
     def examination(self, strategy: tf.distribute.Strategy | None, *, interventions: bool) -> Examination:
         """Return all that is known of the run. Every worker must call it."""
