@@ -16,7 +16,7 @@ In reading order:
     slices            sums of sparse gradients, the same bits on every replica
     step_plan         what is known of a step before it is traced to be run
     global_gradients  ``kde.reduce_gradients``
-    observer          what may be told of a step while it is traced
+    observer          hooks that are called while a step is traced
     ancestry          what a value in a graph is computed from
     origins           which values are one replica's own
     distributed_model what a step needs of a model, as a type

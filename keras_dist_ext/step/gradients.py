@@ -241,7 +241,7 @@ class Gradients:
         self._reducer.prepare(optimizer, variables, guards=self._guard is not None)
         present = [gradient for gradient in gradients if gradient is not None]
         guard = None if self._guard is None else self._guard.of_step
-        if self._reducer.is_alone:
+        if self._reducer.is_single:
             self._note_gradients(optimizer, present)
             found = [] if self._guard is None else [self._guard.found(present, optimizer)]
             self._reducer.update(Update(optimizer, gradients, variables, original, present, [], found, guard))

@@ -1,4 +1,4 @@
-"""What may be told of a step while it is traced."""
+"""Hooks that are called with what a step does while it is traced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["StepObserver"]
 
 
 class StepObserver:
-    """Is told what a step does while it is traced; this one takes no note.
+    """Is called with what a step does while it is traced; these hooks do nothing.
 
     Attributes:
         examines: whether the step is traced aside, to learn what becomes of its gradients.

@@ -108,14 +108,14 @@ class Reducer(abc.ABC):
 
     Attributes:
         num_replicas: R.
-        is_alone: whether there is nothing to add up, and steps are Keras' own.
+        is_single: whether there is nothing to add up, and steps are Keras' own.
         virtual_replica: the number of the virtual replica, or of the part of a batch, where a replica carries several.
         traces_each_replica: whether each replica has a trace of its own.
         merges_branches: whether one branch or loop of the graph can be traced for all replicas of the process.
     """
 
     num_replicas: int
-    is_alone = False
+    is_single = False
     virtual_replica: int | None = None
     traces_each_replica = True
     merges_branches = False
@@ -223,10 +223,10 @@ class Reducer(abc.ABC):
 
 
 class OneReplica(Reducer):
-    """There are no others."""
+    """The only replica: there is nothing to add up."""
 
     num_replicas = 1
-    is_alone = True
+    is_single = True
 
     @property
     def traces_functions_anew(self) -> bool:

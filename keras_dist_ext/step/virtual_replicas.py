@@ -104,7 +104,7 @@ class _VirtualReplicas:
     ) -> None:
         context = tf.distribute.get_replica_context()
         self._real = reducer_of(model, loops=loops)
-        if self._real.is_alone and virtual.is_ordered:
+        if self._real.is_single and virtual.is_ordered:
             self._real = _OneDevice()
         self._virtual = virtual
         self._side_by_side = side_by_side

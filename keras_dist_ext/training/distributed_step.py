@@ -116,7 +116,7 @@ class DistributedStep:
         return DistributedStep(self.model, self.kind)
 
     def without_xla(self) -> None:
-        """Go on uncompiled."""
+        """Run it without XLA from now on."""
         self._user_step = getattr(self.model, f"{self.kind}_step")
         self._is_received = False
 
@@ -187,7 +187,7 @@ class DistributedStep:
         """Whether the step is not that of Keras' own code."""
         return overrides(self.model, f"{self.kind}_step")
 
-    def run_alone(self, rows: StepData, num_replicas: int = 1) -> list[tf.Tensor]:
+    def run_on_first_replica(self, rows: StepData, num_replicas: int = 1) -> list[tf.Tensor]:
         """Run the user's step on the first replica of this worker, by itself.
 
         Args:
@@ -370,6 +370,6 @@ class DistributedStep:
         """Compute the logs from the state pooled over replicas."""
         return self._logs.pooled(self.strategy, extra, len(self.devices))
 
-    def logs_alone(self, extra: Sequence[tf.Tensor]) -> TensorNest:
-        """Compute the logs of ``run_alone`` from what it has returned, and the state that it has left."""
+    def logs_of_first_replica(self, extra: Sequence[tf.Tensor]) -> TensorNest:
+        """Compute the logs of ``run_on_first_replica`` from what it has returned, and the state that it has left."""
         return self._logs.of_first(extra)

@@ -36,18 +36,18 @@ class _Noted(StepObserver):
 
 def learn_draws(step: DistributedStep) -> None:
     """Trace a step aside, to learn which of its random numbers have a dimension of examples."""
-    alone = step.again()
-    alone.without_xla()
+    scratch_step = step.again()
+    scratch_step.without_xla()
     spec = step.model.replica_runtime.batch_spec
     if spec is None:  # of a loop, which is built for nothing
         spec = tree.map_structure(lambda leaf: leaf if leaf is None else any_number_of_rows(leaf), rows_of_step(step))
-    step.plan.draws = note_draws(alone, spec, lambda: rows_of_step(step))
+    step.plan.draws = note_draws(scratch_step, spec, lambda: rows_of_step(step))
 
 
 class _Examined(Protocol):
     observer: StepObserver
 
-    def run_alone(self, rows: StepData) -> object:
+    def run_on_first_replica(self, rows: StepData) -> object:
         """Make the step as one device does."""
 
 
@@ -94,7 +94,7 @@ def _numbers(step: _Examined, spec: SpecNest, batch: StepData, rows: int) -> lis
     sized = tree.map_structure(lambda leaf: _of_rows(leaf, rows, next(shapes, None)), spec)
     step.observer = noted = _Noted()
     with scratch_graph("draws_of_a_step"), kept_random(), functions_traced_apart():
-        step.run_alone(placeholders(sized))
+        step.run_on_first_replica(placeholders(sized))
     return noted.numbers
 
 

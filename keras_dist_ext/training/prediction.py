@@ -174,7 +174,7 @@ class _Alone:
         self._model = model
         self._generator = generator
 
-    def run_alone(self, rows: StepData) -> None:
+    def run_on_first_replica(self, rows: StepData) -> None:
         """Make the step."""
         strategy = self._model.distribute_strategy
         options = StepOptions(kind="predict", global_generator=self._generator, observer=self.observer)

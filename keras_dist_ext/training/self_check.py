@@ -259,7 +259,7 @@ class _BothWays:
         return take_rows(self._rows, random.permutation(int(num_rows(self._rows))))
 
     def _alone(self, rows: StepData) -> TensorNest:
-        return self._step.logs_alone(self._step.run_alone(rows))
+        return self._step.logs_of_first_replica(self._step.run_on_first_replica(rows))
 
     def _on_replicas(self, rows: StepData) -> TensorNest:
         extra, _ = self._step.run(rows)

@@ -49,7 +49,7 @@ class ExaminedReducer(Reducer):
 
     def __init__(self, step_name: str, examination: StepExamination, own: Reducer, num_replicas: int) -> None:
         self.num_replicas = num_replicas
-        self.is_alone = own.is_alone and num_replicas == 1
+        self.is_single = own.is_single and num_replicas == 1
         self.traces_each_replica = own.traces_each_replica
         self.reduced: dict[int, tf.Tensor] = {}  # by id: what the user's code has added up by itself
         self._step_name = step_name
@@ -103,7 +103,7 @@ class ExaminedReducer(Reducer):
 
     def update(self, update: Update) -> None:
         """Run the optimizer with what may be the sums, also where gradients are accumulated."""
-        if self.is_alone:
+        if self.is_single:
             self._own.update(update)
             return
         if update.are_global:

@@ -29,7 +29,7 @@ def learn_step_exponents(step: DistributedStep) -> None:
         return
 
     def run(rows: StepData) -> None:
-        step.run_alone(rows, step.num_step_replicas)  # as if all replicas had these rows
+        step.run_on_first_replica(rows, step.num_step_replicas)  # as if all replicas had these rows
 
     def of_any_size(exponents: BatchExponents) -> None:
         learn_exponents(exponents, run, step.model.replica_runtime.batch_spec, rows_of_step(step))
