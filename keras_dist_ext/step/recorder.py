@@ -10,7 +10,6 @@ Letters: n = steps; L = replicas of this worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -223,7 +222,7 @@ class _Pending:
         self.slices: list[BufferSlice] = []
         self.num_steps: list[int] = []
         self.follows: list[bool] = []
-        self.ends: list[Any] = []
+        self.ends: list[tf.Tensor | None] = []
         self.waits: list[float] = []
         self.waits_for_others: list[float] = []
 
