@@ -18,6 +18,7 @@ __all__ = [
     "BatchFunction",
     "Config",
     "DType",
+    "FitArgument",
     "FitData",
     "Gradient",
     "JsonObject",
@@ -45,6 +46,9 @@ many rows."""
 FitData: TypeAlias = Any
 """Data as ``fit`` takes it: arrays, alone or as (x, y) or (x, y, sample_weight), a tf.data.Dataset, a generator or a
 PyDataset."""
+
+FitArgument: TypeAlias = Any
+"""An argument of ``fit``, handed on to it."""
 
 UserFunction: TypeAlias = Callable[..., TensorNest]
 """A function of the user's that a step calls, or that is one."""

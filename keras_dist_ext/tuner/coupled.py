@@ -11,7 +11,7 @@ from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.keras_tuner import keras_tuner
 from keras_dist_ext._keras.optimizers import inner_optimizer
-from keras_dist_ext.aliases import Config, FitData, JsonValue
+from keras_dist_ext.aliases import Config, FitArgument, JsonValue
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.tuner.failures import Failure, InfeasibleError
 
@@ -251,8 +251,11 @@ def check_fixed_batch(model: keras.Model, global_batch: int | None) -> None:
 
 
 def batch_data(
-    arguments: Sequence[FitData], named: Mapping[str, FitData], global_batch: int, model: keras.Model | None = None
-) -> tuple[list[FitData], dict[str, FitData]]:
+    arguments: Sequence[FitArgument],
+    named: Mapping[str, FitArgument],
+    global_batch: int,
+    model: keras.Model | None = None,
+) -> tuple[list[FitArgument], dict[str, FitArgument]]:
     """Return the arguments of `fit` with data in batches of a given size.
 
     Args:

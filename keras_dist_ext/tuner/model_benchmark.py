@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.keras_tuner import keras_tuner
-from keras_dist_ext.aliases import FitData, Logs, UserFunction
+from keras_dist_ext.aliases import FitArgument, Logs, UserFunction
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.tuner.coupled import CoupledValues
@@ -37,8 +37,8 @@ class ModelBenchmark:
         fit: UserFunction,
         hp: keras_tuner.HyperParameters,
         values: CoupledValues,
-        args: Sequence[FitData],
-        kwargs: Mapping[str, FitData],
+        args: Sequence[FitArgument],
+        kwargs: Mapping[str, FitArgument],
         *,
         has_own_fit: bool,
     ) -> None:

@@ -18,7 +18,7 @@ from keras_dist_ext._keras.keras_tuner import (
     replace_space,
 )
 from keras_dist_ext._keras.models import compile_arguments
-from keras_dist_ext.aliases import Config, FitData, UserFunction
+from keras_dist_ext.aliases import Config, FitArgument, UserFunction
 from keras_dist_ext.errors import TunerError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.pick import StrategyChoice
@@ -75,12 +75,12 @@ class StrategySearch(HookedTuner):
 
     def __init__(
         self,
-        *args: FitData,
+        *args: FitArgument,
         strategies: Sequence[StrategyEntry] | Mapping[str, StrategyEntry] | StrategyEntry | None = None,
         coupled: Coupled | None = None,
         screening: Screening | None = None,
         log_dir: str | os.PathLike[str] | None = None,
-        **kwargs: FitData,
+        **kwargs: FitArgument,
     ) -> None:
         fixed = kwargs.pop("distribution_strategy", None)
         if fixed is not None and strategies is not None:
@@ -207,7 +207,12 @@ class StrategySearch(HookedTuner):
     # Trials
 
     def _fit(
-        self, fit: UserFunction, hp: keras_tuner.HyperParameters, model: keras.Model, *args: FitData, **kwargs: FitData
+        self,
+        fit: UserFunction,
+        hp: keras_tuner.HyperParameters,
+        model: keras.Model,
+        *args: FitArgument,
+        **kwargs: FitArgument,
     ) -> object:
         self.check_trial()
         if not self._role.reports:
@@ -217,7 +222,7 @@ class StrategySearch(HookedTuner):
         return fit_with_coupled(fit, hp, model, self._builder.values(hp, model.distribute_strategy), *args, **kwargs)
 
     def _follow_trial(
-        self, run_trial: UserFunction, trial: keras_tuner.engine.trial.Trial, *args: FitData, **kwargs: FitData
+        self, run_trial: UserFunction, trial: keras_tuner.engine.trial.Trial, *args: FitArgument, **kwargs: FitArgument
     ) -> object:
         """Run a trial under its strategy, and write a record of it into its folder."""
         hp = trial.hyperparameters
@@ -262,7 +267,7 @@ class StrategySearch(HookedTuner):
             )
         super().on_trial_end(trial)
 
-    def search(self, *args: FitData, **kwargs: FitData) -> None:
+    def search(self, *args: FitArgument, **kwargs: FitArgument) -> None:
         """Search as keras-tuner does, after a screening of the strategies if one was asked for and not made yet."""
         _refuse_scope("asked to search")
         _refuse_resume(kwargs.get("callbacks"))
@@ -270,7 +275,7 @@ class StrategySearch(HookedTuner):
             self._check_screening()
         run_search(self, self._role, self._search, *args, **kwargs)
 
-    def _search(self, *args: FitData, **kwargs: FitData) -> None:
+    def _search(self, *args: FitArgument, **kwargs: FitArgument) -> None:
         """Search in this process, where trials run."""
         if self.screening is not None:
             self._screen(self.screening, args, kwargs)
@@ -290,7 +295,7 @@ class StrategySearch(HookedTuner):
                 f"{counted(len(self.oracle.trials), 'trial')}. Leave it out, or give another project_name."
             )
 
-    def _screen(self, screening: Screening, args: Sequence[FitData], kwargs: Mapping[str, FitData]) -> None:
+    def _screen(self, screening: Screening, args: Sequence[FitArgument], kwargs: Mapping[str, FitArgument]) -> None:
         def measure() -> ScreeningResult:
             with restored_global_state():
                 log = BenchmarkLog(self.project_dir)
@@ -305,7 +310,7 @@ class StrategySearch(HookedTuner):
             result.save(self.project_dir)
             replace_space(self.oracle, result.narrowed)
 
-    def _benchmark(self, name: str, args: Sequence[FitData], kwargs: Mapping[str, FitData]) -> ModelBenchmark:
+    def _benchmark(self, name: str, args: Sequence[FitArgument], kwargs: Mapping[str, FitArgument]) -> ModelBenchmark:
         """Return a model of the default hyperparameters under a strategy, ready to train on the search's data."""
         hp = self.oracle.get_space()
         hp.values[HYPERPARAMETER] = name

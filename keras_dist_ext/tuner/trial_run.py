@@ -16,7 +16,7 @@ from keras_dist_ext._keras.keras_tuner import (
     keras_tuner,
     score_of,
 )
-from keras_dist_ext.aliases import FitData, Logs, UserFunction
+from keras_dist_ext.aliases import FitArgument, Logs, UserFunction
 from keras_dist_ext.errors import BackendError, TunerError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.monitoring.monitor import ReplicaMonitor
@@ -70,7 +70,12 @@ class TrialRun:
         self._meters: list[Meter] = []
 
     def fit(
-        self, fit: UserFunction, hp: keras_tuner.HyperParameters, model: keras.Model, *args: FitData, **kwargs: FitData
+        self,
+        fit: UserFunction,
+        hp: keras_tuner.HyperParameters,
+        model: keras.Model,
+        *args: FitArgument,
+        **kwargs: FitArgument,
     ) -> object:
         """Train a model by the user's `fit`, measured and logged.
 
@@ -205,11 +210,11 @@ def fit_with_coupled(
     hp: keras_tuner.HyperParameters,
     model: keras.Model,
     values: CoupledValues,
-    *args: FitData,
-    **kwargs: FitData,
+    *args: FitArgument,
+    **kwargs: FitArgument,
 ) -> object:
     """Train a model by the user's `fit`, on data in batches of the size that is coupled to the strategy."""
-    given: Sequence[FitData] = args
+    given: Sequence[FitArgument] = args
     if values.global_batch_size is not None:
         given, kwargs = batch_data(args, kwargs, values.global_batch_size, model)
     elif "batch_size" in kwargs:

@@ -16,7 +16,7 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.adapters import make_data_adapter
 from keras_dist_ext._keras.interception import patched
 from keras_dist_ext._keras.models import intercept_fit
-from keras_dist_ext.aliases import FitData, UserFunction
+from keras_dist_ext.aliases import FitArgument, FitData, UserFunction
 from keras_dist_ext.data.sources import DEFAULT_BATCH_SIZE
 from keras_dist_ext.diagnosis.certificate.certifiable import check_strategy
 from keras_dist_ext.diagnosis.certificate.certificate import Certificate, certify
@@ -78,7 +78,7 @@ def print_certificate(certificate: Certificate, json: str | None = None) -> int:
 class _Reached(BaseException):
     """Leaves a script at its call of `fit`. No Exception, which a script might catch."""
 
-    def __init__(self, model: keras.Model, given: Mapping[str, FitData]) -> None:
+    def __init__(self, model: keras.Model, given: Mapping[str, FitArgument]) -> None:
         super().__init__()
         self.model = model
         self.given = given

@@ -16,7 +16,7 @@ from keras_dist_ext._keras.keras_tuner import (
     replace_space,
     save_files_atomically,
 )
-from keras_dist_ext.aliases import FitData
+from keras_dist_ext.aliases import FitArgument
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner.failures import Failure
 from keras_dist_ext.tuner.processes.oracle_server import OracleServer
@@ -55,7 +55,9 @@ def restore_oracle(tuner: Search) -> None:
     repair_reloaded(tuner.oracle, workers_live=False)
 
 
-def run_search(tuner: Search, role: ProcessRole, run: Callable[..., None], *args: FitData, **kwargs: FitData) -> None:
+def run_search(
+    tuner: Search, role: ProcessRole, run: Callable[..., None], *args: FitArgument, **kwargs: FitArgument
+) -> None:
     """Run a tuner's search in the role of this process.
 
     Under our launcher, workers exit here, so only the chief runs the rest of the program. Otherwise workers wait until
@@ -121,7 +123,9 @@ def _record_death(tuner: Search, trial: keras_tuner.engine.trial.Trial, reason: 
     replace(record, failure=Failure("worker lost", reason.splitlines()[0])).save(folder)
 
 
-def _run_worker(tuner: Search, role: ProcessRole, run: Callable[..., None], *args: FitData, **kwargs: FitData) -> None:
+def _run_worker(
+    tuner: Search, role: ProcessRole, run: Callable[..., None], *args: FitArgument, **kwargs: FitArgument
+) -> None:
     try:
         run(*args, **kwargs)
     except Exception:  # keras-tuner re-raises errors that no trial has caused
