@@ -11,9 +11,10 @@ In reading order:
     gradient_values     dense or sparse, the values of one
     kept_gradients      those that are not summed yet, and where they go
     branches            branches, loops and functions in which replicas add up
-    reducers          how replicas add up: alone, mirrored, on a TPU
+    reducers          how replicas add up: a single one, mirrored, on a TPU
     update            let every replica run an optimizer
     slices            sums of sparse gradients, the same bits on every replica
+    step_options      what holds for a step, whatever its batch
     step_plan         what is known of a step before it is traced to be run
     global_gradients  ``kde.reduce_gradients``
     observer          hooks that are called while a step is traced

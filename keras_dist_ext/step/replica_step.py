@@ -20,7 +20,6 @@ Letters: n = rows of a replica, N = rows of the global batch, R = replicas in sy
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,51 +35,19 @@ from keras_dist_ext.step import pass_through
 from keras_dist_ext.step.all_rows import AllRows
 from keras_dist_ext.step.branches import Branches
 from keras_dist_ext.step.distributed_model import DistributedModel
-from keras_dist_ext.step.drawn_shapes import NotedDraw
 from keras_dist_ext.step.draws import RandomStreams
 from keras_dist_ext.step.gradients import Gradients
 from keras_dist_ext.step.layer_state import LayerState
 from keras_dist_ext.step.logs import Result
-from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.metric_state import MetricState
-from keras_dist_ext.step.nan_guard import ReplicaGuard, StepGuard
-from keras_dist_ext.step.observer import StepObserver
-from keras_dist_ext.step.recorder import StepNote
+from keras_dist_ext.step.nan_guard import ReplicaGuard
 from keras_dist_ext.step.reduce import as_float, scale
 from keras_dist_ext.step.reducers import Reducer, reducer_of
 from keras_dist_ext.step.row_weights import RowWeights
 from keras_dist_ext.step.slices import sum_duplicates, to_dense
-from keras_dist_ext.step.step_plan import StepPlan
+from keras_dist_ext.step.step_options import StepOptions
 
-__all__ = ["ReplicaStep", "StepOptions"]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class StepOptions:
-    """What holds for a step whatever its rows are.
-
-    Attributes:
-        kind: "train", "test" or "predict".
-        pools_results: whether the results of metrics inside the step are those of all replicas, because the step
-            computes with them.
-        global_generator: the generator behind ``seed=None``.
-        note: takes what is recorded of the step, if anything is.
-        guard: leaves the step out if something in it is not finite, if that is wanted.
-        exponents: how numbers grow with the rows, where the graph does not tell; None takes all of them for means.
-        plan: what is known of the step; None if it is not asked for.
-        draws: what it has drawn when it was traced aside; None if it was not (see ``drawn_shapes``).
-        observer: is told of what the step does while it is traced.
-    """
-
-    kind: str = "train"
-    pools_results: bool = False
-    global_generator: Any = None
-    note: StepNote | None = None
-    guard: StepGuard | None = None
-    exponents: BatchExponents | None = None
-    plan: StepPlan | None = None
-    draws: Sequence[NotedDraw] | None = None
-    observer: StepObserver = dataclasses.field(default_factory=StepObserver)
+__all__ = ["ReplicaStep"]
 
 
 class ReplicaStep:

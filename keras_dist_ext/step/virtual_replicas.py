@@ -34,7 +34,8 @@ from keras_dist_ext.step.gradient_values import dense_values
 from keras_dist_ext.step.pass_through import LocalUpdate
 from keras_dist_ext.step.reduce import OrderedSum, PlainSum, optimization_barrier
 from keras_dist_ext.step.reducers import MirroredReducer, OneReplica, Reducer, RowRange, reducer_of
-from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
+from keras_dist_ext.step.replica_step import ReplicaStep
+from keras_dist_ext.step.step_options import StepOptions
 from keras_dist_ext.step.suspendable_thread import SuspendableThread, SyncPoint
 from keras_dist_ext.step.update import (
     Update,

@@ -26,7 +26,8 @@ from keras_dist_ext.errors import KerasDistError
 from keras_dist_ext.step.added_losses import placeholders
 from keras_dist_ext.step.global_generator import global_generator_of
 from keras_dist_ext.step.reducers import OneReplica
-from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
+from keras_dist_ext.step.replica_step import ReplicaStep
+from keras_dist_ext.step.step_options import StepOptions
 from keras_dist_ext.strategy.virtual import num_replicas_of
 from keras_dist_ext.training.batch_spec import rows_of_one
 

@@ -29,9 +29,10 @@ from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.receipts import check_hooks, check_step
 from keras_dist_ext.step.recorder import StepNote, now, when_updated
 from keras_dist_ext.step.reducers import Reducer, reducer_of
-from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
+from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.step_buffer import ReplicaRecord, StepBuffer, StepRecord
+from keras_dist_ext.step.step_options import StepOptions
 from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
 from keras_dist_ext.step.xla import can_compile, compiled_step

@@ -26,7 +26,8 @@ from keras_dist_ext.step.lone_replica import LoneReplica, is_first_of_worker
 from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.receipts import check_hooks
 from keras_dist_ext.step.reduce import local_values
-from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
+from keras_dist_ext.step.replica_step import ReplicaStep
+from keras_dist_ext.step.step_options import StepOptions
 from keras_dist_ext.step.xla import can_compile, compiled
 from keras_dist_ext.training.batch_spec import any_number_of_rows
 from keras_dist_ext.training.batch_split import (

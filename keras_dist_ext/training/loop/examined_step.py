@@ -24,7 +24,8 @@ from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.global_generator import global_generator_of
 from keras_dist_ext.step.origins import Origins, draws
 from keras_dist_ext.step.reducers import reducer_of
-from keras_dist_ext.step.replica_step import ReplicaStep, StepOptions
+from keras_dist_ext.step.replica_step import ReplicaStep
+from keras_dist_ext.step.step_options import StepOptions
 from keras_dist_ext.step.step_plan import GradientCall, StepPlan
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.training.loop.losses import check_mean, check_not_scaled, multiples, warn_of_own_divisor
