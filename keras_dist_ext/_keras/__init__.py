@@ -28,7 +28,7 @@ In reading order:
     strategies    replicas, and whose strategy is whose
     cluster       the coordination service, and workers
     keras_tuner   trials and oracles
-    oracle_receipts  whether keras-tuner still calls what is replaced of an oracle
+    oracle_checks    whether keras-tuner still calls what is replaced of an oracle
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Hook:
 
 
 HOOKS: list[Hook] = []
-"""All that are installed. A step with a set `receipts` finds those there that were called while it was traced."""
+"""All that are installed. A step with a set `called_hooks` finds those there that were called while it was traced."""
 
 
 def definer(cls: type, name: str) -> type:
@@ -135,9 +135,9 @@ def install(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
             step = getattr(thread, "step", None)
             if step is None:
                 return original(*args, **kwargs)
-            receipts = getattr(step, "receipts", None)
-            if receipts is not None:
-                receipts.add(label)
+            called_hooks = getattr(step, "called_hooks", None)
+            if called_hooks is not None:
+                called_hooks.add(label)
             return hook(original, step, *args, **kwargs)
 
         hooked.is_kde_hook = True  # type: ignore[attr-defined]

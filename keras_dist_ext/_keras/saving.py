@@ -64,19 +64,19 @@ _thread = threading.local()
 @contextlib.contextmanager
 def noting_saves() -> Iterator[set[str]]:
     """Note which of these hooks are called in this thread; they do nothing else, but where a checkpoint is written."""
-    receipts: set[str] = set()
-    _thread.receipts = receipts
+    called_hooks: set[str] = set()
+    _thread.called_hooks = called_hooks
     try:
-        yield receipts
+        yield called_hooks
     finally:
-        del _thread.receipts
+        del _thread.called_hooks
 
 
 def _is_noted(hook: Hook) -> bool:
-    receipts = getattr(_thread, "receipts", None)
-    if receipts is not None:
-        receipts.add(str(hook))
-    return receipts is not None
+    called_hooks = getattr(_thread, "called_hooks", None)
+    if called_hooks is not None:
+        called_hooks.add(str(hook))
+    return called_hooks is not None
 
 
 def _save_hook(owner: Any, name: str) -> Hook:

@@ -32,10 +32,10 @@ In reading order:
     all_rows          what a step does for these
     logs              the metrics of a step
     pass_through      what Keras gets where nothing is shared
-    receipts          whether Keras still calls what is answered here
+    hook_checks       whether Keras still calls what is answered here
     hook_uses         what has to call it
-    state_receipts    and what is read and set where Keras keeps it
-    save_receipts     and what is asked before a save
+    state_checks      and what is read and set where Keras keeps it
+    save_hook_checks  and what is asked before a save
     virtual_replicas  several replicas, one after the other, on one device
     suspendable_thread  how one waits for the others
     xla, graphs       what is compiled by XLA, and what runs as a graph

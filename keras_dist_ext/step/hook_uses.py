@@ -22,7 +22,7 @@ class TriedStep(PassThrough):
 
     def __init__(self) -> None:
         super().__init__()
-        self.receipts: set[str] = set()
+        self.called_hooks: set[str] = set()
         self.drawn: set[str] = set()
         self.leaves_out = False  # what a hook would compute with rows
         self.converts_slices = False
@@ -70,7 +70,7 @@ class _Net(keras.Model):  # type: ignore[misc]
     """A model whose step calls what the steps of most models call."""
 
     def __init__(self) -> None:
-        super().__init__(name="hook_receipts")
+        super().__init__(name="hook_checks")
         self.dense = keras.layers.Dense(1, kernel_initializer="zeros")
 
     def build(self, shape: Any) -> None:

@@ -57,7 +57,7 @@ class ReplicaStep:
         results: of metrics that the step has computed, by the tensor's id.
         weights: of the replica's rows.
         all_rows: the rows of the global batch, for code that asks for them.
-        receipts: the hooks that Keras and TensorFlow have called in it.
+        called_hooks: the hooks that Keras and TensorFlow have called in it.
 
     Args:
         model: the Keras model.
@@ -79,7 +79,7 @@ class ReplicaStep:
         first_row: int | tf.Tensor | None = None,
     ) -> None:
         options = StepOptions() if options is None else options
-        self.receipts: set[str] = set() if options.plan is None else options.plan.receipts
+        self.called_hooks: set[str] = set() if options.plan is None else options.plan.called_hooks
         self.model = model
         self.kind = options.kind
         self.note = options.note

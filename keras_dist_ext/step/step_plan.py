@@ -59,7 +59,7 @@ class StepPlan:
         pools_results: whether the step computes with the results of metrics, so that they are those of all replicas.
         extra: what its logs hold that no metric does, of each local replica; None where that is not known.
         draws: the random numbers that it draws; None where that is not known (see ``drawn_shapes``).
-        receipts: the hooks that Keras and TensorFlow have called in it (see ``receipts``).
+        called_hooks: the hooks that Keras and TensorFlow have called in it (see ``hook_checks``).
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class StepPlan:
         self.inlined: frozenset[Hashable] = frozenset()
         self.pools_results = False
         self.extra: Sequence[tf.TensorSpec] | None = None
-        self.receipts: set[str] = set()
+        self.called_hooks: set[str] = set()
 
     def call(self, number: int, sources: Sequence[Variable]) -> GradientCall:
         """Return what becomes of the gradients of a call, the first having the number 0.

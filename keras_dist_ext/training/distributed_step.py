@@ -17,6 +17,7 @@ from keras_dist_ext._keras.user_code import has_user_code
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data import split as data
 from keras_dist_ext.step.global_generator import global_generator_of
+from keras_dist_ext.step.hook_checks import check_hooks, check_step
 from keras_dist_ext.step.logs import (
     VALUE,
     ComputesWithResults,
@@ -26,7 +27,6 @@ from keras_dist_ext.step.logs import (
 from keras_dist_ext.step.lone_replica import LoneReplica, is_first_of_worker
 from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.observer import StepObserver
-from keras_dist_ext.step.receipts import check_hooks, check_step
 from keras_dist_ext.step.recorder import StepNote, now, when_updated
 from keras_dist_ext.step.reducers import Reducer, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep
@@ -339,7 +339,7 @@ class DistributedStep:
         if step.note is not None:
             step.note.end(step.replica_id, data.num_rows(batch), logs)
         if self.is_split and not self._is_received:
-            check_step(self.model, self.kind, step.receipts)
+            check_step(self.model, self.kind, step.called_hooks)
             self._is_received = True
         returned = tree.flatten(logs)
         if self._logs.are_plain:

@@ -22,9 +22,9 @@ from keras_dist_ext.step.drawn_shapes import NotedDraw, UnknownDraws
 from keras_dist_ext.step.global_draws import of_any_number
 from keras_dist_ext.step.global_generator import global_generator_of
 from keras_dist_ext.step.graphs import in_graph
+from keras_dist_ext.step.hook_checks import check_hooks
 from keras_dist_ext.step.lone_replica import LoneReplica, is_first_of_worker
 from keras_dist_ext.step.observer import StepObserver
-from keras_dist_ext.step.receipts import check_hooks
 from keras_dist_ext.step.reduce import local_values
 from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.step.step_options import StepOptions

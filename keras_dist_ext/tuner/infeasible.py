@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from keras_dist_ext._keras.keras_tuner import count_failures, keras_tuner, learn_from_failures, objectives_of, redraw
-from keras_dist_ext._keras.oracle_receipts import check_oracle
+from keras_dist_ext._keras.oracle_checks import check_oracle
 from keras_dist_ext.tuner.objectives import UNREACHED, SecondsTo
 from keras_dist_ext.tuner.records import ProjectRecords, TrialRecord
 from keras_dist_ext.tuner.strategies import HYPERPARAMETER

@@ -31,7 +31,7 @@ from keras_dist_ext.diagnosis.certificate.training_run import on_one_device, wit
 from keras_dist_ext.errors import BackendError, CertificateError
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.messages import counted
-from keras_dist_ext.step.receipts import check_hooks
+from keras_dist_ext.step.hook_checks import check_hooks
 from keras_dist_ext.strategy.scope import describe_strategy
 from keras_dist_ext.training.callbacks import ReplicaSeeds
 from keras_dist_ext.training.deviations import Deviation

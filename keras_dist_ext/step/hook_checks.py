@@ -26,8 +26,8 @@ from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext.errors import BackendError
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.hook_uses import TriedStep, Use, uses_of_hooks
-from keras_dist_ext.step.save_receipts import uncalled_save_hooks
-from keras_dist_ext.step.state_receipts import STATES, State
+from keras_dist_ext.step.save_hook_checks import uncalled_save_hooks
+from keras_dist_ext.step.state_checks import STATES, State
 
 __all__ = ["check_hooks", "check_step", "states_elsewhere", "uncalled_hooks"]
 
@@ -73,15 +73,15 @@ def uncalled_hooks() -> dict[str, list[str]]:
 
     def use_all() -> None:
         uses = uses_of_hooks(step)
-        with intercept(step), scratch_graph("hook_receipts"):
+        with intercept(step), scratch_graph("hook_checks"):
             for use in uses:
-                step.receipts.clear()
+                step.called_hooks.clear()
                 step.drawn.clear()
                 failure = _failure_of(use)
                 if use.draws is not None and use.draws not in step.drawn:
-                    step.receipts.discard(DRAWS)
-                called.update(step.receipts)
-                for hook in installed.intersection(use.hooks) - step.receipts:
+                    step.called_hooks.discard(DRAWS)
+                called.update(step.called_hooks)
+                for hook in installed.intersection(use.hooks) - step.called_hooks:
                     missing.setdefault(hook, []).append(use.what)
                 if failure is not None and not missing:
                     raise RuntimeError(f"{use.what}: {type(failure).__name__}: {failure}") from failure
@@ -124,7 +124,7 @@ def _in_thread(use: Callable[[], _T]) -> _T:
         except Exception as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run, name="hook_receipts")
+    thread = threading.Thread(target=run, name="hook_checks")
     thread.start()
     thread.join()
     if failed:
@@ -132,19 +132,19 @@ def _in_thread(use: Callable[[], _T]) -> _T:
     return found[0]
 
 
-def check_step(model: DistributedModel, kind: str, receipts: Collection[str]) -> None:
+def check_step(model: DistributedModel, kind: str, called_hooks: Collection[str]) -> None:
     """See that the hooks that a step of Keras' own must call were called while it was traced.
 
     Args:
         model: whose step it is.
         kind: "train", "test" or "predict".
-        receipts: the hooks that steps of this kind of the model have called.
+        called_hooks: the hooks that steps of this kind of the model have called.
 
     Raises:
         BackendError: one of them was not.
     """
     _refuse(
-        {hook: [] for hook in _expected(model, kind) if hook not in receipts},
+        {hook: [] for hook in _expected(model, kind) if hook not in called_hooks},
         f"the {kind} step of '{model.name}', which is Keras' own,",
     )
 

@@ -2,7 +2,7 @@
 
 Where one of them would not, files would be as Keras writes them: in place, by all workers at once, and a checkpoint
 without the seeds of replicas, so that what goes on from it would draw other numbers. As for the hooks of steps (see
-``step.receipts``), each is tried once in a process, on a small model; the hooks note it, and nothing is saved.
+``step.hook_checks``), each is tried once in a process, on a small model; the hooks note it, and nothing is saved.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _SavedNet(HookedModel):
     """A model without weights that notes what is asked of it."""
 
     def __init__(self) -> None:
-        super().__init__(name="save_receipts")
+        super().__init__(name="save_hook_checks")
         self.built = True
 
     def call(self, x: Any) -> Any:
@@ -67,7 +67,7 @@ class _StockNet(keras.Model):  # type: ignore[misc]
     """A model that is not ours, so that it is saved."""
 
     def __init__(self) -> None:
-        super().__init__(name="save_receipts")
+        super().__init__(name="save_hook_checks")
         self.kept = _Kept()
         self.built = True
 
@@ -79,11 +79,11 @@ def uncalled_save_hooks() -> list[Hook]:
     """Return the hooks that are not called by what should call them."""
     _asked.clear()
     net = _SavedNet()
-    with tempfile.TemporaryDirectory(prefix="keras_dist_ext_") as folder, noting_saves() as receipts, _quiet():
+    with tempfile.TemporaryDirectory(prefix="keras_dist_ext_") as folder, noting_saves() as called_hooks, _quiet():
         for save in _saves(net, Path(folder)):
             with contextlib.suppress(Exception):  # of what is not called, but does save, or cannot
                 save()
-    return [hook for hook in SAVE_HOOKS if str(hook) not in receipts | _asked]
+    return [hook for hook in SAVE_HOOKS if str(hook) not in called_hooks | _asked]
 
 
 def _saves(net: _SavedNet, folder: Path) -> Iterator[Callable[[], Any]]:

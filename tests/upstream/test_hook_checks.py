@@ -26,8 +26,8 @@ from keras_dist_ext._keras.datasets import dataset_graph
 from keras_dist_ext._keras.interception import HOOKS
 from keras_dist_ext._keras.models import HookedModel
 from keras_dist_ext._keras.saving import SAVE_HOOKS, Saveable
-from keras_dist_ext.step import receipts, state_receipts
-from keras_dist_ext.step.save_receipts import uncalled_save_hooks
+from keras_dist_ext.step import hook_checks, state_checks
+from keras_dist_ext.step.save_hook_checks import uncalled_save_hooks
 from keras_dist_ext.training import worker_saves  # noqa: F401 - installs hooks
 
 X = np.linspace(-1, 1, 12, dtype="float32").reshape(4, 3)
@@ -79,18 +79,18 @@ def error_of_first_fit(strategy):
     """What the first `fit` of a process ends with, before it has changed a weight."""
     model = small_model(strategy)
     before = model.get_weights()
-    receipts.check_hooks.cache_clear()
+    hook_checks.check_hooks.cache_clear()
     try:
         with pytest.raises(kde.BackendError) as raised:
             model.fit(X, Y, verbose=0)
     finally:
-        receipts.check_hooks.cache_clear()
+        hook_checks.check_hooks.cache_clear()
     np.testing.assert_equal(model.get_weights(), before)
     return str(raised.value)
 
 
 def test_each_hook_is_called_by_what_should_call_it_whatever_the_process_is_set_to():
-    assert receipts.uncalled_hooks() == {}
+    assert hook_checks.uncalled_hooks() == {}
     assert len(TRIED) == len(HOOKS) > 40
 
 
@@ -111,8 +111,8 @@ def test_no_setting_of_the_process_keeps_a_hook_from_being_called(setting, mirro
             keras.config.set_image_data_format(setting)
         tf.config.run_functions_eagerly(setting == "eager")
         with (mirrored if setting == "scope" else tf.distribute.get_strategy()).scope():
-            assert receipts.uncalled_hooks() == {}
-            assert receipts.states_elsewhere() == []
+            assert hook_checks.uncalled_hooks() == {}
+            assert hook_checks.states_elsewhere() == []
     finally:
         keras.config.set_floatx(kept[0])
         keras.config.set_image_data_format(kept[1])
@@ -133,7 +133,7 @@ def test_a_hook_that_is_silent_is_named_by_the_first_trace_of_a_process(name, mo
 
 @pytest.mark.parametrize("name", rotating(OF_STEPS, ["Model.compute_loss"]))
 def test_a_hook_that_only_the_step_of_a_model_does_not_call_is_named_by_its_first_trace(name, monkeypatch, mirrored):
-    receipts.check_hooks()
+    hook_checks.check_hooks()
     model = small_model(mirrored)
     silence(monkeypatch, name)
     run = model.fit if OF_STEPS[name] == "train" else model.evaluate
@@ -162,15 +162,15 @@ USES = {  # what calls less, and which hook is missed in what
 def test_a_hook_that_is_silent_in_one_thing_alone_is_named_with_it(what, monkeypatch):
     owner, name, other, hook = USES[what]
     monkeypatch.setattr(owner, name, other, raising=False)
-    assert what in receipts.uncalled_hooks()[hook]
+    assert what in hook_checks.uncalled_hooks()[hook]
     with pytest.raises(kde.BackendError, match=rf"no longer calls (.*, )?{hook} \(\S+/\S+\.py\) in {what}[, ].* wrong"):
-        receipts.check_hooks.__wrapped__()
+        hook_checks.check_hooks.__wrapped__()
 
 
 def test_what_fails_where_all_hooks_are_called_is_told_with_its_error(monkeypatch):
     monkeypatch.setattr(tf, "case", lambda *args, **kwargs: tf.cond(*args))
     with pytest.raises(kde.BackendError, match=r"A small stock model fails with RuntimeError: tf\.case: TypeError: "):
-        receipts.uncalled_hooks()
+        hook_checks.uncalled_hooks()
 
 
 def of_another_store(name, value):
@@ -194,17 +194,17 @@ STATES = {
     "graphs of branches": (control_flow_util_v2, "CondBranchFuncGraph", FuncGraph),
     "functions of a graph": (tf.Graph, "_get_function", lambda graph, name: None),
     "how slices become a tensor": (tf, "convert_to_tensor", lambda value: tf.scatter_nd([[0]], value.values, [2])),
-    "seeds in the graph of a dataset": (state_receipts, "dataset_graph", renamed),
+    "seeds in the graph of a dataset": (state_checks, "dataset_graph", renamed),
 }
 
 
 def test_all_that_is_kept_is_where_it_was_also_for_a_global_seed():
-    assert receipts.states_elsewhere() == []
-    assert len(STATES) == len(state_receipts.STATES)
+    assert hook_checks.states_elsewhere() == []
+    assert len(STATES) == len(state_checks.STATES)
     tf.random.set_seed(1)
     draws = tf.random.uniform((3,)).numpy().tolist()
     tf.random.set_seed(1)
-    assert receipts.states_elsewhere() == []
+    assert hook_checks.states_elsewhere() == []
     assert tf.random.uniform((3,)).numpy().tolist() == draws
     tf.random.set_seed(None)
 
@@ -213,13 +213,13 @@ def test_all_that_is_kept_is_where_it_was_also_for_a_global_seed():
 def test_what_is_kept_elsewhere_is_named_before_the_first_step(what, monkeypatch):
     owner, name, other = STATES[what]
     monkeypatch.setattr(owner, name, other, raising=False)
-    monkeypatch.setattr(receipts, "uncalled_hooks", dict)  # looked at before
-    receipts.check_hooks.cache_clear()
+    monkeypatch.setattr(hook_checks, "uncalled_hooks", dict)  # looked at before
+    hook_checks.check_hooks.cache_clear()
     with pytest.raises(
         kde.BackendError,
         match=rf"With TensorFlow \S+ and Keras \S+: not where it was: (.*, )?{what}[^(]*\(\S+/\S+\.py\)",
     ):
-        receipts.check_hooks()
+        hook_checks.check_hooks()
 
 
 def test_each_hook_of_saves_is_called_by_what_saves_and_nothing_is_said(capfd, caplog):
@@ -231,7 +231,7 @@ def test_each_hook_of_saves_is_called_by_what_saves_and_nothing_is_said(capfd, c
 
 @pytest.mark.parametrize("name", rotating(OF_SAVES, ["saving_lib.save_model", "HookedModel._trackable_children"]))
 def test_a_hook_of_saves_that_is_silent_is_named_before_the_first_step(name, monkeypatch, mirrored):
-    monkeypatch.setattr(receipts, "uncalled_hooks", dict)  # of steps, which are not looked at here
+    monkeypatch.setattr(hook_checks, "uncalled_hooks", dict)  # of steps, which are not looked at here
     silence_save(monkeypatch, name)
     assert re.search(
         rf"With TensorFlow \d\S+ and Keras \d\S+: what saves a small model no longer calls {re.escape(name)} "
@@ -339,7 +339,7 @@ def test_trying_the_hooks_leaves_names_and_seeds_of_keras_as_they_are():
     def made(*, is_tried):
         keras.utils.set_random_seed(1)
         names = [keras.layers.Dense(1).name]
-        assert not is_tried or receipts.uncalled_hooks() == {}
+        assert not is_tried or hook_checks.uncalled_hooks() == {}
         names += [keras.layers.Dense(1).name, keras.layers.SimpleRNN(1).name]
         draws = [random.random(), np.random.random(), *keras.random.SeedGenerator().state.numpy()]
         return names, draws, keras.random.uniform((2,)).numpy().tolist()
@@ -456,7 +456,7 @@ def test_the_first_fit_of_a_process_is_checked(mirrored):
     with mirrored.scope():
         model = kde.Sequential([keras.Input((3,)), Centres(), keras.layers.Dense(1)])
         model.compile("sgd", "mse", check="raise")
-    receipts.check_hooks.cache_clear()
+    hook_checks.check_hooks.cache_clear()
     for _ in range(2):  # and it stays so
         with pytest.raises(kde.StepError, match="does not train on 2 replicas"):
             model.fit(X, Y, verbose=0)

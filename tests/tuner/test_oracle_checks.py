@@ -13,9 +13,9 @@ from cases import rotating
 from tuner_runs import TRAIN, stock_model
 
 import keras_dist_ext as kde
-from keras_dist_ext._keras import oracle_receipts
+from keras_dist_ext._keras import oracle_checks
 from keras_dist_ext._keras.keras_tuner import HookedTuner
-from keras_dist_ext._keras.oracle_receipts import check_oracle
+from keras_dist_ext._keras.oracle_checks import check_oracle
 
 ORACLES: dict[str, dict[str, Any]] = {
     "RandomSearch": {},
@@ -42,8 +42,8 @@ def silence(monkeypatch: pytest.MonkeyPatch, cls: type, name: str) -> None:
     original = getattr(cls, name)
     silent = property(lambda oracle: functools.partial(original, oracle), lambda oracle, value: None)
     monkeypatch.setattr(cls, name, silent)
-    oracle_receipts._check.cache_clear()
-    monkeypatch.setattr(oracle_receipts, "_check", oracle_receipts._check.__wrapped__)
+    oracle_checks._check.cache_clear()
+    monkeypatch.setattr(oracle_checks, "_check", oracle_checks._check.__wrapped__)
 
 
 def searched(folder: pathlib.Path, build: Any = stock_model, cls: Any = kde.tuner.RandomSearch, **given: Any) -> Any:
@@ -54,7 +54,7 @@ def searched(folder: pathlib.Path, build: Any = stock_model, cls: Any = kde.tune
 
 @pytest.mark.parametrize("kind", ORACLES)
 def test_each_method_of_an_oracle_that_is_replaced_is_called(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    oracle_receipts._check.cache_clear()
+    oracle_checks._check.cache_clear()
     check_oracle(oracle_of(kind)("loss"))
     assert capsys.readouterr().out == ""
 

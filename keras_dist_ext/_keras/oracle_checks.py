@@ -1,6 +1,6 @@
 """See that keras-tuner still calls the private methods of an oracle that this package replaces, before a search.
 
-`tests/tuner/test_tuner_receipts.py` makes each of them silent.
+`tests/tuner/test_oracle_checks.py` makes each of them silent.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """See that what Keras and TensorFlow keep to themselves, and numbers of several replicas depend on, is where it was.
 
-A hook that is not called leaves no receipt (see ``step.receipts``). What is read instead, or set for a while, could be
+``step.hook_checks`` sees whether a hook is called. What is read instead, or set for a while, could be
 elsewhere in a newer release, and the old place be empty: nothing would fail. So each is tried once in a process, by
 something public that must change it, or follow it.
 """
@@ -62,7 +62,7 @@ def _keeps_thread_state() -> bool:
 
 
 def _tracks_loss() -> bool:
-    net = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")], name="receipts")
+    net = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")], name="hook_checks")
     net.compile("sgd", "mse", metrics=["mae"])
     of_loss, *_ = net.metrics  # keras.Model documents it as the first
     return tracks_loss(net, of_loss)
@@ -70,7 +70,7 @@ def _tracks_loss() -> bool:
 
 def _knows_functions_of_metrics() -> bool:
     def knows(metric: Any) -> bool:
-        net = keras.Sequential([keras.Input((1,))], name="receipts")
+        net = keras.Sequential([keras.Input((1,))], name="hook_checks")
         net.compile("sgd", "mse", metrics=[metric])
         return has_user_code(net, "train")
 
@@ -87,7 +87,7 @@ def _knows_tapes() -> bool:
 
 def _knows_branches() -> bool:
     found = []
-    with scratch_graph("hook_receipts") as graph:
+    with scratch_graph("hook_checks") as graph:
 
         def note(value: Any) -> Any:
             found.append(in_branch(graph))
@@ -100,7 +100,7 @@ def _knows_branches() -> bool:
 
 
 def _knows_functions() -> bool:
-    with scratch_graph("hook_receipts") as graph:
+    with scratch_graph("hook_checks") as graph:
         number = tf.constant(0) + 1
         tf.cond(number > 0, lambda: number, lambda: -number)
         tf.while_loop(lambda n: n < 2, lambda n: n + 1, (number,))
@@ -111,7 +111,7 @@ def _knows_functions() -> bool:
 
 def _converts_slices() -> bool:
     step = TriedStep()
-    with scratch_graph("hook_receipts"), intercept(step):
+    with scratch_graph("hook_checks"), intercept(step):
         tf.convert_to_tensor(tf.IndexedSlices(tf.ones((1,)), tf.constant([0]), tf.constant([2])))
     return step.converts_slices
 
