@@ -25,7 +25,7 @@ from keras_dist_ext._keras.interception import patched, thread
 from keras_dist_ext.aliases import SpecNest, TensorNest
 
 __all__ = [
-    "AsideTrace",
+    "ScratchTrace",
     "clone_function",
     "functions_traced_apart",
     "scratch_graph",
@@ -72,12 +72,12 @@ def functions_traced_apart() -> Iterator[None]:
 
 
 def scratch_graph(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Trace what follows aside, into a graph that nothing runs (tensorflow/python/framework/func_graph.py)."""
+    """Trace what follows into a scratch graph, which nothing runs (tensorflow/python/framework/func_graph.py)."""
     return tf.__internal__.FuncGraph(name).as_default()  # type: ignore[no-any-return]
 
 
-class AsideTrace:
-    """A function of a batch that is traced aside, and of which single numbers may be evaluated.
+class ScratchTrace:
+    """A function of a batch that is traced in a scratch graph, and of which single numbers may be evaluated.
 
     Nothing runs but what these numbers are computed from (tensorflow/python/eager/wrap_function.py, ``prune``).
 
@@ -96,7 +96,7 @@ class AsideTrace:
             given = iter(leaves)
             function(keras.tree.map_structure(lambda one: None if one is None else next(given), spec))
 
-        self._wrapped = tf.compat.v1.wrap_function(traced, specs, name="aside")
+        self._wrapped = tf.compat.v1.wrap_function(traced, specs, name="scratch")
         self._feeds = self._wrapped.inputs[: len(tf.nest.flatten(specs, expand_composites=True))]
         self.graph = self._wrapped.graph
 

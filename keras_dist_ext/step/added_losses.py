@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import current_step, intercept
 from keras_dist_ext._keras.layers import call_with_training, clear_losses, flat_layers, layer_losses
-from keras_dist_ext._keras.tracing import AsideTrace
+from keras_dist_ext._keras.tracing import ScratchTrace
 from keras_dist_ext.aliases import SpecNest, TensorNest
 from keras_dist_ext.step.all_rows import rows_of_no_batch
 from keras_dist_ext.step.batch_scaling import read_exponent
@@ -77,7 +77,7 @@ def find_exponents(
                 added.update({id(layer): losses} if losses else {})
 
     try:
-        trace = AsideTrace(call, batch_spec)
+        trace = ScratchTrace(call, batch_spec)
     finally:
         clear_losses(model)
     readings = {id(loss): read_exponent(loss) for losses in added.values() for loss in losses}

@@ -24,7 +24,7 @@ from keras_dist_ext.step.row_weights import RowWeights
 
 __all__ = ["AllRows", "is_examined", "rows_of_no_batch", "stands_for_all"]
 
-_ANY_NUMBER = 1021  # of rows, in a trace aside
+_ANY_NUMBER = 1021  # of rows, in a scratch graph
 
 
 class AllRows:
@@ -178,7 +178,7 @@ class AllRows:
 
 
 def stands_for_all(value: tf.Tensor) -> tf.Tensor:
-    """Return what stands for the rows of all replicas in a trace aside: those at hand, again and again.
+    """Return what stands for the rows of all replicas in a scratch graph: those at hand, again and again.
 
     Their number is known there, and the same whatever that of the replica's own is, so that sums over them do not grow
     with these.
@@ -192,7 +192,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def rows_of_no_batch() -> Iterator[None]:
-    """Outside of a step, trace aside: what is gathered has a known number of rows meanwhile."""
+    """Outside of a step, trace in a scratch graph: what is gathered has a known number of rows meanwhile."""
     _thread.is_examined = True
     try:
         yield

@@ -1,8 +1,8 @@
 """Let replicas add up inside of a branch or a loop of the graph, and of a function of TensorFlow.
 
 Each replica traces its branch, loop or function by itself, to graphs of its own, between which nothing can be added up.
-So where a step that was traced aside has added up there, one branch or loop is traced for all replicas of the process,
-in which each runs its part, and a function is run as a part of the step.
+So where a step that was traced in a scratch graph has added up there, one branch or loop is traced for all replicas of
+the process, in which each runs its part, and a function is run as a part of the step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Branches:
         model: the Keras model.
         reducer: adds up over replicas.
         plan: says in which of them replicas add up; None where that is not known.
-        examination: what is told where each begins and ends, if the step is traced aside.
+        examination: what is told where each begins and ends, if the step is traced in a scratch graph.
     """
 
     def __init__(

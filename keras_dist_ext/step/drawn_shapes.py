@@ -1,9 +1,9 @@
 """Tell by their shapes which random numbers of a step have a dimension of examples.
 
 While a step is made for replicas, the number of rows is unknown, and so may be other sizes, as the length of sequences:
-a shape does not say which is which, and at run time two of them may be equal. So a step is traced aside on two numbers
-of rows before, all other sizes being the same. A dimension that is the number of rows in both is that of examples; one
-that is the same in both does not depend on them.
+a shape does not say which is which, and at run time two of them may be equal. So a step is traced in a scratch graph on
+two numbers of rows before, all other sizes being the same. A dimension that is the number of rows in both is that of
+examples; one that is the same in both does not depend on them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from keras_dist_ext.step.draw_refusals import FIX
 __all__ = ["NUMBERS_OF_ROWS", "NotedDraw", "UnknownDraws", "has_examples", "static_shape"]
 
 NUMBERS_OF_ROWS = (2, 420)
-"""On which a step is traced aside: few, so that a size that has a limit shows it, and many with many divisors."""
+"""For the scratch graphs of a step: few, so that a size that has a limit shows it, and many with many divisors."""
 
 
 class UnknownDraws(Exception):
@@ -28,7 +28,7 @@ class UnknownDraws(Exception):
 
 @dataclass(frozen=True)
 class NotedDraw:
-    """Random numbers that were drawn while a step was traced aside.
+    """Random numbers that were drawn while a step was traced in a scratch graph.
 
     Attributes:
         kind: see ``global_draws.draw_rows``.
@@ -52,7 +52,7 @@ def has_examples(noted: NotedDraw, static: tf.TensorShape, *, of_one_batch: bool
     """Whether the first dimension of what is drawn is that of examples.
 
     Args:
-        noted: the same draw in the traces aside.
+        noted: the same draw in the scratch graphs.
         static: what is known of its shape while the step is made.
         of_one_batch: whether the replicas' rows are parts of one batch, which has one length of sequences.
 

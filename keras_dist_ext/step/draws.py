@@ -53,7 +53,7 @@ class RandomStreams:
         self._global: GlobalDraws | None = None
 
     def begin(self, all_rows: AllRows, noted: Sequence[NotedDraw] | None) -> None:
-        """Know where the replica's rows are, and what was drawn when the step was traced aside, if it was."""
+        """Set where the replica's rows are, and what the step drew in a scratch graph, if it was traced in one."""
         if self.are_global:
             self._global = GlobalDraws(self._model.name, all_rows, noted)
 

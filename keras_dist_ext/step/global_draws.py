@@ -75,7 +75,7 @@ class GlobalDraws:
     Args:
         name: of the model.
         all_rows: where the replica's rows are.
-        noted: what the step has drawn in the traces aside; None if it was not traced so yet.
+        noted: what the step has drawn in the scratch graphs; None if it was not traced in them yet.
     """
 
     def __init__(self, name: str, all_rows: AllRows, noted: Sequence[NotedDraw] | None) -> None:
@@ -96,7 +96,7 @@ class GlobalDraws:
 
         Raises:
             SeedError: it is not known which it is.
-            UnknownDraws: the step is to be traced aside before.
+            UnknownDraws: the step is to be traced in a scratch graph before.
         """
         place, self._num_draws = self._num_draws, self._num_draws + 1
         static = static_shape(given["shape"])

@@ -346,7 +346,7 @@ class Gradients:
     def calls_seen(
         self, returned: Sequence[tf.Tensor]
     ) -> tuple[list[GradientCall], list[Sequence[bool]], frozenset[int]]:
-        """Return what has become of gradients in a step that was traced aside; see ``StepPlan`` for these.
+        """Return what has become of gradients in a step that was traced in a scratch graph; see ``StepPlan`` for these.
 
         Args:
             returned: what the step returns.

@@ -2,8 +2,8 @@
 
 A newer release may stop to call one of the functions that ``_keras`` replaces. Nothing would fail then: a loss, a
 gradient or a draw would be that of one replica. So each of these hooks is tried once in a process, on a small stock
-model that is traced aside, and by each layer and function that has to call it; and while a step of Keras' own is
-traced, the hooks that it must call are noted. On one replica nothing of this matters, and nothing is tried.
+model that is traced in a scratch graph, and by each layer and function that has to call it; and while a step of Keras'
+own is traced, the hooks that it must call are noted. On one replica nothing of this matters, and nothing is tried.
 """
 
 from __future__ import annotations

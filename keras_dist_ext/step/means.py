@@ -38,7 +38,7 @@ class Term(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A scalar that a step traced aside has asked for, as its terms."""
+    """A scalar that a step traced in a scratch graph has asked for, as its terms."""
 
     terms: list[tf.Tensor]
     readings: list[Reading]
@@ -71,11 +71,11 @@ class BatchExponents:
 
     def __init__(self) -> None:
         self._learned: list[list[Fraction]] | None = None
-        self._asked: list[Asked] | None = None  # while a step is traced aside
+        self._asked: list[Asked] | None = None  # while a step is traced in a scratch graph
 
     @property
     def are_known(self) -> bool:
-        """Whether a step is being traced aside, or was, and has asked for some."""
+        """Whether a step is being traced in a scratch graph, or was, and has asked for some."""
         return self.are_being_learned or bool(self._learned)
 
     @contextlib.contextmanager
@@ -89,7 +89,7 @@ class BatchExponents:
 
     @property
     def are_being_learned(self) -> bool:
-        """Whether a step is traced aside, to learn from it."""
+        """Whether a step is traced in a scratch graph, to learn from it."""
         return self._asked is not None
 
     def note(self, asked: Asked) -> list[Fraction]:

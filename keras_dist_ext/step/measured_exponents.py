@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from keras_dist_ext._keras.tracing import AsideTrace
+from keras_dist_ext._keras.tracing import ScratchTrace
 from keras_dist_ext.aliases import SpecNest, TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.step.means import BatchExponents
@@ -32,7 +32,7 @@ _TOLERANCE = 0.02  # of an exponent, which is a whole number or a half; float16 
 def learn_exponents(
     exponents: BatchExponents, step: Callable[[TensorNest], None], spec: SpecNest, batch: TensorNest
 ) -> None:
-    """Learn the exponents of a step's scalars by tracing it aside, and by measuring what the graph does not tell.
+    """Learn the exponents of a step's scalars from a scratch graph, and by measuring what that does not tell.
 
     Args:
         exponents: of the step.
@@ -44,7 +44,7 @@ def learn_exponents(
         exponents.store([])  # and so it stays where the step cannot be traced: all count as means
     for _ in range(_MOST_TRACES):
         with exponents.learn() as asked:
-            trace = AsideTrace(step, spec)
+            trace = ScratchTrace(step, spec)
         unknown = [tensor for one in asked for tensor in one.unknown()]
         measured = measure_exponents(trace, unknown, batch) if unknown and batch is not None else {}
         found = [one.exponents(measured) for one in asked]
@@ -70,7 +70,7 @@ def learn_exponents_of_sizes(
     found: list[list[npt.NDArray[np.float64]]] = []
     for rows in _repeated(batch):
         with exponents.learn() as asked:
-            trace = AsideTrace(step, spec_of(rows))
+            trace = ScratchTrace(step, spec_of(rows))
         terms = [term for one in asked for term in one.terms]
         if any(term.graph is not trace.graph for term in terms):
             return
@@ -86,7 +86,7 @@ def _repeated(batch: TensorNest) -> list[TensorNest]:
     return [take_rows(batch, np.tile(np.arange(rows), k)) for k in _REPEATS] if rows else []
 
 
-def measure_exponents(trace: AsideTrace, values: Sequence[tf.Tensor], batch: TensorNest) -> dict[int, Fraction]:
+def measure_exponents(trace: ScratchTrace, values: Sequence[tf.Tensor], batch: TensorNest) -> dict[int, Fraction]:
     """Return the exponents of tensors in the batch size, by id, of those that grow with a power of it.
 
     Args:

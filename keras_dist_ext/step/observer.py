@@ -19,7 +19,7 @@ class StepObserver:
     """Is called with what a step does while it is traced; these hooks do nothing.
 
     Attributes:
-        examines: whether the step is traced aside, to learn what becomes of its gradients.
+        examines: whether the step is traced in a scratch graph, to learn what becomes of its gradients.
         nested: the branches, loops and functions that are being traced, the outermost first; where it examines.
     """
 

@@ -1,4 +1,4 @@
-"""What is known of a step before it is traced to be run: it was traced aside before, and nothing of that is run."""
+"""What is known of a step before it is traced to be run, from a scratch graph that never runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Unplanned(Exception):
 
 
 class StalePlan(Exception):
-    """A step does something else with its gradients than it did when it was traced aside."""
+    """A step does something else with its gradients than it did when it was traced in a scratch graph."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StepPlan:
 
     Attributes:
         exponents: of its scalars in the batch size.
-        is_made: whether the step was traced aside, or was tried to.
+        is_made: whether the step was traced in a scratch graph, or was tried to.
         is_checked: whether it was, and what optimizers and weights get is known to be the same on all replicas.
         calls: of tapes, in their order.
         are_own: for each call of ``reduce``, for each of its values, whether it is one replica's own.
@@ -81,7 +81,7 @@ class StepPlan:
         """Return what becomes of the gradients of a call, the first having the number 0.
 
         Raises:
-            Unplanned: the step is to be traced aside first.
+            Unplanned: the step is to be traced in a scratch graph first.
         """
         if not self.is_made:
             raise Unplanned

@@ -15,8 +15,8 @@ In reading order:
     distributed_step  one step over all replicas, and its logs
     step_logs         its logs
     step_exponents    which of its numbers are means over the rows, and which sums
-    step_planning     trace a step of the user's aside, to make its plan
-    step_examination  what is seen of a step that is traced aside
+    step_planning     trace a step of the user's in a scratch graph, to make its plan
+    step_examination  what is seen of a step that is traced in a scratch graph
     step_assignments  what a step may assign
     step_errors       why a step cannot be traced, where TensorFlow does not say
     batch_clock       a batch waits for the clock that says when it was there

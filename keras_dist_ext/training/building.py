@@ -1,4 +1,4 @@
-"""Make what the first step of a model would make, before it is traced for replicas: tracing a step of one's own aside.
+"""Make what the first step of a model would make, before it is traced for replicas: trace it in a scratch graph.
 
 Keras builds a model by calling it, before the first step under a strategy. A step of the user's own may do without
 ``call``, or give it other than the batch. So it is run itself, on no data, in one replica: layers, optimizers and
@@ -44,7 +44,7 @@ def build_for_run(
         kind: "train" or "test".
         batch_spec: of a batch of any number of rows.
         exact_spec: of a batch, with the number of its rows where that is known.
-        was_traced: whether a step on such batches was traced aside before.
+        was_traced: whether a step on such batches was traced in a scratch graph before.
     """
     is_own = has_own_step(model, kind)
     spec = tree.map_structure(lambda leaf: rows_of_one(leaf, num_replicas_of(model)), exact_spec)
@@ -82,7 +82,7 @@ def _build_later(variables: Sequence[Variable]) -> None:
 
 
 def _built_by_step(model: keras.Model, kind: str, spec: SpecNest) -> bool:
-    """Trace a step aside; return whether that could be done.
+    """Trace a step in a scratch graph; return whether that could be done.
 
     What cannot be traced so (it runs eagerly only, or asks for what is not there) makes its variables in its first
     step, and there its errors are those of the user's code.

@@ -145,7 +145,7 @@ class DistributedStep:
         return [part for value in extra for part in self.strategy.experimental_local_results(value)]
 
     def _examined(self, batch: StepData, examination: StepExamination) -> list[tf.Tensor]:
-        """Run the user's step aside, on as many rows as there may be."""
+        """Run the user's step in a scratch graph, on as many rows as there may be."""
 
         def own(leaf: TensorNest) -> TensorNest:
             is_same = leaf is None or leaf.shape.rank == 0
@@ -351,7 +351,7 @@ class DistributedStep:
         return tree.map_structure(lambda leaf: step.results.get(id(leaf), VALUE), logs), extra
 
     def initial_extra(self, next_batch: Callable[[], StepData], *, of_worker: bool = False) -> list[tf.Tensor]:
-        """Zeros shaped like the leaves of the logs that a loop must carry, found by tracing a step aside."""
+        """Zeros shaped like the leaves of the logs that a loop must carry, found in a scratch graph."""
         if self._logs.are_plain or tf.executing_eagerly():
             return []
         known = leaf_metrics(self.model)

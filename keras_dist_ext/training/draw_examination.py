@@ -1,4 +1,4 @@
-"""Trace a step aside on two numbers of rows, to see which of its random numbers have a dimension of examples."""
+"""Trace a step in scratch graphs of two numbers of rows, to see which draws have a dimension of examples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Noted(StepObserver):
 
 
 def learn_draws(step: DistributedStep) -> None:
-    """Trace a step aside, to learn which of its random numbers have a dimension of examples."""
+    """Trace a step in a scratch graph, to learn which of its random numbers have a dimension of examples."""
     scratch_step = step.again()
     scratch_step.without_xla()
     spec = step.model.replica_runtime.batch_spec
@@ -84,7 +84,7 @@ def cannot_note(name: str, error: Exception) -> SeedError:
     numbers = " and ".join(map(str, NUMBERS_OF_ROWS))
     return SeedError(
         f"draws=\"global\": which random numbers of a step of '{name}' have a dimension of examples is seen by tracing "
-        f"it aside on {numbers} examples, and there it fails ({type(error).__name__}: {error}). " + FIX
+        f"it in a scratch graph on {numbers} examples, and there it fails ({type(error).__name__}: {error}). " + FIX
     )
 
 

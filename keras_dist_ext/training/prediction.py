@@ -78,7 +78,7 @@ class PredictProgram:
         return concat_outputs(outputs)
 
     def _learn_draws(self, batch: StepData) -> None:
-        """Trace the step aside, to learn which random numbers have a dimension of examples."""
+        """Trace the step in a scratch graph, to learn which random numbers have a dimension of examples."""
         batch = next(iter(parts_of(data.without_optionals(batch), self.strategy)))
         spec = tree.map_structure(lambda leaf: leaf if leaf is None else any_number_of_rows(leaf), batch)
         try:
@@ -147,7 +147,9 @@ class PredictProgram:
         return outputs
 
     def _check_outputs(self, batch: StepData) -> None:
-        """Trace the step aside on any number of rows, if that of the batch is a constant, to see what grows with it.
+        """Trace the step on any number of rows, if that of the batch is a constant, to see what grows with it.
+
+        The graph is a scratch graph, which never runs.
 
         What cannot be traced so, as code that needs the number of rows, is taken for what has one entry for each.
         """

@@ -116,7 +116,7 @@ def _explained(program: StepProgram | CoordinatorProgram, error: Exception) -> E
 
 
 def _only_runs_eagerly(program: StepProgram | CoordinatorProgram) -> bool:
-    """Whether a step could not be traced aside, so that it makes its variables in its first run."""
+    """Whether a step could not be traced in a scratch graph, so that it makes its variables in its first run."""
     if not isinstance(program, StepProgram) or not program.is_eager:
         return False
     return program.step.is_split and not program.step.plan.is_checked

@@ -89,7 +89,8 @@ class ReplicaRuntime:
         self.can_split_batches = True
         self.kind_of_batches: Kind = "train"
         self.needs_variables = False
-        self._built_for: set[tuple[str, str]] = set()  # kinds of steps, and what batches they were traced aside for
+        # Kinds of steps, and what batches they were traced for in scratch graphs.
+        self._built_for: set[tuple[str, str]] = set()
         self.accumulators_are_split = False
         self._guard: Guard | None = None  # made once, because traced steps hold it
         self._divergence: Divergence | None = None  # likewise

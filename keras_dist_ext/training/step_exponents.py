@@ -1,4 +1,4 @@
-"""Learn how the numbers of a step grow with the rows of a batch, by tracing it aside, on any number or on some."""
+"""Learn from scratch graphs how the numbers of a step grow with the rows of a batch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _specs_of(rows: StepData) -> SpecNest:
 
 
 def learn_loss_exponents(step: DistributedStep) -> None:
-    """Trace the step's model aside, to learn which losses given to ``add_loss`` are sums over the rows.
+    """Trace the step's model in a scratch graph, to learn which losses given to ``add_loss`` are sums over the rows.
 
     A step of the user's own need not call the model on the batch; then they are read from the graph of the step.
     """

@@ -36,7 +36,7 @@ A step of the user's, and one that runs eagerly, is planned before it is traced 
 before. What is left is asked for only where it turns up, since each answer costs a trace of its own, or depends on what
 TensorFlow tells while it traces:
 
-- ``UnbuiltOptimizer``: the step could not be traced aside, or has made an optimizer.
+- ``UnbuiltOptimizer``: the step could not be traced in a scratch graph, or has made an optimizer.
 - ``UnknownLossExponents``: a layer adds a loss; which layers do is known when they are called.
 - ``UnknownExponents``: a loss or a metric does not say whether it is a mean over the rows, which its graph, or a few
   rows, must tell. Losses of Keras' own do.
@@ -50,7 +50,7 @@ TensorFlow tells while it traces:
 
 
 def make_plan(step: DistributedStep) -> None:
-    """Trace a step aside until it has all that it needs, and know then what it does; see ``StepPlan``.
+    """Trace a step in a scratch graph until it has all that it needs, and know then what it does; see ``StepPlan``.
 
     A step that cannot be traced on batches of any size is right nevertheless: gradients are summed where they are made,
     and numbers count as means.

@@ -1,4 +1,4 @@
-"""Trace a step of the user's aside before it is run, and refuse what would not do what it seems to.
+"""Trace a step of the user's in a scratch graph before it is run, and refuse what would not do what it seems to.
 
 Nothing of the trace is ever run: replicas do not add anything up in it.
 """

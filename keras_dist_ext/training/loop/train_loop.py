@@ -75,7 +75,8 @@ class TrainLoop(Model):
     a ``Model`` of ours. The loop is such a model: ``fit``, ``evaluate`` and ``predict`` with their callbacks, several
     steps in one call of the graph, partial and empty batches, several workers, and saving work as they do there.
 
-    Before the first step, the step is traced aside and examined, so that mistakes are found early: see ``LoopError``.
+    Before the first step, the step is traced in a scratch graph and examined, so that mistakes are found early: see
+    ``LoopError``.
 
     Args:
         step: makes one step of training.
