@@ -10,12 +10,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
+    import os
+    from typing import IO
+
     import numpy as np
     import numpy.typing as npt
 
 __all__ = [
     "Array",
     "BatchFunction",
+    "BatchIterator",
+    "CompileArgument",
     "Config",
     "DType",
     "FitArgument",
@@ -27,6 +32,7 @@ __all__ = [
     "LossNest",
     "MetricNest",
     "Original",
+    "SavePath",
     "Scores",
     "SpecNest",
     "StepData",
@@ -62,11 +68,20 @@ TracedFunction: TypeAlias = Any
 BatchFunction: TypeAlias = Callable[[TensorNest], TensorNest]
 """A function of a batch."""
 
+BatchIterator: TypeAlias = Any
+"""What ``fit`` reads the batches of an epoch from, such as an ``EpochIterator`` of Keras."""
+
+CompileArgument: TypeAlias = Any
+"""An argument of ``compile``."""
+
 LossNest: TypeAlias = Any
 """Losses as ``compile`` takes them, or weights of them: one, or a nest with one for each output."""
 
 MetricNest: TypeAlias = Any
 """Metrics as ``compile`` takes them: a list, or a nest with one for each output."""
+
+SavePath: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
+"""Where Keras and TensorFlow save to: a path, a URL or an open file."""
 
 Scores: TypeAlias = Any
 """What ``evaluate`` returns: a number, a list of them, or, with ``return_dict=True``, numbers by name."""

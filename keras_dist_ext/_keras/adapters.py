@@ -9,10 +9,9 @@ import random
 import threading
 import types
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.trainers import data_adapters
@@ -21,7 +20,7 @@ from keras.src.trainers.data_adapters import py_dataset_adapter
 from keras_dist_ext import versions
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.interception import put
-from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.aliases import Array, StepData, TensorNest
 from keras_dist_ext.errors import BackendError
 
 __all__ = [
@@ -57,7 +56,7 @@ _thread = threading.local()
 class _TFEpochIterator(tf_trainer.TFEpochIterator):  # type: ignore[misc]
     """Keras' iterator over an epoch, or what this thread is to have instead of it."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Any:
         make = getattr(_thread, "epoch_iterator", None)
         _thread.is_asked = True
         return super().__new__(cls) if make is None else make(*args, **kwargs)
@@ -68,7 +67,7 @@ tf_trainer.TFEpochIterator = _TFEpochIterator
 
 
 @contextlib.contextmanager
-def use_epoch_iterator(make: Callable[..., Any]) -> Iterator[None]:
+def use_epoch_iterator(make: Callable[..., object]) -> Iterator[None]:
     """Have ``fit``, ``evaluate`` and ``predict`` of this thread read their data through ``make(**kwargs)``.
 
     keras/src/backend/tensorflow/trainer.py builds a ``TFEpochIterator`` by name in each of them; where it is used,
@@ -115,16 +114,16 @@ class CustomEpochIterator(EpochIterator):  # type: ignore[misc]
     _num_batches: int | None
     _steps_seen: int
 
-    def executions(self) -> Iterator[tuple[int, int, Any]]:
+    def executions(self) -> Iterator[tuple[int, int, StepData]]:
         """Yield the first step, the last step and the batches of each execution of an epoch."""
         raise NotImplementedError
 
-    def __iter__(self) -> Iterator[tuple[int, int, Any]]:
+    def __iter__(self) -> Iterator[tuple[int, int, StepData]]:
         """Begin an epoch."""
         self._executions = self.executions()
         return self
 
-    def __next__(self) -> tuple[int, int, Any]:
+    def __next__(self) -> tuple[int, int, StepData]:
         """Return what ``executions`` yields, as it is."""
         return next(self._executions)
 
@@ -162,14 +161,18 @@ class CustomEpochIterator(EpochIterator):  # type: ignore[misc]
         self._interrupted_warning()
 
 
+class _Shuffles(Protocol):
+    def shuffle(self, indices: list[int], /) -> None: ...
+
+
 class _PyDatasetOrder(types.ModuleType):
     """The module `random` as Keras sees it where it shuffles the batches of a PyDataset: only that is another."""
 
     def __init__(self) -> None:
         super().__init__(random.__name__, random.__doc__)
-        self.generator: Any = random
+        self.generator: _Shuffles = random
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name == "Random" and self.generator is not random:  # by which Keras 3.16 shuffles, seeded by the epoch
             return lambda *seed: self
         return getattr(random, name)
@@ -229,7 +232,7 @@ class _SmallPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
     def __len__(self) -> int:
         return 2
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Array:
         return np.zeros((1, 1))
 
 
@@ -275,7 +278,7 @@ def _check_py_dataset_rest() -> None:
 
 
 def _rest_of_py_dataset(adapter: DataAdapter, batch: int, seed: int | None) -> tf.data.Dataset:
-    def rest() -> Iterator[Any]:
+    def rest() -> Iterator[TensorNest]:
         length = adapter.num_batches
         numbers: Any = itertools.count() if length is None else list(range(length))
         if adapter.shuffle and length is not None:
@@ -300,7 +303,7 @@ def array_shuffle(adapter: DataAdapter) -> bool | str:
     return adapter._shuffle  # type: ignore[no-any-return]
 
 
-def take_examples(adapter: DataAdapter, rows: Any) -> list[npt.NDArray[Any]]:
+def take_examples(adapter: DataAdapter, rows: Array) -> list[Array]:
     """Some rows of each of the arrays that `fit` was given (trainers/data_adapters/array_data_adapter.py).
 
     Raises:
@@ -349,12 +352,12 @@ _stock_shuffle, _stock_stateless_shuffle = tf.random.shuffle, tf.random.experime
 
 
 @functools.wraps(_stock_shuffle)
-def _shuffle(value: Any, *args: Any, **kwargs: Any) -> Any:
+def _shuffle(value: tf.Tensor, *args: object, **kwargs: object) -> tf.Tensor:
     return _stock_shuffle(value, *args, **kwargs) if _order() is None else _in_order(value)
 
 
 @functools.wraps(_stock_stateless_shuffle)
-def _stateless_shuffle(value: Any, *args: Any, **kwargs: Any) -> Any:
+def _stateless_shuffle(value: tf.Tensor, *args: object, **kwargs: object) -> tf.Tensor:
     return _stock_stateless_shuffle(value, *args, **kwargs) if _order() is None else _in_order(value)
 
 
@@ -388,7 +391,7 @@ def make_data_adapter(
     )
 
 
-def py_dataset_batches(adapter: DataAdapter) -> Generator[Any, None, None]:
+def py_dataset_batches(adapter: DataAdapter) -> Generator[TensorNest, None, None]:
     """One pass over a PyDataset, begun and ended as `fit` does an epoch, also when it is left early.
 
     keras/src/trainers/data_adapters/py_dataset_adapter.py.

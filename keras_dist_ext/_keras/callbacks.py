@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from keras_dist_ext._keras import keras
 
 __all__ = ["LateCallbackList", "saves_each_epoch", "traces_batches"]
@@ -15,7 +13,7 @@ class LateCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
     Keras 3.11 looks at `_executor` when a list is deleted (keras/src/callbacks/callback_list.py, `__del__`).
     """
 
-    _executor: Any = None
+    _executor: object = None
 
 
 def saves_each_epoch(callback: keras.callbacks.Callback) -> bool:

@@ -36,7 +36,9 @@ def _context() -> Any:
 
 
 @versions.naming("parameter_server")
-def per_worker_values(strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor]) -> Any:
+def per_worker_values(
+    strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor | tf.data.Dataset]
+) -> tf.distribute.coordinator.PerWorkerValue:
     """Put one value on each worker of a ParameterServerStrategy: a tensor, or an iterator over a dataset.
 
     TensorFlow's ``create_per_worker_dataset`` (coordinator/values.py, cluster_coordinator.py) gives all workers the

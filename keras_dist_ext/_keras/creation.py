@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.eager import lift_to_graph
@@ -21,16 +21,20 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.backend import global_state
 from keras_dist_ext._keras.interception import Step, install, thread
 from keras_dist_ext._keras.strategies import is_default_strategy
+from keras_dist_ext.aliases import Original, TensorNest
 from keras_dist_ext.errors import ScopeError
 
 __all__ = ["keep_constants", "make_variables_outside", "one_replica"]
+
+T = TypeVar("T")
+InitialValue: TypeAlias = TensorNest  # also a function that computes it
 
 
 # keras/src/backend/tensorflow/core.py: all that Keras makes goes through it. Initial values are drawn alike on all
 # replicas, and by Keras' own code.
 @install(keras.Variable, "_initialize")
-def _(original: Callable[..., Any], step: Step, variable: keras.Variable, value: Any) -> None:
-    def make(value: Any) -> None:
+def _(original: Original, step: Step, variable: keras.Variable, value: InitialValue) -> None:
+    def make(value: InitialValue) -> None:
         original(variable, value)
 
     if tf.executing_eagerly() and (tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()):
@@ -46,10 +50,10 @@ def _(original: Callable[..., Any], step: Step, variable: keras.Variable, value:
         _make_outside(variable.path, value, make)
 
 
-def make_variables_outside() -> contextlib.AbstractContextManager[Any]:
+def make_variables_outside() -> contextlib.AbstractContextManager[None]:
     """Make what is a plain ``tf.Variable`` outside of the graph that is traced, too."""
 
-    def create(next_creator: Callable[..., Any], **given: Any) -> Any:
+    def create(next_creator: Original, **given: TensorNest) -> tf.Variable:
         if tf.executing_eagerly():
             return next_creator(**given)
         arguments = {name: value for name, value in given.items() if name in _ARGUMENTS and value is not None}
@@ -57,7 +61,7 @@ def make_variables_outside() -> contextlib.AbstractContextManager[Any]:
         name = arguments.get("name") or "Variable"
         return _make_outside(name, value, lambda value: tf.Variable(value, **arguments))
 
-    creating: contextlib.AbstractContextManager[Any] = tf.variable_creator_scope(create)
+    creating: contextlib.AbstractContextManager[None] = tf.variable_creator_scope(create)
     return creating
 
 
@@ -75,7 +79,7 @@ _ARGUMENTS = (
 )
 
 
-def _make_outside(name: str, value: Any, make: Callable[[Any], Any]) -> Any:
+def _make_outside(name: str, value: InitialValue, make: Callable[[InitialValue], T]) -> T:
     """Make a variable of an initial value, or of a function that computes it.
 
     Raises:
@@ -98,7 +102,7 @@ class _OutOfScope(TypeError):
     """A tensor of a graph was used outside of it."""
 
 
-def _value_outside(tensor: tf.Tensor) -> Any:
+def _value_outside(tensor: tf.Tensor) -> TensorNest:
     """Compute a tensor of the graph that is traced, if it depends on nothing that only its call brings.
 
     TensorFlow does so with the initial values that a function has computed (polymorphic_function.py).
@@ -107,7 +111,7 @@ def _value_outside(tensor: tf.Tensor) -> Any:
     if static is not None:
         return static
 
-    def lifted() -> Any:
+    def lifted() -> tf.Tensor:
         return lift_to_graph.lift_to_graph([tensor], tf.compat.v1.get_default_graph())[tensor]
 
     return _call_outside(tf.function(lifted, autograph=False), None)
@@ -129,13 +133,13 @@ def keep_constants(layer: keras.Layer) -> None:
             vars(layer)[name] = _call_outside(functools.partial(tf.constant, constant), None)
 
 
-def _call_outside(function: Callable[[], Any], strategy: tf.distribute.Strategy | None) -> Any:
+def _call_outside(function: Callable[[], T], strategy: tf.distribute.Strategy | None) -> T:
     """Call a function in a thread of its own: it is in no graph, no replica, no tape, but a strategy's scope.
 
     Keras' globals belong to a thread (keras/src/backend/common/global_state.py).
     """
     of_caller = vars(global_state.GLOBAL_STATE_TRACKER)
-    done: list[Any] = []
+    done: list[T] = []
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -150,7 +154,7 @@ def _call_outside(function: Callable[[], Any], strategy: tf.distribute.Strategy 
         finally:
             kept.update(own)
 
-    kept: dict[str, Any] = {}
+    kept: dict[str, object] = {}
     outside = threading.Thread(target=run, name="variables_of_a_step")
     outside.start()
     outside.join()
@@ -163,12 +167,12 @@ def _call_outside(function: Callable[[], Any], strategy: tf.distribute.Strategy 
     return done[0]
 
 
-def one_replica(strategy: tf.distribute.Strategy, number: int) -> contextlib.AbstractContextManager[Any]:
+def one_replica(strategy: tf.distribute.Strategy, number: int) -> contextlib.AbstractContextManager[object]:
     """Be one replica of a strategy, in this thread, while something is traced that nothing runs.
 
     What would wait for other replicas meets none (tensorflow/python/distribute/distribute_lib.py, `ReplicaContext`).
     """
     if is_default_strategy(strategy):
         return contextlib.nullcontext()
-    context: contextlib.AbstractContextManager[Any] = tf.distribute.ReplicaContext(strategy, number)
+    context: contextlib.AbstractContextManager[object] = tf.distribute.ReplicaContext(strategy, number)
     return context

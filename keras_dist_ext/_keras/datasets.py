@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from keras_dist_ext import versions
-from keras_dist_ext.aliases import SpecNest
+from keras_dist_ext.aliases import Array, SpecNest
 
 __all__ = [
     "GraphDef",
@@ -212,7 +211,7 @@ def unseeded_random_ops(graph: GraphDef, *, over_global: bool = False) -> list[N
     return found
 
 
-def generator_states(graph: GraphDef) -> list[tuple[NodeDef, npt.NDArray[Any]]]:
+def generator_states(graph: GraphDef) -> list[tuple[NodeDef, Array]]:
     """The states of generators that a dataset's functions draw from: constants of its graph, with their values.
 
     A variable that a function captures is written down as one that begins with what it holds (framework/
@@ -298,7 +297,7 @@ def auto_shard(dataset: tf.data.Dataset, num_workers: int, worker: int) -> tf.da
     return data_distribute._AutoShardDataset(dataset, num_workers, worker)
 
 
-def local_datasets(distributed: Any) -> list[tf.data.Dataset]:
+def local_datasets(distributed: tf.distribute.DistributedDataset) -> list[tf.data.Dataset]:
     """What this worker reads of `strategy.experimental_distribute_dataset`: its replicas take elements in turn.
 
     tensorflow/python/distribute/input_lib.py. Reading it waits for no other worker.

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import tensorflow as tf
 from keras.src.losses import loss as loss_module
@@ -29,9 +29,11 @@ from keras_dist_ext._keras import (
 )
 from keras_dist_ext._keras.interception import Step, install, thread
 from keras_dist_ext._keras.strategies import sum_over_replicas
-from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.aliases import DType, Gradient, Original, SpecNest, TensorNest, TracedFunction, UserFunction
 
 __all__ = ["intercept", "current_step", "local_updates"]
+
+Axis: TypeAlias = int | Sequence[int] | None
 
 
 @contextlib.contextmanager
@@ -52,25 +54,25 @@ def current_step() -> Step | None:
 
 # keras/src/losses/loss.py: losses are local means; the step makes their sum over replicas exact.
 @install(loss_module, "scale_loss_for_distribution")
-def _(original: Callable[..., Any], step: Step, value: tf.Tensor) -> Any:
+def _(original: Original, step: Step, value: tf.Tensor) -> tf.Tensor:
     return value
 
 
 @install(loss_module, "unscale_loss_for_distribution")
-def _(original: Callable[..., Any], step: Step, value: tf.Tensor) -> Any:
+def _(original: Original, step: Step, value: tf.Tensor) -> tf.Tensor:
     return value
 
 
 @install(loss_module, "reduce_weighted_values")
 def _(
-    original: Callable[..., Any],
+    original: Original,
     step: Step,
     values: tf.Tensor,
     sample_weight: TensorNest = None,
     mask: TensorNest = None,
     reduction: str | None = "sum_over_batch_size",
-    dtype: Any = None,
-) -> Any:
+    dtype: DType | None = None,
+) -> tf.Tensor:
     local = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
     if len(getattr(values, "shape", ())) == 0:
         return step.as_mean(local)
@@ -79,7 +81,7 @@ def _(
 
 # keras/src/trainers/trainer.py
 @install(keras.Model, "compute_loss")
-def _(original: Callable[..., Any], step: Step, *args: Any, **kwargs: Any) -> Any:
+def _(original: Original, step: Step, *args: object, **kwargs: object) -> tf.Tensor:
     step.begin_loss()
     loss = original(*args, **kwargs)
     step.note_loss(loss)
@@ -89,16 +91,16 @@ def _(original: Callable[..., Any], step: Step, *args: Any, **kwargs: Any) -> An
 # keras/src/metrics/reduction_metrics.py
 @install(keras.metrics.Mean, "update_state")
 def _(
-    original: Callable[..., Any], step: Step, metric: keras.Metric, values: tf.Tensor, sample_weight: TensorNest = None
-) -> Any:
+    original: Original, step: Step, metric: keras.Metric, values: tf.Tensor, sample_weight: TensorNest = None
+) -> TensorNest:
     values, sample_weight = step.mean_update(metric, values, sample_weight)
     return original(metric, values, sample_weight=sample_weight)
 
 
 @install(keras.metrics.Sum, "update_state")
 def _(
-    original: Callable[..., Any], step: Step, metric: keras.Metric, values: tf.Tensor, sample_weight: TensorNest = None
-) -> Any:
+    original: Original, step: Step, metric: keras.Metric, values: tf.Tensor, sample_weight: TensorNest = None
+) -> TensorNest:
     values, sample_weight = step.sum_update(metric, values, sample_weight)
     return original(metric, values, sample_weight=sample_weight)
 
@@ -108,24 +110,22 @@ for _optimizer_class in (keras.optimizers.Optimizer, keras.optimizers.LossScaleO
 
     @install(_optimizer_class, "apply")
     def _(
-        original: Callable[..., Any],
+        original: Original,
         step: Step,
         optimizer: keras.optimizers.Optimizer,
-        grads: Any,
-        trainable_variables: Any = None,
+        grads: Sequence[Gradient],
+        trainable_variables: TensorNest = None,
     ) -> None:
         step.apply(optimizer, grads, trainable_variables, functools.partial(original, optimizer))
 
     @install(_optimizer_class, "scale_loss")
-    def _(original: Callable[..., Any], step: Step, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor) -> Any:
+    def _(original: Original, step: Step, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor) -> tf.Tensor:
         return step.scale_loss(optimizer, loss, functools.partial(original, optimizer))
 
 
 # keras/src/backend/tensorflow/optimizer.py: the step has summed the gradients already.
 @install(keras.optimizers.Optimizer, "_all_reduce_sum_gradients")
-def _(
-    original: Callable[..., Any], step: Step, optimizer: keras.optimizers.Optimizer, grads_and_vars: TensorNest
-) -> Any:
+def _(original: Original, step: Step, optimizer: keras.optimizers.Optimizer, grads_and_vars: TensorNest) -> TensorNest:
     return step.all_reduce_gradients(grads_and_vars)
 
 
@@ -134,7 +134,7 @@ for _name in ("assign_add", "assign_sub"):
 
     @install(keras.optimizers.Optimizer, _name)
     def _(
-        original: Callable[..., Any],
+        original: Original,
         step: Step,
         optimizer: keras.optimizers.Optimizer,
         variable: keras.Variable,
@@ -145,8 +145,8 @@ for _name in ("assign_add", "assign_sub"):
 
 # tensorflow/python/framework/indexed_slices.py: so they are where they become a tensor.
 def _slices_to_tensor(
-    slices: tf.IndexedSlices, dtype: Any = None, name: str | None = None, as_ref: bool = False
-) -> Any:
+    slices: tf.IndexedSlices, dtype: tf.DType | None = None, name: str | None = None, as_ref: bool = False
+) -> tf.Tensor:
     step = current_step()
     if step is None or not (dtype is None or tf.as_dtype(dtype).is_compatible_with(slices.dtype)):
         return NotImplemented
@@ -158,34 +158,34 @@ tf.register_tensor_conversion_function(tf.IndexedSlices, _slices_to_tensor, prio
 
 # keras/src/backend/tensorflow/core.py
 @install(keras.Variable, "_direct_assign")
-def _(original: Callable[..., Any], step: Step, variable: keras.Variable, value: tf.Tensor) -> None:
+def _(original: Original, step: Step, variable: keras.Variable, value: tf.Tensor) -> None:
     step.assign(variable, value, functools.partial(original, variable))
 
 
 # tensorflow/python/distribute/distribute_lib.py: BatchNormalization(synchronized=True) calls it in the forward pass.
 @install(tf.distribute.ReplicaContext, "all_reduce")
 def _(
-    original: Callable[..., Any],
+    original: Original,
     step: Step,
-    context: Any,
+    context: tf.distribute.ReplicaContext,
     reduce_op: tf.distribute.ReduceOp | str,
     value: tf.Tensor,
-    options: Any = None,
-) -> Any:
+    options: tf.distribute.experimental.CommunicationOptions | None = None,
+) -> TensorNest:
     return step.all_reduce(reduce_op, value, functools.partial(original, context, options=options))
 
 
 # tensorflow/python/eager/backprop.py: gradients of what all replicas share are those of the global batch.
 @install(tf.GradientTape, "gradient")
 def _(
-    original: Callable[..., Any],
+    original: Original,
     step: Step,
     tape: tf.GradientTape,
     target: TensorNest,
     sources: TensorNest,
     output_gradients: TensorNest = None,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> TensorNest:
     def gradient(target: TensorNest, output_gradients: TensorNest) -> TensorNest:
         before, thread.is_differentiating = is_inner, True
         try:
@@ -205,14 +205,14 @@ def _(
 # It is made by calls of `gradient` in a loop, where replicas cannot meet.
 @install(tf.GradientTape, "jacobian")
 def _(
-    original: Callable[..., Any],
+    original: Original,
     step: Step,
     tape: tf.GradientTape,
     target: TensorNest,
     sources: TensorNest,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> TensorNest:
     def jacobian() -> TensorNest:
         with intercept(None):
             return original(tape, target, sources, *args, **kwargs)
@@ -222,7 +222,7 @@ def _(
 
 
 @install(tf.GradientTape, "batch_jacobian")
-def _(original: Callable[..., Any], step: Step, tape: tf.GradientTape, *args: Any, **kwargs: Any) -> Any:
+def _(original: Original, step: Step, tape: tf.GradientTape, *args: object, **kwargs: object) -> TensorNest:
     with intercept(None):
         return original(tape, *args, **kwargs)
 
@@ -234,24 +234,24 @@ _KERAS_STEP = keras.Model.train_step.__code__
 # tensorflow/python/ops/nn_impl_distribute.py: these divide by the number of replicas, over which steps here are means.
 @install(tf.nn, "compute_average_loss")
 def _(
-    original: Callable[..., Any],
+    original: Original,
     step: Step,
     per_example_loss: tf.Tensor,
     sample_weight: TensorNest = None,
-    global_batch_size: Any = None,
-) -> Any:
+    global_batch_size: int | tf.Tensor | None = None,
+) -> tf.Tensor:
     rows = tf.shape(per_example_loss)[0] if global_batch_size is None else global_batch_size
     return original(per_example_loss, sample_weight=sample_weight, global_batch_size=rows)
 
 
 @install(tf.nn, "scale_regularization_loss")
-def _(original: Callable[..., Any], step: Step, regularization_loss: tf.Tensor) -> Any:
+def _(original: Original, step: Step, regularization_loss: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(regularization_loss)
 
 
 # keras/src/losses/losses.py: Dice and Tversky divide sums over all rows by each other, which is no mean over rows.
 @install(losses_module.LossFunctionWrapper, "call")
-def _(original: Callable[..., Any], step: Step, loss: tf.Tensor, y_true: TensorNest, y_pred: TensorNest) -> Any:
+def _(original: Original, step: Step, loss: tf.Tensor, y_true: TensorNest, y_pred: TensorNest) -> tf.Tensor:
     for keras_own, over_all in ((losses_module.dice, _dice), (losses_module.tversky, _tversky)):
         if loss.fn is keras_own:
             loss = losses_module.LossFunctionWrapper(functools.partial(over_all, keras_own), **loss._fn_kwargs)
@@ -259,7 +259,7 @@ def _(original: Callable[..., Any], step: Step, loss: tf.Tensor, y_true: TensorN
     return original(loss, y_true, y_pred)
 
 
-def _dice(keras_own: Any, y_true: TensorNest, y_pred: TensorNest, axis: Any = None) -> tf.Tensor:
+def _dice(keras_own: Original, y_true: tf.Tensor, y_pred: tf.Tensor, axis: Axis = None) -> tf.Tensor:
     if not _spans_rows(y_pred, axis):
         return keras_own(y_true, y_pred, axis=axis)
     y_true = tf.cast(y_true, y_pred.dtype)
@@ -268,7 +268,7 @@ def _dice(keras_own: Any, y_true: TensorNest, y_pred: TensorNest, axis: Any = No
 
 
 def _tversky(
-    keras_own: Any, y_true: TensorNest, y_pred: TensorNest, alpha: float = 0.5, beta: float = 0.5, axis: Any = None
+    keras_own: Original, y_true: tf.Tensor, y_pred: tf.Tensor, alpha: float = 0.5, beta: float = 0.5, axis: Axis = None
 ) -> tf.Tensor:
     if not _spans_rows(y_pred, axis):
         return keras_own(y_true, y_pred, alpha=alpha, beta=beta, axis=axis)
@@ -278,32 +278,32 @@ def _tversky(
     return 1 - both / (both + alpha * missed + beta * wrong + keras.backend.epsilon())
 
 
-def _spans_rows(y_pred: TensorNest, axis: Any) -> bool:
+def _spans_rows(y_pred: tf.Tensor, axis: Axis) -> bool:
     return axis is None or any(place % len(y_pred.shape) == 0 for place in tree.flatten(axis))
 
 
 # tensorflow/python/eager/polymorphic_function/polymorphic_function.py: a trace is used again on the same device.
 @install(polymorphic_function.Function, "__call__")
-def _(original: Callable[..., Any], step: Step, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _(original: Original, step: Step, function: TracedFunction, *args: object, **kwargs: object) -> TensorNest:
     return step.call_function(original, function, args, kwargs)
 
 
 # tensorflow/python/ops/cond.py, while_loop.py: replicas may add up in branches and loops, also in those of AutoGraph.
 @install(cond_module, "cond")
 def _(
-    original: Callable[..., Any],
+    original: Original,
     step: Step,
     pred: tf.Tensor,
-    true_fn: Any = None,
-    false_fn: Any = None,
+    true_fn: UserFunction | None = None,
+    false_fn: UserFunction | None = None,
     strict: bool = False,
     name: str | None = None,
-    **others: Any,
-) -> Any:
+    **others: object,
+) -> TensorNest:
     if others or not hasattr(step, "cond") or not (callable(true_fn) and callable(false_fn)):
         return original(pred, true_fn, false_fn, strict, name, **others)
 
-    def branch(pred: tf.Tensor, true: Any, false: Any) -> TensorNest:
+    def branch(pred: tf.Tensor, true: UserFunction, false: UserFunction) -> TensorNest:
         return original(pred, true, false, strict=strict or true is not true_fn, name=name)
 
     return step.cond(branch, pred, true_fn, false_fn)
@@ -311,15 +311,15 @@ def _(
 
 @install(while_module, "while_loop")
 def _(
-    original: Callable[..., Any],
+    original: Original,
     step: Step,
-    cond: Any,
-    body: Any,
+    cond: UserFunction,
+    body: UserFunction,
     loop_vars: TensorNest,
-    shape_invariants: Any = None,
-    *others: Any,
-    **options: Any,
-) -> Any:
+    shape_invariants: SpecNest = None,
+    *others: object,
+    **options: object,
+) -> TensorNest:
     if others or not hasattr(step, "while_loop"):
         return original(cond, body, loop_vars, shape_invariants, *others, **options)
     return step.while_loop(original, cond, body, loop_vars, shape_invariants, **options)

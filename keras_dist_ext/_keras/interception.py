@@ -7,23 +7,28 @@ import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Protocol, TypeAlias
 
 import tensorflow as tf
 
 from keras_dist_ext import versions
 from keras_dist_ext._keras import keras
-from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.aliases import DType, Gradient, Original, TensorNest, TracedFunction
 
-__all__ = ["thread", "Step", "Hook", "HOOKS", "definer", "install", "patched", "put"]
+__all__ = ["thread", "OpSeeds", "Step", "Hook", "HOOKS", "definer", "install", "patched", "put"]
+
+
+OpSeeds: TypeAlias = tuple[int | None, int | None]
+"""The seeds of an op of ``tf.random``: of the graph and its own, or None and None."""
 
 
 class Step(Protocol):
     """What Keras' code asks of the replica whose step is being traced."""
 
     def reduce_loss(
-        self, local: tf.Tensor, sample_weight: TensorNest, mask: TensorNest, reduction: str | None, dtype: Any
+        self, local: tf.Tensor, sample_weight: TensorNest, mask: TensorNest, reduction: str | None, dtype: DType | None
     ) -> tf.Tensor: ...
 
     def begin_loss(self) -> None: ...
@@ -41,38 +46,44 @@ class Step(Protocol):
     ) -> tuple[TensorNest, TensorNest]: ...
 
     def scale_loss(
-        self, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor, original: Callable[[Any], Any]
+        self, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor, original: Callable[[tf.Tensor], tf.Tensor]
     ) -> tf.Tensor: ...
 
     def apply(
-        self, optimizer: keras.optimizers.Optimizer, grads: Any, variables: Any, original: Callable[..., None]
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[Gradient],
+        variables: Sequence[keras.Variable],
+        original: Callable[..., None],
     ) -> None: ...
 
     def all_reduce_gradients(self, grads_and_vars: TensorNest) -> TensorNest: ...
 
     def all_reduce(
-        self, reduce_op: tf.distribute.ReduceOp | str, value: tf.Tensor, original: Callable[..., Any]
+        self, reduce_op: tf.distribute.ReduceOp | str, value: tf.Tensor, original: Original
     ) -> tf.Tensor: ...
 
     def sum_duplicates(self, slices: tf.IndexedSlices) -> tf.IndexedSlices: ...
 
-    def to_dense(self, slices: tf.IndexedSlices) -> Any: ...
+    def to_dense(self, slices: tf.IndexedSlices) -> tf.Tensor: ...
 
     def next_seed(
-        self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], Any]
+        self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], tf.Tensor]
     ) -> tf.Tensor: ...
 
-    def op_seeds(self, op_seed: Any, original: Callable[[Any], Any]) -> Any: ...
+    def op_seeds(self, op_seed: int | None, original: Callable[[int | None], OpSeeds]) -> OpSeeds: ...
 
     def constant_seed(self, seed: int) -> None: ...
 
-    def draw(self, kind: str, given: Mapping[str, Any], draw: Callable[..., Any]) -> tf.Tensor: ...
+    def draw(self, kind: str, given: Mapping[str, TensorNest], draw: Callable[..., tf.Tensor]) -> tf.Tensor: ...
 
-    def assign(self, variable: keras.Variable, value: tf.Tensor, original: Callable[[Any], None]) -> None: ...
+    def assign(self, variable: keras.Variable, value: tf.Tensor, original: Callable[[tf.Tensor], None]) -> None: ...
 
-    def call_function(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any: ...
+    def call_function(
+        self, original: Original, function: TracedFunction, args: TensorNest, kwargs: TensorNest
+    ) -> TensorNest: ...
 
-    def on_rows(self, inputs: TensorNest, op: Callable[[Any], Any]) -> TensorNest: ...
+    def on_rows(self, inputs: TensorNest, op: Callable[[tf.Tensor], TensorNest]) -> TensorNest: ...
 
     def check_stateful(self, layer: keras.Layer) -> None: ...
 
@@ -95,7 +106,7 @@ class Hook:
         file: where Keras or TensorFlow defines it.
     """
 
-    owner: Any
+    owner: type | ModuleType
     name: str
     file: str
 
@@ -112,7 +123,7 @@ def definer(cls: type, name: str) -> type:
     return next(base for base in cls.__mro__ if name in vars(base))
 
 
-def install(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+def install(owner: type | ModuleType, name: str) -> Callable[[Original], None]:
     """Replace ``owner.name`` by ``hook(original, step, *args)`` for threads with a step, once per process.
 
     Raises:
@@ -123,7 +134,7 @@ def install(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
         raise ImportError(f"cannot import name {name!r} from {owner!r}", name=f"{place}.{name}")
     original = getattr(owner, name)
 
-    def decorate(hook: Callable[..., Any]) -> None:
+    def decorate(hook: Original) -> None:
         if getattr(original, "is_kde_hook", False):
             return
         noted = Hook(owner, name, f"{original.__module__.replace('.', '/')}.py")
@@ -131,7 +142,7 @@ def install(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
         label = str(noted)
 
         @functools.wraps(original)
-        def hooked(*args: Any, **kwargs: Any) -> Any:
+        def hooked(*args: object, **kwargs: object) -> TensorNest:
             step = getattr(thread, "step", None)
             if step is None:
                 return original(*args, **kwargs)
@@ -146,7 +157,7 @@ def install(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
     return decorate
 
 
-def put(owner: Any, name: str, function: Callable[..., Any]) -> None:
+def put(owner: type | ModuleType, name: str, function: Original) -> None:
     """Replace a function of a class or module where it is defined: there pickle looks for it."""
     if isinstance(owner, type):
         setattr(definer(owner, name), name, function)
@@ -159,7 +170,7 @@ def put(owner: Any, name: str, function: Callable[..., Any]) -> None:
 
 
 @contextlib.contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patched(owner: object, name: str, value: object) -> Iterator[None]:
     """Give a module or a class another attribute for a while."""
     own = name in vars(owner)
     before = getattr(owner, name)

@@ -11,11 +11,12 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TypeAlias
 
 from keras_dist_ext import versions
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.strategies import has_several_workers
+from keras_dist_ext.aliases import JsonObject, JsonValue, UserFunction
 from keras_dist_ext.errors import BackendError, TunerError
 from keras_dist_ext.whole_files import write_whole
 
@@ -51,6 +52,8 @@ __all__ = [
     "repair_reloaded",
 ]
 
+_Space: TypeAlias = "list[keras_tuner.engine.hyperparameters.HyperParameter]"
+
 
 class FatalTunerError(TunerError, keras_tuner.errors.FatalError):  # type: ignore[misc]
     """A mistake in how a search was set up; keras-tuner does not take it for a failed trial."""
@@ -67,7 +70,7 @@ class HookedTuner(keras_tuner.Tuner):  # type: ignore[misc]
     a trial trains.
     """
 
-    run_trial: Callable[..., Any]  # keras-tuner's, or a user's own
+    run_trial: UserFunction  # keras-tuner's, or a user's own
     _called: frozenset[str] = frozenset()  # of these methods, by keras-tuner: when it was made, or in this trial
     _is_in_trial = False
 
@@ -96,7 +99,7 @@ class HookedTuner(keras_tuner.Tuner):  # type: ignore[misc]
         ):  # else a user's own code may build models
             self._check_called(self._try_build, self._override_compile_args)
 
-    def _check_called(self, *methods: Callable[..., Any]) -> None:
+    def _check_called(self, *methods: Callable[..., object]) -> None:
         missing = [method.__name__ for method in methods if method.__name__ not in self._called]
         if missing:
             raise FatalBackendError(
@@ -112,12 +115,12 @@ class HookedTuner(keras_tuner.Tuner):  # type: ignore[misc]
         self._called |= {"reload"}
         super().reload()
 
-    def on_trial_begin(self, trial: Any) -> None:
+    def on_trial_begin(self, trial: keras_tuner.engine.trial.Trial) -> None:
         """Begin a trial."""
         super().on_trial_begin(trial)
         self._called, self._is_in_trial = frozenset(), True
 
-    def on_trial_end(self, trial: Any) -> None:
+    def on_trial_end(self, trial: keras_tuner.engine.trial.Trial) -> None:
         """End a trial."""
         self._is_in_trial = False
         super().on_trial_end(trial)
@@ -138,11 +141,13 @@ class HookedTuner(keras_tuner.Tuner):  # type: ignore[misc]
         """Build and compile a model with values, once."""
         return self._build_hypermodel(hp)
 
-    def _follow_trial(self, run_trial: Callable[..., Any], trial: Any, *args: Any, **kwargs: Any) -> Any:
+    def _follow_trial(
+        self, run_trial: UserFunction, trial: keras_tuner.engine.trial.Trial, *args: object, **kwargs: object
+    ) -> object:
         """Run a trial by ``run_trial``, which is keras-tuner's or one of the user's own."""
         return run_trial(trial, *args, **kwargs)
 
-    def _run_and_update_trial(self, trial: Any, *args: Any, **kwargs: Any) -> None:
+    def _run_and_update_trial(self, trial: keras_tuner.engine.trial.Trial, *args: object, **kwargs: object) -> None:
         own = vars(self).get("run_trial")
         self._called |= {self._run_and_update_trial.__name__} | ({"run_trial"} if own is not None else set())
         self.run_trial = functools.partial(self._follow_trial, self.run_trial)  # what keras-tuner is about to call
@@ -171,7 +176,7 @@ def objectives_of(objective: keras_tuner.Objective) -> list[keras_tuner.Objectiv
     return list(getattr(objective, "objectives", [objective]))
 
 
-def score_of(results: Any, objective: keras_tuner.Objective) -> float | None:
+def score_of(results: object, objective: keras_tuner.Objective) -> float | None:
     """Return the score that a trial's results come to; None where they have none (engine/tuner_utils.py)."""
     try:
         return float(tuner_utils.convert_to_metrics_dict(results, objective)[objective.name])
@@ -214,7 +219,7 @@ REPLACED_OF = {
 }
 
 
-def count_failures(oracle: keras_tuner.Oracle, counts: Callable[[Any], bool]) -> None:
+def count_failures(oracle: keras_tuner.Oracle, counts: Callable[[keras_tuner.engine.trial.Trial], bool]) -> None:
     """Have an oracle end the search over some failed trials in a row only (engine/oracle.py).
 
     Args:
@@ -234,7 +239,7 @@ def count_failures(oracle: keras_tuner.Oracle, counts: Callable[[Any], bool]) ->
     oracle._check_consecutive_failures = check
 
 
-def redraw(oracle: keras_tuner.Oracle, is_hopeless: Callable[[Mapping[str, Any]], bool]) -> None:
+def redraw(oracle: keras_tuner.Oracle, is_hopeless: Callable[[Mapping[str, JsonValue]], bool]) -> None:
     """Have an oracle draw again when what it has drawn cannot run (engine/oracle.py, tuners/bayesian.py).
 
     RandomSearch, Hyperband and the first trials of BayesianOptimization draw by `_random_values`, which is asked again
@@ -247,8 +252,8 @@ def redraw(oracle: keras_tuner.Oracle, is_hopeless: Callable[[Mapping[str, Any]]
     """
     draw = oracle._random_values
 
-    def random_values() -> Any:
-        values = draw()
+    def random_values() -> JsonObject | None:
+        values: JsonObject | None = draw()
         for _ in range(_MOST_DRAWS):
             if values is None or not is_hopeless(values):
                 break
@@ -259,7 +264,7 @@ def redraw(oracle: keras_tuner.Oracle, is_hopeless: Callable[[Mapping[str, Any]]
     if isinstance(oracle, keras_tuner.oracles.BayesianOptimizationOracle):
         propose = oracle.populate_space
 
-        def populate_space(trial_id: str) -> Any:
+        def populate_space(trial_id: str) -> JsonObject:
             proposal = propose(trial_id)
             values = proposal.get("values")
             if values is not None and is_hopeless(values):
@@ -285,7 +290,7 @@ def learn_from_failures(oracle: keras_tuner.Oracle, *, unreached: float) -> None
     if not isinstance(oracle, keras_tuner.oracles.BayesianOptimizationOracle):
         return
 
-    def vectorize() -> Any:
+    def vectorize() -> object:
         view = copy.copy(oracle)
         sign = -1.0 if oracle.objective.direction == "max" else 1.0
         ended = {i: t for i, t in oracle.trials.items() if t.status == "COMPLETED" and sign * t.score < unreached}
@@ -302,7 +307,7 @@ def learn_from_failures(oracle: keras_tuner.Oracle, *, unreached: float) -> None
     oracle._vectorize_trials = vectorize
 
 
-def replace_space(oracle: keras_tuner.Oracle, change: Callable[[list[Any]], list[Any]]) -> None:
+def replace_space(oracle: keras_tuner.Oracle, change: Callable[[_Space], _Space]) -> None:
     """Give an oracle other hyperparameters to search, in another order (engine/hyperparameters/hyperparameters.py).
 
     Args:
@@ -314,7 +319,7 @@ def replace_space(oracle: keras_tuner.Oracle, change: Callable[[list[Any]], list
     oracle.hyperparameters = space
 
 
-def local_oracle(client: Any) -> keras_tuner.Oracle:
+def local_oracle(client: keras_tuner.Oracle) -> keras_tuner.Oracle:
     """Return the oracle of this process that a worker's client stands before (distribute/oracle_client.py)."""
     return client._oracle
 
@@ -337,10 +342,10 @@ def save_files_atomically(oracle: keras_tuner.Oracle) -> None:
     if "://" in str(oracle._project_dir):  # no file system of this machine: keras-tuner's own way
         return
 
-    def save_trial(trial: Any) -> None:
+    def save_trial(trial: keras_tuner.engine.trial.Trial) -> None:
         write(os.path.join(oracle._get_trial_dir(trial.trial_id), "trial.json"), trial.get_state())
 
-    def write(path: str, state: Any) -> None:
+    def write(path: str, state: JsonValue) -> None:
         write_whole(path, json.dumps(state))
 
     oracle.save = lambda: write(oracle._get_oracle_fname(), oracle.get_state())

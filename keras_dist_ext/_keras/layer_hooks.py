@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import tensorflow as tf
 from tensorflow.python.ops import ctc_ops
 
 from keras_dist_ext._keras import backend, keras, tree
 from keras_dist_ext._keras.interception import Step, definer, install
 from keras_dist_ext._keras.strategies import sum_over_replicas
-from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.aliases import Original, TensorNest
 
 __all__ = ["has_own_moments"]
 
@@ -26,7 +23,7 @@ def has_own_moments(layer: keras.Layer) -> bool:
 for _op_name in ("conv", "conv_transpose", "depthwise_conv", "separable_conv", "max_pool"):
 
     @install(backend.nn, _op_name)
-    def _(original: Callable[..., Any], step: Step, inputs: TensorNest, *args: Any, **kwargs: Any) -> Any:
+    def _(original: Original, step: Step, inputs: TensorNest, *args: object, **kwargs: object) -> TensorNest:
         return step.on_rows(inputs, lambda rows: original(rows, *args, **kwargs))
 
 
@@ -48,27 +45,27 @@ for _layer_class in (
 ):
 
     @install(definer(_layer_class, "call"), "call")
-    def _(original: Callable[..., Any], step: Step, layer: keras.Layer, inputs: TensorNest) -> Any:
+    def _(original: Original, step: Step, layer: keras.Layer, inputs: TensorNest) -> TensorNest:
         return step.on_rows(inputs, lambda rows: original(layer, rows))
 
 
 # tensorflow/python/ops/ctc_ops.py: Keras' loss and `tf.nn.ctc_loss` end here, and its kernels fail on no rows too.
 @install(ctc_ops, "ctc_loss_dense")
 def _(
-    original: Callable[..., Any],
+    original: Original,
     step: Step,
-    labels: Any,
-    logits: Any,
-    label_length: Any,
-    logit_length: Any,
+    labels: TensorNest,
+    logits: TensorNest,
+    label_length: TensorNest,
+    logit_length: TensorNest,
     logits_time_major: bool = True,
-    unique: Any = None,
+    unique: TensorNest = None,
     blank_index: int = 0,
     name: str | None = None,
-) -> Any:
+) -> tf.Tensor:
     labels, *others = [tf.convert_to_tensor(value) for value in (labels, logits, label_length, logit_length)]
 
-    def of_as_many(rows: tf.Tensor) -> Any:
+    def of_as_many(rows: tf.Tensor) -> tf.Tensor:
         missing = tf.shape(rows)[0] - tf.shape(labels)[0]
 
         def padded(value: tf.Tensor, axis: int = 0) -> tf.Tensor:
@@ -85,7 +82,7 @@ def _(
 # keras/src/layers/normalization/batch_normalization.py: Keras' moments are of a replica's own rows if there is a mask,
 # or the layer is not synchronized; where it is, they lose digits of inputs far from 0.
 @install(keras.layers.BatchNormalization, "_moments")
-def _(original: Callable[..., Any], step: Step, layer: keras.Layer, inputs: TensorNest, mask: TensorNest) -> Any:
+def _(original: Original, step: Step, layer: keras.Layer, inputs: TensorNest, mask: TensorNest) -> TensorNest:
     if not step.has_global_statistics and (mask is None or not layer.synchronized):
         return original(layer, inputs, mask)
     rank = len(inputs.shape)
@@ -111,20 +108,20 @@ def _(original: Callable[..., Any], step: Step, layer: keras.Layer, inputs: Tens
 # (backend/tensorflow/rnn.py), and on one that is masked from its first step on.
 @install(keras.layers.RNN, "call")
 def _(
-    original: Callable[..., Any],
+    original: Original,
     step: Step,
     layer: keras.Layer,
     sequences: TensorNest,
     initial_state: TensorNest = None,
     mask: TensorNest = None,
-    training: Any = False,
-) -> Any:
+    training: bool = False,
+) -> TensorNest:
     if layer.stateful:
         step.check_stateful(layer)
     if not (isinstance(layer, keras.layers.LSTM | keras.layers.GRU) and backend.has_gpus()):
         return original(layer, sequences, initial_state=initial_state, mask=mask, training=training)
 
-    def of_as_many(rows: tf.Tensor) -> Any:
+    def of_as_many(rows: tf.Tensor) -> TensorNest:
         missing = tf.shape(rows)[0] - tf.shape(sequences)[0]
 
         def filled(value: TensorNest, fill: int) -> TensorNest:
@@ -143,7 +140,7 @@ def _(
 
 # keras/src/backend/tensorflow/numpy.py: takes what has no rows for the vector of a bias, since 0 is no more than 1.
 @install(backend.numpy, "add")
-def _(original: Callable[..., Any], step: Step, x1: tf.Tensor, x2: tf.Tensor) -> Any:
+def _(original: Original, step: Step, x1: tf.Tensor, x2: tf.Tensor) -> tf.Tensor:
     if 0 not in (getattr(x2, "shape", None) or ()):
         return original(x1, x2)
     dtype = keras.backend.result_type(*(getattr(x, "dtype", type(x)) for x in (x1, x2)))

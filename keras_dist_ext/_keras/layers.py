@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.common.name_scope import current_path
@@ -80,7 +79,7 @@ def call_with_training(layer: keras.Layer, inputs: TensorNest, *, training: bool
     return layer(inputs, training=training) if layer._call_has_training_arg else layer(inputs)
 
 
-def attributes(tracked: Any) -> list[tuple[str, Any]]:
+def attributes(tracked: object) -> list[tuple[str, object]]:
     """The attributes of a layer, model or optimizer, without TensorFlow's list of what it tracks, which repeats them.
 
     tensorflow/python/trackable/base.py keeps it in attributes that begin with `_self_`.

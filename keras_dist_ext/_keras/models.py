@@ -6,16 +6,24 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 from keras.src.models.functional import Functional as KerasFunctional
 from keras.src.models.model import functional_init_arguments
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.aliases import (
+    Array,
+    BatchIterator,
+    CompileArgument,
+    Original,
+    SavePath,
+    StepData,
+    TensorNest,
+    UserFunction,
+)
 
 __all__ = [
     "KerasFunctional",
@@ -37,6 +45,7 @@ __all__ = [
     "intercept_fit",
 ]
 
+T = TypeVar("T")
 _thread = threading.local()
 
 
@@ -47,15 +56,15 @@ class HookedModel(keras.Model):  # type: ignore[misc]
     backend/tensorflow/layer.py, trackable.py and saving/keras_saveable.py have the others.
     """
 
-    def _build_for_run(self, iterator: Any, batch: TensorNest) -> None:
+    def _build_for_run(self, iterator: BatchIterator, batch: TensorNest) -> None:
         """Build the model, its metrics and its optimizer for an epoch iterator, or for a batch where that is None."""
         super()._maybe_symbolic_build(iterator, batch)
 
-    def _checkpoint_children(self) -> dict[str, Any]:
+    def _checkpoint_children(self) -> dict[str, object]:
         """What ``tf.train.Checkpoint`` is to save beside what TensorFlow tracks, by name."""
         return {}
 
-    def _save_whole(self, save: Callable[[Any], Any], path: Any, *, makes_parents: bool, arguments: str) -> Any:
+    def _save_whole(self, save: Callable[[SavePath], T], path: SavePath, *, makes_parents: bool, arguments: str) -> T:
         """Save to a path, as Keras does by ``save(path)``.
 
         Args:
@@ -67,21 +76,21 @@ class HookedModel(keras.Model):  # type: ignore[misc]
         return save(path)
 
     @classmethod
-    def _load_pickled(cls, file: Any, load: Callable[[Any], Any]) -> Any:
+    def _load_pickled(cls, file: SavePath, load: Callable[[SavePath], keras.Model]) -> keras.Model:
         """Return the model of a file that Keras has pickled, which it itself would ``load`` so."""
         return load(file)
 
-    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: TensorNest = None) -> None:
+    def _maybe_symbolic_build(self, iterator: BatchIterator = None, data_batch: TensorNest = None) -> None:
         if hasattr(iterator, "is_built_for"):  # one of ours
             iterator.is_built_for = True
         self._build_for_run(iterator, data_batch)
 
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: object) -> dict[str, object]:
         children = super()._trackable_children(save_type, **kwargs)
         return {**children, **self._checkpoint_children()} if save_type == "checkpoint" else children
 
     @classmethod
-    def _unpickle_model(cls, file: Any) -> Any:
+    def _unpickle_model(cls, file: SavePath) -> keras.Model:
         return cls._load_pickled(file, super()._unpickle_model)
 
 
@@ -104,7 +113,7 @@ def user_metrics(model: keras.Model) -> list[keras.Metric]:
     return [metric for metric in metrics if isinstance(metric, keras.Metric)]
 
 
-def compile_arguments(model: keras.Model) -> dict[str, Any]:
+def compile_arguments(model: keras.Model) -> dict[str, CompileArgument]:
     """What was given to `compile`, as the objects themselves (keras/src/trainers/trainer.py, `compile`)."""
     given = dict(model._compile_config.config)
     runtime = getattr(model, "replica_runtime", None)  # which knows that "auto" was asked for; Keras' default is 1
@@ -114,7 +123,7 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
     return {**given, "steps_per_execution": "auto" if automatic else model.steps_per_execution}
 
 
-def input_like(tensor: Any) -> keras.KerasTensor:
+def input_like(tensor: keras.KerasTensor) -> keras.KerasTensor:
     """A new `keras.Input` like the one that a symbolic tensor came from (keras/src/backend/common/keras_tensor.py)."""
     layer = tensor._keras_history.operation
     return keras.Input(
@@ -126,13 +135,13 @@ def input_like(tensor: Any) -> keras.KerasTensor:
     )
 
 
-def metric_results(model: keras.Model, logs: Any) -> dict[str, npt.NDArray[Any]]:
+def metric_results(model: keras.Model, logs: TensorNest) -> dict[str, Array]:
     """What ``fit`` logs at the end of an epoch, of the logs of its last step (keras/src/trainers/trainer.py).
 
     In the order in which the model has its metrics: Keras numbers the names of those that were given none.
     """
 
-    def leaves(results: Any, path: str) -> Iterator[tuple[str, Any]]:
+    def leaves(results: TensorNest, path: str) -> Iterator[tuple[str, Array]]:
         if isinstance(results, dict):
             for name, value in results.items():
                 yield from leaves(value, f"{path}/{name}" if path else str(name))
@@ -178,13 +187,13 @@ def build_as_fit(model: HookedModel, batch: TensorNest) -> None:
     model._maybe_symbolic_build(data_batch=batch)
 
 
-def begin_fit(model: keras.Model, split_batch: Any) -> None:
+def begin_fit(model: keras.Model, split_batch: StepData) -> None:
     """Do what ``fit`` of stock Keras does before its first step (backend/tensorflow/trainer.py)."""
     model._maybe_symbolic_build(iterator=[(0, 1, iter([split_batch]))])
 
 
 @contextlib.contextmanager
-def intercept_fit(hook: Callable[..., Any], classes: Sequence[type]) -> Iterator[None]:
+def intercept_fit(hook: UserFunction, classes: Sequence[type]) -> Iterator[None]:
     """Send calls of ``fit`` of these classes to ``hook(original, model, *args, **kwargs)``; nested ones pass by.
 
     For a script that is run to be looked at. `fit` is public, but made in keras/src/backend/tensorflow/trainer.py and
@@ -192,9 +201,9 @@ def intercept_fit(hook: Callable[..., Any], classes: Sequence[type]) -> Iterator
     """
     before = {cls: vars(cls).get("fit") for cls in classes}
 
-    def wrapped(original: Callable[..., Any]) -> Any:
+    def wrapped(original: Original) -> Original:
         @functools.wraps(original)
-        def fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        def fit(model: keras.Model, *args: object, **kwargs: object) -> object:
             if getattr(_thread, "fits", False):
                 return original(model, *args, **kwargs)
             _thread.fits = True

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from keras_dist_ext import versions
 from keras_dist_ext._keras.keras_tuner import REPLACED, REPLACED_OF, FatalBackendError, keras_tuner, release_lock
 
 __all__ = ["check_oracle"]
 
-_ARGUMENTS: dict[type, dict[str, Any]] = {
+_ARGUMENTS: dict[type, dict[str, int]] = {
     keras_tuner.oracles.BayesianOptimizationOracle: {"num_initial_points": 1},
     keras_tuner.oracles.HyperbandOracle: {"max_epochs": 2},
 }
@@ -58,10 +57,10 @@ def _uncalled(kind: type) -> tuple[list[str], Exception | None]:
     oracle.verbose = 0  # else it prints its trials
     called: set[str] = set()
 
-    def noting(name: str) -> Callable[..., Any]:
+    def noting(name: str) -> Callable[..., object]:
         original = getattr(oracle, name)
 
-        def note(*args: Any) -> Any:
+        def note(*args: object) -> object:
             called.add(name)
             if called.issuperset(names):
                 raise _SeenError

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist_ext import versions
+from keras_dist_ext.aliases import TensorNest, UserFunction
 
 __all__ = ["observe_python_ops", "python_ops_of"]
 
@@ -37,7 +38,7 @@ def observe_python_ops(note: Note) -> Callable[[], None]:
         original = registry.__call__
 
         @functools.wraps(original)
-        def timed(self: Any, token: Any, device: Any, args: Any) -> Any:
+        def timed(self: object, token: bytes | str, device: str, args: TensorNest) -> TensorNest:
             begin = time.perf_counter()
             try:
                 return original(self, token, device, args)
@@ -74,16 +75,16 @@ def python_ops_of(graphs: Iterable[tf.Graph]) -> dict[str, str]:
     return {token: _described(function, token) for token, function in functions.items() if not _is_own(function)}
 
 
-def _text(token: Any) -> str:
+def _text(token: bytes | str) -> str:
     return token.decode() if isinstance(token, bytes) else str(token)
 
 
-def _function(registered: Any) -> Any:
+def _function(registered: UserFunction | None) -> Any:
     function = getattr(registered, "_func", registered)  # of py_function, its EagerFunc
     return None if function is None else inspect.unwrap(getattr(function, "func", function))
 
 
-def _is_own(function: Any) -> bool:
+def _is_own(function: object) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 

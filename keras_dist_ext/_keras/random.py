@@ -6,8 +6,8 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
 
+import tensorflow as tf
 from keras.src.utils import rng_utils
 from tensorflow.python.ops import gen_random_ops, gen_stateless_random_ops, gen_stateless_random_ops_v2
 
@@ -71,7 +71,7 @@ def clone_seed_generator(generator: keras.random.SeedGenerator) -> keras.random.
 
 
 @contextlib.contextmanager
-def intercept_random_ops(draw: Callable[..., Any]) -> Iterator[None]:
+def intercept_random_ops(draw: Callable[..., tf.Tensor]) -> Iterator[None]:
     """Send the random ops that all threads make to ``draw(name, original, *args, **kwargs)``, also those of Keras.
 
     tensorflow/python/ops: random_ops.py, stateless_random_ops.py and stateful_random_ops.py call these by module.
@@ -113,13 +113,13 @@ _RANDOM_FUNCTIONS = {
 
 
 @contextlib.contextmanager
-def intercept_dropout(dropout: Callable[..., Any]) -> Iterator[None]:
+def intercept_dropout(dropout: Callable[..., tf.Tensor]) -> Iterator[None]:
     """Send Keras' dropout of all threads to ``dropout(original, inputs, rate, ...)`` (backend/tensorflow/random.py)."""
     with patched(backend.random, "dropout", functools.partial(dropout, backend.random.dropout)):
         yield
 
 
-def stateless_random_ops() -> tuple[Callable[..., Any], ...]:
+def stateless_random_ops() -> tuple[Callable[..., tf.Tensor], ...]:
     """The ops that draw uniform, normal, truncated normal and integer numbers by a key (stateless_random_ops.py)."""
     ops = gen_stateless_random_ops_v2
     return (

@@ -8,10 +8,10 @@ import os
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, BinaryIO, TypeAlias
 
 import h5py
-import numpy.typing as npt
 import tensorflow as tf
 from keras.src import api_export
 from keras.src import export as export_module
@@ -24,6 +24,7 @@ from tensorflow.python.saved_model import save as saved_model
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.interception import Hook, definer, patched
 from keras_dist_ext._keras.models import HookedModel
+from keras_dist_ext.aliases import Array, SavePath
 
 __all__ = [
     "Saveable",
@@ -48,7 +49,7 @@ __all__ = [
 
 KerasSaveable: Any = definer(keras.Model, "_unpickle_model")  # keras/src/saving/keras_saveable.py
 
-Write: TypeAlias = Callable[[Any], Any]
+Write: TypeAlias = Callable[[SavePath], SavePath]
 """Write something to a path."""
 
 
@@ -79,14 +80,14 @@ def _is_noted(hook: Hook) -> bool:
     return called_hooks is not None
 
 
-def _save_hook(owner: Any, name: str) -> Hook:
+def _save_hook(owner: type | ModuleType, name: str) -> Hook:
     function = getattr(owner, name)
     hook = Hook(owner, name, f"{function.__module__.replace('.', '/')}.py")
     SAVE_HOOKS.append(hook)
     return hook
 
 
-def _hook_saves(owner: Any, name: str, *, makes_parents: bool | None = None) -> None:
+def _hook_saves(owner: ModuleType, name: str, *, makes_parents: bool | None = None) -> None:
     """Have a function that saves a model ask the model to, where it is one of ours, once per process."""
     original = getattr(owner, name)
     if hasattr(original, "is_kde_hook"):
@@ -94,7 +95,7 @@ def _hook_saves(owner: Any, name: str, *, makes_parents: bool | None = None) -> 
     hook = _save_hook(owner, name)
 
     @functools.wraps(original)
-    def save(model: keras.Model, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    def save(model: keras.Model, filepath: SavePath, *args: object, **kwargs: object) -> object:
         if not isinstance(model, HookedModel):
             return original(model, filepath, *args, **kwargs)
         if _is_noted(hook):
@@ -133,7 +134,7 @@ CHECKPOINTS = _overridden("_trackable_children")  # keras/src/backend/tensorflow
 
 
 def write_saves_by(
-    write_checkpoint: Callable[[Write, Any], Any], write_saved_model: Callable[[Write, Any], Any]
+    write_checkpoint: Callable[[Write, SavePath], SavePath], write_saved_model: Callable[[Write, SavePath], object]
 ) -> None:
     """Have functions write what TensorFlow saves, and not only models, given its way to write to a path, and the path.
 
@@ -146,16 +147,19 @@ def write_saves_by(
     hook_of_model = _save_hook(saved_model, "save_and_return_nodes")
 
     @functools.wraps(save_checkpoint)
-    def of_checkpoint(saver: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
-        def write(prefix: Any) -> Any:
-            return save_checkpoint(saver, prefix, *args, **kwargs)
+    def of_checkpoint(
+        saver: checkpoint.TrackableSaver, file_prefix: SavePath, *args: object, **kwargs: object
+    ) -> SavePath:
+        def write(prefix: SavePath) -> SavePath:
+            written: SavePath = save_checkpoint(saver, prefix, *args, **kwargs)
+            return written
 
         if _is_noted(hook_of_checkpoint) or not tf.executing_eagerly():
             return write(file_prefix)
         return write_checkpoint(write, file_prefix)
 
     @functools.wraps(save_model)
-    def of_model(obj: Any, export_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_model(obj: tf.Module, export_dir: SavePath, *args: object, **kwargs: object) -> object:
         if _is_noted(hook_of_model):
             return None
         return write_saved_model(lambda path: save_model(obj, path, *args, **kwargs), export_dir)
@@ -172,7 +176,7 @@ def answer_overwriting_by(answer: Callable[[str], bool | None]) -> None:
     original = io_utils.ask_to_proceed_with_overwrite
 
     @functools.wraps(original)
-    def ask(filepath: Any) -> bool:
+    def ask(filepath: str) -> bool:
         answered = answer(filepath)
         return bool(original(filepath)) if answered is None else answered
 
@@ -187,7 +191,7 @@ def said_of(path: str, written: str) -> Iterator[None]:
     """
     original = io_utils.print_msg
 
-    def print_msg(message: Any, *args: Any, **kwargs: Any) -> None:
+    def print_msg(message: object, *args: object, **kwargs: object) -> None:
         original(str(message).replace(written, path), *args, **kwargs)
 
     try:
@@ -237,7 +241,7 @@ def has_recorded_arguments(model: keras.Model) -> bool:
     return bool(recorded is not None and recorded.config)
 
 
-def has_automatic_config(thing: Any) -> bool:
+def has_automatic_config(thing: keras.Operation) -> bool:
     """Whether `get_config` gives the recorded arguments of the constructor (ops/operation.py).
 
     Keras 3.11 records those that were given, so others have their defaults; Keras 3.15 records all.
@@ -245,7 +249,7 @@ def has_automatic_config(thing: Any) -> bool:
     return bool(getattr(type(thing).get_config, "_is_default", False))
 
 
-def is_serializable_dict(value: Any) -> bool:
+def is_serializable_dict(value: object) -> bool:
     """Whether it holds constructor arguments for a config (keras/src/saving/serialization_lib.py)."""
     return isinstance(value, serialization_lib.SerializableDict)
 
@@ -260,7 +264,7 @@ def share_registered_name(cls: type, clone: type) -> None:
         keras.saving.get_custom_objects()[registered] = loaded
 
 
-def saved_variables(path: Any, group: str) -> dict[str, npt.NDArray[Any]]:
+def saved_variables(path: SavePath, group: str) -> dict[str, Array]:
     """The variables that an attribute of a model has saved in a `.keras` file or directory (saving/saving_lib.py).
 
     ``path`` may be a file object.
@@ -272,7 +276,7 @@ def saved_variables(path: Any, group: str) -> dict[str, npt.NDArray[Any]]:
                 return {}
             weights: Any = opened.enter_context(archive.open("model.weights.h5"))
         else:
-            weights = os.path.join(path, "model.weights.h5")
+            weights = os.path.join(path, "model.weights.h5")  # type: ignore[arg-type] # no open file, which is zipped
             if not os.path.exists(weights):
                 return {}
         file = opened.enter_context(h5py.File(weights, "r"))

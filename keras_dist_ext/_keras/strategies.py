@@ -7,13 +7,12 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext import versions
 from keras_dist_ext._keras import keras
-from keras_dist_ext.aliases import SpecNest
+from keras_dist_ext.aliases import SpecNest, TensorNest
 
 __all__ = [
     "make_mirrored",
@@ -86,12 +85,12 @@ def note_creations(
     """
     original = strategy.extended._get_variable_creator_initial_value
 
-    def creator(replica_id: int, device: str, primary_var: Any, **given: Any) -> Any:
+    def creator(replica_id: int, device: str, primary_var: tf.Variable, **given: object) -> TensorNest:
         value_of = original(replica_id=replica_id, device=device, primary_var=primary_var, **given)
         if replica_id:
             return value_of
 
-        def initial_value() -> Any:
+        def initial_value() -> tf.Tensor:
             with waiting():
                 return value_of()
 
@@ -107,7 +106,7 @@ def sum_over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 @versions.naming("A value for each replica")
-def regroup(values: Sequence[tf.Tensor]) -> Any:
+def regroup(values: Sequence[tf.Tensor]) -> tf.distribute.DistributedValues:
     """One value a local replica, as what ``strategy.run`` and ``merge_call`` take (distribute_utils.py)."""
     from tensorflow.python.distribute import distribute_utils
 

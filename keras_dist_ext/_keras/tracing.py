@@ -7,7 +7,6 @@ import pathlib
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx, converter
@@ -22,7 +21,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.backend import global_state
 from keras_dist_ext._keras.interception import patched, thread
-from keras_dist_ext.aliases import SpecNest, TensorNest
+from keras_dist_ext.aliases import SpecNest, TensorNest, TracedFunction, UserFunction
 
 __all__ = [
     "ScratchTrace",
@@ -49,7 +48,7 @@ __all__ = [
 ]
 
 
-def clone_function(function: Any) -> Any:
+def clone_function(function: TracedFunction) -> TracedFunction:
     """A tf.function like another, without its traces (polymorphic_function.py).
 
     One that was loaded from a file has nothing but its traces (saved_model/function_deserialization.py), and is itself.
@@ -60,10 +59,10 @@ def clone_function(function: Any) -> Any:
 @contextlib.contextmanager
 def functions_traced_apart() -> Iterator[None]:
     """Have what calls a tf.function meanwhile call another one like it, which is new, so that no trace stays."""
-    clones: dict[int, tuple[Any, Any]] = {}  # by the id of a function, which is kept with its own
+    clones: dict[int, tuple[TracedFunction, TracedFunction]] = {}  # by the id of a function, which is kept with its own
     original = polymorphic_function.Function.__call__
 
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(function: TracedFunction, *args: object, **kwargs: object) -> TensorNest:
         _, clone = clones.setdefault(id(function), (function, clone_function(function)))
         return original(clone, *args, **kwargs)
 
@@ -71,7 +70,7 @@ def functions_traced_apart() -> Iterator[None]:
         yield
 
 
-def scratch_graph(name: str) -> contextlib.AbstractContextManager[Any]:
+def scratch_graph(name: str) -> contextlib.AbstractContextManager[tf.Graph]:
     """Trace what follows into a scratch graph, which nothing runs (tensorflow/python/framework/func_graph.py)."""
     return tf.__internal__.FuncGraph(name).as_default()  # type: ignore[no-any-return]
 
@@ -89,7 +88,7 @@ class ScratchTrace:
         graph: that it was traced to.
     """
 
-    def __init__(self, function: Callable[[Any], Any], spec: SpecNest) -> None:
+    def __init__(self, function: Callable[[TensorNest], object], spec: SpecNest) -> None:
         specs = [one for one in keras.tree.flatten(spec) if one is not None]
 
         def traced(*leaves: tf.Tensor) -> None:
@@ -281,7 +280,7 @@ def may_be_differentiated() -> bool:
     return bool(record.could_possibly_record())
 
 
-def state_of_thread() -> dict[str, Any]:
+def state_of_thread() -> dict[str, object]:
     """Keras' globals of this thread (keras/src/backend/common/global_state.py)."""
     return dict(vars(global_state.GLOBAL_STATE_TRACKER))
 
@@ -306,7 +305,7 @@ def capture_thread_state() -> Callable[[], contextlib.AbstractContextManager[Non
     return enter
 
 
-def inlined(function: Any) -> Callable[..., Any]:
+def inlined(function: TracedFunction) -> UserFunction:
     """What a tf.function traces, to be called as a part of what is traced (polymorphic_function/autograph_util.py).
 
     TensorFlow would make other errors of those that it raises.
@@ -319,7 +318,7 @@ def inlined(function: Any) -> Callable[..., Any]:
         recursive=True, optional_features=function._experimental_autograph_options, user_requested=True
     )
 
-    def converted(*args: Any, **kwargs: Any) -> Any:
+    def converted(*args: object, **kwargs: object) -> TensorNest:
         with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED):
             return ag_api.converted_call(inner, args, kwargs, options=options)
 
@@ -337,7 +336,9 @@ def observe_traces(note: Callable[[str, dict[str, str], float], None]) -> Callab
     """
     original = tracing_compilation._create_concrete_function
 
-    def create(function_type: Any, *args: Any, **kwargs: Any) -> Any:
+    def create(
+        function_type: tf.types.experimental.FunctionType, *args: object, **kwargs: object
+    ) -> tf.types.experimental.ConcreteFunction:
         if tf.inside_function():
             return original(function_type, *args, **kwargs)
         begin = time.perf_counter()
@@ -366,13 +367,13 @@ class IteratorFunction:
         function: a ``tf.function``. What other arguments it has are of one shape and dtype for each iterator.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: TracedFunction) -> None:
         self.function = function
-        self._iterator: Callable[[], Any] = lambda: None
-        self._trace: Any = None
-        self._captured: list[Any] | None = None  # None: it is another thing at each call
+        self._iterator: Callable[[], object] = lambda: None
+        self._trace: tf.types.experimental.ConcreteFunction = None
+        self._captured: list[tf.Tensor] | None = None  # None: it is another thing at each call
 
-    def __call__(self, iterator: Any, *others: Any) -> Any:
+    def __call__(self, iterator: tf.data.Iterator, *others: object) -> TensorNest:
         """Call the function."""
         if not isinstance(iterator, tf.data.Iterator):  # say, one that TensorFlow has distributed
             return self.function(iterator, *others)
@@ -384,8 +385,8 @@ class IteratorFunction:
         return self._trace._call_flat(tf.nest.flatten((iterator, *others), expand_composites=True), captured)
 
 
-def traced_graphs(function: Any) -> list[tf.Graph]:
+def traced_graphs(function: TracedFunction) -> list[tf.Graph]:
     """The graphs that a tf.function was traced to so far (polymorphic_function.py); none of a plain function."""
     function = function.function if isinstance(function, IteratorFunction) else function
-    traces: list[Any] = getattr(function, "_list_all_concrete_functions", list)()
+    traces: list[tf.types.experimental.ConcreteFunction] = getattr(function, "_list_all_concrete_functions", list)()
     return [trace.graph for trace in traces]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.layers import flat_layers
@@ -21,7 +20,7 @@ def has_user_code(model: keras.Model, kind: str) -> bool:
     return any(map(is_users, _compiled(model)))
 
 
-def _compiled(model: keras.Model) -> Iterator[Any]:
+def _compiled(model: keras.Model) -> Iterator[object]:
     """Yield what losses and metrics of ``compile`` run (losses/losses.py, metrics/reduction_metrics.py)."""
     given = compile_arguments(model) if model.compiled else {}
     getters = {"loss": keras.losses.get, "metrics": keras.metrics.get, "weighted_metrics": keras.metrics.get}
@@ -38,7 +37,7 @@ def _compiled(model: keras.Model) -> Iterator[Any]:
 _SHORT_NAMES = ("accuracy", "acc", "crossentropy", "ce")  # trainers/compile_utils.py finds out which are meant
 
 
-def is_users(code: Any) -> bool:
+def is_users(code: object) -> bool:
     """Whether code, a class or a function, is neither Keras' nor ours."""
     root = str(getattr(code, "__module__", None) or "").split(".")[0]
     return code is not None and root not in ("keras", "keras_dist_ext")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
@@ -15,6 +15,7 @@ from tensorflow.python.ops import handle_data_util
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext._keras.tracing import run_independently
+from keras_dist_ext.aliases import Original
 
 __all__ = [
     "tf_variable",
@@ -85,11 +86,11 @@ def move_variable(variable: Variable, strategy: tf.distribute.Strategy, devices:
         return
     if isinstance(strategy, tf.distribute.OneDeviceStrategy):
         with tf.device(places[0]):
-            beside: Any = tf.zeros(())
+            beside: tf.Tensor | _Colocation = tf.zeros(())
     else:
         beside = _Colocation(tuple(places))
 
-    def create(next_creator: Any, **kwargs: Any) -> Any:
+    def create(next_creator: Original, **kwargs: object) -> tf.Variable:
         return next_creator(**{**kwargs, "colocate_with": beside})
 
     with strategy.scope(), tf.variable_creator_scope(create):
@@ -167,7 +168,7 @@ def variables_of_module(module: tf.Module) -> list[tuple[str, tf.Variable]]:
     return [("/".join(map(str, path)), variable) for path, variable in found]
 
 
-def _read_as(kind: type) -> Callable[[Any], Any]:
+def _read_as(kind: type) -> Callable[[tf.Variable], object]:
     return lambda variable: kind(variable.numpy())
 
 

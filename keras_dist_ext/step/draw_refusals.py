@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -62,6 +61,6 @@ class HostDraws:
             )
 
     @staticmethod
-    def _now() -> tuple[Any, ...]:
+    def _now() -> tuple[object, ...]:
         name, keys, *others = np.random.get_state(legacy=True)
         return random.getstate(), name, np.asarray(keys).tobytes(), tuple(others)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.interception import OpSeeds
 from keras_dist_ext._keras.tracing import in_xla
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.errors import SeedError
 from keras_dist_ext.hashing import fold_in, replica_offset
 from keras_dist_ext.messages import warn_once
@@ -18,6 +19,7 @@ from keras_dist_ext.step.drawn_shapes import NotedDraw
 from keras_dist_ext.step.global_draws import GlobalDraws
 from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.reducers import Reducer
+from keras_dist_ext.step.seeds import Seeds
 from keras_dist_ext.step.xla import draw_as_uncompiled
 
 __all__ = ["RandomStreams"]
@@ -40,13 +42,13 @@ class RandomStreams:
         self,
         model: DistributedModel,
         reducer: Reducer,
-        global_generator: tf.random.Generator,
+        global_generator: keras.random.SeedGenerator,
         observer: StepObserver,
     ) -> None:
         self.is_drawing = False
         self._model = model
         self._reducer = reducer
-        self._seeds: Any = getattr(model, "replica_seeds", None)
+        self._seeds: Seeds | None = getattr(model, "replica_seeds", None)
         self._global_generator = global_generator
         self._observer = observer
         self._num_ops = 0  # of `tf.random` so far
@@ -58,7 +60,7 @@ class RandomStreams:
             self._global = GlobalDraws(self._model.name, all_rows, noted)
 
     def next_seed(
-        self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], Any]
+        self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], tf.Tensor]
     ) -> tf.Tensor:
         """Give each replica a stream of its own; the first replica's is that of one device (see ``seeds``)."""
         seeds = self._seeds
@@ -81,7 +83,7 @@ class RandomStreams:
             return state
         return state + tf.cast(replica_offset(replica), state.dtype)
 
-    def op_seeds(self, op_seed: Any, original: Callable[[Any], Any]) -> Any:
+    def op_seeds(self, op_seed: int | None, original: Callable[[int | None], OpSeeds]) -> OpSeeds:
         """Seed a ``tf.random`` op: by its place in the step from the global seed, else apart from other replicas'."""
         replica = self._reducer.replica_id
         if self.are_global:
@@ -97,7 +99,7 @@ class RandomStreams:
             number = fold_in(self._seeds.root + replica, "tf.random", replica, self._num_ops)
             return number % 2**31, number >> 31
         first, second = original(op_seed)
-        if replica == 0 or first is None:
+        if replica == 0 or first is None or second is None:
             return first, second
         offset = replica_offset(replica)
         return (first + int(offset[0])) % 2**31, (second + int(offset[1])) % 2**31
@@ -118,7 +120,7 @@ class RandomStreams:
         """Whether the replicas draw what one device would draw for the global batch."""
         return self._reducer.num_replicas > 1 and self._seeds is not None and self._seeds.draws == "global"
 
-    def draw(self, kind: str, given: Mapping[str, Any], draw: Callable[..., Any]) -> tf.Tensor:
+    def draw(self, kind: str, given: Mapping[str, TensorNest], draw: Callable[..., tf.Tensor]) -> tf.Tensor:
         """Draw by a key: as one device does where that is wanted, and under XLA and a global seed as without XLA."""
         if self._global is not None:
             return self._global.draw(kind, given, draw)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -86,7 +86,7 @@ class GlobalDraws:
         self._num_draws = 0
         self._host = HostDraws()
 
-    def draw(self, kind: str, given: Mapping[str, Any], draw: Draw) -> tf.Tensor:
+    def draw(self, kind: str, given: Mapping[str, TensorNest], draw: Draw) -> tf.Tensor:
         """Draw for the replica's rows, or the same as all others what has no dimension of examples.
 
         Args:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.random import clone_seed_generator, global_seed_generator
 from keras_dist_ext._keras.strategies import is_default_strategy, strategy_of_variable
 
 __all__ = ["global_generator_of"]
 
 
-def global_generator_of(strategy: tf.distribute.Strategy, *, is_seeded: bool = False) -> tf.random.Generator:
+def global_generator_of(strategy: tf.distribute.Strategy, *, is_seeded: bool = False) -> keras.random.SeedGenerator:
     """The generator behind ``seed=None`` for the steps of a strategy.
 
     Keras has one, which lives where it was first used; TensorFlow refuses it elsewhere, or has all replicas of another
@@ -38,4 +38,6 @@ def global_generator_of(strategy: tf.distribute.Strategy, *, is_seeded: bool = F
     return copy
 
 
-_copies: weakref.WeakKeyDictionary[Any, dict[bool, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[
+    tf.distribute.Strategy, dict[bool, tuple[keras.random.SeedGenerator, keras.random.SeedGenerator]]
+] = weakref.WeakKeyDictionary()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.draw_hooks import DRAWS
 from keras_dist_ext._keras.interception import definer
+from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.step.pass_through import PassThrough
 
 __all__ = ["TriedStep", "Use", "uses_of_hooks"]
@@ -27,17 +28,17 @@ class TriedStep(PassThrough):
         self.leaves_out = False  # what a hook would compute with rows
         self.converts_slices = False
 
-    def draw(self, kind: str, given: Mapping[str, Any], draw: Callable[..., Any]) -> tf.Tensor:
+    def draw(self, kind: str, given: Mapping[str, TensorNest], draw: Callable[..., tf.Tensor]) -> tf.Tensor:
         """Note what is drawn: nearly all ops that are made call its hook."""
         self.drawn.add(kind)
         return super().draw(kind, given, draw)
 
-    def to_dense(self, slices: tf.IndexedSlices) -> Any:
+    def to_dense(self, slices: tf.IndexedSlices) -> tf.Tensor:
         """Note that slices become a tensor."""
         self.converts_slices = True
         return super().to_dense(slices)
 
-    def on_rows(self, inputs: Any, op: Callable[[Any], Any]) -> Any:
+    def on_rows(self, inputs: TensorNest, op: Callable[[tf.Tensor], TensorNest]) -> TensorNest:
         """Return what an op gives for each row."""
         return inputs if self.leaves_out else super().on_rows(inputs, op)
 
@@ -53,7 +54,7 @@ class Use(NamedTuple):
     """
 
     what: str
-    run: Callable[[], Any]
+    run: Callable[[], object]
     hooks: tuple[str, ...]
     draws: str | None = None
 
@@ -73,10 +74,10 @@ class _Net(keras.Model):  # type: ignore[misc]
         super().__init__(name="hook_checks")
         self.dense = keras.layers.Dense(1, kernel_initializer="zeros")
 
-    def build(self, shape: Any) -> None:
+    def build(self, shape: TensorNest) -> None:
         self.dense.build(shape)
 
-    def call(self, x: Any) -> Any:
+    def call(self, x: tf.Tensor) -> tf.Tensor:
         return self.dense(x)
 
 
@@ -180,7 +181,7 @@ def _uses_of_losses(step: TriedStep) -> list[Use]:
 
 def _uses_of_draws() -> list[Use]:
     seed, drawing = keras.random.SeedGenerator(1), keras.random
-    by_key: list[tuple[str, Callable[[], Any], str | None]] = [
+    by_key: list[tuple[str, Callable[[], object], str | None]] = [
         ("uniform", lambda: drawing.uniform((2,), seed=seed), "uniform"),
         ("normal", lambda: drawing.normal((2,), seed=seed), "normal"),
         ("truncated_normal", lambda: drawing.truncated_normal((2,), seed=seed), "truncated_normal"),
@@ -203,7 +204,7 @@ def _uses_of_draws() -> list[Use]:
 def _uses_of_tensorflow() -> list[Use]:
     state = tf.Variable(1.0)
     squared = tf.function(lambda x: x * x, autograph=False)
-    watched: dict[str, Any] = {}
+    watched: dict[str, TensorNest] = {}
 
     def watch() -> None:
         with tf.GradientTape(persistent=True) as tape:
@@ -212,7 +213,7 @@ def _uses_of_tensorflow() -> list[Use]:
             y = squared(x)
         watched.update(tape=tape, x=x, y=y)
 
-    def differentiate(name: str, **options: Any) -> Callable[[], Any]:
+    def differentiate(name: str, **options: object) -> Callable[[], object]:
         return lambda: getattr(watched["tape"], name)(watched["y"], watched["x"], **options)
 
     in_loop = {"experimental_use_pfor": False}

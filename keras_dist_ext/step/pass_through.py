@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.interception import OpSeeds
 from keras_dist_ext._keras.variables import Variable, components, local_component
-from keras_dist_ext.aliases import Gradient, TensorNest
+from keras_dist_ext.aliases import Gradient, Original, TensorNest, TracedFunction
 from keras_dist_ext.step.slices import sum_duplicates, to_dense
 
 __all__ = ["LocalUpdate", "PassThrough", "on_rows"]
@@ -28,7 +28,7 @@ class PassThrough:
     def __init__(self, *, of_worker: bool = True) -> None:
         self._of_worker = of_worker
 
-    def reduce_loss(self, local: tf.Tensor, *_: Any) -> tf.Tensor:
+    def reduce_loss(self, local: tf.Tensor, *_: TensorNest) -> tf.Tensor:
         """Return the loss as it is."""
         return local
 
@@ -55,7 +55,7 @@ class PassThrough:
         return value
 
     def scale_loss(
-        self, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor, original: Callable[[Any], Any]
+        self, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor, original: Callable[[tf.Tensor], tf.Tensor]
     ) -> tf.Tensor:
         """Scale as the optimizer does."""
         return original(loss)
@@ -78,38 +78,38 @@ class PassThrough:
         """Leave slices as they are."""
         return slices
 
-    def to_dense(self, slices: tf.IndexedSlices) -> Any:
+    def to_dense(self, slices: tf.IndexedSlices) -> tf.Tensor:
         """Leave it to TensorFlow."""
         return NotImplemented
 
     def next_seed(
-        self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], Any]
+        self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], tf.Tensor]
     ) -> tf.Tensor:
         """Draw what Keras draws."""
         return original(ordered)
 
-    def op_seeds(self, op_seed: Any, original: Callable[[Any], Any]) -> Any:
+    def op_seeds(self, op_seed: int | None, original: Callable[[int | None], OpSeeds]) -> OpSeeds:
         """Seed as TensorFlow does."""
         return original(op_seed)
 
     def constant_seed(self, seed: int) -> None:
         """Take a constant as it is."""
 
-    def draw(self, kind: str, given: Mapping[str, Any], draw: Callable[..., Any]) -> tf.Tensor:
+    def draw(self, kind: str, given: Mapping[str, TensorNest], draw: Callable[..., tf.Tensor]) -> tf.Tensor:
         """Draw what TensorFlow draws."""
         return draw(given["shape"], given["counter"])
 
-    def all_reduce(
-        self, reduce_op: tf.distribute.ReduceOp | str, value: tf.Tensor, original: Callable[..., Any]
-    ) -> tf.Tensor:
+    def all_reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: tf.Tensor, original: Original) -> tf.Tensor:
         """Reduce as TensorFlow does."""
         return original(reduce_op, value)
 
-    def call_function(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(
+        self, original: Original, function: TracedFunction, args: TensorNest, kwargs: TensorNest
+    ) -> TensorNest:
         """Call a tf.function as it is."""
         return original(function, *args, **kwargs)
 
-    def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[Any], None]) -> None:
+    def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[tf.Tensor], None]) -> None:
         """Assign to every copy on this worker, without a collective."""
         if not self._of_worker:
             original(value)
@@ -117,7 +117,7 @@ class PassThrough:
         for copy in components(variable):
             copy.assign(tf.cast(value, copy.dtype))
 
-    def on_rows(self, inputs: TensorNest, op: Callable[[Any], Any]) -> TensorNest:
+    def on_rows(self, inputs: TensorNest, op: Callable[[tf.Tensor], TensorNest]) -> TensorNest:
         """Return what an op gives for each row."""
         return on_rows(inputs, op)
 
@@ -128,7 +128,7 @@ class PassThrough:
 class LocalUpdate(PassThrough):
     """The inside of an optimizer, run by each replica on its own copies of the variables."""
 
-    def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[Any], None]) -> None:
+    def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[tf.Tensor], None]) -> None:
         """Assign to the replica's own copy."""
         local = local_component(variable)
         local.assign(tf.cast(value, local.dtype))
@@ -137,7 +137,7 @@ class LocalUpdate(PassThrough):
         """Add up slices of one row as the other replicas do."""
         return sum_duplicates(slices)
 
-    def to_dense(self, slices: tf.IndexedSlices) -> Any:
+    def to_dense(self, slices: tf.IndexedSlices) -> tf.Tensor:
         """Add up slices of one row as the other replicas do."""
         return to_dense(slices)
 
@@ -145,7 +145,7 @@ class LocalUpdate(PassThrough):
 _guarded = threading.local()  # whether what this thread runs has rows already
 
 
-def on_rows(inputs: TensorNest, op: Callable[[Any], Any]) -> TensorNest:
+def on_rows(inputs: TensorNest, op: Callable[[tf.Tensor], TensorNest]) -> TensorNest:
     """Run an op that fails on no rows on a row of zeros where there are none, and return none for it.
 
     Convolutions and max pooling do on CPUs (oneDNN's in the forward pass or in the gradient), recurrent layers on GPUs

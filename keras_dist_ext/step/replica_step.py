@@ -21,15 +21,15 @@ Letters: n = rows of a replica, N = rows of the global batch, R = replicas in sy
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.interception import OpSeeds
 from keras_dist_ext._keras.models import overrides
 from keras_dist_ext._keras.optimizers import inner_optimizer
 from keras_dist_ext._keras.variables import Variable
-from keras_dist_ext.aliases import DType, Gradient, TensorNest
+from keras_dist_ext.aliases import DType, Gradient, Original, TensorNest, TracedFunction, UserFunction
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.step import pass_through
 from keras_dist_ext.step.all_rows import AllRows
@@ -137,7 +137,7 @@ class ReplicaStep:
     # What Keras asks (Step)
 
     def reduce_loss(
-        self, local: tf.Tensor, sample_weight: TensorNest, mask: TensorNest, reduction: str | None, dtype: DType
+        self, local: tf.Tensor, sample_weight: TensorNest, mask: TensorNest, reduction: str | None, dtype: DType | None
     ) -> tf.Tensor:
         """Turn a replica's reduced loss into one whose mean over replicas, weighted by share, is the global loss."""
         if self.all_rows.kind_of(local) == "replicated":  # of the losses of all rows: the same on every replica
@@ -192,19 +192,19 @@ class ReplicaStep:
         return self.all_rows.as_own(values), sample_weight
 
     def scale_loss(
-        self, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor, original: Callable[[Any], Any]
+        self, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor, original: Callable[[tf.Tensor], tf.Tensor]
     ) -> tf.Tensor:
         """Weight the loss by the replica's share."""
         return self.weights.scale_loss(optimizer, loss, original)
 
     def differentiate(
         self,
-        gradient: Callable[[Any, Any], Any],
+        gradient: Callable[[TensorNest, TensorNest], TensorNest],
         target: TensorNest,
         sources: TensorNest,
         output_gradients: TensorNest = None,
         *,
-        of_keras: Any = None,
+        of_keras: keras.optimizers.Optimizer | None = None,
     ) -> TensorNest:
         """Return gradients of the global batch for what all replicas share, and this replica's own for all else.
 
@@ -219,7 +219,7 @@ class ReplicaStep:
             return gradient(target, output_gradients)
         return self.gradients.differentiate(gradient, target, sources, output_gradients, of_keras=of_keras)
 
-    def jacobian(self, jacobian: Callable[[], Any], target: TensorNest, sources: TensorNest) -> TensorNest:
+    def jacobian(self, jacobian: Callable[[], TensorNest], target: TensorNest, sources: TensorNest) -> TensorNest:
         """Return a jacobian over the global batch, where the target has no dimension of examples, else of this replica.
 
         Args:
@@ -243,13 +243,11 @@ class ReplicaStep:
         """Leave gradients alone: ``apply`` sums them."""
         return grads_and_vars
 
-    def all_reduce(
-        self, reduce_op: tf.distribute.ReduceOp | str, value: tf.Tensor, original: Callable[..., Any]
-    ) -> tf.Tensor:
+    def all_reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: tf.Tensor, original: Original) -> tf.Tensor:
         """All-reduce inside a layer."""
         return self._reducer.all_reduce(reduce_op, value, original)
 
-    def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[Any], None]) -> None:
+    def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[tf.Tensor], None]) -> None:
         """Note state that a layer assigns, so that the replicas agree on it after the step."""
         if self._guard is not None:
             self._guard.of_step.note(variable)
@@ -265,12 +263,12 @@ class ReplicaStep:
         self._observer.on_variable(name)
 
     def next_seed(
-        self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], Any]
+        self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], tf.Tensor]
     ) -> tf.Tensor:
         """Give each replica a stream of its own."""
         return self.all_rows.note_own(self._observer.on_draw(self._streams.next_seed(generator, ordered, original)))
 
-    def op_seeds(self, op_seed: Any, original: Callable[[Any], Any]) -> Any:
+    def op_seeds(self, op_seed: int | None, original: Callable[[int | None], OpSeeds]) -> OpSeeds:
         """Seed a ``tf.random`` op."""
         return self._streams.op_seeds(op_seed, original)
 
@@ -278,7 +276,7 @@ class ReplicaStep:
         """Warn that an integer as a seed gives every replica the same numbers."""
         self._streams.constant_seed(seed)
 
-    def draw(self, kind: str, given: Mapping[str, Any], draw: Callable[..., Any]) -> tf.Tensor:
+    def draw(self, kind: str, given: Mapping[str, TensorNest], draw: Callable[..., tf.Tensor]) -> tf.Tensor:
         """Draw by a key."""
         return self._streams.draw(kind, given, draw)
 
@@ -291,19 +289,21 @@ class ReplicaStep:
         """Whether BatchNormalization takes the statistics of the rows of all replicas."""
         return self._reducer.num_replicas > 1 and self.model.replica_runtime.batch_statistics == "global"
 
-    def call_function(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(
+        self, original: Original, function: TracedFunction, args: TensorNest, kwargs: TensorNest
+    ) -> TensorNest:
         """Call a tf.function of the user's, traced anew for each step."""
         return self._branches.call(original, function, args, kwargs)
 
-    def cond(self, original: Callable[..., Any], predicate: tf.Tensor, true: Any, false: Any) -> Any:
+    def cond(self, original: Original, predicate: tf.Tensor, true: UserFunction, false: UserFunction) -> TensorNest:
         """Trace a branch of the graph."""
         return self._branches.cond(original, predicate, true, false)
 
-    def while_loop(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def while_loop(self, original: Original, *args: TensorNest, **options: TensorNest) -> TensorNest:
         """Trace a loop of the graph."""
         return self._branches.while_loop(original, *args, **options)
 
-    def on_rows(self, inputs: TensorNest, op: Callable[[Any], Any]) -> TensorNest:
+    def on_rows(self, inputs: TensorNest, op: Callable[[tf.Tensor], TensorNest]) -> TensorNest:
         """Return what an op gives for each row, where this replica may have none."""
         return op(inputs) if self.num_replicas == 1 else pass_through.on_rows(inputs, op)
 
@@ -311,7 +311,7 @@ class ReplicaStep:
         """Add up slices of one row as the other replicas do."""
         return slices if self.num_replicas == 1 else sum_duplicates(slices)
 
-    def to_dense(self, slices: tf.IndexedSlices) -> Any:
+    def to_dense(self, slices: tf.IndexedSlices) -> tf.Tensor:
         """Add up slices of one row as the other replicas do."""
         return NotImplemented if self.num_replicas == 1 else to_dense(slices)
 
@@ -331,7 +331,7 @@ class ReplicaStep:
 
     # Around the user's step
 
-    def note_result(self, metric: keras.metrics.Metric, value: tf.Tensor) -> Any:
+    def note_result(self, metric: keras.metrics.Metric, value: TensorNest) -> TensorNest:
         """Remember that ``value`` is the result of ``metric``, to compute it from the pooled state instead."""
         if self._pools_results and self.num_replicas > 1:
             return self._reducer.pooled_result(metric)

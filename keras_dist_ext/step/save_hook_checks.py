@@ -12,9 +12,8 @@ import functools
 import logging
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
-from typing import Any
 
 import tensorflow as tf
 
@@ -30,6 +29,7 @@ from keras_dist_ext._keras.saving import (
     Saveable,
     noting_saves,
 )
+from keras_dist_ext.aliases import SavePath, TensorNest
 
 __all__ = ["uncalled_save_hooks"]
 
@@ -41,25 +41,25 @@ class _SavedNet(HookedModel):
         super().__init__(name="save_hook_checks")
         self.built = True
 
-    def call(self, x: Any) -> Any:
+    def call(self, x: tf.Tensor) -> tf.Tensor:
         return x
 
-    def _checkpoint_children(self) -> dict[str, Any]:
+    def _checkpoint_children(self) -> dict[str, object]:
         _asked.add(CHECKPOINTS)
         return {}
 
     @classmethod
-    def _load_pickled(cls, file: Any, load: Callable[[Any], Any]) -> Any:
+    def _load_pickled(cls, file: SavePath, load: Callable[[SavePath], keras.Model]) -> None:
         _asked.add(PICKLES)
 
 
 class _Kept(Saveable):
     """An attribute that notes whether it is saved with the weights of a model, and loaded."""
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: MutableMapping[str, TensorNest]) -> None:
         store["kept"] = [1]
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: MutableMapping[str, TensorNest]) -> None:
         _asked.add(ATTRIBUTES)
 
 
@@ -86,7 +86,7 @@ def uncalled_save_hooks() -> list[Hook]:
     return [hook for hook in SAVE_HOOKS if str(hook) not in called_hooks | _asked]
 
 
-def _saves(net: _SavedNet, folder: Path) -> Iterator[Callable[[], Any]]:
+def _saves(net: _SavedNet, folder: Path) -> Iterator[Callable[[], object]]:
     yield lambda: net.save(folder / "net.keras")
     yield lambda: net.save(folder / "net.h5")
     yield lambda: net.save_weights(folder / "net.weights.h5")

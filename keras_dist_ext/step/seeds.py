@@ -23,8 +23,7 @@ from __future__ import annotations
 import json
 import random
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -138,7 +137,7 @@ class Generator:
         return drawn if same and drawn >= 0 else None
 
 
-def _held(value: Any) -> Iterator[tf.random.Generator]:
+def _held(value: object) -> Iterator[tf.random.Generator]:
     """The generators of TensorFlow in an attribute, which may be a list or a dict of several."""
     if isinstance(value, tf.random.Generator):
         yield value
@@ -169,8 +168,8 @@ class Seeds(Saveable):
 
     def __init__(self, model: keras.Model) -> None:
         self._model = weakref.ref(model)  # which Keras, loading, would find in here, and here in it, and so on
-        self._loaded: dict[str, Any] = {}
-        self._left: dict[str, Any] = {}
+        self._loaded: dict[str, Array] = {}
+        self._left: dict[str, Array] = {}
         self._known: set[int] = set()
         self.root: int | None = None
         self.wanted: int | None = None
@@ -289,7 +288,7 @@ class Seeds(Saveable):
         found: dict[int, Generator] = {}
         count = {"keras": 0, "tensorflow": 0}
 
-        def add(kind: str, label: str, owner: Any) -> None:
+        def add(kind: str, label: str, owner: keras.random.SeedGenerator | tf.random.Generator) -> None:
             if id(owner) not in found:
                 found[id(owner)] = Generator(f"{kind}_{count[kind]}", label, owner.state)
                 count[kind] += 1
@@ -338,7 +337,7 @@ class Seeds(Saveable):
         run = [-1 if self.root is None else self.root, self.num_passes, int(self.uses_global)]
         return [*run, 1] if self.draws == "global" else run
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Sequence[int] | Array]) -> None:
         """Take over a state; what belongs to generators that are not made yet waits for them until a run begins."""
         if "run" in state:
             root, self.num_passes, uses_global, *is_global = (int(n) for n in state["run"])
@@ -365,12 +364,12 @@ class Seeds(Saveable):
     def _has_state(self) -> bool:
         return self.root is not None or bool(self.generators())
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: MutableMapping[str, Array]) -> None:
         """Save into a Keras file."""
         for name, value in self.state().items():
             store[name] = np.array(value, np.int64)
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: MutableMapping[str, Array]) -> None:
         """Load from a Keras file; files of stock Keras hold nothing."""
         self.load({name: np.asarray(store[name]) for name in store.keys()})  # noqa: SIM118 (Keras' own kind of mapping)
 
@@ -385,5 +384,5 @@ class _InCheckpoint(tf.train.experimental.PythonState):  # type: ignore[misc]
     def serialize(self) -> str:
         return json.dumps(self._seeds.state())
 
-    def deserialize(self, string_value: Any) -> None:
+    def deserialize(self, string_value: str | bytes) -> None:
         self._seeds.load(json.loads(string_value))

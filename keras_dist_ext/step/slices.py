@@ -10,8 +10,6 @@ device.
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from keras_dist_ext._keras import backend
@@ -45,7 +43,7 @@ def sum_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     return tf.IndexedSlices(sums, rows, slices.dense_shape)
 
 
-def to_dense(slices: tf.IndexedSlices) -> Any:
+def to_dense(slices: tf.IndexedSlices) -> tf.Tensor:
     """Return a tensor with the sum of a row's slices in its place, or ``NotImplemented`` to leave it to TensorFlow.
 
     On CPUs TensorFlow has one order for it.

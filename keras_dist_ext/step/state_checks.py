@@ -8,7 +8,7 @@ something public that must change it, or follow it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -69,7 +69,7 @@ def _tracks_loss() -> bool:
 
 
 def _knows_functions_of_metrics() -> bool:
-    def knows(metric: Any) -> bool:
+    def knows(metric: keras.Metric) -> bool:
         net = keras.Sequential([keras.Input((1,))], name="hook_checks")
         net.compile("sgd", "mse", metrics=[metric])
         return has_user_code(net, "train")
@@ -89,7 +89,7 @@ def _knows_branches() -> bool:
     found = []
     with scratch_graph("hook_checks") as graph:
 
-        def note(value: Any) -> Any:
+        def note(value: tf.Tensor) -> tf.Tensor:
             found.append(in_branch(graph))
             return value
 

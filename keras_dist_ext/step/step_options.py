@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import tensorflow as tf
-
+from keras_dist_ext._keras import keras
 from keras_dist_ext.step.drawn_shapes import NotedDraw
 from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.nan_guard import StepGuard
@@ -36,7 +35,7 @@ class StepOptions:
 
     kind: str = "train"
     pools_results: bool = False
-    global_generator: tf.random.Generator | None = None
+    global_generator: keras.random.SeedGenerator | None = None
     note: StepNote | None = None
     guard: StepGuard | None = None
     exponents: BatchExponents | None = None

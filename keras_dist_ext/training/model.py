@@ -23,7 +23,7 @@ from keras_dist_ext._keras.models import (
 from keras_dist_ext._keras.saving import save_as
 from keras_dist_ext._keras.strategies import strategy_of_model
 from keras_dist_ext._keras.variables import components
-from keras_dist_ext.aliases import Config, LossNest, MetricNest, Scores, StepData, TensorNest
+from keras_dist_ext.aliases import Config, LossNest, MetricNest, SavePath, Scores, StepData, TensorNest
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.added_losses import losses_as_means
 from keras_dist_ext.step.distributed_model import PlacedParts
@@ -55,7 +55,7 @@ from keras_dist_ext.training.run_callback import Callbacks
 from keras_dist_ext.training.runners import CoordinatorProgram, StepRunner, predictor
 from keras_dist_ext.training.runs import evaluating, execution_sizers, fitting, predicting
 from keras_dist_ext.training.runtime import ReplicaRuntime, runtime_of, stop_attribute
-from keras_dist_ext.training.whole_saves import Target, save_whole
+from keras_dist_ext.training.whole_saves import save_whole
 from keras_dist_ext.training.worker_saves import save_by_worker
 
 __all__ = ["OWN_CLASSES", "Functional", "Model", "Sequential"]
@@ -300,7 +300,7 @@ class Model(HookedModel, metaclass=Scoped):
     stop_evaluating = stop_attribute("test")
     stop_predicting = stop_attribute("predict")
 
-    def _save_whole(self, save: Callable[[Target], _T], path: Target, *, makes_parents: bool, arguments: str) -> _T:
+    def _save_whole(self, save: Callable[[SavePath], _T], path: SavePath, *, makes_parents: bool, arguments: str) -> _T:
         workers = workers_of(self.distribute_strategy)
         if workers is None:  # several workers agree on it at the end of an epoch
             self.replica_runtime.synchronize()
@@ -316,7 +316,7 @@ class Model(HookedModel, metaclass=Scoped):
         return {"replica_seeds": self.replica_seeds.in_checkpoint}
 
     @classmethod
-    def _load_pickled(cls, file: Target, load: Callable[[Target], keras.Model]) -> keras.Model:
+    def _load_pickled(cls, file: SavePath, load: Callable[[SavePath], keras.Model]) -> keras.Model:
         """Load a pickled model in the scope that is entered.
 
         Files hold the names of Keras' classes, so what comes from them is taken over.

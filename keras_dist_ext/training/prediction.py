@@ -172,7 +172,7 @@ class PredictProgram:
 class _Alone:
     """A step of prediction that one replica makes by itself, as one device does."""
 
-    def __init__(self, model: keras.Model, generator: tf.random.Generator) -> None:
+    def __init__(self, model: keras.Model, generator: keras.random.SeedGenerator) -> None:
         self.observer = StepObserver()
         self._model = model
         self._generator = generator

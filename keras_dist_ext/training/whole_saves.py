@@ -13,19 +13,19 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras.saving import said_of
+from keras_dist_ext.aliases import SavePath
 from keras_dist_ext.strategy.key_value import KeyValueStore
 from keras_dist_ext.whole_files import exchange, locked_folder, sync_file, sync_folder, unfinished_folder
 
-__all__ = ["SharedSaves", "Target", "checkpoint_state", "file_identity", "is_saving", "save_whole"]
+__all__ = ["SharedSaves", "checkpoint_state", "file_identity", "is_saving", "save_whole"]
 
 _T = TypeVar("_T")
-Target: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 _ANSWER_SECONDS = 1.0  # milliseconds, but on a busy machine; a path that does not exist yet is not asked for
 _OF_ALL = 1  # who stores the one text on a topic, whichever worker it is: one that may not get an answer
 _LOCK_SECONDS = 10.0  # others hold a lock for milliseconds, unless they are stopped
@@ -69,8 +69,8 @@ def file_identity(path: Path) -> str:
 
 
 def save_whole(
-    save: Callable[[Target], _T],
-    path: Target,
+    save: Callable[[SavePath], _T],
+    path: SavePath,
     *,
     makes_parents: bool,
     state: Callable[[Path], str] | None = None,

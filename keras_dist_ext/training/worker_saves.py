@@ -17,8 +17,9 @@ from typing import TypeVar
 import tensorflow as tf
 
 from keras_dist_ext._keras.saving import answer_overwriting_by, write_saves_by
+from keras_dist_ext.aliases import SavePath
 from keras_dist_ext.strategy.workers import Workers, workers_of_process
-from keras_dist_ext.training.whole_saves import Target, checkpoint_state, file_identity, is_saving, save_whole
+from keras_dist_ext.training.whole_saves import checkpoint_state, file_identity, is_saving, save_whole
 from keras_dist_ext.training.worker_sync import without_collectives
 
 __all__ = ["save_by_worker"]
@@ -28,7 +29,12 @@ _ANSWER_SECONDS = 0.2  # milliseconds, but on a busy machine
 
 
 def save_by_worker(
-    save: Callable[[Target], _T], path: Target, workers: Workers, *, makes_parents: bool, state: Callable[[Path], str]
+    save: Callable[[SavePath], _T],
+    path: SavePath,
+    workers: Workers,
+    *,
+    makes_parents: bool,
+    state: Callable[[Path], str],
 ) -> _T:
     """Save to a path by ``save(path)``, on any number of the workers; see ``save_whole``."""
 
@@ -74,7 +80,7 @@ def _may_overwrite(filepath: str | os.PathLike[str]) -> bool | None:
     )
 
 
-def _write_checkpoint(write: Callable[[Target], Target], prefix: Target) -> Target:
+def _write_checkpoint(write: Callable[[SavePath], SavePath], prefix: SavePath) -> SavePath:
     workers = workers_of_process()
     if workers is None or is_saving():
         return write(prefix)
@@ -82,7 +88,7 @@ def _write_checkpoint(write: Callable[[Target], Target], prefix: Target) -> Targ
     return prefix
 
 
-def _write_saved_model(write: Callable[[Target], _T], path: Target) -> _T:
+def _write_saved_model(write: Callable[[SavePath], _T], path: SavePath) -> _T:
     workers = workers_of_process()
     if workers is None or is_saving():
         return write(path)
