@@ -22,6 +22,7 @@ In reading order:
     saving        how Keras saves an object
     callbacks     what Keras' own look at
     adapters      the data of ``fit``
+    py_datasets   and its order, of a ``PyDataset``
     datasets      graphs, iterators and shards of tf.data
     tracing       graphs, and how functions are traced and called
     python_ops    functions of Python that graphs call

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import random
 import threading
-import types
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.trainers import data_adapters
-from keras.src.trainers.data_adapters import py_dataset_adapter
 
 from keras_dist_ext import versions
-from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras import tree
 from keras_dist_ext._keras.interception import put
 from keras_dist_ext.aliases import Array, StepData, TensorNest
 from keras_dist_ext.errors import BackendError
@@ -31,16 +27,12 @@ __all__ = [
     "TFDatasetAdapter",
     "use_epoch_iterator",
     "check_epoch_iterator",
-    "seed_py_datasets",
-    "preserve_py_dataset_order",
     "first_batch_of_generator",
-    "resume_py_dataset",
     "num_array_examples",
     "array_shuffle",
     "take_examples",
     "seed_array_shuffles",
     "make_data_adapter",
-    "py_dataset_batches",
 ]
 
 DataAdapter: TypeAlias = data_adapters.data_adapter.DataAdapter
@@ -161,136 +153,9 @@ class CustomEpochIterator(EpochIterator):  # type: ignore[misc]
         self._interrupted_warning()
 
 
-class _Shuffles(Protocol):
-    def shuffle(self, indices: list[int], /) -> None: ...
-
-
-class _PyDatasetOrder(types.ModuleType):
-    """The module `random` as Keras sees it where it shuffles the batches of a PyDataset: only that is another."""
-
-    def __init__(self) -> None:
-        super().__init__(random.__name__, random.__doc__)
-        self.generator: _Shuffles = random
-
-    def __getattr__(self, name: str) -> object:
-        if name == "Random" and self.generator is not random:  # by which Keras 3.16 shuffles, seeded by the epoch
-            return lambda *seed: self
-        return getattr(random, name)
-
-    def shuffle(self, indices: list[int]) -> None:
-        """Shuffle in place."""
-        self.generator.shuffle(indices)
-
-
-_py_dataset_order = _PyDatasetOrder()
-
-
-py_dataset_adapter.random = _py_dataset_order
-
-
-def seed_py_datasets(seed: int | None) -> None:
-    """Shuffle the batches of a PyDataset by this seed; None by Python's generator, as Keras does.
-
-    keras/src/trainers/data_adapters/py_dataset_adapter.py shuffles by `random`, also in a thread of its own.
-
-    Raises:
-        BackendError: it shuffles in another way.
-    """
-    if seed is not None:
-        _check_py_dataset_order()
-    _py_dataset_order.generator = random if seed is None else random.Random(seed)
-
-
-@functools.cache
-def _check_py_dataset_order() -> None:
-    """Have Keras shuffle small PyDatasets, once a process, and see that it asks for their order."""
-    for workers in (1, 2):  # in this thread, and in one of its own
-        order = _NotedOrder()
-        with preserve_py_dataset_order():
-            _py_dataset_order.generator = order
-            adapter = data_adapters.get_data_adapter(_SmallPyDataset(workers=workers), shuffle=True)
-            with contextlib.closing(py_dataset_batches(adapter)) as batches:
-                next(batches)
-        if not order.is_asked:
-            raise BackendError(
-                versions.changed(
-                    "a PyDataset is no longer shuffled by Python's random.shuffle or random.Random "
-                    "(keras/src/trainers/data_adapters/py_dataset_adapter.py), so its order would follow no seed"
-                )
-            )
-
-
-class _NotedOrder:
-    is_asked = False
-
-    def shuffle(self, indices: list[int]) -> None:
-        """Leave them as they are."""
-        self.is_asked = True
-
-
-class _SmallPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> Array:
-        return np.zeros((1, 1))
-
-
-@contextlib.contextmanager
-def preserve_py_dataset_order() -> Iterator[None]:
-    """Afterwards, shuffle the batches of a PyDataset as before."""
-    before = _py_dataset_order.generator
-    try:
-        yield
-    finally:
-        _py_dataset_order.generator = before
-
-
 def first_batch_of_generator(adapter: DataAdapter) -> list[TensorNest]:
     """The arrays of a generator's first batch, which Keras has looked at (data_adapters/generator_data_adapter.py)."""
     return [part for part in tree.flatten(adapter._first_batches[0]) if isinstance(part, np.ndarray | tf.Tensor)]
-
-
-def resume_py_dataset(adapter: DataAdapter, batch: int, seed: int | None) -> tf.data.Dataset:
-    """The rest of a pass over a PyDataset, from a batch on; those before it are not asked for.
-
-    keras/src/trainers/data_adapters/py_dataset_adapter.py makes a dataset of what `_get_iterator` gives.
-
-    Raises:
-        BackendError: it makes it of something else.
-    """
-    _check_py_dataset_rest()
-    return _rest_of_py_dataset(adapter, batch, seed)
-
-
-@functools.cache
-def _check_py_dataset_rest() -> None:
-    for workers in (1, 2):
-        adapter = data_adapters.get_data_adapter(_SmallPyDataset(workers=workers), shuffle=False)
-        if len(list(_rest_of_py_dataset(adapter, 1, None))) != 1:
-            raise BackendError(
-                versions.changed(
-                    "the dataset of a PyDataset is no longer made of what PyDatasetAdapter._get_iterator gives "
-                    "(keras/src/trainers/data_adapters/py_dataset_adapter.py), so that a run would not continue at the "
-                    "batch at which it was interrupted. No step was made"
-                )
-            )
-
-
-def _rest_of_py_dataset(adapter: DataAdapter, batch: int, seed: int | None) -> tf.data.Dataset:
-    def rest() -> Iterator[TensorNest]:
-        length = adapter.num_batches
-        numbers: Any = itertools.count() if length is None else list(range(length))
-        if adapter.shuffle and length is not None:
-            (random if seed is None else random.Random(seed)).shuffle(numbers)
-        for number in itertools.islice(numbers, batch, None):
-            yield adapter._standardize_batch(adapter.py_dataset[number])
-
-    adapter._get_iterator = rest
-    try:
-        return adapter.get_tf_dataset()
-    finally:
-        del adapter._get_iterator
 
 
 def num_array_examples(adapter: DataAdapter) -> int:
@@ -389,15 +254,3 @@ def make_data_adapter(
     return data_adapters.get_data_adapter(
         x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, class_weight=class_weight
     )
-
-
-def py_dataset_batches(adapter: DataAdapter) -> Generator[TensorNest, None, None]:
-    """One pass over a PyDataset, begun and ended as `fit` does an epoch, also when it is left early.
-
-    keras/src/trainers/data_adapters/py_dataset_adapter.py.
-    """
-    adapter.on_epoch_begin()
-    try:
-        yield from adapter._get_iterator()
-    finally:
-        adapter.on_epoch_end()

@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import tree
-from keras_dist_ext._keras.adapters import preserve_py_dataset_order, seed_py_datasets
 from keras_dist_ext._keras.datasets import local_datasets, with_seeds
+from keras_dist_ext._keras.py_datasets import preserve_py_dataset_order, seed_py_datasets
 from keras_dist_ext._keras.strategies import first_replica, num_local_replicas
 from keras_dist_ext.aliases import Array, FitData, SpecNest, TensorNest, UserFunction
 from keras_dist_ext.data import split as data

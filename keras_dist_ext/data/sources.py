@@ -121,7 +121,7 @@ def _of_length(dataset: tf.data.Dataset, length: int | None) -> tf.data.Dataset:
 
 
 def _of_py_dataset(adapter: DataAdapter, seed: int | None, passes: itertools.count[int]) -> tf.data.Dataset:
-    from keras_dist_ext._keras.adapters import preserve_py_dataset_order, py_dataset_batches, seed_py_datasets
+    from keras_dist_ext._keras.py_datasets import preserve_py_dataset_order, py_dataset_batches, seed_py_datasets
 
     spec = adapter.get_tf_dataset().element_spec
 

@@ -23,8 +23,8 @@ from keras_dist_ext._keras.adapters import (
     TFDatasetAdapter,
     array_shuffle,
     num_array_examples,
-    seed_py_datasets,
 )
+from keras_dist_ext._keras.py_datasets import seed_py_datasets
 from keras_dist_ext._keras.strategies import spec_of_replica
 from keras_dist_ext.aliases import JsonObject, SpecNest
 from keras_dist_ext.cluster import heartbeat

@@ -10,7 +10,8 @@ from typing import TypeAlias
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.adapters import preserve_py_dataset_order, use_epoch_iterator
+from keras_dist_ext._keras.adapters import use_epoch_iterator
+from keras_dist_ext._keras.py_datasets import preserve_py_dataset_order
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.strategy.adapted import take_into_scope
 from keras_dist_ext.strategy.consistency import run_fingerprint

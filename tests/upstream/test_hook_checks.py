@@ -20,11 +20,12 @@ from tensorflow.python.ops import cond as cond_module
 from tensorflow.python.ops import control_flow_util_v2
 
 import keras_dist_ext as kde
-from keras_dist_ext._keras import adapters, backend
-from keras_dist_ext._keras.adapters import py_dataset_adapter, seed_py_datasets, tf_trainer
+from keras_dist_ext._keras import backend, py_datasets
+from keras_dist_ext._keras.adapters import tf_trainer
 from keras_dist_ext._keras.datasets import dataset_graph
 from keras_dist_ext._keras.interception import HOOKS
 from keras_dist_ext._keras.models import HookedModel
+from keras_dist_ext._keras.py_datasets import py_dataset_adapter, seed_py_datasets
 from keras_dist_ext._keras.saving import SAVE_HOOKS, Saveable
 from keras_dist_ext.step import hook_checks, state_checks
 from keras_dist_ext.step.save_hook_checks import uncalled_save_hooks
@@ -311,21 +312,21 @@ def test_callbacks_may_give_a_run_s_model_batches_of_their_own(batch, mirrored):
 
 def test_a_py_dataset_that_keras_shuffles_otherwise_is_an_error_where_a_seed_is_given(monkeypatch):
     monkeypatch.setattr(py_dataset_adapter, "random", random)
-    adapters._check_py_dataset_order.cache_clear()
+    py_datasets._check_py_dataset_order.cache_clear()
     with pytest.raises(kde.BackendError, match=r"PyDataset is no longer shuffled .*py_dataset_adapter\.py\), so its"):
         seed_py_datasets(1)
     seed_py_datasets(None)
 
 
 def test_a_py_dataset_whose_rest_keras_does_not_take_is_an_error_where_a_run_is_resumed(monkeypatch):
-    adapters._check_py_dataset_rest.cache_clear()
+    py_datasets._check_py_dataset_rest.cache_clear()
     monkeypatch.setattr(
         py_dataset_adapter.PyDatasetAdapter,
         "get_tf_dataset",
         lambda adapter: tf.data.Dataset.from_tensor_slices([adapter.py_dataset[i][0, 0] for i in range(2)]),
     )
     with pytest.raises(kde.BackendError, match=r"no longer made of what .*_get_iterator gives .* at which it was"):
-        adapters.resume_py_dataset(None, 1, None)
+        py_datasets.resume_py_dataset(None, 1, None)
 
 
 def test_arrays_that_keras_shuffles_otherwise_are_an_error_where_a_seed_is_given(monkeypatch):

@@ -37,10 +37,7 @@ from keras_dist_ext._keras.adapters import (
     GeneratorDataAdapter,
     first_batch_of_generator,
     make_data_adapter,
-    py_dataset_batches,
-    resume_py_dataset,
     seed_array_shuffles,
-    seed_py_datasets,
     take_examples,
     use_epoch_iterator,
 )
@@ -84,6 +81,7 @@ from keras_dist_ext._keras.models import (
     user_metrics,
 )
 from keras_dist_ext._keras.optimizers import GradientSlots, num_batches_used, optimized_variables
+from keras_dist_ext._keras.py_datasets import py_dataset_batches, resume_py_dataset, seed_py_datasets
 from keras_dist_ext._keras.random import (
     clone_seed_generator,
     global_seed_generator,

@@ -22,10 +22,10 @@ from keras_dist_ext._keras.adapters import (
     TFDatasetAdapter,
     first_batch_of_generator,
     num_array_examples,
-    resume_py_dataset,
     take_examples,
 )
 from keras_dist_ext._keras.datasets import caches_in_memory, dataset_graph, has_random_order, has_unseeded_shuffle
+from keras_dist_ext._keras.py_datasets import resume_py_dataset
 from keras_dist_ext.aliases import StepData
 from keras_dist_ext.data.dataset_graph import read_graph
 from keras_dist_ext.errors import DataError
