@@ -1,4 +1,7 @@
-"""Refuse what cannot draw, on several replicas, the random numbers of one device, and is no op of a step's graph."""
+"""Refuse models and host code whose random numbers several replicas cannot draw as one device does.
+
+Ops of a step's graph are refused by ``global_draws``.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ FIX = 'Draw by replica instead (ReplicaSeeds(seed), without draws="global").'
 
 
 def refuse_model(model: keras.Model, layers: Sequence[keras.layers.Layer]) -> None:
-    """Refuse what draws otherwise where the number of rows is unknown, under XLA, or where workers step by themselves.
+    """Refuse layers that draw differently if the number of rows is unknown, XLA, and parameter servers.
 
     Raises:
-        SeedError: there is such a layer, the model is compiled by XLA, or its strategy is one of parameter servers.
+        SeedError: the model has such a layer, is compiled by XLA, or is under a ParameterServerStrategy.
     """
     strategy = model.distribute_strategy
     if getattr(model, "jit_compile", False) is True and strategy.num_replicas_in_sync > 1:
@@ -43,21 +46,21 @@ def refuse_model(model: keras.Model, layers: Sequence[keras.layers.Layer]) -> No
 
 
 class HostDraws:
-    """Sees whether Python's or NumPy's random numbers are drawn from now on."""
+    """Detects whether random numbers of Python or NumPy are drawn after it is made."""
 
     def __init__(self) -> None:
         self._state = self._now()
 
     def refuse(self, name: str) -> None:
-        """Refuse numbers that were drawn while a step of a model was traced: each replica has drawn others.
+        """Refuse numbers that were drawn while a step of a model was traced: they differ between replicas.
 
         Raises:
-            SeedError: some were.
+            SeedError: some were drawn.
         """
         if self._now() != self._state:
             raise SeedError(
                 f"draws=\"global\": a step of '{name}' draws random numbers of Python or NumPy while it is traced (as "
-                "keras.layers.AugMix does), others on each replica. Use keras.random. " + FIX
+                "keras.layers.AugMix does), which differ between replicas. Use keras.random. " + FIX
             )
 
     @staticmethod

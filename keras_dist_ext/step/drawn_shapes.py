@@ -1,9 +1,9 @@
-"""Tell by their shapes which random numbers of a step have a dimension of examples.
+"""Find out, by their shapes, which random numbers of a step have a dimension of examples.
 
-While a step is made for replicas, the number of rows is unknown, and so may be other sizes, as the length of sequences:
-a shape does not say which is which, and at run time two of them may be equal. So a step is traced in a scratch graph on
-two numbers of rows before, all other sizes being the same. A dimension that is the number of rows in both is that of
-examples; one that is the same in both does not depend on them.
+While a step is traced for replicas, the number of rows is unknown, and so may be other sizes, such as the length of
+sequences: a shape does not say which is which, and at run time two of them may be equal. So a step is traced before, in
+scratch graphs on two numbers of rows, with all other sizes the same. A dimension that equals the number of rows in both
+is that of examples; one that is the same in both does not depend on them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NotedDraw:
 
 
 def static_shape(shape: TensorNest) -> tf.TensorShape:
-    """What is known of the values of a shape while a graph is made."""
+    """What is known of the values of a shape while a graph is traced."""
     shape = tf.convert_to_tensor(shape)
     if shape.shape.num_elements() is None:
         return tf.TensorShape(None)
@@ -53,11 +53,11 @@ def has_examples(noted: NotedDraw, static: tf.TensorShape, *, of_one_batch: bool
 
     Args:
         noted: the same draw in the scratch graphs.
-        static: what is known of its shape while the step is made.
-        of_one_batch: whether the replicas' rows are parts of one batch, which has one length of sequences.
+        static: what is known of its shape while the step is traced.
+        of_one_batch: whether the replicas' rows are parts of one batch, whose sequences have one length.
 
     Raises:
-        SeedError: that is not known, or another dimension depends on the examples.
+        SeedError: it is not known, or another dimension depends on the examples, too.
     """
     what = f"random numbers ({noted.kind}) of the shape {static}"
     few, many = noted.shapes

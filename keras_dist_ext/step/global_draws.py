@@ -1,12 +1,12 @@
 """Draw a replica's own rows of the random numbers that one device would draw for the global batch, bit for bit.
 
-A counter-based generator (Philox) makes a group of numbers of each value of its counter, one group after the other. So
-the numbers of rows that begin at the e-th number begin in the group e // g, with g numbers in a group: the counter is
-moved there, and what is drawn too much is cut off. A truncated normal number may need several tries: TensorFlow sets 64
-values of the counter apart for each number (tensorflow/core/kernels/random_op_cpu.h, ``kReservedSamplesPerOutput``).
+A counter-based generator (Philox) computes a group of g numbers from each value of its counter. So if a replica's rows
+begin with the e-th number, they begin in group e // g: the counter is advanced to it, and the numbers before the rows
+are dropped. A truncated normal number may need several tries: TensorFlow reserves 64 values of the counter for each
+number (tensorflow/core/kernels/random_op_cpu.h, ``kReservedSamplesPerOutput``).
 
-The number of rows is left unknown while a step is traced (``of_any_number``), so that a shape of constants has none of
-them; what has an unknown size is told by ``drawn_shapes``.
+The number of rows is unknown while a step is traced (``of_any_number``), so a fully known shape has no dimension of
+examples; ``drawn_shapes`` decides it for shapes with an unknown size.
 Letters: n = rows of a replica, N = rows of the global batch.
 """
 
@@ -43,7 +43,7 @@ _OWN = re.compile(rf"(^|/)own_{_SCOPE}(_\d+)?$")
 
 
 def of_any_number(batch: TensorNest) -> TensorNest:
-    """Return a batch whose number of rows is unknown while a graph is made.
+    """Return a batch whose number of rows is unknown while a graph is traced.
 
     Raises:
         SeedError: there is no graph.
@@ -74,20 +74,20 @@ class GlobalDraws:
 
     Args:
         name: of the model.
-        all_rows: where the replica's rows are.
-        noted: what the step has drawn in the scratch graphs; None if it was not traced in them yet.
+        all_rows: knows where the replica's rows are in the global batch.
+        noted: what the step drew in the scratch graphs; None if it was not traced in them yet.
     """
 
     def __init__(self, name: str, all_rows: AllRows, noted: Sequence[NotedDraw] | None) -> None:
         self._name = name
-        self._rows = all_rows.range  # replicas meet for it, which they cannot do in a branch or a loop of the graph
+        self._rows = all_rows.range  # takes a collective, which a branch or a loop of the graph cannot have
         self._of_one_batch = all_rows.are_of_one_batch
         self._noted = noted
         self._num_draws = 0
         self._host = HostDraws()
 
     def draw(self, kind: str, given: Mapping[str, TensorNest], draw: Draw) -> tf.Tensor:
-        """Draw for the replica's rows, or the same as all others what has no dimension of examples.
+        """Draw the replica's own rows, or, without a dimension of examples, the same numbers as all other replicas.
 
         Args:
             kind: of the numbers, see ``draw_rows``.
@@ -95,8 +95,8 @@ class GlobalDraws:
             draw: see ``draw_rows``.
 
         Raises:
-            SeedError: it is not known which it is.
-            UnknownDraws: the step is to be traced in a scratch graph before.
+            SeedError: it is not known whether there is a dimension of examples.
+            UnknownDraws: the step must be traced in scratch graphs first.
         """
         place, self._num_draws = self._num_draws, self._num_draws + 1
         static = static_shape(given["shape"])
@@ -117,10 +117,10 @@ class GlobalDraws:
         return tf.ensure_shape(own, static)
 
     def check(self) -> None:
-        """Refuse what one device does not draw row by row, of all that was traced.
+        """Refuse a traced step with random numbers that cannot be drawn row by row.
 
         Raises:
-            SeedError: there is something.
+            SeedError: there are some.
         """
         self._host.refuse(self._name)
         graph = tf.compat.v1.get_default_graph()
@@ -140,15 +140,15 @@ class GlobalDraws:
 def draw_rows(
     kind: str, shape: TensorNest, dtype: tf.DType, counter: tf.Tensor, draw: Draw, rows: RowRange
 ) -> tf.Tensor:
-    """Draw by a key and a counter what one device would draw for the replica's rows.
+    """Draw, by a key and a counter, what one device would draw for the replica's rows.
 
     Args:
         kind: of the numbers: "uniform", "normal", "truncated_normal", "uniform_int" or "uniform_full_int".
         shape: of the result, whose first dimension is that of examples.
         dtype: of the result.
-        counter: where the numbers of the global batch begin.
-        draw: takes a shape, a counter and the op's name.
-        rows: where the replica's rows are in the global batch.
+        counter: of the first number of the global batch.
+        draw: takes a shape, a counter and a name for the op.
+        rows: the replica's rows in the global batch.
     """
     shape = tf.convert_to_tensor(shape)
     with tf.control_dependencies([_check_rows(shape, rows)]):
@@ -164,10 +164,10 @@ def draw_rows(
 
 
 def _refuse_other_draws(graph: tf.Graph, name: str) -> None:
-    """Refuse the random numbers of a step that are neither drawn by rows nor the same on all replicas.
+    """Refuse random numbers of a step that are neither drawn by rows nor the same on all replicas.
 
     Args:
-        graph: that the step was traced to.
+        graph: of the traced step.
         name: of the model.
 
     Raises:
@@ -194,10 +194,10 @@ def _refuse_other_draws(graph: tf.Graph, name: str) -> None:
 
 
 def _refuse_sorted(graph: tf.Graph, name: str) -> None:
-    """Refuse to sort one random number for each example, as ``keras.random.shuffle`` does.
+    """Refuse a step that sorts one random number for each example, as ``keras.random.shuffle`` does.
 
     Raises:
-        SeedError: the step does.
+        SeedError: it does.
     """
     drawn = [op for op in operations(graph) if op.type == "Reshape" and _OWN.search(op.name)]
     todo = [op.outputs[0] for op in drawn if op.outputs[0].shape.rank == 1]

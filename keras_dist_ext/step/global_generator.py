@@ -17,13 +17,13 @@ __all__ = ["global_generator_of"]
 def global_generator_of(strategy: tf.distribute.Strategy, *, is_seeded: bool = False) -> keras.random.SeedGenerator:
     """The generator behind ``seed=None`` for the steps of a strategy.
 
-    Keras has one, which lives where it was first used; TensorFlow refuses it elsewhere, or has all replicas of another
-    strategy change it. So this is a copy of it, made in the strategy's scope when it is first asked for, and again
-    after ``keras.utils.set_random_seed``; but on one device, where it is Keras' own.
+    Keras has a single one, whose variable belongs to the strategy in whose scope it was first used: TensorFlow refuses
+    it under another strategy, or has all replicas change it. So this is a copy of it, made in the strategy's scope when
+    it is first needed, and anew after ``keras.utils.set_random_seed``. On one device it is Keras' own.
 
     Args:
-        strategy: where steps draw.
-        is_seeded: whether it has a stream of a global seed, in which draws outside of steps have no part.
+        strategy: of the steps that draw.
+        is_seeded: whether it has a stream of a global seed, which draws outside of steps do not advance.
     """
     stock = global_seed_generator()
     is_default = is_default_strategy(strategy)

@@ -1,6 +1,6 @@
-"""See that Keras and TensorFlow still call what this package answers in a step, before a first step is made.
+"""Check, before the first step, that Keras and TensorFlow still call the hooks of this package in a step.
 
-A newer release may stop to call one of the functions that ``_keras`` replaces. Nothing would fail then: a loss, a
+A newer release may no longer call one of the functions that ``_keras`` replaces. Nothing would fail then: a loss, a
 gradient or a draw would be that of one replica. So each of these hooks is tried once in a process, on a small stock
 model that is traced in a scratch graph, and by each layer and function that has to call it; and while a step of Keras'
 own is traced, the hooks that it must call are noted. On one replica nothing of this matters, and nothing is tried.
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 @functools.cache
 def check_hooks() -> None:
-    """Try all hooks, once a process, outside of anything that replaces functions for a while.
+    """Try all hooks, once a process; not inside of code that replaces functions for a while.
 
     Raises:
         BackendError: Keras or TensorFlow does not call one of them.
@@ -62,10 +62,10 @@ def check_hooks() -> None:
 
 
 def uncalled_hooks() -> dict[str, list[str]]:
-    """Return the hooks that are not called by what should call them, each with that.
+    """Return the hooks that are not called, each with the uses that should call it.
 
     Raises:
-        BackendError: what should call them fails.
+        BackendError: a use fails.
     """
     step = TriedStep()
     missing: dict[str, list[str]] = {}
@@ -94,32 +94,32 @@ def uncalled_hooks() -> dict[str, list[str]]:
 def _failure_of(use: Use) -> Exception | None:
     try:
         use.run()
-    except Exception as error:  # maybe of a hook that was not called
+    except Exception as error:  # perhaps because a hook was not called
         return error
     return None
 
 
 def states_elsewhere() -> list[State]:
-    """Return what is not where it was."""
+    """Return the private state that is not where it was."""
     return _in_thread(lambda: [state for state in STATES if not _is_found(state)])
 
 
 def _is_found(state: State) -> bool:
     try:
         return state.is_found()
-    except Exception:  # it is not there at all, or is something else
+    except Exception:  # it is gone, or something else
         return False
 
 
 def _in_thread(use: Callable[[], _T]) -> _T:
-    """Return what a function does in a thread of its own: in no graph, strategy or tape, with names of its own."""
+    """Call a function in its own thread: in no graph, strategy or tape, and with its own names."""
     found: list[_T] = []
     failed: list[Exception] = []
 
     def run() -> None:
         try:
             with warnings.catch_warnings(), tf.device("CPU:0"):
-                warnings.simplefilter("ignore")  # of a model that nobody has made
+                warnings.simplefilter("ignore")  # about a model that is not the user's
                 found.append(use())
         except Exception as error:
             failed.append(error)
@@ -133,7 +133,7 @@ def _in_thread(use: Callable[[], _T]) -> _T:
 
 
 def check_step(model: DistributedModel, kind: str, called_hooks: Collection[str]) -> None:
-    """See that the hooks that a step of Keras' own must call were called while it was traced.
+    """Check that a step of Keras' own called the hooks that it must call while it was traced.
 
     Args:
         model: whose step it is.
@@ -167,7 +167,7 @@ def _expected(model: DistributedModel, kind: str) -> list[str]:
 
 
 def _is_keras(thing: object, name: str) -> bool:
-    """Whether a method is that of Keras, neither the user's nor, as a loop's, of this package."""
+    """Whether a method is Keras' own, neither the user's nor, as in a loop, one of this package."""
     return name not in vars(thing) and getattr(type(thing), name).__module__.split(".")[0] == "keras"
 
 
@@ -191,7 +191,7 @@ def _refuse(missing: Mapping[str, Sequence[str]], caller: str, consequence: str 
 
 
 def _listed(uses: Sequence[str]) -> str:
-    """Join names, of many the first ones."""
+    """Join names; if there are many, the first ones."""
     return " and ".join(uses) if len(uses) < 3 else f"{uses[0]}, {uses[1]} and {len(uses) - 2} others"
 
 

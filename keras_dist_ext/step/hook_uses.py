@@ -1,4 +1,4 @@
-"""What Keras and TensorFlow do in steps, by small layers and functions, each with the hooks that it has to call."""
+"""Small layers and functions as steps use them, each with the hooks that Keras or TensorFlow has to call in it."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ __all__ = ["TriedStep", "Use", "uses_of_hooks"]
 
 
 class TriedStep(PassThrough):
-    """Notes which hooks are called."""
+    """Records which hooks are called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.called_hooks: set[str] = set()
         self.drawn: set[str] = set()
-        self.leaves_out = False  # what a hook would compute with rows
+        self.skips_ops = False  # of `on_rows`
         self.converts_slices = False
 
     def draw(self, kind: str, given: Mapping[str, TensorNest], draw: Callable[..., tf.Tensor]) -> tf.Tensor:
-        """Note what is drawn: nearly all ops that are made call its hook."""
+        """Record the kind of numbers: its hook is called for nearly all ops, not only for those that draw."""
         self.drawn.add(kind)
         return super().draw(kind, given, draw)
 
     def to_dense(self, slices: tf.IndexedSlices) -> tf.Tensor:
-        """Note that slices become a tensor."""
+        """Record that slices are converted to a tensor."""
         self.converts_slices = True
         return super().to_dense(slices)
 
     def on_rows(self, inputs: TensorNest, op: Callable[[tf.Tensor], TensorNest]) -> TensorNest:
-        """Return what an op gives for each row."""
-        return inputs if self.leaves_out else super().on_rows(inputs, op)
+        """Return the outputs of an op."""
+        return inputs if self.skips_ops else super().on_rows(inputs, op)
 
 
 class Use(NamedTuple):
     """Something that steps do.
 
     Attributes:
-        what: it is, as users write it.
-        run: does it, in a graph that nothing runs.
-        hooks: that it calls, with all versions that were tested.
-        draws: the kind of numbers that it draws, where `DRAWS` is among them.
+        what: its name, as users write it.
+        run: does it, in a scratch graph.
+        hooks: that it calls, in all tested versions of Keras and TensorFlow.
+        draws: the kind of numbers that it draws, if `DRAWS` is one of the hooks.
     """
 
     what: str
@@ -60,9 +60,9 @@ class Use(NamedTuple):
 
 
 def uses_of_hooks(step: TriedStep) -> list[Use]:
-    """Return all that is tried, which together calls each hook.
+    """Return all uses that are tried; together they call every hook.
 
-    What draws is given a seed: layers without one take a random number of Python's, which others draw from.
+    All that draw are given a seed: without one they would take it from Python's generator, which users draw from.
     """
     return [*_uses_of_models(), *_uses_of_layers(), *_uses_of_losses(step), *_uses_of_draws(), *_uses_of_tensorflow()]
 
@@ -158,9 +158,9 @@ def _uses_of_losses(step: TriedStep) -> list[Use]:
     over_all = ("LossFunctionWrapper.call", "loss.reduce_weighted_values", "ReplicaContext.all_reduce")
 
     def ctc() -> None:
-        step.leaves_out = True  # its graph is large
+        step.skips_ops = True  # its graph is large
         keras.ops.ctc_loss(tf.ones((2, 2), tf.int32), tf.ones((2, 4, 3)), tf.constant([2, 2]), tf.constant([4, 4]))
-        step.leaves_out = False
+        step.skips_ops = False
 
     return [
         Use("Dice", lambda: keras.losses.Dice()(values, values), over_all),

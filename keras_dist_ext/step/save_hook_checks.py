@@ -1,8 +1,8 @@
-"""See that Keras and TensorFlow still ask this package before they save a model, before a first step is made.
+"""Check, before the first step, that Keras and TensorFlow still call the hooks of this package when they save a model.
 
-Where one of them would not, files would be as Keras writes them: in place, by all workers at once, and a checkpoint
-without the seeds of replicas, so that what goes on from it would draw other numbers. As for the hooks of steps (see
-``step.hook_checks``), each is tried once in a process, on a small model; the hooks note it, and nothing is saved.
+Without them files would be as Keras writes them: in place, by all workers at once, and a checkpoint would lack the
+seeds of replicas, so that a resumed run would draw other numbers. As with the hooks of steps (``step.hook_checks``),
+each is tried once in a process, on a small model; the hooks record the call, and nothing is saved.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["uncalled_save_hooks"]
 
 
 class _SavedNet(HookedModel):
-    """A model without weights that notes what is asked of it."""
+    """A model without weights that records which of its methods are called."""
 
     def __init__(self) -> None:
         super().__init__(name="save_hook_checks")
@@ -54,7 +54,7 @@ class _SavedNet(HookedModel):
 
 
 class _Kept(Saveable):
-    """An attribute that notes whether it is saved with the weights of a model, and loaded."""
+    """An attribute that records whether it is saved with the weights of a model, and loaded."""
 
     def save_own_variables(self, store: MutableMapping[str, TensorNest]) -> None:
         store["kept"] = [1]
@@ -76,12 +76,12 @@ _asked: set[str] = set()
 
 
 def uncalled_save_hooks() -> list[Hook]:
-    """Return the hooks that are not called by what should call them."""
+    """Return the hooks that Keras and TensorFlow do not call."""
     _asked.clear()
     net = _SavedNet()
     with tempfile.TemporaryDirectory(prefix="keras_dist_ext_") as folder, noting_saves() as called_hooks, _quiet():
         for save in _saves(net, Path(folder)):
-            with contextlib.suppress(Exception):  # of what is not called, but does save, or cannot
+            with contextlib.suppress(Exception):  # if the hook is not called, it saves, or fails
                 save()
     return [hook for hook in SAVE_HOOKS if str(hook) not in called_hooks | _asked]
 
@@ -105,7 +105,7 @@ def _save_and_load(net: keras.Model, path: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Have Keras not advise the user about the format of a file that nobody wants."""
+    """Silence Keras' advice about the formats of these files."""
 
     def refuse(record: logging.LogRecord) -> bool:
         return False

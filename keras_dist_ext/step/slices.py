@@ -1,11 +1,11 @@
-"""Add up what ``tf.IndexedSlices`` hold for one row of a variable, with the same bits on every replica.
+"""Sum the ``tf.IndexedSlices`` that update the same row of a variable, with the same bits on every replica.
 
-Replicas hold the same slices once gradients are summed, and each brings them into its own copies. Where several belong
-to one row, TensorFlow adds them up in an order that depends on its threads: those of CPUs where a variable's rows are
-changed (core/kernels/scatter_functor.h), and those of GPUs everywhere (atomic additions). So copies would drift apart.
+Once gradients are summed, all replicas hold the same slices, and each applies them to its own copy of the variable.
+Where several slices update one row, TensorFlow sums them in an order that depends on its threads: on CPUs where the
+rows of a variable are updated (core/kernels/scatter_functor.h), on GPUs everywhere (atomic additions). So the copies
+would drift apart.
 
-Nothing is added up earlier than TensorFlow does it: squares and norms of slices are those of all slices, as on one
-device.
+Nothing is summed earlier than TensorFlow does it: squares and norms are those of all slices, as on one device.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["sum_duplicates", "to_dense"]
 
 
 def sum_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Return one slice for each row that some belong to, of rows in any order.
+    """Return one slice for each row that has any, with the rows in any order.
 
-    On CPUs sums are made one after another (core/kernels/segment_reduction_ops_impl.h). On GPUs only a sum of sorted
-    slices that are looked up at once has one order: ``tf.math.segment_sum`` adds up atomically as well. XLA gets slices
-    as they are, since it has to know how many rows there are.
+    CPUs sum in sequence (core/kernels/segment_reduction_ops_impl.h). On GPUs only ``tf.sparse.segment_sum`` of sorted
+    slices has a fixed order: ``tf.math.segment_sum`` adds atomically, too. Under XLA slices are returned as they are,
+    since it must know the number of rows.
 
     Args:
-        slices: several of which may belong to one row.
+        slices: may have several for one row.
     """
     if in_xla():
         return slices
@@ -44,12 +44,12 @@ def sum_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def to_dense(slices: tf.IndexedSlices) -> tf.Tensor:
-    """Return a tensor with the sum of a row's slices in its place, or ``NotImplemented`` to leave it to TensorFlow.
+    """Return a dense tensor in which each row is the sum of its slices, or ``NotImplemented`` for TensorFlow to do it.
 
-    On CPUs TensorFlow has one order for it.
+    On CPUs TensorFlow itself has a fixed order.
 
     Args:
-        slices: several of which may belong to one row.
+        slices: may have several for one row.
     """
     if slices.dense_shape is None or not backend.has_gpus() or in_xla():
         return NotImplemented

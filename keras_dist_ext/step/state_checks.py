@@ -1,8 +1,7 @@
-"""See that what Keras and TensorFlow keep to themselves, and numbers of several replicas depend on, is where it was.
+"""Check that private state of Keras and TensorFlow that the numbers of several replicas depend on is where it was.
 
-``step.hook_checks`` sees whether a hook is called. What is read instead, or set for a while, could be
-elsewhere in a newer release, and the old place be empty: nothing would fail. So each is tried once in a process, by
-something public that must change it, or follow it.
+``step.hook_checks`` checks that hooks are called. State that is read, or set for a while, could have moved in a newer
+release, without any error. So each is tried once in a process: something public must change it, or depend on it.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ __all__ = ["STATES", "State"]
 
 
 class State(NamedTuple):
-    """Something that is read or set where upstream keeps it.
+    """Private state that is read or set in Keras or TensorFlow.
 
     Attributes:
-        what: it is.
-        file: where Keras or TensorFlow keeps it.
-        is_found: tries it, outside of all graphs and scopes.
+        what: its description.
+        file: of Keras or TensorFlow that holds it.
+        is_found: whether it is still there; called outside of all graphs and scopes.
     """
 
     what: str
