@@ -1,8 +1,8 @@
-"""Where a loop on GPUs has its batches: beside the iterator that gives them, and on the GPU before their step.
+"""Place the batches of a training loop: next to their iterator until they are needed, and on the GPU before their step.
 
-What has no device, TensorFlow places on a GPU if it can (tensorflow/core/common_runtime/placer.cc): also the Identity
-that it makes of what a loop carries, and the `and` of a loop's condition. So a batch that was read ahead would go to
-the GPU and back in each step, and each step would wait until the GPU is over with the one before.
+TensorFlow places ops without a device on a GPU if it can (tensorflow/core/common_runtime/placer.cc), also the Identity
+of each loop variable and the `and` in a loop's condition. So a batch that was read ahead would be copied to the GPU and
+back in each step, and each step would wait until the GPU has finished the one before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["BatchDevices", "accelerators", "device_of_iterator"]
 
 
 def accelerators(strategy: tf.distribute.Strategy) -> list[str]:
-    """Return the devices of this worker's replicas that are GPUs; without a strategy, where TensorFlow places ops."""
+    """Return the GPUs of this worker's replicas; without a strategy, the GPU on which TensorFlow places ops, if any."""
     with tf.init_scope():
         used = [tf.zeros([]).device] if is_default_strategy(strategy) else strategy.extended.worker_devices
     return [device for device in used if _is_gpu(device)]
@@ -38,11 +38,11 @@ def device_of_iterator(iterator: tf.data.Iterator) -> str:
 
 
 class BatchDevices:
-    """Where the batches of an iterator are.
+    """The devices on which the batches of an iterator are.
 
     Args:
-        data: the device of the iterator; None: nothing is said of devices.
-        ahead: the device to which batches are sent one step ahead, if they are on the host; None: they are not.
+        data: the device of the iterator; None places nothing.
+        ahead: the device to which batches are sent one step ahead, if they are on the host; None sends none ahead.
     """
 
     def __init__(self, data: str | None = None, ahead: str | None = None) -> None:
@@ -50,24 +50,24 @@ class BatchDevices:
         self._ahead = None if data is None or _is_gpu(data) else ahead
 
     def beside_data(self, optional: tf.experimental.Optional) -> tf.experimental.Optional:
-        """Return an optional that stays where the iterator is, also what is done with it."""
+        """Return an optional that is kept on the iterator's device, and so are the ops on it."""
         if self._data is None:
             return optional
         with tf.device(self._data):
             return tf.nest.map_structure(tf.identity, optional, expand_composites=True)
 
     def both(self, first: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
-        """Return whether both are true, where the host sees it at once."""
+        """Return whether both are true, computed on the host, which reads it without waiting for a GPU."""
         with contextlib.nullcontext() if self._data is None else tf.device("/device:CPU:0"):
             return tf.logical_and(first, second)
 
     def end_trace(self) -> None:
-        """Have what a function returns, which is about to do so, stay where it is."""
+        """Keep the outputs of the function that is traced on their devices; called right before it returns."""
         if self._data is not None:
             return_in_place()
 
     def sent_ahead(self, spec: SpecNest) -> BatchesAhead:
-        """Return what sends batches of a spec ahead, which does nothing where it is not to."""
+        """Return what sends batches of a spec ahead, or reads small ones and some types in their step."""
         leaves = tf.nest.flatten(spec)
         if self._ahead is None or self._data is None or not all(map(_can_be_sent, leaves)):
             return BatchesAhead()
@@ -77,13 +77,13 @@ class BatchDevices:
 
 
 LEAST_BYTES = 64 * 1024
-"""Of a batch that is sent ahead. On one H200 a step on 1 KB took 467 us so, and 384 us without; one on 3 MB 1184 and
-1578 us (benchmarks/results/2026-11-27-h200.md)."""
+"""Smaller batches are not sent ahead. On one H200 a step on 1 KB took 467 us if sent ahead, and 384 us if not; one on
+3 MB 1184 and 1578 us (benchmarks/results/2026-11-27-h200.md)."""
 _USUAL_ROWS = 32  # Keras' default
 
 
 def _num_bytes(spec: tf.TypeSpec) -> int:
-    """How much of a batch a GPU computes with; sizes that are not known count as those of a usual batch."""
+    """Bytes of a leaf that a GPU computes with; unknown rows count as Keras' default batch size."""
     if not isinstance(spec, tf.TensorSpec) or not _is_computed_with(spec.dtype):
         return 0
     rows, *others = spec.shape if spec.shape.rank else (1,)
@@ -91,12 +91,12 @@ def _num_bytes(spec: tf.TypeSpec) -> int:
 
 
 def _is_computed_with(dtype: tf.DType) -> bool:
-    """Whether tensors of a type go to a GPU; TensorFlow keeps int32 on the host."""
+    """Whether tensors of a type are sent to a GPU; TensorFlow keeps int32 on the host."""
     return bool(dtype.is_floating or dtype.is_complex or dtype == tf.uint8)
 
 
 def _can_be_sent(spec: tf.TypeSpec) -> bool:
-    """Whether a leaf is a tensor that TensorFlow can make zeros of, or stands for one that is missing."""
+    """Whether a leaf is a tensor of a type that ``tf.zeros`` knows, or stands for a missing one."""
     if isinstance(spec, tf.TensorSpec):
         kind = spec.dtype
         is_plain = kind.is_floating or kind.is_complex or kind.is_integer or kind in (tf.bool, tf.string)
@@ -108,17 +108,17 @@ class BatchesAhead:
     """Batches that are read in their step.
 
     Attributes:
-        shapes: of what a loop has to carry.
+        shapes: of the loop variables that it needs.
     """
 
     shapes: Sequence[tf.TensorShape] = ()
 
     def first(self, pull: Callable[[], StepData]) -> list[tf.Tensor]:
-        """Return what the first step is to be given as ``carried``."""
+        """Return the loop variables for the first step, its ``carried``."""
         return []
 
     def following(self, is_wanted: Callable[[], tf.Tensor], pull: Callable[[], StepData]) -> list[tf.Tensor]:
-        """Return the same for the next step, if there is one."""
+        """Return the loop variables for the next step, if there is one."""
         return []
 
     def batch(self, carried: Sequence[tf.Tensor], pull: Callable[[], StepData]) -> StepData:
@@ -129,8 +129,8 @@ class BatchesAhead:
 class _SentAhead(BatchesAhead):
     """Batches that are sent to a device one step ahead, while it computes.
 
-    A loop carries their tensors. Integers and strings stay on the host: TensorFlow keeps int32 there, and what looks
-    them up may have no kernel for a GPU. A leaf that is missing, which Keras writes as an optional, is None.
+    Their tensors are loop variables. Integers and strings stay on the host: TensorFlow keeps int32 there, and ops on
+    strings may have no kernel for a GPU. A missing leaf, which Keras writes as an optional, is None.
     """
 
     def __init__(self, spec: SpecNest, data: str, device: str) -> None:
@@ -171,7 +171,7 @@ class _SentAhead(BatchesAhead):
         return [leaf for spec, leaf in pairs if isinstance(spec, tf.TensorSpec)]
 
     def _kept(self, leaves: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return leaves beside the iterator, from a branch: a graph of its own, which no device was named for."""
+        """Return leaves on the iterator's device, out of a branch, whose graph does not inherit a device."""
         with tf.device(self._data):
             kept = [tf.identity(leaf) for leaf in leaves]
         return_in_place()

@@ -1,4 +1,4 @@
-"""Of whose examples BatchNormalization takes its statistics: of each replica, or of the global batch."""
+"""Choose the examples whose statistics BatchNormalization takes: those of each replica, or of the global batch."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def checked_statistics(value: object, strategy: tf.distribute.Strategy) -> Batch
 
 
 def check_layers(model: keras.Model) -> None:
-    """Refuse layers whose statistics cannot be made those of the global batch.
+    """Refuse layers whose statistics cannot be those of the global batch.
 
     Raises:
-        StrategyError: a BatchNormalization has moments of its own.
+        StrategyError: a subclass of BatchNormalization overrides `_moments`.
     """
     for layer in flat_layers(model):
         if has_own_moments(layer):

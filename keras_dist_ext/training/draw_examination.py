@@ -22,7 +22,7 @@ from keras_dist_ext.training.step_exponents import rows_of_step
 
 __all__ = ["cannot_note", "learn_draws", "note_draws"]
 
-_ANY_SIZE = 16  # of what is not the number of rows, where no batch tells
+_ANY_SIZE = 16  # of other dimensions, if there is no batch to read them from
 
 
 class _Noted(StepObserver):
@@ -30,7 +30,7 @@ class _Noted(StepObserver):
         self.numbers: list[tuple[str, tf.TensorShape]] = []
 
     def on_numbers(self, kind: str, shape: tf.TensorShape) -> None:
-        """Note what is drawn."""
+        """Record what is drawn."""
         self.numbers.append((kind, shape))
 
 
@@ -39,7 +39,7 @@ def learn_draws(step: DistributedStep) -> None:
     scratch_step = step.again()
     scratch_step.without_xla()
     spec = step.model.replica_runtime.batch_spec
-    if spec is None:  # of a loop, which is built for nothing
+    if spec is None:  # a TrainLoop is not built for a batch
         spec = tree.map_structure(lambda leaf: leaf if leaf is None else any_number_of_rows(leaf), rows_of_step(step))
     step.plan.draws = note_draws(scratch_step, spec, lambda: rows_of_step(step))
 
@@ -55,13 +55,13 @@ def note_draws(step: _Examined, spec: SpecNest, first_rows: Callable[[], StepDat
     """Return what a step draws, without running it.
 
     Args:
-        step: tells its observer what it does.
+        step: calls its observer with what it does.
         spec: of a batch of any number of rows.
-        first_rows: returns rows that have sizes which the spec leaves open; None where there are none to look at.
+        first_rows: returns rows of the first batch, for sizes that the spec leaves open; None if there are none.
 
     Raises:
-        SeedError: it draws otherwise on few rows than on many.
-        Exception: whatever the step ends with.
+        SeedError: it draws differently on few rows than on many.
+        Exception: whatever the step raises.
     """
     batch = first_rows() if _has_unknown_sizes(spec) else None
     few, many = (_numbers(step, spec, batch, rows) for rows in NUMBERS_OF_ROWS)
@@ -80,7 +80,7 @@ def _has_unknown_sizes(spec: SpecNest) -> bool:
 
 
 def cannot_note(name: str, error: Exception) -> SeedError:
-    """Return what to raise where a model's step cannot be traced so."""
+    """Return the error for a model whose step cannot be traced so."""
     numbers = " and ".join(map(str, NUMBERS_OF_ROWS))
     return SeedError(
         f"draws=\"global\": which random numbers of a step of '{name}' have a dimension of examples is seen by tracing "
