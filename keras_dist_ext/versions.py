@@ -32,7 +32,7 @@ def tested() -> str:
 
 
 def check(installed: dict[str, str]) -> None:
-    """Compare what is installed with what was tested; a newer one is told once.
+    """Compare what is installed with what was tested; of a newer one a warning is given once.
 
     Args:
         installed: a version for each of ``TESTED``.

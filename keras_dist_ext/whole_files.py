@@ -42,7 +42,7 @@ _BINARY = getattr(os, "O_BINARY", 0)
 
 
 class NotAFile(OSError):
-    """What has the name of a file is none: a folder, a FIFO, a socket or a device."""
+    """The path is not a regular file: a folder, a FIFO, a socket or a device."""
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:

@@ -2,7 +2,7 @@
 
 In stock Keras the first call of a step may make variables: TensorFlow then traces it twice, and lifts their initial
 values out of the first trace. Here several replicas are traced, in loops, more than once, so each variable is made at
-once, in a thread of its own, where nothing is traced; graphs see one that has always been there.
+once, in a separate thread, where nothing is traced; graphs see a variable that existed before.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def keep_constants(layer: keras.Layer) -> None:
 
 
 def _call_outside(function: Callable[[], T], strategy: tf.distribute.Strategy | None) -> T:
-    """Call a function in a thread of its own: it is in no graph, no replica, no tape, but a strategy's scope.
+    """Call a function in a separate thread: it is in no graph, no replica, no tape, but a strategy's scope.
 
     Keras' globals belong to a thread (keras/src/backend/common/global_state.py).
     """
@@ -170,7 +170,7 @@ def _call_outside(function: Callable[[], T], strategy: tf.distribute.Strategy | 
 def one_replica(strategy: tf.distribute.Strategy, number: int) -> contextlib.AbstractContextManager[object]:
     """Be one replica of a strategy, in this thread, while something is traced that nothing runs.
 
-    What would wait for other replicas meets none (tensorflow/python/distribute/distribute_lib.py, `ReplicaContext`).
+    Collectives do not wait for other replicas (tensorflow/python/distribute/distribute_lib.py, `ReplicaContext`).
     """
     if is_default_strategy(strategy):
         return contextlib.nullcontext()

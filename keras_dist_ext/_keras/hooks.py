@@ -1,4 +1,4 @@
-"""Have Keras' own code do what is right for all replicas while the step of one is traced.
+"""Hook Keras' own code, so that it computes what is right for all replicas while the step of one is traced.
 
 A loss divides by the global number of elements, an optimizer sums gradients once. ``intercept(step)`` sends those few
 calls of the current thread to ``step`` (see ``step.replica_step``); outside of it, and for models that are not ours,
@@ -202,7 +202,7 @@ def _(
     return differentiate(gradient, target, sources, output_gradients, of_keras=optimizer)
 
 
-# It is made by calls of `gradient` in a loop, where replicas cannot meet.
+# It calls `gradient` in a loop of the graph, where replicas cannot sum anything.
 @install(tf.GradientTape, "jacobian")
 def _(
     original: Original,

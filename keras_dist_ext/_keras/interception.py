@@ -25,7 +25,7 @@ OpSeeds: TypeAlias = tuple[int | None, int | None]
 
 
 class Step(Protocol):
-    """What Keras' code asks of the replica whose step is being traced."""
+    """The hooks that Keras' code calls in the replica whose step is being traced."""
 
     def reduce_loss(
         self, local: tf.Tensor, sample_weight: TensorNest, mask: TensorNest, reduction: str | None, dtype: DType | None
@@ -98,7 +98,7 @@ thread = threading.local()
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """A function of Keras or TensorFlow that asks the step whose replica is traced.
+    """A function of Keras or TensorFlow that calls a hook of the step that is traced.
 
     Attributes:
         owner: the module or class whose attribute it is.

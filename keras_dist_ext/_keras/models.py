@@ -61,14 +61,14 @@ class HookedModel(keras.Model):  # type: ignore[misc]
         super()._maybe_symbolic_build(iterator, batch)
 
     def _checkpoint_children(self) -> dict[str, object]:
-        """What ``tf.train.Checkpoint`` is to save beside what TensorFlow tracks, by name."""
+        """What ``tf.train.Checkpoint`` is to save besides what TensorFlow tracks, by name."""
         return {}
 
     def _save_whole(self, save: Callable[[SavePath], T], path: SavePath, *, makes_parents: bool, arguments: str) -> T:
         """Save to a path, as Keras does by ``save(path)``.
 
         Args:
-            save: writes whatever belongs to what is saved beside the path that it is given, or below it.
+            save: writes all files next to the path that it is given, or below it.
             path: anything that Keras takes: a path, a URL, an open file.
             makes_parents: whether Keras makes the folders above it.
             arguments: how it is saved, in words.

@@ -58,7 +58,7 @@ py_dataset_adapter.random = _py_dataset_order
 def seed_py_datasets(seed: int | None) -> None:
     """Shuffle the batches of a PyDataset by this seed; None by Python's generator, as Keras does.
 
-    keras/src/trainers/data_adapters/py_dataset_adapter.py shuffles by `random`, also in a thread of its own.
+    keras/src/trainers/data_adapters/py_dataset_adapter.py shuffles by `random`, also in its own thread.
 
     Raises:
         BackendError: it shuffles in another way.
@@ -71,7 +71,7 @@ def seed_py_datasets(seed: int | None) -> None:
 @functools.cache
 def _check_py_dataset_order() -> None:
     """Have Keras shuffle small PyDatasets, once a process, and see that it asks for their order."""
-    for workers in (1, 2):  # in this thread, and in one of its own
+    for workers in (1, 2):  # in this thread, and in Keras' own
         order = _NotedOrder()
         with preserve_py_dataset_order():
             _py_dataset_order.generator = order

@@ -26,7 +26,7 @@ def observe_python_ops(note: Note) -> Callable[[], None]:
     """Have each call of such a function noted: its token, and when it began and ended, by `time.perf_counter`.
 
     TensorFlow calls them all through `_py_funcs`, by a token that is an attribute of the op
-    (tensorflow/python/ops/script_ops.py, `FuncRegistry.__call__`). Calls come from threads of its own.
+    (tensorflow/python/ops/script_ops.py, `FuncRegistry.__call__`). Calls come from TensorFlow's own threads.
 
     Returns:
         A function that ends it.

@@ -36,7 +36,7 @@ def random_seed() -> int | None:
 def global_seed_generator() -> keras.random.SeedGenerator:
     """The generator behind ``seed=None``, made here and now if there is none (random/seed_generator.py).
 
-    It is the thread's, and TensorFlow runs each replica in a thread of its own.
+    It is the thread's, and TensorFlow runs each replica in its own thread.
     """
     generator = global_state.get_global_attribute("global_seed_generator")
     if generator is None:

@@ -73,7 +73,7 @@ def parameter_server_variable(variable: Variable) -> Variable:
 def move_variable(variable: Variable, strategy: tf.distribute.Strategy, devices: Sequence[str]) -> None:
     """Make the `tf.Variable` of a Keras variable anew on other devices, one for each replica, with the same values.
 
-    A MirroredStrategy makes a mirrored variable on the `_devices` of what it is to lie beside, a OneDeviceStrategy
+    A MirroredStrategy makes a mirrored variable on the `_devices` of what it is colocated with, a OneDeviceStrategy
     beside any tensor (tensorflow/python/distribute/mirrored_strategy.py, one_device_strategy.py, `_create_variable`;
     public is `extended.colocate_vars_with`, which takes a variable). A Keras variable makes its `tf.Variable` in
     `_initialize` (keras/src/backend/tensorflow/core.py).
@@ -105,7 +105,7 @@ def initialize_again(variable: keras.Variable) -> None:
 
 
 class _Colocation(NamedTuple):
-    """Stands for a variable that others are to lie beside."""
+    """Stands for a variable that others are to be colocated with."""
 
     devices: tuple[str, ...]
 

@@ -40,7 +40,7 @@ def kind_of(data: FitData) -> str:
     """Say what data is: "tf.data", "generator", "PyDataset" or "arrays".
 
     Raises:
-        DataError: it is none of these.
+        DataError: it is not one of these.
     """
     if isinstance(data, tf.data.Dataset):
         return "tf.data"

@@ -91,7 +91,7 @@ class Intervals:
             none has more than 8 times as many as the one before.
 
     Raises:
-        MonitorError: it is none of these.
+        MonitorError: it is not one of these.
     """
 
     def __init__(self, update_freq: UpdateFreq = "auto") -> None:

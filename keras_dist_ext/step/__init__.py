@@ -24,24 +24,24 @@ In reading order:
     means             which numbers are means over examples
     batch_scaling     whether a loss is a mean or a sum over examples
     measured_exponents  how numbers grow with the examples, where no graph tells
-    lone_replica      a replica that makes a step by itself
+    lone_replica      a step on one replica without the others
     alike_draws       the same random numbers for each example
     added_losses      what layers give to ``add_loss``
     reduce            sums over replicas
     gather_rows       ``kde.gather_rows``, ``kde.row_indices``: the rows of all replicas
     all_rows          what a step does for these
     logs              the metrics of a step
-    pass_through      what Keras gets where nothing is shared
-    hook_checks       whether Keras still calls what is answered here
-    hook_uses         what has to call it
-    state_checks      and what is read and set where Keras keeps it
-    save_hook_checks  and what is asked before a save
+    pass_through      hooks that do what Keras does
+    hook_checks       whether Keras still calls the hooks
+    hook_uses         what has to call them
+    state_checks      whether private state is where it was
+    save_hook_checks  whether saves still call the hooks
     virtual_replicas  several replicas, one after the other, on one device
-    suspendable_thread  how one waits for the others
+    suspendable_thread  how each waits for the others
     xla, graphs       what is compiled by XLA, and what runs as a graph
     seeds             ``kde.seed_replicas``: a stream of random numbers for each replica
     global_generator  what is behind ``seed=None``
-    draw_refusals     what cannot draw as one device, and is no op of a graph
+    draw_refusals     models and host code that cannot draw as one device does
     drawn_shapes      which numbers have a dimension of examples
     global_draws      a replica's rows of what one device would draw
     seed_table        ``kde.describe_seeds``

@@ -38,7 +38,7 @@ class AllRows:
         weights: of the replica's rows.
         reducer: adds up over replicas.
         first_row: where its rows begin in the global batch; None: that is asked of the others.
-        observer: is told of what is gathered.
+        observer: is called with what is gathered.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ def walk_back(values: Iterable[Value], stops: Callable[[Value], bool]) -> Iterat
 
     Args:
         values: where to begin.
-        stops: told each; one that stops the walk is not yielded.
+        stops: is called with each; one that stops the walk is not yielded.
     """
     pending, seen = list(values), set()
     while pending:

@@ -29,7 +29,7 @@ __all__ = ["Branches", "identity_of", "nested_in"]
 
 
 class Examination(Protocol):
-    """What is told where branches, loops and functions begin and end."""
+    """Is called where branches, loops and functions begin and end."""
 
     nested: list[Place]
 
@@ -41,7 +41,7 @@ class Branches:
         model: the Keras model.
         reducer: adds up over replicas.
         plan: says in which of them replicas add up; None where that is not known.
-        examination: what is told where each begins and ends, if the step is traced in a scratch graph.
+        examination: is called where each begins and ends, if the step is traced in a scratch graph.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class _Branch:
 
 
 def _as_leaf(value: tf.Tensor) -> tf.Tensor:
-    """What a function returns: a tensor that is there once an op was run, for the op."""
+    """What a function returns; for an op, a tensor that is computed once the op was run."""
     if isinstance(value, tf.Operation):
         with tf.control_dependencies([value]):
             return tf.constant(True)
@@ -268,7 +268,7 @@ class Place:
 
 
 def identity_of(function: object) -> Hashable:
-    """Return what a function of the user's is known by, though it may be made anew whenever a step is traced.
+    """Return a key for a function of the user's, the same if it is defined again whenever a step is traced.
 
     AutoGraph wraps the bodies of its branches and loops into functions of its own, which hold them in their closures.
     """

@@ -1,4 +1,4 @@
-"""The random numbers of one replica's step: a stream of its own for each, and the same in every run with a seed."""
+"""The random numbers of one replica's step: each has its own stream, the same in every run with a seed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RandomStreams:
         model: the Keras model, with its ``replica_seeds``.
         reducer: adds up over replicas.
         global_generator: the generator behind ``seed=None``.
-        observer: is told of what is drawn as on one device.
+        observer: is called with what is drawn as on one device.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RandomStreams:
     def next_seed(
         self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], tf.Tensor]
     ) -> tf.Tensor:
-        """Give each replica a stream of its own; the first replica's is that of one device (see ``seeds``)."""
+        """Give each replica its own stream; the first replica's is that of one device (see ``seeds``)."""
         seeds = self._seeds
         if seeds is not None and generator is self._global_generator:
             seeds.uses_global = True

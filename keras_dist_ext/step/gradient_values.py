@@ -12,7 +12,7 @@ __all__ = ["copied", "dense_values", "parts", "zero_unless"]
 
 
 def copied(gradient: Gradient) -> Gradient:
-    """Return the same value as a tensor of its own."""
+    """Return the same value as a new tensor."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(tf.identity(gradient.values), tf.identity(gradient.indices), gradient.dense_shape)
     return tf.identity(gradient)

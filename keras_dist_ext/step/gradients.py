@@ -41,7 +41,7 @@ class Gradients:
         states: that layers assign.
         note: takes what is recorded of the step, if anything is.
         guard: leaves the step out if something in it is not finite, if that is wanted.
-        observer: is told of them.
+        observer: is called with them.
         plan: what is known of the step; None sums all gradients where they are made.
     """
 

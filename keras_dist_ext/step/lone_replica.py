@@ -1,4 +1,4 @@
-"""Run the step of one replica by itself: as the one device that has all rows, or as if all others had its rows."""
+"""Run a step on one replica without the others: as one device with all rows, or as if all others had its rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_first_of_worker() -> bool:
 
 
 class LoneReplica(Reducer):
-    """Adds up for one replica by itself: each of the others is taken to hold what it holds.
+    """Reduces for one replica without the others: each of these is assumed to hold what it holds.
 
     Args:
         strategy: whose replica it is.

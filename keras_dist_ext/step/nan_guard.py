@@ -169,7 +169,7 @@ class StepGuard:
         self._state.assign(tf.concat([state[:_FOUND], codes], axis=0))
 
     def end(self) -> None:
-        """End the step: if it is left out, put back what it has assigned, and remember it."""
+        """End the step: if it is skipped, restore what it has assigned, and record it."""
         state = self._state.read_value()
         steps, num_bad, in_a_row, most_in_a_row = (state[i] for i in (_STEPS, _BAD, _IN_A_ROW, _MOST_IN_A_ROW))
         found, was_stopped = state[_FOUND:], state[_STOPPED] > 0

@@ -162,7 +162,7 @@ def read_parts(graph: tf.Graph, value: tf.Tensor, is_part: Callable[[Variable], 
     Args:
         graph: of the value.
         value: a tensor.
-        is_part: told a variable's copy.
+        is_part: is called with a variable's copy.
     """
     copies = copies_by_handle(graph)
     found = []

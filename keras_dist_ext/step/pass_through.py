@@ -1,4 +1,4 @@
-"""Answer what Keras asks inside of a step where there is nothing to share between replicas."""
+"""Hooks for a step where there is nothing to share between replicas: they do what Keras does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LocalUpdate", "PassThrough", "on_rows"]
 
 
 class PassThrough:
-    """Answers Keras' questions as Keras would, but assigns to this worker's copies of a variable only.
+    """Hooks that do what Keras would, but assign to this worker's copies of a variable only.
 
     Args:
         of_worker: False assigns as Keras does, too.

@@ -110,7 +110,7 @@ class Reducer(abc.ABC):
         num_replicas: R.
         is_single: whether there is nothing to add up, and steps are Keras' own.
         virtual_replica: the number of the virtual replica, or of the part of a batch, where a replica carries several.
-        traces_each_replica: whether each replica has a trace of its own.
+        traces_each_replica: whether each replica is traced by itself.
         merges_branches: whether one branch or loop of the graph can be traced for all replicas of the process.
     """
 

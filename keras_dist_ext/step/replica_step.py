@@ -11,7 +11,7 @@ one replica's rows as if they were the whole batch. ``ReplicaStep`` makes the su
 - non-trainable state that a layer assigned becomes the mean over replicas, weighted by rows (``layer_state``);
 - code that compares examples gets the rows of all replicas (``all_rows``);
 - metrics add up on each replica, and results are computed from the pooled state, once an execution (``logs``);
-- each replica draws from random streams of its own (``draws``).
+- each replica draws from its own random streams (``draws``).
 
 How they are added up over replicas, if there are several, is said by a ``Reducer``.
 
@@ -265,7 +265,7 @@ class ReplicaStep:
     def next_seed(
         self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], tf.Tensor]
     ) -> tf.Tensor:
-        """Give each replica a stream of its own."""
+        """Give each replica its own stream."""
         return self.all_rows.note_own(self._observer.on_draw(self._streams.next_seed(generator, ordered, original)))
 
     def op_seeds(self, op_seed: int | None, original: Callable[[int | None], OpSeeds]) -> OpSeeds:

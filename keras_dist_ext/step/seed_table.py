@@ -25,7 +25,7 @@ class SeedRow:
     Attributes:
         generator: the path of the layer, and the generator's name.
         replica: its number over all workers.
-        root: the replica's root seed, ``seed + replica``; None where the generator has a seed of its own.
+        root: the replica's root seed, ``seed + replica``; None if the generator has its own seed.
         stream: the key of the first draw, two numbers below 2**31 - 2; of ``tf.random.Generator``, the key before
             TensorFlow folds the replica into it, and the replica.
         counter: how many draws were made.

@@ -128,7 +128,7 @@ class Generator:
         return np.array([0] * (self.state.shape[0] - 1) + [fold_in(seed, self.name)], np.int64)
 
     def num_draws(self, seed: int) -> int | None:
-        """How many draws lie between the state of a seed and the present one; None if that is none of the seed's."""
+        """How many draws lie between the first state of a seed and the present one; None if that has another seed."""
         start, state = self.initial_state(seed), self.read()
         if self.is_keras:
             same, drawn = state[0] % MODULUS == start[0], int(state[1] - start[1])
@@ -157,13 +157,13 @@ class Seeds(Saveable):
     of layers count on from models that were made before.
 
     Attributes:
-        root: the global seed S, or None while generators have seeds of their own.
+        root: the global seed S, or None while generators have their own seeds.
         wanted: the seed given to the model's constructor or by ``ReplicaSeeds``, for when a run begins.
         wanted_draws: likewise of ``draws``.
         num_passes: how many times training has gone through its data since it was seeded.
         order_root: orders the data where there is no global seed; None leaves its order to chance.
         uses_global: whether a step of the model has drawn with ``seed=None``.
-        draws: "replica", each replica draws from streams of its own, or "global", what one device would draw.
+        draws: "replica", each replica draws from its own streams, or "global", what one device would draw.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -354,7 +354,7 @@ class Seeds(Saveable):
         self.load(other.state())
 
     def assign_loaded(self) -> None:
-        """Give loaded states to generators that are there by now."""
+        """Give loaded states to the generators that exist by now."""
         if self._loaded:
             for generator in self.generators():
                 value = self._loaded.pop(generator.name, None)

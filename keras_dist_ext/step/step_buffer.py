@@ -1,4 +1,4 @@
-"""Keep what steps have recorded beside each replica, until somebody wants it.
+"""Keep what steps have recorded, on the CPU of each replica's host, until it is read.
 
 Letters: n = steps; L = replicas of this worker.
 """
@@ -23,7 +23,7 @@ MAX_STEPS = 4096  # that there is room for in a buffer; if there are more, they 
 class ReplicaRecord(NamedTuple):
     """What a replica notes of its step, scalars. Times are in seconds since 1970."""
 
-    computed: tf.Tensor  # when its gradients, or its loss, were there; infinity where that cannot be told
+    computed: tf.Tensor  # when its gradients, or its loss, were computed; infinity if that is unknown
     examples: tf.Tensor
     loss: tf.Tensor
     gradient_norm: tf.Tensor = None  # None where it is not wanted
@@ -63,7 +63,7 @@ _OF_STEP = ("begin", "batch_ready", "execution_end")
 
 
 def cpu_beside(device: str) -> str:
-    """Return the CPU device beside a device: itself, if it is one."""
+    """Return the CPU device of a device's host: itself, if it is one."""
     spec = tf.DeviceSpec.from_string(device)
     return device if spec.device_type == "CPU" else spec.replace(device_type="CPU", device_index=0).to_string()
 

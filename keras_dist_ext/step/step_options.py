@@ -30,7 +30,7 @@ class StepOptions:
         exponents: how numbers grow with the rows, where the graph does not tell; None takes all of them for means.
         plan: what is known of the step; None if it is not asked for.
         draws: what it has drawn when it was traced in a scratch graph; None if it was not (see ``drawn_shapes``).
-        observer: is told of what the step does while it is traced.
+        observer: is called with what the step does while it is traced.
     """
 
     kind: str = "train"

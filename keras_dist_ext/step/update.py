@@ -68,7 +68,7 @@ class Update:
         gradients: as they were given to it; None where there is none.
         variables: one for each.
         original: runs the optimizer.
-        terms: what this replica adds to the gradients that are there.
+        terms: what this replica adds to the gradients that are not None.
         states: variables that layers have assigned, and
         values: what this replica adds to their means; where steps are guarded, what it has found is the last one.
         guard: of the step, if there is one.
@@ -123,7 +123,7 @@ def sum_terms(
     Args:
         replicas: see above.
         update: that is to be made.
-        gradients: what this replica adds to those that are there.
+        gradients: what this replica adds to those that are not None.
         values: what it adds to other sums.
     """
     optimizer = update.optimizer
@@ -164,7 +164,7 @@ def run_optimizer(
     Args:
         replicas: see above.
         update: what it was asked for.
-        reduced: the gradients of the global batch, of those that are there.
+        reduced: the gradients of the global batch, of those that are not None.
         may_update: whether weights may change; None if they do.
     """
     rest = iter(reduced)

@@ -1,7 +1,7 @@
 """Run the virtual replicas that one real replica carries, one after the other, within one step.
 
 A virtual replica has its rows of the global batch, its random streams, its batch statistics and its place in the sums:
-it is a ``ReplicaStep`` with a ``Reducer`` of its own. It runs in a thread that is suspended at each point where
+it is a ``ReplicaStep`` with its own ``Reducer``. It runs in a thread that is suspended at each point where
 replicas synchronize (a sum, an update of the weights), until the others of this real replica have come there too. So
 steps of the user's own, losses with masks and layers that sum over replicas need nothing else. One thread runs at a
 time, and in graphs they live while tracing only.

@@ -64,7 +64,7 @@ def compiled_step(model: DistributedModel, kind: str) -> BatchFunction:
 
 
 def _noting(step: BatchFunction) -> BatchFunction:
-    """Compile a step as a whole; what is recorded of it comes out beside its logs."""
+    """Compile a step as a whole; what is recorded of it is returned with its logs."""
 
     def inside(batch: TensorNest) -> tuple[TensorNest, tuple[tf.Tensor, ...]]:
         with _step().gradients.noted_here():

@@ -39,7 +39,7 @@ In reading order:
     nonfinite         ``kde.NonFinite``
     stop_signal       a wish to end a run, followed by all workers after the same step
     worker_sync       several workers begin alike and end together
-    whole_saves       saved files are whole, whoever writes them at the same time
+    whole_saves       saved files are whole, also if several workers write them at once
     worker_saves      what a worker saves is whole, and asks nobody at the terminal
     divergence        find variables whose copies differ
     self_check        a step on a few examples, on one device and on replicas, before training

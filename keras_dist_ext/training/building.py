@@ -73,7 +73,7 @@ def _build_from_batch(model: keras.Model, kind: str, spec: SpecNest) -> None:
 
 
 def has_own_step(model: keras.Model, kind: str) -> bool:
-    """Whether code of the user's says what a step does, beside what the model computes when it is called."""
+    """Whether user code defines what a step does, besides what the model computes when it is called."""
     return any(overrides(model, name) for name in (f"{kind}_step", "compute_loss", "compute_metrics"))
 
 

@@ -96,7 +96,7 @@ class ReplicaSeeds(RunCallback):
 
     Args:
         seed: the global seed, from 0 to 2**31 - 3.
-        draws: "replica" gives every replica streams of its own. "global" has it draw its own rows of what one device
+        draws: "replica" gives every replica its own streams. "global" has it draw its own rows of what one device
             would draw for the global batch, bit for bit, and the same as all others where random numbers have no
             dimension of examples; see the guide for what cannot be drawn so.
         enable_op_determinism: have TensorFlow choose ops that give the same bits at every run

@@ -13,7 +13,7 @@ def check_mode(value: object) -> CheckMode:
     """Return what was given as ``check``.
 
     Raises:
-        ValueError: it is none of True, False and "raise".
+        ValueError: it is not True, False or "raise".
     """
     if isinstance(value, bool) or (isinstance(value, str) and value == "raise"):
         return value  # type: ignore[return-value]

@@ -58,7 +58,7 @@ class DistributedStep:
         loops: whether what is traced makes several steps.
         exponents: in the batch size, of its numbers; None where all that it differentiates is a mean.
         first_batch: returns the batch that comes next, without taking it; None where there is none to look at.
-        observer: is told of what steps do while they are traced.
+        observer: is called with what steps do while they are traced.
         buffer: takes the records of steps, if they are recorded.
         devices: of this worker's replicas.
         gpus: those of them that are GPUs; without a strategy, the one that TensorFlow takes.
@@ -103,7 +103,7 @@ class DistributedStep:
     adds_own_losses = False
     """Whether its code takes the losses of layers itself, and adds them up."""
     takes_check = "compile"
-    """What is told whether steps are checked."""
+    """Is called with whether steps are checked."""
     logs_are_compared = True
     """Whether logs tell if replicas do what one device does."""
 
@@ -127,7 +127,7 @@ class DistributedStep:
         return self.num_replicas if self._virtual is None else self._virtual.count
 
     def run_examined(self, batch: StepData, examination: StepExamination) -> list[tf.Tensor]:
-        """Trace the user's step on all replicas, each on a batch of its own, without running it.
+        """Trace the user's step on all replicas, each on its own batch, without running it.
 
         Args:
             batch: of any number of rows.

@@ -1,4 +1,4 @@
-"""A callback that participates in preparing and ending a run, beside what Keras' callbacks see."""
+"""A callback that participates in preparing and ending a run, besides what Keras' callbacks see."""
 
 from __future__ import annotations
 

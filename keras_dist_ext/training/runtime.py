@@ -216,7 +216,7 @@ class ReplicaRuntime:
             self.recorders, self.guard, self.needs_variables = recorders, guard, needed
 
     def changing_attributes(self) -> tuple[tuple[object, tuple[str, ...]], ...]:
-        """Name what runs change, beside variables: objects, and attributes of each."""
+        """Name what runs change, besides variables: objects, and attributes of each."""
         return (
             (self, ("accumulators_are_split", "recorders")),
             (self.seeds, ("num_passes", "_is_to_begin", "wanted")),

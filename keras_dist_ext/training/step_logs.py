@@ -1,4 +1,4 @@
-"""The logs of a step over all replicas: what metrics hold of them, and what each replica returns beside."""
+"""The logs of a step over all replicas: results of metrics, and what else each replica returns."""
 
 from __future__ import annotations
 

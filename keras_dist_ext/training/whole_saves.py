@@ -81,11 +81,11 @@ def save_whole(
     A folder that exists keeps what else is in it.
 
     Args:
-        save: writes whatever belongs to what is saved beside the path that it is given, or below it.
+        save: writes all files next to the path that it is given, or below it.
         path: a path. URLs and open files are written to directly, and so is what is neither file nor folder.
         makes_parents: whether folders above it are to be made.
         state: tells what has just been saved to a path; the same on workers that save the same, if there are some.
-        announce: is told of what is about to be moved to the path, and of the path.
+        announce: is called with what is about to be moved to the path, and with the path.
 
     Returns:
         What ``save`` has returned.

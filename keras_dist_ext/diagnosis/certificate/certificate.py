@@ -58,7 +58,7 @@ def certify(
     each: the gradient of each variable as the optimizer uses it, weights, non-trainable state and the optimizer's own
     variables (on every replica), and the results of loss and metrics. A deviation counts where rounding does not
     explain it: ``deviations`` states the bounds, which are 1e-5 of a tensor's largest value in float32, and more where
-    rounding moves one device further. Then the steps that are off are made again without parts of them, to find the
+    rounding moves one device further. Then the steps that are off are repeated without parts of them, to find the
     cause.
 
     Random numbers cannot be equal, unless ``seeds`` has replicas draw those of one device. While steps are compared,

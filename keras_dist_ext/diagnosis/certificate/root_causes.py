@@ -1,6 +1,6 @@
 """Find out by experiment what makes replicas train differently from one device, and say it as findings.
 
-The step that is off is made again on both sides from the same state, with something taken away: uneven rows, the
+The step that is off is repeated on both sides from the same state, with something removed: uneven rows, the
 sample weights or masks of losses, the batch statistics of BatchNormalization, the loss itself. What makes a difference
 go when it is taken away, and come when it alone is put back, is the cause.
 """

@@ -30,14 +30,14 @@ def adopt(model: keras.Model, strategy: tf.distribute.Strategy, *, compile: bool
     """Rebuild a model in the scope of a strategy, with equal weights, compile state and optimizer state.
 
     A `keras.Sequential` becomes a `kde.Sequential`, a functional model a functional `kde.Model`. A subclass of
-    `keras.Model` is made again by its `get_config` and `from_config`, as an instance of a class of the same name that
+    `keras.Model` is rebuilt by its `get_config` and `from_config`, as an instance of a class of the same name that
     derives from it and from `kde.Model`: `isinstance` holds, its own methods stay in force, and it is saved and
     pickled under the name of the user's class. So `keras.models.load_model` gives back the user's class, and
     `kde.load_model` ours.
 
     Taken over are weights, the state of seed generators, `tf.Variable`s that layers hold, vocabularies and other
     assets, `trainable` flags, the dtype policy, and what was given to `compile`: the optimizer with its slots,
-    iterations and learning rate, the loss (the same object) and the metrics (made again, at zero). The model that was
+    iterations and learning rate, the loss (the same object) and the metrics (rebuilt, at zero). The model that was
     given stays as it is.
 
     Args:

@@ -1,4 +1,4 @@
-"""Compile a model that was made again as the old one was, and take over the state of its optimizers."""
+"""Compile a rebuilt model as the old one was, and take over the state of its optimizers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def read_compile_state(model: keras.Model) -> Callable[[keras.Model], None]:
 
 
 def _new_metrics(given: object, made: dict[int, keras.Metric]) -> MetricNest:
-    """The metrics given to `compile`, with those that hold variables made again."""
+    """The metrics given to `compile`; those that hold variables are rebuilt."""
     if isinstance(given, dict):
         return {key: _new_metrics(value, made) for key, value in given.items()}
     if isinstance(given, list | tuple):

@@ -44,10 +44,10 @@ def rebuild(model: keras.Model, own: OwnClasses) -> Rebuilt:
 
 
 class Rebuilt:
-    """A model that is made again: its layers, old and new, each once.
+    """A model that is rebuilt: its layers, old and new, each once.
 
     Attributes:
-        clone: The new model, once it is there.
+        clone: The new model, once it is built.
     """
 
     def __init__(self, own: OwnClasses) -> None:
@@ -87,7 +87,7 @@ class Rebuilt:
         """Call new layers in the order in which the graph of `model` calls the old ones.
 
         Raises:
-            CannotRebuildError: A layer cannot be made again, or the graph uses a variable of no layer in it.
+            CannotRebuildError: A layer cannot be rebuilt, or the graph uses a variable of no layer in it.
         """
         inputs = keras.tree.map_structure(input_like, model.input)
         bare = keras.Model(model.input, model.output, name=model.name)  # the same layers, uncompiled, of Keras' class
@@ -100,7 +100,7 @@ class Rebuilt:
         """Stack new layers as `model` stacks the old ones.
 
         Raises:
-            CannotRebuildError: A layer cannot be made again.
+            CannotRebuildError: A layer cannot be rebuilt.
         """
         layers = [self.clone_of(layer) for layer in model.layers]
         inputs = _sequential_input(model)

@@ -85,7 +85,7 @@ def explained(
     """Refuse what cannot work before anything is made, and say what went wrong where.
 
     Raises:
-        ScopeError: another strategy's scope is entered, or the model cannot be made again.
+        ScopeError: another strategy's scope is entered, or the model cannot be rebuilt.
         TypeError: ``model`` is not a Keras model.
     """
     if not isinstance(model, keras.Model):
@@ -117,7 +117,7 @@ def refuse_nesting(caller: str, strategy: tf.distribute.Strategy | None) -> None
 
     Raises:
         ScopeError: one is.
-        StrategyError: ``strategy`` is none.
+        StrategyError: ``strategy`` is not a tf.distribute.Strategy.
     """
     checked_strategy(strategy)
     here = tf.distribute.get_strategy()

@@ -1,6 +1,6 @@
 """Pair what a layer and its clone hold, and copy the values over.
 
-A clone is the layer that the same code made again under another strategy. Weights are paired by their order, and read
+A clone is the layer that the same code makes again under another strategy. Weights are paired by their order, and read
 back: bit for bit they must be what the old layer has.
 """
 

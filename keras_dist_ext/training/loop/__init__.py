@@ -3,7 +3,7 @@
 In reading order:
 
     train_loop        ``kde.TrainLoop``
-    arguments         what it is told, checked
+    arguments         its arguments, checked
     replica           ``kde.Replica``, what a step is given
     gathering         ``kde.per_replica`` and ``kde.gather``
     loop_program      the compiled loop

@@ -42,7 +42,7 @@ __all__ = ["Placement", "place"]
 
 
 def place(model: keras.Model, parts: Mapping[str, str | Sequence[str]], *, micro_batches: int = 1) -> Placement:
-    """Put parts of a model on devices of their own, in each replica.
+    """Put parts of a model on their own devices, in each replica.
 
         model = kde.Sequential([keras.Input((784,)), encoder, decoder])
         placement = kde.place(model, {"encoder": "GPU:0", "decoder": "GPU:1"}, micro_batches=4)

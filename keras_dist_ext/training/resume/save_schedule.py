@@ -25,7 +25,7 @@ class SaveSchedule:
         save_every: see ``Resume``.
 
     Raises:
-        ResumeError: it is none of what is allowed.
+        ResumeError: it is not one of the allowed values.
     """
 
     def __init__(self, save_every: object) -> None:
