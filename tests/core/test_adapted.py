@@ -67,10 +67,10 @@ def test_a_layer_that_was_moved_can_still_be_adapted_and_used_outside():
         net = kde.Sequential([keras.Input((3,)), layer])
     net.predict(X, verbose=0)
     layer.adapt(2 * X)
-    twin = keras.layers.Normalization()
-    twin.adapt(2 * X)
-    np.testing.assert_array_equal(layer(X), twin(X))
-    np.testing.assert_allclose(keras.Sequential([layer]).predict(X, verbose=0), twin(X), rtol=1e-6)
+    other = keras.layers.Normalization()
+    other.adapt(2 * X)
+    np.testing.assert_array_equal(layer(X), other(X))
+    np.testing.assert_allclose(keras.Sequential([layer]).predict(X, verbose=0), other(X), rtol=1e-6)
 
 
 def test_what_was_learnt_tells_workers_apart():

@@ -159,16 +159,16 @@ def test_every_kind_of_model_comes_out_equal_and_in_scope(mirrored, kind):
     net.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     fit(net)
     before = net.get_weights()
-    twin = adopt(net, mirrored)
-    assert isinstance(twin, cls)
-    assert isinstance(twin, kde.Model)
-    assert twin.name == net.name
-    kde.check_scope(twin, mirrored).raise_if_bad()
+    adopted = adopt(net, mirrored)
+    assert isinstance(adopted, cls)
+    assert isinstance(adopted, kde.Model)
+    assert adopted.name == net.name
+    kde.check_scope(adopted, mirrored).raise_if_bad()
     if cls is not OwnGraph:  # whose constructor names its layers anew
-        assert_equal(net, twin)
-        assert_equal_optimizers(net.optimizer, twin.optimizer)
-    np.testing.assert_allclose(net.predict(X, verbose=0), twin.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
-    fit(twin)
+        assert_equal(net, adopted)
+        assert_equal_optimizers(net.optimizer, adopted.optimizer)
+    np.testing.assert_allclose(net.predict(X, verbose=0), adopted.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
+    fit(adopted)
     for value, now in zip(before, net.get_weights(), strict=True):
         np.testing.assert_array_equal(value, now)  # nothing is shared with the model that was given
 
@@ -180,31 +180,31 @@ def test_any_strategy_can_follow_any_other(strategies, before, after):
         net = make_functional()
         net.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
         net.optimizer.build(net.trainable_variables)
-    twin = adopt(net, strategies.get(after))
-    assert_equal(net, twin)
-    assert_equal_optimizers(net.optimizer, twin.optimizer)
-    kde.check_scope(twin, strategies.get(after)).raise_if_bad()
+    adopted = adopt(net, strategies.get(after))
+    assert_equal(net, adopted)
+    assert_equal_optimizers(net.optimizer, adopted.optimizer)
+    kde.check_scope(adopted, strategies.get(after)).raise_if_bad()
 
 
 def test_training_goes_on_as_it_would_have_on_one_device(mirrored):
     net = make_functional()
     net.compile(keras.optimizers.Adam(0.01), "mse")
     fit(net, epochs=3)
-    twin = adopt(net, mirrored)
-    assert twin.optimizer.iterations.numpy() == 6
+    adopted = adopt(net, mirrored)
+    assert adopted.optimizer.iterations.numpy() == 6
     fit(net, epochs=3)
-    fit(twin, epochs=3)
-    for v, w in zip(net.weights, twin.weights, strict=True):
+    fit(adopted, epochs=3)
+    for v, w in zip(net.weights, adopted.weights, strict=True):
         np.testing.assert_allclose(v.numpy(), w.numpy(), rtol=1e-4, atol=1e-6)
 
 
 def test_the_users_methods_stay_in_force(mirrored):
     net = make_functional(OwnStep)
     net.compile("sgd", "mse")
-    twin = adopt(net, mirrored)
-    OwnStep.steps = type(twin).steps = 0
-    fit(twin)
-    assert type(twin).steps > 0
+    adopted = adopt(net, mirrored)
+    OwnStep.steps = type(adopted).steps = 0
+    fit(adopted)
+    assert type(adopted).steps > 0
 
 
 def test_the_class_of_an_adopted_model_has_the_users_name_and_is_made_once(mirrored):
@@ -223,20 +223,20 @@ def test_shared_layers_stay_shared_and_equal_names_in_nested_models_are_kept_apa
     inner = keras.Sequential([keras.layers.Dense(2, name="other"), keras.layers.Dense(3, name="same")], name="inner")
     inputs = keras.Input((3,))
     net = keras.Model(inputs, shared(inner(shared(inputs))))
-    twin = adopt(net, mirrored)
-    assert len(twin.trainable_variables) == len(net.trainable_variables) == 6
-    assert_equal(net, twin)
-    assert type(twin.get_layer("inner")) is keras.Sequential
-    np.testing.assert_allclose(net.predict(X, verbose=0), twin.predict(X, verbose=0), rtol=1e-5)
+    adopted = adopt(net, mirrored)
+    assert len(adopted.trainable_variables) == len(net.trainable_variables) == 6
+    assert_equal(net, adopted)
+    assert type(adopted.get_layer("inner")) is keras.Sequential
+    np.testing.assert_allclose(net.predict(X, verbose=0), adopted.predict(X, verbose=0), rtol=1e-5)
 
 
 def test_a_layer_shared_between_nested_models_stays_one(mirrored):
     shared = keras.layers.Dense(3)
     left, right = (keras.Sequential([keras.Input((3,)), shared], name=name) for name in ("left", "right"))
     inputs = keras.Input((3,))
-    twin = adopt(keras.Model(inputs, left(inputs) + right(inputs)), mirrored)
-    assert twin.get_layer("left").layers[0] is twin.get_layer("right").layers[0]
-    assert len(twin.weights) == 2
+    adopted = adopt(keras.Model(inputs, left(inputs) + right(inputs)), mirrored)
+    assert adopted.get_layer("left").layers[0] is adopted.get_layer("right").layers[0]
+    assert len(adopted.weights) == 2
 
 
 def test_inputs_and_outputs_keep_their_structure(mirrored):
@@ -248,12 +248,12 @@ def test_inputs_and_outputs_keep_their_structure(mirrored):
     data = {"a": X[:, :2], "b": np.arange(16)[:, None] % 5}
     target = {"p": Y, "q": X[:, :2]}
     net.fit(data, target, batch_size=8, verbose=0)
-    twin = adopt(net, mirrored)
-    assert twin.input_shape == net.input_shape
-    assert twin.output_names == net.output_names
-    one, other = net.evaluate(data, target, verbose=0), twin.evaluate(data, target, verbose=0)
+    adopted = adopt(net, mirrored)
+    assert adopted.input_shape == net.input_shape
+    assert adopted.output_names == net.output_names
+    one, other = net.evaluate(data, target, verbose=0), adopted.evaluate(data, target, verbose=0)
     np.testing.assert_allclose(one, other, rtol=1e-5)
-    assert [m.name for m in net.metrics] == [m.name for m in twin.metrics]
+    assert [m.name for m in net.metrics] == [m.name for m in adopted.metrics]
 
 
 def test_a_variable_that_the_graph_uses_itself_becomes_the_new_one(mirrored):
@@ -261,12 +261,12 @@ def test_a_variable_that_the_graph_uses_itself_becomes_the_new_one(mirrored):
     tied = keras.layers.Dense(3, use_bias=False)
     net = keras.Model(inputs, keras.ops.matmul(tied(inputs), tied.kernel))
     net.compile("sgd", "mse")
-    twin = adopt(net, mirrored)
+    adopted = adopt(net, mirrored)
     before = net.predict(X, verbose=0)
-    twin.fit(X, X, batch_size=8, verbose=0)
-    assert not np.allclose(before, twin.predict(X, verbose=0))
-    kernel = twin.weights[0].numpy()
-    np.testing.assert_allclose(twin.predict(X, verbose=0), X @ kernel @ kernel, rtol=1e-4, atol=1e-5)
+    adopted.fit(X, X, batch_size=8, verbose=0)
+    assert not np.allclose(before, adopted.predict(X, verbose=0))
+    kernel = adopted.weights[0].numpy()
+    np.testing.assert_allclose(adopted.predict(X, verbose=0), X @ kernel @ kernel, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(before, net.predict(X, verbose=0))
 
 
@@ -289,10 +289,10 @@ def test_trainable_flags_are_taken_over_for_shared_layers_too(mirrored):
     right.trainable = False
     shared.trainable = True
     net.layers[1].layers[1].bias.trainable = False
-    twin = adopt(net, mirrored)
-    assert [v.path for v in twin.trainable_variables] == [v.path for v in net.trainable_variables]
-    assert [layer.trainable for layer in flat_layers(twin)] == [layer.trainable for layer in flat_layers(net)]
-    assert_equal(net, twin)
+    adopted = adopt(net, mirrored)
+    assert [v.path for v in adopted.trainable_variables] == [v.path for v in net.trainable_variables]
+    assert [layer.trainable for layer in flat_layers(adopted)] == [layer.trainable for layer in flat_layers(net)]
+    assert_equal(net, adopted)
 
 
 def test_wrapped_layers_keep_their_paths(mirrored):
@@ -335,10 +335,10 @@ def test_tf_variables_that_a_layer_holds_are_taken_over(mirrored):
     net = keras.Sequential([keras.Input((3,)), Counts(), keras.layers.Dense(1)])
     net.layers[0].seen.assign(7)
     net.layers[0]._last[0].assign("a word")
-    twin = adopt(net, mirrored)
-    assert twin.layers[0].seen.numpy() == 7
-    assert twin.layers[0]._last[0].numpy() == b"a word"
-    kde.check_scope(twin, mirrored).raise_if_bad()
+    adopted = adopt(net, mirrored)
+    assert adopted.layers[0].seen.numpy() == 7
+    assert adopted.layers[0]._last[0].numpy() == b"a word"
+    kde.check_scope(adopted, mirrored).raise_if_bad()
 
 
 def test_the_dtype_policy_is_taken_over(mirrored):
@@ -347,10 +347,10 @@ def test_the_dtype_policy_is_taken_over(mirrored):
         net = make_sequential()
     finally:
         keras.config.set_dtype_policy("float32")
-    twin = adopt(net, mirrored)
-    assert twin.dtype_policy.name == "mixed_bfloat16"
-    assert {layer.compute_dtype for layer in twin.layers} == {"bfloat16"}
-    assert_equal(net, twin)
+    adopted = adopt(net, mirrored)
+    assert adopted.dtype_policy.name == "mixed_bfloat16"
+    assert {layer.compute_dtype for layer in adopted.layers} == {"bfloat16"}
+    assert_equal(net, adopted)
 
 
 def test_nan_weights_are_equal_too(mirrored):
@@ -371,11 +371,11 @@ def test_lambdas_keep_their_globals_and_closures(mirrored):
             keras.layers.Lambda(lambda x: x * Y.mean() + np.pi),
         ]
     )
-    twin = adopt(net, mirrored)
-    assert twin.layers[1].function is net.layers[1].function
-    assert twin.layers[0].activation is net.layers[0].activation
-    assert twin.layers[1].function.__name__ == "<lambda>"
-    np.testing.assert_allclose(net.predict(X, verbose=0), twin.predict(X, verbose=0), rtol=1e-5)
+    adopted = adopt(net, mirrored)
+    assert adopted.layers[1].function is net.layers[1].function
+    assert adopted.layers[0].activation is net.layers[0].activation
+    assert adopted.layers[1].function.__name__ == "<lambda>"
+    np.testing.assert_allclose(net.predict(X, verbose=0), adopted.predict(X, verbose=0), rtol=1e-5)
 
 
 def test_functions_of_the_same_name_are_told_apart(mirrored):
@@ -398,9 +398,9 @@ def test_functions_of_the_same_name_are_told_apart(mirrored):
             return {**super().get_config(), **functions}
 
     net = keras.Sequential([keras.Input((3,)), Two(make(5.0), make(2.0)), keras.layers.Dense(1)])
-    twin = adopt(net, mirrored)
-    assert twin.layers[0].first is net.layers[0].first
-    assert twin.layers[0].second is net.layers[0].second
+    adopted = adopt(net, mirrored)
+    assert adopted.layers[0].first is net.layers[0].first
+    assert adopted.layers[0].second is net.layers[0].second
     assert net.layers[0].first.__name__ == "same"
 
 
@@ -459,16 +459,16 @@ def test_everything_given_to_compile_is_taken_over(mirrored):
         steps_per_execution=3,
     )
     fit(net)
-    twin = adopt(net, mirrored)
-    assert twin.loss is loss
-    assert twin.run_eagerly
-    assert twin.steps_per_execution == 3
-    assert twin.jit_compile == net.jit_compile
-    assert twin.optimizer.get_config() == net.optimizer.get_config()
-    assert_equal_optimizers(net.optimizer, twin.optimizer)
-    assert all(m is not metric for m in twin.metrics)
+    adopted = adopt(net, mirrored)
+    assert adopted.loss is loss
+    assert adopted.run_eagerly
+    assert adopted.steps_per_execution == 3
+    assert adopted.jit_compile == net.jit_compile
+    assert adopted.optimizer.get_config() == net.optimizer.get_config()
+    assert_equal_optimizers(net.optimizer, adopted.optimizer)
+    assert all(m is not metric for m in adopted.metrics)
     weights = np.linspace(0, 1, 16)
-    one, other = (m.evaluate(X, Y, sample_weight=weights, verbose=0, return_dict=True) for m in (net, twin))
+    one, other = (m.evaluate(X, Y, sample_weight=weights, verbose=0, return_dict=True) for m in (net, adopted))
     assert list(one) == list(other) == ["loss", "mae", "squares", "weighted"]
     np.testing.assert_allclose(list(one.values()), list(other.values()), rtol=1e-5)
 
@@ -492,9 +492,9 @@ def test_the_loss_scale_and_the_inner_optimizer_are_taken_over(mirrored):
     net.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(), initial_scale=8.0), "mse")
     fit(net)
     net.optimizer.dynamic_scale.assign(4.0)
-    twin = adopt(net, mirrored)
-    assert twin.optimizer.dynamic_scale.numpy() == 4.0
-    assert_equal_optimizers(net.optimizer, twin.optimizer)
+    adopted = adopt(net, mirrored)
+    assert adopted.optimizer.dynamic_scale.numpy() == 4.0
+    assert_equal_optimizers(net.optimizer, adopted.optimizer)
 
 
 def test_mixed_float16_does_not_wrap_the_optimizer_twice_nor_against_the_users_will(mirrored):
@@ -505,9 +505,9 @@ def test_mixed_float16_does_not_wrap_the_optimizer_twice_nor_against_the_users_w
         keras.config.set_dtype_policy("float32")
     for net, scaled in zip(nets, (True, False), strict=True):
         net.compile("sgd", "mse", auto_scale_loss=scaled)
-        twin = adopt(net, mirrored)
-        assert isinstance(twin.optimizer, keras.optimizers.LossScaleOptimizer) == scaled
-        assert not isinstance(getattr(twin.optimizer, "inner_optimizer", None), keras.optimizers.LossScaleOptimizer)
+        adopted = adopt(net, mirrored)
+        assert isinstance(adopted.optimizer, keras.optimizers.LossScaleOptimizer) == scaled
+        assert not isinstance(getattr(adopted.optimizer, "inner_optimizer", None), keras.optimizers.LossScaleOptimizer)
 
 
 def test_an_optimizer_built_before_layers_were_frozen_keeps_its_slots(mirrored):
@@ -561,10 +561,10 @@ def test_a_compile_of_the_users_own_is_repeated_if_it_says_how(mirrored):
     net.left_optimizer.build(net.left.trainable_variables)
     net.right_optimizer.build(net.right.trainable_variables)
     net.left_optimizer.variables[2].assign(np.ones((3, 1)))
-    twin = adopt(net, mirrored)
-    assert_equal_optimizers(net.left_optimizer, twin.left_optimizer)
-    assert_equal_optimizers(net.right_optimizer, twin.right_optimizer)
-    kde.check_scope(twin, mirrored).raise_if_bad()
+    adopted = adopt(net, mirrored)
+    assert_equal_optimizers(net.left_optimizer, adopted.left_optimizer)
+    assert_equal_optimizers(net.right_optimizer, adopted.right_optimizer)
+    kde.check_scope(adopted, mirrored).raise_if_bad()
 
 
 class GanWithList(RepeatableGan):
@@ -584,10 +584,10 @@ def test_the_state_of_optimizers_in_a_list_is_taken_over(mirrored):
     for optimizer, part in zip(net.both, (net.left, net.right), strict=True):
         optimizer.build(part.trainable_variables)
     net.both[0].variables[2].assign(np.ones((3, 1)))
-    twin = adopt(net, mirrored)
-    for one, other in zip(net.both, twin.both, strict=True):
+    adopted = adopt(net, mirrored)
+    for one, other in zip(net.both, adopted.both, strict=True):
         assert_equal_optimizers(one, other)
-    kde.check_scope(twin, mirrored).raise_if_bad()
+    kde.check_scope(adopted, mirrored).raise_if_bad()
 
 
 def test_a_compile_of_the_users_own_is_refused_if_it_does_not(mirrored):
@@ -713,9 +713,9 @@ def test_a_metric_that_forgets_an_argument_is_refused(mirrored):
 def test_a_nested_model_without_arguments_is_made_again(mirrored):
     inputs = keras.Input((3,))
     net = keras.Model(inputs, NoArguments()(inputs))
-    twin = adopt(net, mirrored)
-    assert_equal(net, twin)
-    assert type(twin.layers[1]) is NoArguments
+    adopted = adopt(net, mirrored)
+    assert_equal(net, adopted)
+    assert type(adopted.layers[1]) is NoArguments
 
 
 def test_layers_that_are_attached_beside_the_graph_are_refused(mirrored):
@@ -790,14 +790,14 @@ def test_a_clone_has_new_weights_and_the_same_compile_arguments(mirrored, kind):
     net = make()
     net.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     fit(net)
-    twin = clone_model(net, mirrored)
-    assert isinstance(twin, cls)
-    assert isinstance(twin, kde.Model)
-    assert [v.shape for v in twin.weights] == [v.shape for v in net.weights]
-    assert not np.array_equal(twin.weights[0].numpy(), net.weights[0].numpy())
-    assert twin.optimizer.iterations.numpy() == 0
-    kde.check_scope(twin, mirrored).raise_if_bad()
-    fit(twin)
+    adopted = clone_model(net, mirrored)
+    assert isinstance(adopted, cls)
+    assert isinstance(adopted, kde.Model)
+    assert [v.shape for v in adopted.weights] == [v.shape for v in net.weights]
+    assert not np.array_equal(adopted.weights[0].numpy(), net.weights[0].numpy())
+    assert adopted.optimizer.iterations.numpy() == 0
+    kde.check_scope(adopted, mirrored).raise_if_bad()
+    fit(adopted)
 
 
 def test_a_clone_lives_in_the_scope_that_is_entered_or_with_its_model(mirrored, strategies):
@@ -820,10 +820,10 @@ def test_keras_own_clone_is_a_stock_sequential_or_a_functional_model_of_ours(mak
 
 
 def test_an_unbuilt_model_can_be_cloned(mirrored):
-    twin = clone_model(keras.Sequential([keras.layers.Dense(1)]), mirrored)
-    twin.compile("sgd", "mse")
-    fit(twin)
-    kde.check_scope(twin, mirrored).raise_if_bad()
+    adopted = clone_model(keras.Sequential([keras.layers.Dense(1)]), mirrored)
+    adopted.compile("sgd", "mse")
+    fit(adopted)
+    kde.check_scope(adopted, mirrored).raise_if_bad()
 
 
 # Files
@@ -837,13 +837,13 @@ def test_a_file_of_stock_keras_is_loaded_as_ours_with_its_optimizer(tmp_path, mi
     )
     fit(net)
     net.save(tmp_path / "net.keras")
-    twin = load_model(tmp_path / "net.keras", mirrored)
-    assert isinstance(twin, kde.Model)
-    assert_equal(net, twin)
-    for v, w in zip(net.optimizer.variables, twin.optimizer.variables, strict=True):
+    adopted = load_model(tmp_path / "net.keras", mirrored)
+    assert isinstance(adopted, kde.Model)
+    assert_equal(net, adopted)
+    for v, w in zip(net.optimizer.variables, adopted.optimizer.variables, strict=True):
         np.testing.assert_array_equal(v.numpy(), w.numpy())
-    kde.check_scope(twin, mirrored).raise_if_bad()
-    fit(twin)
+    kde.check_scope(adopted, mirrored).raise_if_bad()
+    fit(adopted)
 
 
 @pytest.mark.parametrize("make", rotating([make_sequential, make_functional], [make_sequential]))
@@ -853,24 +853,24 @@ def test_a_file_of_ours_is_loaded_as_ours_with_its_optimizer(tmp_path, mirrored,
         net.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     fit(net)
     net.save(tmp_path / "net.keras")
-    twin = load_model(tmp_path / "net.keras", mirrored)
-    assert type(twin) is type(net)
-    for v, w in zip(net.variables, twin.variables, strict=True):
+    adopted = load_model(tmp_path / "net.keras", mirrored)
+    assert type(adopted) is type(net)
+    for v, w in zip(net.variables, adopted.variables, strict=True):
         np.testing.assert_array_equal(v.numpy(), w.numpy())
-    for v, w in zip(net.optimizer.variables, twin.optimizer.variables, strict=True):
+    for v, w in zip(net.optimizer.variables, adopted.optimizer.variables, strict=True):
         np.testing.assert_array_equal(v.numpy(), w.numpy())
-    kde.check_scope(twin, mirrored).raise_if_bad()
+    kde.check_scope(adopted, mirrored).raise_if_bad()
 
 
 def test_a_legacy_file_is_loaded_as_ours(tmp_path, mirrored):
     net = make_sequential()
     net.compile("adam", keras.losses.MeanSquaredError())
     net.save(tmp_path / "net.h5")
-    twin = load_model(tmp_path / "net.h5", mirrored)
-    assert type(twin) is kde.Sequential
-    assert_equal(net, twin)
-    kde.check_scope(twin, mirrored).raise_if_bad()
-    fit(twin)
+    adopted = load_model(tmp_path / "net.h5", mirrored)
+    assert type(adopted) is kde.Sequential
+    assert_equal(net, adopted)
+    kde.check_scope(adopted, mirrored).raise_if_bad()
+    fit(adopted)
 
 
 def test_a_file_of_the_users_class_needs_custom_objects_as_in_keras(tmp_path, mirrored):
@@ -878,21 +878,21 @@ def test_a_file_of_the_users_class_needs_custom_objects_as_in_keras(tmp_path, mi
     net.compile("adam", "mse")
     fit(net)
     net.save(tmp_path / "net.keras")
-    twin = load_model(tmp_path / "net.keras", mirrored, custom_objects={"Net": Net})
-    assert isinstance(twin, Net)
-    assert isinstance(twin, kde.Model)
-    for v, w in zip(net.weights, twin.weights, strict=True):
+    adopted = load_model(tmp_path / "net.keras", mirrored, custom_objects={"Net": Net})
+    assert isinstance(adopted, Net)
+    assert isinstance(adopted, kde.Model)
+    for v, w in zip(net.weights, adopted.weights, strict=True):
         np.testing.assert_array_equal(v.numpy(), w.numpy())
     with pytest.raises(TypeError, match="Could not locate class 'Net'"):
         load_model(tmp_path / "net.keras", mirrored)
 
 
 def test_an_adopted_model_is_saved_as_the_users_class(tmp_path, mirrored):
-    twin = adopt(called(Net(4, name="net")), mirrored)
-    twin.save(tmp_path / "net.keras")
+    adopted = adopt(called(Net(4, name="net")), mirrored)
+    adopted.save(tmp_path / "net.keras")
     stock = keras.models.load_model(tmp_path / "net.keras", custom_objects={"Net": Net})
     assert type(stock) is Net
-    for v, w in zip(stock.weights, twin.weights, strict=True):
+    for v, w in zip(stock.weights, adopted.weights, strict=True):
         np.testing.assert_array_equal(v.numpy(), w.numpy())
 
 
@@ -901,8 +901,8 @@ def test_an_adopted_model_of_a_registered_class_is_loaded_by_its_registered_name
     class Registered(Net):
         pass
 
-    twin = adopt(called(Registered(4)), mirrored)
-    twin.save(tmp_path / "net.keras")
+    adopted = adopt(called(Registered(4)), mirrored)
+    adopted.save(tmp_path / "net.keras")
     assert type(keras.models.load_model(tmp_path / "net.keras")) is Registered
     assert isinstance(load_model(tmp_path / "net.keras", mirrored), kde.Model)
 
@@ -911,10 +911,10 @@ def test_an_adopted_model_can_be_pickled(mirrored):
     net = called(Net(4, name="net"))
     net.compile("adam", "mse")
     fit(net)
-    twin = adopt(net, mirrored)
-    again = pickle.loads(pickle.dumps(twin))
-    assert type(again) is type(twin)
-    for v, w in zip(twin.weights, again.weights, strict=True):
+    adopted = adopt(net, mirrored)
+    again = pickle.loads(pickle.dumps(adopted))
+    assert type(again) is type(adopted)
+    for v, w in zip(adopted.weights, again.weights, strict=True):
         np.testing.assert_array_equal(v.numpy(), w.numpy())
     assert again.optimizer.iterations.numpy() == 2
 
@@ -940,5 +940,5 @@ def test_code_in_a_file_is_refused_unless_it_is_trusted(tmp_path, mirrored):
     net.save(tmp_path / "net.keras")
     with pytest.raises(ValueError, match="safe_mode=False"):
         load_model(tmp_path / "net.keras", mirrored)
-    twin = load_model(tmp_path / "net.keras", mirrored, safe_mode=False)
-    np.testing.assert_allclose(twin.predict(X, verbose=0), X * 2)
+    adopted = load_model(tmp_path / "net.keras", mirrored, safe_mode=False)
+    np.testing.assert_allclose(adopted.predict(X, verbose=0), X * 2)

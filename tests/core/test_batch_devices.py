@@ -258,10 +258,10 @@ def test_what_the_user_has_put_on_the_gpu_stays_there(gpu: tf.distribute.Strateg
 def test_a_run_that_was_interrupted_goes_on_as_one_that_was_not(
     data: str, gpu: tf.distribute.Strategy, sent: list[Any], tmp_path: pathlib.Path
 ) -> None:
-    twin = runs.run(gpu, tmp_path / "twin", data=data)
+    reference = runs.run(gpu, tmp_path / "reference", data=data)
     with pytest.raises(runs.Crash):
         runs.run(gpu, tmp_path / "crashed", data=data, crash_after=8)
     resumed = runs.run(gpu, tmp_path / "crashed", data=data)
     assert resumed["resumed"] is not None
-    runs.assert_same(twin, resumed)
+    runs.assert_same(reference, resumed)
     assert sent

@@ -276,7 +276,7 @@ def test_a_model_of_stock_keras_is_refused_with_the_way_out() -> None:
 )
 def test_all_workers_decide_alike(steps_per_execution: int, values: Any) -> None:
     for index, worker in enumerate(values):
-        assert_same(worker["twin"], worker["skip"])
+        assert_same(worker["reference"], worker["skip"])
         assert_same(worker["before"], worker["stop"])
         assert_same(worker["before"], worker["raise"])
         assert worker["stop"]["epochs"] == [0]
@@ -1013,7 +1013,7 @@ def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_costs_saves_and_records_and_nothing_else(mirrored: Any, small_disk: pathlib.Path) -> None:
-    twin = fit(make(mirrored), (X, Y), epochs=6)
+    reference = fit(make(mirrored), (X, Y), epochs=6)
     callbacks = [
         kde.Resume(small_disk / "saves", save_every=4, keep=20),
         kde.ReplicaMonitor(small_disk / "logs", update_freq=1, flush_seconds=0),
@@ -1023,7 +1023,7 @@ def test_a_disk_that_fills_up_costs_saves_and_records_and_nothing_else(mirrored:
         warnings.simplefilter("always")
         found = fit(make(mirrored), (X, Y), *callbacks, epochs=6)
     said = [str(warning.message) for warning in caught]
-    assert_same(twin, found)
+    assert_same(reference, found)
     assert found["epochs"] == list(range(6))
     assert any("saves could not be written to: OSError: [Errno 28] No space left on device" in text for text in said)
     assert any("EventWriter failed: OSError: [Errno 28] No space left on device" in text for text in said)

@@ -17,21 +17,21 @@ def assert_close(value, expected):
 @pytest.mark.slow
 @on_two_workers(runs.of_chief)
 def test_the_chief_alone_gets_the_numbers_of_one_device_and_training_goes_on(values):
-    twin = runs.make(keras)
-    twin.fit(runs.X, runs.Y, **runs.FIT)
+    reference = runs.make(keras)
+    reference.fit(runs.X, runs.Y, **runs.FIT)
     expected = [
-        twin.evaluate(runs.X[:9], runs.Y[:9], verbose=0),
-        twin.predict(runs.X[:7], verbose=0),
-        twin.evaluate(runs.X[:5], runs.Y[:5], verbose=0),
+        reference.evaluate(runs.X[:9], runs.Y[:9], verbose=0),
+        reference.predict(runs.X[:7], verbose=0),
+        reference.evaluate(runs.X[:5], runs.Y[:5], verbose=0),
     ]
-    history = twin.fit(runs.X, runs.Y, **runs.FIT).history
+    history = reference.fit(runs.X, runs.Y, **runs.FIT).history
     for one, other in zip(values[0][0], expected, strict=True):
         assert_close(one, other)
     assert values[1][0] == []
     for _, found, evaluated in values:
         for name, losses in history.items():
             assert_close(found[name], losses)
-        assert_close(evaluated, twin.evaluate(runs.X, runs.Y, batch_size=4, verbose=0))
+        assert_close(evaluated, reference.evaluate(runs.X, runs.Y, batch_size=4, verbose=0))
 
 
 def test_a_copy_is_apart_from_the_model(mirrored):

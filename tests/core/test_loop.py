@@ -259,7 +259,7 @@ def test_a_replica_knows_its_place(mirrored: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", rotating(["mirrored2", "mirrored4"], ["mirrored2"]))
-def test_example_without_keras_equals_its_single_device_twin(strategies: Any, kind: str) -> None:
+def test_example_without_keras_equals_its_single_device_reference(strategies: Any, kind: str) -> None:
     memory = kde.MemoryWriter()
     expected, single = linear_no_keras.train(DEFAULT, epochs=3)
     model, history = linear_no_keras.train(
@@ -277,7 +277,7 @@ def test_example_without_keras_equals_its_single_device_twin(strategies: Any, ki
 
 
 @pytest.mark.slow
-def test_example_with_two_optimizers_equals_its_single_device_twin(mirrored: Any) -> None:
+def test_example_with_two_optimizers_equals_its_single_device_reference(mirrored: Any) -> None:
     memory = kde.MemoryWriter()
     expected, single = gan.train(DEFAULT, epochs=2, num_images=200)
     loop, history = gan.train(mirrored, epochs=2, num_images=200, callbacks=[kde.ReplicaMonitor(writers=[memory])])
@@ -297,7 +297,7 @@ def test_example_with_two_optimizers_equals_its_single_device_twin(mirrored: Any
 
 @pytest.mark.slow
 @on_two_workers(loop_runs.train_sequences)
-def test_example_of_sequences_on_two_workers_equals_its_single_device_twin(values: Any) -> None:
+def test_example_of_sequences_on_two_workers_equals_its_single_device_reference(values: Any) -> None:
     loop, single = sequences.train(DEFAULT, epochs=2, num_images=230)
     for worker in values:
         history, weights = worker["history"], worker["weights"]
@@ -312,7 +312,7 @@ def test_example_of_sequences_on_two_workers_equals_its_single_device_twin(value
 
 @pytest.mark.rotating
 @on_two_workers(loop_runs.train_without_keras)
-def test_example_without_keras_on_two_workers_equals_its_single_device_twin(values: Any) -> None:
+def test_example_without_keras_on_two_workers_equals_its_single_device_reference(values: Any) -> None:
     model, single = linear_no_keras.train(DEFAULT, epochs=2)
     for history, weights in values:
         for name, expected in single.history.items():

@@ -53,12 +53,12 @@ def crash(strategy: Any, folder: pathlib.Path, after: int, **options: Any) -> No
 
 def check_goes_on(strategy: Any, folder: pathlib.Path, after: int, **options: Any) -> Any:
     """See that a run that crashed goes on as one that did not; return from where."""
-    twin = run(strategy, folder / "twin", **options)
+    reference = run(strategy, folder / "reference", **options)
     crash(strategy, folder / "crashed", after, **options)
     resumed = run(strategy, folder / "crashed", **options)
-    assert twin["resumed"] is None
+    assert reference["resumed"] is None
     assert resumed["resumed"] is not None
-    assert_same(twin, resumed)
+    assert_same(reference, resumed)
     return resumed["resumed"]
 
 
@@ -121,21 +121,21 @@ def test_optimizers_in_lists_and_in_submodels_are_restored(mirrored: Any, tmp_pa
         fit = model.fit(X, Y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[kde.Resume(folder, 2), *callbacks])
         return model.get_weights(), fit.history
 
-    twin, history = train(tmp_path / "twin")
+    reference, history = train(tmp_path / "reference")
     with pytest.raises(Crash):
         train(tmp_path / "run", runs.crash_at(11, kill=False))
     resumed, resumed_history = train(tmp_path / "run")
-    assert all(np.array_equal(a, b) for a, b in zip(twin, resumed, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(reference, resumed, strict=True))
     assert history["loss"][-1] == resumed_history["loss"][-1]
 
 
 @pytest.mark.rotating
 def test_a_run_that_crashes_repeatedly_resumes(strategies: Any, tmp_path: pathlib.Path) -> None:
     strategy = strategies.get("default")
-    twin = run(strategy, tmp_path / "twin")
+    reference = run(strategy, tmp_path / "reference")
     for after in (4, 5, 3):
         crash(strategy, tmp_path / "crashed", after, save_every=1)
-    assert_same(twin, run(strategy, tmp_path / "crashed", save_every=1))
+    assert_same(reference, run(strategy, tmp_path / "crashed", save_every=1))
 
 
 @pytest.mark.rotating
@@ -181,26 +181,26 @@ def end_of(running: subprocess.Popen[str]) -> int:
 @pytest.mark.slow
 def test_another_process_resumes_after_one_that_was_killed(tmp_path: pathlib.Path) -> None:
     options = {"optimizer": "accumulating", "replica_seeds": 5, "data": "shuffled"}
-    twin = process(tmp_path / "twin", "--without-resume", "--devices=2", **options)
+    reference = process(tmp_path / "reference", "--without-resume", "--devices=2", **options)
     killed = process(tmp_path / "run", "--devices=2", crash_after=11, kill=True, save_every=3, **options)
     assert end_of(killed) == -signal.SIGKILL
-    assert end_of(twin) == 0
+    assert end_of(reference) == 0
     assert not (tmp_path / "run" / "ended.npz").exists()
     assert end_of(process(tmp_path / "run", "--devices=2", save_every=3, **options)) == 0
-    one, other = runs.read_ended(tmp_path / "twin"), runs.read_ended(tmp_path / "run")
+    one, other = runs.read_ended(tmp_path / "reference"), runs.read_ended(tmp_path / "run")
     assert other["resumed"] is not None
     assert_same(one, other)
 
 
 @pytest.mark.parametrize("data", rotating(["arrays", "shuffled by a seed", "noisy", "PyDataset with threads"], []))
 def test_a_process_that_was_killed_three_times_ends_as_one_that_was_not(data: str, tmp_path: pathlib.Path) -> None:
-    twin = process(tmp_path / "twin", data=data)
+    reference = process(tmp_path / "reference", data=data)
     for after in random.Random(data).sample(range(2, 7), 3):
         killed = process(tmp_path / "run", data=data, crash_after=after, kill=True, save_every=1)
         assert end_of(killed) == -signal.SIGKILL
-    assert end_of(twin) == 0
+    assert end_of(reference) == 0
     assert end_of(process(tmp_path / "run", data=data, save_every=1)) == 0
-    assert_same(runs.read_ended(tmp_path / "twin"), runs.read_ended(tmp_path / "run"))
+    assert_same(runs.read_ended(tmp_path / "reference"), runs.read_ended(tmp_path / "run"))
 
 
 # Other devices
@@ -214,12 +214,12 @@ def test_with_virtual_replicas_a_run_resumes_on_other_devices_bit_for_bit(
     count: int, first: str, second: str, strategies: Any, tmp_path: pathlib.Path
 ) -> None:
     options = {"virtual_replicas": count, "replica_seeds": 3}
-    twin = run(strategies.get(first), tmp_path / "twin", **options)
+    reference = run(strategies.get(first), tmp_path / "reference", **options)
     crash(strategies.get(first), tmp_path / "crashed", 9, **options)
     other = run(strategies.get(second), tmp_path / "crashed", **options)
-    for name in ("seeds", "epochs", *(name for name in twin if name.startswith(("weight", "optimizer")))):
-        np.testing.assert_array_equal(twin[name], other[name], err_msg=name)
-    for name, values in twin["history"].items():  # metrics are added up by replicas as they are
+    for name in ("seeds", "epochs", *(name for name in reference if name.startswith(("weight", "optimizer")))):
+        np.testing.assert_array_equal(reference[name], other[name], err_msg=name)
+    for name, values in reference["history"].items():  # metrics are added up by replicas as they are
         np.testing.assert_allclose(values, other["history"][name], rtol=1e-5)
 
 
@@ -231,13 +231,13 @@ def test_a_run_resumes_on_other_devices_in_the_middle_of_an_epoch_and_of_an_accu
     first: str, second: str, strategies: Any, tmp_path: pathlib.Path
 ) -> None:
     options = {"optimizer": "accumulating", "dropout": 0.0, "normalizes": False, "save_every": 1, "data": "shuffled"}
-    twin = run(strategies.get(first), tmp_path / "twin", **options)
+    reference = run(strategies.get(first), tmp_path / "reference", **options)
     crash(strategies.get(first), tmp_path / "crashed", 10, **options)
     other = run(strategies.get(second), tmp_path / "crashed", **options)
-    for name, values in twin["history"].items():
+    for name, values in reference["history"].items():
         np.testing.assert_allclose(values, other["history"][name], rtol=1e-3, err_msg=name)
-    for name in (name for name in twin if name.startswith("weight")):
-        np.testing.assert_allclose(twin[name], other[name], rtol=1e-3, atol=1e-4, err_msg=name)
+    for name in (name for name in reference if name.startswith("weight")):
+        np.testing.assert_allclose(reference[name], other[name], rtol=1e-3, atol=1e-4, err_msg=name)
 
 
 # A finished run
@@ -332,11 +332,11 @@ def test_backups_checkpoints_and_logs_of_keras_may_be_used_beside(strategies: An
     one, other = tmp_path / "one", tmp_path / "other"
     for folder in (one, other):
         folder.mkdir()
-    twin = run(strategy, one / "saves", more=beside(one), save_every="epoch")
+    reference = run(strategy, one / "saves", more=beside(one), save_every="epoch")
     of_crash = beside(other)
     crash(strategy, other / "saves", 9, more=of_crash, save_every="epoch")
     of_crash[-1].csv_file.close()  # as the end of a process does, where Keras has no time to
-    assert_same(twin, run(strategy, other / "saves", more=beside(other), save_every="epoch"))
+    assert_same(reference, run(strategy, other / "saves", more=beside(other), save_every="epoch"))
     assert (one / "log.csv").read_text() == (other / "log.csv").read_text()
     assert sorted(p.name for p in one.iterdir()) == sorted(p.name for p in other.iterdir())
     assert not (one / "backup").exists()
@@ -389,12 +389,12 @@ def test_variables_and_metrics_of_a_callback_are_restored(tmp_path: pathlib.Path
         def told(self) -> Any:
             return int(self.epochs), float(self.mean.result()), keras.ops.convert_to_numpy(self.last).tolist()
 
-    twin, counts = Counts(), Counts()
-    fit_small(tmp_path / "twin", twin, epochs=4)
+    reference, counts = Counts(), Counts()
+    fit_small(tmp_path / "reference", reference, epochs=4)
     with pytest.raises(Crash):
         fit_small(tmp_path / "run", Counts(), runs.crash_at(16, kill=False), epochs=4)
     fit_small(tmp_path / "run", counts, epochs=4)
-    assert counts.told() == twin.told()
+    assert counts.told() == reference.told()
     content = CheckpointStore(tmp_path / "run", 3).newest()
     assert content is not None
     assert "rate" not in unpack(content)[0]["callbacks"][f"{__name__}.{Counts.__qualname__}[0]"]
@@ -464,15 +464,15 @@ def test_containers_that_a_callback_shares_with_the_script_are_restored_in_place
     def run_script(*crash: Any) -> Any:
         keras.utils.set_random_seed(1)
         shared: Any = ([], {}, set())
-        fit_small(tmp_path / ("twin" if not crash else "run"), Gathers(*shared), *crash, epochs=4)
+        fit_small(tmp_path / ("reference" if not crash else "run"), Gathers(*shared), *crash, epochs=4)
         return shared
 
-    twin = run_script()
+    reference = run_script()
     with pytest.raises(Crash):
         run_script(runs.crash_at(15, kill=False))
     again = run_script(runs.crash_at(100, kill=False))
-    assert again == twin
-    assert twin[2] == {0, 1, 2, 3}
+    assert again == reference
+    assert reference[2] == {0, 1, 2, 3}
 
 
 def test_data_that_a_callback_reads_is_not_copied(tmp_path: pathlib.Path) -> None:
@@ -947,7 +947,7 @@ def emptied(content: bytes) -> bytes:
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     damage: Any, message: str, strategies: Any, tmp_path: pathlib.Path
 ) -> None:
-    twin = run(strategies.get("default"), tmp_path / "twin", epochs=2)
+    reference = run(strategies.get("default"), tmp_path / "reference", epochs=2)
     waits = keras.callbacks.LambdaCallback(on_train_batch_end=wait_for_saves)  # so that each step is saved
     crash(strategies.get("default"), tmp_path / "run", 11, epochs=2, save_every=1, more=[waits])
     *_, before, newest = sorted((tmp_path / "run").glob("*.kde"))
@@ -960,7 +960,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     assert said.startswith(f"{newest} cannot be used: {message}")
     assert said.endswith(f"The run resumes from {before.name}.")
     assert resumed["resumed"] == (at["epoch"], at["step"])
-    assert_same(twin, resumed)
+    assert_same(reference, resumed)
     assert not newest.exists()
 
 
@@ -1115,7 +1115,7 @@ def but_for_random(values: dict[str, Any]) -> dict[str, Any]:
 def test_two_workers_go_on_together_from_what_the_chief_has_saved(values: Any) -> None:
     for worker in values:
         assert worker["resumed"]["resumed"] is not None
-        assert_same(but_for_random(worker["twin"]), but_for_random(worker["resumed"]))
+        assert_same(but_for_random(worker["reference"]), but_for_random(worker["resumed"]))
     chief, other = (worker["resumed"] for worker in values)
     assert chief["resumed"] == other["resumed"]
     assert chief["history"] == other["history"]
@@ -1129,7 +1129,7 @@ def test_all_workers_save_and_end_when_one_is_asked_to(values: Any) -> None:
     for worker in values:
         assert worker["code"] == 0
         assert worker["asked"]["resumed"] == (1, 4)
-        assert_same(but_for_random(worker["twin"]), but_for_random(worker["asked"]))
+        assert_same(but_for_random(worker["reference"]), but_for_random(worker["asked"]))
 
 
 @pytest.mark.rotating
@@ -1139,11 +1139,11 @@ def test_a_run_that_lost_a_worker_goes_on_in_one_process(mirrored: Any, tmp_path
     with pytest.raises(WorkerFailed, match="worker 1"):
         launch(2, runs.lose_worker_1, args=(str(tmp_path), options), time_limit=120)
     other = run(mirrored, tmp_path / "saves_0", **options)
-    twin = run(mirrored, tmp_path / "twin", **options)
+    reference = run(mirrored, tmp_path / "reference", **options)
     assert other["resumed"] is not None
-    for name in ("seeds", "epochs", *(name for name in twin if name.startswith(("weight", "optimizer")))):
-        np.testing.assert_array_equal(twin[name], other[name], err_msg=name)
-    for name, values in twin["history"].items():
+    for name in ("seeds", "epochs", *(name for name in reference if name.startswith(("weight", "optimizer")))):
+        np.testing.assert_array_equal(reference[name], other[name], err_msg=name)
+    for name, values in reference["history"].items():
         np.testing.assert_allclose(values, other["history"][name], rtol=1e-5)
 
 
@@ -1161,14 +1161,14 @@ def test_a_process_that_is_asked_to_end_saves_and_ends_well(
 
     options = {"resume": {"on_preemption": True}, "save_every": "1h"}
     before = signal.getsignal(number)
-    twin = run(strategies.get("default"), tmp_path / "twin", **options)
+    reference = run(strategies.get("default"), tmp_path / "reference", **options)
     with pytest.raises(SystemExit) as ended:
         run(strategies.get("default"), tmp_path / "asked", more=[Ask()], **options)
     assert ended.value.code == 0
     assert signal.getsignal(number) is before
     resumed = run(strategies.get("default"), tmp_path / "asked", **options)
     assert resumed["resumed"] == (1, 5)  # the step after the one in which it was asked
-    assert_same(twin, resumed)
+    assert_same(reference, resumed)
 
 
 @pytest.mark.parametrize("epoch", rotating([0, 1], [0]))  # of 2
@@ -1192,14 +1192,14 @@ def test_a_process_that_is_asked_to_end_at_the_end_of_an_epoch_does(
     ask = Ask()
     setattr(ask, when, ask.ask)
     options = {"save_every": "1h", "epochs": 2}
-    twin = run(strategies.get("default"), tmp_path / "twin", **options)
+    reference = run(strategies.get("default"), tmp_path / "reference", **options)
     with pytest.raises(SystemExit) as ended:
         run(strategies.get("default"), tmp_path / "asked", more=[ask], resume={"on_preemption": True}, **options)
     assert ended.value.code == 0
     assert ask.ended == (epoch == 1)
     resumed = run(strategies.get("default"), tmp_path / "asked", **options)
     assert resumed["resumed"] == (epoch + 1, 0)
-    assert_same(twin, resumed)
+    assert_same(reference, resumed)
 
 
 @pytest.mark.usefixtures("signals_as_in_a_terminal")

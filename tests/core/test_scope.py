@@ -302,8 +302,8 @@ def test_another_strategy_is_named(mirrored, strategies, api):
 
 
 def test_two_strategies_on_equal_devices_are_told_apart(mirrored):
-    twin = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    with twin.scope():
+    other = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with other.scope():
         net = sequential(keras)
     message = str(kde.check_scope(net, mirrored))
     assert f"net/head/kernel, net/head/bias (under another {MIRRORED})." in message
@@ -494,11 +494,11 @@ for make in (tf.distribute.MultiWorkerMirroredStrategy, parameter_server):
     net.optimizer.build(net.trainable_variables)
     print(describe_strategy(strategy))
     print(str(kde.check_scope(net, strategy)).partition(":")[0])
-    twin = adopt(net, strategy)
-    print(type(twin.layers[0].kernel.value).__name__, kde.check_scope(twin, strategy).ok)
-    whole = [tf.convert_to_tensor(v.value).numpy() for v in twin.weights]  # of all shards
+    adopted = adopt(net, strategy)
+    print(type(adopted.layers[0].kernel.value).__name__, kde.check_scope(adopted, strategy).ok)
+    whole = [tf.convert_to_tensor(v.value).numpy() for v in adopted.weights]  # of all shards
     print(all(np.array_equal(v.numpy(), w) for v, w in zip(net.weights, whole)))
-    back = adopt(twin, tf.distribute.get_strategy())
+    back = adopt(adopted, tf.distribute.get_strategy())
     print(all(np.array_equal(v.numpy(), w.numpy()) for v, w in zip(net.weights, back.weights)))
 sys.stdout.flush()
 os._exit(0)  # in-process servers cannot be stopped

@@ -1,4 +1,4 @@
-"""Each fault that is planted in a real run is the first finding, its twin without the fault has none."""
+"""Each fault that is planted in a real run is the first finding, its reference without the fault has none."""
 
 from __future__ import annotations
 
@@ -64,27 +64,27 @@ def assert_healthy(report: Report) -> None:
 
 
 @pytest.mark.parametrize(("fault", "code"), FAULTS)
-def test_a_planted_fault_is_the_first_finding_and_its_twin_has_none(fault: str, code: str, mirrored: Any) -> None:
+def test_a_planted_fault_is_the_first_finding_and_its_reference_has_none(fault: str, code: str, mirrored: Any) -> None:
     run = getattr(doctor_runs, fault)
     found = run(mirrored, True)
     assert alarms(found, code)[:1] == [code], str(found)
-    twin = run(mirrored, False)
-    assert_healthy(twin)
-    claimed, of_twin = (sum(share(r, f) for f in r.findings if f.code == code) for r in (found, twin))
-    assert of_twin < claimed / 3, f"{found}\n{twin}"
+    reference = run(mirrored, False)
+    assert_healthy(reference)
+    claimed, of_reference = (sum(share(r, f) for f in r.findings if f.code == code) for r in (found, reference))
+    assert of_reference < claimed / 3, f"{found}\n{reference}"
     if code in ON_NO_CLOCK:
         assert judge_on_exact_times(found.examination).codes == [code]
-    assert [note.code for note in twin.notes if note.code != "busy-machine"] == ["shared-cpu"]
+    assert [note.code for note in reference.notes if note.code != "busy-machine"] == ["shared-cpu"]
 
 
 @pytest.mark.parametrize("fault", MADE_UP_FAULTS)
-def test_by_a_made_up_clock_a_fault_alone_is_found_with_its_seconds_and_its_twin_has_no_finding(
+def test_by_a_made_up_clock_a_fault_alone_is_found_with_its_seconds_and_its_reference_has_no_finding(
     fault: str, mirrored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patches:
-        twin = doctor_runs.by_a_made_up_clock(mirrored, "", patches)
-    assert twin.findings == (), str(twin)
-    assert twin.shares["computing"] == 1.0
+        reference = doctor_runs.by_a_made_up_clock(mirrored, "", patches)
+    assert reference.findings == (), str(reference)
+    assert reference.shares["computing"] == 1.0
     found = doctor_runs.by_a_made_up_clock(mirrored, fault, monkeypatch)
     assert [(finding.code, finding.seconds) for finding in found.findings] == [(fault, MADE_UP_FAULTS[fault])]
 
@@ -323,10 +323,10 @@ def test_diagnosis_with_experiments_leaves_every_copy_of_every_variable_bit_for_
     assert [copy.numpy().tobytes() for copy in _copies(model)] == before
     assert (random.getstate(), np.random.get_state()[1].tobytes()) == drawn
     assert model.history is history
-    twin = _stateful(mirrored, gradient_accumulation_steps=accumulate)
-    for one in (model, twin):
+    reference = _stateful(mirrored, gradient_accumulation_steps=accumulate)
+    for one in (model, reference):
         one.fit(pipeline(), steps_per_epoch=5, verbose=0, shuffle=False)
-    assert [w.tobytes() for w in model.get_weights()] == [w.tobytes() for w in twin.get_weights()]
+    assert [w.tobytes() for w in model.get_weights()] == [w.tobytes() for w in reference.get_weights()]
 
 
 class OwnOptimizer(kde.Model):
@@ -358,11 +358,11 @@ def test_diagnosis_leaves_an_optimizer_that_a_step_builds_as_if_it_were_new(mirr
             model.compile(loss="mse")
         return model
 
-    model, twin = made(), made()
+    model, reference = made(), made()
     kde.diagnose(model, pipeline(), steps_per_epoch=20, num_steps=10, interventions=False)
-    for one in (model, twin):
+    for one in (model, reference):
         one.fit(pipeline(), steps_per_epoch=5, verbose=0, shuffle=False)
-    assert [w.tobytes() for w in model.get_weights()] == [w.tobytes() for w in twin.get_weights()]
+    assert [w.tobytes() for w in model.get_weights()] == [w.tobytes() for w in reference.get_weights()]
 
 
 @pytest.mark.slow

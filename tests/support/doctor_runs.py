@@ -1,4 +1,4 @@
-"""Real runs for tests/doctor/test_doctor.py: one with a fault that was planted, and its twin without."""
+"""Real runs for tests/doctor/test_doctor.py: one with a fault that was planted, and its reference without."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def guarded(strategy: Any, folder: pathlib.Path, steps_per_execution: int) -> di
 
     found: dict[str, Any] = {}
     options = {"steps_per_execution": steps_per_execution}
-    found["twin"] = fit(make(strategy, **options), without((5,)))
+    found["reference"] = fit(make(strategy, **options), without((5,)))
     for action in ("skip", "stop", "raise"):
         model, callback = make(strategy, **options), kde.NonFinite(action)
         with warnings.catch_warnings(record=True) as caught:

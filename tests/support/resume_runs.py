@@ -304,7 +304,7 @@ OF_WORKERS: dict[str, Any] = {
 def crash_and_resume(strategy: Any, folder: pathlib.Path) -> dict[str, Any]:
     """What each of two workers does: a run, and one that crashes on both and goes on."""
     here = folder / str(strategy.cluster_resolver.task_id)  # the workers share no directory
-    values: dict[str, Any] = {"twin": run(strategy, here / "twin", **OF_WORKERS)}
+    values: dict[str, Any] = {"reference": run(strategy, here / "reference", **OF_WORKERS)}
     with contextlib.suppress(Crash):
         run(strategy, here / "crashed", crash_after=10, **OF_WORKERS)
     values["num_saves"] = len(list((here / "crashed").glob("*.kde")))
@@ -327,7 +327,7 @@ def be_asked_to_end(strategy: Any, folder: pathlib.Path) -> dict[str, Any]:
             if self.num_batches == 9 and worker == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    values: dict[str, Any] = {"twin": run(strategy, here / "twin", **OF_WORKERS)}
+    values: dict[str, Any] = {"reference": run(strategy, here / "reference", **OF_WORKERS)}
     try:
         run(strategy, here / "asked", save_every="1h", more=[Ask()], **OF_WORKERS)
     except SystemExit as ended:

@@ -1110,11 +1110,11 @@ def test_inputs_and_outputs_make_a_functional_model() -> None:
 
 
 def test_a_class_saved_as_one_of_keras_own_is_written_under_its_name() -> None:
-    class Twin(keras.Sequential):
+    class Clone(keras.Sequential):
         pass
 
-    save_as(Twin, keras.Sequential)
-    written = keras.saving.serialize_keras_object(Twin([keras.Input((3,)), layers.Dense(1)]))
+    save_as(Clone, keras.Sequential)
+    written = keras.saving.serialize_keras_object(Clone([keras.Input((3,)), layers.Dense(1)]))
     assert (written["module"], written["class_name"]) == ("keras", "Sequential")
     assert written["registered_name"] is None
     assert type(keras.saving.deserialize_keras_object(written)) is keras.Sequential
@@ -1228,16 +1228,16 @@ def test_models_of_keras_do_not_record_their_arguments_and_those_of_ours_do() ->
     assert not is_serializable_dict({})
 
 
-def test_a_twin_is_saved_under_the_registered_name_of_the_users_class() -> None:
+def test_a_clone_is_saved_under_the_registered_name_of_the_users_class() -> None:
     @keras.saving.register_keras_serializable("upstream")
     class Registered(layers.Layer):
         pass
 
-    class Twin(Registered):
+    class Clone(Registered):
         pass
 
-    share_registered_name(Registered, Twin)
-    assert keras.saving.get_registered_name(Twin) == "upstream>Registered"
+    share_registered_name(Registered, Clone)
+    assert keras.saving.get_registered_name(Clone) == "upstream>Registered"
     assert keras.saving.get_registered_object("upstream>Registered") is Registered
 
 

@@ -66,11 +66,11 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(seed, unin
         if accident.call in ("write", "replace"):
             assert ".tmp" in files, "it was in the middle of a save"
     assert shown.count("failed with SIGKILL") == NUM_ACCIDENTS, shown
-    for worker, twin in zip(result.values, uninterrupted, strict=True):
+    for worker, reference in zip(result.values, uninterrupted, strict=True):
         assert worker["resumed"] is not None
         assert worker["seen"] == [[1.0] * chaos_runs.NUM_EXAMPLES] * chaos_runs.EPOCHS
-        assert worker["loss"] == twin["loss"]
-        for one, other in zip(worker["weights"], twin["weights"], strict=True):
+        assert worker["loss"] == reference["loss"]
+        for one, other in zip(worker["weights"], reference["weights"], strict=True):
             np.testing.assert_array_equal(one, other)
-    assert twin["seen"] == worker["seen"]
+    assert reference["seen"] == worker["seen"]
     assert processes_with(token) == []

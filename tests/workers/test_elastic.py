@@ -289,8 +289,8 @@ def test_a_run_on_3_then_2_then_3_workers_ends_with_the_bits_of_an_uninterrupted
     shown = cores(lambda text: 2 if "restart 1" in text and "goes on" not in text else 3)
     result, text = run((1, 3), elastic_runs.train, args=(str(tmp_path / "elastic"), save_every, "kill"), stream=shown,
                        max_restarts=1, pause_seconds=0.01, **options)  # fmt: skip
-    (twin,) = run(1, elastic_runs.train, args=(str(tmp_path / "twin"), save_every), **options)[0].values
+    (reference,) = run(1, elastic_runs.train, args=(str(tmp_path / "reference"), save_every), **options)[0].values
     assert [line.split()[1] for line in text.splitlines() if "workers of" in line] == ["3", "2", "3"]
     assert result.num_restarts == 2
     for worker in result.values:
-        elastic_runs.assert_same_bits(worker, twin)
+        elastic_runs.assert_same_bits(worker, reference)

@@ -167,9 +167,9 @@ def test_a_run_that_loses_a_node_and_gets_another_ends_with_the_bits_of_an_unint
     assert result.num_restarts == 2
     assert_nothing_is_left("elastic", nodes)
     nodes.cluster.remove_node(nodes.nodes.pop())
-    (twin,) = kde.launch(1, elastic_runs.train, args=(str(tmp_path / "twin"), 2), **options).values
+    (reference,) = kde.launch(1, elastic_runs.train, args=(str(tmp_path / "reference"), 2), **options).values
     for worker in result.values:
-        elastic_runs.assert_same_bits(worker, twin)
+        elastic_runs.assert_same_bits(worker, reference)
 
 
 def test_an_agent_that_is_stopped_is_lost_and_another_takes_its_place(nodes, tmp_path, monkeypatch):
