@@ -1,4 +1,4 @@
-"""Have a step say which random numbers its replica draws: see ``hooks.intercept``."""
+"""Hooks by which a step chooses the random numbers that its replica draws: see ``hooks.intercept``."""
 
 from __future__ import annotations
 

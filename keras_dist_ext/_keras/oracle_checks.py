@@ -1,4 +1,4 @@
-"""See that keras-tuner still calls the private methods of an oracle that this package replaces, before a search.
+"""Check, before a search, that keras-tuner still calls the private methods of an oracle that are replaced here.
 
 `tests/tuner/test_oracle_checks.py` makes each of them silent.
 """

@@ -1,4 +1,4 @@
-"""Reach the components of distributed variables, and make variables where they are wanted."""
+"""Reach the components of distributed variables, and move variables to other devices."""
 
 from __future__ import annotations
 

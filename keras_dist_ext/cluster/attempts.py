@@ -1,4 +1,4 @@
-"""Start the processes of a launch, as often as need be."""
+"""Start the processes of a launch, and start them again after a failure."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""Look whether what a launch is given can run, and turn it into what a process runs, before any starts."""
+"""Check that the function or command of a launch can run, and turn it into what a process runs, before any starts."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Take in the processes that a launch's workers leave behind, whatever session or environment they have, and end them.
+"""Adopt the processes that a launch's workers leave behind, in whatever session or environment, and end them.
 
 Linux gives a process whose parent has ended to the nearest ancestor that has asked for it, a "subreaper" (prctl(2)).
 """

@@ -1,4 +1,4 @@
-"""Give each process of a cluster on this machine its part, and an address with a port that stays its own."""
+"""Give each process of a cluster on this machine its task, and an address with a port that stays its own."""
 
 import json
 import socket

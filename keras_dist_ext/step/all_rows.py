@@ -1,4 +1,4 @@
-"""Give a replica the rows of the global batch while its step is traced, and tell what is computed from them alone.
+"""Give a replica the rows of the global batch while its step is traced, and find out what is computed from them alone.
 
 Letters: n = rows of a replica, N = rows of the global batch, R = replicas in sync, over all workers.
 """

@@ -1,4 +1,4 @@
-"""Tell whether a loss is a mean or a sum over the rows of a batch, from the graph that computes it.
+"""Find out from the graph that computes a loss whether it is a mean or a sum over the rows of a batch.
 
 A scalar, such as one given to ``add_loss``, does not say how it was reduced. On one device it is used as it is; with
 the batch split over replicas, means must be averaged and sums added. The exponent of a scalar in the batch size says

@@ -1,4 +1,4 @@
-"""Make gradients that no tape has made those of the global batch, by hand."""
+"""Turn gradients that no GradientTape has computed into those of the global batch."""
 
 from __future__ import annotations
 

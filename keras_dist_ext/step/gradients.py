@@ -1,4 +1,4 @@
-"""Make a replica's gradients those of the global batch: where a tape makes them, or where a step asks for it.
+"""Turn a replica's gradients into those of the global batch: in its GradientTape, or where a step asks for it.
 
 Whatever a step does with its gradients is then as on one device. Where they go straight into an optimizer they are
 summed there instead, once, packed with what else all replicas have to know (see ``StepPlan``).

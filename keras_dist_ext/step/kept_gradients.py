@@ -1,4 +1,4 @@
-"""Remember the gradients that a step was given and that are not summed yet, and see where they go."""
+"""Remember the gradients that a step was given and that are not summed yet, and where they are used."""
 
 from __future__ import annotations
 

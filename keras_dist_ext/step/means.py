@@ -1,4 +1,4 @@
-"""Split scalars that user code computes from a replica's rows into terms, and tell which of them are means.
+"""Split scalars that user code computes from a replica's rows into terms, and find out which of them are means.
 
 A step is written for one device. A loss in it may be a mean over the rows, a sum over them, or a sum of both with a
 penalty on weights; on one device all of these are right. Here each term has an exponent in the batch size (see

@@ -1,4 +1,4 @@
-"""Have what metrics compute from the rows of all replicas count once, where the parts of replicas add up.
+"""Count once what metrics compute from the rows of all replicas, where the parts of replicas are summed.
 
 The first replica takes it. A number that is neither computed from gathered rows nor from a replica's own, such as their
 static number, counts as the other numbers of the metric do.

@@ -1,4 +1,4 @@
-"""Leave out steps whose numbers are not finite, on all replicas alike, and remember which they were.
+"""Skip steps whose numbers are not finite, on all replicas alike, and record which they were.
 
 Each replica looks at its own loss and gradients. What it finds travels to the others with the gradients, in the same
 reduction, so that all of them leave the same update out, in the middle of an execution and without asking the host.

@@ -1,4 +1,4 @@
-"""Record on the device what each replica does in each step, and fetch it when it is asked for.
+"""Record on the device what each replica does in each step, and fetch it on request.
 
 A step hands its loss, examples and gradients to a ``StepNote`` while it is traced, and leaves what the notes say in a
 ``StepBuffer``, which has a part beside each replica. There it stays until a ``Recorder`` fetches it. So no step waits

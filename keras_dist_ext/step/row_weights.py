@@ -1,4 +1,4 @@
-"""What the numbers of one replica count in those of the global batch: its losses, means and sums.
+"""The weights of a replica's numbers in those of the global batch: of its losses, means and sums.
 
 User code sees one replica's rows as if they were the whole batch. What it reduces is made a mean over these rows whose
 mean over replicas, weighted by their rows, is the number of one device (see ``means``).

@@ -1,4 +1,4 @@
-"""What each replica did, step by step: recorded where it was computed, fetched once an interval.
+"""What each replica did, step by step: recorded on its device, fetched once an interval.
 
 ``StepRecords`` holds the steps of some executions, one by one; ``ReplicaStats`` what they come to, over all workers.
 Both are values; who writes them is in ``writers``, who judges them in ``diagnose``.

@@ -1,4 +1,4 @@
-"""Suspend a function where it asks something of others, and resume it with their answer."""
+"""Suspend a function where it needs something from others, and resume it with their answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the virtual replicas that one real replica carries, one after the other, within one step.
+"""Run the virtual replicas of one real replica, one after the other, within one step.
 
 A virtual replica has its rows of the global batch, its random streams, its batch statistics and its place in the sums:
 it is a ``ReplicaStep`` with its own ``Reducer``. It runs in a thread that is suspended at each point where

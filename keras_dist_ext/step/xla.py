@@ -1,4 +1,4 @@
-"""Compile by XLA what a replica computes by itself, where that can be done."""
+"""Compile by XLA what a replica computes without the others, if that is possible."""
 
 from __future__ import annotations
 

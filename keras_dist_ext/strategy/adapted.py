@@ -1,4 +1,4 @@
-"""Take what layers have learnt before, outside of a strategy's scope, into it: by ``adapt``, or frozen weights.
+"""Move into a strategy's scope what layers have learnt outside of it: by ``adapt``, or as frozen weights.
 
 People adapt a ``Normalization`` or a ``TextVectorization`` to their data before they build a model of it, and load a
 pretrained backbone before they freeze it. None of these variables is trained, so the same layer can hold them again in

@@ -1,4 +1,4 @@
-"""Make the strategy that was decided on: one object for a set of devices or a cluster in a process."""
+"""Build the strategy that was decided on: one object for a set of devices or a cluster in a process."""
 
 import functools
 import socket

@@ -1,4 +1,4 @@
-"""Keys and values that all workers of a cluster can read, without a collective: nobody has to ask at the same time."""
+"""Keys and values that all workers of a cluster can read at any time, without a collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tell the other workers where this one is when they ask, and that its program has ended.
+"""Answer other workers that ask where this one is, and tell them when its program has ended.
 
 A worker that waits for the others sees no more of them than that they do not come: whether they compute, read slow
 data or have ended. So each has a thread that answers where its program is, and stores a last word when that ends. The

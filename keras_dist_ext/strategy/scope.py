@@ -1,4 +1,4 @@
-"""See which variables, optimizer, metrics and seeds of a model live under which strategy.
+"""Find out which variables, optimizer, metrics and seeds of a model live under which strategy.
 
 TensorFlow lets a variable made under one strategy, or under none, be trained under another, and then trains on one
 device in silence or fails with object addresses. Here each variable says where it was made.

@@ -1,4 +1,4 @@
-"""Say for how many replicas a run is defined, whatever devices carry them.
+"""The number of replicas that a run is defined for, whatever devices run them.
 
 Virtual replicas as such are known from VirtualFlow (https://arxiv.org/abs/2009.09523), and an order of sums that does
 not depend on the devices from EasyScale (https://arxiv.org/abs/2208.14228). ``step.virtual_replicas`` runs them.

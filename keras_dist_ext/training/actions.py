@@ -1,4 +1,4 @@
-"""Do something while a run is under way: every so many steps, when a value has improved, when the process must end."""
+"""Call functions during a run: every so many steps, when a value has improved, when the process must end."""
 
 from __future__ import annotations
 

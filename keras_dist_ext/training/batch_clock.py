@@ -1,4 +1,4 @@
-"""Have a batch wait until the clock was read that says when it was there."""
+"""Read the clock when a batch is available, before anything is computed from it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from keras_dist_ext.aliases import StepData, TensorNest
 __all__ = ["after"]
 
 
-def after(there: tf.Tensor, batch: StepData) -> StepData:
-    """Return the batch, of which nothing is computed before the clock was read that says when it was there."""
-    with tf.control_dependencies([there]):
+def after(reading: tf.Tensor, batch: StepData) -> StepData:
+    """Return the batch, from which nothing is computed before the clock has been read."""
+    with tf.control_dependencies([reading]):
         return tf.nest.map_structure(_same, batch, expand_composites=True)
 
 

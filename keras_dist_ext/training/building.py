@@ -1,4 +1,4 @@
-"""Make what the first step of a model would make, before it is traced for replicas: trace it in a scratch graph.
+"""Build a model as its first step would, before it is traced for replicas: trace the step in a scratch graph.
 
 Keras builds a model by calling it, before the first step under a strategy. A step of the user's own may do without
 ``call``, or give it other than the batch. So it is run itself, on no data, in one replica: layers, optimizers and

@@ -1,4 +1,4 @@
-"""Note arguments of `compile` that are ours in a saved model: beside the optimizer, where Keras does not look."""
+"""Save our own arguments of `compile` with a model: next to the optimizer's config, where Keras does not look."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instances of a model's class are made in the scope of their strategy."""
+"""Construct models in the scope of their strategy."""
 
 from __future__ import annotations
 

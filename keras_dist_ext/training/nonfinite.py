@@ -1,4 +1,4 @@
-"""Say which replica has met NaN or infinity, in which step, before it has spread; and stop, or leave the step out."""
+"""Report the replica and the step of a NaN or infinity before it spreads; stop there, or skip the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before training, make one step on a few rows both on one device and on replicas, and say what differs.
+"""Before training, make one step on a few rows both on one device and on replicas, and report what differs.
 
 Only for models with code of the user's in their steps. Both begin from the same state, and all that they change is put
 back. What differs by definition is left out on both sides: moments of ``BatchNormalization`` that is not synchronized,

@@ -1,4 +1,4 @@
-"""Put a model back bit for bit where it was: weights, optimizer, metrics, seeds, and the host's generators."""
+"""Restore a model bit for bit: weights, optimizer, metrics, seeds, and the host's generators."""
 
 from __future__ import annotations
 

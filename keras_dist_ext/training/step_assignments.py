@@ -1,4 +1,4 @@
-"""Check what a step assigns to variables: replicas go on with the same values only if all assign the same."""
+"""Check what a step assigns to variables: replicas keep the same values only if all assign the same."""
 
 from __future__ import annotations
 

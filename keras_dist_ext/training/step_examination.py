@@ -1,4 +1,4 @@
-"""See what a step does with its gradients in a scratch graph, and refuse what would not do what it seems to.
+"""Examine what a step does with its gradients in a scratch graph, and refuse what would not do what it seems to.
 
 Nothing of the trace is ever run: replicas do not add anything up in it, and know no more of a sum than that it is the
 same on all of them.

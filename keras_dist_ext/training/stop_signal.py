@@ -1,4 +1,4 @@
-"""A wish to end training, an evaluation or a prediction, which all workers follow after the same step."""
+"""A request to end training, an evaluation or a prediction, which all workers follow after the same step."""
 
 from __future__ import annotations
 

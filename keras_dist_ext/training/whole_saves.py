@@ -1,4 +1,4 @@
-"""Save a model aside, and put it in its place when it is whole.
+"""Save a model to a temporary folder, and move it to its path when it is complete.
 
 Several workers may save to one path at the same time, each for itself: a file is one worker's at any time, and whole;
 several files that belong together are of the first worker that has saved. A save that is killed leaves what was there.

@@ -1,4 +1,4 @@
-"""Save what one of several workers saves: whole, waiting for no other worker, and without a question to the user.
+"""Save what one of several workers saves: complete, waiting for no other worker, and without asking the user.
 
 Whatever a worker's process saves by Keras or TensorFlow comes here: models of this package, checkpoints and SavedModels
 of anything.

@@ -1,4 +1,4 @@
-"""See whether a model under a strategy can be compared with one device."""
+"""Check whether a model under a strategy can be compared with one device."""
 
 from __future__ import annotations
 

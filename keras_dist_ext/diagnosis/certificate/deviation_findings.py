@@ -1,4 +1,4 @@
-"""Say what deviations mean that are no matter of gradients: of state, optimizers, metrics and logs."""
+"""Explain deviations of state, optimizers, metrics and logs, which no gradient explains."""
 
 from __future__ import annotations
 

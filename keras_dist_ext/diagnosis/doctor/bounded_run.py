@@ -1,4 +1,4 @@
-"""Train a model for some steps to examine it, and put it back."""
+"""Train a model for some steps to examine it, and restore it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say what a change has brought: two reports of the doctor, one from before it and one from after."""
+"""Compare two reports of the doctor, one from before a change and one from after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find out in a run why it is not faster: a callback that measures, has it judged, and tells."""
+"""A callback that measures a run, finds out why it is not faster, and reports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make a model again, layer by layer, each layer once however often the model uses it."""
+"""Rebuild a model, layer by layer, each layer once however often the model uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make a layer, model, metric or optimizer again from its config.
+"""Rebuild a layer, model, metric or optimizer from its config.
 
 Functions and classes of the user's travel by reference, lambdas too: nothing is pickled, and nothing needs to be
 registered.

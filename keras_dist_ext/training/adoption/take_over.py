@@ -1,4 +1,4 @@
-"""Make a model again as one of ours in a strategy's scope, with its values, compile state and optimizer state."""
+"""Rebuild a model as one of ours in a strategy's scope, with its values, compile state and optimizer state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""See from the graph of a step whether a loss is a mean over the rows at hand, as one device would have it."""
+"""Find out from the graph of a step whether a loss is a mean over the rows at hand, as one device would have it."""
 
 from __future__ import annotations
 

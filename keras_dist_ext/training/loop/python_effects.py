@@ -1,4 +1,4 @@
-"""See what a user's function does in Python: which names it uses, and what it changes while it is traced."""
+"""Find out what a user's function does in Python: which names it uses, and what it changes while it is traced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the variables of a model anew on other devices, with the same values."""
+"""Recreate the variables of a model on other devices, with the same values."""
 
 from __future__ import annotations
 
