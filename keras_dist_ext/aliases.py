@@ -32,6 +32,8 @@ __all__ = [
     "LossNest",
     "MetricNest",
     "Original",
+    "Picklable",
+    "RayHandle",
     "SavePath",
     "Scores",
     "SpecNest",
@@ -109,3 +111,9 @@ JsonValue: TypeAlias = Any
 
 JsonObject: TypeAlias = dict[str, JsonValue]
 """Any other dictionary of values that JSON can represent."""
+
+Picklable: TypeAlias = Any
+"""What a function of the user's takes or returns in another process: anything that can be pickled."""
+
+RayHandle: TypeAlias = Any
+"""An actor, a placement group or an object reference of Ray."""

@@ -5,8 +5,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, Any
+from typing import IO
 
+from keras_dist_ext.aliases import Picklable
 from keras_dist_ext.cluster.cores import fair_shares, usable_cpus
 from keras_dist_ext.cluster.failure import Failure, NotPlaced
 from keras_dist_ext.cluster.host import Host, NotStarted, ValueLost, WaitForPlaces
@@ -90,7 +91,7 @@ class Attempt:
         if failure is None and group.has_left:
             again = "There are places for more workers: all have saved and ended, and start again."
             return Outcome(None, (), True, again, self.workers)
-        values: dict[Process, Any] = {}
+        values: dict[Process, Picklable] = {}
         if failure is None:
             try:
                 values = {process: _value(process) for process in group.working if process.calls}
@@ -156,7 +157,7 @@ def _signal_came(signals: Sequence[int], seconds: float) -> bool:
     return bool(signals)
 
 
-def _value(process: Process) -> Any:
+def _value(process: Process) -> Picklable:
     """Return what the function returned."""
     try:
         return process.value()

@@ -30,9 +30,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO
 
 from keras_dist_ext import arguments
+from keras_dist_ext.aliases import Picklable
 from keras_dist_ext.cluster.attempts import Attempt, Outcome, run_attempts
 from keras_dist_ext.cluster.command import (
     MOST_THREADS,
@@ -197,7 +198,7 @@ class LaunchResult:
     num_restarts: int = 0  # how often all started again
 
     @property
-    def values(self) -> tuple[Any, ...]:
+    def values(self) -> tuple[Picklable, ...]:
         """What the function returned: one value a worker, or only the chief's."""
         return tuple(run.value for run in self.workers if not run.served)
 

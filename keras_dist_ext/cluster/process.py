@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from keras_dist_ext.aliases import Picklable
 from keras_dist_ext.cluster import worker
 from keras_dist_ext.cluster.heartbeat import Heartbeat
 from keras_dist_ext.cluster.host import HostedProcess, State
@@ -117,7 +118,7 @@ class Process:
         """Its last traceback and what came after, or its last lines."""
         return self._lines.tail()
 
-    def value(self) -> Any:
+    def value(self) -> Picklable:
         """Return what its function returned.
 
         Raises:

@@ -7,8 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from keras_dist_ext.aliases import Picklable
 from keras_dist_ext.cluster.host import State
 from keras_dist_ext.cluster.local_host import LocalHost
 from keras_dist_ext.cluster.worker_count import WorkerCount
@@ -79,7 +80,7 @@ class Agent:
                 return
             time.sleep(0.01)
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Picklable) -> Picklable:
         """Call a method of the process."""
         return getattr(self._process, method)(*args)
 

@@ -5,9 +5,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from keras_dist_ext import arguments
+from keras_dist_ext.aliases import JsonValue, Picklable
 from keras_dist_ext.cluster import worker
 from keras_dist_ext.cluster.signals import interrupting_signals
 from keras_dist_ext.errors import LaunchError
@@ -36,7 +36,7 @@ class RayCluster:
     address: str = "auto"
     cpus_per_worker: float = 1
     gpus_per_worker: float = 0
-    runtime_env: Mapping[str, Any] | None = None
+    runtime_env: Mapping[str, JsonValue] | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -96,13 +96,15 @@ def _connect(cluster: RayCluster) -> None:
         ) from error
 
 
-def _default_environ() -> dict[str, Any]:
+def _default_environ() -> dict[str, JsonValue]:
     """Send the current folder, unless this process is of a Ray job that has sent one: Ray refuses two."""
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
     return {} if (job.get("runtime_env") or {}).get("working_dir") else {"working_dir": os.getcwd()}
 
 
-def pack_for_ray(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+def pack_for_ray(
+    function: Callable[..., Picklable], args: Sequence[Picklable], kwargs: Mapping[str, Picklable]
+) -> bytes:
     """Pickle a call as Ray does: what is defined in a script travels with it, modules are imported there.
 
     Raises:

@@ -4,8 +4,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
+from keras_dist_ext.aliases import RayHandle
 from keras_dist_ext.cluster.failure import Failure, NotPlaced
 from keras_dist_ext.cluster.host import Host, WaitForPlaces
 from keras_dist_ext.cluster.ray_agent import Agent
@@ -42,10 +42,10 @@ class RayHost:
 
     def __init__(self, cluster: RayCluster, wait: WaitForPlaces):
         self._places, self._wait = RayPlaces(cluster, wait), wait
-        self._agents: list[Any] = []
+        self._agents: list[RayHandle] = []
         self._nodes: list[str] = []
         self._processes: list[RayProcess] = []
-        self._calls: dict[bytes, Any] = {}  # those that all nodes fetch
+        self._calls: dict[bytes, RayHandle] = {}  # those that all nodes fetch
         self._noted = time.monotonic()
 
     def __enter__(self) -> "RayHost":

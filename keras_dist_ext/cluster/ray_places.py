@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
+from keras_dist_ext.aliases import RayHandle
 from keras_dist_ext.cluster.host import WaitForPlaces
 from keras_dist_ext.cluster.ray_cluster import RayCluster
 from keras_dist_ext.cluster.tasks import kinds
@@ -26,11 +26,11 @@ class RayPlaces:
 
     def __init__(self, cluster: RayCluster, wait: WaitForPlaces):
         self._cluster, self._wait = cluster, wait
-        self._groups: list[Any] = []
+        self._groups: list[RayHandle] = []
         self._num_missing = 0
-        self._spare: list[Any] = []  # groups of a bundle each, for workers that could be more
+        self._spare: list[RayHandle] = []  # groups of a bundle each, for workers that could be more
 
-    def take(self, workers: WorkerCount, num_ps: int) -> tuple[Any, list[dict[str, float]], int]:
+    def take(self, workers: WorkerCount, num_ps: int) -> tuple[RayHandle, list[dict[str, float]], int]:
         """Return a placement group, when there is one, what its bundles have, and for how many workers it is.
 
         Args:
@@ -54,7 +54,7 @@ class RayPlaces:
         self._num_missing = workers.most - number
         return group, bundles, number
 
-    def _ask(self, num_workers: int, num_ps: int) -> tuple[Any, list[dict[str, float]]]:
+    def _ask(self, num_workers: int, num_ps: int) -> tuple[RayHandle, list[dict[str, float]]]:
         import ray
 
         bundles = self._bundles(num_workers, num_ps)
@@ -80,7 +80,7 @@ class RayPlaces:
         (bundle,) = self._bundles(1, 0)
         return min(int(amounts.get(name, 0.0) / amount + 1e-6) for name, amount in bundle.items())
 
-    def _comes(self, group: Any, seconds: float) -> bool:
+    def _comes(self, group: RayHandle, seconds: float) -> bool:
         """Whether a group is there within so many seconds."""
         deadline = time.monotonic() + seconds
         while not is_there(group):
@@ -89,7 +89,7 @@ class RayPlaces:
                 return False
         return True
 
-    def _wait_for(self, group: Any, bundles: list[dict[str, float]], num_ps: int) -> None:
+    def _wait_for(self, group: RayHandle, bundles: list[dict[str, float]], num_ps: int) -> None:
         import ray
 
         wait_for(
@@ -118,7 +118,7 @@ class RayPlaces:
         for group in self._groups[:]:
             self._remove(group)
 
-    def _remove(self, group: Any) -> None:
+    def _remove(self, group: RayHandle) -> None:
         import ray
         from ray.exceptions import RayError
 
@@ -127,7 +127,7 @@ class RayPlaces:
         self._groups.remove(group)
 
 
-def is_there(group: Any, seconds: float = 0.1) -> bool:
+def is_there(group: RayHandle, seconds: float = 0.1) -> bool:
     """Whether a placement group has its bundles, now or after so many seconds."""
     if not group.wait(0):  # which waits for whole seconds alone
         time.sleep(seconds)

@@ -1,8 +1,8 @@
 """One process of a launch on a node of Ray, seen from the launcher."""
 
 import signal
-from typing import Any
 
+from keras_dist_ext.aliases import Picklable, RayHandle
 from keras_dist_ext.cluster.host import State, ValueLost
 from keras_dist_ext.cluster.ray_agent import Report
 from keras_dist_ext.errors import LaunchError
@@ -25,11 +25,11 @@ class RayProcess:
     NOTED_SECONDS = 3.0  # of silence of the agent, which other processes may fail of before it is lost
     LOST_SECONDS = 20.0  # of its silence
 
-    def __init__(self, agent: Any, node: str, starting: Any):
+    def __init__(self, agent: RayHandle, node: str, starting: RayHandle):
         self.agent, self._node = agent, node
         self.is_lost = False
         self._is_starting, self._is_at_end = True, False
-        self._awaited: Any = starting  # afterwards a report
+        self._awaited: RayHandle = starting  # afterwards a report
         self._silence = 0.0  # seconds since the report was asked for
         self._state, self._is_stopped = State(), False
 
@@ -38,7 +38,7 @@ class RayProcess:
         """Whether there is nothing more to report."""
         return self._is_at_end and self._state.exit_code is not None
 
-    def awaited(self) -> Any:
+    def awaited(self) -> RayHandle:
         """Ask for the next report, unless an answer is due."""
         if self._awaited is None:
             self._awaited, self._silence = self.agent.report.remote(self.REPORT_SECONDS), 0.0
@@ -94,7 +94,7 @@ class RayProcess:
         """Return its state, of the last report."""
         return self._state
 
-    def _call(self, method: str, *args: Any, otherwise: Any = None) -> Any:
+    def _call(self, method: str, *args: Picklable, otherwise: Picklable = None) -> Picklable:
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 

@@ -17,10 +17,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from keras_dist_ext.aliases import Picklable
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.cluster.orphans import children_of
+
+if TYPE_CHECKING:
+    import psutil
 
 __all__ = ["command_line", "main", "LAUNCH_IDS", "pack_call", "packed", "pickled_call", "read_value", "failed_code"]
 
@@ -101,9 +105,9 @@ def _serve() -> None:
 
 def pickled_call(
     dumps: Callable[[object], bytes],
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    function: Callable[..., Picklable],
+    args: Sequence[Picklable],
+    kwargs: Mapping[str, Picklable],
     *,
     advice: str,
 ) -> bytes:
@@ -128,7 +132,7 @@ def pickled_call(
         ) from error
 
 
-def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+def pack_call(function: Callable[..., Picklable], args: Sequence[Picklable], kwargs: Mapping[str, Picklable]) -> bytes:
     """Pickle a call, with what another process needs to find the modules in which its parts are defined.
 
     Raises:
@@ -215,7 +219,7 @@ def _import(name: str, file: str | None) -> ModuleType:
     return module
 
 
-def _pickle_value(value: object, function: Callable[..., Any]) -> bytes:
+def _pickle_value(value: object, function: Callable[..., Picklable]) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:
@@ -250,7 +254,7 @@ def failed_code(outcome: Path) -> int | None:
         return None
 
 
-def read_value(pickled: bytes) -> Any:
+def read_value(pickled: bytes) -> Picklable:
     """Return what the function returned."""
     sys.modules.setdefault(_MAIN, sys.modules["__main__"])  # where a class of the user's script now comes from
     return pickle.loads(pickled)
@@ -263,7 +267,7 @@ def _guard(launch_id: str, folder: str) -> None:
     import psutil
 
     sessions: set[int] = set()
-    descendants: dict[int, Any] = {}  # also those that have left their session, with another environment
+    descendants: dict[int, psutil.Process] = {}  # also those that have left their session, with another environment
     data = b""
     while True:  # until the launcher closes the pipe, or the kernel does
         if select.select([sys.stdin], [], [], _LOOK_SECONDS if sessions else None)[0]:
@@ -290,7 +294,7 @@ def _guard(launch_id: str, folder: str) -> None:
 _LOOK_SECONDS = 1.0
 
 
-def _note_descendants(sessions: set[int], descendants: dict[int, Any]) -> None:
+def _note_descendants(sessions: set[int], descendants: "dict[int, psutil.Process]") -> None:
     """Remember all processes that descend from those that lead a session, while their parents live."""
     import psutil
 
@@ -319,7 +323,9 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def _members(launch_id: str, sessions: set[int], descendants: Mapping[int, Any]) -> Iterator[Any]:
+def _members(
+    launch_id: str, sessions: set[int], descendants: "Mapping[int, psutil.Process]"
+) -> "Iterator[psutil.Process]":
     """Yield the living processes of a launch: by session, by environment for those that left theirs, by descent."""
     import psutil
 

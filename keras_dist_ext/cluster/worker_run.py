@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from keras_dist_ext.aliases import Picklable
 
 __all__ = ["WorkerRun"]
 
@@ -16,6 +17,6 @@ class WorkerRun:
     exit_code: int  # as subprocess has it: -9 = SIGKILL
     ended_by_launch: bool  # it had not ended, or failed, by itself
     seconds: float
-    value: Any  # what the function returned; None for a command
+    value: Picklable  # what the function returned; None for a command
     last_lines: tuple[str, ...]  # the last traceback and what followed, or the last 20 lines
     log: Path | None  # all its output; None without log_dir
