@@ -18,9 +18,9 @@ which. In the order in which a training script meets them:
                  LaunchError, LoopError, MonitorError, NonFiniteError, PlacementError, ResumeError, ScopeError,
                  SeedError, StepError, StrategyError, TunerError, WorkersError
 
-The packages, each of which imports only from those before it: `_keras` is the one door to what Keras and TensorFlow do
-not document; `cluster` starts processes and describes a cluster; `strategy` chooses a strategy and keeps its workers in
-agreement; `data` splits examples; `step` is what one replica computes; `training` has models and loops; `monitoring`
+The packages, each of which imports only from those before it: `_keras` is the only one that uses private API of Keras
+and TensorFlow; `cluster` starts processes and describes a cluster; `strategy` chooses a strategy and keeps its workers
+in agreement; `data` splits examples; `step` is what one replica computes; `training` has models and loops; `monitoring`
 writes records; `diagnosis` judges runs; `tuner` searches hyperparameters; `examples` are scripts. Below them are
 `aliases`, `errors`, `messages`, `findings`, `hashing`, `versions`, `argument_types`, `arguments` and `whole_files`,
 above them `cli`.

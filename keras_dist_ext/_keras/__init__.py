@@ -1,8 +1,8 @@
-"""The one door to Keras, and to what Keras, TensorFlow and keras-tuner do not document.
+"""The only package that imports Keras, and private API of Keras, TensorFlow and keras-tuner.
 
-Every other module says ``from keras_dist_ext._keras import keras``. Whatever is private upstream is a function, or a
-class to derive from, of one of the modules here, which names the upstream file that it stands on; ``tests/upstream``
-fails when one of them changes. Written against Keras 3.15.1, TensorFlow 2.21.0 and keras-tuner 1.4.8.
+Every other module says ``from keras_dist_ext._keras import keras``. Each use of private API is a function, or a class
+to derive from, of one of the modules here, which names the upstream file that it depends on; ``tests/upstream`` fails
+when one of them changes. Written against Keras 3.15.1, TensorFlow 2.21.0 and keras-tuner 1.4.8.
 
 In reading order:
 
