@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from typing import IO, Any
-
 from keras_dist_ext._keras import keras
-from keras_dist_ext.aliases import Config
+from keras_dist_ext.aliases import CompileArgument, Config, SavePath
 from keras_dist_ext.strategy.virtual import VirtualReplicas
 from keras_dist_ext.training.batch_statistics import checked_statistics
 from keras_dist_ext.training.check_mode import check_mode
@@ -16,9 +13,9 @@ from keras_dist_ext.training.runtime import ReplicaRuntime
 __all__ = ["add_own_arguments", "read_arguments", "take_over_own_arguments"]
 
 
-def read_arguments(config: Config) -> dict[str, Any]:
+def read_arguments(config: Config) -> dict[str, CompileArgument]:
     """Return the arguments of ``kde.Model.compile`` in a config that a model was saved with."""
-    arguments: dict[str, Any] = keras.saving.deserialize_keras_object(config)
+    arguments: dict[str, CompileArgument] = keras.saving.deserialize_keras_object(config)
     if arguments.get("steps_per_execution") == 1:  # how "auto" is saved, so that stock Keras can load it
         arguments["steps_per_execution"] = "auto"
     return {
@@ -44,7 +41,7 @@ def add_own_arguments(config: Config | None, model: keras.Model) -> Config | Non
     return config if model.virtual_replicas is None else model.virtual_replicas.noted_in(config)
 
 
-def take_over_own_arguments(model: keras.Model, file: str | os.PathLike[str] | IO[bytes]) -> None:
+def take_over_own_arguments(model: keras.Model, file: SavePath) -> None:
     """Give a model of ours, made from a stock one in a file, what the file says that Keras does not read."""
     config = saved_config(file)
     runtime = model.replica_runtime

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import zipfile
-from typing import IO, Any
 
-from keras_dist_ext.aliases import Config
+from keras_dist_ext.aliases import Config, JsonValue, SavePath
 
 __all__ = ["noted_in", "read_note", "saved_config"]
 
@@ -20,13 +18,13 @@ def noted_in(config: Config, name: str, value: object) -> Config:
     return {**config, "optimizer": {**optimizer, f"keras_dist_ext.{name}": value}}
 
 
-def read_note(config: Config | None, name: str, default: object) -> Any:
+def read_note(config: Config | None, name: str, default: object) -> JsonValue:
     """Return what ``noted_in`` has noted in a compile config."""
     optimizer = (config or {}).get("optimizer")
     return optimizer.get(f"keras_dist_ext.{name}", default) if isinstance(optimizer, dict) else default
 
 
-def saved_config(file: str | os.PathLike[str] | IO[bytes]) -> Config | None:
+def saved_config(file: SavePath) -> Config | None:
     """Return the compile config in a `.keras` file, if it has one; legacy files say nothing."""
     if not zipfile.is_zipfile(file):
         return None

@@ -7,12 +7,12 @@ from the state of the metrics pooled over replicas.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from keras_dist_ext._keras.tracing import IteratorFunction, traced_graphs
-from keras_dist_ext.aliases import SpecNest, StepData, TensorNest
+from keras_dist_ext.aliases import SpecNest, StepData, TensorNest, TracedFunction
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.step_buffer import MAX_STEPS
@@ -53,7 +53,7 @@ class StepProgram:
         self._of_rows = self._compiled(loops.on_rows_of_worker)
         self._over: dict[str, _CompiledLoops] = {}  # by the device of an iterator
 
-    def _compiled(self, loop: _Loop) -> Any:
+    def _compiled(self, loop: _Loop) -> TracedFunction:
         return loop if self.is_eager else in_graph(loop, reduce_retracing=True)
 
     def _loops(self, devices: BatchDevices) -> StepLoops:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from types import UnionType
 
 import numpy as np
 
-from keras_dist_ext.aliases import Array, JsonObject
+from keras_dist_ext.aliases import Array, JsonObject, JsonValue
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.training.resume.position import Position
 
@@ -58,7 +58,7 @@ def check_contents(
         ) from error
 
 
-_KINDS: Mapping[str, Any] = {
+_KINDS: Mapping[str, type | UnionType] = {
     "position": dict,
     "stopped": bool,
     "random_seed": int | None,
@@ -126,7 +126,7 @@ def _check_seeds(seeds: JsonObject) -> None:
         _require(is_valid, f"the state of the seeds is {seeds['run']}")
 
 
-def _check_variables(listed: list[Any], per_replica: list[Any], arrays: Mapping[str, Array]) -> None:
+def _check_variables(listed: list[JsonValue], per_replica: list[JsonValue], arrays: Mapping[str, Array]) -> None:
     _require(all(isinstance(name, str) for name in per_replica), f"per_replica is {_short(per_replica)}")
     seen: set[str] = set()
     for name, path, dtype, shape in listed:
@@ -147,7 +147,7 @@ def _check_optimizers(optimizers: JsonObject) -> None:
         _require(is_valid, f"{name} is {_short(value)}")
 
 
-def _check_host(python: Any, numpy: Any) -> None:
+def _check_host(python: Array, numpy: Array) -> None:
     """Try the states of the host's generators, one of each for a worker, on generators of their own."""
     _require(python.ndim == numpy.ndim == 2 and len(python) == len(numpy), "the states of generators have other shapes")
     for row in python.tolist():
@@ -158,13 +158,13 @@ def _check_host(python: Any, numpy: Any) -> None:
             np.random.RandomState(0).set_state(state)
 
 
-def python_state(row: list[float]) -> tuple[Any, ...]:
+def python_state(row: list[float]) -> tuple[object, ...]:
     """Return a state of Python's generator, as `random.setstate` takes it, from an array's row."""
     version, has_gauss, gauss, *words = row
     return int(version), tuple(int(word) for word in words), gauss if has_gauss else None
 
 
-def numpy_state(row: list[float]) -> tuple[Any, ...] | None:
+def numpy_state(row: list[float]) -> tuple[str, Array, int, int, float] | None:
     """Return a state of NumPy's generator, as `numpy.random.set_state` takes it; None for one of an unknown kind."""
     is_known, place, has_gauss, cached, *keys = row
     if not is_known:
