@@ -9,7 +9,7 @@ from .data.buckets import bucket_by_length as bucket_by_length
 from .data.distribute import distribute as distribute
 from .data.pipeline import inspect as inspect
 from .diagnosis.certificate.certificate import Certificate as Certificate
-from .diagnosis.certificate.certificate import certify as certify
+from .diagnosis.certificate.certification import certify as certify
 from .diagnosis.doctor.bounded_run import diagnose as diagnose
 from .diagnosis.doctor.doctor import ParallelismDoctor as ParallelismDoctor
 from .errors import BackendError as BackendError

@@ -23,7 +23,8 @@ from rich.console import Console
 
 import keras_dist_ext as kde
 from keras_dist_ext import cli
-from keras_dist_ext.diagnosis.certificate.certificate import Certificate, certify
+from keras_dist_ext.diagnosis.certificate.certificate import Certificate
+from keras_dist_ext.diagnosis.certificate.certification import certify
 from keras_dist_ext.diagnosis.certificate.certified_script import certify_script
 from keras_dist_ext.diagnosis.certificate.training_run import bounds_of_tensorflow
 from keras_dist_ext.step import global_draws
@@ -630,7 +631,7 @@ def test_it_is_printed_and_written_as_json(mirrored: Strategy) -> None:
         ),
         (
             lambda s: (compiled(models.dense, keras, loss=lambda y, p: p * np.nan), s, regression(8)),
-            "One device itself",
+            "The single-device reference",
         ),
     ],
 )

@@ -2,7 +2,8 @@
 
 In reading order:
 
-    certificate         ``kde.certify`` and ``kde.Certificate``
+    certification       ``kde.certify``: make the steps, and find out why they differ
+    certificate         ``kde.Certificate``: what came of it
     certifiable         what can be compared with one device
     certified_script    ``keras-dist-ext doctor --certify SCRIPT.py``
     global_batches      the batches that are compared
@@ -12,7 +13,7 @@ In reading order:
     draws               and what they draw on each replica
     seeded_steps        the same steps with the random numbers that they draw
     root_causes         find by experiment what makes a difference
-    deviation_findings  differences that are none of gradients
+    deviation_findings  differences of state, optimizers, metrics and logs
     crashes             why a step does not run
 """
 

@@ -19,7 +19,8 @@ from keras_dist_ext._keras.models import intercept_fit
 from keras_dist_ext.aliases import FitArgument, FitData, UserFunction
 from keras_dist_ext.data.sources import DEFAULT_BATCH_SIZE
 from keras_dist_ext.diagnosis.certificate.certifiable import check_strategy
-from keras_dist_ext.diagnosis.certificate.certificate import Certificate, certify
+from keras_dist_ext.diagnosis.certificate.certificate import Certificate
+from keras_dist_ext.diagnosis.certificate.certification import certify
 from keras_dist_ext.errors import CertificateError
 from keras_dist_ext.strategy.scope import describe_strategy
 from keras_dist_ext.training.callbacks import ReplicaSeeds
