@@ -117,7 +117,9 @@ def _numbers(ranges: str, text: str) -> Iterator[str]:
 
 def _refuse(text: str, why: str) -> NoReturn:
     shown = text if len(text) <= 200 else f"{text[:200]}..."
-    raise ClusterError(f"{_NODES} is {shown!r}, which is no node list of SLURM's: {why}. Correct it, or set TF_CONFIG.")
+    raise ClusterError(
+        f"{_NODES} is {shown!r}, which is not a node list of SLURM: {why}. Correct it, or set TF_CONFIG."
+    )
 
 
 def expand_task_counts(text: str) -> list[int]:

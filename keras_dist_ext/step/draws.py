@@ -70,7 +70,7 @@ class RandomStreams:
         elif seeds is not None and seeds.root is not None and not seeds.has(generator):
             warn_once(
                 f"A step of '{self._model.name}' draws from {generator.name!r}, a SeedGenerator that neither the model "
-                "nor a layer of it holds: it keeps a seed of its own, and what it has drawn is not saved. Make it an "
+                "nor a layer of it holds: it keeps its own seed, and what it has drawn is not saved. Make it an "
                 "attribute of the layer or the model."
             )
         self.is_drawing = True

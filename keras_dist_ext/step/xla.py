@@ -55,7 +55,7 @@ def compiled_step(model: DistributedModel, kind: str) -> BatchFunction:
         return _noting(getattr(model, name))
     if overrides(model, name):
         warn_once(
-            f"jit_compile=True: '{model.name}' has a {name} of its own, and XLA cannot compile the reductions over "
+            f"jit_compile=True: '{model.name}' has its own {name}, and XLA cannot compile the reductions over "
             f"{num_replicas} replicas in it; the step runs without XLA."
         )
         own_step: BatchFunction = getattr(model, name)

@@ -626,8 +626,8 @@ def test_a_model_whose_arguments_nobody_recorded_is_refused(mirrored):
             return self.head(x)
 
     assert refused(called(Unknown(rate=0.9)), mirrored) == (
-        "kde.adopt cannot make 'net' (Unknown) again: Unknown has no `get_config`, so nobody knows what it was made "
-        "with: rate. Give it a `get_config` that returns the arguments of its constructor. "
+        "kde.adopt cannot make 'net' (Unknown) again: Unknown has no `get_config`, so the arguments that it was "
+        "made with are unknown: rate. Give it a `get_config` that returns the arguments of its constructor. "
         "Or build the model inside `with strategy.scope():`, and load its weights there."
     )
 
@@ -692,7 +692,9 @@ def test_a_nested_model_whose_arguments_nobody_recorded_is_refused(mirrored):
 
     inputs = keras.Input((3,))
     net = keras.Model(inputs, keras.layers.Dense(1)(Scaled(3.0)(inputs)), name="net")
-    assert "Scaled has no `get_config`, so nobody knows what it was made with: factor." in refused(net, mirrored)
+    assert "Scaled has no `get_config`, so the arguments that it was made with are unknown: factor." in refused(
+        net, mirrored
+    )
 
 
 def test_a_metric_that_forgets_an_argument_is_refused(mirrored):

@@ -174,8 +174,8 @@ def test_jit_compile_of_a_train_step_of_the_users_own_warns_and_trains_on(mirror
         assert np.abs(net.get_weights()[0] - before[0]).max() > 1e-3
 
     assert warnings_of(run) == [
-        "jit_compile=True: 'net' has a train_step of its own, and XLA cannot compile the reductions over 2 replicas "
-        "in it; the step runs without XLA."
+        "jit_compile=True: 'net' has its own train_step, and XLA cannot compile the reductions over 2 replicas in "
+        "it; the step runs without XLA."
     ]
 
 

@@ -825,7 +825,7 @@ def test_dropout_and_batch_statistics_pass_where_both_are_those_of_one_device(st
 
 def test_seeds_by_which_sides_draw_otherwise_are_refused(strategies: Any) -> None:
     mirrored = strategies.get("mirrored2")
-    with pytest.raises(kde.CertificateError, match="each replica draws numbers of its own"):
+    with pytest.raises(kde.CertificateError, match="each replica draws its own numbers"):
         certify(compiled(dropout, kde), mirrored, regression(32), seeds=kde.ReplicaSeeds(42))
     with pytest.raises(kde.CertificateError, match="seeds must be ReplicaSeeds.* or None, got 42"):
         certify(compiled(dropout, kde), mirrored, regression(32), seeds=42)  # type: ignore[arg-type]

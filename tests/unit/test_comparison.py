@@ -81,7 +81,7 @@ def test_the_command_compares_two_reports(tmp_path: pathlib.Path, capsys: pytest
         main(["doctor", "--compare", *map(str, files), "third.json"])
     assert "--compare takes two reports, got 3" in capsys.readouterr().err
     assert main(["doctor", "--compare", str(files[0]), str(tmp_path / "none.json")]) == 1
-    assert "is no report of the doctor" in capsys.readouterr().err
+    assert "is not a report of the doctor" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_what_is_no_report_of_watched_steps_is_an_error_that_says_how_to_write_o
 ) -> None:
     file = tmp_path / "report.json"
     file.write_text(text)
-    with pytest.raises(MonitorError, match=r"is no report of the doctor.*json="):
+    with pytest.raises(MonitorError, match=r"is not a report of the doctor.*json="):
         read_report(file)
-    with pytest.raises(MonitorError, match="is no report of the doctor"):
+    with pytest.raises(MonitorError, match="is not a report of the doctor"):
         read_report(tmp_path)
 
 
@@ -119,7 +119,7 @@ def test_a_file_of_whatever_kind_is_an_error_to_compare_and_a_word_in_the_next_r
 ) -> None:
     file = tmp_path / "doctor.json"
     file.write_text(text, errors="surrogateescape")
-    with pytest.raises(MonitorError, match=r"is no report of the doctor.*json"):
+    with pytest.raises(MonitorError, match=r"is not a report of the doctor.*json"):
         read_report(file)
     told = since(file, reported(times()).to_dict())
     assert told.comparison is None
@@ -149,7 +149,7 @@ def test_a_file_that_may_not_be_read_costs_the_comparison_alone(
 
     monkeypatch.setattr("keras_dist_ext.diagnosis.doctor.comparison.open_file", refuses)
     assert since(tmp_path / "doctor.json", {}).why_not == "it cannot be read as one (no way to doctor.json)"
-    with pytest.raises(MonitorError, match="is no report of the doctor: no way to"):
+    with pytest.raises(MonitorError, match="is not a report of the doctor: no way to"):
         read_report(tmp_path / "doctor.json")
 
 

@@ -85,7 +85,7 @@ def test_a_node_list_has_the_hosts_that_slurm_reads_in_it_in_its_order(text: str
     ],
 )
 def test_what_slurm_would_not_write_is_refused_with_the_reason(text: str, why: str) -> None:
-    with pytest.raises(ClusterError, match="SLURM_STEP_NODELIST is .*, which is no node list of SLURM's: ") as caught:
+    with pytest.raises(ClusterError, match="SLURM_STEP_NODELIST is .*, which is not a node list of SLURM: ") as caught:
         expand_hosts(text)
     assert why in str(caught.value)
 

@@ -357,7 +357,7 @@ def test_an_ipv6_address_is_understood():
         (cluster_with({"type": "ps", "index": 0}, ps=["a:1"]), "TF_CONFIG lists no worker"),
         (
             {**SLURM, "SLURM_STEP_NODELIST": "n[1"},
-            r"SLURM_STEP_NODELIST is 'n\[1', which is no node list of SLURM's: a bracket is not closed",
+            r"SLURM_STEP_NODELIST is 'n\[1', which is not a node list of SLURM: a bracket is not closed",
         ),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS is 'two', which is not a number of tasks"),
         (

@@ -65,7 +65,7 @@ _REST: tuple[tuple[str, str, str, str], ...] = (
         "state",
         "state-differs",
         "Replicas agree on state that one device has otherwise",
-        "It is no mean over examples. Gather those of all replicas first, by kde.gather_rows, or assign means over "
+        "It is not a mean over examples. Gather those of all replicas first, by kde.gather_rows, or assign means over "
         "examples.",
     ),
     (

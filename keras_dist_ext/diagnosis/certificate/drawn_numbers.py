@@ -30,7 +30,7 @@ def checked_seeds(seeds: object) -> ReplicaSeeds | None:
         arguments.refuse("seeds", seeds, 'ReplicaSeeds(seed, draws="global") or None', CertificateError)
     if seeds.draws != "global":
         raise CertificateError(
-            f"With ReplicaSeeds({seeds.seed}) each replica draws numbers of its own, and no one device draws them, so "
+            f"With ReplicaSeeds({seeds.seed}) each replica draws its own numbers, and no one device draws them, so "
             f'nothing says what is right. Certify with ReplicaSeeds({seeds.seed}, draws="global"), or without seeds.'
         )
     return seeds

@@ -98,21 +98,21 @@ def read_report(path: str | os.PathLike[str]) -> Run:
     """Read a report that was written as JSON.
 
     Raises:
-        MonitorError: it cannot be read, is no report of the doctor, or one of a run of which no step was watched.
+        MonitorError: it cannot be read, is not a report of the doctor, or one of a run of which no step was watched.
     """
     try:
         values = _read(path)
     except _UNREADABLE as error:
-        raise MonitorError(f"{path} is no report of the doctor: {error}. Write one by `json=`, or --json.") from None
+        raise MonitorError(f"{path} is not a report of the doctor: {error}. Write one by `json=`, or --json.") from None
     run = run_in(values)
     if run is not None and _version(values) != VERSION:
         raise MonitorError(
-            f"{path} is no report of the doctor that can be read here: its version is not {VERSION}. Write one by "
+            f"{path} is not a report of the doctor that can be read here: its version is not {VERSION}. Write one by "
             "`json=`, or --json, with this version of the package."
         )
     if run is None:
         raise MonitorError(
-            f"{path} is no report of the doctor on steps that it has watched, so there is nothing to compare. Write "
+            f"{path} is not a report of the doctor on steps that it has watched, so there is nothing to compare. Write "
             "one by `ParallelismDoctor(json=...)`, or `keras-dist-ext doctor --json FILE SCRIPT.py`."
         )
     return run
@@ -187,7 +187,7 @@ def since(file: pathlib.Path, report: JsonObject) -> Since:
     if before is None and isinstance(values, dict):
         before = run_in(values.get("last_measured", {}))
     if before is None:
-        return Since(file, report, why_not="it is none of steps that were watched")
+        return Since(file, report, why_not="its steps were not watched")
     if after is None:
         why_not = "no step of this run was watched; the next one is compared with the last of which some were"
         return Since(file, {**report, "last_measured": _written(before)}, why_not=why_not)

@@ -161,8 +161,8 @@ def _from_nothing(model: keras.Model, cls: type[keras.Model]) -> keras.Model:
     lost = _arguments(type(model))
     if lost:
         raise CannotRebuildError(
-            f"{type(model).__name__} has no `get_config`, so nobody knows what it was made with: {', '.join(lost)}. "
-            "Give it a `get_config` that returns the arguments of its constructor."
+            f"{type(model).__name__} has no `get_config`, so the arguments that it was made with are unknown: "
+            f"{', '.join(lost)}. Give it a `get_config` that returns the arguments of its constructor."
         )
     try:
         return cls()

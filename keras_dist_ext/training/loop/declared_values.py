@@ -107,8 +107,8 @@ def _joined(name: str, parts: Sequence[Array]) -> Array:
     if len(shapes) > 1:
         raise LoopError(
             f"{name!r} is kept for all rows, and rows of different batches have the shapes "
-            f"{', '.join(map(str, sorted(shapes)))}, so they are no array. Pad them to one shape in the step, as "
-            "tf.pad does."
+            f"{', '.join(map(str, sorted(shapes)))}, so they cannot be one array. Pad them to one shape in the step, "
+            "as tf.pad does."
         )
     return np.concatenate(parts)
 

@@ -87,7 +87,7 @@ def gather(values: TensorNest, strategy: tf.distribute.Strategy | None = None) -
             return None
         if isinstance(value, tf.distribute.DistributedValues) and is_default_strategy(under):
             raise StrategyError(
-                "gather was given values of several replicas, and no strategy, so that nobody knows of how many "
+                "gather was given values of several replicas, and no strategy, so it is unknown of how many "
                 "workers. Give the strategy that per_replica was given: gather(values, strategy)."
             )
         if not (tf.is_tensor(value) or isinstance(value, tf.distribute.DistributedValues)):
@@ -106,5 +106,5 @@ def _check_shapes(parts: Sequence[TensorNest]) -> None:
     if len(shapes) > 1:
         raise DataError(
             f"gather was given rows of the shapes {', '.join(map(str, sorted(shapes)))} by different replicas, which "
-            "are no tensor together. Pad them to one shape, as tf.pad does, or return tf.RaggedTensors."
+            "cannot be one tensor. Pad them to one shape, as tf.pad does, or return tf.RaggedTensors."
         )

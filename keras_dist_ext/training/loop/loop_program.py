@@ -87,8 +87,8 @@ def _of_one_width(name: str, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """See that the rows of all replicas have the same shape."""
     first, *others = parts
     message = (
-        f"{name!r} is kept for all rows, and rows of different replicas have different shapes, so they are no array. "
-        "Pad them to one shape in the step, as tf.pad does."
+        f"{name!r} is kept for all rows, and rows of different replicas have different shapes, so they cannot be one "
+        "array. Pad them to one shape in the step, as tf.pad does."
     )
     if all(part.shape[1:].is_fully_defined() for part in parts):
         if any(part.shape[1:] != first.shape[1:] for part in others):

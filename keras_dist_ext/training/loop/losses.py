@@ -95,7 +95,7 @@ def warn_of_own_divisor(what: str, value: tf.Tensor, common: Container[int]) -> 
         else:
             continue
         warn_once(
-            f"{what} is {how}. Each replica divides by a number of its own, so gradients are those of one device only "
+            f"{what} is {how}. Each replica divides by its own number, so gradients are those of one device only "
             "where these are equal. replica.mean_loss(per_example, weights) divides by the sum over all replicas; a "
             "mask is such a weight."
         )

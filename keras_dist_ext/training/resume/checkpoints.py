@@ -305,7 +305,7 @@ def _parse(header: bytes) -> tuple[JsonObject, list[_Entry]]:
             dtype, shape, begin = _dtype(one["dtype"]), tuple(map(operator.index, one["shape"])), one["offset"]
             size = math.prod(shape) * dtype.itemsize
             if not isinstance(one["name"], str) or min(shape, default=0) < 0 or len(shape) > _MOST_DIMENSIONS:
-                raise ValueError(f"{one['name']!r} is no array of shape {shape}")
+                raise ValueError(f"{one['name']!r} is not an array of shape {shape}")
             if begin != (entries[-1].end if entries else 0):
                 raise ValueError(f"{one['name']!r} begins at byte {begin}")
             entries.append(_Entry(one["name"], dtype, shape, begin, begin + size + -size % _ALIGNED))
@@ -325,5 +325,5 @@ def _dtype(name: str) -> DType:
 
         dtype = np.dtype(getattr(ml_dtypes, name))
     if dtype.name != name or dtype.hasobject or dtype.fields or not dtype.itemsize or dtype.kind not in "biufcV":
-        raise ValueError(f"{str(name)[:50]!r} is no type of numbers")
+        raise ValueError(f"{str(name)[:50]!r} is not a numeric type")
     return dtype

@@ -187,15 +187,15 @@ def check_packed(packed: PackedValue, arrays: Mapping[str, Array]) -> None:
         kind = packed["kind"]
         if kind in ("array", "scalar"):
             if arrays[packed["name"]].ndim and kind == "scalar":
-                raise ValueError(f"{packed['name']!r} is no single number")
+                raise ValueError(f"{packed['name']!r} is not a single number")
             return
         if kind not in _CONTAINERS and kind not in ("variables", "deque"):
-            raise ValueError(f"{kind!r} is no kind of value")
+            raise ValueError(f"{kind!r} is not a kind of value")
         for part in packed["parts"]:
             check_packed(part, arrays)
             is_array = isinstance(part, dict) and part["kind"] == "array"
             is_pair = isinstance(part, dict) and part["kind"] == "tuple" and len(part["parts"]) == 2
             if not {"variables": is_array, "dict": is_pair}.get(kind, True):
-                raise ValueError(f"{part!r} is no part of {kind}")
+                raise ValueError(f"{part!r} is not a part of {kind}")
         if kind != "variables":
             unpack(packed, arrays)  # whether its keys or elements can be hashed, and its length is one
