@@ -62,7 +62,7 @@ UserFunction: TypeAlias = Callable[..., TensorNest]
 """A function of the user's that a step calls, or that is one."""
 
 Original: TypeAlias = Callable[..., TensorNest]
-"""A function of Keras or TensorFlow that one of this package stands in for, and may call."""
+"""A function of Keras or TensorFlow that one of this package replaces, and may call."""
 
 TracedFunction: TypeAlias = Any
 """A ``tf.function``."""
