@@ -28,7 +28,7 @@ from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.strategy.key_value import KeyValueStore, StoreSilent
 from keras_dist_ext.strategy.prompt_exit import exit_promptly
 
-__all__ = ["LastWord", "Presence", "line_of"]
+__all__ = ["ExitNotice", "Presence", "line_of"]
 
 _LOOK_SECONDS = 0.5
 _LINGER_SECONDS = 2.0
@@ -37,7 +37,7 @@ _LEADER = 0  # the worker whose process holds what all store
 _ENDED, _HEARD, _ASK, _PLACE = "ended", "ended-heard", "ask", "place"
 
 
-class LastWord(NamedTuple):
+class ExitNotice(NamedTuple):
     """What a worker has stored when its program ended."""
 
     number: int  # of waits in which all the others have come
@@ -59,7 +59,7 @@ class Presence:
     def __init__(self, store: KeyValueStore) -> None:
         self._store = store
         self._round = 0
-        self._ended: dict[int, LastWord] = {}
+        self._ended: dict[int, ExitNotice] = {}
         self._has_ended = False
         self._failure = ""
         self._over = threading.Event()
@@ -96,12 +96,12 @@ class Presence:
         if issubclass(kind, WorkersError) and self.cause:
             self._failure += f", since {self.cause}"
 
-    def end_of(self, worker: int) -> LastWord | None:
+    def end_of(self, worker: int) -> ExitNotice | None:
         """Return the last word of another worker; None where it has stored none."""
         if worker not in self._ended:
             text = self._store.get(_ENDED, worker, 0.01)
             if text is not None:
-                self._ended[worker] = LastWord(*json.loads(text))
+                self._ended[worker] = ExitNotice(*json.loads(text))
         return self._ended.get(worker)
 
     def ask(self, workers: list[int]) -> dict[int, str]:

@@ -15,11 +15,11 @@ from keras_dist_ext.data.iterators import preceded_by, release_iterator
 from keras_dist_ext.messages import warn
 from keras_dist_ext.strategy.workers import Workers
 
-__all__ = ["BatchReader", "Waited"]
+__all__ = ["BatchReader", "WaitTimes"]
 
 
-class Waited(NamedTuple):
-    """Seconds until batches were there."""
+class WaitTimes(NamedTuple):
+    """Seconds until batches were available."""
 
     own: float = 0.0  # until this worker had its own
     for_others: float = 0.0  # from then until the other workers had theirs
@@ -73,7 +73,7 @@ class BatchReader:
         self._source: tf.data.Iterator | None = None  # what the iterator reads from, where a batch was put back
         self.ahead: TensorNest = None  # a batch, or an optional of TensorFlow
         self._has_more = True
-        self._waited = Waited()
+        self._waited = WaitTimes()
         if self._looks_ahead:
             self._look_ahead()
 
@@ -112,9 +112,9 @@ class BatchReader:
         """
         self.ahead, self._has_more = ahead, has_more
 
-    def take_waited(self) -> Waited:
+    def take_waited(self) -> WaitTimes:
         """Return once how many seconds batches have taken that were read ahead."""
-        waited, self._waited = self._waited, Waited()
+        waited, self._waited = self._waited, WaitTimes()
         return waited
 
     def __iter__(self) -> Iterator[StepData]:
@@ -172,7 +172,7 @@ class BatchReader:
         if self._workers is not None:
             self._has_more = self._workers.sum([float(self._has_more)])[0] > 0
         own, for_others = is_here - begin, time.perf_counter() - is_here
-        self._waited = Waited(self._waited.own + own, self._waited.for_others + for_others)
+        self._waited = WaitTimes(self._waited.own + own, self._waited.for_others + for_others)
 
 
 def _any_rows(spec: tf.TypeSpec | None) -> tf.TypeSpec | None:

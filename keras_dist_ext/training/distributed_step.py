@@ -112,8 +112,8 @@ class DistributedStep:
         """Whether it runs code that is neither Keras' nor of this package."""
         return has_user_code(self.model, self.kind)
 
-    def again(self) -> DistributedStep:
-        """Return another step like this, of which nothing is traced."""
+    def untraced_copy(self) -> DistributedStep:
+        """Return a new step of the same kind, not traced yet."""
         return DistributedStep(self.model, self.kind)
 
     def without_xla(self) -> None:

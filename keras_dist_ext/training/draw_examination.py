@@ -36,7 +36,7 @@ class _Noted(StepObserver):
 
 def learn_draws(step: DistributedStep) -> None:
     """Trace a step in a scratch graph, to learn which of its random numbers have a dimension of examples."""
-    scratch_step = step.again()
+    scratch_step = step.untraced_copy()
     scratch_step.without_xla()
     spec = step.model.replica_runtime.batch_spec
     if spec is None:  # a TrainLoop is not built for a batch

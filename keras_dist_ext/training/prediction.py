@@ -82,7 +82,7 @@ class PredictProgram:
         batch = next(iter(parts_of(data.without_optionals(batch), self.strategy)))
         spec = tree.map_structure(lambda leaf: leaf if leaf is None else any_number_of_rows(leaf), batch)
         try:
-            self._draws = note_draws(_Alone(self.model, self._global_generator), spec, lambda: batch)
+            self._draws = note_draws(_FirstReplicaStep(self.model, self._global_generator), spec, lambda: batch)
         except KerasDistError:
             raise
         except Exception as error:
@@ -169,7 +169,7 @@ class PredictProgram:
         _check_have_rows(outputs, rows)
 
 
-class _Alone:
+class _FirstReplicaStep:
     """A step of prediction that one replica makes by itself, as one device does."""
 
     def __init__(self, model: keras.Model, generator: keras.random.SeedGenerator) -> None:

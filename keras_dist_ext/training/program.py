@@ -17,7 +17,7 @@ from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.step_buffer import MAX_STEPS
 from keras_dist_ext.training.batch_devices import BatchDevices, device_of_iterator
-from keras_dist_ext.training.batch_reader import BatchReader, Waited
+from keras_dist_ext.training.batch_reader import BatchReader, WaitTimes
 from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.step_loops import EagerLoops, StepLoops
 
@@ -47,7 +47,7 @@ class StepProgram:
         self.strategy = step.strategy
         self.is_eager = step.is_eager
         self._has_one_step = False
-        self.waited = Waited()  # for the first batch of the next execution
+        self.waited = WaitTimes()  # for the first batch of the next execution
         loops = self._loops(BatchDevices())
         self._of_batch = self._compiled(loops.on_batch)
         self._of_rows = self._compiled(loops.on_rows_of_worker)
@@ -185,7 +185,7 @@ class StepProgram:
         """Hand the records of an execution to who wants them; for its end see ``Recorder.add``."""
         buffer = self.step.buffer
         if buffer is not None:
-            waited, self.waited = self.waited, Waited()
+            waited, self.waited = self.waited, WaitTimes()
             buffer.end(num_steps)
             for recorder in self.model.replica_runtime.recorders:
                 recorder.add(self.kind, buffer, num_steps, end, waited.own, waited.for_others)

@@ -174,7 +174,7 @@ def _deviations(
     runtime = model.replica_runtime
     kept, runtime.recorders, runtime.guard = (runtime.recorders, runtime.guard), (), None
     try:
-        step = of_run.again()
+        step = of_run.untraced_copy()
         step.without_xla()
         drawing = contextlib.nullcontext() if draws is None else intercept_random_ops(draws)
         with kept_random(), tf.summary.record_if(False), drawing, without_parts({"moments"}):

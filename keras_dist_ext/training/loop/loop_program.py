@@ -59,7 +59,7 @@ class DeclaredStep(DistributedStep):
     takes_check = "TrainLoop"
     logs_are_compared = False  # what is declared may say how many replicas there are
 
-    def again(self) -> DistributedStep:
+    def untraced_copy(self) -> DistributedStep:
         """See ``DistributedStep``."""
         return DeclaredStep(self.model, self.kind, self._kept)
 
