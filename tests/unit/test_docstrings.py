@@ -7,6 +7,7 @@ import re
 import textwrap
 
 import pytest
+from syntax import syntax_tree
 
 import keras_dist_ext as kde
 from keras_dist_ext import errors
@@ -54,7 +55,9 @@ def class_text(name):
 
 def raised_by(function):
     """Return the names of the errors that a function itself raises and that callers may want to know of."""
-    raised = [node.exc for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))) if is_raise(node)]
+    raised = [
+        node.exc for node in ast.walk(syntax_tree(textwrap.dedent(inspect.getsource(function)))) if is_raise(node)
+    ]
     names = {getattr(getattr(error, "func", error), "id", "") for error in raised}
     return names & ERRORS
 

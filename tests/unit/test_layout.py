@@ -9,6 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from syntax import syntax_tree
 
 PACKAGE = Path(__file__).resolve().parents[2] / "keras_dist_ext"
 
@@ -45,7 +46,7 @@ def _name(package: Path, path: Path) -> str:
 
 
 def _imported(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(syntax_tree(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
         elif isinstance(node, ast.ImportFrom):
@@ -114,7 +115,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("__init__.py")), ids=lambda path: path.parent.name)
 def test_a_package_says_what_it_is_for_and_names_its_modules_and_packages(path):
-    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    text = ast.get_docstring(syntax_tree(path.read_text())) or ""
     named = set(re.findall(r"\w+", text))
     modules = {module.stem for module in path.parent.glob("*.py")} - {"__init__", "__main__"}
     packages = {package.parent.name for package in path.parent.glob("*/__init__.py")}

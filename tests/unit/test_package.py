@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from syntax import syntax_tree
 
 import keras_dist_ext as kde
 from keras_dist_ext import errors
@@ -58,7 +59,7 @@ def test_the_tuner_is_a_package():
 
 @pytest.mark.parametrize("package", [kde, kde.tuner], ids=["kde", "kde.tuner"])
 def test_type_checkers_see_the_names_that_load(package):
-    stub = ast.parse(resources.files(package).joinpath("__init__.pyi").read_text())
+    stub = syntax_tree(resources.files(package).joinpath("__init__.pyi").read_text())
     imported = [name for node in stub.body if isinstance(node, ast.ImportFrom) for name in node.names]
     assert {name.asname for name in imported} == set(package.__all__)  # `import x` alone would be private to the stub
     assert all(name.name == name.asname for name in imported)

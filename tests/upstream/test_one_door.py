@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from syntax import syntax_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "keras_dist_ext"
@@ -26,7 +27,7 @@ OWN = set(
 def imports_past_the_door(code: str) -> list[str]:
     """Return imports of Keras, keras-tuner, and of parts of TensorFlow."""
     found = []
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(syntax_tree(code)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
         found += [name for name in names if name.partition(".")[0] in UPSTREAM and name != "tensorflow"]
@@ -48,7 +49,7 @@ def private_names(code: str) -> set[str]:
 
     A class may ask them of objects that it makes of itself.
     """
-    return set(_private_names(ast.parse(code), frozenset()))
+    return set(_private_names(syntax_tree(code), frozenset()))
 
 
 def _private_names(tree: ast.AST, makes: frozenset[str]) -> Iterator[str]:
@@ -120,7 +121,7 @@ def _upstream_bases(cls: type) -> list[type]:
 def private_names_of_bases(cls: type) -> set[str]:
     """Return the private names of its upstream bases that a class uses or defines itself."""
     used: set[str] = set()
-    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))):
+    for node in ast.walk(syntax_tree(textwrap.dedent(inspect.getsource(cls)))):
         if isinstance(node, ast.Attribute) and _is_own(node.value):
             used.add(node.attr)
         elif isinstance(node, ast.FunctionDef):
@@ -151,7 +152,7 @@ def test_no_text_is_the_name_of_a_private_attribute_of_keras() -> None:
     central = (keras.Model, keras.Sequential, keras.optimizers.Optimizer, keras.Metric, keras.Variable)
     known = set().union(*(private_names_of(base) for cls in central for base in _upstream_bases(cls)))
     for path in OUTSIDE:
-        texts = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        texts = {node.value for node in ast.walk(syntax_tree(path.read_text())) if isinstance(node, ast.Constant)}
         assert texts & known == set(), path
 
 

@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from syntax import syntax_tree
 from test_one_door import OF_PYTHON, PACKAGE, private_names
 from test_one_door import _is_private as is_private
 
@@ -21,7 +22,7 @@ PRIVATE_MODULES = ("keras.src.", "keras_tuner.src.", "tensorflow.python.", "tens
 
 def private_imports(code: str) -> set[str]:
     """Return what is imported of modules that are not documented, as `module.name`."""
-    return set(_private_imports(ast.parse(code)))
+    return set(_private_imports(syntax_tree(code)))
 
 
 def _private_imports(tree: ast.AST) -> Iterator[str]:
@@ -40,7 +41,7 @@ def touches() -> list[str]:
     found = []
     for path in sorted((PACKAGE / "_keras").glob("*.py")):
         code = path.read_text()
-        texts = {node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)} - PARTS
+        texts = {node.value for node in ast.walk(syntax_tree(code)) if isinstance(node, ast.Constant)} - PARTS
         names = private_names(code) | {text for text in texts if isinstance(text, str) and is_private(text)}
         found += sorted(private_imports(code)) + sorted(names - OF_PYTHON)
     return found
