@@ -11,6 +11,7 @@ A missing number is null; infinities are "Infinity" and "-Infinity". Lines are o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -55,9 +56,14 @@ class JsonLinesWriter(Writer):
         """Create the folder.
 
         Raises:
-            MonitorError: the file cannot be written there.
+            MonitorError: the file cannot be written there, or one is there that holds something else.
         """
         path = self._file.path
+        if _holds_something_else(path):
+            raise MonitorError(
+                f"{path} is there, and its first line is no record: JsonLinesWriter would append to a file that is not "
+                "its own. Give it a path of a new file, or of one that it has written."
+            )
         try:
             if os.path.isdir(path):
                 raise IsADirectoryError(f"{path} is a folder")
@@ -114,6 +120,17 @@ def _end_of_torn_line(path: str) -> str:
     with open(path, "rb") as file:
         file.seek(-1, os.SEEK_END)
         return "" if file.read() == b"\n" else "\n"
+
+
+def _holds_something_else(path: str) -> bool:
+    """Whether a file is there that does not begin as one of ours does, be it torn."""
+    if is_remote(path) or not os.path.isfile(path):
+        return False
+    begin = b'{"version"'
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        first = file.read(64).lstrip()[: len(begin)]
+        return not begin.startswith(first)
+    return False
 
 
 def _plain(value: object) -> JsonValue:

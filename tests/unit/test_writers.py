@@ -292,6 +292,22 @@ def test_records_without_the_line_of_their_run_are_refused(tmp_path: pathlib.Pat
         kde.replay(path, kde.EventWriter(tmp_path / "logs"))
 
 
+@pytest.mark.parametrize("text", ["print(1)\n", '{"loss": "mse"}\n', "[1]", "\x89PNG"])
+def test_lines_are_not_appended_to_a_file_of_something_else(tmp_path: pathlib.Path, text: str) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    with pytest.raises(kde.MonitorError, match=r"train\.py is there, and its first line is no record: .* a new file"):
+        kde.JsonLinesWriter(path).check("")
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("text", ["", "\n", '{"vers', '{"version":1,"type"', '{"version": 1, "type": "run"}\n{"ver'])
+def test_lines_are_appended_to_what_a_killed_run_has_left(tmp_path: pathlib.Path, text: str) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(text)
+    kde.JsonLinesWriter(path).check("")
+
+
 def test_of_several_workers_only_the_chief_writes_lines(tmp_path: pathlib.Path) -> None:
     writer = kde.JsonLinesWriter(tmp_path / "r.jsonl")
     writer.begin(run(is_chief=False))
