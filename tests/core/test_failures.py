@@ -129,6 +129,7 @@ def test_an_error_names_replica_and_step_and_leaves_the_weights_of_the_step_befo
     assert_same(expected, state(model))
 
 
+@pytest.mark.rotating
 def test_training_may_stop_there_instead(mirrored: Any) -> None:
     expected = fit(make(mirrored, steps_per_execution=3), (X[: 5 * BATCH], Y[: 5 * BATCH]))
     model = make(mirrored, steps_per_execution=3)
@@ -815,6 +816,7 @@ def test_an_error_of_tensorflow_about_a_lost_worker_is_told_with_its_name(
         raise error
 
 
+@pytest.mark.rotating
 def test_a_worker_that_is_slow_or_busy_is_not_held_for_stuck(watches: Any) -> None:
     first, second, aborted, _ = watches
     with first.waiting("step 1"), second.waiting("step 1"):  # both compute

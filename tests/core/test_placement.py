@@ -253,7 +253,9 @@ def test_a_model_that_has_trained_takes_its_optimizer_along(is_scaled):
     assert {device for slot in slots for device in devices_of(slot)} == {"CPU:1"}
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [(default, "CPU:1"), (groups, ["CPU:1", "CPU:3"])])
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [(default, "CPU:1"), pytest.param(groups, ["CPU:1", "CPU:3"], marks=pytest.mark.rotating)]
+)
 def test_layers_that_are_built_in_fit_are_moved_before_the_first_step(strategy, devices):
     class Net(kde.Model):
         def __init__(self):
@@ -279,6 +281,7 @@ def test_layers_that_are_built_in_fit_are_moved_before_the_first_step(strategy, 
     assert [devices_of(v) for v in placed.heads[0].weights] == [wanted, wanted]
 
 
+@pytest.mark.rotating
 def test_another_placement_takes_the_place_of_the_first():
     model = make()
     place(model, {"decoder": "CPU:1"})
