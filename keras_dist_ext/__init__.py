@@ -11,7 +11,7 @@ which. In the order in which a training script meets them:
     seeds        ReplicaSeeds, seed_replicas, describe_seeds
     callbacks    RunCallback: what callbacks of several workers or replicas may implement
     monitoring   ReplicaMonitor, EventWriter, JsonLinesWriter, replay, MemoryWriter, TerminalWriter
-    diagnosis    ParallelismDoctor, diagnose, certify, Certificate
+    diagnosis    ParallelismDoctor, diagnose, certify, Certificate, plan
     processes    launch, RayCluster, heartbeat
     search       tuner, a package
     errors       KerasDistError, and below it BackendError, CallbackError, CertificateError, ClusterError, DataError,

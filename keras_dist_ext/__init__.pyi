@@ -12,6 +12,7 @@ from .diagnosis.certificate.certificate import Certificate as Certificate
 from .diagnosis.certificate.certification import certify as certify
 from .diagnosis.doctor.bounded_run import diagnose as diagnose
 from .diagnosis.doctor.doctor import ParallelismDoctor as ParallelismDoctor
+from .diagnosis.plan.plan import plan as plan
 from .errors import BackendError as BackendError
 from .errors import CallbackError as CallbackError
 from .errors import CertificateError as CertificateError

@@ -8,6 +8,7 @@ from keras_dist_ext.arguments import LONGEST_SECONDS, MOST_PROCESSES
 __all__ = [
     "amount",
     "count",
+    "counts",
     "path",
     "process_count",
     "process_count_or_zero",
@@ -26,6 +27,15 @@ def count(text: str) -> int:
         argparse.ArgumentTypeError: it is something else.
     """
     return _integer(text, 1, _MOST)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Read integers >= 1 with commas between.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else.
+    """
+    return tuple(count(part.strip()) for part in text.split(","))
 
 
 def path(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Offer the package on the command line: `keras-dist-ext demo | launch | doctor | devices`."""
+"""Offer the package on the command line: `keras-dist-ext demo | launch | doctor | plan | devices`."""
 
 import argparse
 import os
@@ -11,6 +11,7 @@ from keras_dist_ext import __version__
 from keras_dist_ext.argument_types import (
     amount,
     count,
+    counts,
     path,
     process_count,
     process_count_or_zero,
@@ -86,6 +87,18 @@ def _parser() -> argparse.ArgumentParser:
             description="Run a script until a call of fit, or several together, have made some steps, and say what "
             "keeps those of the longest call from being parallel, and what to change. What comes after is not run. Of "
             "models of stock Keras it judges strategy, scope, eager execution and threads.",
+            allow_abbrev=False,
+        )
+    )
+    _add_plan(
+        commands.add_parser(
+            "plan",
+            help="measure what a script trains, and predict what more replicas would give",
+            usage="keras-dist-ext plan [option ...] SCRIPT.py [ARG ...]",
+            description="Run a script up to its first call of fit, measure a copy of its model on one device, and "
+            "predict for each number of replicas the step, examples a second, the memory of a device and what decides; "
+            "say which number pays, and what to change first. The script's training is not run, and its callbacks are "
+            "left out.",
             allow_abbrev=False,
         )
     )
@@ -277,6 +290,46 @@ def _certify(arguments: argparse.Namespace) -> int:
         arguments.script, arguments.args, steps=arguments.steps or 10, allow=tuple(arguments.allow)
     )
     return print_certificate(certificate, arguments.json)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--replicas", type=counts, default=(1, 2, 4, 8, 16), metavar="N,N", help="numbers of replicas (1,2,4,8,16)"
+    )
+    parser.add_argument(
+        "--devices",
+        choices=["own", "shared"],
+        default="own",
+        help="a device and cores for each replica (own), or this machine's cores for all",
+    )
+    parser.add_argument(
+        "--network",
+        metavar="NET",
+        help='what replicas sum over: a bandwidth and a latency such as "10Gb/s, 50us", or the name of a link: nvlink, '
+        "nvlink3, pcie4, pcie5",
+    )
+    parser.add_argument("--steps", type=count, default=60, metavar="N", help="steps to train for, about (60)")
+    parser.add_argument("--json", type=path, metavar="FILE", help="write the plan there, too")
+    parser.add_argument("script", metavar="SCRIPT.py")
+    rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="passed to it untouched")
+    rest.required = False  # argparse would ask for it when the script is missing
+    parser.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from keras_dist_ext.diagnosis.plan.planned_script import plan_script
+
+    plan_script(
+        arguments.script,
+        arguments.args,
+        replicas=arguments.replicas,
+        devices=arguments.devices,
+        network=arguments.network,
+        num_steps=arguments.steps,
+        json=arguments.json,
+    )
+    return 0
 
 
 def _add_devices(parser: argparse.ArgumentParser) -> None:

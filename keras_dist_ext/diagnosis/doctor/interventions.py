@@ -28,7 +28,7 @@ from keras_dist_ext.training.program import StepProgram
 from keras_dist_ext.training.runners import StepRunner
 from keras_dist_ext.training.snapshot import kept_state
 
-__all__ = ["experiment"]
+__all__ = ["Conditions", "experiment"]
 
 _SECONDS = 8.0  # that rounds may take together
 _BLOCK_SECONDS = 0.06  # of a condition in a round, at least
@@ -45,7 +45,7 @@ def experiment(model: keras.Model, dataset: tf.data.Dataset, *, steps_per_execut
         dataset: what the run reads, to be read once more; its first batch is that of all conditions but one.
         steps_per_execution: of the run, about.
     """
-    conditions = _Conditions(model, steps_per_execution)
+    conditions = Conditions(model, steps_per_execution)
     batch = dataset.take(1).cache()  # its shapes are as unknown as the data's, so that both run the same trace
     with kept_state(model):
         model.replica_runtime.recorders = ()
@@ -55,7 +55,7 @@ def experiment(model: keras.Model, dataset: tf.data.Dataset, *, steps_per_execut
             conditions.add("compiled", batch, condition=lambda: _compiled(model))
         else:
             conditions.add("one step", batch, num_steps=1)
-            conditions.add("many steps", batch, num_steps=conditions.many)
+            conditions.add("many steps", batch, num_steps=conditions.many())
         conditions.add("double", batch, change=_doubled)
         if model.distribute_strategy.num_replicas_in_sync > 1:
             if model.virtual_replicas is None:
@@ -78,8 +78,16 @@ class _WithoutSum(DistributedStep):
         return _SumsNothing(self.model, self.strategy, loops=self.loops)
 
 
-class _Conditions:
-    """What is measured in turn."""
+class Conditions:
+    """What is measured in turn.
+
+    Args:
+        model: whose steps are timed, unless others are named.
+        steps_per_execution: of conditions that name no other number.
+
+    Attributes:
+        skipped: conditions that could not be made, and why.
+    """
 
     def __init__(self, model: keras.Model, steps_per_execution: int) -> None:
         self._model = model
@@ -88,10 +96,9 @@ class _Conditions:
         self._runs: dict[tuple[object, ...], BatchFunction] = {}
         self.skipped: dict[str, str] = {}
 
-    @property
-    def many(self) -> int:
-        """Steps that make an execution long against what starting it takes."""
-        base = self._trials.get("as it was")
+    def many(self, name: str = "as it was") -> int:
+        """Return how many steps of a condition make an execution long against what starting it takes."""
+        base = self._trials.get(name)
         if base is None:
             return 10
         return max(2, min(200, round(_MANY_SECONDS / max(1e-5, base.seconds_a_step))))
@@ -137,21 +144,29 @@ class _Conditions:
         copy.replica_runtime.batch_spec = self._model.replica_runtime.batch_spec
         self.add("one device", batch, model=copy)
 
-    def measure(self) -> Trials:
-        """Time all conditions, round by round."""
-        seconds: dict[str, list[float]] = {name: [] for name in self._trials}
+    def run(self, name: str) -> None:
+        """Make an execution of a condition, which is not timed."""
+        self._trials[name].execute()
+
+    def measure(self, seconds: float = _SECONDS) -> Trials:
+        """Time all conditions, round by round, and close them.
+
+        Args:
+            seconds: that rounds may take together; so many as are needed are made all the same.
+        """
+        samples: dict[str, list[float]] = {name: [] for name in self._trials}
         begin, names = time.perf_counter(), list(self._trials)
         least, most = _ROUNDS
         for number in range(most):
-            if number >= least and time.perf_counter() - begin > _SECONDS:
+            if number >= least and time.perf_counter() - begin > seconds:
                 break
             first = number % max(1, len(names))
             for name in names[first:] + names[:first]:
-                seconds[name].append(self._trials[name].time())
+                samples[name].append(self._trials[name].time())
         for trial in self._trials.values():
             trial.close()
         return Trials(
-            {name: tuple(samples) for name, samples in seconds.items()},
+            {name: tuple(values) for name, values in samples.items()},
             {name: trial.num_steps for name, trial in self._trials.items()},
             dict(self.skipped),
         )
@@ -174,8 +189,8 @@ class _Trial:
         self._source = BatchReader(dataset, 2**40, one_step=num_steps == 1)
         self._condition = condition
         self._num_executions = 1
-        self._execute()  # traces
-        self._execute()
+        self.execute()  # traces
+        self.execute()
         self.seconds_a_step = self.time()
         self._num_executions = min(200, math.ceil(_BLOCK_SECONDS / max(1e-5, self.seconds_a_step * num_steps)))
 
@@ -183,7 +198,8 @@ class _Trial:
         """Read no more data."""
         self._source.close()
 
-    def _execute(self) -> None:
+    def execute(self) -> None:
+        """Make an execution."""
         self._run(Execution(self._source, self.num_steps))
 
     def time(self) -> float:
@@ -191,10 +207,10 @@ class _Trial:
         with self._condition():
             begin = time.perf_counter()
             while time.perf_counter() - begin < self._drain_seconds:
-                self._execute()
+                self.execute()
             begin = time.perf_counter()
             for _ in range(self._num_executions):
-                self._execute()
+                self.execute()
             return (time.perf_counter() - begin) / (self._num_executions * self.num_steps)
 
 
