@@ -167,7 +167,7 @@ def checked_network(network: object) -> tuple[Link | None, tf.distribute.Strateg
         return read_network(network), None
     if not hasattr(network, "extended") or isinstance(network, type):
         arguments.refuse("network", network, f"{_NETWORK}, or None", MonitorError)
-    strategy = checked_strategy(network, "network")
+    strategy: Any = checked_strategy(network, "network")
     if isinstance(strategy, tf.distribute.ParameterServerStrategy) or strategy.num_replicas_in_sync < 2:
         raise MonitorError(
             f"network is {describe_strategy(strategy)}, which sums nothing over replicas. Give one of several replicas "

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -151,34 +152,40 @@ class Plan:
         for curve in self.curves:
             lines.append(self.advice(curve))
             lines += [
-                f"  {counted(point.num_replicas, 'replica')}: {_ms(point.seconds)} a step, "
-                f"{point.examples_per_second.value:.3g} examples/s, {point.speedup.show('x')}, {point.bound}-bound"
+                f"  {counted(point.num_replicas, 'replica')}: {point.seconds.show(' ms', 1e3)} a step, "
+                f"{_rate(point.examples_per_second.value)} examples/s, {point.speedup.show('x')}, {point.bound}-bound"
                 for point in curve.points
             ]
             lines += [f"  {one}" for one in self.what_ifs.get(curve.kind, ())[:_SHOWN]]
         return "\n".join([*lines, *(f"assumed: {sentence}" for sentence in self.assumptions)])
 
 
-def _ms(estimate: Estimate) -> str:
-    return estimate.show(" ms", 1e3)
+def _give_or_take(estimate: Estimate) -> str:
+    """Write a number with how far its interval reaches on the wider side."""
+    return f"{estimate.value:.2f} ±{max(estimate.high - estimate.value, estimate.value - estimate.low):.2f}"
+
+
+def _rate(examples_per_second: float) -> str:
+    return f"{examples_per_second:,.0f}" if examples_per_second >= 100 else f"{examples_per_second:.3g}"
 
 
 def _table(curve: Curve) -> Table:
-    table = Table(title=curve.kind, title_justify="left")
-    for name in ("replicas", "batch of each", "step", "examples/s", "times one", "efficiency", "memory", "bound"):
-        table.add_column(name, justify="left" if name == "bound" else "right", overflow="fold")
+    has_memory = any(point.memory_bytes is not None for point in curve.points)
+    table = Table(title=curve.kind, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("replicas", "each", "step", "examples/s", "speed-up", "effic.", *(["memory"] if has_memory else [])):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("bound", no_wrap=True)
     for point in curve.points:
-        is_best = point.num_replicas == curve.best.num_replicas
         table.add_row(
             str(point.num_replicas),
             f"{point.batch_per_replica}{'' if point.is_measured else '*'}",
-            _ms(point.seconds),
-            f"{point.examples_per_second.value:.3g}",
-            point.speedup.show(),
+            ms(point.seconds.value),
+            _rate(point.examples_per_second.value),
+            _give_or_take(point.speedup),
             f"{point.efficiency.value:.0%}",
-            "?" if point.memory_bytes is None else size(point.memory_bytes),
+            *([size(point.memory_bytes or 0)] if has_memory else []),
             point.bound,
-            style="bold" if is_best else "",
+            style="bold" if point.num_replicas == curve.best.num_replicas else "",
         )
     return table
 
