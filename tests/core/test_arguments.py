@@ -343,6 +343,13 @@ PUBLIC: dict[str, Entry] = {
         {"name": "name|strategy", "timeout_seconds": "timeout_seconds"},
     ),
     "place": Entry(kde.place, lambda: {"model": model(), "parts": {"head": "CPU:0"}}, called={"parts": "parts?"}),
+    "plan": Entry(
+        kde.plan,
+        lambda: {"model": model(), "data": rows(), "y": rows()[:, :1]},
+        {"y": {"None"}, "network": {"None"}, "callbacks": {"empty list"}},
+        {"data": "data|x"},
+        runs=False,
+    ),
     "replay": Entry(kde.replay, lambda: {"path": "file", "writer": kde.MemoryWriter()}, {"path": PATH}, runs=False),
     "seed_replicas": Entry(kde.seed_replicas, lambda: {"model": model(), "seed": 1}),
     "tuner.BayesianOptimization": TUNER,
