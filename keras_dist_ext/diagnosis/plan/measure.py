@@ -145,7 +145,7 @@ def _time_steps(
         conditions.add("pace", whole)
         many = conditions.many("pace")
         for size in sizes:
-            batch = whole if size == sizes[-1] else whole.unbatch().batch(size).take(1).cache()
+            batch = whole if size == sizes[-1] else dataset.take(1).unbatch().batch(size).take(1).cache()
             conditions.add(str(size), batch, num_steps=min(_MOST_STEPS, round(many * sizes[-1] / size)))
         made = [size for size in sizes if str(size) not in conditions.skipped]
         if not made:

@@ -41,10 +41,12 @@ def time_sums(strategy: tf.distribute.Strategy, gradient_bytes: int) -> SumTimes
     def summing(count: int) -> Any:
         def of_replica(value: tf.Tensor) -> tf.Tensor:
             context = tf.distribute.get_replica_context()
-            for _ in range(count):  # each waits for the one before
+            value = total = value + tf.cast(context.replica_id_in_sync_group, value.dtype)
+            for _ in range(count):
+                with tf.control_dependencies([total]):  # each waits for the one before
+                    value = tf.identity(value)
                 (total,) = context.merge_call(sum_over_replicas, args=([value],))
-                value = total * 0.5
-            return value[0]
+            return total[0]
 
         return in_graph(lambda value: strategy.run(of_replica, args=(value,)))
 
@@ -70,10 +72,12 @@ def time_sums_in_memory(num_replicas: int, gradient_bytes: int) -> SumTimes:
 
     def summing(count: int) -> Any:
         def add_up(value: tf.Tensor) -> tf.Tensor:
-            others = [value + float(number) for number in range(1, num_replicas)]
+            parts = [value + float(number) for number in range(num_replicas)]
+            total = parts[0]
             for _ in range(count):
-                value = tf.add_n([value, *others])
-            return value[0]
+                with tf.control_dependencies([total]):
+                    total = tf.add_n(parts)
+            return total[0]
 
         return in_graph(add_up)
 
