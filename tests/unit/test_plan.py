@@ -270,12 +270,18 @@ def test_what_brings_next_to_nothing_is_not_said() -> None:
         ({"steps": {256: (0.03,), 128: (0.02,)}}, "own", "those of 32, 64 continue the line"),
         ({"steps": {256: (0.03,)}}, "own", "with one number of examples"),
         ({"steps": {32: (0.01,), 128: (0.01,), 256: (0.05,)}}, "own", "a line misses them by up to"),
+        ({"run_seconds": 0.05}, "own", "predicted to take 28.8 ms a step, and took 50 ms in the run"),
         ({}, "own", "The memory of CPU:0 was not measured"),
         ({"sums": SumTimes(2, {4096: (1e-4,), 8192: (2e-4,)}, "here")}, "own", "Sums were measured on 2 replicas"),
     ],
 )
 def test_what_was_not_measured_is_said(changed: dict[str, Any], devices: str, said: str) -> None:
     assert any(re.search(said, sentence) for sentence in planned(measured(**changed), devices=devices).assumptions)
+
+
+def test_a_run_that_took_as_long_as_was_predicted_is_not_spoken_of() -> None:
+    right = FIXED + PER_EXAMPLE * BATCH + UPDATE + HOST
+    assert not any("in the run" in sentence for sentence in planned(measured(run_seconds=right)).assumptions)
 
 
 def test_one_replica_alone_assumes_no_network() -> None:

@@ -148,12 +148,13 @@ class Conditions:
         """Make an execution of a condition, which is not timed."""
         self._trials[name].execute()
 
-    def measure(self, seconds: float = _SECONDS) -> Trials:
+    def measure(self, seconds: float | None = None) -> Trials:
         """Time all conditions, round by round, and close them.
 
         Args:
-            seconds: that rounds may take together; so many as are needed are made all the same.
+            seconds: that rounds may take together; the least number of rounds is made all the same.
         """
+        seconds = _SECONDS if seconds is None else seconds
         samples: dict[str, list[float]] = {name: [] for name in self._trials}
         begin, names = time.perf_counter(), list(self._trials)
         least, most = _ROUNDS

@@ -12,6 +12,7 @@ from keras_dist_ext.diagnosis.plan.step_costs import Devices, StepCosts
 __all__ = ["assumptions_of"]
 
 _MISFIT = 0.1  # of the line, that is worth a word
+_OFF = 0.15  # of the step of one replica
 
 
 def assumptions_of(
@@ -29,6 +30,12 @@ def assumptions_of(
 
 
 def _sentences(measured: Measurements, costs: StepCosts, curves: Sequence[Curve], devices: Devices) -> Iterator[str]:
+    one = costs.predict(1, measured.batch_size).seconds
+    if measured.run_seconds is not None and abs(one / measured.run_seconds - 1) > _OFF:
+        yield (
+            f"One replica was predicted to take {ms(one)} a step, and took {ms(measured.run_seconds)} in the run on "
+            "its own data: something else takes time, such as other processes, or a pipeline on the cores that compute."
+        )
     points = [point for curve in curves for point in curve.points]
     has_several = any(point.num_replicas > 1 for point in points)
     if has_several and devices == "own":

@@ -79,6 +79,7 @@ def measure_one_replica(
         host=tuple(block.host_seconds / max(1, block.num_steps) for block in times.blocks),
         input=by_itself,
         input_hidden=_hidden(float(np.median(by_itself)), waiting, times.step() - waiting),
+        run_seconds=times.step(),
         gradient_bytes=setting.gradient_bytes,
         state_bytes=sum(_num_bytes(variable) for variable in _state_of(model)),
         peak_bytes=peaks,

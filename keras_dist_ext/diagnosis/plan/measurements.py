@@ -25,6 +25,7 @@ class Measurements:
         host: seconds a step between executions, in Python, a sample for each block of steps.
         input: seconds in which the data's pipeline by itself makes a batch, a sample for each time it was read.
         input_hidden: the share of it that passes while steps compute, 0 to 1, where both take as long.
+        run_seconds: of a step of the run that all of it is to explain, with its own data; None where there was none.
         gradient_bytes: that replicas sum in a step.
         state_bytes: of weights, and what the optimizer keeps.
         peak_bytes: of the device's memory by examples in a batch; empty where a device does not tell.
@@ -43,6 +44,7 @@ class Measurements:
     host: tuple[float, ...] = (0.0,)
     input: tuple[float, ...] = (0.0,)
     input_hidden: float = 1.0
+    run_seconds: float | None = None
     gradient_bytes: int = 0
     state_bytes: int = 0
     peak_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)

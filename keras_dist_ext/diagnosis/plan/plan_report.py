@@ -103,6 +103,7 @@ class Plan:
                 "host_seconds": list(measured.host),
                 "input_seconds": list(measured.input),
                 "input_hidden": measured.input_hidden,
+                "run_seconds": measured.run_seconds,
                 "gradient_bytes": measured.gradient_bytes,
                 "state_bytes": measured.state_bytes,
                 "peak_bytes": {str(size): value for size, value in measured.peak_bytes.items()},
