@@ -89,7 +89,7 @@ def test_replicas_that_share_memory_are_planned_with_sums_in_it(mirrored: Any) -
 def test_sums_of_more_bytes_take_longer(kind: str, strategies: Any) -> None:
     num_bytes = 16 << 20
     times = time_sums_in_memory(2, num_bytes) if kind == "memory" else time_sums(strategies.get(kind), num_bytes)
-    least, *_, most = (min(times.seconds[size]) for size in sorted(times.seconds))
+    least, *_, most = (np.median(times.seconds[size]) for size in sorted(times.seconds))
     assert most > least
     assert times.num_replicas == 2
 

@@ -217,6 +217,11 @@ def test_a_measured_link_predicts_the_sums_that_it_was_measured_by(in_memory: bo
     assert link.sum_seconds(1, 2_000_000) == 0.0
 
 
+def test_a_sum_of_few_bytes_that_seemed_to_take_no_time_does_not_set_the_bandwidth() -> None:
+    sums = SumTimes(2, {4096: (0.0,), 250_000: (2.5e-4,), 1_000_000: (1e-3,)}, "here")
+    assert sums.link().bytes_per_second == pytest.approx(1e9, rel=0.05)
+
+
 def test_lines_have_no_parts_below_zero() -> None:
     assert fit_line([1.0, 2.0, 4.0], [0.5, 2.0, 8.0])[0] == 0.0
     assert fit_line([1.0, 2.0, 4.0], [4.0, 2.0, 1.0])[1] == 0.0

@@ -142,7 +142,7 @@ def fit_line(places: Sequence[float], values: Sequence[float]) -> tuple[float, f
     [1.0, 0.1]
     """
     x, y = np.asarray(places, np.float64), np.asarray(values, np.float64)
-    weight = 1 / np.maximum(y, 1e-12)
+    weight = 1 / np.maximum(y, max(1e-12, 0.02 * float(y.max())))  # what is next to nothing counts no more than that
     slope_through_0 = float(np.sum(weight**2 * x * y) / np.sum((weight * x) ** 2))
     if len(x) < 2:
         return 0.0, max(0.0, slope_through_0)

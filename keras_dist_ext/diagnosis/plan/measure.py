@@ -60,7 +60,9 @@ def measure_one_replica(
         MonitorError: no step could be timed.
         DataError: the dataset has no batch.
     """
-    report = diagnose(model, dataset, num_steps=num_steps, interventions=False, callbacks=callbacks, **fit_arguments)
+    report = diagnose(
+        model, dataset, num_steps=num_steps, interventions=False, callbacks=callbacks, shuffle=False, **fit_arguments
+    )
     times, setting = report.examination.times, report.examination.setting
     if times is None or not times.blocks:
         raise MonitorError(f"'{model.name}' made too few steps to measure them. Give num_steps, or more data.")

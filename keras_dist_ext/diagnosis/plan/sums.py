@@ -38,15 +38,15 @@ def time_sums(strategy: tf.distribute.Strategy, gradient_bytes: int) -> SumTimes
         gradient_bytes: that a step sums.
     """
 
-    def summing(count: int) -> Any:
+    def chained(num_sums: int) -> Any:
         def of_replica(value: tf.Tensor) -> tf.Tensor:
             context = tf.distribute.get_replica_context()
-            value = total = value + tf.cast(context.replica_id_in_sync_group, value.dtype)
-            for _ in range(count):
-                with tf.control_dependencies([total]):  # each waits for the one before
-                    value = tf.identity(value)
-                (total,) = context.merge_call(sum_over_replicas, args=([value],))
-            return total[0]
+            floor = value[0] + tf.cast(context.replica_id_in_sync_group, value.dtype)
+            for number in range(_IN_A_ROW):
+                value = tf.maximum(value, floor)
+                if number < num_sums:
+                    (value,) = context.merge_call(sum_over_replicas, args=([value],))
+            return value[0]
 
         return in_graph(lambda value: strategy.run(of_replica, args=(value,)))
 
@@ -56,7 +56,7 @@ def time_sums(strategy: tf.distribute.Strategy, gradient_bytes: int) -> SumTimes
 
     return SumTimes(
         num_replicas=strategy.num_replicas_in_sync,
-        seconds=_timed(summing, wait_for, sizes_of_sums(gradient_bytes)),
+        seconds=_timed(chained, wait_for, sizes_of_sums(gradient_bytes)),
         where=describe_strategy(strategy),
         in_memory=shares_memory(strategy),
     )
@@ -70,30 +70,34 @@ def time_sums_in_memory(num_replicas: int, gradient_bytes: int) -> SumTimes:
         gradient_bytes: that a step sums.
     """
 
-    def summing(count: int) -> Any:
+    def chained(num_sums: int) -> Any:
         def add_up(value: tf.Tensor) -> tf.Tensor:
-            parts = [value + float(number) for number in range(num_replicas)]
-            total = parts[0]
-            for _ in range(count):
-                with tf.control_dependencies([total]):
-                    total = tf.add_n(parts)
-            return total[0]
+            parts = [value] * num_replicas
+            for number in range(_IN_A_ROW):
+                parts = [tf.maximum(part, value[0] + float(index)) for index, part in enumerate(parts)]
+                if number < num_sums:
+                    parts = [tf.add_n(parts)] * num_replicas
+            return tf.add_n([part[0] for part in parts])
 
         return in_graph(add_up)
 
     return SumTimes(
         num_replicas=num_replicas,
-        seconds=_timed(summing, lambda value: value.numpy(), sizes_of_sums(gradient_bytes)),
+        seconds=_timed(chained, lambda value: value.numpy(), sizes_of_sums(gradient_bytes)),
         where="the memory of this machine",
         in_memory=True,
     )
 
 
 def _timed(
-    summing: Callable[[int], Any], wait_for: Callable[[Any], Any], sizes: Sequence[int]
+    chained: Callable[[int], Any], wait_for: Callable[[Any], Any], sizes: Sequence[int]
 ) -> dict[int, tuple[float, ...]]:
-    """Return the seconds of a sum by bytes: of several in a row, less those of one, so that no launch is in them."""
-    few, many = summing(1), summing(1 + _IN_A_ROW)
+    """Return the seconds of a sum by bytes: of a chain with sums, less the same chain without.
+
+    So no launch is in them. What each sum adds up is another value on each replica, and is made of the sum before: else
+    TensorFlow would not make all of them.
+    """
+    without, with_sums = chained(0), chained(_IN_A_ROW)
     found: dict[int, tuple[float, ...]] = {}
     for size in sizes:
         value = tf.ones([size // 4])
@@ -103,8 +107,8 @@ def _timed(
             wait_for(run(value))
             return time.perf_counter() - begin
 
-        for run in (few, many):
+        for run in (without, with_sums):
             seconds(run)  # traces
             seconds(run)
-        found[size] = tuple(max(1e-9, (seconds(many) - seconds(few)) / _IN_A_ROW) for _ in range(_ROUNDS))
+        found[size] = tuple(max(0.0, (seconds(with_sums) - seconds(without)) / _IN_A_ROW) for _ in range(_ROUNDS))
     return found
