@@ -213,7 +213,7 @@ def train_several(job: Job, *, is_worker: bool) -> dict[str, Any] | None:
         from keras_dist_ext.diagnosis.plan.sums import time_sums
 
         num_bytes = sum(4 * math.prod(variable.shape) for variable in model.trainable_variables)
-        found["sums"] = dataclasses.asdict(time_sums(strategy, num_bytes))
+        found["sums"] = dataclasses.asdict(time_sums(strategy, num_bytes, len(model.trainable_variables)))
     return found if index == 0 else None
 
 

@@ -88,7 +88,7 @@ def test_replicas_that_share_memory_are_planned_with_sums_in_it(mirrored: Any) -
 @pytest.mark.parametrize("kind", rotating(["mirrored2", "memory"], []))
 def test_sums_of_more_bytes_take_longer(kind: str, strategies: Any) -> None:
     num_bytes = 16 << 20
-    times = time_sums_in_memory(2, num_bytes) if kind == "memory" else time_sums(strategies.get(kind), num_bytes)
+    times = time_sums_in_memory(2, num_bytes) if kind == "memory" else time_sums(strategies.get(kind), num_bytes, 6)
     least, *_, most = (np.median(times.seconds[size]) for size in sorted(times.seconds))
     assert most > least
     assert times.num_replicas == 2

@@ -83,6 +83,7 @@ def measure_one_replica(
         input_hidden=_hidden(float(np.median(by_itself)), waiting, times.step() - waiting),
         run_seconds=times.step(),
         gradient_bytes=setting.gradient_bytes,
+        num_gradients=max(1, len(model.trainable_variables)),
         state_bytes=sum(_num_bytes(variable) for variable in _state_of(model)),
         peak_bytes=peaks,
         cores_busy=cores_busy,

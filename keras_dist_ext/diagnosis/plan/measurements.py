@@ -27,6 +27,7 @@ class Measurements:
         input_hidden: the share of it that passes while steps compute, 0 to 1, where both take as long.
         run_seconds: of a step of the run that all of it is to explain, with its own data; None where there was none.
         gradient_bytes: that replicas sum in a step.
+        num_gradients: the tensors that have them.
         state_bytes: of weights, and what the optimizer keeps.
         peak_bytes: of the device's memory by examples in a batch; empty where a device does not tell.
         cores_busy: cores that steps kept busy.
@@ -46,6 +47,7 @@ class Measurements:
     input_hidden: float = 1.0
     run_seconds: float | None = None
     gradient_bytes: int = 0
+    num_gradients: int = 1
     state_bytes: int = 0
     peak_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
     cores_busy: float = 1.0

@@ -13,7 +13,7 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.data.sources import as_dataset, checked_batch_size, kind_of
 from keras_dist_ext.diagnosis.plan.assumptions import assumptions_of
-from keras_dist_ext.diagnosis.plan.links import Link, read_network
+from keras_dist_ext.diagnosis.plan.links import Link, SumTimes, read_network
 from keras_dist_ext.diagnosis.plan.measure import measure_one_replica
 from keras_dist_ext.diagnosis.plan.measurements import Measurements
 from keras_dist_ext.diagnosis.plan.plan_report import Plan
@@ -106,13 +106,17 @@ def plan(
     if link is not None:
         measured = dataclasses.replace(measured, given_link=link)
     elif measured_on is not None:
-        measured = dataclasses.replace(measured, sums=time_sums(measured_on, measured.gradient_bytes))
+        measured = dataclasses.replace(measured, sums=_sums_of(measured, measured_on))
     elif devices == "shared" and max(numbers) > 1:
         num_replicas = min(8, max(numbers))
         measured = dataclasses.replace(measured, sums=time_sums_in_memory(num_replicas, measured.gradient_bytes))
     elif strategy.num_replicas_in_sync > 1 and not shares_memory(strategy):
-        measured = dataclasses.replace(measured, sums=time_sums(strategy, measured.gradient_bytes))
+        measured = dataclasses.replace(measured, sums=_sums_of(measured, strategy))
     return predict(measured, numbers, devices)
+
+
+def _sums_of(measured: Measurements, strategy: tf.distribute.Strategy) -> SumTimes:
+    return time_sums(strategy, measured.gradient_bytes, measured.num_gradients)
 
 
 def predict(measured: Measurements, replicas: Sequence[int], devices: Devices = "own") -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ __all__ = ["sizes_of_sums", "time_sums", "time_sums_in_memory"]
 
 _ROUNDS = 7
 _IN_A_ROW = 4  # sums that a round makes one after the other
+_MOST_PARTS = 64  # that a sum is divided into
 _SMALLEST, _LARGEST = 4096, 64 << 20  # bytes
 
 
@@ -30,23 +32,28 @@ def sizes_of_sums(gradient_bytes: int) -> list[int]:
     return [_SMALLEST, most // 16 * 4, most // 4 * 4]
 
 
-def time_sums(strategy: tf.distribute.Strategy, gradient_bytes: int) -> SumTimes:
+def time_sums(strategy: tf.distribute.Strategy, gradient_bytes: int, num_gradients: int = 1) -> SumTimes:
     """Time sums over all replicas of a strategy. Of several workers, every one must call it.
 
     Args:
         strategy: of at least two replicas.
         gradient_bytes: that a step sums.
+        num_gradients: how many tensors have them, which TensorFlow puts together into a message and takes apart again.
     """
+    num_parts = min(num_gradients, _MOST_PARTS)
 
     def chained(num_sums: int) -> Any:
         def of_replica(value: tf.Tensor) -> tf.Tensor:
             context = tf.distribute.get_replica_context()
             floor = value[0] + tf.cast(context.replica_id_in_sync_group, value.dtype)
+            length = value.shape[0]
+            cuts = [length * number // num_parts for number in range(num_parts + 1)]
+            parts = [value[begin:end] for begin, end in itertools.pairwise(cuts)]
             for number in range(_IN_A_ROW):
-                value = tf.maximum(value, floor)
+                parts = [tf.maximum(part, floor) for part in parts]
                 if number < num_sums:
-                    (value,) = context.merge_call(sum_over_replicas, args=([value],))
-            return value[0]
+                    parts = list(context.merge_call(sum_over_replicas, args=(parts,)))
+            return tf.add_n([part[0] for part in parts])
 
         return in_graph(lambda value: strategy.run(of_replica, args=(value,)))
 
