@@ -40,6 +40,10 @@ class StepRuntime(Protocol):
         """Of whose examples BatchNormalization takes them: of each "replica", or of the "global" batch."""
 
     @property
+    def exact(self) -> bool:
+        """Whether all replicas together do what one device does, random numbers included."""
+
+    @property
     def loss_exponents(self) -> Mapping[str, Mapping[int, Sequence[Fraction]]]:
         """Exponents in the batch size of losses given to ``add_loss``, by the kind of step and the layer's id."""
 

@@ -16,7 +16,7 @@ from keras_dist_ext.errors import SeedError
 
 __all__ = ["FIX", "HostDraws", "refuse_model"]
 
-FIX = 'Draw by replica instead (ReplicaSeeds(seed), without draws="global").'
+FIX = 'Or draw by replica: ReplicaSeeds(seed) without draws="global", and compile without exact=True.'
 
 
 def refuse_model(model: keras.Model, layers: Sequence[keras.layers.Layer]) -> None:

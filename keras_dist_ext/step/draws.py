@@ -108,7 +108,7 @@ class RandomStreams:
         """Warn that an integer as a seed gives every replica the same numbers."""
         is_seeded = self._seeds is not None and self._seeds.root is not None
         is_initializer = tf.executing_eagerly()  # it runs outside of the graph, and all replicas want its numbers
-        if self._reducer.num_replicas > 1 and not is_seeded and not is_initializer:
+        if self._reducer.num_replicas > 1 and not is_seeded and not is_initializer and not self.are_global:
             warn_once(
                 f"keras.random was called with seed={seed} in a step: an integer is a constant, so every replica draws "
                 "the same numbers, at every step. Pass a keras.random.SeedGenerator instead; or, if that is what you "

@@ -159,11 +159,10 @@ class Seeds(Saveable):
     Attributes:
         root: the global seed S, or None while generators have their own seeds.
         wanted: the seed given to the model's constructor or by ``ReplicaSeeds``, for when a run begins.
-        wanted_draws: likewise of ``draws``.
+        wanted_draws: likewise of ``draws``; None is what the model was loaded with.
         num_passes: how many times training has gone through its data since it was seeded.
         order_root: orders the data where there is no global seed; None leaves its order to chance.
         uses_global: whether a step of the model has drawn with ``seed=None``.
-        draws: "replica", each replica draws from its own streams, or "global", what one device would draw.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -176,7 +175,7 @@ class Seeds(Saveable):
         self.num_passes = 0
         self.order_root: int | None = None
         self.uses_global = False
-        self.draws = "replica"
+        self._draws = "replica"
         self.wanted_draws: str | None = None
         self._has_seeded_host = False
         self._is_to_begin = True
@@ -202,8 +201,8 @@ class Seeds(Saveable):
         if not self._is_to_begin:
             return
         self._is_to_begin = False
-        self._set_draws(self.wanted_draws or self.draws)
-        if self.draws == "global":
+        self._set_draws(self.wanted_draws or self._draws)
+        if self.draws == "global" and (self._draws == "global" or num_replicas_of(self._made_model()) > 1):
             refuse_model(self._made_model(), flat_layers(self._made_model()))
         self.assign_loaded()
         if self.wanted is not None and self.wanted != self.root:
@@ -262,6 +261,16 @@ class Seeds(Saveable):
         return id(generator) in self._known
 
     @property
+    def draws(self) -> str:
+        """Whether each "replica" draws from its own streams, or all draw what one device does ("global")."""
+        return "global" if self.is_exact else self._draws
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the model was compiled to do what one device does, random numbers included."""
+        return bool(self._made_model().replica_runtime.exact)
+
+    @property
     def _strategy(self) -> tf.distribute.Strategy:
         return self._made_model().distribute_strategy
 
@@ -271,8 +280,8 @@ class Seeds(Saveable):
         return model
 
     def _set_draws(self, draws: str) -> None:
-        if draws != self.draws:
-            self.draws = draws
+        if draws != self._draws:
+            self._draws = draws
             self._forget_compiled()
 
     def _set_root(self, root: int | None) -> None:
@@ -335,7 +344,7 @@ class Seeds(Saveable):
         And, if so, that they draw what one device would.
         """
         run = [-1 if self.root is None else self.root, self.num_passes, int(self.uses_global)]
-        return [*run, 1] if self.draws == "global" else run
+        return [*run, 1] if self._draws == "global" else run
 
     def load(self, state: Mapping[str, Sequence[int] | Array]) -> None:
         """Take over a state; what belongs to generators that are not made yet waits for them until a run begins."""

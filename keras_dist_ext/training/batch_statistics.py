@@ -18,11 +18,12 @@ BatchStatistics: TypeAlias = Literal["replica", "global"]
 
 
 def checked_statistics(value: object, strategy: tf.distribute.Strategy) -> BatchStatistics:
-    """Return what was given as ``batch_statistics``.
+    """Return what was given as ``batch_statistics``; None is "replica".
 
     Raises:
         StrategyError: it is neither "replica" nor "global", or "global" under parameter servers.
     """
+    value = "replica" if value is None else value
     given = arguments.one_of("batch_statistics", value, ("replica", "global"), error=StrategyError)
     if given == "global" and isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise StrategyError(
@@ -43,5 +44,5 @@ def check_layers(model: keras.Model) -> None:
             raise StrategyError(
                 f"batch_statistics=\"global\": the layer '{layer.name}' ({type(layer).__name__}) is a "
                 "BatchNormalization that computes moments by itself, of one replica's examples. Have it sum them over "
-                "replicas (tf.distribute.get_replica_context().all_reduce), and compile without batch_statistics."
+                "replicas (tf.distribute.get_replica_context().all_reduce), and leave out batch_statistics and exact."
             )

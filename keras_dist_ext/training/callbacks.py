@@ -98,30 +98,38 @@ class ReplicaSeeds(RunCallback):
         seed: the global seed, from 0 to 2**31 - 3.
         draws: "replica" gives every replica its own streams. "global" has it draw its own rows of what one device
             would draw for the global batch, bit for bit, and the same as all others where random numbers have no
-            dimension of examples; see the guide for what cannot be drawn so.
+            dimension of examples; see the guide for what cannot be drawn so. By default "global" for a model compiled
+            with ``exact=True``, and "replica" for others.
         enable_op_determinism: have TensorFlow choose ops that give the same bits at every run
             (``tf.config.experimental.enable_op_determinism``), for the rest of the process. It costs speed.
 
     Raises:
         SeedError: when it is made, if the seed is invalid; when a run begins, if the model is not one of this package.
         CallbackError: when it is made, if ``draws`` is neither "replica" nor "global", or ``enable_op_determinism``
-            neither True nor False.
+            neither True nor False; when a run begins, if ``draws="replica"`` contradicts ``compile(exact=True)``.
     """
 
-    def __init__(self, seed: int, *, draws: str = "replica", enable_op_determinism: bool = False) -> None:
+    def __init__(self, seed: int, *, draws: str | None = None, enable_op_determinism: bool = False) -> None:
         super().__init__()
         self.seed = checked_seed(seed)
-        self.draws = arguments.one_of("draws", draws, ("replica", "global"), error=CallbackError)
+        if draws is not None:
+            draws = arguments.one_of("draws", draws, ("replica", "global"), error=CallbackError)
+        self.draws = draws
         self.enable_op_determinism = arguments.flag("enable_op_determinism", enable_op_determinism, error=CallbackError)
 
     def get_run_config(self) -> Mapping[str, object]:
         """See ``RunCallback``."""
-        return {"seed": self.seed} if self.draws == "replica" else {"seed": self.seed, "draws": self.draws}
+        return {"seed": self.seed} | ({"draws": self.draws} if self.draws == "global" else {})
 
     def on_run_prepare(self, model: keras.Model) -> None:
         """Have the model begin its next run with the seed."""
         seeds = seeds_of(model)
-        seeds.wanted, seeds.wanted_draws = self.seed, self.draws
+        if seeds.is_exact and self.draws == "replica":
+            raise CallbackError(
+                f"ReplicaSeeds({self.seed}, draws=\"replica\"), and '{model.name}' is compiled with exact=True, by "
+                "which all replicas draw what one device does. Leave out one of them."
+            )
+        seeds.wanted, seeds.wanted_draws = self.seed, self.draws or "replica"
         if self.enable_op_determinism:
             tf.config.experimental.enable_op_determinism()
 

@@ -22,7 +22,8 @@ def read_arguments(config: Config) -> dict[str, CompileArgument]:
         **arguments,
         "virtual_replicas": VirtualReplicas.read_from(config),
         "check": read_note(config, "check", True),
-        "batch_statistics": read_note(config, "batch_statistics", "replica"),
+        "batch_statistics": read_note(config, "batch_statistics", None),
+        "exact": read_note(config, "exact", False),
     }
 
 
@@ -47,10 +48,15 @@ def take_over_own_arguments(model: keras.Model, file: SavePath) -> None:
     runtime = model.replica_runtime
     runtime.check = check_mode(read_note(config, "check", True))
     runtime.batch_statistics = checked_statistics(
-        read_note(config, "batch_statistics", "replica"), model.distribute_strategy
+        read_note(config, "batch_statistics", None), model.distribute_strategy
     )
+    runtime.exact = bool(read_note(config, "exact", False))
 
 
 def _own(runtime: ReplicaRuntime) -> list[tuple[str, object, object]]:
     """(name, value, default) of our arguments; beside virtual replicas, which know by themselves."""
-    return [("check", runtime.check, True), ("batch_statistics", runtime.batch_statistics, "replica")]
+    return [
+        ("check", runtime.check, True),
+        ("batch_statistics", runtime.batch_statistics, "replica"),
+        ("exact", runtime.exact, False),
+    ]

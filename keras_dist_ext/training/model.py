@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.adapters import check_epoch_iterator
 from keras_dist_ext._keras.interception import patched
 from keras_dist_ext._keras.layers import flat_layers
@@ -21,7 +21,6 @@ from keras_dist_ext._keras.models import (
     overrides,
 )
 from keras_dist_ext._keras.saving import save_as
-from keras_dist_ext._keras.strategies import strategy_of_model
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.aliases import Config, LossNest, MetricNest, SavePath, Scores, StepData, TensorNest
 from keras_dist_ext.messages import warn_once
@@ -31,7 +30,6 @@ from keras_dist_ext.step.nan_guard import Guard
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.step.seeds import Seeds
 from keras_dist_ext.step.stats import Kind
-from keras_dist_ext.strategy.scope import move_into_scope
 from keras_dist_ext.strategy.virtual import VirtualReplicas
 from keras_dist_ext.strategy.workers import Workers, checksum_of, workers_of
 from keras_dist_ext.training.adoption.distributed_class import OwnClasses
@@ -44,6 +42,7 @@ from keras_dist_ext.training.construction import Scoped, in_scope_of, make_funct
 from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.documented import documented_as
 from keras_dist_ext.training.epoch_data import EpochData
+from keras_dist_ext.training.exactness import checked_exact
 from keras_dist_ext.training.execution import PredictFunction, StepFunction
 from keras_dist_ext.training.execution_sizer import (
     ExecutionSizer,
@@ -59,7 +58,6 @@ from keras_dist_ext.training.whole_saves import save_whole
 from keras_dist_ext.training.worker_saves import save_by_worker
 
 __all__ = ["OWN_CLASSES", "Functional", "Model", "Sequential"]
-
 
 _T = TypeVar("_T")
 
@@ -176,7 +174,8 @@ class Model(HookedModel, metaclass=Scoped):
         auto_scale_loss: bool = True,
         virtual_replicas: VirtualReplicas | int | None = None,
         check: CheckMode = True,
-        batch_statistics: BatchStatistics = "replica",
+        batch_statistics: BatchStatistics | None = None,
+        exact: bool = False,
     ) -> None:
         """Configure the model as ``keras.Model.compile`` does, in the scope of its strategy.
 
@@ -202,16 +201,23 @@ class Model(HookedModel, metaclass=Scoped):
                 does stays done, but for numbers and words that it keeps in attributes of the model and its layers (it
                 prints, or appends to a list, once more).
             batch_statistics: "global" has every BatchNormalization normalize by the statistics of the global batch, as
-                on one device; "replica" by those of a replica's examples, where it is not ``synchronized``.
+                on one device; "replica", the default, by those of a replica's examples, where it is not
+                ``synchronized``.
+            exact: have all replicas together do what one device does, random numbers included: ``batch_statistics`` and
+                the draws of ``ReplicaSeeds``, or else of the layers' own seeds, are "global", and ``check`` is "raise",
+                also for a model without code of yours. What cannot be exact is an error before the first step.
 
         Raises:
-            StrategyError: the replicas cannot carry so many virtual ones evenly, or know no global batch.
+            StrategyError: the replicas cannot carry so many virtual ones evenly, or know no global batch; ``exact``
+                contradicts another argument.
             ValueError: ``steps_per_execution`` is neither "auto" nor an integer >= 1, or ``check`` none of these.
         """
         steps_per_execution = checked_steps_per_execution(steps_per_execution)
         check = check_mode(check)
-        statistics = checked_statistics(batch_statistics, self.distribute_strategy)
-        virtual = VirtualReplicas.of(virtual_replicas, self.distribute_strategy)
+        strategy, runtime = self.distribute_strategy, self.replica_runtime
+        exact = checked_exact(exact, batch_statistics=batch_statistics, jit_compile=jit_compile, strategy=strategy)
+        statistics = checked_statistics("global" if exact else batch_statistics, strategy)
+        virtual = VirtualReplicas.of(virtual_replicas, strategy)
         chooses_xla = jit_compile == "auto"
         if virtual is not None:
             if jit_compile is True:
@@ -220,13 +226,8 @@ class Model(HookedModel, metaclass=Scoped):
                     "compile for every number of devices, and computes other numbers."
                 )
             jit_compile = False
-        if strategy_of_model(self) is not None and not tf.distribute.has_strategy():
-            # What was made for this call, just outside of the scope, belongs inside.
-            with self.replica_runtime.in_scope():
-                for thing in tree.flatten([optimizer, metrics, weighted_metrics]):
-                    if isinstance(thing, (keras.optimizers.Optimizer, keras.metrics.Metric)):
-                        move_into_scope(thing)
-        with self.replica_runtime.in_scope():
+        runtime.take_into_scope([optimizer, metrics, weighted_metrics])
+        with runtime.in_scope():
             super().compile(
                 optimizer=optimizer,
                 loss=loss,
@@ -238,11 +239,10 @@ class Model(HookedModel, metaclass=Scoped):
                 jit_compile=jit_compile,
                 auto_scale_loss=auto_scale_loss,
             )
-        self.replica_runtime.chooses_num_steps = steps_per_execution == "auto"
-        self.replica_runtime.chooses_xla = chooses_xla
+        runtime.chooses_num_steps, runtime.chooses_xla = steps_per_execution == "auto", chooses_xla
         self.virtual_replicas = virtual
-        self.replica_runtime.check, self.replica_runtime.batch_statistics = check, statistics
-        self.replica_runtime.forget_traces()
+        runtime.check, runtime.batch_statistics, runtime.exact = check, statistics, exact
+        runtime.forget_traces()
 
     def _build_for_run(self, iterator: EpochData | None, batch: StepData) -> None:
         runtime = self.replica_runtime

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras
+from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.optimizers import accumulated_gradients, inner_optimizer, num_batches_used
 from keras_dist_ext._keras.strategies import strategy_of_model
-from keras_dist_ext.aliases import SpecNest
+from keras_dist_ext.aliases import SpecNest, TensorNest
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.nan_guard import Guard
@@ -21,7 +21,7 @@ from keras_dist_ext.step.reduce import keep_on_first_replica, sum_components
 from keras_dist_ext.step.seeds import Seeds
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.step_plan import StepPlan
-from keras_dist_ext.strategy.scope import optimizers
+from keras_dist_ext.strategy.scope import move_into_scope, optimizers
 from keras_dist_ext.strategy.virtual import num_replicas_of
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.batch_spec import has_static_rows
@@ -58,6 +58,8 @@ class ReplicaRuntime:
         plans: what is known of a step before it is traced to be run, by the kind of step.
         check: how `compile` was told to check steps, and
         checked: of which kinds that was done.
+        batch_statistics: of whose examples BatchNormalization takes them.
+        exact: whether all replicas together do what one device does, random numbers included.
         chooses_num_steps: whether the number of steps of an execution is ours to choose (``"auto"``).
         chooses_xla: whether it is Keras that chooses to compile by XLA (``"auto"``).
         can_split_batches: whether steps can be made of parts of a replica's rows.
@@ -83,6 +85,7 @@ class ReplicaRuntime:
         self.plans: dict[str, StepPlan] = {}
         self.check: CheckMode = True
         self.batch_statistics: BatchStatistics = "replica"
+        self.exact = False
         self.checked: set[Kind] = set()
         self.chooses_num_steps = True
         self.chooses_xla = True
@@ -110,6 +113,15 @@ class ReplicaRuntime:
         else:
             with strategy.scope():
                 yield
+
+    def take_into_scope(self, made: TensorNest) -> None:
+        """Move optimizers and metrics into the scope that were made for a call, just outside of it."""
+        if strategy_of_model(self.model) is None or tf.distribute.has_strategy():
+            return
+        with self.in_scope():
+            for thing in tree.flatten(made):
+                if isinstance(thing, (keras.optimizers.Optimizer, keras.metrics.Metric)):
+                    move_into_scope(thing)
 
     # What steps are made for
 

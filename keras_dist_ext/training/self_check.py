@@ -1,8 +1,9 @@
 """Before training, make one step on a few rows both on one device and on replicas, and report what differs.
 
-Only for models with code of the user's in their steps. Both begin from the same state, and all that they change is put
-back. What differs by definition is left out on both sides: moments of ``BatchNormalization`` that is not synchronized,
-and random numbers, which are the same for each row, unless replicas draw what one device draws.
+Only for models with code of the user's in their steps, and those compiled with ``exact=True``. Both begin from the same
+state, and all that they change is put back. What differs by definition is left out on both sides: moments of
+``BatchNormalization``, unless of the global batch, and random numbers, which are the same for each row, unless replicas
+draw what one device draws.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def check_step(
         return None
     runtime.checked.add(kind)
     num_replicas = step.num_step_replicas
-    if num_replicas == 1 or not step.has_user_code or (kind == "test" and _tells_nothing_new(step)):
+    is_plain = not step.has_user_code and not runtime.exact
+    if num_replicas == 1 or is_plain or (kind == "test" and _tells_nothing_new(step)):
         return None
     takes, workers = step.takes_check, workers_of(runtime.strategy)
     try:
@@ -102,7 +104,7 @@ def check_step(
     message = describe(model.name, kind, num_replicas, int(num_rows(rows)), found, given_to=takes) if found else ""
     if workers is not None:
         message = workers.broadcast_bytes(message.encode()).decode()
-    if message and runtime.check == "raise":
+    if message and (runtime.check == "raise" or runtime.exact):
         runtime.checked.discard(kind)  # the next run is none that was found right
         raise StepError(message)
     if message:
@@ -177,7 +179,8 @@ def _deviations(
         step = of_run.untraced_copy()
         step.without_xla()
         drawing = contextlib.nullcontext() if draws is None else intercept_random_ops(draws)
-        with kept_random(), tf.summary.record_if(False), drawing, without_parts({"moments"}):
+        without = set() if runtime.batch_statistics == "global" else {"moments"}
+        with kept_random(), tf.summary.record_if(False), drawing, without_parts(without):
             deviations = _BothWays(step, rows, prepare, unprepared).compare()
     except (_Unseen, BackendError):
         raise
@@ -256,6 +259,8 @@ class _BothWays:
         random = np.random.default_rng(0)
         for part, variable in self._compared:
             components(variable)[0].assign(moved_by_rounding(before[part], random))
+        if self._step.model.replica_seeds.draws == "global":
+            return self._rows  # an example draws by its place
         return take_rows(self._rows, random.permutation(int(num_rows(self._rows))))
 
     def _alone(self, rows: StepData) -> TensorNest:

@@ -142,8 +142,8 @@ PUBLIC: dict[str, Entry] = {
     ),
     "Model.compile": Entry(
         lambda **given: model().compile("sgd", "mse", **given),
-        accepts={"virtual_replicas": {"None"}},
-        arguments=("virtual_replicas", "steps_per_execution"),
+        accepts={"virtual_replicas": {"None"}, "batch_statistics": {"None"}, "exact": FLAG},
+        arguments=("virtual_replicas", "steps_per_execution", "batch_statistics", "exact"),
     ),
     "NonFinite": Entry(kde.NonFinite),
     "ParallelismDoctor": Entry(
@@ -191,7 +191,7 @@ PUBLIC: dict[str, Entry] = {
             "runtime_env": {"None"},
         },
     ),
-    "ReplicaSeeds": Entry(kde.ReplicaSeeds, lambda: {"seed": 1}, {"enable_op_determinism": FLAG}),
+    "ReplicaSeeds": Entry(kde.ReplicaSeeds, lambda: {"seed": 1}, {"draws": {"None"}, "enable_op_determinism": FLAG}),
     "Resume": Entry(
         kde.Resume, lambda: {"directory": "run"}, {"directory": PATH, "save_every": {"huge"}, "on_preemption": FLAG}
     ),

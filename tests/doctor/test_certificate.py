@@ -823,6 +823,15 @@ def test_dropout_and_batch_statistics_pass_where_both_are_those_of_one_device(st
     assert found.is_equivalent, str(found)
 
 
+@pytest.mark.rotating
+def test_a_model_that_is_to_be_exact_is_compared_with_what_it_draws_without_seeds(strategies: Any) -> None:
+    build = compiled(normalized, kde, exact=True)
+    found = certify(build, strategies.get("mirrored3"), regression(45), steps=3)
+    assert found.is_equivalent, str(found)
+    assert found.seed == 0
+    assert certify(build, strategies.get("mirrored2"), regression(45), steps=2, seeds=kde.ReplicaSeeds(9)).seed == 9
+
+
 def test_seeds_by_which_sides_draw_otherwise_are_refused(strategies: Any) -> None:
     mirrored = strategies.get("mirrored2")
     with pytest.raises(kde.CertificateError, match="each replica draws its own numbers"):

@@ -18,7 +18,7 @@ from keras_dist_ext.diagnosis.certificate.certifiable import check_certifiable
 from keras_dist_ext.diagnosis.certificate.certificate import Certificate
 from keras_dist_ext.diagnosis.certificate.crashes import crash_finding
 from keras_dist_ext.diagnosis.certificate.deviation_findings import of_deviations
-from keras_dist_ext.diagnosis.certificate.drawn_numbers import Alike, checked_seeds
+from keras_dist_ext.diagnosis.certificate.drawn_numbers import Alike, checked_seeds, seeds_of_run
 from keras_dist_ext.diagnosis.certificate.draws import Draws, watch_draws
 from keras_dist_ext.diagnosis.certificate.global_batches import global_batches
 from keras_dist_ext.diagnosis.certificate.lockstep import Comparison, Lockstep
@@ -75,7 +75,8 @@ def certify(
         steps: how many steps to make; data is begun again when it has fewer batches.
         batch_size: examples of a global batch, of arrays.
         allow: codes of findings that do not count, such as "local-batch-statistics".
-        seeds: ``ReplicaSeeds(seed, draws="global")``, as `fit` is given; for models of this package.
+        seeds: ``ReplicaSeeds(seed, draws="global")``, as `fit` is given; for models of this package. One that is
+            compiled with ``exact=True`` needs none: its steps are compared with what they draw by the seed 0.
 
     Returns:
         The certificate: print it, ask for ``is_equivalent``, ``findings`` and ``deviations``.
@@ -143,6 +144,8 @@ class _Certification:
                     f"'{self._name}' is a model of stock Keras, whose replicas do not draw by ReplicaSeeds. Certify it "
                     "without seeds, or derive it from kde.Model."
                 )
+            is_exact = self._is_ours and lockstep.many.model.replica_runtime.exact
+            self._seeds = seeds_of_run(self._seeds, is_exact=is_exact)
             if lockstep.many.trouble_of_fit is not None:
                 trouble = lockstep.many.trouble_of_fit
                 self._findings.append(

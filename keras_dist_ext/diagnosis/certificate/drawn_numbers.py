@@ -13,7 +13,7 @@ from keras_dist_ext.step.alike_draws import RowsAlike
 from keras_dist_ext.step.seeds import seeds_of
 from keras_dist_ext.training.callbacks import ReplicaSeeds
 
-__all__ = ["Alike", "AsSeeded", "DrawnNumbers", "checked_seeds"]
+__all__ = ["Alike", "AsSeeded", "DrawnNumbers", "checked_seeds", "seeds_of_run"]
 
 Places: TypeAlias = dict[str, Array]
 
@@ -28,12 +28,33 @@ def checked_seeds(seeds: object) -> ReplicaSeeds | None:
         return None
     if not isinstance(seeds, ReplicaSeeds):
         arguments.refuse("seeds", seeds, 'ReplicaSeeds(seed, draws="global") or None', CertificateError)
-    if seeds.draws != "global":
-        raise CertificateError(
-            f"With ReplicaSeeds({seeds.seed}) each replica draws its own numbers, and no one device draws them, so "
-            f'nothing says what is right. Certify with ReplicaSeeds({seeds.seed}, draws="global"), or without seeds.'
-        )
+    if seeds.draws == "replica":
+        raise _own_numbers(seeds)
     return seeds
+
+
+def seeds_of_run(seeds: ReplicaSeeds | None, *, is_exact: bool) -> ReplicaSeeds | None:
+    """Return seeds by which the replicas of a model draw what one device draws; None if it does not draw so.
+
+    Args:
+        seeds: that were asked for.
+        is_exact: whether the model is compiled with ``exact=True``, so that it draws so by any seed.
+
+    Raises:
+        CertificateError: by these, each replica draws its own numbers.
+    """
+    if is_exact:
+        return ReplicaSeeds(0) if seeds is None else seeds
+    if seeds is not None and seeds.draws != "global":
+        raise _own_numbers(seeds)
+    return seeds
+
+
+def _own_numbers(seeds: ReplicaSeeds) -> CertificateError:
+    return CertificateError(
+        f"With ReplicaSeeds({seeds.seed}) each replica draws its own numbers, and no one device draws them, so "
+        f'nothing says what is right. Certify with ReplicaSeeds({seeds.seed}, draws="global"), or without seeds.'
+    )
 
 
 class DrawnNumbers(Protocol):

@@ -60,7 +60,8 @@ def read_compile_state(model: keras.Model) -> Callable[[keras.Model], None]:
             auto_scale_loss=False,  # the optimizer was wrapped already if it was to be
             virtual_replicas=getattr(model, "virtual_replicas", None),
             check=getattr(runtime, "check", True),
-            batch_statistics=getattr(runtime, "batch_statistics", "replica"),
+            batch_statistics=getattr(runtime, "batch_statistics", None),
+            exact=getattr(runtime, "exact", False),
         )
 
     return compile_alike
