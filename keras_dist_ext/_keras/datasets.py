@@ -27,6 +27,8 @@ __all__ = [
     "with_seeds",
     "unseeded_random_ops",
     "generator_states",
+    "seeds_of_random_ops",
+    "calls_python",
     "captures_variables",
     "caches_in_memory",
     "WrappedDataset",
@@ -211,6 +213,17 @@ def unseeded_random_ops(graph: GraphDef, *, over_global: bool = False) -> list[N
     return found
 
 
+def seeds_of_random_ops(graph: GraphDef) -> list[int]:
+    """The seeds that random ops in the functions of a dataset's graph have of their own."""
+    ops = [node for function in graph.library.function for node in function.node_def if node.op in _RANDOM_OPS]
+    return [node.attr["seed2"].i for node in ops]
+
+
+def calls_python(graph: GraphDef) -> bool:
+    """Whether a function of a dataset's graph calls Python, as all do in tf.data's debug mode."""
+    return any(node.op == "EagerPyFunc" for function in graph.library.function for node in function.node_def)
+
+
 def generator_states(graph: GraphDef) -> list[tuple[NodeDef, Array]]:
     """The states of generators that a dataset's functions draw from: constants of its graph, with their values.
 
@@ -241,7 +254,8 @@ def _is_of_global_seed(seeds: Sequence[int], begin: int, end: int) -> bool:
     """
     from tensorflow.python.framework import random_seed
 
-    return seeds[0] != random_seed.DEFAULT_GRAPH_SEED and begin <= seeds[1] < end
+    second = 0 if list(seeds) == [0, 2**31 - 1] else seeds[1]  # that of 0 and 0, which would count as none
+    return seeds[0] != random_seed.DEFAULT_GRAPH_SEED and begin <= second < end
 
 
 _RANDOM_OPS = {

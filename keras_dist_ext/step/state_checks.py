@@ -12,7 +12,13 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.datasets import dataset_graph, generator_states, unseeded_random_ops, with_seeds
+from keras_dist_ext._keras.datasets import (
+    calls_python,
+    dataset_graph,
+    generator_states,
+    seeds_of_random_ops,
+    with_seeds,
+)
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.models import tracks_loss
 from keras_dist_ext._keras.random import use_global_seed_generator
@@ -122,9 +128,11 @@ def _seeds_datasets() -> bool:
         graph = dataset_graph(shuffled)
         if graph is None or with_seeds(shuffled, graph, 1, same_passes=True) is shuffled:
             return False
-    mapped = numbers.map(lambda n: (tf.random.uniform(()), keras.random.uniform((), seed=generator)))
+    mapped = numbers.map(lambda n: (tf.random.uniform((), seed=5), keras.random.uniform((), seed=generator)))
     graph = dataset_graph(mapped)
-    return graph is not None and len(unseeded_random_ops(graph, over_global=True)) == len(generator_states(graph)) == 1
+    if graph is None:
+        return False
+    return calls_python(graph) or (seeds_of_random_ops(graph) == [5] and len(generator_states(graph)) == 1)
 
 
 STATES = [

@@ -3,6 +3,8 @@
 import pickle
 import random
 import re
+import subprocess
+import sys
 import types
 from concurrent import futures
 
@@ -101,7 +103,9 @@ def test_pickle_finds_what_is_replaced():
     assert {name for name, each in replaced.items() if pickle.loads(pickle.dumps(each)) is not each} == set()
 
 
-@pytest.mark.parametrize("setting", rotating(["float64", "float16", "channels_first", "eager", "scope"], []))
+@pytest.mark.parametrize(
+    "setting", rotating(["0", "87654321", "float64", "float16", "channels_first", "eager", "scope"], ["0"])
+)
 def test_no_setting_of_the_process_keeps_a_hook_from_being_called(setting, mirrored):
     kept = keras.config.floatx(), keras.config.image_data_format(), keras.config.dtype_policy()
     try:
@@ -110,6 +114,8 @@ def test_no_setting_of_the_process_keeps_a_hook_from_being_called(setting, mirro
             keras.config.set_dtype_policy(setting)
         elif setting == "channels_first":
             keras.config.set_image_data_format(setting)
+        elif setting.isdigit():
+            keras.utils.set_random_seed(int(setting))
         tf.config.run_functions_eagerly(setting == "eager")
         with (mirrored if setting == "scope" else tf.distribute.get_strategy()).scope():
             assert hook_checks.uncalled_hooks() == {}
@@ -119,6 +125,18 @@ def test_no_setting_of_the_process_keeps_a_hook_from_being_called(setting, mirro
         keras.config.set_image_data_format(kept[1])
         keras.config.set_dtype_policy(kept[2])
         tf.config.run_functions_eagerly(False)
+        tf.random.set_seed(None)
+
+
+@pytest.mark.rotating
+def test_datasets_in_debug_mode_keep_no_hook_from_being_called():
+    program = (
+        "import tensorflow as tf; tf.data.experimental.enable_debug_mode()\n"  # for good
+        "from keras_dist_ext.step import hook_checks\n"
+        "print(hook_checks.states_elsewhere(), hook_checks.uncalled_hooks())"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "[] {}\n", ended.stderr
 
 
 @pytest.mark.parametrize("name", rotating(TRIED, ["loss.reduce_weighted_values"]))

@@ -1335,8 +1335,9 @@ def test_shuffles_with_a_seed_keep_it() -> None:
     assert with_seeds(dataset, dataset_graph(dataset), 3) is dataset
 
 
-def test_what_has_a_seed_from_tensorflows_global_one_only_can_be_told() -> None:
-    tf.random.set_seed(7)
+@pytest.mark.parametrize("seed", [7, 0])
+def test_what_has_a_seed_from_tensorflows_global_one_only_can_be_told(seed: int) -> None:
+    tf.random.set_seed(seed)
     try:
         plain = tf.data.Dataset.range(50).shuffle(50).map(lambda x: tf.random.uniform([]) + tf.cast(x, tf.float32))
         own = tf.data.Dataset.range(50).shuffle(50, seed=1).map(lambda x: tf.random.uniform([], seed=5))
