@@ -170,6 +170,7 @@ class _Lines:
 
     LONGEST = 1 << 16  # characters; a longer line is shown in pieces
     KEPT = 200
+    LONGEST_KEPT = 4000  # characters; a message that shows last lines is to be read
 
     def __init__(self, prefix: str, stream: IO[str] | None):
         self._prefix, self._stream = prefix, stream
@@ -190,13 +191,17 @@ class _Lines:
     def _show(self, lines: list[str]) -> None:
         # A progress bar writes one line many times over: its last state counts.
         lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
-        self._kept.extend(lines)
+        self._kept.extend(self._shortened(line) for line in lines)
         if self._stream and lines:
             show("".join(f"{self._prefix}{line}\n" for line in lines), self._stream)
 
+    def _shortened(self, line: str) -> str:
+        left = len(line) - self.LONGEST_KEPT
+        return line if left <= 0 else f"{line[: self.LONGEST_KEPT]}... ({left} characters more)"
+
     @property
     def last(self) -> str:
-        return next((line.strip() for line in (self._rest, *reversed(self._kept)) if line.strip()), "")
+        return next((line.strip() for line in (self._shortened(self._rest), *reversed(self._kept)) if line.strip()), "")
 
     def tail(self) -> tuple[str, ...]:
         """Return the last traceback, with those it came from, to the end; without one, the last 20 lines."""

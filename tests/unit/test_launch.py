@@ -503,6 +503,13 @@ def test_a_line_without_end_is_shown_in_pieces():
     assert 1 < len(shown.splitlines()) < 10
 
 
+def test_of_an_endless_last_line_a_failure_shows_the_beginning():
+    result, shown = run(1, [sys.executable, "-c", "import sys; sys.stdout.write('x' * 1_000_000); sys.exit(3)"])
+    assert shown.count("x") > 1_000_000, "all of it is shown as it comes"
+    assert re.search(r"Its last lines:\n  \[worker 0\] x{4000}\.\.\. \(\d+ characters more\)\n", result.failure)
+    assert len(result.failure) < 100_000
+
+
 def test_a_log_that_cannot_be_written_is_an_error_and_ends_all(tmp_path, temporary):
     (tmp_path / "file").touch()
     with pytest.raises(kde.LaunchError, match=r"log_dir='.*/file' cannot be made"):
