@@ -12,8 +12,17 @@ MARKS = [
     pytest.mark.ray,
     pytest.mark.multiworker,
     pytest.mark.timeout(280),
+    pytest.mark.xdist_group("ray"),
     pytest.mark.filterwarnings("ignore"),  # what Ray deprecates of its own
 ]
+NUM_AT_LENGTH = 2  # of which a commit has one
+
+
+def at_length(number: int) -> pytest.MarkDecorator:
+    """Mark a test on Ray that takes most of a minute, by a number below `NUM_AT_LENGTH` of its own."""
+    return pytest.mark.rotating("at length on Ray", number, NUM_AT_LENGTH)
+
+
 RUNTIME_ENV = {"env_vars": {"PYTHONPATH": str(pathlib.Path(__file__).parent)}}  # workers import this file by its name
 NUM_EXAMPLES = 29
 
