@@ -207,8 +207,6 @@ def _launch_search(arguments: argparse.Namespace) -> int:
     if isinstance(arguments.workers, tuple):
         least, most = arguments.workers
         raise LaunchError(f"--workers {least}:{most} is not for a search: give one number, or auto.")
-    if _ray_cluster(arguments):
-        raise LaunchError("--on ray is not for a search, which runs on this machine: leave one of them out.")
     if arguments.ps or arguments.threads or arguments.affinity:
         raise LaunchError("--ps, --threads and --affinity are not for a search: --tuner divides the machine by itself.")
     from keras_dist_ext.cluster.signals import caught_signals
@@ -224,6 +222,7 @@ def _launch_search(arguments: argparse.Namespace) -> int:
             timeout=arguments.timeout,
             time_limit=arguments.time_limit,
             grace_seconds=arguments.grace,
+            on=_ray_cluster(arguments),
             log_dir=arguments.log_dir,
             quiet=arguments.quiet,
         )

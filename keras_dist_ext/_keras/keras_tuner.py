@@ -384,6 +384,14 @@ def repair_reloaded(oracle: keras_tuner.Oracle, *, workers_live: bool) -> None:
         _find_place_in_grid(oracle)
 
 
+def run_again(oracle: keras_tuner.Oracle, tuner_id: str) -> None:
+    """Have the worker that asks next run the trial of another, which is lost (engine/oracle.py: `create_trial`)."""
+    trial = oracle.ongoing_trials.pop(tuner_id, None)
+    if trial is not None:
+        oracle._retry_queue.append(trial.trial_id)
+        oracle.save()
+
+
 def _find_place_in_grid(oracle: keras_tuner.Oracle) -> None:
     values = {trial_id: trial.hyperparameters.values for trial_id, trial in oracle.trials.items()}
     oracle._ordered_ids = gridsearch.LinkedList()

@@ -11,6 +11,7 @@ Nothing here imports TensorFlow when it is imported. In reading order:
     process_group  the processes of one launch, which end together
     process        one of them: its output, its end
     host           what a launch needs of the place where they run
+    placing        the wait for places there
     local_host     this machine as that place
     ray_cluster    a Ray cluster, and the connection to it: ``kde.RayCluster``
     ray_host       it as that place

@@ -10,10 +10,11 @@ from typing import IO
 from keras_dist_ext.aliases import Picklable
 from keras_dist_ext.cluster.cores import fair_shares, usable_cpus
 from keras_dist_ext.cluster.failure import Failure, NotPlaced
-from keras_dist_ext.cluster.host import Host, NotStarted, ValueLost, WaitForPlaces
+from keras_dist_ext.cluster.host import Host, NotStarted, ValueLost
+from keras_dist_ext.cluster.placing import Placing
 from keras_dist_ext.cluster.process import Process, show
 from keras_dist_ext.cluster.process_group import ProcessGroup
-from keras_dist_ext.cluster.tasks import tf_config
+from keras_dist_ext.cluster.tasks import Task, tf_config
 from keras_dist_ext.cluster.worker_count import WorkerCount
 from keras_dist_ext.cluster.worker_run import WorkerRun
 from keras_dist_ext.errors import LaunchError
@@ -24,7 +25,6 @@ __all__ = ["Attempt", "Outcome", "run_attempts"]
 RESTART = "KERAS_DIST_EXT_RESTART"  # environment variable: how often all have started again, from 0
 _FAILURE_GRACE_SECONDS = 2.0  # for workers that may wait in a collective for one that is gone
 _LONGEST_PAUSE_SECONDS = 60.0
-_NOTICE_SECONDS = 10.0  # of waiting for places
 
 
 @dataclass(frozen=True)
@@ -54,26 +54,38 @@ class Attempt:
     stream: IO[str] | None  # for output
     notices: IO[str]
 
-    def run(self, make_host: Callable[[WaitForPlaces], Host], restart: int, signals: Sequence[int]) -> Outcome:
+    def run(self, make_host: Callable[[], Host], restart: int, signals: Sequence[int]) -> Outcome:
         """Start all processes, and see them to their end."""
-        host = make_host(self._waiting(signals))
-        with ProcessGroup(host, self.stream, self.log_dir, appends=restart > 0) as group:
+        with ProcessGroup(make_host(), self.stream, self.log_dir, appends=restart > 0) as group:
             try:
-                self._start(group, restart)
+                self._start(group, restart, signals)
             except NotPlaced as error:
                 return Outcome(error.failure, (), False)
             except NotStarted as error:
                 return self._with_fewer(len(group.processes), error)
             return self._watch(group, signals)
 
-    def _start(self, group: ProcessGroup, restart: int) -> None:
-        tasks = group.reserve(self.workers, self.num_ps)
+    def _start(self, group: ProcessGroup, restart: int, signals: Sequence[int]) -> None:
+        tasks = self._wait_for(group.reserve(self.workers, self.num_ps), signals)
         if self.workers.is_elastic:
             show(f"launch: {counted(len(tasks), 'worker')} of {self.workers}.\n", self.notices)
         shares = fair_shares(usable_cpus(), len(tasks)) if self.affinity else [()] * len(tasks)
         for task, share in zip(tasks, shares, strict=True):
             own = {"TF_CONFIG": tf_config(task, tasks), RESTART: str(restart)}
             group.start(str(task), None if task.serves else self.program, {**self.environ, **own}, share)
+
+    def _wait_for(self, placing: Placing, signals: Sequence[int]) -> list[Task]:
+        """Wait for places, say once what is missing, and give up when a signal comes or the time is over."""
+        while (tasks := placing.tasks()) is None:
+            if signals:
+                raise NotPlaced(Failure.by_signal(signals[0]))
+            if self.deadline is not None and time.monotonic() > self.deadline:
+                raise NotPlaced(Failure.by_time_without_places(placing.waits_for))
+            if notice := placing.notice():
+                hint = "" if self.deadline else " It waits on; --time-limit or time_limit ends that."
+                show(f"launch: {notice}.{hint}\n", self.notices)
+            time.sleep(ProcessGroup.POLL_SECONDS)
+        return tasks
 
     def _with_fewer(self, number: int, error: NotStarted) -> Outcome:
         """Have all start again with as many as could be started, if these are enough."""
@@ -100,28 +112,10 @@ class Attempt:
         runs = tuple(_run(process, group, process in ended, values.get(process)) for process in group.processes)
         return Outcome(failure, runs, group.has_made_steps)
 
-    def _waiting(self, signals: Sequence[int]) -> WaitForPlaces:
-        """Return what says once what is waited for, and gives up when a signal comes or the time is over."""
-        said: list[str] = []
-
-        def wait(seconds: float, what: str) -> None:
-            if signals:
-                raise NotPlaced(Failure.by_signal(signals[0]))
-            if self.deadline is not None and time.monotonic() > self.deadline:
-                raise NotPlaced(
-                    Failure(124, f"The time limit passed before anything could start. {what}.", is_final=True)
-                )
-            if seconds > _NOTICE_SECONDS and what not in said:
-                said.append(what)
-                hint = "" if self.deadline else " It waits on; --time-limit or time_limit ends that."
-                show(f"launch: {what}.{hint}\n", self.notices)
-
-        return wait
-
 
 def run_attempts(
     attempt: Attempt,
-    make_host: Callable[[WaitForPlaces], Host],
+    make_host: Callable[[], Host],
     max_restarts: int,
     pause_seconds: float,
     signals: Sequence[int],

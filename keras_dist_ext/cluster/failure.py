@@ -39,6 +39,11 @@ class Failure:
         )
 
     @classmethod
+    def by_time_without_places(cls, waits_for: str) -> "Failure":
+        """The time limit passed while nothing had a place yet."""
+        return cls(124, f"The time limit passed before anything could start. {waits_for}.", is_final=True)
+
+    @classmethod
     def by_hang(cls, working: Sequence[Process], seconds: float) -> "Failure":
         """No step was finished for too long, though work was left; it takes a second to say where each is."""
         activities, stacks = describe(working)

@@ -1,19 +1,15 @@
 """What a launch needs of the place where its processes run: this machine, or a cluster."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
 from keras_dist_ext.cluster.heartbeat import Heartbeat
-from keras_dist_ext.cluster.tasks import Task
+from keras_dist_ext.cluster.placing import PlacingSteps
 from keras_dist_ext.cluster.worker_count import WorkerCount
 from keras_dist_ext.errors import LaunchError
 
-__all__ = ["Host", "HostedProcess", "NotStarted", "State", "ValueLost", "WaitForPlaces"]
-
-# Called now and then while there is no place for all, with the seconds so far and what is missing; raises NotPlaced
-# (see `failure`) to give up.
-WaitForPlaces = Callable[[float, str], None]
+__all__ = ["Host", "HostedProcess", "NotStarted", "State", "ValueLost"]
 
 
 class NotStarted(LaunchError):
@@ -80,8 +76,11 @@ class Host(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None: ...
 
-    def reserve(self, workers: WorkerCount, num_ps: int) -> list[Task]:
+    def reserve(self, workers: WorkerCount, num_ps: int) -> PlacingSteps:
         """Give each task of a cluster a place, and an address that stays its own.
+
+        Yields what is missing, in words, as long as there is no place for all; clusters grow. Whoever asks waits
+        between two looks, or gives up.
 
         Args:
             workers: how many: as many as there are places for, the least of them in any case.
@@ -89,8 +88,7 @@ class Host(Protocol):
 
         Raises:
             LaunchError: there is not enough for all, on this machine.
-            NotPlaced: there is not enough on a cluster, and nobody waits any longer. Clusters grow, so that only the
-                time limit or a signal ends the wait.
+            NotPlaced: a place is none, such as a node without this package (see `failure`).
         """
 
     def has_more_places(self) -> bool:

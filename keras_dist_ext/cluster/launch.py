@@ -47,7 +47,7 @@ from keras_dist_ext.cluster.command import (
 )
 from keras_dist_ext.cluster.cores import usable_cpus
 from keras_dist_ext.cluster.failure import Failure
-from keras_dist_ext.cluster.host import Host, WaitForPlaces
+from keras_dist_ext.cluster.host import Host
 from keras_dist_ext.cluster.local_host import LocalHost
 from keras_dist_ext.cluster.process import code_text, show
 from keras_dist_ext.cluster.ray_cluster import RayCluster, pack_for_ray
@@ -223,9 +223,9 @@ class WorkerFailed(LaunchError):
 
 
 @contextmanager
-def _local_hosts(cores_per_worker: int) -> Iterator[Callable[[WaitForPlaces], Host]]:
+def _local_hosts(cores_per_worker: int) -> Iterator[Callable[[], Host]]:
     """Yield what makes this machine a host."""
-    yield lambda _: LocalHost(cores_per_worker=cores_per_worker)
+    yield lambda: LocalHost(cores_per_worker=cores_per_worker)
 
 
 def _check_on_ray(on: object, affinity: bool) -> None:

@@ -23,7 +23,8 @@ from keras_dist_ext.cluster.heartbeat import (
 )
 from keras_dist_ext.cluster.host import NotStarted, State
 from keras_dist_ext.cluster.orphans import Orphans
-from keras_dist_ext.cluster.tasks import Task, cluster
+from keras_dist_ext.cluster.placing import PlacingSteps
+from keras_dist_ext.cluster.tasks import cluster
 from keras_dist_ext.cluster.worker_count import WorkerCount
 from keras_dist_ext.errors import LaunchError
 
@@ -65,8 +66,9 @@ class LocalHost:
         self._orphans.end()
         self._ports.close()
 
-    def reserve(self, workers: WorkerCount, num_ps: int) -> list[Task]:
-        """Give each task a port of this machine."""
+    def reserve(self, workers: WorkerCount, num_ps: int) -> PlacingSteps:
+        """Give each task a port of this machine, at once."""
+        yield from ()
         self._workers, self._num_workers = workers, self._num_that_fit(workers)
         return self._ports.enter_context(cluster(self._num_workers, num_ps))
 

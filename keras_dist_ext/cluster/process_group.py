@@ -9,8 +9,8 @@ from typing import IO
 
 from keras_dist_ext.cluster.failure import Failure
 from keras_dist_ext.cluster.host import Host, HostedProcess
+from keras_dist_ext.cluster.placing import Placing
 from keras_dist_ext.cluster.process import Process
-from keras_dist_ext.cluster.tasks import Task
 from keras_dist_ext.cluster.worker_count import WorkerCount
 from keras_dist_ext.errors import LaunchError
 
@@ -68,9 +68,9 @@ class ProcessGroup:
         for process in self.processes:
             process.close()
 
-    def reserve(self, workers: WorkerCount, num_ps: int = 0) -> list[Task]:
-        """Give each task of a cluster an address."""
-        return self._host.reserve(workers, num_ps)
+    def reserve(self, workers: WorkerCount, num_ps: int = 0) -> Placing:
+        """Begin to give each task of a cluster a place and an address."""
+        return Placing(self._host.reserve(workers, num_ps))
 
     def start(
         self, name: str, work: Sequence[str] | bytes | None, environ: Mapping[str, str], cpus: Sequence[int] = ()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from keras_dist_ext.aliases import Picklable
 from keras_dist_ext.cluster.host import State
 from keras_dist_ext.cluster.local_host import LocalHost
+from keras_dist_ext.cluster.placing import Placing
 from keras_dist_ext.cluster.worker_count import WorkerCount
 
 __all__ = ["Agent", "Report"]
@@ -42,8 +43,9 @@ class Agent:
         """Return this node's address, and a port that stays the process' own."""
         import ray
 
-        (task,) = self._host.reserve(WorkerCount(1, 1), 0)
-        return ray.util.get_node_ip_address(), int(task.address.rpartition(":")[2])
+        tasks = Placing(self._host.reserve(WorkerCount(1, 1), 0)).tasks()
+        assert tasks
+        return ray.util.get_node_ip_address(), int(tasks[0].address.rpartition(":")[2])
 
     def start(self, name: str, work: Sequence[str] | bytes | None, environ: Mapping[str, str], python: str) -> None:
         """Start the process, in the environment that Ray gives to this actor.

@@ -25,7 +25,7 @@ class RayCluster:
     Args:
         address: of the cluster, as `ray.init` takes it: "auto" finds the one that this machine is a node of.
         cpus_per_worker: of the resources that Ray counts.
-        gpus_per_worker: Ray shows a worker its own alone. Parameter servers and their chief get none.
+        gpus_per_worker: Ray shows a worker its own alone. Parameter servers and chiefs get none.
         runtime_env: as `ray.init` takes it. By default the current directory is sent to the nodes: ``{"working_dir":
             "."}``. Where this process is connected to Ray already, or of a Ray job with a ``working_dir``, that holds.
 

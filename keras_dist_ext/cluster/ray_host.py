@@ -7,26 +7,27 @@ from contextlib import contextmanager, suppress
 
 from keras_dist_ext.aliases import RayHandle
 from keras_dist_ext.cluster.failure import Failure, NotPlaced
-from keras_dist_ext.cluster.host import Host, WaitForPlaces
+from keras_dist_ext.cluster.host import Host
+from keras_dist_ext.cluster.placing import PlacingSteps
 from keras_dist_ext.cluster.ray_agent import Agent
 from keras_dist_ext.cluster.ray_cluster import RayCluster, connected
-from keras_dist_ext.cluster.ray_places import RayPlaces, wait_for
+from keras_dist_ext.cluster.ray_places import RayPlaces
 from keras_dist_ext.cluster.ray_process import RayProcess
-from keras_dist_ext.cluster.tasks import Task, tasks_at
+from keras_dist_ext.cluster.tasks import tasks_at
 from keras_dist_ext.cluster.worker_count import WorkerCount
 
 __all__ = ["RayHost", "ray_hosts"]
 
 
 @contextmanager
-def ray_hosts(cluster: RayCluster) -> Iterator[Callable[[WaitForPlaces], Host]]:
+def ray_hosts(cluster: RayCluster) -> Iterator[Callable[[], Host]]:
     """Connect this process to the cluster, unless it is, and yield what makes hosts there.
 
     Raises:
         LaunchError: there is no Ray here, or no such cluster.
     """
     with connected(cluster):
-        yield lambda wait: RayHost(cluster, wait)
+        yield lambda: RayHost(cluster)
 
 
 class RayHost:
@@ -34,14 +35,13 @@ class RayHost:
 
     Args:
         cluster: what each gets.
-        wait: see `WaitForPlaces`.
     """
 
     CLOSE_SECONDS = 15.0  # for all processes to be ended, with all that they have started
     MOST_SECONDS = 1.0  # between two reads: where more have passed, this process itself was held, as by Ctrl-Z
 
-    def __init__(self, cluster: RayCluster, wait: WaitForPlaces):
-        self._places, self._wait = RayPlaces(cluster, wait), wait
+    def __init__(self, cluster: RayCluster):
+        self._places = RayPlaces(cluster)
         self._agents: list[RayHandle] = []
         self._nodes: list[str] = []
         self._processes: list[RayProcess] = []
@@ -66,13 +66,13 @@ class RayHost:
                 ray.kill(agent)
         self._places.close()
 
-    def reserve(self, workers: WorkerCount, num_ps: int) -> list[Task]:
+    def reserve(self, workers: WorkerCount, num_ps: int) -> PlacingSteps:
         """Give each task a place and an address, when there is room for all."""
         import ray
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        group, bundles, num_workers = self._places.take(workers, num_ps)
+        group, bundles, num_workers = yield from self._places.take(workers, num_ps)
         kind = ray.remote(Agent)
         self._agents = [
             kind.options(
@@ -84,11 +84,8 @@ class RayHost:
             for number, bundle in enumerate(bundles)
         ]
         asked = [agent.address.remote() for agent in self._agents]
-        wait_for(
-            lambda: len(ray.wait(asked, num_returns=len(asked), timeout=0.1)[0]) == len(asked),
-            "Ray prepares its nodes",
-            self._wait,
-        )
+        while len(ray.wait(asked, num_returns=len(asked), timeout=0)[0]) < len(asked):
+            yield "Ray prepares its nodes"
         try:
             addresses = ray.get(asked)
         except RayError as error:

@@ -1,11 +1,10 @@
 """The places of a launch on a Ray cluster: bundles of a placement group, and others that are asked for."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import suppress
 
 from keras_dist_ext.aliases import RayHandle
-from keras_dist_ext.cluster.host import WaitForPlaces
 from keras_dist_ext.cluster.ray_cluster import RayCluster
 from keras_dist_ext.cluster.tasks import kinds
 from keras_dist_ext.cluster.worker_count import WorkerCount
@@ -18,39 +17,41 @@ class RayPlaces:
 
     Args:
         cluster: what each process gets.
-        wait: see `WaitForPlaces`.
     """
 
     TRY_SECONDS = 5.0  # for a number of workers that there should be room for: the last ones may just be leaving
     NEXT_SECONDS = 1.0  # for each number below
 
-    def __init__(self, cluster: RayCluster, wait: WaitForPlaces):
-        self._cluster, self._wait = cluster, wait
+    def __init__(self, cluster: RayCluster):
+        self._cluster = cluster
         self._groups: list[RayHandle] = []
         self._num_missing = 0
         self._spare: list[RayHandle] = []  # groups of a bundle each, for workers that could be more
 
-    def take(self, workers: WorkerCount, num_ps: int) -> tuple[RayHandle, list[dict[str, float]], int]:
+    def take(
+        self, workers: WorkerCount, num_ps: int
+    ) -> Generator[str, None, tuple[RayHandle, list[dict[str, float]], int]]:
         """Return a placement group, when there is one, what its bundles have, and for how many workers it is.
+
+        Yields what it waits for; see `Host.reserve`.
 
         Args:
             workers: how many: as many as there is room for.
             num_ps: how many parameter servers.
-
-        Raises:
-            NotPlaced: see `Host.reserve`.
         """
         number = workers.fit(self._room()) if workers.is_elastic else workers.least
         seconds = self.TRY_SECONDS
         while number > workers.least:
             group, bundles = self._ask(number, num_ps)
-            if self._comes(group, seconds):
+            if (yield from self._comes(group, number, seconds)):
                 break
             self._remove(group)
             number, seconds = workers.fit(min(number - 1, self._room(free=True))), self.NEXT_SECONDS
         else:
             group, bundles = self._ask(number, num_ps)
-            self._wait_for(group, bundles, num_ps)
+            missing = self._missing(bundles, num_ps)
+            while not is_there(group):
+                yield missing
         self._num_missing = workers.most - number
         return group, bundles, number
 
@@ -80,24 +81,23 @@ class RayPlaces:
         (bundle,) = self._bundles(1, 0)
         return min(int(amounts.get(name, 0.0) / amount + 1e-6) for name, amount in bundle.items())
 
-    def _comes(self, group: RayHandle, seconds: float) -> bool:
+    @staticmethod
+    def _comes(group: RayHandle, number: int, seconds: float) -> Generator[str, None, bool]:
         """Whether a group is there within so many seconds."""
         deadline = time.monotonic() + seconds
         while not is_there(group):
-            self._wait(0.0, "Ray looks for room")
+            yield f"Ray looks for room for {number} workers"
             if time.monotonic() > deadline:
                 return False
         return True
 
-    def _wait_for(self, group: RayHandle, bundles: list[dict[str, float]], num_ps: int) -> None:
+    @staticmethod
+    def _missing(bundles: list[dict[str, float]], num_ps: int) -> str:
         import ray
 
-        wait_for(
-            lambda: is_there(group),
-            f"Ray has no room for {len(bundles)} processes of {_resources(bundles[-num_ps - 1])} each; all that it has "
-            f"is {_resources(ray.cluster_resources())}",
-            self._wait,
-        )
+        processes = "1 process" if len(bundles) == 1 else f"{len(bundles)} processes"
+        each = f"{_resources(bundles[-num_ps - 1])}{' each' if len(bundles) > 1 else ''}"
+        return f"Ray has no room for {processes} of {each}; all that it has is {_resources(ray.cluster_resources())}"
 
     def have_come(self) -> bool:
         """Whether there is room for more workers; it is kept for them, and until it comes Ray knows that it is wanted.
@@ -109,7 +109,7 @@ class RayPlaces:
         try:
             if not self._spare:
                 self._spare = [self._ask(1, 0)[0] for _ in range(self._num_missing)]
-            return any(is_there(group, 0.0) for group in self._spare)
+            return any(is_there(group) for group in self._spare)
         except RayError:  # the head does not answer: whether the workers can go on without, they show
             return False
 
@@ -127,22 +127,9 @@ class RayPlaces:
         self._groups.remove(group)
 
 
-def is_there(group: RayHandle, seconds: float = 0.1) -> bool:
-    """Whether a placement group has its bundles, now or after so many seconds."""
-    if not group.wait(0):  # which waits for whole seconds alone
-        time.sleep(seconds)
+def is_there(group: RayHandle) -> bool:
+    """Whether a placement group has its bundles."""
     return bool(group.wait(0))
-
-
-def wait_for(has_come: Callable[[], bool], what: str, wait: WaitForPlaces) -> None:
-    """Wait for something.
-
-    Raises:
-        NotPlaced: nobody waits any longer.
-    """
-    began = time.monotonic()
-    while not has_come():
-        wait(time.monotonic() - began, what)
 
 
 def _resources(amounts: Mapping[str, float]) -> str:

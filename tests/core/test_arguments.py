@@ -387,6 +387,7 @@ PUBLIC: dict[str, Entry] = {
             "time_limit": {"None", *NUMBER},
             "grace_seconds": NUMBER,
             "environ": {"None"},
+            "on": {"None"},
             "log_dir": {"None", *PATH},
             "quiet": FLAG,
             "stream": {"None"},

@@ -63,6 +63,10 @@ def act(trial: dict, start: int, what: str = "work", *args: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "hang" and wanted:
         time.sleep(200)
+    elif what == "one dies":
+        if is_first(args[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        act(trial, start, "wait", str(Path(args[0], "crowded")))
     elif what == "leave" and wanted:
         sys.exit(0)
     elif what == "wait":
@@ -70,6 +74,15 @@ def act(trial: dict, start: int, what: str = "work", *args: str) -> None:
             time.sleep(0.02)
     else:
         time.sleep(0.05)
+
+
+def is_first(folder: str) -> bool:
+    """Whether nobody has asked before."""
+    try:
+        Path(folder, "accident").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def chief() -> None:

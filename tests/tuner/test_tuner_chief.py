@@ -189,6 +189,39 @@ def test_a_search_does_not_wait_for_a_removed_worker(tmp_path):
     assert served.error is None
 
 
+def test_the_trial_of_a_worker_without_a_place_goes_to_the_next_that_asks(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=3)) as served:
+        waiting, worker = served.worker("tuner0"), served.worker("tuner1")
+        given, mine = waiting.create_trial("tuner0"), worker.create_trial("tuner1")
+        served.call("release_trial", tuner_id="tuner0")
+        complete(worker, mine)
+        assert worker.create_trial("tuner1").trial_id == given.trial_id
+        complete(worker, given)
+        again = served.worker("tuner0", start=2)  # it has found a place
+        complete(again, again.create_trial("tuner0"))
+        assert again.create_trial("tuner0").status == TrialStatus.STOPPED
+        assert worker.create_trial("tuner1").status == TrialStatus.STOPPED
+        served.wait()
+    assert served.error is None
+    assert sorted(served.oracle.end_order) == ["0", "1", "2"]
+
+
+def test_a_worker_without_a_place_keeps_its_trial_once_others_have_ended(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=2)) as served:
+        waiting, worker = served.worker("tuner0"), served.worker("tuner1")
+        given, mine = waiting.create_trial("tuner0"), worker.create_trial("tuner1")
+        complete(worker, mine)
+        assert worker.create_trial("tuner1").status == TrialStatus.STOPPED
+        served.call("release_trial", tuner_id="tuner0")
+        again = served.worker("tuner0", start=2)
+        trial = again.create_trial("tuner0")
+        assert trial.trial_id == given.trial_id
+        complete(again, trial)
+        assert again.create_trial("tuner0").status == TrialStatus.STOPPED
+        served.wait()
+    assert sorted(served.oracle.end_order) == ["0", "1"]
+
+
 def test_a_restarted_worker_gets_its_trial_without_what_it_had_reported(tmp_path):
     with Served(oracle_in(tmp_path, max_trials=3)) as served:
         dead = served.worker(start=1)

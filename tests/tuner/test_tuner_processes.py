@@ -20,9 +20,10 @@ from cases import rotating
 from launching import environ_with, processes_with, script, wait_until
 
 from keras_dist_ext.cli import main
+from keras_dist_ext.cluster.local_host import LocalHost
+from keras_dist_ext.cluster.placing import Placing
 from keras_dist_ext.cluster.tasks import cluster
 from keras_dist_ext.errors import LaunchError
-from keras_dist_ext.tuner.processes.channel import Channel
 from keras_dist_ext.tuner.processes.launch_search import launch_search
 from keras_dist_ext.tuner.processes.oracle_server import OracleServer, SearchEnded
 from keras_dist_ext.tuner.processes.process_role import ProcessRole
@@ -49,7 +50,7 @@ class LightSearch:
     The file "removed" in the folder exists once a worker was removed: others may wait for it in their trials.
     """
 
-    def __init__(self, folder, *workers, max_trials=6, max_restarts=1, hang_seconds=None, lease=None):
+    def __init__(self, folder, *workers, max_trials=6, max_restarts=1, hang_seconds=None, lease=None, host=LocalHost):
         hyperparameters = keras_tuner.HyperParameters()
         hyperparameters.Int("units", 1, 10**6)
         self.oracle = keras_tuner.oracles.RandomSearchOracle(
@@ -61,16 +62,15 @@ class LightSearch:
         self.oracle.verbose = 0
         self.oracle._set_project_dir(str(folder), "project")
         self.closed, self.error, self.shown = [], None, io.StringIO()
-        self._folder = folder
+        self._folder, self._host = folder, host
         with cluster(1, 0) as (task,):
             server = OracleServer(self.oracle, task.address, lambda trial, _: self.closed.append(trial.trial_id), lease)
             serving = threading.Thread(target=self._run_chief, args=(server,))
             serving.start()
             groups = [self._group("chief", task.address, "chief")]
             groups += [self._group(f"tuner {number}", task.address, *words) for number, words in enumerate(workers)]
-            channel = Channel(task.address)
             limits = Limits(max_restarts, time.monotonic() + 120, hang_seconds)
-            supervisor = Supervisor(groups[0], groups[1:], channel, limits, [], self._show_line)
+            supervisor = Supervisor(groups[0], groups[1:], limits, [], self._show_line)
             try:
                 self.failure = supervisor.run()
             finally:
@@ -79,13 +79,14 @@ class LightSearch:
                 server.abort("the test is over")
                 server._check_finished()
                 serving.join(30)
-                channel.close()
         self.deaths = supervisor.deaths
 
     def _show_line(self, text):
         self.shown.write(text)
         if "was removed" in text:
             (self._folder / "removed").touch()
+        if "has no place yet" in text:
+            (self._folder / "crowded").touch()
 
     def _run_chief(self, server):
         try:
@@ -95,9 +96,8 @@ class LightSearch:
 
     def _group(self, name, address, *words):
         program = [sys.executable, light_search.__file__, *words]
-        return WorkerGroup(
-            name, ProcessRole(name.replace(" ", ""), address), program, [dict(os.environ)], Output(self.shown, None)
-        )
+        role = ProcessRole(name.replace(" ", ""), address)
+        return WorkerGroup(name, role, program, [dict(os.environ)], Output(self.shown, None), self._host)
 
     @property
     def statuses(self):
@@ -204,21 +204,44 @@ def test_a_worker_that_exits_in_a_trial_has_died(tmp_path):
     ]
 
 
+def test_a_worker_that_finds_no_place_again_leaves_its_trial_to_others(tmp_path, monkeypatch):
+    places = {"free": 3, "is_one_lost": False}
+
+    class Crowded(LocalHost):
+        """As a cluster that loses a node: there are places for the chief and two workers, and later for one fewer."""
+
+        def reserve(self, workers, num_ps):
+            while not places["free"]:
+                yield "There is no room"
+            places["free"] -= 1
+            return (yield from super().reserve(workers, num_ps))
+
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            places["free"] += places["is_one_lost"]
+            places["is_one_lost"] = True
+
+    monkeypatch.setattr(Placing, "NOTICE_SECONDS", 0.1)
+    search = LightSearch(tmp_path, *[["worker", "one dies", str(tmp_path)]] * 2, host=Crowded)
+    assert (search.failure, search.error) == (None, None)
+    assert search.statuses == ["COMPLETED"] * 6
+    (death,) = search.deaths
+    assert death.action == "It was restarted, with the same trial."
+    assert search.shown.getvalue().count(f"{death.name} has no place yet. There is no room.") == 1
+
+
 # Programs that are no search.
 
 
 def supervise(address, *program):
     """Watch over a chief alone."""
     output = io.StringIO()
-    chief = WorkerGroup(
-        "chief", ProcessRole("chief", address), [sys.executable, *program], [dict(os.environ)], Output(output, None)
-    )
-    channel = Channel(address)
+    role, command = ProcessRole("chief", address), [sys.executable, *program]
+    chief = WorkerGroup("chief", role, command, [dict(os.environ)], Output(output, None), LocalHost)
     try:
-        return Supervisor(chief, [], channel, Limits(1, time.monotonic() + 60, None), [], output.write).run()
+        return Supervisor(chief, [], Limits(1, time.monotonic() + 60, None), [], output.write).run()
     finally:
         chief.end(grace_seconds=0)
-        channel.close()
 
 
 def test_a_tuner_of_keras_tuner_itself_is_refused_with_what_to_use_instead():

@@ -49,7 +49,9 @@ def test_without_ray_it_is_said_what_to_install(monkeypatch):
     [
         (["--address", "auto"], "--address, --cpus-per-worker and --gpus-per-worker are for a Ray cluster"),
         (["--gpus-per-worker", "1"], "are for a Ray cluster: add --on ray."),
-        (["--on", "ray", "--tuner"], "--on ray is not for a search, which runs on this machine"),
+        (["--on", "ray", "--tuner", "--gpus-per-trial", "1"], "give the GPUs of each worker: --gpus-per-worker"),
+        (["--on", "ray", "--tuner", "--address", "ray://10.0.0.1:10001"], "of a Ray client, and the launcher"),
+        (["--on", "ray", "--tuner", "--workers", "auto"], "On Ray, trials_in_parallel (--workers) must be a number"),
         (["--on", "ray", "--affinity"], "affinity=True divides the CPUs of this machine"),
     ],
 )  # fmt: skip

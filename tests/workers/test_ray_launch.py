@@ -3,22 +3,20 @@
 pip install '.[test,ray]' && python -m pytest -m ray tests/workers/test_ray_launch.py
 """
 
-import glob
 import io
 import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 
 import elastic_runs
-import psutil
 import pytest
 import ray_runs
-from launching import processes_with, script, wait_until
+from launching import script, wait_until
+from ray_nodes import assert_nothing_is_left, token
 
 import keras_dist_ext as kde
 
@@ -33,61 +31,6 @@ child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 print("child", child.pid, flush=True)
 time.sleep(1000)
 """
-
-
-class Nodes:
-    """A cluster of a head, where nothing runs, and two nodes of one CPU each; a third can come."""
-
-    def __init__(self):
-        from ray.cluster_utils import Cluster
-
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        self.nodes = []
-        for _ in range(2):
-            self.add()
-
-    def add(self):
-        self.nodes.append(self.cluster.add_node(num_cpus=1, include_dashboard=False))
-
-    def lose(self, agent):
-        """Kill the node on which an agent runs."""
-        raylet = psutil.Process(agent).ppid()
-        (node,) = (node for node in self.nodes if node.all_processes["raylet"][0].process.pid == raylet)
-        self.nodes.remove(node)
-        node.kill_raylet()
-
-    @property
-    def on(self):
-        return kde.RayCluster(self.cluster.address)
-
-
-@pytest.fixture(scope="module")
-def nodes(ray_token):
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="kde") as folder:
-        patch.setenv("TMPDIR", folder)
-        patch.setattr(tempfile, "tempdir", folder)
-        found = Nodes()
-        try:
-            yield found
-        finally:
-            found.cluster.shutdown()
-
-
-def token(name):
-    return {"TEST_TOKEN": f"{name} of {os.getpid()}"}
-
-
-def assert_nothing_is_left(name, nodes):
-    import ray
-
-    wait_until(lambda: not processes_with(name))
-    wait_until(lambda: not glob.glob(os.path.join(tempfile.gettempdir(), "keras_dist_ext-*")))
-    ray.init(nodes.cluster.address, log_to_driver=False)
-    try:
-        wait_until(lambda: {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"})
-        wait_until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources().get("CPU"))
-    finally:
-        ray.shutdown()
 
 
 def test_workers_on_ray_train_what_local_workers_train_to_the_bit(nodes):
@@ -118,8 +61,7 @@ def test_a_worker_that_fails_ends_all_with_its_exit_code_and_last_lines(nodes, t
 def test_after_an_accident_all_start_again_where_there_is_room(nodes, accident, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script(tmp_path, SLEEPER)
-    if accident == "node":
-        nodes.add()
+    nodes.have(3 if accident == "node" else 2)
     stream = io.StringIO()
 
     def strike():
@@ -143,7 +85,7 @@ def test_after_an_accident_all_start_again_where_there_is_room(nodes, accident, 
 
 
 def test_a_run_that_loses_a_node_and_gets_another_ends_with_the_bits_of_an_uninterrupted_one(nodes, tmp_path):
-    nodes.add()
+    nodes.have(3)
     stream, results = io.StringIO(), []
     options = {"threads_per_worker": 1, "time_limit": 240, "stream": stream}
 
@@ -166,7 +108,6 @@ def test_a_run_that_loses_a_node_and_gets_another_ends_with_the_bits_of_an_unint
     (result,) = results
     assert result.num_restarts == 2
     assert_nothing_is_left("elastic", nodes)
-    nodes.cluster.remove_node(nodes.nodes.pop())
     (reference,) = kde.launch(1, elastic_runs.train, args=(str(tmp_path / "reference"), 2), **options).values
     for worker in result.values:
         elastic_runs.assert_same_bits(worker, reference)
@@ -175,7 +116,7 @@ def test_a_run_that_loses_a_node_and_gets_another_ends_with_the_bits_of_an_unint
 def test_an_agent_that_is_stopped_is_lost_and_another_takes_its_place(nodes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script(tmp_path, SLEEPER)
-    nodes.add()
+    nodes.have(3)
     stream = io.StringIO()
 
     def strike():
@@ -190,7 +131,6 @@ def test_an_agent_that_is_stopped_is_lost_and_another_takes_its_place(nodes, tmp
     assert result.exit_code == 0
     assert re.search(r"launch: worker 1 was lost: its node .*, has not answered for 2\d s\.", stream.getvalue())
     assert_nothing_is_left("stopped", nodes)
-    nodes.cluster.remove_node(nodes.nodes.pop())
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])

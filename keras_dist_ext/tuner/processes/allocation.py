@@ -1,4 +1,4 @@
-"""Allocate the GPUs of a machine, or else its cores, to the trials that run at once."""
+"""Allocate the GPUs of a machine, or else its cores, to the trials that run at once; or have Ray do so."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from keras_dist_ext import arguments
+from keras_dist_ext.cluster.ray_cluster import RayCluster
 from keras_dist_ext.errors import LaunchError
 
-__all__ = ["Allocation", "Machine", "allocate", "detect_machine"]
+__all__ = ["Allocation", "Machine", "allocate", "allocate_on_ray", "detect_machine"]
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,8 @@ def allocate(
     Raises:
         LaunchError: the machine has less than was asked for.
     """
-    if not isinstance(trials_in_parallel, str) or trials_in_parallel != "auto":
-        trials_in_parallel = _count("trials_in_parallel", trials_in_parallel, or_none=", or 'auto'")
-    workers_per_trial = _count("workers_per_trial", workers_per_trial)
+    trials_in_parallel, workers_per_trial = _checked(trials_in_parallel, workers_per_trial)
     gpus_per_trial = arguments.optional(_count, "gpus_per_trial", gpus_per_trial)
-    num_processes = workers_per_trial * (1 if trials_in_parallel == "auto" else trials_in_parallel)
-    if num_processes > arguments.MOST_PROCESSES:
-        raise LaunchError(
-            f"trials_in_parallel={trials_in_parallel} and workers_per_trial={workers_per_trial} make {num_processes} "
-            f"processes, and a machine has ports for {arguments.MOST_PROCESSES}. Give fewer."
-        )
     if machine.gpus:
         return _allocate_gpus(machine, trials_in_parallel, gpus_per_trial or workers_per_trial, workers_per_trial)
     if gpus_per_trial:
@@ -117,6 +110,61 @@ def allocate(
             f"gpus_per_trial={gpus_per_trial}, but this machine has no GPU. Leave it out to allocate cores."
         )
     return _allocate_cores(machine, trials_in_parallel, workers_per_trial)
+
+
+def allocate_on_ray(
+    cluster: RayCluster,
+    trials_in_parallel: int | Literal["auto"],
+    *,
+    gpus_per_trial: int | None = None,
+    workers_per_trial: int = 1,
+) -> Allocation:
+    """Allocate to each worker what the cluster gives to a process; Ray finds the nodes.
+
+        >>> allocation = allocate_on_ray(RayCluster(cpus_per_worker=4, gpus_per_worker=1), 8)
+        >>> allocation.reason
+        '8 trials at once, as far as Ray has room, each on 4 CPU and 1 GPU'
+
+    Args:
+        cluster: the resources of each worker.
+        trials_in_parallel: how many trials run at once, if there is room.
+        gpus_per_trial: None.
+        workers_per_trial: processes that run each trial together.
+
+    Raises:
+        LaunchError: a number is missing, or one is given that the cluster has.
+    """
+    trials, workers_per_trial = _checked(trials_in_parallel, workers_per_trial)
+    if trials == "auto":
+        raise LaunchError(
+            "On Ray, trials_in_parallel (--workers) must be a number: as many as there may be at once. Those without "
+            "room wait for it, and a cluster that grows on demand grows for them."
+        )
+    if gpus_per_trial is not None:
+        raise LaunchError(
+            "gpus_per_trial divides the GPUs of one machine. On Ray, give the GPUs of each worker: --gpus-per-worker, "
+            "or RayCluster(gpus_per_worker=...)."
+        )
+    threads = max(1, int(cluster.cpus_per_worker))
+    has = f"{cluster.cpus_per_worker:g} CPU" + (f" and {cluster.gpus_per_worker:g} GPU" * bool(cluster.gpus_per_worker))
+    each = f"on {has}" if workers_per_trial == 1 else f"by {workers_per_trial} workers of {has}"
+    return Allocation(
+        ((dict(_threads(threads)),) * workers_per_trial,) * trials,
+        f"{_counted(trials, 'trial')} at once, as far as Ray has room, each {each}",
+    )
+
+
+def _checked(trials_in_parallel: int | Literal["auto"], workers_per_trial: int) -> tuple[int | Literal["auto"], int]:
+    if not isinstance(trials_in_parallel, str) or trials_in_parallel != "auto":
+        trials_in_parallel = _count("trials_in_parallel", trials_in_parallel, or_none=", or 'auto'")
+    workers_per_trial = _count("workers_per_trial", workers_per_trial)
+    num_processes = workers_per_trial * (1 if trials_in_parallel == "auto" else trials_in_parallel)
+    if num_processes > arguments.MOST_PROCESSES:
+        raise LaunchError(
+            f"trials_in_parallel={trials_in_parallel} and workers_per_trial={workers_per_trial} make {num_processes} "
+            f"processes, and a machine has ports for {arguments.MOST_PROCESSES}. Give fewer."
+        )
+    return trials_in_parallel, workers_per_trial
 
 
 def _count(name: str, value: object, *, or_none: str = "") -> int:

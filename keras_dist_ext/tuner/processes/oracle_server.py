@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import grpc
 
-from keras_dist_ext._keras.keras_tuner import keras_tuner, release_lock
+from keras_dist_ext._keras.keras_tuner import keras_tuner, release_lock, run_again
 from keras_dist_ext.aliases import Config, JsonObject
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner.processes.channel import ScreeningReply, SearchStatus, WorkerState, handlers
@@ -75,6 +75,7 @@ class OracleServer:
                     "status",
                     "worker_state",
                     "fail_trial",
+                    "release_trial",
                     "remove_worker",
                     "abort",
                 ),
@@ -242,6 +243,15 @@ class OracleServer:
         if trial is not None:
             self._on_trial_failed(trial, reason)
             self._end(Trial.from_state({**_state(trial), "status": TrialStatus.FAILED, "message": reason}))
+
+    def release_trial(self, tuner_id: str) -> None:
+        """Give the trial of a worker that cannot go on for now to the next worker that asks for one.
+
+        Once a worker was told that there are no more, others may not ask again, and the worker keeps its trial.
+        """
+        if not self._has_stopped:
+            run_again(self._oracle, tuner_id)
+            self.remove_worker(tuner_id)
 
     def remove_worker(self, tuner_id: str) -> None:
         """Stop waiting for a worker."""

@@ -6,8 +6,10 @@ import enum
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
+from keras_dist_ext.aliases import JsonValue
 from keras_dist_ext.cluster.failure import Failure
 from keras_dist_ext.tuner.processes.channel import Channel, Unreachable, WorkerState
 from keras_dist_ext.tuner.processes.worker_group import WorkerGroup
@@ -67,7 +69,6 @@ class Supervisor:
     Args:
         chief: not started yet.
         workers: not started yet.
-        channel: to the chief; without retries.
         limits: when to give up.
         signals: that this process has received; the first ends the search.
         show_line: prints a message.
@@ -82,14 +83,14 @@ class Supervisor:
         self,
         chief: WorkerGroup,
         workers: Sequence[WorkerGroup],
-        channel: Channel,
         limits: Limits,
         signals: Sequence[int],
         show_line: Callable[[str], None],
     ):
         self.deaths: list[Death] = []
         self._chief, self._workers = chief, [_Worker(group) for group in workers]
-        self._channel, self._limits, self._signals, self._show_line = channel, limits, signals, show_line
+        self._limits, self._signals, self._show_line = limits, signals, show_line
+        self._channel: Channel | None = None
         self._state, self._last_poll = _Chief.STARTING, 0.0
         self._num_deaths: Counter[str] = Counter()  # by trial
 
@@ -99,16 +100,25 @@ class Supervisor:
         Raises:
             LaunchError: a log cannot be written.
         """
+        try:
+            return self._run()
+        finally:
+            if self._channel is not None:
+                self._channel.close()
+
+    def _run(self) -> Failure | None:
         self._chief.begin()
         while True:
             self._pump()
             if self._signals:
                 return Failure.by_signal(self._signals[0])
             if self._limits.deadline is not None and time.monotonic() > self._limits.deadline:
+                if self._chief.waits_for:
+                    return Failure.by_time_without_places(self._chief.waits_for)
                 return Failure.by_time([process for group in self._groups for process in group.processes])
             if self._chief.has_exited:
                 return self._handle_chief_exit()
-            if self._chief.failed is not None:
+            if self._chief.has_failed:
                 failure = self._handle_chief_failure()
                 if failure is not None:
                     return failure
@@ -130,6 +140,23 @@ class Supervisor:
         time.sleep(self.POLL_SECONDS)
         for group in self._groups:
             group.pump()
+            if missing := group.missing_place():
+                self._show_line(f"{group.name} has no place yet. {missing}.")
+                if group is not self._chief and self._state is _Chief.SERVING:
+                    self._give_trial_away(group)
+
+    def _give_trial_away(self, group: WorkerGroup) -> None:
+        """Have others run the trial of a worker that waits for a place: in some searches they wait for that trial."""
+        with suppress(Unreachable):
+            self._ask("release_trial", tuner_id=group.role.tuner_id)
+
+    def _ask(self, method: str, **request: JsonValue) -> JsonValue:
+        """Call a method of the chief where it is now, without retries; see `Channel.call`."""
+        if self._channel is not None and self._channel.address != self._chief.address:
+            self._channel.close()
+            self._channel = None
+        self._channel = self._channel or Channel(self._chief.address)
+        return self._channel.call(method, **request)
 
     # The chief
 
@@ -145,23 +172,31 @@ class Supervisor:
 
     def _handle_chief_failure(self) -> Failure | None:
         process = self._chief.failed
-        assert process is not None
-        was_killed = (process.failure_code or 0) < 0
-        if not was_killed or self._chief.num_starts > self._limits.max_restarts:
-            return Failure.of_process(process, [other for worker in self._workers for other in worker.group.processes])
+        if not self._chief.was_killed or self._chief.num_starts > self._limits.max_restarts:
+            others = [other for worker in self._workers for other in worker.group.processes]
+            return self._chief.end() if process is None else Failure.of_process(process, others)
         failure = self._chief.end()
         assert failure is not None
+        if not self._chief.role.address:
+            self._end_workers()
         self._record("chief", None, failure.message, "It was restarted, and continues from what it has saved.")
         self._state = _Chief.STARTING
         self._chief.begin()
         return None
 
+    def _end_workers(self) -> None:
+        """End all, since the chief comes to a new address, perhaps in the place of one of them."""
+        for worker in self._workers:
+            failure = worker.group.end(grace_seconds=0.0)
+            if failure is not None:
+                worker.cause = failure.message
+
     def _poll_chief(self) -> Failure | None:
-        if time.monotonic() < self._last_poll + self.STATUS_SECONDS:
+        if not self._chief.address or time.monotonic() < self._last_poll + self.STATUS_SECONDS:
             return None
         self._last_poll = time.monotonic()
         try:
-            self._channel.call("status")
+            self._ask("status")
         except Unreachable:
             return None
         except NotImplementedError:
@@ -172,9 +207,10 @@ class Supervisor:
             )
         self._state = _Chief.SERVING
         for worker in self._workers:
+            worker.group.role = replace(worker.group.role, address=self._chief.address)
             if worker.group.has_exited:  # while an earlier chief served
                 worker.group.end()
-            if not worker.is_removed and not worker.group.processes and worker.cause is None:
+            if not worker.is_removed and not worker.group.is_active and worker.cause is None:
                 worker.has_exited = False
                 worker.group.begin()
         return None
@@ -185,14 +221,14 @@ class Supervisor:
             return
         self._pump()
         self._pump()
-        if self._chief.failed is None:
+        if not self._chief.has_failed:
             self._state = _Chief.DONE
 
     # The workers
 
     def _check_workers(self) -> None:
         for worker in self._workers:
-            if worker.group.failed is not None:
+            if worker.group.has_failed:
                 failure = worker.group.end()
                 assert failure is not None
                 worker.cause = failure.message
@@ -210,11 +246,11 @@ class Supervisor:
         worker.cause = f"{worker.group.name} exited with code 0 in the middle of a trial."
         if self._worker_state(worker)["trial_id"] is None:
             worker.cause = None
-            self._channel.call("remove_worker", tuner_id=worker.group.role.tuner_id)
+            self._ask("remove_worker", tuner_id=worker.group.role.tuner_id)
             worker.has_exited = True
 
     def _worker_state(self, worker: _Worker) -> WorkerState:
-        return self._channel.call("worker_state", tuner_id=worker.group.role.tuner_id)  # type: ignore[no-any-return]
+        return self._ask("worker_state", tuner_id=worker.group.role.tuner_id)  # type: ignore[no-any-return]
 
     def _check_hang(self, worker: _Worker, hang_seconds: float) -> None:
         processes = worker.group.processes
@@ -258,7 +294,7 @@ class Supervisor:
     def _fail_trial(self, worker: _Worker, trial_id: str, cause: str) -> str:
         deaths = self._num_deaths[trial_id]
         reason = cause if deaths == 1 else f"The worker died {deaths} times in this trial, the last time: {cause}"
-        self._channel.call("fail_trial", tuner_id=worker.group.role.tuner_id, reason=reason)
+        self._ask("fail_trial", tuner_id=worker.group.role.tuner_id, reason=reason)
         worker.num_consecutive_failed_trials += 1
         ended = f"Trial {trial_id} ended as failed"
         if worker.num_consecutive_failed_trials == self.MAX_CONSECUTIVE_FAILED_TRIALS:
@@ -267,13 +303,13 @@ class Supervisor:
 
     def _remove(self, worker: _Worker) -> str:
         worker.is_removed = True
-        self._channel.call("remove_worker", tuner_id=worker.group.role.tuner_id)
+        self._ask("remove_worker", tuner_id=worker.group.role.tuner_id)
         return "The worker was removed."
 
     def _abort_without_workers(self) -> None:
         reasons = "\n".join(death.cause for death in self.deaths[-len(self._workers) :])
-        self._channel.call("status")  # raises if the search has finished, as when all workers have exited
-        self._channel.call(
+        self._ask("status")  # raises if the search has finished, as when all workers have exited
+        self._ask(
             "abort",
             reason="No worker is left to run the remaining trials. The search continues from here when restarted."
             + (f"\n{reasons}" if reasons else ""),

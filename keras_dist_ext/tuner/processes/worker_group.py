@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import IO
 
-from keras_dist_ext.cluster.failure import Failure
-from keras_dist_ext.cluster.local_host import LocalHost
+from keras_dist_ext.cluster.failure import Failure, NotPlaced
+from keras_dist_ext.cluster.host import Host
+from keras_dist_ext.cluster.placing import Placing
 from keras_dist_ext.cluster.process import Process
 from keras_dist_ext.cluster.process_group import ProcessGroup
-from keras_dist_ext.cluster.tasks import tf_config
+from keras_dist_ext.cluster.tasks import Task, tf_config
 from keras_dist_ext.cluster.worker_count import WorkerCount
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner.processes.process_role import ProcessRole
@@ -38,6 +39,7 @@ class WorkerGroup:
         program: a command, or a packed call.
         environs: the environment of each process, without its role.
         output: where their output goes.
+        make_host: makes what runs them; each start has one of its own.
     """
 
     FAILURE_GRACE_SECONDS = 3.0  # for those that may wait in a collective for one that has failed
@@ -49,11 +51,15 @@ class WorkerGroup:
         program: Sequence[str] | bytes,
         environs: Sequence[Mapping[str, str]],
         output: Output,
+        make_host: Callable[[], Host],
     ):
         self.name, self.role = name, role
-        self._program, self._environs, self._output = program, environs, output
+        self.address = role.address  # of the chief; "": that of the first of them, once it has a place
+        self._program, self._environs, self._output, self._make_host = program, environs, output, make_host
         self._stack = ExitStack()
         self._group: ProcessGroup | None = None
+        self._placing: Placing | None = None  # while they wait for a place
+        self._not_placed: Failure | None = None
 
     @property
     def num_starts(self) -> int:
@@ -66,9 +72,24 @@ class WorkerGroup:
         return self._group.working if self._group else ()
 
     @property
+    def is_active(self) -> bool:
+        """Whether they were started, or wait for a place, and were not ended."""
+        return self._group is not None
+
+    @property
     def failed(self) -> Process | None:
         """The one that failed, if one did."""
         return next((process for process in self.processes if process.failure_code is not None), None)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether one of them failed, or they got no place."""
+        return self._not_placed is not None or self.failed is not None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether they failed by no fault of what they run."""
+        return self._not_placed is not None or (self.failed is not None and (self.failed.failure_code or 0) < 0)
 
     @property
     def has_exited(self) -> bool:
@@ -78,27 +99,53 @@ class WorkerGroup:
         )
 
     def begin(self) -> None:
-        """Start the processes, for the first time or again.
+        """Start the processes, for the first time or again, as soon as there is a place for all.
 
         Raises:
             LaunchError: a log cannot be written.
         """
-        self.role = replace(self.role, start=self.role.start + 1)
-        log_dir, appends = self._output.log_dir, self.num_starts > 1
+        self.role, self.address = replace(self.role, start=self.role.start + 1), self.role.address
+        host, log_dir, appends = self._make_host(), self._output.log_dir, self.num_starts > 1
+        self._group = self._stack.enter_context(ProcessGroup(host, self._output.stream, log_dir, appends=appends))
         num_processes = len(self._environs)
-        with ExitStack() as stack:
-            group = stack.enter_context(ProcessGroup(LocalHost(), self._output.stream, log_dir, appends=appends))
-            tasks = group.reserve(WorkerCount(num_processes, num_processes)) if num_processes > 1 else []
-            for number, environ in enumerate(self._environs):
-                own = {"TF_CONFIG": tf_config(tasks[number], tasks)} if tasks else {}
-                name = f"{self.name} worker {number}" if tasks else self.name
-                group.start(name, self._program, {**environ, **self.role.environ(), **own})
-            self._stack, self._group = stack.pop_all(), group
+        self._placing = self._group.reserve(WorkerCount(num_processes, num_processes))
+        self._start_where_there_is_a_place()
+
+    def _start_where_there_is_a_place(self) -> None:
+        assert self._group is not None
+        assert self._placing is not None
+        try:
+            tasks = self._placing.tasks()
+        except NotPlaced as error:
+            self._placing, self._not_placed = None, error.failure
+            return
+        if tasks is not None:
+            self._placing = None
+            self._start(self._group, tasks)
+
+    def _start(self, group: ProcessGroup, tasks: Sequence[Task]) -> None:
+        self.address = self.role.address or tasks[0].address
+        role = replace(self.role, address=self.address)
+        for task, environ in zip(tasks, self._environs, strict=True):
+            own = {"TF_CONFIG": tf_config(task, tasks)} if len(tasks) > 1 else {}
+            name = f"{self.name} worker {task.index}" if len(tasks) > 1 else self.name
+            group.start(name, self._program, {**environ, **role.environ(), **own})
 
     def pump(self) -> None:
-        """Forward their output, and note which have ended."""
+        """Start what has a place by now, forward output, and note which processes have ended."""
+        if self._group and self._placing:
+            self._start_where_there_is_a_place()
         if self._group:
             self._group.pump(0)
+
+    @property
+    def waits_for(self) -> str:
+        """What they wait for, to be started."""
+        return self._placing.waits_for if self._placing else ""
+
+    def missing_place(self) -> str:
+        """Return why they have no place, once, when they have waited for it for long."""
+        return self._placing.notice() if self._placing else ""
 
     def kill(self) -> None:
         """Kill them."""
@@ -109,12 +156,12 @@ class WorkerGroup:
         """End what still runs, and all their children, and return the failure, if one of them failed."""
         if self._group is None:
             return None
-        failed = self.failed
-        others = [process for process in self.processes if process is not failed]
-        failure = None if failed is None else Failure.of_process(failed, others)
+        failed, failure = self.failed, self._not_placed
+        if failed is not None:
+            failure = Failure.of_process(failed, [process for process in self.processes if process is not failed])
         self._group.end(signals, grace_seconds)
         self._stack.close()
-        self._group = None
+        self._group = self._placing = self._not_placed = None
         return failure
 
     def value(self) -> object:
