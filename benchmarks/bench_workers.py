@@ -7,7 +7,8 @@
 Each contestant is two processes on 127.0.0.1, a core each (pinned, one thread), that train the same model with Adam
 on 64 examples a worker, again and again, and take turns with the others: while one trains, the others wait.
 
-* ours, watched, seeded: `kde.Model.fit`, also with a `ReplicaMonitor`, and with `ReplicaSeeds`.
+* ours, watched, seeded, ours16: `kde.Model.fit`, also with a `ReplicaMonitor`, with `ReplicaSeeds`, and compiled with
+  `gradient_compression="bfloat16"`.
 * tf_keras: `tf_keras.Model.fit`; stock Keras 3 has no training on several workers.
 * loop: a `tf.function` over `strategy.run(step)` with `tf.range`; no metrics, callbacks or logs.
 * torch: a loop over `DistributedDataParallel` with gloo; no metrics.
@@ -40,9 +41,11 @@ __all__ = ["main"]
 
 NUM_WORKERS = 2
 ROWS_OF_WORKER = 64
-CONTESTANTS = ("ours", "watched", "seeded", "tf_keras", "loop", "torch")
+CONTESTANTS = ("ours", "watched", "seeded", "ours16", "tf_keras", "loop", "torch")
 GOALS = {
     "ours / torch": {"tiny": 1.0, "cnn1m": 1.0, "lstm": 1.4, "": 1.6},
+    "ours16 / torch": {"mlp1m": 1.3, "mlp20m": 1.3, "": 1.6},
+    "ours16 / ours": {"": 1.0},
     "ours / tf_keras": {"": 0.5},
     "ours / loop": {"": 1.0},
     "watched / ours": {"": 1.03},
@@ -281,7 +284,7 @@ def _timed_fit(model: Any, data: Any, times: Any, *callbacks: Any) -> Train:
 
 
 def by_fit(row: Row, contestant: str) -> Train:
-    """`kde.Model.fit`, as it comes, watched or seeded."""
+    """`kde.Model.fit`, as it comes, watched, seeded or with gradients in 16 bits."""
     import keras
 
     import keras_dist_ext as kde
@@ -290,7 +293,8 @@ def by_fit(row: Row, contestant: str) -> Train:
     case = case_of(row)
     with strategy.scope():
         model = case.build(Classes(kde.Model, kde.Sequential))
-        model.compile(keras.optimizers.Adam(), case.loss)
+        given = {"gradient_compression": "bfloat16"} if contestant == "ours16" else {}
+        model.compile(keras.optimizers.Adam(), case.loss, **given)
     more = {"watched": [kde.ReplicaMonitor(writers=[kde.MemoryWriter()])], "seeded": [kde.ReplicaSeeds(1)]}
     return _timed_fit(model, batches_of(case), epoch_times(), *more.get(contestant, []))
 

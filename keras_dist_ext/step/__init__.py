@@ -10,6 +10,7 @@ In reading order:
     gradients           from a replica's gradients to those of the global batch
     gradient_values     dense or sparse, the values of one
     kept_gradients      those that are not summed yet, and where they go
+    compression         rounds gradients to 16 bits before they are sent, and sends later what is left
     branches            branches, loops and functions in which replicas add up
     reducers          how replicas add up: a single one, mirrored, on a TPU
     update            let every replica run an optimizer

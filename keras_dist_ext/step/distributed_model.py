@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.aliases import TensorNest, UserFunction
+from keras_dist_ext.step.compression import GradientCompression
 from keras_dist_ext.step.seeds import Seeds
 from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.strategy.virtual import VirtualReplicas
@@ -42,6 +43,10 @@ class StepRuntime(Protocol):
     @property
     def exact(self) -> bool:
         """Whether all replicas together do what one device does, random numbers included."""
+
+    @property
+    def compression(self) -> GradientCompression | None:
+        """What rounds gradients before they are sent to other replicas, if anything does."""
 
     @property
     def loss_exponents(self) -> Mapping[str, Mapping[int, Sequence[Fraction]]]:

@@ -20,6 +20,7 @@ from keras_dist_ext._keras.tracing import in_xla
 from keras_dist_ext._keras.variables import Variable, is_sync_on_read
 from keras_dist_ext.aliases import Original
 from keras_dist_ext.errors import DataError
+from keras_dist_ext.step.compression import GradientCompression
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.logs import pooled_result
 from keras_dist_ext.step.pass_through import LocalUpdate, PassThrough
@@ -109,6 +110,7 @@ class Reducer(abc.ABC):
     Attributes:
         num_replicas: R.
         is_single: whether there is nothing to add up, and steps are Keras' own.
+        compression: what rounds gradients before they are sent to other replicas, if anything does.
         virtual_replica: the number of the virtual replica, or of the part of a batch, where a replica carries several.
         traces_each_replica: whether each replica is traced by itself.
         merges_branches: whether one branch or loop of the graph can be traced for all replicas of the process.
@@ -116,6 +118,7 @@ class Reducer(abc.ABC):
 
     num_replicas: int
     is_single = False
+    compression: GradientCompression | None = None
     virtual_replica: int | None = None
     traces_each_replica = True
     merges_branches = False
@@ -289,6 +292,7 @@ class MirroredReducer(Reducer):
         self._model = model
         self._strategy = strategy
         self._shares_memory = shares_memory(strategy)
+        self.compression = None if self._shares_memory else model.replica_runtime.compression
         self._must_not_loop = loops and not self._shares_memory  # with sparse gradients of unknown length
 
     @property

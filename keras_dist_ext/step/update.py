@@ -18,6 +18,7 @@ from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.optimizers import accumulators_of, ends_accumulation, inner_optimizer
 from keras_dist_ext._keras.variables import Variable, local_component
 from keras_dist_ext.aliases import Gradient
+from keras_dist_ext.step.compression import GradientCompression, RoundedGradients
 from keras_dist_ext.step.nan_guard import StepGuard
 
 __all__ = [
@@ -36,6 +37,10 @@ __all__ = [
 
 class Replicas(Protocol):
     """What adds up over replicas; see ``reducers``."""
+
+    @property
+    def compression(self) -> GradientCompression | None:
+        """What rounds gradients before they are sent to other replicas, if anything does."""
 
     def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Add up over replicas."""
@@ -109,10 +114,24 @@ def run_update(replicas: Replicas, update: Update) -> None:
     if update.are_global:
         run_optimizer(replicas, update, update.terms, None if update.guard is None else update.guard.allows())
         return
-    gradients, values = sum_terms(replicas, update, update.terms, update.values)
+    terms, rounded = update.terms, _rounded(replicas, update)
+    if rounded is not None:
+        terms = rounded.terms
+    gradients, values = sum_terms(replicas, update, terms, update.values)
     values, may_update = split_flags(update.guard, values)
     assign_reduced(update.states, values)
+    if rounded is not None:
+        gradients = rounded.restored(gradients)
+        rounded.keep(may_update)
     run_optimizer(replicas, update, gradients, may_update)
+
+
+def _rounded(replicas: Replicas, update: Update) -> RoundedGradients | None:
+    inner = inner_optimizer(update.optimizer)
+    if replicas.compression is None or inner.gradient_accumulation_steps:
+        return None
+    scale = tf.convert_to_tensor(update.optimizer.dynamic_scale) if inner is not update.optimizer else 1.0
+    return replicas.compression.round(update.terms, update.trained, scale)
 
 
 def sum_terms(

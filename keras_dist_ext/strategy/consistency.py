@@ -84,6 +84,10 @@ def run_fingerprint(
         "run_eagerly": str(model.run_eagerly),
         "steps_per_execution": "auto" if model.replica_runtime.chooses_num_steps else str(model.steps_per_execution),
         "global seed": str(model.replica_seeds.wanted),
+        "check": str(model.replica_runtime.check),
+        "batch_statistics": model.replica_runtime.batch_statistics,
+        "exact": str(model.replica_runtime.exact),
+        "gradient_compression": str(getattr(model.replica_runtime.compression, "kind", None)),
     }
     for name, optimizer in optimizers(model):
         fingerprint[name] = type(optimizer).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext.aliases import CompileArgument, Config, SavePath
+from keras_dist_ext.step.compression import compression_of, kind_of
 from keras_dist_ext.strategy.virtual import VirtualReplicas
 from keras_dist_ext.training.batch_statistics import checked_statistics
 from keras_dist_ext.training.check_mode import check_mode
@@ -24,6 +25,7 @@ def read_arguments(config: Config) -> dict[str, CompileArgument]:
         "check": read_note(config, "check", True),
         "batch_statistics": read_note(config, "batch_statistics", None),
         "exact": read_note(config, "exact", False),
+        "gradient_compression": read_note(config, "gradient_compression", None),
     }
 
 
@@ -51,6 +53,7 @@ def take_over_own_arguments(model: keras.Model, file: SavePath) -> None:
         read_note(config, "batch_statistics", None), model.distribute_strategy
     )
     runtime.exact = bool(read_note(config, "exact", False))
+    runtime.compression = compression_of(read_note(config, "gradient_compression", None))
 
 
 def _own(runtime: ReplicaRuntime) -> list[tuple[str, object, object]]:
@@ -59,4 +62,5 @@ def _own(runtime: ReplicaRuntime) -> list[tuple[str, object, object]]:
         ("check", runtime.check, True),
         ("batch_statistics", runtime.batch_statistics, "replica"),
         ("exact", runtime.exact, False),
+        ("gradient_compression", kind_of(runtime.compression), None),
     ]

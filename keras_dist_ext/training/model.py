@@ -14,17 +14,13 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.adapters import check_epoch_iterator
 from keras_dist_ext._keras.interception import patched
 from keras_dist_ext._keras.layers import flat_layers
-from keras_dist_ext._keras.models import (
-    HookedModel,
-    KerasFunctional,
-    functional_init_arguments,
-    overrides,
-)
+from keras_dist_ext._keras.models import HookedModel, KerasFunctional, functional_init_arguments, overrides
 from keras_dist_ext._keras.saving import save_as
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.aliases import Config, LossNest, MetricNest, SavePath, Scores, StepData, TensorNest
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.added_losses import losses_as_means
+from keras_dist_ext.step.compression import CompressionKind, checked_compression, compression_of
 from keras_dist_ext.step.distributed_model import PlacedParts
 from keras_dist_ext.step.nan_guard import Guard
 from keras_dist_ext.step.recorder import Recorder
@@ -176,6 +172,7 @@ class Model(HookedModel, metaclass=Scoped):
         check: CheckMode = True,
         batch_statistics: BatchStatistics | None = None,
         exact: bool = False,
+        gradient_compression: CompressionKind = None,
     ) -> None:
         """Configure the model as ``keras.Model.compile`` does, in the scope of its strategy.
 
@@ -201,11 +198,11 @@ class Model(HookedModel, metaclass=Scoped):
                 does stays done, but for numbers and words that it keeps in attributes of the model and its layers (it
                 prints, or appends to a list, once more).
             batch_statistics: "global" has every BatchNormalization normalize by the statistics of the global batch, as
-                on one device; "replica", the default, by those of a replica's examples, where it is not
-                ``synchronized``.
+                on one device; "replica", the default, those not ``synchronized`` by those of a replica's examples.
             exact: have all replicas together do what one device does, random numbers included: ``batch_statistics`` and
-                the draws of ``ReplicaSeeds``, or else of the layers' own seeds, are "global", and ``check`` is "raise",
-                also for a model without code of yours. What cannot be exact is an error before the first step.
+                the draws of ``ReplicaSeeds``, or else of the layers' own seeds, are "global", and ``check`` is "raise"
+                for any model. What cannot be exact is an error before the first step.
+            gradient_compression: "bfloat16" has workers and GPUs send each other gradients in 16 bits; see the guide.
 
         Raises:
             StrategyError: the replicas cannot carry so many virtual ones evenly, or know no global batch; ``exact``
@@ -218,6 +215,7 @@ class Model(HookedModel, metaclass=Scoped):
         exact = checked_exact(exact, batch_statistics=batch_statistics, jit_compile=jit_compile, strategy=strategy)
         statistics = checked_statistics("global" if exact else batch_statistics, strategy)
         virtual = VirtualReplicas.of(virtual_replicas, strategy)
+        compression = checked_compression(gradient_compression, strategy, virtual, exact=exact)
         chooses_xla = jit_compile == "auto"
         if virtual is not None:
             if jit_compile is True:
@@ -242,6 +240,7 @@ class Model(HookedModel, metaclass=Scoped):
         runtime.chooses_num_steps, runtime.chooses_xla = steps_per_execution == "auto", chooses_xla
         self.virtual_replicas = virtual
         runtime.check, runtime.batch_statistics, runtime.exact = check, statistics, exact
+        runtime.compression = compression_of(compression)
         runtime.forget_traces()
 
     def _build_for_run(self, iterator: EpochData | None, batch: StepData) -> None:

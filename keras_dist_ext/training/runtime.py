@@ -14,6 +14,7 @@ from keras_dist_ext._keras.optimizers import accumulated_gradients, inner_optimi
 from keras_dist_ext._keras.strategies import strategy_of_model
 from keras_dist_ext.aliases import SpecNest, TensorNest
 from keras_dist_ext.cluster import heartbeat
+from keras_dist_ext.step.compression import GradientCompression
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.nan_guard import Guard
 from keras_dist_ext.step.recorder import Recorder
@@ -86,6 +87,7 @@ class ReplicaRuntime:
         self.check: CheckMode = True
         self.batch_statistics: BatchStatistics = "replica"
         self.exact = False
+        self.compression: GradientCompression | None = None
         self.checked: set[Kind] = set()
         self.chooses_num_steps = True
         self.chooses_xla = True
@@ -142,6 +144,9 @@ class ReplicaRuntime:
         with self.in_scope():
             build_for_run(model, kind, batch_spec, exact_spec, was_traced=build in self._built_for)
         self._built_for.add(build)
+        if self.compression is not None and kind == "train":
+            with self.in_scope():
+                self.compression.prepare(model.trainable_variables)
         if self.batch_statistics == "global" and self.strategy.num_replicas_in_sync > 1:
             check_layers(model)
 

@@ -174,7 +174,8 @@ def _deviations(
     model = of_run.model
     draws = None if model.replica_seeds.draws == "global" else RowsAlike()  # those are equal on both sides as they are
     runtime = model.replica_runtime
-    kept, runtime.recorders, runtime.guard = (runtime.recorders, runtime.guard), (), None
+    kept = runtime.recorders, runtime.guard, runtime.compression
+    runtime.recorders, runtime.guard, runtime.compression = (), None, None
     try:
         step = of_run.untraced_copy()
         step.without_xla()
@@ -188,7 +189,7 @@ def _deviations(
         first = next(iter(str(error).strip().splitlines()), "")
         raise _Unseen(f"it fails on {int(num_rows(rows))} examples ({type(error).__name__}: {first[:200]})") from error
     finally:
-        runtime.recorders, runtime.guard = kept
+        runtime.recorders, runtime.guard, runtime.compression = kept
         clear_losses(model)
     if draws is not None and draws.unknown:
         names = ", ".join(sorted(draws.unknown))

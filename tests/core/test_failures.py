@@ -406,6 +406,25 @@ def test_layers_differ_by_the_numbers_in_them_before_there_are_weights() -> None
     assert re.fullmatch(r"layer 2 is Dense\(.*units=4, .*\) on worker 1, and Dense\(.*units=3, .*\) on worker 0", found)
 
 
+@pytest.mark.parametrize(
+    ("argument", "value", "other"),
+    [
+        ("check", False, True),
+        ("batch_statistics", "global", "replica"),
+        ("exact", True, False),
+        ("gradient_compression", "bfloat16", None),
+    ],
+)
+def test_what_compile_was_given_on_one_worker_only_is_named(argument: str, value: Any, other: Any) -> None:
+    def fingerprint(**given: Any) -> Any:
+        model = kde.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", **given)
+        return run_fingerprint(model, {}, [])
+
+    found = differences([fingerprint(**{argument: other}), fingerprint(**{argument: value})])
+    assert f"{argument} is {value} on worker 1, and {other} on worker 0" in found
+
+
 def test_of_lists_the_first_part_that_differs_is_named() -> None:
     def fingerprint(*weights: str) -> Any:
         return {"weight": list(weights)}

@@ -359,6 +359,37 @@ def trained_by(loss: Any, lib: Any) -> list[float]:
     return [float(w.ravel()[0]) for w in model.get_weights()]
 
 
+def trained_in_16_bits(lib: Any, gradient_compression: str | None, **fit: Any) -> tuple[Any, list[np.ndarray]]:
+    """Train a model of two layers by Adam on data that its weights, and their gradients, differ in; return it."""
+    import keras
+
+    random = np.random.default_rng(0)
+    x = random.normal(size=(96, 12)).astype("float32")
+    y = np.sin(x @ random.normal(size=(12, 3))).astype("float32")
+    keras.utils.set_random_seed(3)
+    model = lib.Sequential([keras.layers.Input((12,)), keras.layers.Dense(16, "tanh"), keras.layers.Dense(3)])
+    given = {} if gradient_compression is None else {"gradient_compression": gradient_compression}
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", **given)
+    model.fit(x, y, batch_size=24, epochs=5, shuffle=False, verbose=0, **fit)
+    return model, model.get_weights()
+
+
+def sums_in_16_bits(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
+    """Return what two workers train with gradients in 16 bits and in 32, and what is said of it, also by a save."""
+    import keras
+
+    import keras_dist_ext as kde
+
+    with strategy.scope():
+        _, whole = trained_in_16_bits(kde, None)
+        model, rounded = trained_in_16_bits(kde, "bfloat16")
+    path = folder / "model.keras"
+    model.save(path)
+    loaded = kde.load_model(path, strategy)
+    kinds = [m.replica_runtime.compression is not None for m in (model, loaded, kde.adopt(loaded, strategy))]
+    return whole, rounded, kinds, keras.saving.load_model(path).get_weights()
+
+
 def measures_and_checks(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
     import tensorflow as tf
 
@@ -396,6 +427,7 @@ def makes_parts_in_the_step(strategy: Any, worker: int, folder: pathlib.Path) ->
 
 
 RUN_CASES: dict[str, Case] = {
+    "sums in 16 bits": sums_in_16_bits,
     "measures and checks": measures_and_checks,
     "warns of other data": warns_of_other_data,
     "takes over values": takes_over_values,

@@ -23,6 +23,7 @@ from worker_runs import (
     run_cases,
     total_loss,
     trained_by,
+    trained_in_16_bits,
     trained_with_draws,
 )
 
@@ -63,6 +64,20 @@ def test_workers_measure_sums_and_check_steps_alike(values: Any) -> None:
         assert said == []
         assert len(of_largest) == 1
         assert "does not train on 2 replicas as on one device" in of_largest[0]
+
+
+@pytest.mark.slow
+@of("sums in 16 bits")
+def test_gradients_in_16_bits_train_as_on_one_device_but_for_rounding(values: Any) -> None:
+    _, expected = trained_in_16_bits(keras, None)
+    found = [worker["sums in 16 bits"] for worker in values]
+    for whole, rounded, kinds, saved in found:
+        assert kinds == [True] * 3
+        for of_32, of_16, of_one, of_save, of_first in zip(whole, rounded, expected, saved, found[0][1], strict=True):
+            np.testing.assert_allclose(of_32, of_one, rtol=1e-5, atol=1e-6)
+            np.testing.assert_array_equal(of_16, of_first)  # on all workers
+            np.testing.assert_array_equal(of_16, of_save)
+            assert 1e-6 < np.abs(of_16 - of_one).max() < 2**-8 * np.abs(of_one).max()
 
 
 @pytest.mark.slow

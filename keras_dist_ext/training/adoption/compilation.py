@@ -9,6 +9,7 @@ from keras_dist_ext._keras.models import compile_arguments, overrides
 from keras_dist_ext._keras.optimizers import optimized_variables
 from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.aliases import MetricNest
+from keras_dist_ext.step.compression import kind_of
 from keras_dist_ext.strategy.scope import optimizers
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError, by_reference, read_recipe, rebuild_from_config
 from keras_dist_ext.training.adoption.variable_pairs import assign, in_pairs, named
@@ -62,6 +63,7 @@ def read_compile_state(model: keras.Model) -> Callable[[keras.Model], None]:
             check=getattr(runtime, "check", True),
             batch_statistics=getattr(runtime, "batch_statistics", None),
             exact=getattr(runtime, "exact", False),
+            gradient_compression=kind_of(getattr(runtime, "compression", None)),
         )
 
     return compile_alike

@@ -20,6 +20,7 @@ from keras_dist_ext.aliases import Array, JsonObject, Logs
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.errors import ResumeError
 from keras_dist_ext.messages import warn
+from keras_dist_ext.step.compression import sends_rounded
 from keras_dist_ext.strategy.consistency import model_fingerprint
 from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training.callbacks import RunCallbackList
@@ -189,6 +190,12 @@ class Resume(RunCallback):
             warn(
                 "The order of the data depends on timing (deterministic=False), so a run that resumes in the middle of "
                 "an epoch may use some examples twice and others not at all. Give the pipeline deterministic=True."
+            )
+        if sends_rounded(self.model.distribute_strategy, self.model.replica_runtime.compression):
+            warn(
+                "gradient_compression keeps on each replica what rounding has left of its gradients, and checkpoints "
+                "do not hold it: a run that resumes goes on without, and differs by the rounding of a step from one "
+                "that was not interrupted. Compile without gradient_compression if the bits are to be the same."
             )
         content = newest_of_chief(self._checkpoints, self._workers, self.directory)
         self._loaded = unpack(content) if content else None
