@@ -1,7 +1,7 @@
-"""A run on two workers that is killed again and again, for tests/workers/test_chaos.py.
+"""A run on two workers that is killed again and again, for tests/workers/test_chaos.py and test_ray_chaos.py.
 
-An accident says who dies, and when: after a batch, somewhere in a step, or in the middle of a save. Attempt k of a
-launch meets the k-th; the run then goes on from its last save.
+An accident says who dies, and when: after a batch, somewhere in a step, or in the middle of a save. Attempt k meets the
+k-th; the run then goes on from its last save.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import pathlib
+import pickle
 import random
 import signal
 import threading
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 
 NUM_EXAMPLES, BATCH, EPOCHS = 70, 8, 5  # 9 batches an epoch, the last of 6 rows
 SAVE_EVERY = 2  # batches
@@ -34,6 +36,7 @@ class Accident(NamedTuple):
     seconds: float = 0.0  # into the step
     call: str = ""  # in the save, of CALLS
     count: int = 1  # the how many-th such call in it
+    dies: str = "worker"  # on Ray also "node": that of the victim; or "driver"
 
 
 def accidents(seed: int, count: int) -> list[Accident]:
@@ -51,6 +54,18 @@ def accidents(seed: int, count: int) -> list[Accident]:
     return drawn
 
 
+def accidents_on_ray(seed: int) -> list[Accident]:
+    """Draw an accident of a worker, of a node and of the driver, in an order and at points that are drawn, too."""
+    draw = random.Random(seed)
+    plan = []
+    for dies in draw.sample(["worker", "node", "driver"], 3):
+        kind, victims = draw.choice(["after a batch", "in a save"]), (draw.randrange(2),)
+        call = draw.choice(list(CALLS)) if kind == "in a save" else ""
+        number = draw.randint(1, 2 if call else 8)
+        plan.append(Accident(kind, victims, number, call=call, count=draw.randint(1, CALLS.get(call, 1)), dies=dies))
+    return plan
+
+
 def train(folder: str, plan: Sequence[Accident]) -> dict[str, Any]:
     """What each worker does: train to the end, or to the accident of this attempt; return what the run ended with."""
     import keras
@@ -59,12 +74,12 @@ def train(folder: str, plan: Sequence[Accident]) -> dict[str, Any]:
 
     strategy = kde.pick_strategy("multi_worker").strategy
     worker = strategy.cluster_resolver.task_id
-    attempt = int(os.environ["KERAS_DIST_EXT_RESTART"])
     here = pathlib.Path(folder)
+    attempt = len(list(here.glob("accident-*.json")))  # no restarts of a launch: a driver is resubmitted
     _own_note(here, attempt, worker).write_text(str(os.getpid()))
     callbacks: list[Any] = [kde.Resume(here / "saves", SAVE_EVERY)]
     if attempt < len(plan):
-        callbacks.append(_callback(plan[attempt], worker, _Death(here, attempt, worker)))
+        callbacks.append(_callback(plan[attempt], worker, _Death(here, attempt, worker, plan[attempt].dies)))
     model = _model(strategy)
     random_rows = np.random.default_rng(0)
     x = random_rows.normal(size=(NUM_EXAMPLES, 4)).astype("float32")
@@ -119,18 +134,26 @@ class _Death:
         folder: of the run.
         attempt: that is under way.
         worker: this one.
+        dies: see `Accident`.
     """
 
-    def __init__(self, folder: pathlib.Path, attempt: int, worker: int) -> None:
-        self._folder, self._attempt, self._worker = folder, attempt, worker
+    def __init__(self, folder: pathlib.Path, attempt: int, worker: int, dies: str) -> None:
+        self._folder, self._attempt, self._worker, self._dies = folder, attempt, worker, dies
 
     def come_to(self, victims: Sequence[int]) -> None:
         """Kill the victims, this worker last."""
         left = sorted(path.suffix for path in (self._folder / "saves").glob("ckpt-*"))
         self._folder.joinpath(f"accident-{self._attempt}.json").write_text(json.dumps(left))
         for victim in sorted(victims, key=lambda victim: victim == self._worker):
-            note = _own_note(self._folder, self._attempt, victim)
-            os.kill(int(note.read_text()), signal.SIGKILL)
+            os.kill(self._process(victim), signal.SIGKILL)
+
+    def _process(self, victim: int) -> int:
+        if self._dies == "driver":
+            return int((self._folder / "driver").read_text())
+        process = psutil.Process(int(_own_note(self._folder, self._attempt, victim).read_text()))
+        if self._dies == "node":
+            process = process.parents()[1]  # the agent's: Ray's process on the node
+        return int(process.pid)
 
 
 def _own_note(folder: pathlib.Path, attempt: int, worker: int) -> pathlib.Path:
@@ -209,3 +232,31 @@ class _DyingOs:
             return original(*arguments)
 
         return dying
+
+
+# On Ray
+
+
+def launch_on_ray(address: str, folder: str, seed: int, token: str) -> None:
+    """Be the driver: launch on Ray, and leave what each worker has ended with."""
+    import ray_runs
+
+    import keras_dist_ext as kde
+
+    here = pathlib.Path(folder)
+    (here / "driver").write_text(str(os.getpid()))
+    result = kde.launch(
+        2,
+        train,
+        args=(folder, accidents_on_ray(seed)),
+        on=kde.RayCluster(address, runtime_env=ray_runs.RUNTIME_ENV),
+        environ={"TF_CPP_MIN_LOG_LEVEL": "3", "TEST_TOKEN": token},
+        max_restarts=9,
+        timeout=120,
+        time_limit=240,
+        pause_seconds=0.05,
+        grace_seconds=0.5,
+        threads_per_worker=1,
+    )
+    (here / "values.tmp").write_bytes(pickle.dumps((result.values, result.num_restarts)))
+    (here / "values.tmp").replace(here / "values")

@@ -2,6 +2,7 @@
 
 python light_search.py worker [ACT ...]     asks for trials, and acts in each, or says that it has run it
 python light_search.py chief                ends when the search does
+python light_search.py search FOLDER N      is a search of N trials, in which one waits for the end of its node
 """
 
 import os
@@ -67,6 +68,11 @@ def act(trial: dict, start: int, what: str = "work", *args: str) -> None:
         if is_first(args[0]):
             os.kill(os.getpid(), signal.SIGKILL)
         act(trial, start, "wait", str(Path(args[0], "crowded")))
+    elif what == "lose":
+        if is_first(args[0]):
+            sys.stdout.write(f"accident of {os.getpid()} of {os.getppid()}\n")
+            time.sleep(200)
+        time.sleep(0.05)
     elif what == "leave" and wanted:
         sys.exit(0)
     elif what == "wait":
@@ -74,6 +80,29 @@ def act(trial: dict, start: int, what: str = "work", *args: str) -> None:
             time.sleep(0.02)
     else:
         time.sleep(0.05)
+
+
+def search(folder: str, max_trials: str) -> None:
+    """Be the chief, with an oracle of its own, or a worker."""
+    role = process_role()
+    assert role is not None
+    if not role.is_chief:
+        return worker("lose", folder)
+    import keras_tuner
+
+    from keras_dist_ext.tuner.processes.oracle_server import OracleServer
+
+    hyperparameters = keras_tuner.HyperParameters()
+    hyperparameters.Int("units", 1, 10**6)
+    oracle = keras_tuner.oracles.RandomSearchOracle(
+        objective=keras_tuner.Objective("score", "max"), max_trials=int(max_trials), hyperparameters=hyperparameters
+    )
+    oracle.verbose = 0
+    oracle._set_project_dir(folder, "project")
+    sys.stdout.write(f"listens on {role.address}\n")
+    OracleServer(oracle, role.address, lambda *_: None).run()
+    sys.stdout.write(f"ended {sorted(trial.status for trial in oracle.trials.values())}\n")
+    return None
 
 
 def is_first(folder: str) -> bool:
@@ -102,4 +131,4 @@ if __name__ == "__main__":
     what, *rest = sys.argv[1:]
     if what == "crash":
         sys.exit("this machine lacks a library")
-    {"worker": worker, "chief": chief}[what](*rest)
+    {"worker": worker, "chief": chief, "search": search}[what](*rest)

@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+import light_search
 import psutil
 import pytest
 import ray_runs
@@ -17,6 +18,7 @@ from launching import wait_until
 from ray_nodes import assert_nothing_is_left, token
 
 import keras_dist_ext as kde
+from keras_dist_ext.cluster.placing import Placing
 
 pytestmark = ray_runs.MARKS
 
@@ -38,6 +40,35 @@ def search(work, num_workers, loses, **options):
         sys.stdout.write(stream.getvalue())  # pytest shows it where a test fails
     (result,) = results
     return result, stream.getvalue()
+
+
+def test_a_search_of_more_workers_than_there_is_room_for_loses_a_node_and_ends(nodes, tmp_path, monkeypatch):
+    monkeypatch.setattr(Placing, "NOTICE_SECONDS", 1.0)
+    monkeypatch.chdir(tmp_path)  # which is sent to the nodes
+    nodes.have(3)
+    command = [sys.executable, light_search.__file__, "search", str(tmp_path), "40"]
+    result, shown = search(command, 3, nodes.lose, on=nodes.on, environ=token("crowded"))
+    assert (result.exit_code, result.failure) == (0, None)
+    assert f"[chief] ended {['COMPLETED'] * 40}" in shown
+    missing = "has no place yet. Ray has no room for 1 process of 1 CPU; all that it has is 3 CPU.\n"
+    assert re.search(rf"launch: tuner \d {missing}", shown)
+    (death,) = result.deaths
+    assert " was lost: its node " in death.cause
+    assert death.action == "It was restarted, with the same trial."
+    assert result.allocation == "3 trials at once, as far as Ray has room, each on 1 CPU"
+    assert not re.search(r"listens on (127|0)\.", shown)
+    assert_nothing_is_left("crowded", nodes)
+
+
+def test_a_search_whose_chief_finds_no_place_says_so_when_the_time_is_over(nodes):
+    nodes.have(0)
+    stream = io.StringIO()
+    result = kde.tuner.launch_search(["true"], 1, on=nodes.on, time_limit=3, stream=stream)
+    assert result.exit_code == 124
+    assert result.failure == (
+        "The time limit passed before anything could start. Ray has no room for 1 process of 1 CPU; all that it has is "
+        "no CPU."
+    )
 
 
 @pytest.mark.parametrize(
