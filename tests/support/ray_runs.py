@@ -15,7 +15,7 @@ MARKS = [
     pytest.mark.xdist_group("ray"),
     pytest.mark.filterwarnings("ignore"),  # what Ray deprecates of its own
 ]
-NUM_AT_LENGTH = 16  # turns: of these tests, a commit has one at most
+NUM_AT_LENGTH = 32  # turns: of these tests, a commit has one at most
 
 
 def at_length(number: int) -> pytest.MarkDecorator:
