@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
@@ -28,6 +30,7 @@ __all__ = [
     "initialize_again",
     "NamedVariable",
     "variables_of_module",
+    "without_aggregation",
 ]
 
 
@@ -176,3 +179,28 @@ def _read_as(kind: type) -> Callable[[tf.Variable], object]:
 for _number in (int, float):
     if f"__{_number.__name__}__" not in vars(distribute_values.DistributedVariable):
         setattr(distribute_values.DistributedVariable, f"__{_number.__name__}__", _read_as(_number))
+
+
+@contextlib.contextmanager
+def without_aggregation() -> Iterator[None]:
+    """Have what this thread assigns to a mirrored variable go to its replica's copy, whatever the aggregation.
+
+    tensorflow/python/distribute/values.py otherwise waits there for all replicas, to add up what they assign.
+    """
+    _thread.assigns_alone = True
+    try:
+        yield
+    finally:
+        _thread.assigns_alone = False
+
+
+_thread = threading.local()
+_aggregation = distribute_values.DistributedVariable.aggregation.fget
+
+
+def _seen_aggregation(variable: tf.Variable) -> tf.VariableAggregation:
+    alone = getattr(_thread, "assigns_alone", False)
+    return tf.VariableAggregation.NONE if alone else _aggregation(variable)
+
+
+distribute_values.DistributedVariable.aggregation = property(_seen_aggregation, doc=_aggregation.__doc__)

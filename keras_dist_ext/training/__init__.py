@@ -44,6 +44,8 @@ In reading order:
     worker_saves      what a worker saves is whole, and asks nobody at the terminal
     divergence        find variables whose copies differ
     self_check        a step on a few examples, on one device and on replicas, before training
+    step_comparison   make such a step both ways, and compare
+    prediction_comparison  predict so, and compare
     check_mode        whether that is done
     deviation_report  what is said of it
     deviations        how far replicas are from one device, and what rounding explains

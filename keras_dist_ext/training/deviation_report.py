@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.training.deviations import Deviation
+from keras_dist_ext.training.execution import RunKind
 
 __all__ = ["describe", "describe_unseen"]
 
@@ -15,11 +15,12 @@ _KINDS = {
     "weights": "the weights",
     "state": "the state",
     "metric": "the log",
+    "output": "the output",
 }
 _ADVICE = {
     "state": (
-        "State that is assigned from examples becomes the mean of what the replicas have assigned: gather the examples "
-        "of all replicas first, by kde.gather_rows."
+        "State that is assigned from examples becomes the mean of what the replicas have assigned, or what the "
+        "aggregation of a tf.Variable makes of that: gather the examples of all replicas first, by kde.gather_rows."
     ),
     "weights": "What assigns weights must be computed from gradients or sums of all replicas.",
     "gradient": (
@@ -32,15 +33,23 @@ _ADVICE = {
         "unless kde.gather_rows has gathered the examples; a value in the logs must be a mean or a sum over the "
         "examples at hand."
     ),
+    "output": (
+        "What is predicted for an example from others of its batch must be computed from those of all replicas: gather "
+        "them first, by kde.gather_rows."
+    ),
 }
 
 
-_VERBS = {"train": ("does not train", "trains"), "test": ("is not evaluated", "is evaluated")}
+_VERBS = {
+    "train": ("does not train", "trains"),
+    "test": ("is not evaluated", "is evaluated"),
+    "predict": ("does not predict", "predicts"),
+}
 
 
 def describe(
     model: str,
-    kind: Kind,
+    kind: RunKind,
     num_replicas: int,
     num_examples: int,
     deviations: Sequence[Deviation],
@@ -75,7 +84,7 @@ def describe(
     )
 
 
-def describe_unseen(model: str, kind: Kind, num_replicas: int, why: str, *, given_to: str = "compile") -> str:
+def describe_unseen(model: str, kind: RunKind, num_replicas: int, why: str, *, given_to: str = "compile") -> str:
     """Say that a step was not made both ways.
 
     Args:
@@ -87,9 +96,14 @@ def describe_unseen(model: str, kind: Kind, num_replicas: int, why: str, *, give
     """
     return (
         f"Whether '{model}' {_VERBS[kind][1]} on {num_replicas} replicas as on one device was not checked, because of "
-        f"its step: {why}. Its losses, metrics and state must be means or sums over the examples at hand. If you know "
-        f"that they are, `{given_to}(check=False)` says so."
+        f"its step: {why}. {_RULES[kind == 'predict']}, `{given_to}(check=False)` says so."
     )
+
+
+_RULES = (
+    "Its losses, metrics and state must be means or sums over the examples at hand. If you know that they are",
+    "What it gives for an example must not depend on others of its batch. If you know that it does not",
+)
 
 
 def _listed(kind: str, deviations: Sequence[Deviation]) -> str:

@@ -14,6 +14,7 @@ from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import is_default_strategy, replica_id, seen_as_one_replica
 from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext._keras.user_code import has_user_code
+from keras_dist_ext._keras.variables import without_aggregation
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data import split as data
 from keras_dist_ext.step.global_generator import global_generator_of
@@ -215,7 +216,13 @@ class DistributedStep:
             step = ReplicaStep(self.model, num_rows, num_rows * num_replicas, options, reducer, first_row=0)
             step.begin(rows)
             seen = contextlib.nullcontext() if num_replicas > 1 else seen_as_one_replica()
-            with use_global_seed_generator(self._global_generator), self._on_devices(), intercept(step), seen:
+            with (
+                use_global_seed_generator(self._global_generator),
+                self._on_devices(),
+                intercept(step),
+                seen,
+                without_aggregation(),
+            ):
                 logs = getattr(self.model, f"{self.kind}_step")(rows)
                 self._logs.plan, values = self._finish(step, logs, rows)
             extra.extend(values)

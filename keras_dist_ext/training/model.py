@@ -191,12 +191,12 @@ class Model(HookedModel, metaclass=Scoped):
             auto_scale_loss: ...
             virtual_replicas: for how many replicas the run is defined, on as many devices or fewer: a number, or
                 ``VirtualReplicas``. By default as many as the strategy has.
-            check: what ``fit``, ``train_on_batch`` and ``test_on_batch`` do, before their first step on several
-                replicas, for a model with code of yours in its step: they make a step on a few examples both on one
-                device and on replicas, put everything back, and warn of what differs (True), raise a ``StepError``
-                ("raise"), or make no such step (False). A step that runs eagerly is run for it: what its Python code
-                does stays done, but for numbers and words that it keeps in attributes of the model and its layers (it
-                prints, or appends to a list, once more).
+            check: what ``fit``, ``evaluate``, ``predict`` and their ``*_on_batch`` do, before their first step on
+                several replicas, for a model with code of yours in its step: they make a step on a few examples both
+                on one device and on replicas, put everything back, and warn of what differs (True), raise a
+                ``StepError`` ("raise"), or make no such step (False). A step that runs eagerly is run for it: what its
+                Python code does stays done, but for numbers and words that it keeps in attributes of the model and its
+                layers (it prints, or appends to a list, once more).
             batch_statistics: "global" has every BatchNormalization normalize by the statistics of the global batch, as
                 on one device; "replica", the default, those not ``synchronized`` by those of a replica's examples.
             exact: have all replicas together do what one device does, random numbers included: ``batch_statistics`` and

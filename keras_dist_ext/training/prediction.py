@@ -77,6 +77,26 @@ class PredictProgram:
                 self._check_num_rows(batch, outputs[-1])
         return concat_outputs(outputs)
 
+    def untraced_copy(self, batch: StepData) -> PredictProgram:
+        """Return a new program that runs without XLA, not traced yet, and knows what the step draws.
+
+        Args:
+            batch: of a few rows.
+        """
+        copy = PredictProgram(self.model)
+        copy._step = self.model.predict_step
+        if self.model.replica_seeds.draws == "global":
+            copy._learn_draws(batch)
+        return copy
+
+    def run_on_replicas(self, batch: StepData) -> TensorNest:
+        """Predict a batch, each replica its part of it."""
+        return self._one(batch, False)
+
+    def run_on_first_replica(self, batch: StepData) -> TensorNest:
+        """Predict a batch as one device does."""
+        return _FirstReplicaStep(self.model, self._global_generator).run_on_first_replica(batch)
+
     def _learn_draws(self, batch: StepData) -> None:
         """Trace the step in a scratch graph, to learn which random numbers have a dimension of examples."""
         batch = next(iter(parts_of(data.without_optionals(batch), self.strategy)))
@@ -177,9 +197,10 @@ class _FirstReplicaStep:
         self._model = model
         self._generator = generator
 
-    def run_on_first_replica(self, rows: StepData) -> None:
-        """Make the step."""
+    def run_on_first_replica(self, rows: StepData) -> TensorNest:
+        """Make the step, and return its outputs."""
         strategy = self._model.distribute_strategy
+        made = []
         options = StepOptions(kind="predict", global_generator=self._generator, observer=self.observer)
 
         def replica(rows: StepData) -> None:
@@ -187,12 +208,13 @@ class _FirstReplicaStep:
                 step = ReplicaStep(self._model, 1, 1, options, LoneReplica(strategy, 1), first_row=0)
                 step.begin(rows)
                 with intercept(step), use_global_seed_generator(self._generator), seen_as_one_replica():
-                    self._model.predict_step(rows)
+                    made.append(self._model.predict_step(rows))
 
         try:
             strategy.run(replica, args=(rows,))
         finally:
             clear_losses(self._model)
+        return made[0]
 
 
 def _is_dense(leaf: TensorNest) -> bool:

@@ -21,7 +21,7 @@ from keras_dist_ext.training.batch_reader import BatchReader
 from keras_dist_ext.training.execution import Execution, PredictFunction, RunKind
 from keras_dist_ext.training.prediction import PredictProgram, concat_outputs
 from keras_dist_ext.training.program import StepProgram
-from keras_dist_ext.training.self_check import check_metrics, check_step, has_rows_to_check
+from keras_dist_ext.training.self_check import check_metrics, check_prediction, check_step, has_rows_to_check
 from keras_dist_ext.training.step_errors import explain
 from keras_dist_ext.training.step_exponents import ignore_loss_exponents, learn_loss_exponents
 from keras_dist_ext.training.step_planning import MISSING, make_plan, prepare
@@ -48,8 +48,7 @@ class StepRunner:
         if isinstance(iterator, Execution):
             run_steps = functools.partial(_run, program, iterator)
             first_batch: Callable[[], StepData] = functools.cache(iterator.reader.peek)
-            if program.kind == "train":
-                check = functools.partial(_check, program, first_batch)
+            check = functools.partial(_check, program, first_batch)
         else:
             check_epoch_iterator()
             batch = tree.map_structure(_as_tensor, next(iterator))
@@ -195,13 +194,20 @@ def predictor(program: PredictProgram | CoordinatorProgram) -> PredictFunction:
             heartbeat.steps_begin("predict", execution.first, execution.num_steps)
             batches = list(execution.batches())
             last = execution.first + len(batches) - 1
-            with _waiting(program.strategy, f"steps {execution.first} to {last} of prediction"), as_data_errors():
-                outputs = program.on_batches(batches, of_worker=execution.reader.is_of_worker)
+            of_worker = execution.reader.is_of_worker
+            outputs = on_batches(batches, f"steps {execution.first} to {last} of prediction", of_worker=of_worker)
             heartbeat.steps_end(execution.num_made)
             return outputs
         check_epoch_iterator()
-        with _waiting(program.strategy, "predict_on_batch"), as_data_errors():
-            return program.on_batches([tree.map_structure(_as_tensor, batch) for batch in batches])
+        return on_batches([tree.map_structure(_as_tensor, batch) for batch in batches], "predict_on_batch")
+
+    def on_batches(batches: Sequence[StepData], what: str, *, of_worker: bool = False) -> TensorNest:
+        unseen = check_prediction(program, batches[0]) if isinstance(program, PredictProgram) and batches else None
+        with _waiting(program.strategy, what), as_data_errors():
+            outputs = program.on_batches(batches, of_worker=of_worker)
+        if unseen is not None:
+            warn(unseen)
+        return outputs
 
     return run
 

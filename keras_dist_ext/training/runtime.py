@@ -58,7 +58,8 @@ class ReplicaRuntime:
         loss_exponents: how losses given to ``add_loss`` grow with the rows, by the kind of step and the layer's id.
         plans: what is known of a step before it is traced to be run, by the kind of step.
         check: how `compile` was told to check steps, and
-        checked: of which kinds that was done.
+        checked: of which kinds that was done, and
+        reported: what was said of them: parts that differ and their names, or why steps could not be compared.
         batch_statistics: of whose examples BatchNormalization takes them.
         exact: whether all replicas together do what one device does, random numbers included.
         chooses_num_steps: whether the number of steps of an execution is ours to choose (``"auto"``).
@@ -88,7 +89,8 @@ class ReplicaRuntime:
         self.batch_statistics: BatchStatistics = "replica"
         self.exact = False
         self.compression: GradientCompression | None = None
-        self.checked: set[Kind] = set()
+        self.checked: set[RunKind] = set()
+        self.reported: set[tuple[str, str]] = set()
         self.chooses_num_steps = True
         self.chooses_xla = True
         self.can_split_batches = True
@@ -176,6 +178,7 @@ class ReplicaRuntime:
         self.plans.clear()
         self._built_for.clear()
         self.checked.clear()
+        self.reported.clear()
         if self._coordinator is not None:
             self._coordinator.close()
             self._coordinator = None

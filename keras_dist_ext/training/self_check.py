@@ -1,71 +1,45 @@
 """Before training, make one step on a few rows both on one device and on replicas, and report what differs.
 
-Only for models with code of the user's in their steps, and those compiled with ``exact=True``. Both begin from the same
-state, and all that they change is put back. What differs by definition is left out on both sides: moments of
-``BatchNormalization``, unless of the global batch, and random numbers, which are the same for each row, unless replicas
-draw what one device draws.
+Only for models with code of the user's in their steps, and those compiled with ``exact=True``; likewise before
+evaluation, in ``fit`` or by itself, and prediction, where their steps may do other things than those of training. What
+was reported once is not said again.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras import keras, tree
-from keras_dist_ext._keras.layers import clear_losses, flat_layers, seed_generators
-from keras_dist_ext._keras.losses import without_parts
+from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import overrides
-from keras_dist_ext._keras.optimizers import end_accumulation_next
-from keras_dist_ext._keras.random import intercept_random_ops
-from keras_dist_ext._keras.tracing import functions_traced_apart
-from keras_dist_ext._keras.user_code import is_users
-from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
-from keras_dist_ext.aliases import Array, Gradient, SpecNest, StepData, TensorNest
-from keras_dist_ext.data.split import num_rows, take_rows
-from keras_dist_ext.errors import BackendError, StepError
+from keras_dist_ext._keras.user_code import has_user_layers, is_users
+from keras_dist_ext.aliases import StepData
+from keras_dist_ext.data.split import num_rows
+from keras_dist_ext.errors import StepError
 from keras_dist_ext.messages import warn
-from keras_dist_ext.step.alike_draws import RowsAlike
-from keras_dist_ext.step.ancestry import operations
-from keras_dist_ext.step.graphs import in_graph
-from keras_dist_ext.step.logs import ComputesWithResults, leaf_metrics
-from keras_dist_ext.step.observer import StepObserver
-from keras_dist_ext.strategy.scope import optimizers, raw_variables
+from keras_dist_ext.step.logs import leaf_metrics
 from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training.batch_split import is_per_replica
 from keras_dist_ext.training.deviation_report import describe, describe_unseen
-from keras_dist_ext.training.deviations import (
-    Deviation,
-    Part,
-    as_float,
-    difference,
-    largest,
-    measure,
-    moved_by_rounding,
-    rounding_of,
-)
+from keras_dist_ext.training.deviations import Deviation
 from keras_dist_ext.training.distributed_step import DistributedStep
+from keras_dist_ext.training.execution import RunKind
 from keras_dist_ext.training.few_rows import first_rows, rows_of_chief
-from keras_dist_ext.training.snapshot import kept_numbers, kept_random, kept_state
+from keras_dist_ext.training.prediction import PredictProgram
+from keras_dist_ext.training.prediction_comparison import compare_predictions
+from keras_dist_ext.training.runtime import ReplicaRuntime
+from keras_dist_ext.training.step_comparison import CannotCompare, Prepare, compare_step
 
-__all__ = ["check_metrics", "check_step", "has_rows_to_check"]
-
-_Prepare = Callable[[Exception], None]
-_Traced = Callable[[StepData], tuple[TensorNest, dict[str, tf.Tensor]]]  # logs, and gradients by their variable's id
-_Given = TypeVar("_Given")
-_Made = TypeVar("_Made")
-_Runner = Callable[[StepData], tuple[TensorNest, dict[int, tf.Tensor]]]
+__all__ = ["check_metrics", "check_prediction", "check_step", "has_rows_to_check"]
 
 
 def check_step(
     step: DistributedStep,
     first_batch: Callable[[], StepData],
-    prepare: _Prepare,
+    prepare: Prepare,
     unprepared: tuple[type[Exception], ...],
 ) -> str | None:
     """Once after a model was compiled, see whether a kind of step does on replicas what it does on one device.
@@ -91,22 +65,74 @@ def check_step(
     is_plain = not step.has_user_code and not runtime.exact
     if num_replicas == 1 or is_plain or (kind == "test" and _tells_nothing_new(step)):
         return None
-    takes, workers = step.takes_check, workers_of(runtime.strategy)
+
+    def compare(rows: StepData) -> list[Deviation]:
+        return compare_step(step, rows, prepare, unprepared)
+
+    return _check(model, kind, num_replicas, first_batch, compare, given_to=step.takes_check)
+
+
+def check_prediction(program: PredictProgram, batch: StepData) -> str | None:
+    """Once after a model was compiled, see whether it predicts on replicas what it predicts on one device.
+
+    Only where the step of prediction is the user's own, or layers are that neither training nor evaluation has run.
+
+    Args:
+        program: that is about to run.
+        batch: the first one.
+
+    Returns:
+        As ``check_step``.
+
+    Raises:
+        StepError: as there.
+    """
+    model, runtime = program.model, program.model.replica_runtime
+    num_replicas = program.strategy.num_replicas_in_sync
+    if not runtime.check or "predict" in runtime.checked or num_replicas == 1 or not has_rows_to_check(batch):
+        return None
+    if not all(layer.built for layer in flat_layers(model)):  # or weights would begin as the check draws them
+        return None
+    runtime.checked.add("predict")
+    is_known = not has_user_layers(model) or runtime.checked & {"train", "test"}
+    if is_known and not overrides(model, "predict_step"):
+        return None
+    compare = functools.partial(compare_predictions, program)
+    return _check(model, "predict", num_replicas, lambda: batch, compare, given_to="compile")
+
+
+def _check(
+    model: keras.Model,
+    kind: RunKind,
+    num_replicas: int,
+    first_batch: Callable[[], StepData],
+    compare: Callable[[StepData], list[Deviation]],
+    *,
+    given_to: str,
+) -> str | None:
+    """Compare on a few rows, and report what was not reported before; see ``check_step``."""
+    runtime = model.replica_runtime
+    workers = workers_of(runtime.strategy)
     try:
         if isinstance(runtime.strategy, tf.distribute.TPUStrategy):
-            raise _Unseen("it runs on a TPU")
-        rows = _few_rows(first_batch(), 2 * num_replicas + 1, step.strategy, workers)
+            raise CannotCompare("it runs on a TPU")
+        rows = _few_rows(first_batch(), 2 * num_replicas + 1, runtime.strategy, workers)
         if rows is None:
             return None
-        found = _deviations(step, rows, prepare, unprepared)
-    except _Unseen as why:
-        return describe_unseen(model.name, kind, num_replicas, str(why), given_to=takes)
-    message = describe(model.name, kind, num_replicas, int(num_rows(rows)), found, given_to=takes) if found else ""
+        found = _unreported(compare(rows), runtime)
+    except CannotCompare as why:
+        if ("reason", str(why)) in runtime.reported:
+            return None
+        runtime.reported.add(("reason", str(why)))
+        return describe_unseen(model.name, kind, num_replicas, str(why), given_to=given_to)
+    count = int(num_rows(rows))
+    message = describe(model.name, kind, num_replicas, count, found, given_to=given_to) if found else ""
     if workers is not None:
         message = workers.broadcast_bytes(message.encode()).decode()
     if message and (runtime.check == "raise" or runtime.exact):
         runtime.checked.discard(kind)  # the next run is none that was found right
         raise StepError(message)
+    runtime.reported.update((deviation.part, deviation.name) for deviation in found)
     if message:
         warn(message)
     return None
@@ -121,8 +147,22 @@ def _tells_nothing_new(step: DistributedStep) -> bool:
     """Whether steps of evaluation compute what was seen in those of training, or nothing that can be compared."""
     if not step.logs_are_compared:
         return True
-    is_own = any(overrides(step.model, name) for name in ("train_step", "test_step"))
+    is_own = any(overrides(step.model, name) for name in ("train_step", "test_step", "compute_loss"))
     return "train" in step.model.replica_runtime.checked and not is_own
+
+
+def _unreported(deviations: Sequence[Deviation], runtime: ReplicaRuntime) -> list[Deviation]:
+    """Return the deviations that no warning has named since the model was compiled, whatever kind of step has them.
+
+    The gradients of a loss, and the log of a loss, are of one cause.
+    """
+    has_loss = any(part == "gradient" for part, _ in runtime.reported)
+    return [
+        deviation
+        for deviation in deviations
+        if (deviation.part, deviation.name) not in runtime.reported
+        and not (has_loss and deviation.part == "metric" and "loss" in deviation.name)
+    ]
 
 
 def check_metrics(model: keras.Model) -> str | None:
@@ -144,10 +184,6 @@ def check_metrics(model: keras.Model) -> str | None:
     )
 
 
-class _Unseen(Exception):
-    """Whether a step does on replicas what it does on one device cannot be seen; the message says why."""
-
-
 def _few_rows(batch: StepData, count: int, strategy: tf.distribute.Strategy, workers: Workers | None) -> StepData:
     """Return the first rows of a batch, of the chief's where there are workers; None where there are not two."""
     rows = first_rows(batch, count, strategy)
@@ -157,243 +193,3 @@ def _few_rows(batch: StepData, count: int, strategy: tf.distribute.Strategy, wor
     if has_few:
         return None
     return rows if workers is None else rows_of_chief(rows, workers)
-
-
-def _deviations(
-    of_run: DistributedStep,
-    rows: StepData,
-    prepare: _Prepare,
-    unprepared: tuple[type[Exception], ...],
-) -> list[Deviation]:
-    """Make a step both ways, and return what differs beyond rounding.
-
-    Raises:
-        _Unseen: the step cannot be made on so few rows, calls Python when it runs, or draws random numbers that cannot
-            be made alike for all rows.
-    """
-    model = of_run.model
-    draws = None if model.replica_seeds.draws == "global" else RowsAlike()  # those are equal on both sides as they are
-    runtime = model.replica_runtime
-    kept = runtime.recorders, runtime.guard, runtime.compression
-    runtime.recorders, runtime.guard, runtime.compression = (), None, None
-    try:
-        step = of_run.untraced_copy()
-        step.without_xla()
-        drawing = contextlib.nullcontext() if draws is None else intercept_random_ops(draws)
-        without = set() if runtime.batch_statistics == "global" else {"moments"}
-        with kept_random(), tf.summary.record_if(False), drawing, without_parts(without):
-            deviations = _BothWays(step, rows, prepare, unprepared).compare()
-    except (_Unseen, BackendError):
-        raise
-    except Exception as error:  # training will end with it, too, or not meet it on whole batches
-        first = next(iter(str(error).strip().splitlines()), "")
-        raise _Unseen(f"it fails on {int(num_rows(rows))} examples ({type(error).__name__}: {first[:200]})") from error
-    finally:
-        runtime.recorders, runtime.guard, runtime.compression = kept
-        clear_losses(model)
-    if draws is not None and draws.unknown:
-        names = ", ".join(sorted(draws.unknown))
-        raise _Unseen(f"it draws random numbers that cannot be made alike for all examples ({names})")
-    return deviations
-
-
-_OF_PYTHON = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
-
-
-class _Gradients(StepObserver):
-    """Keeps the gradients that optimizers run with, of the first replica that is traced, or runs."""
-
-    def __init__(self) -> None:
-        self.of: dict[int, tf.Tensor] = {}  # by the variable's id
-        self._graph = _graph()
-
-    def on_update(self, gradients: Sequence[Gradient], variables: Sequence[Variable]) -> None:
-        """Keep them, unless they are in a branch or loop of the graph."""
-        if _graph() is self._graph:
-            for gradient, variable in zip(gradients, variables, strict=True):
-                if gradient is not None:
-                    self.of.setdefault(id(variable), tf.convert_to_tensor(gradient))
-
-
-def _graph() -> tf.Graph | None:
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-
-
-class _BothWays:
-    """One step, made on one device and on replicas from the same state."""
-
-    def __init__(
-        self, step: DistributedStep, rows: StepData, prepare: _Prepare, unprepared: tuple[type[Exception], ...]
-    ) -> None:
-        self._step = step
-        self._rows = rows
-        self._prepare = prepare
-        self._unprepared = unprepared
-        self._compared = list(_compared(step.model))
-        self._paths = {id(variable): path for (_, path), variable in self._compared}
-
-    def compare(self) -> list[Deviation]:
-        """Return what is beyond rounding."""
-        one, many = self._runner(self._alone), self._runner(self._on_replicas)
-        with self._kept():
-            expected = self._made(one, self._rows)
-        with self._kept():
-            found = self._made(many, self._rows)
-        rounding = rounding_of(self._step.model)
-        off = _suspects(expected, found, rounding)
-        if not off:
-            return []
-        before = {part: components(variable)[0].numpy() for part, variable in self._compared}
-        with self._kept():
-            reordered = self._made(one, self._in_other_order(before))
-        deviations = measure(off, found, reordered, {k: as_float(v) for k, v in before.items()}, 1, rounding, {})
-        return [d for d in deviations if d.is_beyond or d.is_apart]
-
-    @contextlib.contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Put back what a step changes: the model's state, and what Python counts where a step runs eagerly."""
-        with kept_state(self._step.model), kept_numbers(self._step.model):
-            yield
-
-    def _in_other_order(self, before: Mapping[Part, Array]) -> StepData:
-        """Reorder the rows, and move values by rounding: what one device makes of that is as good."""
-        random = np.random.default_rng(0)
-        for part, variable in self._compared:
-            components(variable)[0].assign(moved_by_rounding(before[part], random))
-        if self._step.model.replica_seeds.draws == "global":
-            return self._rows  # an example draws by its place
-        return take_rows(self._rows, random.permutation(int(num_rows(self._rows))))
-
-    def _alone(self, rows: StepData) -> TensorNest:
-        return self._step.logs_of_first_replica(self._step.run_on_first_replica(rows))
-
-    def _on_replicas(self, rows: StepData) -> TensorNest:
-        extra, _ = self._step.run(rows)
-        return self._step.logs(extra)
-
-    def _runner(self, way: Callable[[StepData], TensorNest]) -> _Runner:
-        """Trace a way of making the step; return what makes it, and gives logs and gradients, these by variable."""
-
-        def run(rows: StepData) -> tuple[TensorNest, dict[str, tf.Tensor]]:
-            gradients = self._step.observer = _Gradients()
-            with functions_traced_apart():  # a step that runs eagerly may leave what the check draws in their traces
-                logs = way(rows)
-            return logs, {str(key): gradient for key, gradient in gradients.of.items()}
-
-        def made(traced: _Traced, rows: StepData) -> tuple[TensorNest, dict[int, tf.Tensor]]:
-            logs, gradients = traced(rows)
-            return logs, {int(key): gradient for key, gradient in gradients.items()}
-
-        if self._step.is_eager:
-            return functools.partial(made, functools.partial(self._prepared, run))
-        runtime, exact = self._step.model.replica_runtime, tree.map_structure(_spec, self._rows)
-        try:
-            return functools.partial(made, self._traced(run, exact if runtime.rows_are_static else runtime.batch_spec))
-        except _Unseen:
-            raise
-        except Exception:  # code that needs a number of rows
-            return functools.partial(made, self._traced(run, exact))
-
-    def _traced(self, run: _Traced, spec: SpecNest) -> _Traced:
-        traced = self._prepared(in_graph(run).get_concrete_function, spec)
-        if any(op.type in _OF_PYTHON for op in operations(traced.graph)):
-            raise _Unseen("it calls Python (tf.py_function, tf.numpy_function), and what that does cannot be undone")
-        runner: _Traced = traced
-        return runner
-
-    def _prepared(self, function: Callable[[_Given], _Made], given: _Given) -> _Made:
-        """Call a function that traces or runs a step, until the step has all that it needs."""
-        while True:
-            try:
-                return function(given)
-            except ComputesWithResults:
-                self._step.pool_results()
-            except self._unprepared as missing:
-                self._prepare(missing)
-
-    def _made(self, run: _Runner, rows: StepData) -> dict[Part, tuple[Array, ...]]:
-        """Make a step; return all that it has changed, a value for each replica of this worker."""
-        model = self._step.model
-        for metric in leaf_metrics(model):
-            metric.reset_state()
-        for _, optimizer in optimizers(model):
-            end_accumulation_next(optimizer)
-        with _unoptimized():
-            logs, gradients = run(rows)
-        seen: dict[Part, tuple[Array, ...]] = {}
-        for key, gradient in gradients.items():
-            if key in self._paths:
-                seen["gradient", self._paths[key]] = (np.asarray(gradient),)
-        for part, variable in self._compared:
-            seen[part] = tuple(copy.numpy() for copy in components(variable))
-        for name, value in _leaves(logs, "") if self._step.logs_are_compared else ():
-            seen["metric", name] = (np.asarray(value),)
-        return seen
-
-
-@contextlib.contextmanager
-def _unoptimized() -> Iterator[None]:
-    """Run graphs as they were traced: what runs once is not worth to be optimized."""
-    before = bool(tf.config.optimizer.get_experimental_options().get("disable_meta_optimizer"))
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    try:
-        yield
-    finally:
-        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": before})
-
-
-def _spec(leaf: TensorNest) -> tf.TypeSpec | None:
-    return None if leaf is None else tf.type_spec_from_value(leaf)
-
-
-def _leaves(logs: TensorNest, path: str) -> Iterator[tuple[str, tf.Tensor]]:
-    if isinstance(logs, Mapping):
-        for name, value in logs.items():
-            yield from _leaves(value, f"{path}/{name}" if path else str(name))
-    elif isinstance(logs, list | tuple):
-        for number, value in enumerate(logs):
-            yield from _leaves(value, f"{path}/{number}" if path else str(number))
-    elif tf.is_tensor(logs) and (logs.dtype.is_floating or logs.dtype.is_integer):
-        yield path or "the logs", logs
-
-
-def _compared(model: keras.Model) -> Iterator[tuple[Part, Variable]]:
-    """Yield what a step may change, but for what optimizers, metrics and random generators hold."""
-    seeds = {id(generator.state) for layer in flat_layers(model) for generator in seed_generators(layer)}
-    seen: collections.Counter[Part] = collections.Counter()
-    for variable in model.variables:
-        if id(variable) in seeds or is_sync_on_read(variable):
-            continue
-        part = "weights" if variable.trainable else "state", variable.path
-        seen[part] += 1  # layers of one name have variables of one path
-        yield part if seen[part] == 1 else (part[0], f"{part[1]} ({seen[part]})"), variable
-    for layer in flat_layers(model):
-        for name, variable in raw_variables(layer):
-            part = "state", f"{layer.path or layer.name}/{name}"
-            is_number = variable.dtype.is_floating or variable.dtype.is_integer
-            if is_number and part not in seen and not is_sync_on_read(variable):
-                seen[part] += 1
-                yield part, variable
-
-
-def _suspects(
-    expected: Mapping[Part, tuple[Array, ...]], found: Mapping[Part, tuple[Array, ...]], rounding: float
-) -> dict[Part, tuple[Array, ...]]:
-    """Return of what was expected that of which something else was found, and the largest gradient, to measure by."""
-    off = {}
-    for part, copies in expected.items():
-        others = found.get(part, ())
-        if part[0] == "gradient" and not others:
-            continue
-        if not others or any(np.shape(other) != np.shape(copies[0]) for other in others):
-            off[part] = copies
-            continue
-        one = as_float(copies[0])
-        if not all(largest(difference(as_float(other), one)) <= 1e-2 * rounding * largest(one) for other in others):
-            off[part] = copies
-    if off:
-        gradients = {part: largest(as_float(copies[0])) for part, copies in expected.items() if part[0] == "gradient"}
-        parts = [max(gradients, key=lambda part: gradients[part])] if gradients else []
-        parts += [("gradient", name) for kind, name in off if kind == "weights" and ("gradient", name) in gradients]
-        off.update({part: expected[part] for part in parts if part in found})
-    return off

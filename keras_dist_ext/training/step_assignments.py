@@ -60,7 +60,9 @@ def check_assigned(
     shared = {
         copy: variable
         for copy, variable in _by_copy(assigned).items()
-        if copy not in averaged and variable.synchronization != tf.VariableSynchronization.ON_READ
+        if copy not in averaged
+        and variable.synchronization != tf.VariableSynchronization.ON_READ
+        and variable.aggregation != tf.VariableAggregation.SUM  # TensorFlow adds up what they assign
     }
     partly = {
         id(variable): variable
@@ -85,7 +87,7 @@ def check_assigned(
             "would be saved. Gradients of a GradientTape are those of the whole batch on every replica; what else is "
             "a mean over the examples becomes one of the whole batch by kde.reduce_gradients, and replica.sum of a "
             "TrainLoop adds up. What is meant to be a part of a sum on each replica is a variable with "
-            "synchronization=tf.VariableSynchronization.ON_READ and an aggregation."
+            "synchronization=tf.VariableSynchronization.ON_READ and an aggregation, or with the aggregation SUM."
         )
 
 

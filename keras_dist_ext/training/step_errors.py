@@ -55,6 +55,12 @@ def explain(name: str, error: Exception, *, of_loop: bool = False, is_eager: boo
             f"({first_line}), which is not known when the step is compiled. Compute with TensorFlow ops; return what "
             f"you want to see, {shown} look at it in a callback; or print it by tf.print."
         )
+    if isinstance(error, ValueError) and "cannot be reduced with the given reduce op" in str(error):
+        return LoopError(
+            f"The step {name!r} assigns the same number on all replicas to a tf.Variable whose aggregation adds up "
+            f"what they assign ({first_line}), so it is unknown whether it counts once or for each. Make the variable "
+            "with tf.VariableAggregation.ONLY_FIRST_REPLICA, or by add_weight, for what all assign alike."
+        )
     method = _method_without_replicas(error)
     if method:
         return LoopError(

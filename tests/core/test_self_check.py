@@ -15,7 +15,7 @@ from keras import layers, ops
 from keras.optimizers import SGD, Adam, LossScaleOptimizer
 
 import keras_dist_ext as kde
-from keras_dist_ext.errors import StepError
+from keras_dist_ext.errors import LoopError, StepError
 
 pytestmark = pytest.mark.checks_fit
 
@@ -359,6 +359,229 @@ def test_training_on_batches_gives_the_bits_that_it_gives_without_the_check(mirr
         results.append([*logs, *model.get_weights(), *(np.asarray(v) for v in optimizer.variables)])
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+# Validation and prediction
+
+
+def said_in(model: Any, run: Callable[[Any], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(model)
+    return [str(one.message) for one in caught if " on 2 replicas as on one device" in str(one.message)]
+
+
+def validates(model: Any) -> None:
+    model.fit(data(), validation_data=data(), epochs=2, verbose=0)
+
+
+def evaluates(model: Any) -> None:
+    model.evaluate(data(), verbose=0)
+    model.evaluate(data(), verbose=0)
+
+
+def of_test_step(log_of: Callable[[Any, Any], Any], **compiled: Any) -> Callable[[], Any]:
+    class Net(kde.Model):
+        def test_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            return {"worst": log_of(y, self(x, training=False))}
+
+    def make() -> Any:
+        model = stack(Net)
+        model.compile("sgd", "mse", **compiled)
+        return model
+
+    return make
+
+
+def largest(y: Any, p: Any) -> Any:
+    return tf.reduce_max(squares(y, p))
+
+
+def of_evaluation_only() -> Any:
+    """A loss that is a mean in training."""
+
+    class Net(kde.Model):
+        def compute_loss(
+            self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: Any = True
+        ) -> Any:
+            return tf.reduce_mean(squares(y, y_pred)) if training else largest(y, y_pred)
+
+    model = stack(Net)
+    model.compile("sgd")
+    return model
+
+
+WORST = r"'net' is not evaluated on 2 replicas as on one device. One step on 5 examples.*differs in the log worst"
+VALIDATED: dict[str, tuple[Callable[[], Any], Callable[[Any], None], list[str]]] = {
+    "a maximum in test_step, in fit": (of_test_step(largest), validates, [WORST]),
+    "a maximum in test_step, in evaluate": (of_test_step(largest), evaluates, [WORST]),
+    "a maximum in test_step, run eagerly": (of_test_step(largest, run_eagerly=True), validates, [WORST]),
+    "a mean in test_step": (of_test_step(lambda y, p: tf.reduce_mean(squares(y, p))), validates, []),
+    "a loss of evaluation only": (
+        of_evaluation_only,
+        validates,
+        [r"is not evaluated .* the log loss .*A loss must be"],
+    ),
+    "a loss of training, said once": (of_loss(pairs, loss="mse"), validates, ["does not train.*" + LOSS]),
+    "a metric of training, said once": (of_metric(Peak), validates, [METRIC.format("peak")]),
+    "a metric in evaluate": (of_metric(Peak), evaluates, ["is not evaluated .*" + METRIC.format("peak")]),
+}
+
+
+@pytest.mark.parametrize("name", rotating(VALIDATED, ["a maximum in test_step, in fit"]))
+def test_validation_is_checked_before_its_first_step_and_nothing_is_said_twice(mirrored, name):
+    make, run, messages = VALIDATED[name]
+    with mirrored.scope():
+        model = make()
+    said = said_in(model, run)
+    assert len(said) == len(messages), said
+    for message, one in zip(messages, said, strict=True):
+        assert re.search(message, one)
+
+
+@pytest.mark.rotating
+def test_training_with_validation_gives_the_bits_that_it_gives_without_the_check(mirrored):
+    results = []
+    for check in (True, False):
+        keras.utils.set_random_seed(1)
+        with mirrored.scope():
+            model = of_test_step(largest, check=check)()
+        said = said_in(model, lambda m: m.fit(X, Y, batch_size=7, epochs=2, validation_split=0.4, verbose=0))
+        assert len(said) == check
+        results.append([*model.get_weights(), *model.history.history.values()])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class FromBatch(kde.Model):
+    def predict_step(self, data: Any) -> Any:
+        p = self(data[0] if isinstance(data, tuple) else data, training=False)
+        return {"score": p - tf.reduce_mean(p, 0)}
+
+
+class Gathering(kde.Model):
+    def predict_step(self, data: Any) -> Any:
+        p = self(data[0] if isinstance(data, tuple) else data, training=False)
+        return p - tf.reduce_mean(kde.gather_rows(p), 0)
+
+
+class Best(kde.Model):
+    def predict_step(self, data: Any) -> Any:
+        return tf.argmax(super().predict_step(data), -1)
+
+
+def of_prediction(cls: Any, *between: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        model = stack(cls, *(one() for one in between))
+        model.compile("sgd", "mse")
+        return model
+
+    return make
+
+
+def predicts(model: Any) -> None:
+    model.predict(X[:1], verbose=0)
+    model.predict(X, batch_size=8, verbose=0)
+    model.predict(X, batch_size=8, verbose=0)
+
+
+def predicts_on_batch(model: Any) -> None:
+    model.predict_on_batch(X[:7])
+
+
+SCORE = r"'net' does not predict on 2 replicas as on one device. .* differs in the output score \(by .*kde.gather_rows"
+PREDICTED: dict[str, tuple[Callable[[], Any], Callable[[Any], None], str]] = {
+    "a mean of the batch": (of_prediction(FromBatch), predicts, SCORE),
+    "a mean of the batch, on a batch": (of_prediction(FromBatch), predicts_on_batch, SCORE),
+    "a layer's mean of the batch": (of_prediction(kde.Model, Centred), predicts, "the output of predict_step"),
+    "a mean of gathered rows": (of_prediction(Gathering), predicts, ""),
+    "the best class": (of_prediction(Best), predicts, ""),
+    "noise": (of_prediction(Best, Noisy), predicts, ""),
+}
+
+
+@pytest.mark.parametrize("name", rotating(PREDICTED, ["a mean of the batch"]))
+def test_prediction_that_depends_on_the_batch_is_named(mirrored, name):
+    make, run, message = PREDICTED[name]
+    with mirrored.scope():
+        model = make()
+    said = said_in(model, run)
+    assert len(said) == bool(message), said
+    assert not said or re.search(message, said[0])
+
+
+@pytest.mark.rotating
+def test_prediction_is_the_same_with_the_check_and_an_error_if_asked_for(mirrored):
+    results = []
+    for check in (True, False, "raise"):
+        keras.utils.set_random_seed(1)
+        with mirrored.scope():
+            model = stack(FromBatch, Noisy())
+            model.compile("sgd", "mse", check=check)
+        if check == "raise":
+            for _ in range(2):
+                with pytest.raises(StepError, match=SCORE):
+                    model.predict(X, verbose=0)
+        else:
+            said = said_in(model, lambda m: results.append(m.predict(X, batch_size=7, verbose=0)["score"]))
+            assert len(said) == check
+    np.testing.assert_array_equal(*results)
+
+
+# Variables with an aggregation
+
+AGGREGATED: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
+    "a sum of rows, added up when read": ("SUM", "ON_READ", lambda x: tf.cast(tf.shape(x)[0], tf.float32), ""),
+    "a sum of rows, added up when assigned": ("SUM", "ON_WRITE", lambda x: tf.cast(tf.shape(x)[0], tf.float32), ""),
+    "a count of steps, added up when read": ("SUM", "ON_READ", lambda x: 1.0, "the state net/seen"),
+    "a count of steps, added up when assigned": ("SUM", "ON_WRITE", lambda x: tf.ones(()), "the state net/seen"),
+    "a count of steps, of the first replica": ("ONLY_FIRST_REPLICA", "ON_WRITE", lambda x: 1.0, ""),
+    "a count of steps, a mean": ("MEAN", "ON_WRITE", lambda x: 1.0, ""),
+    "a mean of rows, a mean when read": ("MEAN", "ON_READ", tf.reduce_mean, "the state net/seen"),
+    "rows of the first replica": ("ONLY_FIRST_REPLICA", "ON_READ", tf.reduce_sum, "the state net/seen"),
+}
+
+
+def counting(cls: Any, name: str) -> Any:
+    aggregation, synchronization, of_rows, _ = AGGREGATED[name]
+
+    class Net(cls):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            self.seen.assign_add(of_rows(data[0]))
+            return super().train_step(data)
+
+    model = stack(Net)
+    model.seen = tf.Variable(
+        0.0,
+        trainable=False,
+        aggregation=getattr(tf.VariableAggregation, aggregation),
+        synchronization=getattr(tf.VariableSynchronization, synchronization),
+    )
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("name", rotating(AGGREGATED, ["a count of steps, added up when read"]))
+def test_variables_with_an_aggregation_are_checked(mirrored, name):
+    message = AGGREGATED[name][-1]
+    with mirrored.scope():
+        model = counting(kde.Model, name)
+    said = said_in(model, lambda model: model.fit(data(), verbose=0))
+    assert len(said) == bool(message), said
+    assert not said or re.search(message, said[0])
+    if not message:
+        stock = counting(keras.Model, name)
+        stock.fit(data(), verbose=0)
+        np.testing.assert_allclose(model.seen.numpy(), stock.seen.numpy(), rtol=1e-6)
+
+
+def test_a_number_that_counts_once_or_for_each_replica_is_an_error_that_says_so(mirrored):
+    AGGREGATED["unknown"] = ("SUM", "ON_WRITE", lambda x: 1.0, "")
+    with mirrored.scope():
+        model = counting(kde.Model, "unknown")
+    with pytest.raises(LoopError, match="assigns the same number on all replicas to a tf.Variable whose aggregation"):
+        model.fit(data(), verbose=0)
 
 
 # What runs Python, and data that is split already

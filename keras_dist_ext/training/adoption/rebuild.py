@@ -144,7 +144,8 @@ class Rebuilt:
                 setattr(clone, name, new)
             elif isinstance(value, tf.Variable):
                 start = tf.convert_to_tensor(components(value)[0]).numpy()
-                setattr(clone, name, tf.Variable(start, trainable=value.trainable, aggregation=value.aggregation))
+                how = {"synchronization": value.synchronization, "aggregation": value.aggregation}
+                setattr(clone, name, tf.Variable(start, trainable=value.trainable, **how))
 
     def _keep(self, model: keras.Model, clone: keras.layers.Layer, is_graph: bool) -> keras.Model:
         self._clones[id(model)] = (model, clone)

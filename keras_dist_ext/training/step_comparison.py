@@ -1,0 +1,346 @@
+"""Make a step on a few rows both on one device and on replicas, from the same state, and measure what differs.
+
+What differs by definition is left out on both sides: moments of ``BatchNormalization``, unless of the global batch, and
+random numbers, which are the same for each row, unless replicas draw what one device draws. All that a step changes is
+put back.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.layers import clear_losses, flat_layers, seed_generators
+from keras_dist_ext._keras.losses import without_parts
+from keras_dist_ext._keras.optimizers import end_accumulation_next
+from keras_dist_ext._keras.random import intercept_random_ops
+from keras_dist_ext._keras.tracing import functions_traced_apart
+from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
+from keras_dist_ext.aliases import Array, Gradient, SpecNest, StepData, TensorNest
+from keras_dist_ext.data.split import num_rows, take_rows
+from keras_dist_ext.errors import BackendError
+from keras_dist_ext.step.alike_draws import RowsAlike
+from keras_dist_ext.step.ancestry import operations
+from keras_dist_ext.step.graphs import in_graph
+from keras_dist_ext.step.logs import ComputesWithResults, leaf_metrics
+from keras_dist_ext.step.observer import StepObserver
+from keras_dist_ext.strategy.scope import optimizers, raw_variables
+from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.deviations import (
+    Deviation,
+    Part,
+    as_float,
+    difference,
+    largest,
+    measure,
+    moved_by_rounding,
+    rounding_of,
+)
+from keras_dist_ext.training.distributed_step import DistributedStep
+from keras_dist_ext.training.snapshot import kept_numbers, kept_random, kept_state
+
+__all__ = ["CannotCompare", "Prepare", "comparable", "compare_step", "refuse_python", "unoptimized"]
+
+Prepare = Callable[[Exception], None]
+_Traced = Callable[[StepData], tuple[TensorNest, dict[str, tf.Tensor]]]  # logs, and gradients by their variable's id
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
+_Runner = Callable[[StepData], tuple[TensorNest, dict[int, tf.Tensor]]]
+
+
+class CannotCompare(Exception):
+    """Whether a step does on replicas what it does on one device cannot be seen; the message says why."""
+
+
+def compare_step(
+    of_run: DistributedStep,
+    rows: StepData,
+    prepare: Prepare,
+    unprepared: tuple[type[Exception], ...],
+) -> list[Deviation]:
+    """Make a step both ways, and return what differs beyond rounding.
+
+    Raises:
+        CannotCompare: the step cannot be made on so few rows, calls Python when it runs, or draws random numbers that
+            cannot be made alike for all rows.
+    """
+    with comparable(of_run.model, rows):
+        step = of_run.untraced_copy()
+        step.without_xla()
+        return _BothWays(step, rows, prepare, unprepared).compare()
+
+
+@contextlib.contextmanager
+def comparable(model: keras.Model, rows: StepData) -> Iterator[None]:
+    """Leave out of steps of a model what differs by definition, and see that they can be made.
+
+    Args:
+        model: whose steps are made.
+        rows: that they are made on.
+
+    Raises:
+        CannotCompare: they fail on so few rows, or draw random numbers that cannot be made alike for all rows.
+    """
+    draws = None if model.replica_seeds.draws == "global" else RowsAlike()  # those are equal on both sides as they are
+    runtime = model.replica_runtime
+    kept = runtime.recorders, runtime.guard, runtime.compression
+    runtime.recorders, runtime.guard, runtime.compression = (), None, None
+    try:
+        drawing = contextlib.nullcontext() if draws is None else intercept_random_ops(draws)
+        without = set() if runtime.batch_statistics == "global" else {"moments"}
+        with kept_random(), tf.summary.record_if(False), drawing, without_parts(without):
+            yield
+    except (CannotCompare, BackendError):
+        raise
+    except Exception as error:  # the run will end with it, too, or not meet it on whole batches
+        first = next(iter(str(error).strip().splitlines()), "")
+        why = f"it fails on {int(num_rows(rows))} examples ({type(error).__name__}: {first[:200]})"
+        raise CannotCompare(why) from error
+    finally:
+        runtime.recorders, runtime.guard, runtime.compression = kept
+        clear_losses(model)
+    if draws is not None and draws.unknown:
+        names = ", ".join(sorted(draws.unknown))
+        raise CannotCompare(f"it draws random numbers that cannot be made alike for all examples ({names})")
+
+
+def refuse_python(graph: tf.Graph) -> None:
+    """See that what was traced calls no Python.
+
+    Raises:
+        CannotCompare: it does.
+    """
+    if any(op.type in _OF_PYTHON for op in operations(graph)):
+        raise CannotCompare("it calls Python (tf.py_function, tf.numpy_function), and what that does cannot be undone")
+
+
+_OF_PYTHON = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
+
+
+class _Gradients(StepObserver):
+    """Keeps the gradients that optimizers run with, of the first replica that is traced, or runs."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, tf.Tensor] = {}  # by the variable's id
+        self._graph = _graph()
+
+    def on_update(self, gradients: Sequence[Gradient], variables: Sequence[Variable]) -> None:
+        """Keep them, unless they are in a branch or loop of the graph."""
+        if _graph() is self._graph:
+            for gradient, variable in zip(gradients, variables, strict=True):
+                if gradient is not None:
+                    self.of.setdefault(id(variable), tf.convert_to_tensor(gradient))
+
+
+def _graph() -> tf.Graph | None:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+class _BothWays:
+    """One step, made on one device and on replicas from the same state."""
+
+    def __init__(
+        self, step: DistributedStep, rows: StepData, prepare: Prepare, unprepared: tuple[type[Exception], ...]
+    ) -> None:
+        self._step = step
+        self._rows = rows
+        self._prepare = prepare
+        self._unprepared = unprepared
+        workers = workers_of(step.strategy)
+        self._is_chief = workers is None or workers.is_chief
+        self._compared = list(_compared(step.model))
+        self._parts_of_sums = list(_parts_of_sums(step.model))
+        self._paths = {id(variable): path for (_, path), variable in self._compared}
+
+    def compare(self) -> list[Deviation]:
+        """Return what is beyond rounding."""
+        one, many = self._runner(self._alone), self._runner(self._on_replicas)
+        with self._kept():
+            expected = self._made(one, self._rows)
+        with self._kept():
+            found = self._made(many, self._rows, on_replicas=True)
+        rounding = rounding_of(self._step.model)
+        off = _suspects(expected, found, rounding)
+        if not off:
+            return []
+        before = {part: components(variable)[0].numpy() for part, variable in self._compared}
+        with self._kept():
+            reordered = self._made(one, self._in_other_order(before))
+        deviations = measure(off, found, reordered, {k: as_float(v) for k, v in before.items()}, 1, rounding, {})
+        return [d for d in deviations if d.is_beyond or d.is_apart]
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Put back what a step changes: the model's state, and what Python counts where a step runs eagerly."""
+        with kept_state(self._step.model), kept_numbers(self._step.model):
+            yield
+
+    def _in_other_order(self, before: Mapping[Part, Array]) -> StepData:
+        """Reorder the rows, and move values by rounding: what one device makes of that is as good."""
+        random = np.random.default_rng(0)
+        for part, variable in self._compared:
+            components(variable)[0].assign(moved_by_rounding(before[part], random))
+        if self._step.model.replica_seeds.draws == "global":
+            return self._rows  # an example draws by its place
+        return take_rows(self._rows, random.permutation(int(num_rows(self._rows))))
+
+    def _alone(self, rows: StepData) -> TensorNest:
+        return self._step.logs_of_first_replica(self._step.run_on_first_replica(rows))
+
+    def _on_replicas(self, rows: StepData) -> TensorNest:
+        extra, _ = self._step.run(rows)
+        return self._step.logs(extra)
+
+    def _runner(self, way: Callable[[StepData], TensorNest]) -> _Runner:
+        """Trace a way of making the step; return what makes it, and gives logs and gradients, these by variable."""
+
+        def run(rows: StepData) -> tuple[TensorNest, dict[str, tf.Tensor]]:
+            gradients = self._step.observer = _Gradients()
+            with functions_traced_apart():  # a step that runs eagerly may leave what the check draws in their traces
+                logs = way(rows)
+            return logs, {str(key): gradient for key, gradient in gradients.of.items()}
+
+        def made(traced: _Traced, rows: StepData) -> tuple[TensorNest, dict[int, tf.Tensor]]:
+            logs, gradients = traced(rows)
+            return logs, {int(key): gradient for key, gradient in gradients.items()}
+
+        if self._step.is_eager:
+            return functools.partial(made, functools.partial(self._prepared, run))
+        runtime, exact = self._step.model.replica_runtime, tree.map_structure(_spec, self._rows)
+        try:
+            return functools.partial(made, self._traced(run, exact if runtime.rows_are_static else runtime.batch_spec))
+        except CannotCompare:
+            raise
+        except Exception:  # code that needs a number of rows
+            return functools.partial(made, self._traced(run, exact))
+
+    def _traced(self, run: _Traced, spec: SpecNest) -> _Traced:
+        traced = self._prepared(in_graph(run).get_concrete_function, spec)
+        refuse_python(traced.graph)
+        runner: _Traced = traced
+        return runner
+
+    def _prepared(self, function: Callable[[_Given], _Made], given: _Given) -> _Made:
+        """Call a function that traces or runs a step, until the step has all that it needs."""
+        while True:
+            try:
+                return function(given)
+            except ComputesWithResults:
+                self._step.pool_results()
+            except self._unprepared as missing:
+                self._prepare(missing)
+
+    def _made(self, run: _Runner, rows: StepData, *, on_replicas: bool = False) -> dict[Part, tuple[Array, ...]]:
+        """Make a step; return all that it has changed, a value for each replica of this worker."""
+        model = self._step.model
+        for _, variable in self._parts_of_sums:
+            _put_on_first(variable, is_chief=self._is_chief or not on_replicas)
+        for metric in leaf_metrics(model):
+            metric.reset_state()
+        for _, optimizer in optimizers(model):
+            end_accumulation_next(optimizer)
+        with unoptimized():
+            logs, gradients = run(rows)
+        seen: dict[Part, tuple[Array, ...]] = {}
+        for key, gradient in gradients.items():
+            if key in self._paths:
+                seen["gradient", self._paths[key]] = (np.asarray(gradient),)
+        for part, variable in self._compared:
+            seen[part] = tuple(copy.numpy() for copy in components(variable))
+        for part, variable in self._parts_of_sums:
+            seen[part] = (np.asarray(variable.read_value() if on_replicas else components(variable)[0]),)
+        for name, value in _leaves(logs, "") if self._step.logs_are_compared else ():
+            seen["metric", name] = (np.asarray(value),)
+        return seen
+
+
+@contextlib.contextmanager
+def unoptimized() -> Iterator[None]:
+    """Run graphs as they were traced: what runs once is not worth to be optimized."""
+    before = bool(tf.config.optimizer.get_experimental_options().get("disable_meta_optimizer"))
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": before})
+
+
+def _spec(leaf: TensorNest) -> tf.TypeSpec | None:
+    return None if leaf is None else tf.type_spec_from_value(leaf)
+
+
+def _leaves(logs: TensorNest, path: str) -> Iterator[tuple[str, tf.Tensor]]:
+    if isinstance(logs, Mapping):
+        for name, value in logs.items():
+            yield from _leaves(value, f"{path}/{name}" if path else str(name))
+    elif isinstance(logs, list | tuple):
+        for number, value in enumerate(logs):
+            yield from _leaves(value, f"{path}/{number}" if path else str(number))
+    elif tf.is_tensor(logs) and (logs.dtype.is_floating or logs.dtype.is_integer):
+        yield path or "the logs", logs
+
+
+def _compared(model: keras.Model) -> Iterator[tuple[Part, Variable]]:
+    """Yield what a step may change, but for what optimizers, metrics and random generators hold."""
+    seeds = {id(generator.state) for layer in flat_layers(model) for generator in seed_generators(layer)}
+    seen: collections.Counter[Part] = collections.Counter()
+    for variable in model.variables:
+        if id(variable) in seeds or is_sync_on_read(variable):
+            continue
+        part = "weights" if variable.trainable else "state", variable.path
+        seen[part] += 1  # layers of one name have variables of one path
+        yield part if seen[part] == 1 else (part[0], f"{part[1]} ({seen[part]})"), variable
+    for layer in flat_layers(model):
+        for name, variable in raw_variables(layer):
+            part = "state", f"{layer.path or layer.name}/{name}"
+            is_number = variable.dtype.is_floating or variable.dtype.is_integer
+            if is_number and part not in seen and not is_sync_on_read(variable):
+                seen[part] += 1
+                yield part, variable
+
+
+def _parts_of_sums(model: keras.Model) -> Iterator[tuple[Part, tf.Variable]]:
+    """Yield the variables of which each replica holds its own part until they are read, but for those of metrics."""
+    for layer in flat_layers(model):
+        for name, variable in raw_variables(layer):
+            is_number = variable.dtype.is_floating or variable.dtype.is_integer
+            if is_number and is_sync_on_read(variable) and variable.aggregation != tf.VariableAggregation.NONE:
+                yield ("state", f"{layer.path or layer.name}/{name}"), variable
+
+
+def _put_on_first(variable: tf.Variable, *, is_chief: bool) -> None:
+    """Have the first replica hold all that is read of a variable, and the others nothing that is added to it."""
+    value = tf.identity(variable.read_value())
+    is_sum = variable.aggregation == tf.VariableAggregation.SUM
+    for number, copy in enumerate(components(variable)):
+        copy.assign(value if not is_sum or (is_chief and not number) else tf.zeros_like(value))
+
+
+def _suspects(
+    expected: Mapping[Part, tuple[Array, ...]], found: Mapping[Part, tuple[Array, ...]], rounding: float
+) -> dict[Part, tuple[Array, ...]]:
+    """Return of what was expected that of which something else was found, and the largest gradient, to measure by."""
+    off = {}
+    for part, copies in expected.items():
+        others = found.get(part, ())
+        if part[0] == "gradient" and not others:
+            continue
+        if not others or any(np.shape(other) != np.shape(copies[0]) for other in others):
+            off[part] = copies
+            continue
+        one = as_float(copies[0])
+        if not all(largest(difference(as_float(other), one)) <= 1e-2 * rounding * largest(one) for other in others):
+            off[part] = copies
+    if off:
+        gradients = {part: largest(as_float(copies[0])) for part, copies in expected.items() if part[0] == "gradient"}
+        parts = [max(gradients, key=lambda part: gradients[part])] if gradients else []
+        parts += [("gradient", name) for kind, name in off if kind == "weights" and ("gradient", name) in gradients]
+        off.update({part: expected[part] for part in parts if part in found})
+    return off
