@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.layers import clear_losses
+from keras_dist_ext._keras.models import overrides
 from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import is_default_strategy, regroup, seen_as_one_replica
 from keras_dist_ext._keras.tracing import scratch_graph
@@ -63,6 +64,16 @@ class PredictProgram:
         self._global_generator = global_generator_of(self.strategy, is_seeded=is_seeded)
         self._draws: Sequence[NotedDraw] | None = None
         self._on_batch = self._one if model.run_eagerly else in_graph(self._one, reduce_retracing=True)
+
+    @property
+    def is_of_user(self) -> bool:
+        """Whether the step is not that of Keras' own code."""
+        return self.takes_check != "compile" or overrides(self.model, "predict_step")
+
+    @property
+    def takes_check(self) -> str:
+        """What is called with whether steps are checked."""
+        return getattr(self.model, "takes_check", "compile")
 
     def on_batches(self, batches: Sequence[StepData], *, of_worker: bool = False) -> TensorNest:
         """Predict each batch and concatenate the outputs along the rows."""

@@ -202,9 +202,10 @@ def predictor(program: PredictProgram | CoordinatorProgram) -> PredictFunction:
         return on_batches([tree.map_structure(_as_tensor, batch) for batch in batches], "predict_on_batch")
 
     def on_batches(batches: Sequence[StepData], what: str, *, of_worker: bool = False) -> TensorNest:
-        unseen = check_prediction(program, batches[0]) if isinstance(program, PredictProgram) and batches else None
-        with _waiting(program.strategy, what), as_data_errors():
-            outputs = program.on_batches(batches, of_worker=of_worker)
+        with _waiting(program.strategy, what):
+            unseen = check_prediction(program, batches[0]) if isinstance(program, PredictProgram) and batches else None
+            with as_data_errors():
+                outputs = program.on_batches(batches, of_worker=of_worker)
         if unseen is not None:
             warn(unseen)
         return outputs

@@ -95,10 +95,10 @@ def check_prediction(program: PredictProgram, batch: StepData) -> str | None:
         return None
     runtime.checked.add("predict")
     is_known = not has_user_layers(model) or runtime.checked & {"train", "test"}
-    if is_known and not overrides(model, "predict_step"):
+    if is_known and not program.is_of_user:
         return None
     compare = functools.partial(compare_predictions, program)
-    return _check(model, "predict", num_replicas, lambda: batch, compare, given_to="compile")
+    return _check(model, "predict", num_replicas, lambda: batch, compare, given_to=program.takes_check)
 
 
 def _check(

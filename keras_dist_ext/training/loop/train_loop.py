@@ -153,6 +153,8 @@ class TrainLoop(Model):
         self.built = True
 
     _steps: Mapping[str, UserFunction]
+    takes_check = "TrainLoop"
+    """Is called with whether steps are checked."""
 
     def _check_asynchronous(self, reduce: Mapping[str, Reduction]) -> None:
         others = [f"{name!r} by {how!r}" for name, how in reduce.items() if how not in ("mean", "sum")]
