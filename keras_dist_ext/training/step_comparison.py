@@ -160,21 +160,53 @@ class _BothWays:
         self._paths = {id(variable): path for (_, path), variable in self._compared}
 
     def compare(self) -> list[Deviation]:
-        """Return what is beyond rounding."""
+        """Return what is beyond rounding, in one step or, where that assigns state, in another from what it has left.
+
+        A running maximum that begins at zero is after one step the mean of what replicas have, as on one device.
+        """
         one, many = self._runner(self._alone), self._runner(self._on_replicas)
+        before = {part: components(variable)[0].numpy() for part, variable in self._compared}
+        deviations, after = self._deviations(one, many, {}, before)
+        left = {
+            part: after[part][0]
+            for part, value in before.items()
+            if part[0] == "state" and not np.array_equal(after[part][0], value)
+        }
+        if deviations or not left:
+            return deviations
+        return self._deviations(one, many, left, before | left)[0]
+
+    def _deviations(
+        self, one: _Runner, many: _Runner, state: Mapping[Part, Array], before: Mapping[Part, Array]
+    ) -> tuple[list[Deviation], dict[Part, tuple[Array, ...]]]:
+        """Make a step both ways; return what is beyond rounding, and what one device has made.
+
+        Args:
+            one: makes it on one device.
+            many: makes it on the replicas.
+            state: that it begins with, where that is not what the model has.
+            before: all that the step begins with.
+        """
         with self._kept():
+            self._begin_with(state)
             expected = self._made(one, self._rows)
         with self._kept():
+            self._begin_with(state)
             found = self._made(many, self._rows, on_replicas=True)
         rounding = rounding_of(self._step.model)
         off = _suspects(expected, found, rounding)
         if not off:
-            return []
-        before = {part: components(variable)[0].numpy() for part, variable in self._compared}
+            return [], expected
         with self._kept():
             reordered = self._made(one, self._in_other_order(before))
         deviations = measure(off, found, reordered, {k: as_float(v) for k, v in before.items()}, 1, rounding, {})
-        return [d for d in deviations if d.is_beyond or d.is_apart]
+        return [d for d in deviations if d.is_beyond or d.is_apart], expected
+
+    def _begin_with(self, state: Mapping[Part, Array]) -> None:
+        for part, variable in self._compared:
+            if part in state:
+                for copy in components(variable):
+                    copy.assign(state[part])
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:
