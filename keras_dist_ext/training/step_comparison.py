@@ -153,8 +153,8 @@ class _BothWays:
         self._rows = rows
         self._prepare = prepare
         self._unprepared = unprepared
-        workers = workers_of(step.strategy)
-        self._is_chief = workers is None or workers.is_chief
+        self._workers = workers_of(step.strategy)
+        self._is_chief = self._workers is None or self._workers.is_chief
         self._compared = list(_compared(step.model))
         self._parts_of_sums = list(_parts_of_sums(step.model))
         self._paths = {id(variable): path for (_, path), variable in self._compared}
@@ -172,7 +172,10 @@ class _BothWays:
             for part, value in before.items()
             if part[0] == "state" and not np.array_equal(after[part][0], value)
         }
-        if deviations or not left:
+        has_found = bool(deviations)
+        if self._workers is not None:  # all make another step, or none
+            has_found = self._workers.sum([float(has_found)])[0] > 0
+        if has_found or not left:
             return deviations
         return self._deviations(one, many, left, before | left)[0]
 
