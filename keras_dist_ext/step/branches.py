@@ -23,7 +23,7 @@ from keras_dist_ext.aliases import Original, TensorNest, TracedFunction, UserFun
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.reducers import Reducer
-from keras_dist_ext.step.step_plan import StepPlan
+from keras_dist_ext.step.step_plan import StepPlan, Unplanned
 
 __all__ = ["Branches", "identity_of", "nested_in"]
 
@@ -51,6 +51,7 @@ class Branches:
         self._reducer = reducer
         self._plan = plan
         self._examination = examination
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._functions: dict[
             int, tuple[TracedFunction, TracedFunction]
         ] = {}  # by id: a tf.function of the user's, and its copy
@@ -149,6 +150,17 @@ class Branches:
         with nested_in(self._examination, key, is_function=True):
             return original(self._functions[id(function)][1], *args, **kwargs)
 
+    def check_planned(self) -> None:
+        """See that it is known, inside of a branch, loop or function, that replicas add up there.
+
+        Raises:
+            Unplanned: the step is to be traced in a scratch graph first.
+        """
+        if self._is_planned and not self._known.is_made and self._examination is None:
+            here = tf.compat.v1.get_default_graph()
+            if here is not self._graph:
+                raise Unplanned
+
     @property
     def _known(self) -> StepPlan:
         assert self._plan is not None
@@ -165,10 +177,11 @@ class Branches:
             return False
         if may_be_differentiated():
             raise LoopError(
-                "A step takes gradients of weights, or gathers rows, inside of a branch or loop of the graph (tf.cond, "
-                "tf.while_loop, or an if or while of a tf.function), and that inside of another GradientTape, which "
-                "cannot see through it on several replicas. Gather rows before the branch; use a branch or loop of "
-                "Python's, such as for _ in range(5); or end the outer tape before."
+                "A step takes gradients of weights, gathers rows or normalizes by the statistics of the global batch "
+                "(BatchNormalization) inside of a branch or loop of the graph (tf.cond, tf.while_loop, or an if or "
+                "while of a tf.function), and that inside of another GradientTape, which cannot see through it on "
+                "several replicas. Do it before the branch; use a branch or loop of Python's, such as for _ in "
+                "range(5); or end the outer tape before."
             )
         return True
 

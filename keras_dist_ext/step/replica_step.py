@@ -245,6 +245,7 @@ class ReplicaStep:
 
     def all_reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: tf.Tensor, original: Original) -> tf.Tensor:
         """All-reduce inside a layer."""
+        self._branches.check_planned()
         return self._reducer.all_reduce(reduce_op, value, original)
 
     def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[tf.Tensor], None]) -> None:

@@ -36,6 +36,12 @@ def explain(name: str, error: Exception, *, of_loop: bool = False, is_eager: boo
             f"replicas. The step runs on every replica already: call what you gave to strategy.run as it is, and "
             f"{sums}."
         )
+    if isinstance(error, RuntimeError) and "`merge_call` called while defining a new graph" in str(error):
+        return LoopError(
+            f"The step {name!r} adds up over replicas (BatchNormalization with the statistics of the global batch, a "
+            "synchronized layer) inside of a tf.function, or of a branch or loop in the graph, where replicas cannot "
+            "wait for each other. Call it outside, and choose between its outputs with tf.where."
+        )
     if is_eager:
         return LoopError(
             f"The step {name!r} cannot be traced ({first_line}), which is done once before it runs, also with "

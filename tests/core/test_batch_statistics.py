@@ -15,7 +15,7 @@ from cases import rotating
 from strategies import strategies
 
 import keras_dist_ext as kde
-from keras_dist_ext.errors import StrategyError
+from keras_dist_ext.errors import LoopError, StrategyError
 
 layers = keras.layers
 X = np.random.default_rng(0).normal(size=(22, 6, 4)).astype("float32")
@@ -148,6 +148,47 @@ def test_an_application_of_keras_trains_as_on_one_device() -> None:
         check(ours, trained(None, mobile, 9, rate=1e-4))
     finally:
         keras.config.set_dtype_policy(before)
+
+
+class Nested(layers.Layer):
+    """Normalizes inside of what a function makes of it."""
+
+    def __init__(self, nest: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.normal = Normalization()
+        self.nest = nest
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.nest(lambda x: self.normal(x, training=training), x)
+
+
+def in_function(lib: Any) -> Any:
+    nested = Nested(lambda normal, x: tf.function(normal)(x))
+    return lib.Sequential([keras.Input((6, 4)), nested, layers.Flatten(), layers.Dense(1)])
+
+
+@pytest.mark.rotating
+def test_in_a_function_of_tensorflow_they_are_those_of_one_device() -> None:
+    check(trained("mirrored2", in_function, batch_statistics="global"), of_one_device(in_function, 22))
+
+
+# By what runs a function on x.
+IN_BRANCHES: dict[str, Callable[[Any, Any], Any]] = {
+    "cond": lambda normal, x: tf.cond(tf.size(x) > -1, lambda: normal(x), lambda: x),
+    "a function's cond": lambda normal, x: tf.function(
+        lambda x: tf.cond(tf.size(x) > -1, lambda: normal(x), lambda: x)
+    )(x),
+    "while": lambda normal, x: tf.while_loop(lambda i, x: i < 1, lambda i, x: (i + 1, normal(x)), (0, x))[1],
+}
+
+
+@pytest.mark.parametrize("nested", rotating(IN_BRANCHES, []))
+def test_in_a_branch_of_the_graph_is_an_error_that_says_what_to_do(nested: str) -> None:
+    def make(lib: Any) -> Any:
+        return lib.Sequential([keras.Input((6, 4)), Nested(IN_BRANCHES[nested]), layers.Flatten(), layers.Dense(1)])
+
+    with pytest.raises(LoopError, match=r"\(BatchNormalization.* inside of a .*branch or loop"):
+        trained("mirrored2", make, batch_statistics="global")
 
 
 class OwnMoments(layers.BatchNormalization):
