@@ -8,6 +8,7 @@ In reading order:
     compile_notes     where files say what was given beyond Keras' arguments
     batch_statistics  of whose examples BatchNormalization takes them
     exactness         what ``compile(exact=True)`` cannot be combined with
+    whole_batch_layers  layers of Keras that compute something of all examples of a batch
     construction      models are made in the scope of their strategy
     runtime           what a model holds for its runs, apart from its layers
     building          build a model for its steps

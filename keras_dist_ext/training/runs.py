@@ -115,6 +115,7 @@ def predicting(
     runtime = model.replica_runtime
     with runtime.prepared(call.arguments.get("callbacks")):
         model.replica_seeds.begin()
+        runtime.check_layers("predict")
         if workers is not None:
             if not workers.is_chief:
                 call.arguments["verbose"] = 0

@@ -33,6 +33,7 @@ from keras_dist_ext.training.divergence import Divergence
 from keras_dist_ext.training.execution import RunKind, StepFunction
 from keras_dist_ext.training.run_callback import Callbacks, RunCallback, callbacks_in
 from keras_dist_ext.training.stop_signal import StopSignal
+from keras_dist_ext.training.whole_batch_layers import check_whole_batch_layers
 
 if TYPE_CHECKING:
     from keras_dist_ext.training.parameter_server.coordinator import Coordinator
@@ -149,8 +150,19 @@ class ReplicaRuntime:
         if self.compression is not None and kind == "train":
             with self.in_scope():
                 self.compression.prepare(model.trainable_variables)
-        if self.batch_statistics == "global" and self.strategy.num_replicas_in_sync > 1:
-            check_layers(model)
+        self.check_layers(kind)
+
+    def check_layers(self, kind: RunKind) -> None:
+        """Refuse or warn of layers that need all examples of a batch, where each replica has only some.
+
+        Args:
+            kind: of the steps that are about to be made.
+        """
+        if num_replicas_of(self.model) == 1 or isinstance(self.strategy, tf.distribute.ParameterServerStrategy):
+            return
+        if self.batch_statistics == "global":
+            check_layers(self.model)
+        check_whole_batch_layers(self.model, kind, exact=self.exact)
 
     # Steps that were traced
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -171,6 +172,23 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, type[Exception], str]] = {
     "draws": (lambda: layers.Lambda(gamma), "mse", SeedError, "draws by StatelessRandomGammaV3"),
     "rows that interact": (lambda: layers.Lambda(centered), "mse", StepError, "does not train on 2 replicas as on one"),
     "a loss of pairs": (layers.UnitNormalization, keras.losses.Circle(), StepError, "differs in the gradient of head"),
+    "a histogram": (
+        lambda: keras.Sequential([layers.Reshape((2, 2, 1)), layers.RandAugment(), layers.Flatten()]),
+        "mse",
+        StepError,
+        "The layer '.*' .Equalization. spreads brightness by a histogram of all images of a batch",
+    ),
+    "a limit": (
+        lambda: keras.Sequential(
+            [
+                layers.MelSpectrogram(fft_length=2, sequence_stride=1, num_mel_bins=2, name="mel"),
+                layers.GlobalAveragePooling1D(data_format="channels_first"),
+            ]
+        ),
+        "mse",
+        StepError,
+        "The layer '.*mel' .MelSpectrogram. limits all numbers by the largest one",
+    ),
     "images distorted": (
         lambda: keras.Sequential([layers.Reshape((2, 2, 1)), layers.RandomElasticTransform(), layers.Flatten()]),
         "mse",
@@ -178,6 +196,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, type[Exception], str]] = {
         "is a RandomElasticTransform",
     ),
 }
+
+
+@pytest.mark.rotating
+def test_layers_that_look_at_whole_batches_are_warned_of_where_they_do() -> None:
+    with strategies.get("mirrored2").scope():
+        model = kde.Sequential([keras.Input((2, 2, 1)), layers.RandAugment(), layers.Flatten(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((4, 2, 2, 1), "float32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.predict(x, verbose=0)  # in which it changes nothing
+    with pytest.warns(UserWarning, match="Equalization. spreads brightness by a histogram .* Apply it in the dataset"):
+        model.fit(x, x[:, 0, 0], verbose=0)
 
 
 @pytest.mark.checks_fit
