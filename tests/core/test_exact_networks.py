@@ -1,0 +1,30 @@
+"""Networks with dropout and BatchNormalization take 50 steps on replicas as stock Keras does on one device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from cases import rotating
+from exact_runs import farthest, train_network
+from strategies import strategies
+
+# Network, batches, strategy.
+RUNS = [
+    ("Transformer", "uneven", "mirrored3"),
+    ("Transformer", "uneven", "mirrored4"),
+    ("Transformer", "even", "mirrored2"),
+    ("LSTM", "uneven", "mirrored4"),
+]
+
+
+@functools.cache
+def of_stock(network: str, examples: str) -> Any:
+    return train_network(network, examples)
+
+
+@pytest.mark.parametrize(("network", "examples", "kind"), rotating(RUNS, []))
+def test_50_steps_are_those_of_one_device(network: str, examples: str, kind: str) -> None:
+    ours = train_network(network, examples, strategies.get(kind))
+    assert farthest(ours, of_stock(network, examples)) < 1e-5
