@@ -5,12 +5,14 @@
     python benchmarks/bench_plan.py --shared                 # replicas of one process, which share its cores
 
 Replicas are worker processes on 127.0.0.1, each pinned to as many cores of its own; numbers of replicas for which there
-are not enough cores are left out. One replica is measured on as many cores, and never sees the others. What it cannot
-know, sums over workers, is measured on the first number of several workers, and used for all.
+are not enough cores are left out. The workers of the first number plan, each for one replica, with what sums over them
+add to a step (`network=strategy`); that plan is held against the steps of all numbers. Plans and timed steps take
+turns, so that a slow moment of the machine hits both.
 
 With `--shared`, replicas are logical CPU devices of one process, and one replica is measured on all cores.
 
-A row is a model at a number of replicas, once with the batch of one replica divided and once with that for each.
+A row is a model at a number of replicas, once with the batch of one replica divided and once with that for each; what
+is shown is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import sys
 import tempfile
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from cases import MODELS, Case, Classes, Train, batches_of, epoch_times, start, steps_for
@@ -45,8 +47,9 @@ class Job:
     model: str
     num_replicas: int
     cores_each: int  # 0: all
-    replicas: tuple[int, ...] = ()  # to predict for
-    seconds: float = 2.0  # of timed training
+    replicas: tuple[int, ...] = ()  # to predict for; none: nothing is predicted
+    seconds: float = 1.0  # of timed training
+    num_rounds: int = 3
     is_shared: bool = False
 
 
@@ -55,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=MODELS_OF_ROWS, help=f"of {', '.join(MODELS)}, with commas between")
     parser.add_argument("--replicas", default="2,4", help="with commas between")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of timed training of a row")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of timed training of a row, in a round")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shared", action="store_true", help="replicas of one process")
     parser.add_argument("--json", type=pathlib.Path, help="a file for all figures")
     parser.add_argument("--job", help=argparse.SUPPRESS)
@@ -64,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.job:
         job = Job(**json.loads(options.job))
-        value = predict(job) if job.num_replicas == 1 else train_several(job, is_worker=options.worker)
+        value = run(job, is_worker=options.worker)
         if value is not None:
             options.result.write_text(json.dumps(value))
         os._exit(0)
@@ -77,10 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         replicas = tuple(number for number in replicas if number <= num_cores)
         if left_out:
             console.print(f"left out: {left_out} replicas have no core each of {num_cores}", highlight=False)
-    cores_each = 0 if options.shared else num_cores // max(replicas, default=1)
+    if not replicas:
+        return 0
+    cores_each = 0 if options.shared else num_cores // max(replicas)
     lines, figures, num_failed = [], {}, 0
     for model in options.models.split(","):
-        job = Job(model, 1, cores_each, replicas, options.seconds, options.shared)
+        job = Job(model, replicas[0], cores_each, replicas, options.seconds, options.rounds, options.shared)
         try:
             found = rows_of(job)
         except RuntimeError as error:
@@ -112,30 +118,29 @@ def line_of(
 
 def rows_of(job: Job) -> list[tuple[int, str, dict[str, float], float, str]]:
     """Return, for numbers of replicas and kinds of batches, the predicted and the measured seconds of a step."""
-    taken: dict[int, dict[str, Any]] = {}
-    for number in job.replicas:
-        taken[number] = apart(dataclasses.replace(job, num_replicas=number))
-    sums = next((found["sums"] for found in taken.values() if found["sums"]), None)
-    predicted = apart(job, {"sums": sums})
+    first = apart(job)
+    taken = {job.num_replicas: first}
+    for number in job.replicas[1:]:
+        taken[number] = apart(dataclasses.replace(job, num_replicas=number, replicas=()))
     rows = []
     for number in job.replicas:
         for kind in KINDS:
-            step = predicted[kind][str(number)]
-            rows.append((number, kind, step["seconds"], taken[number][kind], step["bound"]))
+            steps = [plan[kind][str(number)] for plan in first["plans"]]
+            seconds = {name: median(step["seconds"][name] for step in steps) for name in ("low", "value", "high")}
+            bounds = [step["bound"] for step in steps]
+            measured = median(round_[kind] for round_ in taken[number]["steps"])
+            rows.append((number, kind, seconds, measured, max(set(bounds), key=bounds.count)))
     return rows
 
 
-def apart(job: Job, given: Any = None) -> Any:
+def apart(job: Job) -> Any:
     """Do a job in processes of its own, and return its value."""
-    with tempfile.TemporaryDirectory() as folder:
-        environ_file = pathlib.Path(folder, "given.json")
-        environ_file.write_text(json.dumps(given))
-        os.environ["BENCH_GIVEN"] = str(environ_file)
-        command = [__file__, "--job", json.dumps(dataclasses.asdict(job))]
-        if job.num_replicas == 1 or job.is_shared:
-            return run_apart([sys.executable, *command], LIMIT_SECONDS)
-        import keras_dist_ext as kde
+    command = [__file__, "--job", json.dumps(dataclasses.asdict(job))]
+    if job.is_shared:
+        return run_apart([sys.executable, *command], LIMIT_SECONDS)
+    import keras_dist_ext as kde
 
+    with tempfile.TemporaryDirectory() as folder:
         result = pathlib.Path(folder, "result.json")
         ended = kde.launch(
             job.num_replicas,
@@ -169,52 +174,42 @@ def built(case: Case, strategy: Any) -> Any:
     return model
 
 
-def predict(job: Job) -> dict[str, Any]:
-    """Plan from one replica."""
-    pin(0, job.cores_each)
-    case = MODELS[job.model]
-    strategy = start(1)
-    import keras_dist_ext as kde
-    from keras_dist_ext.diagnosis.plan.links import SumTimes
-    from keras_dist_ext.diagnosis.plan.plan import predict as predict_from
-
-    devices: Any = "shared" if job.is_shared else "own"
-    plan = kde.plan(built(case, strategy), batches_of(case), replicas=list(job.replicas), devices=devices)
-    given = json.loads(pathlib.Path(os.environ["BENCH_GIVEN"]).read_text())["sums"]
-    if given is not None:
-        seconds = {int(size): tuple(samples) for size, samples in given["seconds"].items()}
-        sums = SumTimes(given["num_replicas"], seconds, given["where"], given["in_memory"])
-        plan = predict_from(dataclasses.replace(plan.measured, sums=sums), job.replicas, devices)
-    return {
-        curve.kind: {
-            str(point.num_replicas): {"seconds": dataclasses.asdict(point.seconds), "bound": point.bound}
-            for point in curve.points
-        }
-        for curve in plan.curves
-    }
-
-
-def train_several(job: Job, *, is_worker: bool) -> dict[str, Any] | None:
-    """Train several replicas, and return the seconds of a step and, of workers, those of sums; None but on worker 0."""
+def run(job: Job, *, is_worker: bool) -> dict[str, Any] | None:
+    """Plan and train in turn; return the plans and the measured seconds of steps, None but on worker 0."""
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if is_worker else 0
     pin(index, job.cores_each)
     case = MODELS[job.model]
+    import tensorflow as tf
+
     import keras_dist_ext as kde
 
     strategy = kde.pick_strategy("multi_worker").strategy if is_worker else start(job.num_replicas)
-    found: dict[str, Any] = {"sums": None}
-    model = None
+    one = built(case, tf.distribute.get_strategy()) if job.replicas else None
+    fits = {}
     for kind in KINDS:
         size = case.batch_size * (job.num_replicas if kind == KINDS[1] else 1)
-        model = built(case, strategy)
-        train = timed_fit(model, batches_of(dataclasses.replace(case, batch_size=size)))
-        found[kind] = train(steps_for(train, job.seconds, strategy))
-    if is_worker and model is not None:
-        from keras_dist_ext.diagnosis.plan.sums import time_sums
+        train = timed_fit(built(case, strategy), batches_of(dataclasses.replace(case, batch_size=size)))
+        fits[kind] = train, steps_for(train, job.seconds, strategy)
+    devices: Any = "shared" if job.is_shared else "own"
+    plans: list[Any] = []
+    steps: list[dict[str, float]] = []
+    for _ in range(job.num_rounds):
+        if one is not None:
+            plan = kde.plan(one, batches_of(case), replicas=job.replicas, devices=devices, network=strategy)
+            plans.append(plan.to_dict())
+        steps.append({kind: train(num_steps) for kind, (train, num_steps) in fits.items()})
+    return {"plans": [by_number(plan) for plan in plans], "steps": steps} if index == 0 else None
 
-        num_bytes = sum(4 * math.prod(variable.shape) for variable in model.trainable_variables)
-        found["sums"] = dataclasses.asdict(time_sums(strategy, num_bytes, len(model.trainable_variables)))
-    return found if index == 0 else None
+
+def by_number(plan: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what a plan says of a step, by kind and number of replicas."""
+    return {
+        kind: {
+            str(point["replicas"]): {"seconds": point["step_seconds"], "bound": point["bound"], "parts": point["parts"]}
+            for point in curve["points"]
+        }
+        for kind, curve in plan["curves"].items()
+    }
 
 
 def timed_fit(model: Any, data: Any) -> Train:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from doctor_runs import ROWS, WIDTH, L, X, Y, heavy, pipeline, sleeping, tiny
 
 import keras_dist_ext as kde
 from keras_dist_ext.cli import main
+from keras_dist_ext.diagnosis.plan import sums_in_steps
 from keras_dist_ext.diagnosis.plan.planned_script import plan_script
 from keras_dist_ext.diagnosis.plan.sums import time_sums, time_sums_in_memory
+from keras_dist_ext.step import reducers
+from keras_dist_ext.step.reduce import sum_over_replicas
 
 FAST, SLOW = "100GB/s, 1us", "1Mb/s, 10ms"
 OF_ALL: Any = "fixed global batch"
@@ -83,6 +87,41 @@ def test_replicas_that_share_memory_are_planned_with_sums_in_it(mirrored: Any) -
     assert plan.measured.sums.in_memory
     assert plan.curve(OF_ALL).points[1].parts.communication > 0
     assert any("share the" in sentence for sentence in plan.assumptions)
+
+
+def slow_sum(strategy: tf.distribute.Strategy, values: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Add up as steps do, over a link that takes 20 ms."""
+
+    def wait(value: Any) -> Any:
+        time.sleep(0.02)
+        return value
+
+    first, *others = sum_over_replicas(strategy, values)
+    (there,) = tf.numpy_function(wait, [first], [first.dtype])
+    there.set_shape(first.shape)
+    return [there, *others]
+
+
+@pytest.mark.parametrize("where", rotating(["in memory", "in fit"], []))
+def test_a_slow_link_is_the_bound_and_what_to_change_first(
+    where: str, mirrored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reducers, "sum_over_replicas", slow_sum)
+    if where == "in fit":  # as replicas are timed that do not share memory
+        monkeypatch.setattr(sums_in_steps, "shares_memory", lambda strategy: False)
+    model = made(tiny())
+    model(X[:2])
+    before = model.get_weights()
+    plan = kde.plan(model, pipeline(), replicas=[1, 2], network=mirrored)
+    assert plan.measured.sums is not None
+    assert plan.measured.sums.in_steps
+    one, two = plan.curve(OF_ALL).points
+    assert one.parts.communication == 0
+    assert two.parts.communication == pytest.approx(0.02, rel=0.5)
+    assert two.bound == "communication", str(plan)
+    assert plan.what_ifs[OF_ALL][0].code == "communication"
+    for was, now in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(was, now)
 
 
 @pytest.mark.parametrize("kind", rotating(["mirrored2", "memory"], []))
@@ -161,6 +200,12 @@ def test_a_model_that_is_not_compiled_is_refused() -> None:
 def test_a_strategy_of_one_replica_sums_nothing(strategies: Any) -> None:
     with pytest.raises(kde.MonitorError, match="^network is OneDeviceStrategy .*sums nothing over replicas"):
         kde.plan(made(tiny()), pipeline(), network=strategies.get("one_device"))
+
+
+def test_what_pick_strategy_returns_is_refused_with_what_to_give() -> None:
+    choice = kde.pick_strategy("one_device")
+    with pytest.raises(kde.StrategyError, match=r"^network must be .*it has one: `StrategyChoice.strategy`"):
+        kde.plan(made(tiny()), pipeline(), network=choice)
 
 
 def test_a_plan_inside_of_a_scope_is_refused(mirrored: Any) -> None:

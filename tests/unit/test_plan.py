@@ -162,6 +162,15 @@ def test_intervals_hold_the_value_and_come_from_the_spread() -> None:
     assert narrow.high - narrow.low < 1e-9
 
 
+def test_intervals_reach_as_far_as_the_run_was_from_what_was_predicted_of_it() -> None:
+    right = planned(measured()).curves[0]
+    off = planned(measured(run_seconds=1.5 * right.one.seconds.value)).curves[0]
+    for was, now in zip(right.points, off.points, strict=True):
+        assert now.seconds.value == was.seconds.value
+        assert now.seconds.high == pytest.approx(1.5 * was.seconds.value, rel=0.05)
+    assert off.one.speedup.high == pytest.approx(1)
+
+
 def test_memory_is_a_line_through_what_was_measured() -> None:
     plan = planned(measured(peak_bytes={64: 1000 + 64, 256: 1000 + 256}))
     memory = [point.memory_bytes for point in plan.curve("fixed global batch").points]
@@ -220,6 +229,20 @@ def test_a_measured_link_predicts_the_sums_that_it_was_measured_by(in_memory: bo
 def test_a_sum_of_few_bytes_that_seemed_to_take_no_time_does_not_set_the_bandwidth() -> None:
     sums = SumTimes(2, {4096: (0.0,), 250_000: (2.5e-4,), 1_000_000: (1e-3,)}, "here")
     assert sums.link().bytes_per_second == pytest.approx(1e9, rel=0.05)
+
+
+def test_what_a_sum_of_few_bytes_adds_to_steps_is_latency() -> None:
+    link = SumTimes(2, {644: (2e-4,) * 3}, "here", in_steps=True).link()
+    assert link.sum_seconds(2, 644) == pytest.approx(2e-4)
+    assert link.sum_seconds(4, 644) == pytest.approx(6e-4)
+    assert link.source == "measured in steps on here"
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("added", [1e-3, 0.1])
+def test_what_gradients_add_to_steps_is_predicted_as_it_was_measured(in_memory: bool, added: float) -> None:
+    link = SumTimes(2, {4096: (2.6e-3,) * 3, 40_000: (added,) * 3}, "here", in_memory, in_steps=True).link()
+    assert link.sum_seconds(2, 40_000) == pytest.approx(added)
 
 
 def test_lines_have_no_parts_below_zero() -> None:

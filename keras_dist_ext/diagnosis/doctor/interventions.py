@@ -28,7 +28,7 @@ from keras_dist_ext.training.program import StepProgram
 from keras_dist_ext.training.runners import StepRunner
 from keras_dist_ext.training.snapshot import kept_state
 
-__all__ = ["Conditions", "experiment"]
+__all__ = ["Conditions", "WithoutSum", "experiment"]
 
 _SECONDS = 8.0  # that rounds may take together
 _BLOCK_SECONDS = 0.06  # of a condition in a round, at least
@@ -59,7 +59,7 @@ def experiment(model: keras.Model, dataset: tf.data.Dataset, *, steps_per_execut
         conditions.add("double", batch, change=_doubled)
         if model.distribute_strategy.num_replicas_in_sync > 1:
             if model.virtual_replicas is None:
-                conditions.add("no sum", batch, step=_WithoutSum)
+                conditions.add("no sum", batch, step=WithoutSum)
             else:
                 conditions.skipped["no sum"] = "virtual replicas are summed in order"
             conditions.add_one_device(batch)
@@ -73,8 +73,11 @@ class _SumsNothing(MirroredReducer):
         return list(values)
 
 
-class _WithoutSum(DistributedStep):
+class WithoutSum(DistributedStep):
+    """A step that sums no gradients."""
+
     def reducer(self) -> MirroredReducer:
+        """See ``DistributedStep``."""
         return _SumsNothing(self.model, self.strategy, loops=self.loops)
 
 

@@ -5,7 +5,8 @@ In reading order:
     plan            ``kde.plan``: measure a model, and predict
     planned_script  ``keras-dist-ext plan SCRIPT.py``
     measure         measure what a step of one replica costs
-    sums            time sums over replicas
+    sums            time sums over replicas by themselves
+    sums_in_steps   time what sums add to the steps of a model
     measurements    what was measured, as plain values
     links           networks: as they are written, as documented, as measured
     step_costs      from measurements to the seconds of a step on so many replicas

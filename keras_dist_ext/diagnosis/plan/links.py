@@ -110,27 +110,38 @@ class SumTimes:
         seconds: by bytes of each replica, a sample a round.
         where: what they were measured on, for people.
         in_memory: see ``Link``.
+        in_steps: whether the most bytes are a model's gradients, and its seconds what sums add to its steps.
     """
 
     num_replicas: int
     seconds: Mapping[int, tuple[float, ...]]
     where: str
     in_memory: bool = False
+    in_steps: bool = False
 
-    def link(self, rounds: Sequence[int] | None = None) -> Link:
-        """Return the link that explains the medians of some rounds, by default of all."""
+    def link(self, number: int | None = None) -> Link:
+        """Return the link that explains the medians of all rounds, or the round of a number."""
         sizes = sorted(self.seconds)
-        medians = [float(np.median(_of_rounds(self.seconds[size], rounds))) for size in sizes]
-        at_once, per_byte = fit_line([float(size) for size in sizes], medians)
+        medians = [float(np.median(_of_round(self.seconds[size], number))) for size in sizes]
+        if self.in_steps:  # what the gradients take is kept; what next to nothing takes by itself is latency
+            at_once = min(medians[0], medians[-1])
+            per_byte = (medians[-1] - at_once) / max(1, sizes[-1])
+        else:
+            at_once, per_byte = fit_line([float(size) for size in sizes], medians)
         count = self.num_replicas
         num_messages, per_message = (1, float(count)) if self.in_memory else (2 * (count - 1), 2 * (count - 1) / count)
         bytes_per_second = per_message / max(per_byte, 1e-15)
-        return Link(bytes_per_second, at_once / num_messages, f"measured on {self.where}", self.in_memory)
+        return Link(
+            bytes_per_second,
+            at_once / num_messages,
+            f"measured {'in steps ' if self.in_steps else ''}on {self.where}",
+            self.in_memory,
+        )
 
 
-def _of_rounds(samples: Sequence[float], rounds: Sequence[int] | None) -> list[float]:
-    """Return the samples of some rounds, which may count more than there are."""
-    return list(samples) if rounds is None else [samples[number % len(samples)] for number in rounds]
+def _of_round(samples: Sequence[float], number: int | None) -> Sequence[float]:
+    """Return the samples of a round, whose number may count more than there are; for None, all of them."""
+    return samples if number is None else [samples[number % len(samples)]]
 
 
 def fit_line(places: Sequence[float], values: Sequence[float]) -> tuple[float, float]:

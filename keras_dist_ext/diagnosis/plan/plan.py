@@ -19,7 +19,8 @@ from keras_dist_ext.diagnosis.plan.measurements import Measurements
 from keras_dist_ext.diagnosis.plan.plan_report import Plan
 from keras_dist_ext.diagnosis.plan.scaling import KINDS, draw_curve
 from keras_dist_ext.diagnosis.plan.step_costs import Devices, resampled_costs, step_costs
-from keras_dist_ext.diagnosis.plan.sums import time_sums, time_sums_in_memory
+from keras_dist_ext.diagnosis.plan.sums import time_sums_in_memory
+from keras_dist_ext.diagnosis.plan.sums_in_steps import time_sums_in_steps
 from keras_dist_ext.diagnosis.plan.what_ifs import what_ifs
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.step.reduce import shares_memory
@@ -103,20 +104,28 @@ def plan(
     measured = measure_one_replica(
         one, dataset, numbers, num_steps=num_steps, callbacks=callbacks, fit_arguments=fit_arguments
     )
+
+    def sums_on(strategy: tf.distribute.Strategy) -> SumTimes:
+        return time_sums_in_steps(
+            model,
+            one,
+            strategy,
+            dataset,
+            batch_size=measured.batch_size,
+            gradient_bytes=measured.gradient_bytes,
+            num_gradients=measured.num_gradients,
+        )
+
     if link is not None:
         measured = dataclasses.replace(measured, given_link=link)
     elif measured_on is not None:
-        measured = dataclasses.replace(measured, sums=_sums_of(measured, measured_on))
+        measured = dataclasses.replace(measured, sums=sums_on(measured_on))
     elif devices == "shared" and max(numbers) > 1:
         num_replicas = min(8, max(numbers))
         measured = dataclasses.replace(measured, sums=time_sums_in_memory(num_replicas, measured.gradient_bytes))
     elif strategy.num_replicas_in_sync > 1 and not shares_memory(strategy):
-        measured = dataclasses.replace(measured, sums=_sums_of(measured, strategy))
+        measured = dataclasses.replace(measured, sums=sums_on(strategy))
     return predict(measured, numbers, devices)
-
-
-def _sums_of(measured: Measurements, strategy: tf.distribute.Strategy) -> SumTimes:
-    return time_sums(strategy, measured.gradient_bytes, measured.num_gradients)
 
 
 def predict(measured: Measurements, replicas: Sequence[int], devices: Devices = "own") -> Plan:
@@ -169,7 +178,7 @@ def checked_network(network: object) -> tuple[Link | None, tf.distribute.Strateg
         return None, None
     if isinstance(network, str):
         return read_network(network), None
-    if not hasattr(network, "extended") or isinstance(network, type):
+    if (not hasattr(network, "extended") and not hasattr(network, "strategy")) or isinstance(network, type):
         arguments.refuse("network", network, f"{_NETWORK}, or None", MonitorError)
     strategy: Any = checked_strategy(network, "network")
     if isinstance(strategy, tf.distribute.ParameterServerStrategy) or strategy.num_replicas_in_sync < 2:

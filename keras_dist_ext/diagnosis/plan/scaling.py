@@ -125,13 +125,17 @@ def draw_curve(
         return measured.batch_size * (count if kind == "fixed batch a replica" else 1)
 
     bases = [draw.predict(1, measured.batch_size).seconds / measured.batch_size for draw in (costs, *draws)]
+    off = 1.0 if measured.run_seconds is None else measured.run_seconds / max(1e-12, bases[0] * measured.batch_size)
+    unexplained = np.linspace(1.0, off, len(draws))
 
     def point(count: int) -> Point:
         batch = batch_of(count)
         parts = costs.predict(count, batch, devices)
-        seconds = np.array([draw.predict(count, batch, devices).seconds for draw in draws])
+        steps = [draw.predict(count, batch, devices) for draw in draws]
+        sums = np.array([step.communication for step in steps])
+        seconds = sums + unexplained * (np.array([step.seconds for step in steps]) - sums)
         rates = batch / seconds
-        speedups = rates * np.array(bases[1:])
+        speedups = rates * np.array(bases[1:]) * unexplained
         examples = -(-batch // count)
         return Point(
             num_replicas=count,

@@ -164,13 +164,14 @@ def step_costs(measured: Measurements) -> StepCosts:
 
 
 def resampled_costs(measured: Measurements, num_draws: int = 200) -> list[StepCosts]:
-    """Return the costs that rounds drawn again give, so often (bootstrap): how they scatter is how sure they are.
+    """Return the costs that single rounds give, drawn so often: what some seconds of training may take.
 
-    Samples of one round are drawn together: a slow moment of the machine hits all of them.
+    Not the medians of rounds drawn again, which say how sure the median is: a machine that is slow now and then stays
+    so for longer than a round. Samples of one round are drawn together: a slow moment hits all of them.
     """
     generator = np.random.default_rng(0)
     most = max(len(samples) for samples in _all_samples(measured))
-    return [_costs(measured, generator.integers(most, size=most)) for _ in range(num_draws)]
+    return [_costs(measured, int(number)) for number in generator.integers(most, size=num_draws)]
 
 
 def _all_samples(measured: Measurements) -> list[Sequence[float]]:
@@ -178,10 +179,11 @@ def _all_samples(measured: Measurements) -> list[Sequence[float]]:
     return [*measured.steps.values(), measured.update, measured.host, measured.input, *sums]
 
 
-def _costs(measured: Measurements, rounds: npt.NDArray[np.int64] | None) -> StepCosts:
+def _costs(measured: Measurements, number: int | None) -> StepCosts:
+    """Return the costs that one round gives, which may count more than there are; for None, all of them."""
+
     def middle(samples: Sequence[float]) -> float:
-        held = np.asarray(samples, np.float64)
-        return float(np.median(held if rounds is None else held[_drawn(rounds, len(held))]))
+        return float(np.median(samples) if number is None else samples[number % len(samples)])
 
     sizes = sorted(measured.steps)
     seconds = [middle(measured.steps[size]) for size in sizes]
@@ -189,7 +191,7 @@ def _costs(measured: Measurements, rounds: npt.NDArray[np.int64] | None) -> Step
     update = min(middle(measured.update), min(seconds))
     link = measured.given_link
     if measured.sums is not None:
-        link = measured.sums.link(None if rounds is None else [int(number) for number in rounds])
+        link = measured.sums.link(number)
     return StepCosts(
         sizes=np.array(sizes, np.float64),
         seconds=np.array(seconds),
@@ -204,12 +206,6 @@ def _costs(measured: Measurements, rounds: npt.NDArray[np.int64] | None) -> Step
         cores_busy=measured.cores_busy,
         num_cores=measured.num_cores,
     )
-
-
-def _drawn(rounds: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """Return as many numbers of samples as there are, from rounds that may count more."""
-    drawn: npt.NDArray[np.int64] = rounds[:count] % count
-    return drawn
 
 
 def sizes_to_measure(batch_size: int, replicas: Sequence[int], most: int = 6) -> list[int]:

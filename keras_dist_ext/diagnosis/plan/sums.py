@@ -33,7 +33,7 @@ def sizes_of_sums(gradient_bytes: int) -> list[int]:
 
 
 def time_sums(strategy: tf.distribute.Strategy, gradient_bytes: int, num_gradients: int = 1) -> SumTimes:
-    """Time sums over all replicas of a strategy. Of several workers, every one must call it.
+    """Time sums by themselves over all replicas of a strategy. Of several workers, every one must call it.
 
     Args:
         strategy: of at least two replicas.
