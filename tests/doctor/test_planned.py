@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,26 @@ def test_a_model_of_stock_keras_is_planned_by_a_copy() -> None:
     assert sorted(plan.measured.steps) == [16, 32, 64]
     assert plan.measured.gradient_bytes == 4 * model.count_params()
     assert plan.measured.state_bytes > 3 * plan.measured.gradient_bytes  # Adam keeps two numbers a weight
+
+
+@pytest.mark.rotating
+def test_a_step_of_the_users_own_is_planned_and_what_python_draws_next_stays(mirrored: Any) -> None:
+    class Own(kde.Model):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    inputs = keras.Input((WIDTH,))
+    model = Own(inputs, L.Dense(1)(inputs))
+    model.compile("sgd")
+    state = random.getstate()
+    plan = kde.plan(model, pipeline(), replicas=[1, 2], network=mirrored)
+    assert random.getstate() == state
+    assert plan.measured.sums is not None
 
 
 @pytest.mark.rotating

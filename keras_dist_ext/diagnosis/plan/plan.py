@@ -28,6 +28,7 @@ from keras_dist_ext.strategy.given import checked_strategy
 from keras_dist_ext.strategy.scope import describe_strategy
 from keras_dist_ext.training.adoption.adopt import adopt
 from keras_dist_ext.training.runtime import runtime_of
+from keras_dist_ext.training.snapshot import kept_random
 
 __all__ = ["REPLICAS", "checked_network", "checked_replicas", "plan", "predict"]
 
@@ -96,35 +97,36 @@ def plan(
         arguments.refuse("y", y, "arrays, or None", MonitorError)
     dataset = _as_batches(data, y, fit_arguments)
     _check_model(model)
-    strategy = model.distribute_strategy
-    if runtime_of(model) is not None and is_default_strategy(strategy):
-        one = model
-    else:
-        one = adopt(model, tf.distribute.get_strategy())
-    measured = measure_one_replica(
-        one, dataset, numbers, num_steps=num_steps, callbacks=callbacks, fit_arguments=fit_arguments
-    )
-
-    def sums_on(strategy: tf.distribute.Strategy) -> SumTimes:
-        return time_sums_in_steps(
-            model,
-            one,
-            strategy,
-            dataset,
-            batch_size=measured.batch_size,
-            gradient_bytes=measured.gradient_bytes,
-            num_gradients=measured.num_gradients,
+    with kept_random():  # of which copies take their seeds
+        strategy = model.distribute_strategy
+        if runtime_of(model) is not None and is_default_strategy(strategy):
+            one = model
+        else:
+            one = adopt(model, tf.distribute.get_strategy())
+        measured = measure_one_replica(
+            one, dataset, numbers, num_steps=num_steps, callbacks=callbacks, fit_arguments=fit_arguments
         )
 
-    if link is not None:
-        measured = dataclasses.replace(measured, given_link=link)
-    elif measured_on is not None:
-        measured = dataclasses.replace(measured, sums=sums_on(measured_on))
-    elif devices == "shared" and max(numbers) > 1:
-        num_replicas = min(8, max(numbers))
-        measured = dataclasses.replace(measured, sums=time_sums_in_memory(num_replicas, measured.gradient_bytes))
-    elif strategy.num_replicas_in_sync > 1 and not shares_memory(strategy):
-        measured = dataclasses.replace(measured, sums=sums_on(strategy))
+        def sums_on(strategy: tf.distribute.Strategy) -> SumTimes:
+            return time_sums_in_steps(
+                model,
+                one,
+                strategy,
+                dataset,
+                batch_size=measured.batch_size,
+                gradient_bytes=measured.gradient_bytes,
+                num_gradients=measured.num_gradients,
+            )
+
+        if link is not None:
+            measured = dataclasses.replace(measured, given_link=link)
+        elif measured_on is not None:
+            measured = dataclasses.replace(measured, sums=sums_on(measured_on))
+        elif devices == "shared" and max(numbers) > 1:
+            num_replicas = min(8, max(numbers))
+            measured = dataclasses.replace(measured, sums=time_sums_in_memory(num_replicas, measured.gradient_bytes))
+        elif strategy.num_replicas_in_sync > 1 and not shares_memory(strategy):
+            measured = dataclasses.replace(measured, sums=sums_on(strategy))
     return predict(measured, numbers, devices)
 
 

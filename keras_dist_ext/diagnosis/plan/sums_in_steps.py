@@ -23,7 +23,7 @@ from keras_dist_ext.step.reduce import shares_memory
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.adoption.adopt import adopt
 from keras_dist_ext.training.runtime import runtime_of
-from keras_dist_ext.training.snapshot import kept_state
+from keras_dist_ext.training.snapshot import kept_pass, kept_state
 
 __all__ = ["time_sums_in_steps"]
 
@@ -62,20 +62,31 @@ def time_sums_in_steps(
     """
     alone = time_sums(strategy, 0, num_gradients)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(kept_pass(dataset))
+        stack.enter_context(kept_state(one))
         several = model
         if model.distribute_strategy is strategy and runtime_of(model) is not None:
             stack.enter_context(kept_state(model))
         else:
-            several = adopt(one, strategy)
+            several = _adopted(one, strategy)
         if shares_memory(strategy):
             added = _added_in_memory(several, dataset)
         else:
-            stack.enter_context(kept_state(one))
             share = -(-batch_size // strategy.num_replicas_in_sync)
             added = _added_to_fits(several, one, dataset, share)
     least = min(alone.seconds)
     known = {least: alone.seconds[least]} if gradient_bytes >= 4 * least else {}
     return dataclasses.replace(alone, seconds={**known, gradient_bytes: added}, in_steps=True)
+
+
+def _adopted(one: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
+    """Return the model under the strategy, alike on all workers."""
+    several = adopt(one, strategy)
+    several.replica_runtime.batch_spec = one.replica_runtime.batch_spec
+    workers = workers_of(strategy)
+    if workers is not None:  # each has made its own
+        workers.broadcast_state([*several.variables, *several.optimizer.variables])
+    return several
 
 
 def _added_in_memory(several: keras.Model, dataset: tf.data.Dataset) -> tuple[float, ...]:
