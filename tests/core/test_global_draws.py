@@ -340,6 +340,7 @@ def test_draws_are_by_replica_or_global() -> None:
 
 
 @pytest.mark.rotating
+@pytest.mark.filterwarnings("ignore:The layer '.*' .Equalization. spreads brightness")
 def test_layers_that_draw_otherwise_are_refused_by_name() -> None:
     for layer, message in (
         (layers.AugMix, "random numbers of Python or NumPy while it is traced"),

@@ -139,7 +139,7 @@ def test_the_signature_and_help_of_a_loop_are_those_of_keras(name):
 
 def test_the_signature_of_compile_differs_by_arguments_of_ours_and_the_default_of_steps_per_execution():
     ours, theirs = (inspect.signature(lib.Model.compile).parameters for lib in (kde, keras))
-    assert list(ours) == [*theirs, "virtual_replicas", "check", "batch_statistics", "exact"]
+    assert list(ours) == [*theirs, "virtual_replicas", "check", "batch_statistics", "exact", "gradient_compression"]
     assert [name for name in theirs if ours[name].default != theirs[name].default] == ["steps_per_execution"]
 
 
