@@ -230,7 +230,7 @@ class Gradients:
             variables: one for each; None for those of the optimizer.
             original: runs the optimizer.
         """
-        gradients = list(gradients)
+        gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.Variable | keras.Variable) else g for g in gradients]
         variables = list(optimized_variables(optimizer) if variables is None else variables)
         kept = [self._kept.of(gradient) for gradient in gradients]
         others = [gradient if term is None else None for gradient, term in zip(gradients, kept, strict=True)]

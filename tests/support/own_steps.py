@@ -484,6 +484,45 @@ def a_step_that_is_a_function_with_a_branch(base: Base) -> Any:
 
 
 @program
+def gradients_that_are_summed_in_variables_and_applied_from_there(base: Base) -> Any:
+    class Net(base.Model):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+        def build(self, shape: Any) -> None:
+            self.dense.build(shape)
+            self.sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in self.dense.trainable_variables]
+            self.count = tf.Variable(0, trainable=False)
+            self.built = True
+
+        def train_step(self, batch: Any) -> Any:
+            x, y = batch
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            for total, gradient in zip(self.sums, tape.gradient(loss, self.trainable_variables), strict=True):
+                total.assign_add(gradient)
+            self.count.assign_add(1)
+            tf.cond(tf.equal(self.count, 2), self.update, lambda: None)
+            return {"loss": loss}
+
+        def update(self) -> None:
+            self.optimizer.apply_gradients(zip(self.sums, self.trainable_variables, strict=True))
+            self.count.assign(0)
+            for total in self.sums:
+                total.assign(tf.zeros_like(total))
+
+    with base.scope():
+        model = Net()
+        model.build((None, X.shape[1]))
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
+    return outcome(model, model.fit(batches(X, Y), epochs=2, verbose=0), [model.optimizer])
+
+
+@program
 def a_loss_of_tensorflow_that_takes_no_empty_batch(base: Base) -> Any:
     class Reader(base.Model):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
