@@ -28,6 +28,7 @@ from keras_dist_ext._keras.py_datasets import seed_py_datasets
 from keras_dist_ext._keras.strategies import spec_of_replica
 from keras_dist_ext.aliases import JsonObject, SpecNest
 from keras_dist_ext.cluster import heartbeat
+from keras_dist_ext.data.iterators import release_iterator
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.strategy.consistency import data_fingerprint
 from keras_dist_ext.strategy.workers import Workers, workers_of
@@ -103,6 +104,8 @@ class EpochData(CustomEpochIterator):
         self.num_passes = 0
         self._num_missed = 0  # passes of an earlier process, to be made up for
         self._first_order: int | None = None
+        self._makes_unread = self.steps_per_epoch is None and self.pass_length is not None
+        self._made_once: tf.data.Dataset | None = None  # what all passes read, if its order is TensorFlow's own
         self._num_batches_used = 0
         self._num_epochs = 0
         self._is_running = False
@@ -166,11 +169,7 @@ class EpochData(CustomEpochIterator):
         self.close()
 
     def close(self) -> None:
-        """Release the iterator of the pass that is under way.
-
-        Nothing else would, soon: what Keras' epoch iterators iterate over refers to them, so they are left to Python's
-        collector of garbage.
-        """
+        """Release the iterator of the pass that is under way, which else is left to Python's collector of garbage."""
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
@@ -331,8 +330,15 @@ class EpochData(CustomEpochIterator):
             step += execution.num_made
         if self.steps_per_epoch is None or (length is not None and known and self.num_read >= length):
             self.close()
+        if self._makes_unread and self.num_read >= (length or 0):
+            self._make_unread_iterator()
         self._num_epochs += 1
         self.data_adapter.on_epoch_end()
+
+    def _make_unread_iterator(self) -> None:
+        """Make an iterator that is not read, as Keras does after each pass: a shuffle has another order after each."""
+        if self._made_once is not None:
+            release_iterator([iter(self._made_once)])
 
     def _end_execution(self) -> None:
         """Count the steps of the execution that was under way."""
@@ -346,13 +352,14 @@ class EpochData(CustomEpochIterator):
         self.close()
         if self._num_missed and self.is_pipeline:
             ordered = None if self._first_order is None else self._order.of_pipeline(self._first_order)
-            replay_passes(self._num_missed, self._given, ordered)
+            replay_passes(self._num_missed, self._makes_unread * self._num_missed, self._given, ordered)
         self._num_missed = 0
         if seed is None and self._common_seed is not None and isinstance(self.data_adapter, ArrayDataAdapter):
             seed = self._common_seed = self._common_seed + 1
-        dataset = self._order.dataset(seed)
-        if dataset is None:
-            dataset = self._dataset
+        ordered = self._order.dataset(seed)
+        dataset = self._dataset if ordered is None else ordered
+        is_anew = ordered is not None and ordered is not self._given
+        self._made_once = None if is_anew or self._is_on_tpu or not self.is_pipeline else dataset
         workers = self._workers if self._own_rows else None
         self.num_passes += 1
         skip = self.num_read = 0 if start is None else start.num_pass_batches

@@ -214,7 +214,7 @@ def has_resumable_iterator(adapter: DataAdapter, dataset: tf.data.Dataset) -> bo
     return not (graph is None or caches_in_memory(graph) or has_random_order(graph))
 
 
-def replay_passes(num_passes: int, dataset: tf.data.Dataset, ordered: tf.data.Dataset | None) -> None:
+def replay_passes(num_passes: int, num_unread: int, dataset: tf.data.Dataset, ordered: tf.data.Dataset | None) -> None:
     """Make the next pass over a dataset the one after a number of earlier passes.
 
     A shuffle with the user's seed has another order each time that an iterator is created, even if it is not read
@@ -222,6 +222,7 @@ def replay_passes(num_passes: int, dataset: tf.data.Dataset, ordered: tf.data.Da
 
     Args:
         num_passes: in an earlier process.
+        num_unread: how many iterators were made and not read there, where its order follows no seed.
         dataset: as it was given.
         ordered: the dataset of the first pass, if its order follows a seed.
     """
@@ -235,5 +236,5 @@ def replay_passes(num_passes: int, dataset: tf.data.Dataset, ordered: tf.data.Da
         num_passes -= 1
     elif read is not dataset:
         return  # it is created again for each pass
-    for _ in range(num_passes):
+    for _ in range(num_passes + (num_unread if read is dataset else 0)):
         iter(read)
