@@ -248,7 +248,7 @@ def test_a_length_that_equals_the_number_of_rows_is_not_taken_for_it(drawn: str)
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("drawn", rotating(REFUSED_LENGTHS, ["time before rows"]))
+@pytest.mark.parametrize("drawn", rotating(REFUSED_LENGTHS, []))
 def test_sizes_that_depend_on_the_rows_are_refused_behind_or_beside_them(drawn: str) -> None:
     with pytest.raises(SeedError, match=r"random numbers \(normal\) of the shape .*Put that of examples first"):
         of_lengths("mirrored2", REFUSED_LENGTHS[drawn])

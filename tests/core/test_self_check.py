@@ -757,6 +757,7 @@ def test_built_in_models_are_not_checked(mirrored, monkeypatch):
     model.fit(data(), shuffle=False, verbose=0)
 
 
+@pytest.mark.rotating
 def test_the_data_is_read_as_without_the_check(mirrored):
     seen = []
 

@@ -204,6 +204,7 @@ def test_a_worker_that_exits_in_a_trial_has_died(tmp_path):
     ]
 
 
+@pytest.mark.rotating
 def test_a_worker_that_finds_no_place_again_leaves_its_trial_to_others(tmp_path, monkeypatch):
     places = {"free": 3, "is_one_lost": False}
 

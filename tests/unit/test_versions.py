@@ -125,6 +125,7 @@ def test_a_cluster_that_needs_a_part_that_has_moved_names_it_and_waits_for_nobod
     )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("gone", "name"),
     [
