@@ -76,13 +76,17 @@ _asked: set[str] = set()
 
 
 def uncalled_save_hooks() -> list[Hook]:
-    """Return the hooks that Keras and TensorFlow do not call."""
+    """Return the hooks that Keras and TensorFlow do not call; none where there is no room for a temporary file."""
     _asked.clear()
     net = _SavedNet()
-    with tempfile.TemporaryDirectory(prefix="keras_dist_ext_") as folder, noting_saves() as called_hooks, _quiet():
-        for save in _saves(net, Path(folder)):
-            with contextlib.suppress(Exception):  # if the hook is not called, it saves, or fails
-                save()
+    try:
+        with tempfile.TemporaryDirectory(prefix="keras_dist_ext_") as folder, noting_saves() as called_hooks, _quiet():
+            for save in _saves(net, Path(folder)):
+                with contextlib.suppress(Exception):  # if the hook is not called, it saves, or fails
+                    save()
+            Path(folder, "room").write_bytes(bytes(2**16))
+    except OSError:
+        return []
     return [hook for hook in SAVE_HOOKS if str(hook) not in called_hooks | _asked]
 
 

@@ -128,7 +128,10 @@ def _seeds_datasets() -> bool:
         graph = dataset_graph(shuffled)
         if graph is None or with_seeds(shuffled, graph, 1, same_passes=True) is shuffled:
             return False
-    mapped = numbers.map(lambda n: (tf.random.uniform((), seed=5), keras.random.uniform((), seed=generator)))
+    draw = tf.autograph.experimental.do_not_convert(
+        lambda n: (tf.random.uniform((), seed=5), keras.random.uniform((), seed=generator))
+    )
+    mapped = numbers.map(draw)
     graph = dataset_graph(mapped)
     if graph is None:
         return False

@@ -129,6 +129,19 @@ def test_no_setting_of_the_process_keeps_a_hook_from_being_called(setting, mirro
 
 
 @pytest.mark.rotating
+@pytest.mark.parametrize("name", ["no folder", "no room"])
+def test_no_hook_of_saves_is_missed_where_nothing_can_be_saved(name):
+    program = "from keras_dist_ext.step import hook_checks\n"
+    program += {
+        "no folder": "import tempfile; tempfile.tempdir = '/proc/none'",
+        "no room": "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))",
+    }[name]
+    program += "\nprint(hook_checks.check_hooks())"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "None\n", ended.stderr
+
+
+@pytest.mark.rotating
 def test_datasets_in_debug_mode_keep_no_hook_from_being_called():
     program = (
         "import tensorflow as tf; tf.data.experimental.enable_debug_mode()\n"  # for good
