@@ -182,6 +182,7 @@ IN_BRANCHES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.checks_fit
 @pytest.mark.parametrize("nested", rotating(IN_BRANCHES, []))
 def test_in_a_branch_of_the_graph_is_an_error_that_says_what_to_do(nested: str) -> None:
     def make(lib: Any) -> Any:
