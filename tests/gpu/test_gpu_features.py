@@ -182,6 +182,70 @@ def test_virtual_replicas_give_the_same_bits_on_one_two_and_four_gpus(tmp_path: 
     assert (tmp_path / "1").read_text() == (tmp_path / "2").read_text() == (tmp_path / "4").read_text()
 
 
+# One device's run, and gradients in 16 bits
+
+
+def drawing(library: Any) -> Any:
+    """A model that draws random numbers and has the statistics of its batch; call it in scope."""
+    inputs = keras.Input((8, 8, 3))
+    hidden = layers.BatchNormalization(momentum=0.8)(layers.Conv2D(4, 3, activation="relu")(inputs))
+    hidden = layers.Dropout(0.3)(layers.Flatten()(hidden))
+    return library.Model(inputs, layers.Dense(2)(layers.GaussianNoise(0.2)(hidden)))
+
+
+@pytest.mark.parametrize("num_rows", [61, 49], ids=["a batch of 13", "a batch of one"])
+def test_exact_replicas_draw_and_normalize_as_stock_keras_does_on_one_gpu(replicas: Strategy, num_rows: int) -> None:
+    x = np.random.default_rng(4).normal(size=(num_rows, 8, 8, 3)).astype("float32")
+    models = []
+    for library, scope, given in (
+        (keras, tf.device(gpus.names(1)[0]), {"jit_compile": False}),  # XLA draws other numbers
+        (kde, replicas.scope(), {"exact": True}),
+    ):
+        keras.utils.set_random_seed(3)
+        with scope:
+            models.append(drawing(library))
+            models[-1].compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse", **given)
+            models[-1].fit(x, Y[:num_rows], batch_size=16, epochs=3, verbose=0, shuffle=False)
+    assert differences(models[0].get_weights(), models[1].get_weights(), 2e-5) == []
+    assert copies_differ(models[1]) == []
+
+
+def test_gradients_in_16_bits_leave_copies_equal_and_losses_near(replicas: Strategy) -> None:
+    plain = trained(replicas, epochs=10)
+    model = trained(replicas, build=lambda: dense(gradient_compression="bfloat16"), epochs=10)
+    assert copies_differ(model) == []
+    expected, found = (one.evaluate(X, Y, verbose=0) for one in (plain, model))
+    assert abs(found - expected) <= 0.02 * expected
+    is_same = all(np.array_equal(*pair) for pair in zip(plain.get_weights(), model.get_weights(), strict=True))
+    assert is_same == (gpus.KIND == "CPU")  # CPU devices of one process send nothing
+
+
+class KeepingMaximum(kde.Model):
+    """Its step assigns what each replica sees of its own rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layers.Dense(2)
+        self.seen = self.add_weight(shape=(2,), initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        return self.layer(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, _ = data
+        self.seen.assign(tf.maximum(self.seen, tf.reduce_max(x[:, :2], axis=0)))
+        return super().train_step(data)
+
+
+@pytest.mark.checks_fit
+def test_fit_says_that_a_running_maximum_is_not_that_of_one_gpu(two: Strategy) -> None:
+    with two.scope():
+        model = KeepingMaximum()
+        model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="seen|variable"):
+        model.fit(X, Y, batch_size=16, epochs=1, verbose=0, shuffle=False)
+
+
 # Loops, bad numbers, resuming, parts
 
 
@@ -354,6 +418,18 @@ def test_losses_of_replicas_are_those_that_keras_logs(replicas: Strategy) -> Non
     losses = np.concatenate([stats.loss for stats in memory.train])
     mean = (losses[counts > 0] * counts[counts > 0]).sum() / counts.sum()
     np.testing.assert_allclose(mean, history.history["loss"][0], rtol=1e-5)
+
+
+def test_a_plan_predicts_from_one_gpu_what_more_would_give(two: Strategy) -> None:
+    x, y = images()
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(128, drop_remainder=True).cache().prefetch(2)
+    with two.scope():
+        model = cnn()
+    before = model.get_weights()
+    planned = kde.plan(model, data, replicas=[1, 2, 4], network="nvlink", num_steps=30)
+    assert all(np.array_equal(*pair) for pair in zip(before, model.get_weights(), strict=True))
+    assert planned.measured.device == gpus.names(1)[0]
+    assert [point.num_replicas for point in planned.curve("fixed global batch").points] == [1, 2, 4]
 
 
 # Searches and the demo
