@@ -105,7 +105,8 @@ class Orphans:
 def children_of(pid: int) -> list[int]:
     """Return the children of a process, on Linux."""
     found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, path.read_text().split())
+    with suppress(OSError):  # listing its threads fails, too, where it ends meanwhile
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            with suppress(OSError):
+                found += map(int, path.read_text().split())
     return found

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,7 @@ import keras_dist_ext as kde
 from keras_dist_ext.cli import main
 from keras_dist_ext.cluster.launch import WorkerFailed, launch
 from keras_dist_ext.cluster.local_host import LocalHost
+from keras_dist_ext.cluster.orphans import children_of
 from keras_dist_ext.cluster.process_group import ProcessGroup
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("signals_as_in_a_terminal")]
@@ -879,3 +881,13 @@ def test_a_chief_trains_on_servers_that_end_with_it(temporary):
     assert [run.name for run in result.workers] == ["chief 0", "worker 0", "worker 1", "ps 0"]
     assert [run.served for run in result.workers] == [False, True, True, True]
     assert processes_with("servers") == []
+
+
+@linux
+def test_a_process_that_ends_while_its_children_are_read_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def glob(path: Path, pattern: str) -> Iterator[Path]:
+        yield from sorted(path.iterdir())[:1]
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+    monkeypatch.setattr(Path, "glob", glob)
+    assert children_of(os.getpid()) == []
