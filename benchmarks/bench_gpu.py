@@ -39,8 +39,12 @@ from rich.table import Table
 __all__ = ["main"]
 
 NUM_EPOCHS = 3
-SHARES = {"resnet50 x1": 2.5, "cnn256 x1": 1.3}  # of the time, where a row needs more than others
-GOALS = {"ours / stock": {"tiny": 0.5, "cnn256": 0.5, "": 1.0}, "watched / ours": {"": 1.03}, "ours / loop": {"": 1.25}}
+SHARES = {"resnet50 x1": 4.0, "cnn256 x1": 1.6}  # of the time, where a row needs more than others
+GOALS = {
+    "ours / stock": {"tiny x1": 0.5, "cnn256 x1": 0.5, "": 1.0},
+    "watched / ours": {"": 1.03},
+    "ours / loop": {"": 1.25},
+}
 
 
 def _cnn256(classes: Classes) -> Any:
@@ -81,9 +85,10 @@ CASES = {
     "lstm256": Case(_lstm256, (64, 64), num_classes=10, batch_size=128, memory_steps=0),
     "resnet50": Case(_resnet50, (128, 128, 3), num_classes=10, batch_size=64, memory_steps=0),
 }
+# What has a goal comes first: a row that compiles for long has no time for the others.
 ROWS = {
-    "tiny x1": ("stock", "stock 30", "ours", "watched", "jit", "loop"),
-    "cnn256 x1": ("stock", "stock 30", "ours", "watched", "jit", "loop"),
+    "tiny x1": ("stock", "ours", "watched", "loop", "stock 30", "jit"),
+    "cnn256 x1": ("stock", "ours", "watched", "loop", "stock 30", "jit"),
     "lstm256 x1": ("stock", "ours", "watched"),  # XLA cannot compile cuDNN's LSTM
     "tiny x2": ("stock", "ours", "watched", "jit"),
     "cnn256 x2": ("stock", "ours", "watched", "jit"),
@@ -134,7 +139,7 @@ def show(console: Console, found: dict[str, Timings]) -> None:
         for pair, goals in GOALS.items():
             ours, other = pair.split(" / ")
             if ours in timings.samples and other in timings.samples:
-                goal = goals.get(row.split()[0], goals[""])
+                goal = goals.get(row, goals[""])
                 ratio = timings.ratio(ours, other)
                 ratios.append(f"{pair} {ratio.show(2)}; {goal}{'' if ratio.median <= goal else ' missed'}")
         table.add_row(row, "\n".join(steps), "\n".join(ratios))

@@ -18,7 +18,7 @@ from keras_dist_ext import arguments
 from keras_dist_ext._keras.variables import Variable, local_component
 from keras_dist_ext.aliases import Gradient
 from keras_dist_ext.errors import StrategyError
-from keras_dist_ext.step.reduce import shares_memory
+from keras_dist_ext.step.reduce import has_gpus, shares_memory
 from keras_dist_ext.strategy.virtual import VirtualReplicas
 
 __all__ = [
@@ -41,7 +41,7 @@ def checked_compression(
 
     Raises:
         StrategyError: it is neither None nor "bfloat16"; or gradients cannot be summed so: under parameter servers,
-            with virtual replicas, or if replicas are to do exactly what one device does.
+            with virtual replicas, between GPUs, or if replicas are to do exactly what one device does.
     """
     given = arguments.optional(
         arguments.one_of, "gradient_compression", value, choices=("bfloat16",), error=StrategyError
@@ -50,6 +50,11 @@ def checked_compression(
         raise StrategyError(
             f"gradient_compression={given!r} under a ParameterServerStrategy, whose workers send their gradients to "
             "servers and not to each other. Compile without it, or under a mirrored strategy."
+        )
+    if given is not None and strategy.num_replicas_in_sync > 1 and has_gpus(strategy):
+        raise StrategyError(
+            f"gradient_compression={given!r} on {strategy.num_replicas_in_sync} replicas that are GPUs: TensorFlow's "
+            "collectives add up no bfloat16 there. Compile without it."
         )
     if given is not None and virtual is not None:
         raise StrategyError(

@@ -14,11 +14,14 @@ from keras_dist_ext._keras.variables import Variable, components
 from keras_dist_ext.aliases import TensorNest
 
 __all__ = [
+    "GATHERED_AS",
     "OrderedSum",
     "PlainSum",
     "optimization_barrier",
     "as_float",
+    "carried_as",
     "concat_over_replicas",
+    "has_gpus",
     "keep_on_first_replica",
     "of_dtype",
     "local_values",
@@ -34,16 +37,52 @@ def sum_over_replicas(strategy: tf.distribute.Strategy, values: list[tf.Tensor])
     parts = [local_values(strategy, value) for value in values]
     if shares_memory(strategy):
         return [_add(part) for part in parts]
-    values = [regroup(part) for part in parts]
-    sums: list[tf.Tensor] = [None] * len(values)
+    on_gpus = has_gpus(strategy)
     by_dtype: dict[tf.DType, list[int]] = {}
     for i, part in enumerate(parts):
-        by_dtype.setdefault(part[0].dtype, []).append(i)
-    for indices in by_dtype.values():
-        pairs = [(values[i], values[i]) for i in indices]
+        by_dtype.setdefault(carried_as(part[0], on_gpus=on_gpus), []).append(i)
+    sums: list[tf.Tensor] = [None] * len(values)
+    for carried, indices in by_dtype.items():
+        sent = [regroup([_cast(part, carried) for part in parts[i]]) for i in indices]
+        pairs = [(value, value) for value in sent]
         for i, total in zip(indices, strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs), strict=True):
+            dtype = parts[i][0].dtype
+            if carried != dtype:
+                total = regroup([_cast(part, dtype) for part in local_values(strategy, total)])
             sums[i] = total
     return sums
+
+
+def carried_as(value: tf.Tensor | tf.IndexedSlices, *, on_gpus: bool) -> tf.DType:
+    """Return the dtype in which TensorFlow's collectives add up a value: its own, if they can.
+
+    core/ops/collective_ops.cc lists dtypes, fewer for the gathering that adds up slices;
+    core/common_runtime/base_collective_executor.cc refuses two of them on GPUs, whatever the implementation, and aborts
+    all collectives of the process.
+    """
+    wide = _CARRIED_ON_GPUS if on_gpus else _CARRIED
+    if isinstance(value, tf.IndexedSlices):
+        wide = _CARRIED_ON_GPUS
+    return wide.get(value.dtype, value.dtype)
+
+
+_CARRIED = dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.uint32), tf.int64)
+_CARRIED_ON_GPUS = {**_CARRIED, tf.int32: tf.int64, tf.bfloat16: tf.float32}
+GATHERED_AS = {**_CARRIED_ON_GPUS, tf.float16: tf.float32}
+"""In which dtype rows are gathered by collectives, for what those do not carry everywhere."""
+
+
+def _cast(value: tf.Tensor | tf.IndexedSlices, dtype: tf.DType) -> tf.Tensor | tf.IndexedSlices:
+    if value.dtype == dtype:
+        return value
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.cast(value.values, dtype), value.indices, value.dense_shape)
+    return tf.cast(value, dtype)
+
+
+def has_gpus(strategy: tf.distribute.Strategy) -> bool:
+    """Whether replicas of this worker are GPUs."""
+    return any("GPU" in device for device in strategy.extended.worker_devices)
 
 
 def concat_over_replicas(strategy: tf.distribute.Strategy, values: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -207,7 +246,7 @@ def _gathered(context: tf.distribute.ReplicaContext, own: list[list[tf.Tensor]])
     for place, value in enumerate(own[0]):
         by_dtype.setdefault(value.dtype, []).append(place)
     for dtype, places in by_dtype.items():
-        wide = {tf.bfloat16: tf.float32, tf.float16: tf.float32}.get(dtype, dtype)
+        wide = GATHERED_AS.get(dtype, dtype)
         packed = tf.stack([tf.concat([tf.reshape(values[p], [-1]) for p in places], 0) for values in own])
         rows = tf.unstack(
             tf.cast(context.all_gather(tf.cast(packed, wide), axis=0), dtype), num=len(everyones) * len(own)

@@ -24,7 +24,14 @@ from keras_dist_ext.step.compression import GradientCompression
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.logs import pooled_result
 from keras_dist_ext.step.pass_through import LocalUpdate, PassThrough
-from keras_dist_ext.step.reduce import concat_over_replicas, local_values, scale, shares_memory, sum_over_replicas
+from keras_dist_ext.step.reduce import (
+    GATHERED_AS,
+    concat_over_replicas,
+    local_values,
+    scale,
+    shares_memory,
+    sum_over_replicas,
+)
 from keras_dist_ext.step.update import (
     Update,
     assign_reduced,
@@ -95,13 +102,6 @@ def _placed(value: tf.Tensor, rows: RowRange) -> tf.Tensor:
     if isinstance(rows.total, int):
         placed.set_shape([rows.total, *value.shape[1:]])
     return placed
-
-
-# What TensorFlow's collectives carry (core/ops/collective_ops.cc), for what they do not; int32 they carry over hosts.
-_SUMMED_AS = {
-    **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32), tf.int64),
-    **dict.fromkeys((tf.float16, tf.bfloat16), tf.float32),
-}
 
 
 class Reducer(abc.ABC):
@@ -193,7 +193,7 @@ class Reducer(abc.ABC):
                 "gather_rows was given strings, and between workers or GPUs only numbers can be gathered. Gather their "
                 "numbers in a list of all of them (keras.layers.StringLookup), and look them up afterwards."
             )
-        placed = [_placed(tf.cast(value, _SUMMED_AS.get(value.dtype, value.dtype)), rows) for value in values]
+        placed = [_placed(tf.cast(value, GATHERED_AS.get(value.dtype, value.dtype)), rows) for value in values]
         sums = self.sum(placed)
         return [tf.cast(total, value.dtype) for total, value in zip(sums, values, strict=True)]
 

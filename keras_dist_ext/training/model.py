@@ -202,7 +202,7 @@ class Model(HookedModel, metaclass=Scoped):
             exact: have all replicas together do what one device does, random numbers included: ``batch_statistics`` and
                 the draws of ``ReplicaSeeds``, or else of the layers' own seeds, are "global", and ``check`` is "raise"
                 for any model. What cannot be exact is an error before the first step.
-            gradient_compression: "bfloat16" has workers and GPUs send each other gradients in 16 bits; see the guide.
+            gradient_compression: "bfloat16" has workers send each other gradients in 16 bits; see the guide.
 
         Raises:
             StrategyError: the replicas cannot carry so many virtual ones evenly, or know no global batch; ``exact``

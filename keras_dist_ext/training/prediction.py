@@ -26,7 +26,7 @@ from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.step.hook_checks import check_hooks
 from keras_dist_ext.step.lone_replica import LoneReplica, is_first_of_worker
 from keras_dist_ext.step.observer import StepObserver
-from keras_dist_ext.step.reduce import local_values
+from keras_dist_ext.step.reduce import GATHERED_AS, local_values
 from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.step.step_options import StepOptions
 from keras_dist_ext.step.xla import can_compile, compiled
@@ -273,7 +273,7 @@ def concat_replicas(strategy: tf.distribute.Strategy, value: TensorNest) -> tf.T
             "Strings of several workers cannot be concatenated: TensorFlow's collectives carry only numbers. Return "
             "their numbers in a list of all of them, and look them up afterwards."
         )
-    wide = {tf.bfloat16: tf.float32, tf.float16: tf.float32, tf.bool: tf.int32}.get(dtype, dtype)
+    wide = GATHERED_AS.get(dtype, dtype)
     gathered = strategy.gather(regroup([tf.cast(part, wide) for part in parts]), axis=0)
     return tf.cast(gathered, dtype)
 
