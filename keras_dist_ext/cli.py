@@ -309,6 +309,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=count, default=60, metavar="N", help="steps to train for, about (60)")
     parser.add_argument("--json", type=path, metavar="FILE", help="write the plan there, too")
+    parser.add_argument("--log-dir", type=path, metavar="DIR", help="write it for TensorBoard's Replicas tab, too")
     parser.add_argument("script", metavar="SCRIPT.py")
     rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="passed to it untouched")
     rest.required = False  # argparse would ask for it when the script is missing
@@ -327,6 +328,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         network=arguments.network,
         num_steps=arguments.steps,
         json=arguments.json,
+        log_dir=arguments.log_dir,
     )
     return 0
 

@@ -27,7 +27,7 @@ from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from keras_dist_ext import arguments
-from keras_dist_ext.aliases import Array
+from keras_dist_ext.aliases import Array, JsonObject
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.findings import FindingRecord
 from keras_dist_ext.monitoring.append_file import (
@@ -39,13 +39,14 @@ from keras_dist_ext.monitoring.append_file import (
 )
 from keras_dist_ext.monitoring.dashboard import metadata as names
 from keras_dist_ext.monitoring.dashboard.wire import finite
-from keras_dist_ext.monitoring.writers import Floats, Run, Writer
+from keras_dist_ext.monitoring.writers import Floats, Run, Writer, checked_experiment
 from keras_dist_ext.step.stats import Kind, ReplicaStats
 
 __all__ = ["EventWriter", "overall_values", "replica_values"]
 
 SUMMARY_TAG = "run"  # a description for TensorBoard's Text tab
 FINDINGS_TEXT_TAG = "findings"  # likewise
+PLAN_TEXT_TAG = "plan"  # likewise
 
 
 class EventWriter(Writer):
@@ -113,6 +114,28 @@ class EventWriter(Writer):
                 _text(FINDINGS_TEXT_TAG, _findings_markdown(findings), create_summary_metadata("", "")),
             ]
             self._add({names.all_run(run.experiment): texts}, step, wall_time)
+
+    def write_plan(self, plan: JsonObject, text: str, *, experiment: str) -> None:
+        """Write a plan as an experiment, for the Replicas tab, and its text for the Text tab.
+
+        Args:
+            plan: as ``Plan.to_dict`` returns it.
+            text: for people.
+            experiment: a name for a folder in the log directory.
+
+        Raises:
+            MonitorError: files cannot be written there, or the experiment's name is invalid.
+        """
+        self.check(checked_experiment(experiment))
+        texts = [
+            _text(names.PLAN_TAG, json.dumps(finite(plan)), _OUR_TEXT),
+            _text(PLAN_TEXT_TAG, "  \n".join(map(_cell, text.splitlines())), create_summary_metadata("", "")),
+        ]
+        try:
+            self._add({names.all_run(experiment): texts}, 0, time.time())
+            self.close()
+        except RecordsLost as error:
+            raise MonitorError(f"The plan cannot be written to {self._log_dir} ({error.__cause__}).") from error
 
     def flush(self) -> None:
         """See ``Writer.flush``."""

@@ -17,7 +17,7 @@ from keras_dist_ext.monitoring.intervals import Intervals, UpdateFreq
 from keras_dist_ext.monitoring.stragglers import Stragglers
 from keras_dist_ext.monitoring.terminal import TerminalWriter
 from keras_dist_ext.monitoring.watch import Watch
-from keras_dist_ext.monitoring.writers import CompositeWriter, Writer, checked_writers
+from keras_dist_ext.monitoring.writers import CompositeWriter, Writer, checked_experiment, checked_writers
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training.model import Model
@@ -74,7 +74,7 @@ class ReplicaMonitor(RunCallback):
         flush_seconds: float = 2.0,
     ) -> None:
         super().__init__()
-        self._experiment = _checked_experiment(experiment)
+        self._experiment = checked_experiment(experiment)
         given_writers = checked_writers(writers)
         terminal = arguments.flag("terminal", terminal, error=MonitorError)
         gradient_norm = arguments.flag("gradient_norm", gradient_norm, error=MonitorError)
@@ -118,7 +118,7 @@ class ReplicaMonitor(RunCallback):
             MonitorError: it is not a valid name for a directory.
         """
         name = arguments.text("name", name, wanted="the name of a directory", error=MonitorError)
-        self._experiment = _checked_experiment(f"{self._experiment}/{name}".lstrip("/"))
+        self._experiment = checked_experiment(f"{self._experiment}/{name}".lstrip("/"))
         self._options["experiment"] = self._experiment
 
     supports_multi_step = True
@@ -193,16 +193,6 @@ class ReplicaMonitor(RunCallback):
                 "kde.adopt(model, strategy)."
             )
         return self._watch
-
-
-def _checked_experiment(name: str) -> str:
-    parts = name.split("/") if isinstance(name, str) and name else []
-    if not isinstance(name, str) or any(part in ("", ".", "..") for part in parts) or "\\" in name or ":" in name:
-        raise MonitorError(
-            "experiment must be a name for a directory below log_dir, such as 'mirrored' or 'night/3', got "
-            f"{arguments.shown(name)}."
-        )
-    return name
 
 
 def _check_on_all(writer: Writer, experiment: str, workers: Workers | None) -> None:

@@ -21,7 +21,7 @@ from keras_dist_ext.monitoring.append_file import RecordsLost
 from keras_dist_ext.monitoring.dashboard.metadata import Manifest
 from keras_dist_ext.step.stats import Kind, ReplicaStats
 
-__all__ = ["MemoryWriter", "Run", "CompositeWriter", "Writer", "checked_writers"]
+__all__ = ["MemoryWriter", "Run", "CompositeWriter", "Writer", "checked_experiment", "checked_writers"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -202,3 +202,18 @@ class CompositeWriter(Writer):
             f"{counted(self._dropped[index], 'record')} dropped so far; training and other writers continue. "
             "The total will be reported when the run ends."
         )
+
+
+def checked_experiment(name: str) -> str:
+    """Return the name of an experiment.
+
+    Raises:
+        MonitorError: it is no name for a directory below another one.
+    """
+    parts = name.split("/") if isinstance(name, str) and name else []
+    if not isinstance(name, str) or any(part in ("", ".", "..") for part in parts) or "\\" in name or ":" in name:
+        raise MonitorError(
+            "experiment must be a name for a directory below log_dir, such as 'mirrored' or 'night/3', got "
+            f"{arguments.shown(name)}."
+        )
+    return name

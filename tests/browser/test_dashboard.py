@@ -25,6 +25,7 @@ from dashboard.logs import (
     SECONDS,
     START,
     Run,
+    example_plan,
     example_series,
     write_experiment,
     write_large_experiment,
@@ -41,6 +42,7 @@ from keras_dist_ext.monitoring.dashboard import metadata as names
 pytestmark = pytest.mark.skipif(browser_module.missing() is not None, reason=str(browser_module.missing()))
 
 MIRRORED, ONE, LONG, ODD, WIDE = "night/mirrored", "night/one device", "long", "odd", "sixty-four"
+PLAN = "night/plan"
 EVIL = "<img src=x onerror=document.title='hacked'>/ünï'\"&"
 CHARTS = ("loss", "throughput", "heatmap", "gradient_norm")
 TAGS = {
@@ -107,7 +109,11 @@ def log_dir(tmp_path_factory):
     }
     found = [FINDINGS[0] | {"code": EVIL, "what": EVIL, "evidence": EVIL, "fix": EVIL, "kind": EVIL}]
     write_experiment(folder, EVIL, example_series(2, range(5)), manifest=evil, findings=found)
-    # The one that was written to last is shown first.
+    with Run(folder, names.all_run(PLAN)) as run:
+        run.text(names.PLAN_TAG, example_plan(), 0, START + 2e5)
+    with Run(folder, names.all_run(EVIL)) as run:
+        run.text(names.PLAN_TAG, example_plan(EVIL), 4, START + 10)
+    # The training that was written to last is shown first.
     write_experiment(folder, MIRRORED + "/validation", example_series(4, range(0, 120, 40)), start=START + 1e5)
     with Run(folder, names.all_run(MIRRORED)) as run:
         run.text(names.FINDINGS_TAG, FINDINGS, 119, START + 9e4)
@@ -119,7 +125,7 @@ def board(log_dir, tmp_path_factory):
     work = tmp_path_factory.mktemp("tensorboard")
     flags = ("--samples_per_plugin=scalars=100000", "--reload_interval=1")
     with tensorboard(log_dir, work, *flags) as board:
-        board.wait(lambda listed: len(listed) == 7 and is_whole(listed))
+        board.wait(lambda listed: len(listed) == 8 and is_whole(listed))
         for name, num_replicas, last in ((MIRRORED, 4, 119), (ONE, 1, 149), (LONG, 2, 3999), (ODD, 3, 59)):
             board.wait_until_read(name, num_replicas, last)
         board.wait_until_read(WIDE, 64, 29)
@@ -276,6 +282,33 @@ def test_the_heat_map_has_a_row_per_replica_and_darker_cells_for_longer_steps(pa
 def luminance(color):
     red, green, blue = map(int, color.removeprefix("rgb(").removesuffix(")").split())
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.slow
+def test_a_plan_is_drawn_with_what_was_trained(page):
+    page.choose(PLAN)
+    assert [(point["replicas"], point["examples_per_second"]) for point in drawn_points(page)] == [
+        (1, 100.0),
+        (2, 180.0),
+        (4, 250.0),
+    ]
+    of_one, of_two, of_four = [point["trained"] for point in drawn_points(page)]
+    assert of_one == [pytest.approx(np.median(column(one_device(), names.EXAMPLES_PER_SECOND, 0)), rel=1e-6)]
+    assert of_two == []
+    assert pytest.approx(np.median(over(mirrored(), names.EXAMPLES_PER_SECOND, "sum")), rel=1e-6) in of_four
+    assert page.find("tr.pays th").text == "2"
+    assert len(page.all(".plan-chart circle")) == 3
+    assert len(page.all(".plan-chart rect.trained")) == 1 + len(of_four)
+    page.click('.card[data-chart=plan] [data-value="fixed batch a replica"]')
+    assert [point["examples_per_second"] for point in drawn_points(page)] == [100.0, 190.0, 370.0]
+    assert [len(point["trained"]) for point in drawn_points(page)] == [1, 0, 0]
+    assert page.all("[data-chart=loss]") == []
+    page.choose(PLAN, MIRRORED)
+    assert [head.text for head in page.all(".comparison thead th")] == [MIRRORED]
+
+
+def drawn_points(page):
+    return page.drawn(PLAN)["plan"]["points"]
 
 
 @pytest.mark.slow

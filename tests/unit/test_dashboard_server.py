@@ -15,7 +15,7 @@ import warnings
 
 import numpy as np
 import pytest
-from dashboard.logs import FINDINGS, MANIFEST, SECONDS, START, Run, example_series, write_experiment
+from dashboard.logs import FINDINGS, MANIFEST, SECONDS, START, Run, example_plan, example_series, write_experiment
 from dashboard.server import ROOT, as_installed, environment
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
@@ -149,6 +149,32 @@ def test_experiments_are_listed_with_replicas_manifest_and_the_newest_findings(a
     assert (broken["replicas"], broken["manifest"], broken["findings"]) == ([0, 1], None, [])
     assert "replicas/manifest is not JSON (Expecting property name" in broken["notes"][0]
     assert broken["notes"][1] == "replicas/findings is a dict, not a list; it is not shown."
+
+
+def test_a_plan_is_shown_with_what_trainings_beside_it_have_reached(tmp_path):
+    series = example_series(4, range(9), seed=1)
+    write_experiment(tmp_path, "four", series)
+    write_experiment(tmp_path, "four/validation", example_series(4, range(3)))
+    write_experiment(tmp_path, "no batch", example_series(2, range(3)), manifest=MANIFEST | {"batch_size": None})
+    write_experiment(tmp_path, "no manifest", example_series(2, range(3)), manifest=None)
+    with Run(tmp_path, "plan/all") as run:
+        run.text(names.PLAN_TAG, example_plan(), 0, START)
+    with Run(tmp_path, "broken/all") as run:
+        run.text(names.PLAN_TAG, [1], 0, START)
+    plugin = plugin_of(multiplexer_of(tmp_path), tmp_path)
+    found = {one["name"]: one for one in answer(plugin, "/experiments")["experiments"]}
+    assert found["plan"]["plan"] == example_plan()
+    assert (found["plan"]["replicas"], found["plan"]["notes"]) == ([], [])
+    assert found["four"]["plan"] is None
+    assert found["broken"]["notes"] == ["replicas/plan is a list, not an object; it is not shown."]
+    (trained,) = answer(plugin, "/trained")["trained"]
+    rates = np.sum([list(tags[names.EXAMPLES_PER_SECOND].values()) for tags in series], axis=0)
+    assert trained == {
+        "experiment": "four",
+        "replicas": 4,
+        "global_batch": 256,
+        "examples_per_second": pytest.approx(np.median(rates), rel=1e-6),
+    }
 
 
 def test_a_chart_has_every_number_of_the_log(ask):

@@ -8,9 +8,12 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
 from keras_dist_ext.argument_types import counts
 from keras_dist_ext.diagnosis.plan.assumptions import assumptions_of
@@ -22,6 +25,7 @@ from keras_dist_ext.diagnosis.plan.step_costs import BOUNDS, Predicted, resample
 from keras_dist_ext.diagnosis.plan.what_ifs import what_ifs
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.findings import Finding
+from keras_dist_ext.monitoring.dashboard import metadata as names
 
 FIXED, PER_EXAMPLE, UPDATE, HOST = 0.002, 1e-4, 0.001, 2e-4
 BATCH = 256
@@ -347,6 +351,27 @@ def test_the_plan_is_text_and_json() -> None:
     assert [point["replicas"] for point in of_all["points"]] == [1, 2, 4, 8]
     assert of_all["pays"] == plan.curve("fixed global batch").best.num_replicas
     assert sum(of_all["points"][0]["parts"].values()) == pytest.approx(of_all["points"][0]["step_seconds"]["value"])
+
+
+def test_a_plan_is_saved_for_tensorboard(tmp_path: Path) -> None:
+    plan = planned(measured())
+    plan.save(tmp_path / "logs")
+    plan.save(tmp_path / "logs", "night/plan")
+    for experiment in ("plan", "night/plan"):
+        events = EventAccumulator(str(tmp_path / "logs" / experiment / "all")).Reload()
+        (event,) = events.Tensors(names.PLAN_TAG)
+        assert json.loads(make_ndarray(event.tensor_proto).item()) == json.loads(plan.to_json())
+        assert events.SummaryMetadata(names.PLAN_TAG).plugin_data.plugin_name == "replicas"
+        assert events.SummaryMetadata("plan").plugin_data.plugin_name == "text"
+
+
+def test_a_plan_that_cannot_be_saved_says_where(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(MonitorError, match=r"events cannot be written to .*file"):
+        planned(measured()).save(tmp_path / "file")
+    with pytest.raises(MonitorError, match="experiment must be a name for a directory below log_dir"):
+        planned(measured()).save(tmp_path / "logs", "../up")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("text", ["", "1,", "0", "1,-2", "two", "1;2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from keras_dist_ext.diagnosis.plan.scaling import Curve, Kind, Point
 from keras_dist_ext.diagnosis.plan.step_costs import StepCosts
 from keras_dist_ext.diagnosis.plan.what_ifs import WhatIf
 from keras_dist_ext.messages import counted
+from keras_dist_ext.monitoring.event_files import EventWriter
 
 __all__ = ["VERSION", "Plan"]
 
@@ -94,6 +96,7 @@ class Plan:
         link = costs.link
         return {
             "version": VERSION,
+            "headline": self.headline,
             "measured": {
                 "model": measured.model,
                 "device": measured.device,
@@ -122,6 +125,7 @@ class Plan:
                     "points": [_point(point) for point in curve.points],
                     "pays": curve.best.num_replicas,
                     "stops_at": None if curve.stops_at is None else curve.stops_at.num_replicas,
+                    "advice": self.advice(curve),
                     "what_ifs": [dataclasses.asdict(one) for one in self.what_ifs.get(curve.kind, ())],
                 }
                 for curve in self.curves
@@ -132,6 +136,18 @@ class Plan:
     def to_json(self) -> str:
         """Return it as JSON."""
         return as_json(self.to_dict())
+
+    def save(self, log_dir: str | os.PathLike[str], experiment: str = "plan") -> None:
+        """Write it as TensorBoard's events: the Replicas tab shows it, and what was trained in the same directory.
+
+        Args:
+            log_dir: where runs are logged, as for ``ReplicaMonitor``.
+            experiment: a name for the plan, unlike those of trainings; a folder in ``log_dir``.
+
+        Raises:
+            MonitorError: files cannot be written there, or an argument is invalid.
+        """
+        EventWriter(log_dir).write_plan(self.to_dict(), str(self), experiment=experiment)
 
     def __rich__(self) -> Group:
         """Show it as tables."""

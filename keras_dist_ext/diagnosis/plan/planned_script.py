@@ -12,6 +12,7 @@ from keras_dist_ext.diagnosis.plan.plan import REPLICAS, checked_network, checke
 from keras_dist_ext.diagnosis.plan.plan_report import Plan
 from keras_dist_ext.diagnosis.plan.step_costs import Devices
 from keras_dist_ext.errors import MonitorError
+from keras_dist_ext.monitoring.event_files import EventWriter
 from keras_dist_ext.whole_files import write_whole
 
 __all__ = ["plan_script"]
@@ -28,6 +29,7 @@ def plan_script(
     network: str | None = None,
     num_steps: int = 60,
     json: str | os.PathLike[str] | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
     show: bool = True,
 ) -> Plan:
     """Plan for what a script trains in its first `fit`, with that data; what comes after is not run.
@@ -42,19 +44,23 @@ def plan_script(
         network: see there.
         num_steps: see there.
         json: a file for the plan.
+        log_dir: where TensorBoard's Replicas tab finds it, as experiment "plan".
         show: whether to print it.
 
     Returns:
         The plan.
 
     Raises:
-        MonitorError: there is no such script, it never calls `fit`, or an argument is invalid.
+        MonitorError: there is no such script, it never calls `fit`, ``log_dir`` cannot be written, or an argument is
+            invalid.
         Exception: whatever the script raises before.
     """
     if not pathlib.Path(path).is_file():
         raise MonitorError(f"There is no script {path}. Give the path of what you run by `python`.")
     numbers = checked_replicas(replicas)
     checked_network(network)  # before the script runs
+    if log_dir is not None:
+        EventWriter(log_dir).check("plan")
     fit = run_to_first_fit(path, args, "plan for", MonitorError)
     given = {name: fit.given[name] for name in _KEPT if fit.given.get(name) is not None}
     made = plan(
@@ -74,4 +80,6 @@ def plan_script(
         made.show()
     if json is not None:
         write_whole(json, made.to_json() + "\n")
+    if log_dir is not None:
+        made.save(log_dir)
     return made

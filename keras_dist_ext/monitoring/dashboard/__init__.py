@@ -10,8 +10,9 @@ when the plugin is needed.
     source       the data that TensorBoard has read, cached until it reads more
     reading      reads columns instead of points
     points       one series: sorted, each step once
-    experiments  runs that belong together, their manifest and findings
+    experiments  runs that belong together, their manifest, findings and plan
     lines        series reduced to the pixels of a chart, with their extremes
+    trained      how fast experiments were, beside a plan
     summary      numbers of each replica for tables and bars
     export       every point as CSV
     view, clock  one experiment during one request, and the times of its steps

@@ -1,4 +1,4 @@
-"""Group TensorBoard's runs into experiments, and parse their manifests and findings."""
+"""Group TensorBoard's runs into experiments, and parse their manifests, findings and plans."""
 
 import hashlib
 import json
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from keras_dist_ext.aliases import Array, JsonObject, JsonValue
-from keras_dist_ext.monitoring.dashboard.metadata import FINDINGS_TAG, MANIFEST_TAG, parse_run
+from keras_dist_ext.monitoring.dashboard.metadata import FINDINGS_TAG, MANIFEST_TAG, PLAN_TAG, parse_run
 from keras_dist_ext.monitoring.dashboard.wire import finite
 
-__all__ = ["Newest", "Experiment", "group", "parse_manifest", "parse_findings"]
+__all__ = ["Newest", "Experiment", "group", "parse_manifest", "parse_findings", "parse_plan"]
 
 
 class Newest(NamedTuple):
@@ -83,9 +83,18 @@ def _merged(*listings: Mapping[str, Mapping[str, Newest]]) -> dict[str, set[str]
 
 def parse_manifest(text: str | None) -> tuple[JsonObject | None, str | None]:
     """Return the manifest in a text, and the error in it; at most one of the two is not None."""
-    value, wrong = _parsed(text, MANIFEST_TAG)
+    return _parsed_object(text, MANIFEST_TAG)
+
+
+def parse_plan(text: str | None) -> tuple[JsonObject | None, str | None]:
+    """Return the plan in a text, and the error in it; at most one of the two is not None."""
+    return _parsed_object(text, PLAN_TAG)
+
+
+def _parsed_object(text: str | None, tag: str) -> tuple[JsonObject | None, str | None]:
+    value, wrong = _parsed(text, tag)
     if wrong is None and value is not None and not isinstance(value, dict):
-        return None, f"{MANIFEST_TAG} is a {type(value).__name__}, not an object; it is not shown."
+        return None, f"{tag} is a {type(value).__name__}, not an object; it is not shown."
     return value, wrong
 
 

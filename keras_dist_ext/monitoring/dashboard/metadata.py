@@ -1,8 +1,8 @@
-"""Name what writers write and the dashboard reads: runs, tags, manifest and findings.
+"""Name what writers write and the dashboard reads: runs, tags, manifest, findings and plan.
 
     <log_dir>/<experiment>/replica_<id>   one TensorBoard run per replica: scalars, tags REPLICA_TAGS
-    <log_dir>/<experiment>/all            one run for all of them: scalars, tags ALL_TAGS, and two texts of our plugin,
-                                          MANIFEST_TAG and FINDINGS_TAG: JSON in a string tensor
+    <log_dir>/<experiment>/all            one run for all of them: scalars, tags ALL_TAGS, and texts of our plugin,
+                                          MANIFEST_TAG, FINDINGS_TAG and PLAN_TAG: JSON in a string tensor
 
 `<experiment>` may be empty, and may have slashes. A step is an optimizer step. A replica that got no examples in an
 interval has `replica/examples` 0 and no `replica/loss` there: a gap in its line, not a zero.
@@ -35,6 +35,7 @@ __all__ = [
     "ALL_TAGS",
     "MANIFEST_TAG",
     "FINDINGS_TAG",
+    "PLAN_TAG",
     "MANIFEST_VERSION",
     "Manifest",
     "Strategy",
@@ -104,6 +105,7 @@ ALL_TAGS = (
 # Of the experiment, in the run `all`, with our plugin name: their presence activates the tab.
 MANIFEST_TAG = "replicas/manifest"
 FINDINGS_TAG = "replicas/findings"
+PLAN_TAG = "replicas/plan"
 MANIFEST_VERSION = 1
 
 

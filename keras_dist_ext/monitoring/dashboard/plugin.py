@@ -2,10 +2,11 @@
 
 All under `data/plugin/replicas/`, read only:
 
-    experiments                                          all of them, with manifest and findings; reads again
+    experiments                                          all of them, with manifest, findings and plan; reads again
     series?experiment=&tag=&axis=&low=&high=&width=      the lines of a chart (chart.py)
     summary?experiment=&axis=&low=&high=                 numbers of each replica (summary.py)
     csv?experiment=&tag=&axis=&low=&high=&hidden=        every point (export.py)
+    trained                                              how fast experiments were, beside what a plan says (trained.py)
     static/...                                           the page
 """
 
@@ -24,12 +25,13 @@ from werkzeug import wrappers
 from keras_dist_ext.aliases import JsonObject
 from keras_dist_ext.monitoring.dashboard import metadata, wire
 from keras_dist_ext.monitoring.dashboard.chart import chart
-from keras_dist_ext.monitoring.dashboard.experiments import Experiment, parse_findings, parse_manifest
+from keras_dist_ext.monitoring.dashboard.experiments import Experiment, parse_findings, parse_manifest, parse_plan
 from keras_dist_ext.monitoring.dashboard.export import csv_of, file_name
 from keras_dist_ext.monitoring.dashboard.query import Query, QueryError, parse_hidden, parse_query, parse_tag
 from keras_dist_ext.monitoring.dashboard.source import DEFAULT_LIMIT, Source
 from keras_dist_ext.monitoring.dashboard.static_files import StaticFiles
 from keras_dist_ext.monitoring.dashboard.summary import summary
+from keras_dist_ext.monitoring.dashboard.trained import trained
 from keras_dist_ext.monitoring.dashboard.view import View
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class ReplicasPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard
             "/series": _app(self._series),
             "/summary": _app(self._summary),
             "/csv": _app(self._csv),
+            "/trained": _app(self._trained),
             "/static/*": _app(self._serve_static),
         }
 
@@ -97,6 +100,16 @@ class ReplicasPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard
         disposition = f'attachment; filename="{file_name(query.experiment, tag)}"'
         return _respond(request, text, "text/csv", headers=[("Content-Disposition", disposition)])
 
+    def _trained(self, request: wrappers.Request) -> wrappers.Response:
+        ctx, experiment_id = _asked_by(request)
+        experiments = self._source.experiments(ctx, experiment_id)
+        texts = self._source.texts(ctx, experiment_id, experiments.values())
+        views = [View(self._source, ctx, experiment_id, experiment) for experiment in experiments.values()]
+        return _json(
+            request,
+            {"trained": trained({view: texts[view.experiment.name, metadata.MANIFEST_TAG] for view in views})},
+        )
+
     def _serve_static(self, request: wrappers.Request) -> wrappers.Response:
         path = request.path.partition(f"/{self.plugin_name}/static/")[2]
         found = self._static.read(path)
@@ -118,6 +131,7 @@ class ReplicasPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard
 def _described(experiment: Experiment, texts: Mapping[tuple[str, str], str | None]) -> JsonObject:
     manifest, wrong_manifest = parse_manifest(texts[experiment.name, metadata.MANIFEST_TAG])
     findings, wrong_findings = parse_findings(texts[experiment.name, metadata.FINDINGS_TAG])
+    plan, wrong_plan = parse_plan(texts[experiment.name, metadata.PLAN_TAG])
     newest = experiment.newest
     return {
         "name": experiment.name,
@@ -125,7 +139,8 @@ def _described(experiment: Experiment, texts: Mapping[tuple[str, str], str | Non
         "tags": experiment.replica_tags(),
         "manifest": manifest,
         "findings": findings,
-        "notes": [note for note in (wrong_manifest, wrong_findings) if note],
+        "plan": plan,
+        "notes": [note for note in (wrong_manifest, wrong_findings, wrong_plan) if note],
         "last_step": int(newest.step),
         "last_wall": wire.number(newest.wall),
         "version": experiment.version(),

@@ -23,6 +23,7 @@ from keras_dist_ext.monitoring.dashboard.metadata import (
     FINDINGS_TAG,
     LOSS,
     MANIFEST_TAG,
+    PLAN_TAG,
     PLUGIN_NAME,
     REPLICA_TAGS,
     SCALARS_PLUGIN_NAME,
@@ -151,7 +152,7 @@ class Source:
 
 _FIRST_TAGS = (STEP_SECONDS, LOSS, EXAMPLES_PER_SECOND)
 _SCALAR_TAGS = [*REPLICA_TAGS, *ALL_TAGS]
-_TEXT_TAGS = [MANIFEST_TAG, FINDINGS_TAG]
+_TEXT_TAGS = [MANIFEST_TAG, FINDINGS_TAG, PLAN_TAG]
 
 
 class _SeriesCache:

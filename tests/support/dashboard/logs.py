@@ -26,6 +26,7 @@ __all__ = [
     "Run",
     "MANIFEST",
     "FINDINGS",
+    "example_plan",
     "example_series",
     "write_experiment",
     "write_large_experiment",
@@ -143,6 +144,41 @@ def example_series(num_replicas: int, steps: Sequence[int], *, seed: int = 0, sl
                 tags[tag][step] = float(np.float32(value))
         series.append(tags)
     return series
+
+
+def example_plan(words: str = "compute") -> dict[str, Any]:
+    """What `kde.plan` would have said of a batch of 256; `words` stand wherever text does."""
+
+    def point(num_replicas: int, global_batch: int, rate: float) -> dict[str, Any]:
+        def of(value: float) -> dict[str, float]:
+            return {"low": value * 0.9, "value": value, "high": value * 1.1}
+
+        return {
+            "replicas": num_replicas,
+            "global_batch": global_batch,
+            "batch_per_replica": global_batch // num_replicas,
+            "step_seconds": of(global_batch / rate),
+            "examples_per_second": of(rate),
+            "speedup": of(rate / 100.0),
+            "efficiency": of(rate / 100.0 / num_replicas),
+            "memory_bytes": None,
+            "bound": words,
+        }
+
+    def curve(batches: Sequence[int], rates: Sequence[float]) -> dict[str, Any]:
+        points = [point(*given) for given in zip((1, 2, 4), batches, rates, strict=True)]
+        what_ifs = [{"code": words, "change": words, "factor": 1.5}]
+        return {"points": points, "pays": 2, "stops_at": 4, "advice": words, "what_ifs": what_ifs}
+
+    return {
+        "version": 1,
+        "headline": words,
+        "curves": {
+            "fixed global batch": curve((256, 256, 256), (100.0, 180.0, 250.0)),
+            "fixed batch a replica": curve((256, 512, 1024), (100.0, 190.0, 370.0)),
+        },
+        "assumptions": [words],
+    }
 
 
 def write_experiment(

@@ -15,6 +15,11 @@ export function getSummary(experiment, range, signal) {
   return getJson("summary", { experiment, ...range }, signal);
 }
 
+/** How fast experiments trained: [{experiment, replicas, global_batch, examples_per_second}, ...]. */
+export async function getTrained(signal) {
+  return (await getJson("trained", {}, signal)).trained;
+}
+
 /** Where a tag can be had as CSV. */
 export function csvUrl(experiment, tag, range, hidden) {
   return "csv?" + query({ experiment, tag, ...range, hidden: [...hidden].join(",") });

@@ -6,6 +6,7 @@ import { middleX, positive, smooth } from "./charts/series.js";
 import { csvText } from "./download.js";
 import { fill, h } from "./dom.js";
 import { duration, number, percent, seconds, short, whole } from "./format.js";
+import { isPlanOnly } from "./setup.js";
 import { state } from "./state.js";
 import { slowestOf } from "./tiles.js";
 
@@ -80,7 +81,7 @@ export class Comparison {
   }
 
   rows() {
-    const panels = this.page.panels();
+    const panels = trainings(this.page);
     if (panels.some(({ summary }) => !summary)) return null;
     return ROWS.map(([label, value, text, better]) => ({
       label,
@@ -91,7 +92,7 @@ export class Comparison {
   }
 
   redrawTable() {
-    const panels = this.page.panels();
+    const panels = trainings(this.page);
     const rows = this.rows();
     if (!rows) return;
     this.numbers.setStatus("");
@@ -104,11 +105,11 @@ export class Comparison {
           "tr",
           {},
           h("td", {}),
-          panels.map((panel, i) =>
+          panels.map((panel) =>
             h(
               "th",
               { scope: "col" },
-              h("span", { class: "swatch", style: { background: experimentColor(i) } }),
+              h("span", { class: "swatch", style: { background: colorOf(panel) } }),
               panel.title,
             ),
           ),
@@ -138,7 +139,7 @@ export class Comparison {
 
   csv() {
     return csvText([
-      ["", ...this.page.panels().map(({ title }) => title)],
+      ["", ...trainings(this.page).map(({ title }) => title)],
       ...(this.rows() ?? []).map(({ label, values }) => [label, ...values]),
     ]);
   }
@@ -176,7 +177,7 @@ class Overlay {
       about,
       png: () => ({
         canvases: [this.plot.u.ctx.canvas],
-        legend: page.panels().map((panel, i) => ({ color: experimentColor(i), text: panel.title.slice(0, 40) })),
+        legend: trainings(page).map((panel) => ({ color: colorOf(panel), text: panel.title.slice(0, 40) })),
       }),
     });
     this.plot = new Plot({ label: title, height: 260, oncursor: (index, u) => this.read(index, u) });
@@ -184,20 +185,20 @@ class Overlay {
   }
 
   redraw() {
-    const panels = this.page.panels();
+    const panels = trainings(this.page);
     const held = panels
-      .map((panel, i) => ({ panel, i, chart: panel.chart(this.source) }))
+      .map((panel) => ({ panel, chart: panel.chart(this.source) }))
       .filter(({ chart }) => chart?.bins && (chart.overall[this.line] || chart.lines.size));
     fill(
       this.card.footer,
       h(
         "div",
         { class: "part-legend" },
-        panels.map((panel, i) =>
+        panels.map((panel) =>
           h(
             "span",
             { class: "swatch-label" },
-            h("span", { class: "swatch", style: { background: experimentColor(i) } }),
+            h("span", { class: "swatch", style: { background: colorOf(panel) } }),
             panel.title,
           ),
         ),
@@ -219,8 +220,8 @@ class Overlay {
     };
     const [series, bands] = [[], []];
     columns.forEach((column, k) => {
-      const { panel, i } = held[k];
-      const color = experimentColor(i);
+      const { panel } = held[k];
+      const color = colorOf(panel);
       const { min, max } = column.chart.overall;
       if (this.line === "mean" && min && max && column.chart.lines.size > 1) {
         bands.push(band(series.length, series.length + 1, color, 0.14));
@@ -282,3 +283,9 @@ class Overlay {
     };
   }
 }
+
+/** The panels of a plan alone have nothing to compare. */
+const trainings = (page) => page.panels().filter((panel) => !isPlanOnly(panel.experiment));
+
+/** As in the panel's heading. */
+const colorOf = (panel) => experimentColor(state.selected.indexOf(panel.name));

@@ -13,6 +13,14 @@ export function h(tag, props = {}, ...children) {
   return element;
 }
 
+/** The same for SVG. */
+export function svg(tag, props = {}, ...children) {
+  const element = document.createElementNS(SVG, tag);
+  setProps(element, props);
+  append(element, children);
+  return element;
+}
+
 export function setProps(element, props) {
   for (const [name, value] of Object.entries(props)) {
     if (value === null || value === undefined || value === false) element.removeAttribute(name);
@@ -52,14 +60,11 @@ const ICONS = {
 };
 
 export function icon(name) {
-  const svg = document.createElementNS(SVG, "svg");
-  for (const [key, value] of Object.entries({ viewBox: "0 0 24 24", class: "icon", "aria-hidden": "true" })) {
-    svg.setAttribute(key, value);
-  }
-  const path = document.createElementNS(SVG, "path");
-  path.setAttribute("d", ICONS[name]);
-  svg.append(path);
-  return svg;
+  return svg(
+    "svg",
+    { viewBox: "0 0 24 24", class: "icon", "aria-hidden": "true" },
+    svg("path", { d: ICONS[name] }),
+  );
 }
 
 /** A row of buttons of which one is pressed. `options` is [[value, label, title], ...]. */

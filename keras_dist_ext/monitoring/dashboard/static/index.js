@@ -14,7 +14,7 @@ import { followTheme, getUrlData, onDataReloaded } from "./host.js";
 import { on, recall, set, state } from "./state.js";
 
 // In the order in which they overrule each other.
-const STYLES = ["theme", "toolbar", "panels", "charts", "tables", "media"].map((name) => `styles/${name}.css`);
+const STYLES = ["theme", "toolbar", "panels", "charts", "tables", "plan", "media"].map((name) => `styles/${name}.css`);
 
 // Ask at once: TensorBoard reads while the other modules of the page are loading.
 const asked = getExperiments();

@@ -4,6 +4,7 @@ import { Comparison } from "./compare.js";
 import { fill, h } from "./dom.js";
 import { emptyView } from "./empty.js";
 import { Panel } from "./panel.js";
+import { isPlanOnly } from "./setup.js";
 import { on, set, state } from "./state.js";
 import { Toolbar } from "./toolbar.js";
 
@@ -80,7 +81,7 @@ export class Page {
   /** The experiment to start with: what the address asks for, else what was written to last, trainings first. */
   first(experiments) {
     const asked = experiments.find(({ name }) => name === this.asked);
-    const training = experiments.filter(({ name }) => !/(^|\/)validation$/.test(name));
+    const training = experiments.filter((one) => !/(^|\/)validation$/.test(one.name) && !isPlanOnly(one));
     const newest = (list) => list.reduce((best, one) => (one.last_wall > best.last_wall ? one : best), list[0]);
     return (asked ?? newest(training.length ? training : experiments)).name;
   }

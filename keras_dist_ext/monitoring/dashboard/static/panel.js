@@ -1,5 +1,5 @@
 /** One experiment on the page: its setup, findings, charts and table, and their data. */
-import { getSeries, getSummary } from "./api.js";
+import { getSeries, getSummary, getTrained } from "./api.js";
 import { cssColor, experimentColor, replicaColor } from "./colors.js";
 import { Heatmap } from "./charts/heatmap.js";
 import { LinesChart } from "./charts/lines.js";
@@ -8,7 +8,8 @@ import { fill, h } from "./dom.js";
 import { fileName } from "./download.js";
 import { clock, dateTime, device, duration, experimentName, whole } from "./format.js";
 import { Legend } from "./legend.js";
-import { findingsView, setupView } from "./setup.js";
+import { PlanCard } from "./plan.js";
+import { findingsView, isPlanOnly, setupView } from "./setup.js";
 import { set, state, zoomTo } from "./state.js";
 import { ReplicaTable } from "./table.js";
 import { tilesView } from "./tiles.js";
@@ -75,14 +76,21 @@ export class Panel {
         : []),
     ];
     this.summaries = [new SplitChart(this), new ReplicaTable(this)];
-    this.charts = [...this.series, ...this.summaries];
-    const order = ["loss", "throughput", "heatmap", "split", "gradient_norm", "table"];
+    if (isPlanOnly(this.experiment)) this.series = this.summaries = [];
+    this.plan = this.experiment.plan ? new PlanCard(this) : null;
+    this.charts = [...this.series, ...this.summaries, ...(this.plan ? [this.plan] : [])];
+    const order = ["loss", "throughput", "heatmap", "split", "gradient_norm", "table", "plan"];
     const sorted = [...this.charts].sort((a, b) => order.indexOf(a.kind) - order.indexOf(b.kind));
     fill(
       this.grid,
       sorted.map((chart) => chart.element),
     );
-    this.builtFor = String([...this.tags]);
+    this.builtFor = this.kindsOfData();
+  }
+
+  /** What decides which charts there are. */
+  kindsOfData() {
+    return String([...this.tags, Boolean(this.experiment.plan), isPlanOnly(this.experiment)]);
   }
 
   chart(kind) {
@@ -93,7 +101,7 @@ export class Panel {
   update(experiment) {
     const isNew = experiment.version !== this.experiment.version;
     this.describe(experiment);
-    if (this.builtFor !== String([...this.tags])) this.buildCharts();
+    if (this.builtFor !== this.kindsOfData()) this.buildCharts();
     if (isNew) {
       this.redrawFrame();
       return this.load();
@@ -110,6 +118,7 @@ export class Panel {
       findingsView(this.experiment, (step) => this.lookAt(step)),
     );
     this.legend.redraw();
+    this.legend.element.hidden = isPlanOnly(this.experiment);
     if (this.summary) fill(this.tiles, tilesView(this));
   }
 
@@ -150,13 +159,18 @@ export class Panel {
       this.chart("heatmap").advise();
       this.page.changed(this, "split");
     };
+    const fetchTrained = async () => {
+      const trained = await getTrained(controller.signal);
+      if (!controller.signal.aborted) this.plan.show(this.experiment.plan, trained);
+    };
     const wanted = this.series.filter(
       (chart) =>
         !(chart.response?.everything && chart.response.tag === chart.tag && chart.version === this.experiment.version),
     );
     await Promise.all([
       ...wanted.map((chart) => this.guarded(fetchSeries(chart), [chart], controller)),
-      this.guarded(fetchSummary(), this.summaries, controller),
+      ...(this.summaries.length ? [this.guarded(fetchSummary(), this.summaries, controller)] : []),
+      ...(this.plan ? [this.guarded(fetchTrained(), [this.plan], controller)] : []),
     ]);
   }
 

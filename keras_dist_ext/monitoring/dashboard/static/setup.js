@@ -4,6 +4,13 @@ import { h, icon } from "./dom.js";
 
 /** The strategy, its reason, and whatever else the manifest says; a hint where there is none. */
 export function setupView(experiment) {
+  if (isPlanOnly(experiment)) {
+    return h(
+      "div",
+      { class: "setup" },
+      experiment.notes.map((note) => h("p", { class: "hint" }, note)),
+    );
+  }
   const manifest = experiment.manifest ?? {};
   const strategy = isObject(manifest.strategy) ? manifest.strategy : {};
   const devices = Array.isArray(manifest.devices) ? manifest.devices : [];
@@ -58,6 +65,9 @@ export function setupView(experiment) {
     experiment.notes.map((note) => h("p", { class: "hint" }, note)),
   );
 }
+
+/** Whether nothing was trained here. */
+export const isPlanOnly = (experiment) => Boolean(experiment.plan) && !experiment.replicas.length;
 
 function details(title, summary, body) {
   return h(
