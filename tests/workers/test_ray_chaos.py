@@ -16,7 +16,7 @@ import ray_runs
 from launching import environ_with, run
 from ray_nodes import assert_nothing_is_left, token
 
-SEEDS = range(6)
+SEEDS = range(10)
 
 pytestmark = ray_runs.MARKS
 

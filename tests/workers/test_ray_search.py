@@ -34,7 +34,8 @@ def search(work, num_workers, loses, **options):
     thread.start()
     try:
         wait_until(lambda: "accident of" in stream.getvalue() or not thread.is_alive(), 120)
-        loses(int(re.search(r"accident of \d+ of (\d+)", stream.getvalue())[1]))
+        if loses is not None:
+            loses(int(re.search(r"accident of \d+ of (\d+)", stream.getvalue())[1]))
         thread.join()
     finally:
         sys.stdout.write(stream.getvalue())  # pytest shows it where a test fails
@@ -95,3 +96,33 @@ def test_a_search_that_loses_a_node_ends_with_all_trials(nodes, victim, tmp_path
     assert addresses
     assert not addresses & {"127.0.0.1", "0.0.0.0", "::"}, "the chief listens on the address of its node"
     assert_nothing_is_left(victim, nodes)
+
+
+@pytest.mark.parametrize("loses", [False, pytest.param(True, marks=ray_runs.at_length(12))])
+def test_trials_of_two_workers_share_a_placement_group_and_start_again_together(nodes, loses, tmp_path, monkeypatch):
+    import ray
+
+    groups, plain = [], ray.util.placement_group
+
+    def placement_group(bundles, **options):
+        groups.append(len(bundles))
+        return plain(bundles, **options)
+
+    monkeypatch.setattr(ray.util, "placement_group", placement_group)
+    nodes.have(4)
+    on = kde.RayCluster(nodes.cluster.address, runtime_env=ray_runs.RUNTIME_ENV)
+    options = {"strategies": "multi_worker", "max_trials": 2, "doom": {"who": "node"} if loses else {}}
+    name = f"trials of two, {loses}"
+    given = {"args": (str(tmp_path),), "kwargs": options, "on": on, "environ": token(name), "workers_per_trial": 2}
+    result, _ = search(search_runs.search, 1, nodes.lose if loses else None, **given)
+    found = result.value
+    assert {status for status, _, _ in found["trials"].values()} == {"COMPLETED"}
+    assert len(found["trials"]) == 2
+    assert result.allocation == "1 trial at once, as far as Ray has room, each by 2 workers of 1 CPU"
+    assert found["evaluated"] == pytest.approx(found["best_score"], rel=1e-5)
+    lines = search_runs.log(tmp_path)
+    assert {line["replicas"] for line in lines} == {2}
+    assert {line["worker_index"] for line in lines if line["what"] == "end"} == {0, 1}
+    assert len([death for death in result.deaths if " was lost" in death.cause]) == loses
+    assert sorted(set(groups)) == [1, 2], "the chief's, and those of a trial"
+    assert_nothing_is_left(name, nodes)
