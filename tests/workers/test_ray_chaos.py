@@ -52,7 +52,7 @@ def test_a_run_that_loses_a_worker_a_node_and_its_driver_ends_with_the_same_bits
     assert len(list(tmp_path.glob("accident-*.json"))) == len(plan)
     assert num_drivers == 2
     for worker, reference in zip(values, uninterrupted, strict=True):
-        assert worker["resumed"] is not None
+        assert (worker["resumed"] is not None) == worker["is_saved"]
         assert worker["seen"] == reference["seen"] == [[1.0] * chaos_runs.NUM_EXAMPLES] * chaos_runs.EPOCHS
         assert worker["loss"] == reference["loss"]
         for one, other in zip(worker["weights"], reference["weights"], strict=True):

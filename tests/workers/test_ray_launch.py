@@ -133,7 +133,34 @@ def test_an_agent_that_is_stopped_is_lost_and_another_takes_its_place(nodes, tmp
     assert_nothing_is_left("stopped", nodes)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+HANGS = """
+import os, time
+import keras_dist_ext as kde
+def wait_for_nobody():
+    time.sleep(1000)
+kde.heartbeat(3)
+print("begins to wait", flush=True)
+wait_for_nobody()
+"""
+
+
+def test_workers_that_hang_are_ended_with_where_they_were(nodes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script(tmp_path, HANGS)
+    stream = io.StringIO()
+    result = kde.launch(2, ["script.py"], on=nodes.on, environ=token("hang"), timeout=15, time_limit=120, stream=stream)
+    assert result.exit_code == 124
+    shown = stream.getvalue()
+    assert "launch: No step was finished for 15 s, and the launch ended what still ran: worker 0 has finished" in shown
+    for worker in (0, 1):
+        assert re.search(rf"  worker {worker}:\n(    .*\n)*    .* in wait_for_nobody\n", shown), shown
+    assert_nothing_is_left("hang", nodes)
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
+)
 def test_when_the_launcher_ends_nothing_is_left(nodes, signum, code, tmp_path):
     script(tmp_path, SLEEPER)
     words = ["--on", "ray", "--address", nodes.cluster.address, "--workers", "2", "script.py"]
