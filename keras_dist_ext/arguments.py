@@ -70,7 +70,7 @@ def refuse(name: str, value: object, wanted: str, error: _Error) -> NoReturn:
     raise error(f"{name} must be {wanted}, got {shown(value)}.")
 
 
-def optional(check: Callable[..., _T], name: str, value: object, **options: Any) -> _T | None:
+def optional(check: Callable[..., _T], name: str, value: object, **options: object) -> _T | None:
     """Return None for None, else what another check returns.
 
     Args:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -14,6 +13,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.optimizers import optimized_variables
 from keras_dist_ext._keras.variables import Variable
+from keras_dist_ext.aliases import FitArgument
 from keras_dist_ext.cluster.cores import num_cores
 from keras_dist_ext.data.iterators import release_iterator
 from keras_dist_ext.data.pipeline import inspect
@@ -44,7 +44,7 @@ def measure_one_replica(
     *,
     num_steps: int,
     callbacks: Sequence[keras.callbacks.Callback],
-    fit_arguments: dict[str, Any],
+    fit_arguments: dict[str, FitArgument],
 ) -> Measurements:
     """Return what steps of a model on one device cost, and leave it bit for bit as it was.
 

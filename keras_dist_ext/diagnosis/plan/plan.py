@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.strategies import is_default_strategy
+from keras_dist_ext.aliases import FitArgument, FitData
 from keras_dist_ext.data.sources import as_dataset, checked_batch_size, kind_of
 from keras_dist_ext.diagnosis.plan.assumptions import assumptions_of
 from keras_dist_ext.diagnosis.plan.links import Link, SumTimes, read_network
@@ -47,7 +47,7 @@ def plan(
     network: str | tf.distribute.Strategy | None = None,
     num_steps: int = 60,
     callbacks: Sequence[keras.callbacks.Callback] = (),
-    **fit_arguments: Any,
+    **fit_arguments: FitArgument,
 ) -> Plan:
     """Say what more replicas would give, and leave the model bit for bit as it was.
 
@@ -182,7 +182,7 @@ def checked_network(network: object) -> tuple[Link | None, tf.distribute.Strateg
         return read_network(network), None
     if (not hasattr(network, "extended") and not hasattr(network, "strategy")) or isinstance(network, type):
         arguments.refuse("network", network, f"{_NETWORK}, or None", MonitorError)
-    strategy: Any = checked_strategy(network, "network")
+    strategy: tf.distribute.Strategy = checked_strategy(network, "network")
     if isinstance(strategy, tf.distribute.ParameterServerStrategy) or strategy.num_replicas_in_sync < 2:
         raise MonitorError(
             f"network is {describe_strategy(strategy)}, which sums nothing over replicas. Give one of several replicas "
@@ -210,7 +210,7 @@ def _check_model(model: keras.Model) -> None:
         raise MonitorError("kde.plan was called inside of a strategy's scope. Leave the scope before it.")
 
 
-def _as_batches(data: Any, y: Any, fit_arguments: dict[str, Any]) -> tf.data.Dataset:
+def _as_batches(data: FitData, y: FitData, fit_arguments: dict[str, FitArgument]) -> tf.data.Dataset:
     """Return the batches that `fit` would read; what made them is taken from its arguments.
 
     Raises:

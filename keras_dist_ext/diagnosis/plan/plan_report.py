@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -207,7 +206,7 @@ def _table(curve: Curve) -> Table:
     return table
 
 
-def _point(point: Point) -> dict[str, Any]:
+def _point(point: Point) -> JsonObject:
     parts = point.parts
     return {
         "replicas": point.num_replicas,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
+from keras_dist_ext.aliases import TensorNest, TracedFunction
 from keras_dist_ext.diagnosis.plan.links import SumTimes
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.step.reduce import shares_memory, sum_over_replicas
@@ -42,7 +42,7 @@ def time_sums(strategy: tf.distribute.Strategy, gradient_bytes: int, num_gradien
     """
     num_parts = min(num_gradients, _MOST_PARTS)
 
-    def chained(num_sums: int) -> Any:
+    def chained(num_sums: int) -> TracedFunction:
         def of_replica(value: tf.Tensor) -> tf.Tensor:
             context = tf.distribute.get_replica_context()
             floor = value[0] + tf.cast(context.replica_id_in_sync_group, value.dtype)
@@ -57,7 +57,7 @@ def time_sums(strategy: tf.distribute.Strategy, gradient_bytes: int, num_gradien
 
         return in_graph(lambda value: strategy.run(of_replica, args=(value,)))
 
-    def wait_for(values: Any) -> None:
+    def wait_for(values: TensorNest) -> None:
         for value in strategy.experimental_local_results(values):
             value.numpy()
 
@@ -77,7 +77,7 @@ def time_sums_in_memory(num_replicas: int, gradient_bytes: int) -> SumTimes:
         gradient_bytes: that a step sums.
     """
 
-    def chained(num_sums: int) -> Any:
+    def chained(num_sums: int) -> TracedFunction:
         def add_up(value: tf.Tensor) -> tf.Tensor:
             parts = [value] * num_replicas
             for number in range(_IN_A_ROW):
@@ -97,7 +97,7 @@ def time_sums_in_memory(num_replicas: int, gradient_bytes: int) -> SumTimes:
 
 
 def _timed(
-    chained: Callable[[int], Any], wait_for: Callable[[Any], Any], sizes: Sequence[int]
+    chained: Callable[[int], TracedFunction], wait_for: Callable[[TensorNest], object], sizes: Sequence[int]
 ) -> dict[int, tuple[float, ...]]:
     """Return the seconds of a sum by bytes: of a chain with sums, less the same chain without.
 
@@ -109,7 +109,7 @@ def _timed(
     for size in sizes:
         value = tf.ones([size // 4])
 
-        def seconds(run: Callable[[tf.Tensor], Any], value: tf.Tensor = value) -> float:
+        def seconds(run: TracedFunction, value: tf.Tensor = value) -> float:
             begin = time.perf_counter()
             wait_for(run(value))
             return time.perf_counter() - begin

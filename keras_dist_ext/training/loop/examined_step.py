@@ -6,7 +6,7 @@ Nothing of the trace is ever run: replicas do not add anything up in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -225,7 +225,7 @@ def _trace(
     returned: list[dict[str, tf.Tensor]] = []
     seen = _LoopExamination(name, strategy.num_replicas_in_sync, scales=scales)
 
-    def refuse(next_creator: Callable[..., tf.Variable], **given: Any) -> None:
+    def refuse(next_creator: Callable[..., tf.Variable], **given: str) -> None:
         seen.on_variable(given.get("name") or "without a name")
 
     def replica(batch: StepData) -> None:
