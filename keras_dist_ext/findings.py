@@ -5,7 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import TypedDict
 
-__all__ = ["Finding", "FindingRecord", "worst_first"]
+__all__ = ["SLOWS_PIPELINES", "Finding", "FindingRecord", "worst_first"]
+
+SLOWS_PIPELINES = frozenset(
+    {
+        "no-prefetch",
+        "sequential-map",
+        "sequential-filter",
+        "python-map",
+        "sequential-interleave",
+        "generator-bound",
+        "map-after-cache",
+        "map-before-batch",
+        "shard-after-map",
+        "cache-never-fills",
+    }
+)
+"""Codes of findings of `inspect` by which a pipeline takes longer; the others are about what it gives."""
 
 
 class FindingRecord(TypedDict, total=False):

@@ -15,6 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
+from keras_dist_ext import data
 from keras_dist_ext.argument_types import counts
 from keras_dist_ext.diagnosis.plan.assumptions import assumptions_of
 from keras_dist_ext.diagnosis.plan.links import DOCUMENTED, Link, SumTimes, fit_line, read_network
@@ -24,7 +25,7 @@ from keras_dist_ext.diagnosis.plan.scaling import KINDS, draw_curve
 from keras_dist_ext.diagnosis.plan.step_costs import BOUNDS, Predicted, resampled_costs, sizes_to_measure, step_costs
 from keras_dist_ext.diagnosis.plan.what_ifs import what_ifs
 from keras_dist_ext.errors import MonitorError
-from keras_dist_ext.findings import Finding
+from keras_dist_ext.findings import SLOWS_PIPELINES, Finding
 from keras_dist_ext.monitoring.dashboard import metadata as names
 
 FIXED, PER_EXAMPLE, UPDATE, HOST = 0.002, 1e-4, 0.001, 2e-4
@@ -267,6 +268,17 @@ def test_without_a_slow_map_the_input_decides_no_longer() -> None:
     better = dataclasses.replace(point.parts, input=0.005)
     assert first.factor == pytest.approx(point.parts.seconds / better.seconds)
     assert "input" not in [one.code for one in plan.what_ifs["fixed global batch"]]  # the finding says what to change
+
+
+@pytest.mark.parametrize("code", sorted(SLOWS_PIPELINES - {"no-prefetch"}))
+def test_the_seconds_of_a_slow_pipeline_come_off_the_input(code: str) -> None:
+    plan = planned(measured(input=(0.030,) * 4, findings=(finding(code, 0.025),)))
+    assert plan.what_ifs["fixed global batch"][0].code == code
+
+
+def test_codes_of_slow_pipelines_are_those_of_findings() -> None:
+    made = "".join(path.read_text() for path in Path(data.__path__[0]).glob("*_findings.py"))
+    assert {code for code in SLOWS_PIPELINES if f'"{code}",\n' not in made} == set()
 
 
 def test_a_prefetch_hides_the_input() -> None:

@@ -21,7 +21,7 @@ from keras_dist_ext.diagnosis.doctor.python_data_rules import judge_python_data
 from keras_dist_ext.diagnosis.doctor.setting import read_setting
 from keras_dist_ext.diagnosis.doctor.step_blocks import StepBlocks
 from keras_dist_ext.errors import KerasDistError
-from keras_dist_ext.findings import Finding
+from keras_dist_ext.findings import SLOWS_PIPELINES, Finding
 from keras_dist_ext.monitoring.exchange import gather_intervals
 from keras_dist_ext.monitoring.monitor import ReplicaMonitor
 from keras_dist_ext.step.recorder import Recorder
@@ -194,20 +194,6 @@ class RunTrace:
         return _inspected(self._run_data.given)
 
 
-_COSTS_TIME = (
-    "no-prefetch",
-    "sequential-map",
-    "sequential-filter",
-    "python-map",
-    "sequential-interleave",
-    "generator-bound",
-    "map-after-cache",
-    "map-before-batch",
-    "shard-after-map",
-    "cache-never-fills",
-)
-
-
 def _inspected(dataset: tf.data.Dataset, least_seconds: float = 0.0) -> tuple[list[Finding], float | None]:
     """Return what `inspect` says of a pipeline that costs time; the rest is no matter of parallelism.
 
@@ -227,6 +213,6 @@ def _inspected(dataset: tf.data.Dataset, least_seconds: float = 0.0) -> tuple[li
     found = [
         dataclasses.replace(f, seconds=None if f.seconds is None else f.seconds / max(1, seen.times.num_batches))
         for f in seen.findings
-        if f.code in _COSTS_TIME
+        if f.code in SLOWS_PIPELINES
     ]
     return found, seen.times.batch_seconds

@@ -11,25 +11,13 @@ from collections.abc import Iterator
 from keras_dist_ext.diagnosis.plan.measurements import Measurements
 from keras_dist_ext.diagnosis.plan.scaling import Point
 from keras_dist_ext.diagnosis.plan.step_costs import Devices, Predicted, StepCosts
+from keras_dist_ext.findings import SLOWS_PIPELINES
 
 __all__ = ["WhatIf", "what_ifs"]
 
 LEAST = 1.05  # what brings less is not worth a word
 
-_INPUT = {
-    "no-prefetch",
-    "sequential-map",
-    "sequential-filter",
-    "python-map",
-    "sequential-interleave",
-    "generator-bound",
-    "map-after-cache",
-    "map-before-batch",
-    "shard-after-map",
-    "cache-never-fills",
-    "input-bound",
-    "unaligned-reads",
-}
+_INPUT = {*SLOWS_PIPELINES, "input-bound", "unaligned-reads"}
 _HOST = {"slow-callback", "fetching-callback", "host-bound", "retracing"}
 
 
