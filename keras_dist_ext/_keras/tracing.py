@@ -7,21 +7,25 @@ import pathlib
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx, converter
 from tensorflow.python.autograph.impl import api as ag_api
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager import record
-from tensorflow.python.eager.polymorphic_function import polymorphic_function, tracing_compilation
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs, summary_ops_v2
 from tensorflow.python.util import tf_decorator
-from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
+from keras_dist_ext import versions
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.backend import global_state
 from keras_dist_ext._keras.interception import patched, thread
 from keras_dist_ext.aliases import SpecNest, TensorNest, TracedFunction, UserFunction
+
+if TYPE_CHECKING:
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 __all__ = [
     "ScratchTrace",
@@ -154,7 +158,7 @@ def op_spans(directory: str) -> Iterator[tuple[str, float, float]]:
     out.
     """
     for path in pathlib.Path(directory).rglob("*.xplane.pb"):
-        for plane in xplane_pb2.XSpace.FromString(path.read_bytes()).planes:
+        for plane in _profile(path.read_bytes()).planes:
             names = {number: event.name for number, event in plane.event_metadata.items()}
             stats = {number: stat.name for number, stat in plane.stat_metadata.items()}
             for line in plane.lines:
@@ -167,6 +171,13 @@ def op_spans(directory: str) -> Iterator[tuple[str, float, float]]:
                         name = stats.get(of_kernel[0].ref_value) or of_kernel[0].str_value
                     begin = line.timestamp_ns * 1e-9 + event.offset_ps * 1e-12
                     yield name.partition(":")[0], begin, begin + event.duration_ps * 1e-12
+
+
+@versions.naming("Placement.measure")
+def _profile(content: bytes) -> xplane_pb2.XSpace:
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    return xplane_pb2.XSpace.FromString(content)
 
 
 def capture_thread_context(
@@ -325,6 +336,7 @@ def inlined(function: TracedFunction) -> UserFunction:
     return converted  # past what TensorFlow has put around it when it traced it, which converts nothing here
 
 
+@versions.naming("ParallelismDoctor")
 def observe_traces(note: Callable[[str, dict[str, str], float], None]) -> Callable[[], None]:
     """Have ``note(name, arguments, seconds)`` called for each tf.function that is traced outside of others.
 
@@ -334,6 +346,8 @@ def observe_traces(note: Callable[[str, dict[str, str], float], None]) -> Callab
     Returns:
         What ends it.
     """
+    from tensorflow.python.eager.polymorphic_function import tracing_compilation
+
     original = tracing_compilation._create_concrete_function
 
     def create(

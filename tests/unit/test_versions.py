@@ -18,8 +18,8 @@ PACKAGE = ROOT / "keras_dist_ext"
 NEWEST = {name: newest for name, (_, newest) in versions.TESTED.items()}
 
 
-def run_python(code):
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+def run_python(code, **options):
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, **options)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.strip()
 
@@ -77,7 +77,8 @@ imported = builtins.__import__
 
 def hiding(name, globals=None, locals=None, fromlist=(), level=0):
     asks = (globals or {{}}).get("__name__", "")
-    if asks.startswith("keras_dist_ext") and name.startswith({gone!r}):
+    asked = [name, *(f"{{name}}.{{part}}" for part in fromlist or ())]
+    if asks.startswith("keras_dist_ext") and any(each.startswith({gone!r}) for each in asked):
         raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
     return imported(name, globals, locals, fromlist, level)
 
@@ -143,6 +144,20 @@ def test_a_part_that_has_moved_is_named_by_what_needs_it(gone, name):
         r"pip install 'tensorflow<2\.22' 'keras<3\.16', or a newer keras_dist_ext",
         run_python(program),
     )
+
+
+@pytest.mark.rotating
+def test_models_train_where_parts_are_gone_that_only_the_doctor_or_a_placement_needs(tmp_path):
+    gone = ("tensorflow.tsl", "tensorflow.python.eager.polymorphic_function.tracing_compilation")
+    program = HIDING.format(gone=gone) + (
+        "import numpy, pathlib\nfrom keras_dist_ext._keras import keras, tracing\n"
+        "model = kde.Sequential([keras.layers.Dense(1)])\nmodel.compile('sgd', 'mse')\n"
+        "model.fit(numpy.ones((4, 2)), numpy.ones((4, 1)), verbose=0)\n"
+        "pathlib.Path('host.xplane.pb').touch()\n"
+        "for needs in (lambda: tracing.observe_traces(print), lambda: list(tracing.op_spans('.'))):\n"
+        "    try: needs()\n    except kde.BackendError as e: print(str(e).partition(' stands')[0])\n"
+    )
+    assert run_python(program, cwd=tmp_path).split() == ["ParallelismDoctor", "Placement.measure"]
 
 
 @pytest.mark.slow
