@@ -14,6 +14,7 @@ from keras.src.models.functional import Functional as KerasFunctional
 from keras.src.models.model import functional_init_arguments
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.adapters import CustomEpochIterator
 from keras_dist_ext.aliases import (
     Array,
     BatchIterator,
@@ -81,7 +82,7 @@ class HookedModel(keras.Model):  # type: ignore[misc]
         return load(file)
 
     def _maybe_symbolic_build(self, iterator: BatchIterator = None, data_batch: TensorNest = None) -> None:
-        if hasattr(iterator, "is_built_for"):  # one of ours
+        if isinstance(iterator, CustomEpochIterator):
             iterator.is_built_for = True
         self._build_for_run(iterator, data_batch)
 
@@ -116,7 +117,8 @@ def user_metrics(model: keras.Model) -> list[keras.Metric]:
 def compile_arguments(model: keras.Model) -> dict[str, CompileArgument]:
     """What was given to `compile`, as the objects themselves (keras/src/trainers/trainer.py, `compile`)."""
     given = dict(model._compile_config.config)
-    runtime = getattr(model, "replica_runtime", None)  # which knows that "auto" was asked for; Keras' default is 1
+    # Ours knows that "auto" was asked for; Keras' default is 1.
+    runtime = model.replica_runtime if isinstance(model, HookedModel) else None
     automatic = model.steps_per_execution == 1 if runtime is None else runtime.chooses_num_steps
     if runtime is not None and runtime.chooses_xla:
         given["jit_compile"] = "auto"  # not what Keras has made of it: with a GPU it is True without a strategy
