@@ -56,12 +56,12 @@ class JsonLinesWriter(Writer):
         """Create the folder.
 
         Raises:
-            MonitorError: the file cannot be written there, or one is there that holds something else.
+            MonitorError: the file cannot be written there, or one exists that holds something else.
         """
         path = self._file.path
         if _holds_something_else(path):
             raise MonitorError(
-                f"{path} is there, and its first line is no record: JsonLinesWriter would append to a file that is not "
+                f"{path} exists, and its first line is no record: JsonLinesWriter would append to a file that is not "
                 "its own. Give it a path of a new file, or of one that it has written."
             )
         try:

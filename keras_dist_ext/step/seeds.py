@@ -67,7 +67,7 @@ def _initial_state(seed: int, generator: str) -> Array:
 def seed_replicas(model: keras.Model, seed: int) -> None:
     """Give all random generators of a model their streams of a global seed, from the first draw on.
 
-    For loops without ``fit``; ``fit`` does it with the callback ``ReplicaSeeds(seed)``, which lets a model go on
+    For loops without ``fit``; ``fit`` does it with the callback ``ReplicaSeeds(seed)``, which lets a model continue
     drawing where it has stopped.
 
     Args:

@@ -87,7 +87,7 @@ class ReplicaSeeds(RunCallback):
     generators in its functions. See ``seeds`` for how. The initial values of weights, and integers given as ``seed=``
     to ``keras.random``, stay as they are: alike on all replicas.
 
-    The first run of a model with a seed begins all streams; later ones, and those of a model that was loaded, go on
+    The first run of a model with a seed begins all streams; later ones, and those of a model that was loaded, continue
     where the last one stopped. ``kde.seed_replicas(model, seed)`` begins anew.
 
     Numbers do not depend on ``steps_per_execution``, ``run_eagerly`` and ``jit_compile``, but for ``tf.random`` ops:

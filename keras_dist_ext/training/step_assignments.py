@@ -72,7 +72,7 @@ def check_assigned(
     if partly:
         raise LoopError(
             f"The step {name!r} assigns to {shortened(labels(partly.values()))} on some replicas only, so that they "
-            "would go on with different values, and the first one's would be saved. Assign on all of them alike, "
+            "would continue with different values, and the first one's would be saved. Assign on all of them alike, "
             "whatever replica.index is."
         )
     differing = {
@@ -83,7 +83,7 @@ def check_assigned(
     if differing:
         raise LoopError(
             f"The step {name!r} assigns to {shortened(labels(differing.values()))} what each replica computes from its "
-            "own rows or random numbers, so that replicas would go on with different values, and the first one's "
+            "own rows or random numbers, so that replicas would continue with different values, and the first one's "
             "would be saved. Gradients of a GradientTape are those of the whole batch on every replica; what else is "
             "a mean over the examples becomes one of the whole batch by kde.reduce_gradients, and replica.sum of a "
             "TrainLoop adds up. What is meant to be a part of a sum on each replica is a variable with "

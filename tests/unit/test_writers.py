@@ -296,7 +296,7 @@ def test_records_without_the_line_of_their_run_are_refused(tmp_path: pathlib.Pat
 def test_lines_are_not_appended_to_a_file_of_something_else(tmp_path: pathlib.Path, text: str) -> None:
     path = tmp_path / "train.py"
     path.write_text(text)
-    with pytest.raises(kde.MonitorError, match=r"train\.py is there, and its first line is no record: .* a new file"):
+    with pytest.raises(kde.MonitorError, match=r"train\.py exists, and its first line is no record: .* a new file"):
         kde.JsonLinesWriter(path).check("")
     assert path.read_text() == text
 

@@ -173,7 +173,7 @@ class ParallelismDoctor(RunCallback):
                 self.write_report()
 
         self._guarded(trace.stop)
-        self._guarded(judge_and_write)  # also where that failed: every worker takes part
+        self._guarded(judge_and_write)  # also where that failed: every worker participates
 
     def _guarded(self, work: Callable[[], None]) -> bool:
         """Work, and warn where that fails, since training goes well; return whether it did not."""

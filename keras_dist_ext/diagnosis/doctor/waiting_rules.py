@@ -84,11 +84,11 @@ def _starts(examination: Examination) -> list[Finding]:
     return [
         Finding(
             "slow-start-of-epochs",
-            "Each epoch begins the data anew, and replicas wait until its first batch is there.",
+            "Each epoch begins the data anew, and replicas wait until its first batch is available.",
             f"the first batch took {ms(float(np.median(starts)))} in each of {len(starts)} passes over the data, with "
             f"{times.num_steps / len(starts):.3g} steps a pass: {seconds / (times.seconds + seconds):.0%} of the time",
             "Make the beginning cheaper: `.cache()` before `shuffle`, if what it gives fits into memory, a smaller "
-            "buffer, fewer files at once; or let an epoch go on where the last one ended, in a pass that is longer: "
+            "buffer, fewer files at once; or let an epoch continue where the last one ended, in a pass that is longer: "
             "`dataset.repeat()` and `fit(..., steps_per_epoch=n)`.",
             seconds,
         )

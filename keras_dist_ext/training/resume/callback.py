@@ -194,7 +194,7 @@ class Resume(RunCallback):
         if sends_rounded(self.model.distribute_strategy, self.model.replica_runtime.compression):
             warn(
                 "gradient_compression keeps on each replica what rounding has left of its gradients, and checkpoints "
-                "do not hold it: a run that resumes goes on without, and differs by the rounding of a step from one "
+                "do not hold it: a run that resumes continues without, and differs by the rounding of a step from one "
                 "that was not interrupted. Compile without gradient_compression if the bits are to be the same."
             )
         content = newest_of_chief(self._checkpoints, self._workers, self.directory)
