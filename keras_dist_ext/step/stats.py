@@ -1,7 +1,7 @@
 """What each replica did, step by step: recorded on its device, fetched once an interval.
 
 ``StepRecords`` holds the steps of some executions, one by one; ``ReplicaStats`` what they come to, over all workers.
-Both are values; who writes them is in ``writers``, who judges them in ``diagnose``.
+Both are values; ``monitoring.writers`` writes them, ``diagnosis.doctor`` judges them.
 
 What the times of a step mean, on the host's clock:
 
