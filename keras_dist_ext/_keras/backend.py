@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 from keras.src import backend
 
-__all__ = ["nn", "numpy", "random", "global_state", "masking", "has_gpus"]
+__all__ = ["nn", "numpy", "random", "global_state", "masking", "in_symbolic_scope", "has_gpus"]
 
 _ops = getattr(backend, "ops", backend)  # keras/src/backend/tensorflow/ops, from Keras 3.16 on
 nn = _ops.nn
@@ -13,6 +13,7 @@ numpy = _ops.numpy
 random = backend.random
 global_state = backend.common.global_state
 masking = backend.common.masking
+in_symbolic_scope = backend.in_symbolic_scope
 
 
 def has_gpus() -> bool:

@@ -20,10 +20,11 @@ def _(original: Original, step: Step, generator: keras.random.SeedGenerator, ord
     return step.next_seed(generator, ordered, functools.partial(original, generator))
 
 
-# keras/src/backend/tensorflow/random.py: an integer as a seed is a constant.
+# keras/src/backend/tensorflow/random.py: an integer as a seed is a constant. Where only shapes are asked for, Keras
+# draws the initial values of weights that are not made yet (backend/common/variables.py, `value`).
 @install(backend.random, "draw_seed")
 def _(original: Original, step: Step, seed: int | keras.random.SeedGenerator | None) -> tf.Tensor:
-    if isinstance(seed, int):
+    if isinstance(seed, int) and not backend.in_symbolic_scope():
         step.constant_seed(seed)
     return original(seed)
 

@@ -385,6 +385,28 @@ def draws_of_four_epochs() -> seed_runs.Draws:
 
 
 @pytest.mark.rotating
+def test_initial_values_that_predict_asks_for_are_no_draws_of_its_step(mirrored: Any) -> None:
+    class Net(kde.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = keras.layers.Dense(2)
+
+        def call(self, x: Any) -> Any:
+            return self.head(x)
+
+        def predict_step(self, data: Any) -> Any:
+            return 2 * self(data)
+
+    with mirrored.scope():
+        model = Net()
+        model.compile("sgd", "mse")
+    with warnings.catch_warnings(record=True) as said:  # Keras catches what is raised where it asks for shapes
+        warnings.simplefilter("always")
+        model.predict(np.ones((6, 3), "float32"), batch_size=3, verbose=0)
+    assert not [one for one in said if "keras.random was called" in str(one.message)]
+
+
+@pytest.mark.rotating
 def test_deterministic_ops_give_the_same_bits_at_every_run() -> None:
     first, second = (launch(1, seed_runs.deterministic_weights, time_limit=120).values[0] for _ in range(2))
     for a, b in zip(first, second, strict=True):
