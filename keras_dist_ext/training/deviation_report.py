@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from keras_dist_ext.training.deviations import Deviation
 from keras_dist_ext.training.execution import RunKind
@@ -55,6 +55,7 @@ def describe(
     deviations: Sequence[Deviation],
     *,
     given_to: str = "compile",
+    added_up: Collection[str] = (),
 ) -> str:
     """Describe what differs.
 
@@ -65,6 +66,7 @@ def describe(
         num_examples: that it was made on.
         deviations: beyond rounding.
         given_to: what takes the argument ``check``.
+        added_up: names of state of which TensorFlow adds up what the replicas assign.
     """
     by_part = {part: [d for d in deviations if d.part == part] for part in _KINDS}
     if by_part["gradient"]:
@@ -76,10 +78,18 @@ def describe(
         parts.add("gradient")
     if "gradient" in parts and all(of_losses):
         parts.discard("metric")
+    advice = [text for part, text in _ADVICE.items() if part in parts]
+    of_sums = [d for d in by_part["state"] if d.name in added_up]
+    if of_sums:
+        advice.append(
+            f"Of what replicas assign to {_names(of_sums)}, TensorFlow makes the sum, so that a number that all assign "
+            "alike, such as a count of steps, counts once for each: make it with "
+            "aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA, or MEAN."
+        )
     return (
         f"'{model}' {_VERBS[kind][0]} on {num_replicas} replicas as on one device. One step on {num_examples} "
         f"examples, made both ways from the same state, differs in {'; '.join(found)}. "
-        f"{' '.join(text for part, text in _ADVICE.items() if part in parts)} "
+        f"{' '.join(advice)} "
         f'`{given_to}(check=False)` leaves out this check, `check="raise"` makes it an error.'
     )
 
@@ -111,6 +121,11 @@ def _listed(kind: str, deviations: Sequence[Deviation]) -> str:
     names = ", ".join(f"{d.name} (by {_percent(d.relative)})" for d in worst[:_LISTED])
     rest = len(worst) - _LISTED
     return f"{kind} {names}{f' and {rest} more' if rest > 0 else ''}"
+
+
+def _names(deviations: Sequence[Deviation]) -> str:
+    rest = len(deviations) - _LISTED
+    return f"{', '.join(d.name for d in deviations[:_LISTED])}{f' and {rest} more' if rest > 0 else ''}"
 
 
 def _percent(relative: float) -> str:

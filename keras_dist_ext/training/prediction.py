@@ -14,6 +14,7 @@ from keras_dist_ext._keras.models import overrides
 from keras_dist_ext._keras.random import use_global_seed_generator
 from keras_dist_ext._keras.strategies import is_default_strategy, regroup, seen_as_one_replica
 from keras_dist_ext._keras.tracing import scratch_graph
+from keras_dist_ext._keras.variables import without_aggregation
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data import split as data
 from keras_dist_ext.errors import DataError, KerasDistError
@@ -218,7 +219,12 @@ class _FirstReplicaStep:
             if is_first_of_worker():
                 step = ReplicaStep(self._model, 1, 1, options, LoneReplica(strategy, 1), first_row=0)
                 step.begin(rows)
-                with intercept(step), use_global_seed_generator(self._generator), seen_as_one_replica():
+                with (
+                    intercept(step),
+                    use_global_seed_generator(self._generator),
+                    seen_as_one_replica(),
+                    without_aggregation(),
+                ):
                     made.append(self._model.predict_step(rows))
 
         try:

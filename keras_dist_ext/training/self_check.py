@@ -31,7 +31,7 @@ from keras_dist_ext.training.few_rows import first_rows, rows_of_chief
 from keras_dist_ext.training.prediction import PredictProgram
 from keras_dist_ext.training.prediction_comparison import compare_predictions
 from keras_dist_ext.training.runtime import ReplicaRuntime
-from keras_dist_ext.training.step_comparison import CannotCompare, Prepare, compare_step
+from keras_dist_ext.training.step_comparison import CannotCompare, Prepare, compare_step, state_added_up
 
 __all__ = ["check_metrics", "check_prediction", "check_step", "has_rows_to_check"]
 
@@ -126,7 +126,10 @@ def _check(
         runtime.reported.add(("reason", str(why)))
         return describe_unseen(model.name, kind, num_replicas, str(why), given_to=given_to)
     count = int(num_rows(rows))
-    message = describe(model.name, kind, num_replicas, count, found, given_to=given_to) if found else ""
+    message = ""
+    if found:
+        added_up = state_added_up(model)
+        message = describe(model.name, kind, num_replicas, count, found, given_to=given_to, added_up=added_up)
     if workers is not None:
         message = workers.broadcast_bytes(message.encode()).decode()
     if message and (runtime.check == "raise" or runtime.exact):

@@ -22,7 +22,7 @@ from keras_dist_ext._keras.losses import without_parts
 from keras_dist_ext._keras.optimizers import end_accumulation_next
 from keras_dist_ext._keras.random import intercept_random_ops
 from keras_dist_ext._keras.tracing import functions_traced_apart
-from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
+from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read, tf_variable
 from keras_dist_ext.aliases import Array, Gradient, SpecNest, StepData, TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows
 from keras_dist_ext.errors import BackendError
@@ -46,7 +46,7 @@ from keras_dist_ext.training.deviations import (
 from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.snapshot import kept_numbers, kept_random, kept_state
 
-__all__ = ["CannotCompare", "Prepare", "comparable", "compare_step", "refuse_python", "unoptimized"]
+__all__ = ["CannotCompare", "Prepare", "comparable", "compare_step", "refuse_python", "state_added_up", "unoptimized"]
 
 Prepare = Callable[[Exception], None]
 _Traced = Callable[[StepData], tuple[TensorNest, dict[str, tf.Tensor]]]  # logs, and gradients by their variable's id
@@ -348,6 +348,13 @@ def _parts_of_sums(model: keras.Model) -> Iterator[tuple[Part, tf.Variable]]:
             is_number = variable.dtype.is_floating or variable.dtype.is_integer
             if is_number and is_sync_on_read(variable) and variable.aggregation != tf.VariableAggregation.NONE:
                 yield ("state", f"{layer.path or layer.name}/{name}"), variable
+
+
+def state_added_up(model: keras.Model) -> frozenset[str]:
+    """Return the names of the state of which TensorFlow adds up what the replicas assign."""
+    held = [*_compared(model), *_parts_of_sums(model)]
+    total = tf.VariableAggregation.SUM
+    return frozenset(name for (_, name), variable in held if tf_variable(variable).aggregation == total)
 
 
 def _put_on_first(variable: tf.Variable, *, is_chief: bool) -> None:

@@ -478,6 +478,19 @@ class Gathering(kde.Model):
         return p - tf.reduce_mean(kde.gather_rows(p), 0)
 
 
+class Seen(kde.Model):
+    """Adds up what replicas have seen, each in a call that waits for the others."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen = tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation.SUM)
+
+    def predict_step(self, data: Any) -> Any:
+        p = super().predict_step(data)
+        self.seen.assign_add(tf.reduce_sum(p))
+        return p
+
+
 class Best(kde.Model):
     def predict_step(self, data: Any) -> Any:
         return tf.argmax(super().predict_step(data), -1)
@@ -508,6 +521,7 @@ PREDICTED: dict[str, tuple[Callable[[], Any], Callable[[Any], None], str]] = {
     "a mean of the batch, on a batch": (of_prediction(FromBatch), predicts_on_batch, SCORE),
     "a layer's mean of the batch": (of_prediction(kde.Model, Centred), predicts, "the output of predict_step"),
     "a mean of gathered rows": (of_prediction(Gathering), predicts, ""),
+    "a sum of what was predicted": (of_prediction(Seen), predicts, ""),
     "the best class": (of_prediction(Best), predicts, ""),
     "noise": (of_prediction(Best, Noisy), predicts, ""),
 }
@@ -543,11 +557,12 @@ def test_prediction_is_the_same_with_the_check_and_an_error_if_asked_for(mirrore
 
 # Variables with an aggregation
 
+ADDED_UP = "the state net/seen .* assign to net/seen, .* counts once for each: .*aggregation=tf.*ONLY_FIRST_REPLICA"
 AGGREGATED: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
     "a sum of rows, added up when read": ("SUM", "ON_READ", lambda x: tf.cast(tf.shape(x)[0], tf.float32), ""),
     "a sum of rows, added up when assigned": ("SUM", "ON_WRITE", lambda x: tf.cast(tf.shape(x)[0], tf.float32), ""),
-    "a count of steps, added up when read": ("SUM", "ON_READ", lambda x: 1.0, "the state net/seen"),
-    "a count of steps, added up when assigned": ("SUM", "ON_WRITE", lambda x: tf.ones(()), "the state net/seen"),
+    "a count of steps, added up when read": ("SUM", "ON_READ", lambda x: 1.0, ADDED_UP),
+    "a count of steps, added up when assigned": ("SUM", "ON_WRITE", lambda x: tf.ones(()), ADDED_UP),
     "a count of steps, of the first replica": ("ONLY_FIRST_REPLICA", "ON_WRITE", lambda x: 1.0, ""),
     "a count of steps, a mean": ("MEAN", "ON_WRITE", lambda x: 1.0, ""),
     "a mean of rows, a mean when read": ("MEAN", "ON_READ", tf.reduce_mean, "the state net/seen"),
@@ -582,6 +597,7 @@ def test_variables_with_an_aggregation_are_checked(mirrored, name):
     said = said_in(model, lambda model: model.fit(data(), verbose=0))
     assert len(said) == bool(message), said
     assert not said or re.search(message, said[0])
+    assert not said or ("ONLY_FIRST" in said[0]) == (AGGREGATED[name][0] == "SUM")
     if not message:
         stock = counting(keras.Model, name)
         stock.fit(data(), verbose=0)
