@@ -57,7 +57,9 @@ class RandomStreams:
     def begin(self, all_rows: AllRows, noted: Sequence[NotedDraw] | None) -> None:
         """Set where the replica's rows are, and what the step drew in a scratch graph, if it was traced in one."""
         if self.are_global:
-            self._global = GlobalDraws(self._model.name, all_rows, noted)
+            self._global = GlobalDraws(
+                self._model.name, all_rows, noted, lambda rows: all_rows.note_own(self._observer.on_draw(rows))
+            )
 
     def next_seed(
         self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], tf.Tensor]

@@ -76,10 +76,18 @@ class GlobalDraws:
         name: of the model.
         all_rows: knows where the replica's rows are in the global batch.
         noted: what the step drew in the scratch graphs; None if it was not traced in them yet.
+        note_own: returns numbers as those that the replica has for itself; all others are the same on all replicas.
     """
 
-    def __init__(self, name: str, all_rows: AllRows, noted: Sequence[NotedDraw] | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        all_rows: AllRows,
+        noted: Sequence[NotedDraw] | None,
+        note_own: Callable[[tf.Tensor], tf.Tensor],
+    ) -> None:
         self._name = name
+        self._note_own = note_own
         self._rows = all_rows.range  # takes a collective, which a branch or a loop of the graph cannot have
         self._of_one_batch = all_rows.are_of_one_batch
         self._noted = noted
@@ -114,7 +122,7 @@ class GlobalDraws:
                 return draw(given["shape"], given["counter"])
         dtype = given["dtype"] if "dtype" in given else tf.convert_to_tensor(given["minval"]).dtype
         own = draw_rows(kind, given["shape"], tf.as_dtype(dtype), given["counter"], draw, self._rows)
-        return tf.ensure_shape(own, static)
+        return self._note_own(tf.ensure_shape(own, static))
 
     def check(self) -> None:
         """Refuse a traced step with random numbers that cannot be drawn row by row.

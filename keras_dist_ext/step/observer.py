@@ -26,9 +26,9 @@ class StepObserver:
     examines = False
     nested: list[Place]
 
-    def on_draw(self, state: tf.Tensor) -> tf.Tensor:
-        """Return the seed that the replica draws with, or another tensor in its place."""
-        return state
+    def on_draw(self, own: tf.Tensor) -> tf.Tensor:
+        """Return a seed, or random numbers, that no other replica has, or another tensor in its place."""
+        return own
 
     def on_numbers(self, kind: str, shape: tf.TensorShape) -> None:
         """Take note of random numbers that are drawn by a key."""

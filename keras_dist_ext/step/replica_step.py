@@ -267,7 +267,8 @@ class ReplicaStep:
         self, generator: keras.random.SeedGenerator, ordered: bool, original: Callable[[bool], tf.Tensor]
     ) -> tf.Tensor:
         """Give each replica its own stream."""
-        return self.all_rows.note_own(self._observer.on_draw(self._streams.next_seed(generator, ordered, original)))
+        state = self._streams.next_seed(generator, ordered, original)
+        return state if self._streams.are_global else self.all_rows.note_own(self._observer.on_draw(state))
 
     def op_seeds(self, op_seed: int | None, original: Callable[[int | None], OpSeeds]) -> OpSeeds:
         """Seed a ``tf.random`` op."""

@@ -193,9 +193,9 @@ class StepExamination(StepObserver):
 
     # StepObserver
 
-    def on_draw(self, state: tf.Tensor) -> tf.Tensor:
+    def on_draw(self, own: tf.Tensor) -> tf.Tensor:
         """Note what is drawn."""
-        return self.origins.mark_per_replica(state, replica_id()) if self.num_replicas > 1 else state
+        return self.origins.mark_per_replica(own, replica_id()) if self.num_replicas > 1 else own
 
     def on_write(self, variable: Variable) -> None:
         """Note a variable of Keras that is assigned."""
@@ -238,8 +238,9 @@ class StepExamination(StepObserver):
         if self.num_replicas > 1 and own:
             raise LoopError(
                 f"The step {self.name!r} gives {optimizer.name} gradients of {shortened(labels(own))} that each "
-                "replica has computed from its own examples, and no GradientTape has made. Make them those of the "
-                "whole batch before: kde.reduce_gradients(gradients)."
+                "replica has computed from its own examples or random numbers, and no GradientTape has made. Make them "
+                "those of the whole batch before: kde.reduce_gradients(gradients). All replicas draw the same for a "
+                'gradient with ReplicaSeeds(seed, draws="global").'
             )
         build_optimizer(optimizer, list(variables))
         self.of_keras.update(

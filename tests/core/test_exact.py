@@ -16,7 +16,7 @@ from cases import rotating
 from strategies import strategies
 
 import keras_dist_ext as kde
-from keras_dist_ext.errors import CallbackError, SeedError, StepError, StrategyError
+from keras_dist_ext.errors import CallbackError, LoopError, SeedError, StepError, StrategyError
 
 layers = keras.layers
 X = np.random.default_rng(0).normal(size=(22, 6, 4)).astype("float32")
@@ -58,6 +58,26 @@ def augmented(lib: Any) -> Any:
     return Net()
 
 
+def noisy(lib: Any) -> Any:
+    class Net(lib.Model):  # type: ignore[misc]
+        """Draws for its gradients and weights, which have no dimension of examples."""
+
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                y_pred = self(x, training=True)
+                loss = self.compute_loss(x, y, y_pred)
+            weights = self.trainable_variables
+            noise = [keras.random.normal(w.shape, stddev=0.01) for w in weights]
+            gradients = tape.gradient(loss, weights)
+            self.optimizer.apply([g + n for g, n in zip(gradients, noise, strict=True)], weights)
+            weights[0].assign_add(0.1 * noise[0])
+            return {**self.compute_metrics(x, y, y_pred), "loss": loss}
+
+    inputs = keras.Input((6, 4))
+    return Net(inputs, layers.Dense(1)(layers.Dropout(0.3)(layers.Flatten()(inputs))))
+
+
 def trained(kind: str | None, make: Callable[[Any], Any], *, seed: int | None = None, **arguments: Any) -> Any:
     """The model after two epochs of shuffled batches, the last of 4 of 9 rows. None is stock Keras."""
     keras.utils.set_random_seed(42)
@@ -86,6 +106,7 @@ RUNS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
     "four, sequential": ("mirrored4", sequential, {}),
     "taken over": ("mirrored2", taken_over, {}),
     "own step": ("mirrored3", augmented, {}),
+    "own noise": ("mirrored3", noisy, {}),
     "virtual": ("mirrored2", functional, {"virtual_replicas": 4}),
     "several steps": ("mirrored2", functional, {"steps_per_execution": 2}),
     "says so twice": ("mirrored2", functional, {"batch_statistics": "global", "check": False}),
@@ -158,6 +179,22 @@ def test_seeds_by_which_each_replica_draws_for_itself_contradict_it_before_the_f
     with pytest.raises(CallbackError, match="and 'functional.*' is compiled with exact=True"):
         model.fit(X, X[:, 0, :1], verbose=0, callbacks=[kde.ReplicaSeeds(1, draws="replica")])
     assert all(np.array_equal(one, other) for one, other in zip(model.get_weights(), before, strict=True))
+
+
+@pytest.mark.rotating
+def test_what_is_drawn_for_examples_is_refused_where_all_replicas_must_have_the_same() -> None:
+    class Net(kde.Model):
+        def train_step(self, data: Any) -> Any:
+            noise = keras.random.normal(keras.ops.shape(data[0])[:1])
+            self.trainable_variables[-1].assign_add(keras.ops.mean(noise)[None])
+            return super().train_step(data)
+
+    with strategies.get("mirrored2").scope():
+        inputs = keras.Input((4,))
+        model = Net(inputs, layers.Dense(1)(inputs))
+        model.compile("sgd", "mse", exact=True)
+    with pytest.raises(LoopError, match="what each replica computes from its own rows or random numbers"):
+        model.fit(X[:, 0], X[:, 0, :1], batch_size=11, verbose=0)
 
 
 def gamma(x: Any) -> Any:
