@@ -34,6 +34,7 @@ class BatchReader:
         workers: given where each worker reads its own examples; they participate in a step until none has any left.
         skip: how many of the first batches were used before.
         state: what an iterator held after these, to be restored instead of reading up to there.
+        iterator: over the dataset, if it was made before.
         one_step: whether all executions have one step, for which there is a graph without a loop.
     """
 
@@ -46,6 +47,7 @@ class BatchReader:
         on_tpu: bool = False,
         skip: int = 0,
         state: Sequence[bytes] | None = None,
+        iterator: tf.data.Iterator | None = None,
         one_step: bool = False,
     ) -> None:
         self.one_step = one_step
@@ -57,7 +59,9 @@ class BatchReader:
                     "it another version, or the data another pipeline?). The data is read up to there instead."
                 )
                 state = None
-        if state is None:
+        if iterator is not None:
+            self.iterator = iterator
+        elif state is None:
             self.iterator = iter(dataset.skip(skip) if skip and isinstance(dataset, tf.data.Dataset) else dataset)
             if not isinstance(dataset, tf.data.Dataset):
                 for _ in range(skip):

@@ -28,7 +28,6 @@ from keras_dist_ext._keras.py_datasets import seed_py_datasets
 from keras_dist_ext._keras.strategies import spec_of_replica
 from keras_dist_ext.aliases import JsonObject, SpecNest
 from keras_dist_ext.cluster import heartbeat
-from keras_dist_ext.data.iterators import release_iterator
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.strategy.consistency import data_fingerprint
 from keras_dist_ext.strategy.workers import Workers, workers_of
@@ -37,6 +36,7 @@ from keras_dist_ext.training.batch_spec import any_number_of_rows
 from keras_dist_ext.training.data_order import DataOrder
 from keras_dist_ext.training.execution import Execution, RunKind
 from keras_dist_ext.training.execution_sizer import ExecutionSizer
+from keras_dist_ext.training.next_pass import NextPass
 from keras_dist_ext.training.resume.position import (
     Position,
     batch_sizes,
@@ -105,7 +105,7 @@ class EpochData(CustomEpochIterator):
         self._num_missed = 0  # passes of an earlier process, to be made up for
         self._first_order: int | None = None
         self._makes_unread = self.steps_per_epoch is None and self.pass_length is not None
-        self._made_once: tf.data.Dataset | None = None  # what all passes read, if its order is TensorFlow's own
+        self._next_pass = NextPass(is_read=self.steps_per_epoch is not None)
         self._num_batches_used = 0
         self._num_epochs = 0
         self._is_running = False
@@ -173,6 +173,7 @@ class EpochData(CustomEpochIterator):
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
+        self._next_pass.release()
 
     # Where a run is, and how to get there
 
@@ -328,17 +329,13 @@ class EpochData(CustomEpochIterator):
             self._end_execution()
             self._sizer.record(execution.num_made, execution.seconds)
             step += execution.num_made
-        if self.steps_per_epoch is None or (length is not None and known and self.num_read >= length):
+        is_whole = length is not None and self.num_read >= length
+        if self.steps_per_epoch is None or (is_whole and known):
             self.close()
-        if self._makes_unread and self.num_read >= (length or 0):
-            self._make_unread_iterator()
+        if is_whole and (known or self._makes_unread):
+            self._next_pass.make()
         self._num_epochs += 1
         self.data_adapter.on_epoch_end()
-
-    def _make_unread_iterator(self) -> None:
-        """Make an iterator that is not read, as Keras does after each pass: a shuffle has another order after each."""
-        if self._made_once is not None:
-            release_iterator([iter(self._made_once)])
 
     def _end_execution(self) -> None:
         """Count the steps of the execution that was under way."""
@@ -349,6 +346,7 @@ class EpochData(CustomEpochIterator):
             self._num_batches_used += self._execution.num_made
 
     def _begin_pass(self, seed: int | None, start: Position | None = None) -> None:
+        iterator = self._next_pass.take()
         self.close()
         if self._num_missed and self.is_pipeline:
             ordered = None if self._first_order is None else self._order.of_pipeline(self._first_order)
@@ -359,7 +357,7 @@ class EpochData(CustomEpochIterator):
         ordered = self._order.dataset(seed)
         dataset = self._dataset if ordered is None else ordered
         is_anew = ordered is not None and ordered is not self._given
-        self._made_once = None if is_anew or self._is_on_tpu or not self.is_pipeline else dataset
+        self._next_pass.of(None if is_anew or self._is_on_tpu or not self.is_pipeline else dataset)
         workers = self._workers if self._own_rows else None
         self.num_passes += 1
         skip = self.num_read = 0 if start is None else start.num_pass_batches
@@ -381,6 +379,7 @@ class EpochData(CustomEpochIterator):
             on_tpu=self._is_on_tpu,
             skip=skip,
             state=state,
+            iterator=iterator,
             one_step=self._sizer.num_steps == 1 and not self._sizer.follows_clock,
         )
 

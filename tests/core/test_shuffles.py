@@ -18,15 +18,15 @@ class StopIn(keras.callbacks.Callback):
         setattr(self, hook, lambda number, logs=None: number != 1 or setattr(self.model, "stop_training", True))
 
 
-def evaluates_and_fits(model, data):
+def evaluates_and_fits(model, data, **more):
     for run in (model.evaluate, model.evaluate, model.predict, model.predict):
-        run(data, verbose=0)
+        run(data, verbose=0, **more)
     model.fit(data, epochs=2, verbose=0)
 
 
-def fits_twice(model, data, **more):
+def fits_twice(model, data, epochs=3, **more):
     for _ in range(2):
-        model.fit(data, epochs=3, verbose=0, **more)
+        model.fit(data, epochs=epochs, verbose=0, **more)
 
 
 SHUFFLED_RUNS = {
@@ -38,14 +38,21 @@ SHUFFLED_RUNS = {
     "evaluate and predict": evaluates_and_fits,
     "a stop after a batch": lambda model, data: fits_twice(model, data, callbacks=[StopIn("on_train_batch_end")]),
     "a stop after an epoch": lambda model, data: fits_twice(model, data, callbacks=[StopIn("on_epoch_end")]),
-    "steps_per_epoch": lambda model, data: model.fit(data, epochs=3, steps_per_epoch=2, verbose=0),
+    "steps_per_epoch": lambda model, data: fits_twice(model, data, steps_per_epoch=2),
+    "steps_per_epoch, and validation on the same data": lambda model, data: fits_twice(
+        model, data, steps_per_epoch=2, validation_data=data, validation_steps=2
+    ),
+    "two epochs of each pass": lambda model, data: fits_twice(model, data, epochs=4, steps_per_epoch=1),
+    "more steps than there are": lambda model, data: fits_twice(model, data, steps_per_epoch=3),
+    "steps of evaluate and predict": lambda model, data: evaluates_and_fits(model, data, steps=2),
     "a length that is not known": lambda model, data: fits_twice(model, data.filter(lambda x, y: True)),
     "a cache": lambda model, data: fits_twice(model, data),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("kind", ["default", "mirrored2"])
-@pytest.mark.parametrize("run", rotating(SHUFFLED_RUNS, ["two fits"]))
+@pytest.mark.parametrize("run", rotating(SHUFFLED_RUNS, ["two fits", "steps_per_epoch"]))
 def test_a_shuffle_has_the_order_in_each_epoch_that_it_has_in_stock_keras(run, kind):
     def seen(lib, strategy):
         rows = []
