@@ -32,6 +32,7 @@ In reading order:
     epoch_data        the executions of an epoch: Keras' epoch iterator over our reader
     execution         some steps to be made at once
     batch_reader      the batches of a pass
+    next_pass         the iterator that Keras makes when one ends
     batch_spec        their shapes, with any number of rows
     data_order        a pass in the order of a seed
     execution_sizer   how many steps an execution makes
