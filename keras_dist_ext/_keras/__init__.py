@@ -24,6 +24,7 @@ In reading order:
     adapters      the data of ``fit``
     py_datasets   and its order, of a ``PyDataset``
     datasets      graphs, iterators and shards of tf.data
+    tapes         what tapes record
     tracing       graphs, and how functions are traced and called
     python_ops    functions of Python that graphs call
     strategies    replicas, and whose strategy is whose

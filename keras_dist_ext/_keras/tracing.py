@@ -13,7 +13,6 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx, converter
 from tensorflow.python.autograph.impl import api as ag_api
 from tensorflow.python.eager import context as tf_context
-from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs, summary_ops_v2
 from tensorflow.python.util import tf_decorator
@@ -22,6 +21,7 @@ from keras_dist_ext import versions
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.backend import global_state
 from keras_dist_ext._keras.interception import patched, thread
+from keras_dist_ext._keras.tapes import unrecorded
 from keras_dist_ext.aliases import SpecNest, TensorNest, TracedFunction, UserFunction
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ __all__ = [
     "return_in_place",
     "in_branch",
     "in_xla",
-    "is_differentiated",
-    "may_be_differentiated",
     "know_variables",
     "capture_thread_state",
     "state_of_thread",
@@ -275,20 +273,9 @@ def in_xla() -> bool:
     return bool(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
-def is_differentiated(values: Sequence[tf.Tensor]) -> bool:
-    """Whether a tape of this thread records what is computed from some values (python/eager/record.py)."""
-    dense = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
-    return bool(record.should_record_backprop(dense))
-
-
 def know_variables(graph: tf.Graph) -> None:
     """Have a scratch graph know its variables, as that of a tf.function does (python/framework/func_graph.py)."""
     graph.variables = graph._watched_variables
-
-
-def may_be_differentiated() -> bool:
-    """Whether a tape of this thread records at all (python/eager/record.py)."""
-    return bool(record.could_possibly_record())
 
 
 def state_of_thread() -> dict[str, object]:
@@ -396,7 +383,9 @@ class IteratorFunction:
             self._captured = None if any(map(callable, trace._captured_inputs)) else trace.captured_inputs
             self._iterator = weakref.ref(iterator)
         captured = self._trace.captured_inputs if self._captured is None else self._captured
-        return self._trace._call_flat(tf.nest.flatten((iterator, *others), expand_composites=True), captured)
+        flat = tf.nest.flatten((iterator, *others), expand_composites=True)
+        with unrecorded():  # TensorFlow cannot differentiate a loop over an iterator
+            return self._trace._call_flat(flat, captured)
 
 
 def traced_graphs(function: TracedFunction) -> list[tf.Graph]:

@@ -18,7 +18,8 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import preserve_losses
 from keras_dist_ext._keras.strategies import regroup
-from keras_dist_ext._keras.tracing import capture_thread_state, clone_function, inlined, may_be_differentiated
+from keras_dist_ext._keras.tapes import may_be_differentiated
+from keras_dist_ext._keras.tracing import capture_thread_state, clone_function, inlined
 from keras_dist_ext.aliases import Original, TensorNest, TracedFunction, UserFunction
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.step.distributed_model import DistributedModel

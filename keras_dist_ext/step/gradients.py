@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.optimizers import inner_optimizer, keeps_gradients, optimized_variables
-from keras_dist_ext._keras.tracing import is_differentiated
+from keras_dist_ext._keras.tapes import is_differentiated
 from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.aliases import Gradient, TensorNest
 from keras_dist_ext.step.ancestry import Value, sources, walk_back

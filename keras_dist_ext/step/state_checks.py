@@ -22,14 +22,8 @@ from keras_dist_ext._keras.datasets import (
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.models import tracks_loss
 from keras_dist_ext._keras.random import use_global_seed_generator
-from keras_dist_ext._keras.tracing import (
-    functions_of_op,
-    in_branch,
-    is_differentiated,
-    may_be_differentiated,
-    scratch_graph,
-    state_of_thread,
-)
+from keras_dist_ext._keras.tapes import is_differentiated, may_be_differentiated
+from keras_dist_ext._keras.tracing import functions_of_op, in_branch, scratch_graph, state_of_thread
 from keras_dist_ext._keras.user_code import has_user_code
 from keras_dist_ext.step.hook_uses import TriedStep
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from keras_dist_ext._keras.tapes import unrecorded_loop
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.step.recorder import now
 from keras_dist_ext.step.step_buffer import StepRecord
@@ -85,7 +86,7 @@ class StepLoops:
             return (i + 1, *following, *extra)
 
         extra = self._step.initial_extra(iterator.get_next)
-        _, *others = tf.while_loop(
+        _, *others = unrecorded_loop(
             lambda i, *_: i < num_steps,
             body,
             (tf.constant(0), *ahead.first(iterator.get_next), *extra),
@@ -118,7 +119,7 @@ class StepLoops:
 
         extra = self._step.initial_extra(lambda: optional.get_value())
         first = devices.beside_data(optional)
-        i, optional, *others = tf.while_loop(
+        i, optional, *others = unrecorded_loop(
             lambda i, optional, *_: has_more(i, optional),
             body,
             (tf.constant(0), first, *ahead.first(first.get_value), *extra),

@@ -1,6 +1,7 @@
 """Swapping the base class keeps all of `keras.Model`, and adds that it lives under its strategy."""
 
 import abc
+import contextlib
 import copy
 import gc
 import inspect
@@ -850,3 +851,34 @@ def test_a_model_that_is_gone_has_taken_its_graphs_along(strategies, kind):
     before = num_graphs()
     train()
     assert num_graphs() <= before
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_run_inside_of_a_tape_is_as_outside(strategy, persistent):
+    x = np.random.default_rng(0).random((40, 3), dtype="float32")
+    y = x.sum(axis=1, keepdims=True)
+
+    class OwnStep(kde.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+            weights = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            return {"loss": loss}
+
+    def ran(tape):
+        found = []
+        for cls in (kde.Sequential, OwnStep):
+            keras.utils.set_random_seed(1)
+            with strategy.scope():
+                model = cls([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+                model.compile("sgd", "mse")
+            with tape:
+                given = {"epochs": 2, "batch_size": 10, "validation_data": (x, y), "verbose": 0}
+                found += model.fit(x, y, **given).history["loss"]
+                found.append(model.evaluate(x, y, verbose=0))
+                found += list(model.predict(x, verbose=0)[:2].ravel())
+        return found
+
+    assert ran(tf.GradientTape(persistent=persistent)) == ran(contextlib.nullcontext())
