@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Mapping
 from typing import Protocol, cast
 
 import numpy as np
@@ -15,13 +16,14 @@ from keras_dist_ext._keras.layers import call_with_training
 from keras_dist_ext._keras.models import compute_loss, overrides, update_loss_tracker
 from keras_dist_ext.aliases import BatchFunction, Gradient, TensorNest, TracedFunction, UserFunction
 from keras_dist_ext.data import split as data
+from keras_dist_ext.errors import BackendError
 from keras_dist_ext.messages import warn_once
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.gradients import Gradients
 from keras_dist_ext.step.recorder import StepNote
 from keras_dist_ext.step.row_weights import RowWeights
 
-__all__ = ["can_compile", "compiled", "compiled_step", "draw_as_uncompiled"]
+__all__ = ["can_compile", "check_default", "compiled", "compiled_step", "draw_as_uncompiled"]
 
 
 def can_compile(strategy: tf.distribute.Strategy) -> bool:
@@ -41,6 +43,24 @@ def can_compile(strategy: tf.distribute.Strategy) -> bool:
         "without XLA."
     )
     return False
+
+
+def check_default(environ: Mapping[str, str]) -> None:
+    """See that TensorFlow does not have XLA compile each function for which nothing else is said.
+
+    Args:
+        environ: of the process.
+
+    Raises:
+        BackendError: it does.
+    """
+    name = "TF_FUNCTION_JIT_COMPILE_DEFAULT"
+    if environ.get(name, "").lower() in ("1", "true"):
+        raise BackendError(
+            f"{name}={environ[name]} has TensorFlow compile every tf.function by XLA, also the step over all replicas, "
+            "which is on several devices, so that XLA cannot compile it. Nothing was trained. Unset it before "
+            "TensorFlow is imported, and say compile(jit_compile=True), by which each replica's part is compiled."
+        )
 
 
 def compiled(function: UserFunction) -> TracedFunction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -36,7 +37,7 @@ from keras_dist_ext.step.step_buffer import ReplicaRecord, StepBuffer, StepRecor
 from keras_dist_ext.step.step_options import StepOptions
 from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
-from keras_dist_ext.step.xla import can_compile, compiled_step
+from keras_dist_ext.step.xla import can_compile, check_default, compiled_step
 from keras_dist_ext.training.batch_clock import after
 from keras_dist_ext.training.batch_devices import accelerators
 from keras_dist_ext.training.batch_split import Split, first_row, split_for, split_of
@@ -99,6 +100,7 @@ class DistributedStep:
         self._pools_results = self.is_eager or self._plan.pools_results
         self.exponents: BatchExponents | None = self._plan.exponents
         if self.is_split:
+            check_default(os.environ)
             check_hooks()
 
     adds_own_losses = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -30,7 +31,7 @@ from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.reduce import GATHERED_AS, local_values
 from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.step.step_options import StepOptions
-from keras_dist_ext.step.xla import can_compile, compiled
+from keras_dist_ext.step.xla import can_compile, check_default, compiled
 from keras_dist_ext.training.batch_spec import any_number_of_rows
 from keras_dist_ext.training.batch_split import (
     Split,
@@ -59,6 +60,7 @@ class PredictProgram:
             step = compiled(step)
         self._step = step
         if self.strategy.num_replicas_in_sync > 1:
+            check_default(os.environ)
             check_hooks()
         self._has_checked = False  # whether outputs have a row for each example
         self._has_counted = False  # the rows of outputs that have others than the batch

@@ -43,3 +43,14 @@ def test_a_function_that_is_traced_again_and_again_is_still_said(warnings_of_ret
     double = in_graph(lambda number: 2 * number)
     assert [int(double(number)) for number in range(7)] == [2 * number for number in range(7)]
     assert warnings_of_retracing()
+
+
+@pytest.mark.parametrize("method", ["fit", "predict"])
+def test_xla_for_every_function_is_refused_before_the_first_step(method, mirrored, monkeypatch):
+    with mirrored.scope():
+        model = kde.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    monkeypatch.setenv("TF_FUNCTION_JIT_COMPILE_DEFAULT", "1")
+    x = np.ones((4, 1), "float32")
+    with pytest.raises(kde.BackendError, match="TF_FUNCTION_JIT_COMPILE_DEFAULT=1 has TensorFlow.*Nothing was trained"):
+        model.fit(x, x, verbose=0) if method == "fit" else model.predict(x, verbose=0)
