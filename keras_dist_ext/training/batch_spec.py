@@ -8,10 +8,11 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras import tree
+from keras_dist_ext._keras.strategies import spec_of_replica
 from keras_dist_ext.aliases import Array, SpecNest, StepData, TensorNest
 from keras_dist_ext.errors import DataError
 
-__all__ = ["any_number_of_rows", "has_static_rows", "rows_of_one", "specs_of_arrays"]
+__all__ = ["any_number_of_rows", "given_spec", "has_static_rows", "rows_of_one", "specs_of_arrays"]
 
 _HasShape: TypeAlias = "tf.Tensor | tf.TypeSpec | Array"
 
@@ -34,6 +35,13 @@ def any_number_of_rows(spec: _HasShape | None) -> tf.TypeSpec | None:
     if shape.rank > 0:
         shape = tf.TensorShape([None]).concatenate(shape[1:])
     return _like(spec, shape)
+
+
+def given_spec(spec: tf.TypeSpec) -> tf.TypeSpec | None:
+    """Return the spec of what a replica gets of a dataset's component; None where that is None."""
+    spec = spec_of_replica(spec)
+    is_none = isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape")
+    return None if is_none else spec
 
 
 def has_static_rows(spec: SpecNest) -> bool:

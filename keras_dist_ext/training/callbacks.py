@@ -19,6 +19,7 @@ from keras_dist_ext.step.seeds import seeds_of
 from keras_dist_ext.strategy.given import checked_strategy
 from keras_dist_ext.strategy.scope import check_scope
 from keras_dist_ext.training.epoch_data import EpochData
+from keras_dist_ext.training.resume.tests_before import Validation
 from keras_dist_ext.training.run_callback import Callbacks, RunCallback
 from keras_dist_ext.training.runtime import runtime_of
 
@@ -165,6 +166,7 @@ class RunCallbackList(LateCallbackList):
         self._is_set_up = False
         self._run_callbacks: list[RunCallback] = []
         self._on_execution_end: list[Callable[[], None]] = []  # only those that do something: they are called often
+        self.validation = Validation()
         self._data: EpochData | None = None
         self._test_data: EpochData | None = None
 

@@ -13,6 +13,7 @@ import random
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import tensorflow as tf
 
@@ -21,32 +22,27 @@ from keras_dist_ext._keras.adapters import (
     ArrayDataAdapter,
     CustomEpochIterator,
     TFDatasetAdapter,
-    array_shuffle,
-    num_array_examples,
 )
 from keras_dist_ext._keras.py_datasets import seed_py_datasets
-from keras_dist_ext._keras.strategies import spec_of_replica
 from keras_dist_ext.aliases import JsonObject, SpecNest
 from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.strategy.consistency import data_fingerprint
 from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training.batch_reader import BatchReader
-from keras_dist_ext.training.batch_spec import any_number_of_rows
+from keras_dist_ext.training.batch_spec import any_number_of_rows, given_spec
 from keras_dist_ext.training.data_order import DataOrder
 from keras_dist_ext.training.execution import Execution, RunKind
 from keras_dist_ext.training.execution_sizer import ExecutionSizer
 from keras_dist_ext.training.next_pass import NextPass
 from keras_dist_ext.training.resume.position import (
     Position,
-    batch_sizes,
-    check_seekable,
-    example_checksum,
     has_resumable_iterator,
     iterate_batches,
     replay_epochs,
     replay_passes,
     sample_checksum,
+    seekable_facts,
     skip_to,
     take_seekable,
 )
@@ -104,6 +100,8 @@ class EpochData(CustomEpochIterator):
         self.num_passes = 0
         self._num_missed = 0  # passes of an earlier process, to be made up for
         self._first_order: int | None = None
+        self._replaying_tests: AbstractContextManager[None] = contextlib.nullcontext()
+        self._num_tests_before = 0
         self._makes_unread = self.steps_per_epoch is None and self.pass_length is not None
         self._next_pass = NextPass(is_read=self.steps_per_epoch is not None)
         self._num_batches_used = 0
@@ -112,6 +110,9 @@ class EpochData(CustomEpochIterator):
 
     plan: Callable[[int], tuple[int, int]] = staticmethod(lambda num_steps: (num_steps, 0))
     """Asked before each execution of so many steps: how many to make, and what is wished to happen after them."""
+
+    count_tests: Callable[[], int] = staticmethod(lambda: 0)
+    """Says how many passes evaluation has begun over its data."""
 
     agreed_wish = 0
     """What is wished to happen after the last execution; of several workers the sum."""
@@ -129,13 +130,7 @@ class EpochData(CustomEpochIterator):
     @property
     def exact_spec(self) -> SpecNest:
         """Specs of a batch, with the number of its rows where that is known."""
-
-        def spec_of(spec: tf.TypeSpec) -> tf.TypeSpec | None:
-            spec = spec_of_replica(spec)
-            is_none = isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape")
-            return None if is_none else spec
-
-        return tree.map_structure(spec_of, self._dataset.element_spec)
+        return tree.map_structure(given_spec, self._dataset.element_spec)
 
     @property
     def kind(self) -> RunKind:
@@ -187,6 +182,7 @@ class EpochData(CustomEpochIterator):
         """
         made = self._execution.num_made if self._is_running else 0
         in_pass = self._is_running or (self._reader is not None and self.steps_per_epoch is not None)
+        is_made = in_pass or self._next_pass.is_made
         return Position(
             epoch=epoch,
             step=self._first_step + made if self._is_running else 0,
@@ -196,6 +192,7 @@ class EpochData(CustomEpochIterator):
             num_run_batches=self._num_batches_used + made,
             order=order,
             num_tests=num_tests,
+            num_tests_before=self._num_tests_before if is_made else num_tests,
         )
 
     @property
@@ -225,19 +222,11 @@ class EpochData(CustomEpochIterator):
         Raises:
             DataError: nobody can say where in this data a run is.
         """
-        kind = check_seekable(self.data_adapter, self._given, self._seekable, self.steps_per_epoch)
-        is_array = kind == "arrays"
-        return {
-            "data": kind,
-            "rows": num_array_examples(self.data_adapter) if is_array else None,
-            "batch_size": self.data_adapter.batch_size if is_array else None,
-            "shuffle": array_shuffle(self.data_adapter) if is_array else None,
-            "checksum": example_checksum(self.data_adapter) if is_array else None,
-            "batches of the pipeline": batch_sizes(self._given) if kind == "tf.data" else [],
-            "batches of a pass": self.pass_length if kind != "iterator" else None,
-            "steps_per_epoch": self.steps_per_epoch,
-            "workers that read rows of their own": self._workers.num_workers if self._workers and self._own_rows else 0,
-        }
+        facts = seekable_facts(
+            self.data_adapter, self._given, self._seekable, self.steps_per_epoch, pass_length=self.pass_length
+        )
+        num_workers = self._workers.num_workers if self._workers and self._own_rows else 0
+        return {**facts, "workers that read rows of their own": num_workers}
 
     def iterator_state(self) -> list[bytes] | None:
         """What the iterator of the pass that is under way holds.
@@ -254,7 +243,11 @@ class EpochData(CustomEpochIterator):
         return state
 
     def seek(
-        self, position: Position, order_of: Callable[[int], int | None], state: Sequence[bytes] | None = None
+        self,
+        position: Position,
+        order_of: Callable[[int], int | None],
+        state: Sequence[bytes] | None = None,
+        replaying_tests: AbstractContextManager[None] | None = None,
     ) -> None:
         """Begin the first epoch at a position.
 
@@ -262,8 +255,10 @@ class EpochData(CustomEpochIterator):
             position: where.
             order_of: gives the seed of the order with a number.
             state: of the iterator that was there.
+            replaying_tests: entered to make the iterator of the first pass.
         """
         self._start, self._order_of, self._state = position, order_of, state
+        self._replaying_tests = replaying_tests or self._replaying_tests
         self.begin_after(
             position.num_passes - bool(position.num_pass_batches), order_of(position.order - position.num_passes + 1)
         )
@@ -334,6 +329,7 @@ class EpochData(CustomEpochIterator):
             self.close()
         if is_whole and (known or self._makes_unread):
             self._next_pass.make()
+            self._num_tests_before = self.count_tests()
         self._num_epochs += 1
         self.data_adapter.on_epoch_end()
 
@@ -372,16 +368,20 @@ class EpochData(CustomEpochIterator):
         entered = skip_to(skip, self.data_adapter, seed)
         if entered is not None:
             dataset, skip = entered, 0
-        self._reader = BatchReader(
-            dataset,
-            self.pass_length,
-            workers,
-            on_tpu=self._is_on_tpu,
-            skip=skip,
-            state=state,
-            iterator=iterator,
-            one_step=self._sizer.num_steps == 1 and not self._sizer.follows_clock,
-        )
+        replaying_tests, self._replaying_tests = self._replaying_tests, contextlib.nullcontext()
+        if iterator is None:
+            self._num_tests_before = self.count_tests() if start is None else start.num_tests_before
+        with replaying_tests:
+            self._reader = BatchReader(
+                dataset,
+                self.pass_length,
+                workers,
+                on_tpu=self._is_on_tpu,
+                skip=skip,
+                state=state,
+                iterator=iterator,
+                one_step=self._sizer.num_steps == 1 and not self._sizer.follows_clock,
+            )
 
     def _agree_on_steps(self, num_steps: int) -> tuple[bool, int]:
         assert self._workers is not None

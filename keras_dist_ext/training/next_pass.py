@@ -35,6 +35,11 @@ class NextPass:
         if not self._is_read:
             self.release()
 
+    @property
+    def is_made(self) -> bool:
+        """Whether there is one that the next pass reads."""
+        return self._iterator is not None
+
     def take(self) -> tf.data.Iterator | None:
         """Return once the iterator that the next pass reads; None if it has to make one."""
         iterator, self._iterator = self._iterator, None

@@ -20,6 +20,7 @@ from keras_dist_ext.training.callbacks import RunCallbackList
 from keras_dist_ext.training.epoch_data import EpochData
 from keras_dist_ext.training.execution import RunKind
 from keras_dist_ext.training.execution_sizer import ExecutionSizer, looks_at_batches
+from keras_dist_ext.training.resume.tests_before import Validation
 from keras_dist_ext.training.run_callback import Callbacks, callbacks_of_all_workers
 from keras_dist_ext.training.runtime import ReplicaRuntime
 from keras_dist_ext.training.stop_signal import shown_to
@@ -75,6 +76,9 @@ def fitting(
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             epochs = call.arguments.get("epochs", 1)
             callbacks = RunCallbackList(callbacks, model, verbose=verbose, epochs=epochs, add_history=True)
+            callbacks.validation = Validation(
+                call.arguments.get("validation_data"), call.arguments.get("validation_steps")
+            )
         call.arguments["callbacks"] = callbacks
         try:
             with _epoch_data(runtime, sizers, callbacks):

@@ -87,6 +87,38 @@ def test_the_whole_state_of_an_optimizer_is_restored(optimizer: str, mirrored: A
     check_goes_on(mirrored, tmp_path, 10, optimizer=optimizer)
 
 
+def shuffled_parts(shared: str) -> dict[str, Any]:
+    data = tf.data.Dataset.from_tensor_slices((X, Y))
+    data = (data.cache() if shared == "a cache" else data).shuffle(44, seed=3)
+    if shared == "parts":
+        return {"x": data.skip(12).batch(BATCH), "validation_data": data.take(12).batch(BATCH)}
+    batches = data.batch(BATCH)
+    return {"x": batches, "validation_data": batches} | (
+        {"steps_per_epoch": 3} if shared == "two epochs a pass" else {}
+    )
+
+
+@pytest.mark.parametrize("save_every", [1, "epoch"])
+@pytest.mark.parametrize("shared", rotating(["the dataset", "a cache", "parts", "two epochs a pass"], ["parts"]))
+def test_data_that_shares_its_shuffle_with_the_validation_resumes_in_the_same_order(
+    shared: str, save_every: Any, tmp_path: pathlib.Path
+) -> None:
+    def train(folder: str, *callbacks: Any) -> Any:
+        keras.utils.set_random_seed(1)
+        model = kde.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        resume = kde.Resume(tmp_path / folder, save_every)
+        fit = model.fit(**shuffled_parts(shared), epochs=4, verbose=0, callbacks=[resume, *callbacks])
+        return model.get_weights(), fit.history["val_loss"]
+
+    weights, losses = train("reference")
+    with pytest.raises(Crash):
+        train("crashed", runs.crash_at(8, kill=False))
+    resumed, resumed_losses = train("crashed")
+    assert all(np.array_equal(one, other) for one, other in zip(weights, resumed, strict=True))
+    assert resumed_losses == losses
+
+
 class TwoOptimizers(kde.Model):
     """Trains by optimizers in a list, and by that of a model in it."""
 
@@ -619,7 +651,7 @@ def test_another_seed_of_keras_is_named(tmp_path: pathlib.Path) -> None:
 
 
 POSITION = {"epoch": 2, "step": 0, "num_epochs": 2, "num_passes": 2, "num_pass_batches": 0, "num_run_batches": 12,
-            "order": 2, "num_tests": 0}  # fmt: skip
+            "order": 2, "num_tests": 0, "num_tests_before": 0}  # fmt: skip
 HISTORY = "keras.src.callbacks.history.History[0]"
 
 
@@ -641,6 +673,7 @@ def _nested(depth: int) -> Any:
         ({"position": {**POSITION, "step": 7}}, "step of the position is 7, of at most 6"),
         ({"position": {**POSITION, "num_epochs": 10**12}}, "num_epochs of the position is 1000000000000, of at most 2"),
         ({"position": {**POSITION, "num_passes": 10**12}}, "num_passes of the position is 1000000000000, of at most 3"),
+        ({"position": {**POSITION, "num_tests_before": 1}}, "num_tests_before of the position is 1, of at most 0"),
         ({"position": {**POSITION, "num_tests": 10**12}}, "num_tests of the position is 1000000000000, of at most 3"),
         ({"position": {**POSITION, "num_run_batches": 19}}, "num_run_batches of the position is 19, of at most 18"),
         ({"position": {**POSITION, "num_pass_batches": 7}}, "num_pass_batches of the position is 7, of at most 6"),
@@ -770,8 +803,8 @@ def test_a_checkpoint_of_a_later_version_is_refused(tmp_path: pathlib.Path) -> N
     fit_small(tmp_path)
     saves = CheckpointStore(tmp_path, 3)
     metadata, arrays = unpack(saves.newest() or b"")
-    saves.write({**metadata, "version": 2}, arrays)
-    with pytest.raises(kde.ResumeError, match="has checkpoints of version 2; this package reads version 1"):
+    saves.write({**metadata, "version": 3}, arrays)
+    with pytest.raises(kde.ResumeError, match="has checkpoints of version 3; this package reads version 2"):
         fit_small(tmp_path)
 
 

@@ -8,6 +8,7 @@ In reading order:
     callback_state     the state of callbacks
     frozen_values      copies of their attributes, as JSON and arrays
     position           the position of a run in its data
+    tests_before       make up for the passes of evaluation
     checkpoints        the newest checkpoints of a run
     shared_checkpoints the chief's newest one, for all workers
     owner              which run owns their directory

@@ -36,6 +36,7 @@ from keras_dist_ext.training.resume.run_state import Snapshot, capture, peek_ran
 from keras_dist_ext.training.resume.same_run import VERSION, check_same_run, check_version
 from keras_dist_ext.training.resume.save_schedule import SaveSchedule
 from keras_dist_ext.training.resume.shared_checkpoints import newest_of_chief
+from keras_dist_ext.training.resume.tests_before import TestsBefore, Validation
 from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.training.worker_sync import own_callback
 
@@ -129,6 +130,7 @@ class Resume(RunCallback):
         self._fingerprint: dict[str, str] = {}
         self._random_seed: int | None = None  # of keras.utils.set_random_seed, when the run began
         self._epoch = 0
+        self._tests_before: TestsBefore | None = None
 
     supports_multi_step = True
 
@@ -169,7 +171,11 @@ class Resume(RunCallback):
             return
         data, test_data = self._callbacks.data, self._callbacks.test_data
         if test_data is not data and not test_data.num_passes:
-            test_data.begin_after(self.resumed_from.num_tests, self.model.replica_seeds.order_of_evaluation())
+            num_tests, order = self.resumed_from.num_tests, self.model.replica_seeds.order_of_evaluation()
+            if self._tests_before is not None and self._tests_before.are_replayed:
+                test_data.num_passes = num_tests
+            else:
+                test_data.begin_after(num_tests, order)
 
     # Before and after all other callbacks
 
@@ -215,7 +221,7 @@ class Resume(RunCallback):
     def on_after_train_begin(self) -> None:
         """Resume from the checkpoint, and start to write checkpoints."""
         self._states.begin(self._others)
-        self.resumed_from = None
+        self.resumed_from = self._tests_before = None
         data = self._data
         if self._loaded is not None:
             metadata = self._loaded[0]
@@ -224,11 +230,14 @@ class Resume(RunCallback):
             set_initial_epoch(self.model, max(position.epoch, self.params["epochs"]) if is_over else position.epoch)
             if not is_over:
                 state = iterator_parts(self._loaded[1].get("iterator"))
-                data.seek(position, self.model.replica_seeds.order_of_pass, state)
+                seeds, strategy = self.model.replica_seeds, self.model.distribute_strategy
+                validation = Validation() if self._callbacks is None else self._callbacks.validation
+                self._tests_before = TestsBefore(validation, position, strategy, seeds)
+                data.seek(position, seeds.order_of_pass, state, self._tests_before.replaying())
             self._restore(position)
             self._warn_of_other_arrays(metadata["data"].get("checksum"), data.data_facts["checksum"])
         self._schedule.begin(data.num_batches_used)
-        data.plan = self._plan
+        data.plan, data.count_tests = self._plan, self._num_tests
         if self.on_preemption:
             self._preemption.install()
         heartbeat.can_leave(threading.current_thread() is threading.main_thread())  # by SystemExit
@@ -279,6 +288,12 @@ class Resume(RunCallback):
         assert self._callbacks is not None
         return self._callbacks.test_data
 
+    def _num_tests(self) -> int:
+        """How many passes evaluation has begun over its data."""
+        if self._test_data is not self._data:
+            return self._test_data.num_passes
+        return 0 if self.resumed_from is None else self.resumed_from.num_tests
+
     # When to save
 
     def _plan(self, num_steps: int) -> tuple[int, int]:
@@ -321,11 +336,8 @@ class Resume(RunCallback):
     def _save(self, epoch: int, *, stopped: bool = False) -> bool:
         """Write a checkpoint, except where a worker has just stopped training: then the end of the epoch is saved."""
         began = time.perf_counter()
-        seeds, data, test_data = self.model.replica_seeds, self._data, self._test_data
-        num_tests = 0 if self.resumed_from is None else self.resumed_from.num_tests
-        if test_data is not data:
-            num_tests = test_data.num_passes
-        position = data.position(epoch, order=seeds.num_passes, num_tests=num_tests)
+        seeds, data = self.model.replica_seeds, self._data
+        position = data.position(epoch, order=seeds.num_passes, num_tests=self._num_tests())
         snapshot = capture(self.model, self._workers)
         if snapshot.stops and not stopped:
             return False

@@ -99,6 +99,7 @@ def _check_position(values: JsonObject, data: JsonObject) -> None:
         "num_epochs": position.epoch,
         "num_passes": position.num_epochs + 1,
         "num_tests": position.num_epochs + 1,
+        "num_tests_before": position.num_tests,
         "num_pass_batches": position.num_run_batches,
         "step": position.num_run_batches,
     }

@@ -20,13 +20,14 @@ from keras_dist_ext._keras.adapters import (
     DataAdapter,
     GeneratorDataAdapter,
     TFDatasetAdapter,
+    array_shuffle,
     first_batch_of_generator,
     num_array_examples,
     take_examples,
 )
 from keras_dist_ext._keras.datasets import caches_in_memory, dataset_graph, has_random_order, has_unseeded_shuffle
 from keras_dist_ext._keras.py_datasets import resume_py_dataset
-from keras_dist_ext.aliases import StepData
+from keras_dist_ext.aliases import JsonObject, StepData
 from keras_dist_ext.data.dataset_graph import read_graph
 from keras_dist_ext.errors import DataError
 from keras_dist_ext.strategy.workers import checksum_of
@@ -44,6 +45,7 @@ __all__ = [
     "is_deterministic",
     "replay_passes",
     "sample_checksum",
+    "seekable_facts",
     "take_seekable",
 ]
 
@@ -60,6 +62,7 @@ class Position:
     num_run_batches: int  # batches used in this run
     order: int  # number of the order of the last pass
     num_tests: int  # passes of evaluation over its data
+    num_tests_before: int  # that began before the iterator of the last, or next, pass was made
 
 
 @runtime_checkable
@@ -144,6 +147,40 @@ def check_seekable(
             "a seed."
         )
     return "tf.data"
+
+
+def seekable_facts(
+    adapter: DataAdapter,
+    dataset: tf.data.Dataset,
+    given: Seekable | None,
+    steps_per_epoch: int | None,
+    *,
+    pass_length: int | None,
+) -> JsonObject:
+    """Return what a run's data must have in common with that of an earlier process; see `check_seekable`.
+
+    Args:
+        adapter: Keras' own.
+        dataset: that the adapter made of the data.
+        given: the user's data, if it can seek.
+        steps_per_epoch: of `fit`.
+        pass_length: how many batches a pass has, if that is known.
+
+    Raises:
+        DataError: a run cannot resume in the middle of this data.
+    """
+    kind = check_seekable(adapter, dataset, given, steps_per_epoch)
+    is_array = kind == "arrays"
+    return {
+        "data": kind,
+        "rows": num_array_examples(adapter) if is_array else None,
+        "batch_size": adapter.batch_size if is_array else None,
+        "shuffle": array_shuffle(adapter) if is_array else None,
+        "checksum": example_checksum(adapter) if is_array else None,
+        "batches of the pipeline": batch_sizes(dataset) if kind == "tf.data" else [],
+        "batches of a pass": pass_length if kind != "iterator" else None,
+        "steps_per_epoch": steps_per_epoch,
+    }
 
 
 def batch_sizes(dataset: tf.data.Dataset) -> list[int]:

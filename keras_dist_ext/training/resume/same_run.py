@@ -7,7 +7,7 @@ from keras_dist_ext.errors import ResumeError
 
 __all__ = ["VERSION", "check_same_run", "check_version"]
 
-VERSION = 1  # of what a checkpoint holds
+VERSION = 2  # of what a checkpoint holds
 
 
 def check_version(metadata: JsonObject, directory: str) -> None:
