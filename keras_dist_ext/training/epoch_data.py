@@ -260,16 +260,17 @@ class EpochData(CustomEpochIterator):
         self._start, self._order_of, self._state = position, order_of, state
         self._replaying_tests = replaying_tests or self._replaying_tests
         self.begin_after(
-            position.num_passes - bool(position.num_pass_batches), order_of(position.order - position.num_passes + 1)
+            position.num_passes - bool(position.num_pass_batches),
+            order_of(position.order - position.num_passes + 1),
+            position.num_run_batches - position.num_pass_batches,
         )
-        self._num_batches_used = position.num_run_batches - position.num_pass_batches
         self._num_epochs = position.num_epochs
         replay_epochs(self.data_adapter, position)
 
-    def begin_after(self, num_passes: int, first_order: int | None) -> None:
+    def begin_after(self, num_passes: int, first_order: int | None, num_batches: int) -> None:
         """Have the data be as if it had been read so often, the first time in the order of a seed."""
         self.num_passes = self._num_missed = num_passes
-        self._first_order = first_order
+        self._first_order, self._num_batches_used = first_order, num_batches
 
     def executions(self) -> Iterator[tuple[int, int, Execution]]:
         """Yield the executions of an epoch."""

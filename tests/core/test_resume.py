@@ -119,6 +119,24 @@ def test_data_that_shares_its_shuffle_with_the_validation_resumes_in_the_same_or
     assert resumed_losses == losses
 
 
+@pytest.mark.rotating
+@pytest.mark.parametrize("kind", ["PyDataset", "seekable"])
+def test_the_validation_continues_with_its_data(kind: str, strategies: Any, tmp_path: pathlib.Path) -> None:
+    def train(folder: str, *callbacks: Any) -> Any:
+        keras.utils.set_random_seed(1)
+        model = kde.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        data = runs.py_dataset() if kind == "PyDataset" else runs.Endless()
+        given: dict[str, Any] = {"validation_data": data, "validation_steps": 2, "verbose": 0, "epochs": 4}
+        resume = kde.Resume(tmp_path / folder)
+        return model.fit(X, Y, batch_size=BATCH, callbacks=[resume, *callbacks], **given).history
+
+    reference = train("reference")
+    with pytest.raises(Crash):
+        train("crashed", runs.crash_at(14, kill=False))
+    assert train("crashed") == reference
+
+
 class TwoOptimizers(kde.Model):
     """Trains by optimizers in a list, and by that of a model in it."""
 

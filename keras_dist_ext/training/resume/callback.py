@@ -30,7 +30,7 @@ from keras_dist_ext.training.resume.background_writer import BackgroundWriter
 from keras_dist_ext.training.resume.callback_state import CallbackStates
 from keras_dist_ext.training.resume.checkpoints import CheckpointStore, unpack
 from keras_dist_ext.training.resume.contents import check_contents, iterator_array, iterator_parts
-from keras_dist_ext.training.resume.position import Position, is_deterministic
+from keras_dist_ext.training.resume.position import Position, is_deterministic, replay_evaluations
 from keras_dist_ext.training.resume.preemption import Preemption
 from keras_dist_ext.training.resume.run_state import Snapshot, capture, peek_random, restore
 from keras_dist_ext.training.resume.same_run import VERSION, check_same_run, check_version
@@ -172,10 +172,11 @@ class Resume(RunCallback):
         data, test_data = self._callbacks.data, self._callbacks.test_data
         if test_data is not data and not test_data.num_passes:
             num_tests, order = self.resumed_from.num_tests, self.model.replica_seeds.order_of_evaluation()
+            replay_evaluations(test_data.data_adapter, num_tests)
             if self._tests_before is not None and self._tests_before.are_replayed:
                 test_data.num_passes = num_tests
             else:
-                test_data.begin_after(num_tests, order)
+                test_data.begin_after(num_tests, order, num_tests * (test_data.steps_per_epoch or 0))
 
     # Before and after all other callbacks
 

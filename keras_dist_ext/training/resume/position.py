@@ -41,6 +41,7 @@ __all__ = [
     "example_checksum",
     "skip_to",
     "replay_epochs",
+    "replay_evaluations",
     "has_resumable_iterator",
     "is_deterministic",
     "replay_passes",
@@ -230,6 +231,16 @@ def replay_epochs(adapter: DataAdapter, position: Position) -> None:
     if py_dataset is not None:
         for _ in range(position.num_epochs):
             py_dataset.on_epoch_begin()
+            py_dataset.on_epoch_end()
+
+
+def replay_evaluations(adapter: DataAdapter, num_evaluations: int) -> None:
+    """Call a PyDataset's hooks for evaluations that have ended: Keras ends an epoch before each, and after it."""
+    py_dataset = getattr(adapter, "py_dataset", None)
+    if py_dataset is not None:
+        for _ in range(num_evaluations):
+            py_dataset.on_epoch_begin()
+            py_dataset.on_epoch_end()
             py_dataset.on_epoch_end()
 
 
