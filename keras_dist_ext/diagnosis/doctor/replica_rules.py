@@ -170,14 +170,16 @@ def _sums(examination: Examination) -> list[Finding]:
     if not is_long:
         return []
     rate = setting.gradient_bytes / max(fixed, 1e-9)
+    half = ""
+    if not setting.sums_in_memory:  # where nothing is sent, there are no bytes to halve
+        half = '; or half the bytes, `model.compile(..., gradient_compression="bfloat16")`'
     return [
         Finding(
             "sync-bound",
             "Replicas synchronise for longer than they compute.",
             f"{evidence}; {size(setting.gradient_bytes)} of gradients a step, {size(rate)} a second",
             "Synchronise less: a larger batch; gradient accumulation, which sums once in k batches, "
-            "`keras.optimizers.Adam(gradient_accumulation_steps=4)`; or half the bytes, "
-            '`keras.mixed_precision.set_global_policy("mixed_float16")`.',
+            f"`keras.optimizers.Adam(gradient_accumulation_steps=4)`{half}.",
             seconds,
         )
     ]
