@@ -19,6 +19,9 @@ SLOWS_PIPELINES = frozenset(
         "map-before-batch",
         "shard-after-map",
         "cache-never-fills",
+        "skip-after-map",
+        "unbatch-then-batch",
+        "window-by-window",
     }
 )
 """Codes of findings of `inspect` by which a pipeline takes longer; the others are about what it gives."""

@@ -272,6 +272,22 @@ def test_a_py_dataset_is_given_threads_where_it_waits_and_processes_where_it_com
     assert finding.fix.startswith(fix)
 
 
+@pytest.mark.parametrize(("step", "is_spared"), [(0.027, True), (0.023, False), (0.0, False)])
+def test_processes_are_spared_where_one_thread_makes_batches_faster_than_steps_take_them(
+    step: float, is_spared: bool
+) -> None:
+    finding = judge_python_data(made(cpu_seconds=0.019, workers=2, use_multiprocessing=True), step)
+    assert finding.code == "generator-bound"
+    assert finding.fix.startswith("`Rows(workers=1, use_multiprocessing=False)`: one thread") == is_spared
+    if is_spared:
+        assert finding.evidence == (
+            "Rows.__getitem__ (train.py:7) makes a batch in 20 ms, in this process, and a step takes 27 ms without "
+            "waiting for it; the batches come from 2 processes"
+        )
+    threads = judge_python_data(made(cpu_seconds=0.019, workers=2), step)
+    assert threads.fix.startswith("`Rows(workers=4, use_multiprocessing=True)`")
+
+
 def test_a_py_dataset_whose_batches_could_not_be_timed_is_given_both_ways() -> None:
     finding = judge_python_data(made(seconds=0.0))
     assert finding.evidence == (

@@ -10,13 +10,19 @@ __all__ = ["judge_python_data"]
 
 _MOST_READS = 4  # of one dataset of a file, for one batch
 _COMPUTES = 0.5  # of the time: then threads wait for each other, since one at a time runs Python
+_KEEPS_UP = 0.8  # of a step's time: who makes a batch in less is ready before the step is
 _WORKERS = 4
 _WAITING_WORKERS = 16
 _SLOW = "Batches come from Python code, which does not make them as fast as replicas take them."
 
 
-def judge_python_data(made: MadeInPython) -> Finding:
-    """Say what is to be changed about data that is known to be slow."""
+def judge_python_data(made: MadeInPython, spare_seconds: float = 0.0) -> Finding:
+    """Say what is to be changed about data that is known to be slow.
+
+    Args:
+        made: how its batches are made.
+        spare_seconds: of a step, without the wait for its batch.
+    """
     often = [reads for reads in made.reads if reads.num_reads > _MOST_READS and reads.num_rows < 4 * reads.num_reads]
     if often:
         return _unaligned(made, max(often, key=lambda reads: reads.num_reads))
@@ -41,6 +47,15 @@ def judge_python_data(made: MadeInPython) -> Finding:
             f"`{name}(workers={max(_WAITING_WORKERS, 2 * made.workers)})` where making a batch waits, and "
             f"`{name}(workers={workers}, use_multiprocessing=True)` where it computes; the class and what it holds "
             "must be picklable then.",
+        )
+    if made.use_multiprocessing and made.seconds < _KEEPS_UP * spare_seconds:
+        return Finding(
+            "generator-bound",
+            "Processes make batches that cost little, and each is copied from one process to another.",
+            f"{made.function} makes a batch in {ms(made.seconds)}, in this process, and a step takes "
+            f"{ms(spare_seconds)} without waiting for it; the batches come from {_by(made)}",
+            f"`{name}(workers=1, use_multiprocessing=False)`: one thread makes them faster than they are taken, and "
+            "hands them on as they are.",
         )
     if not computes:
         how = f"workers={max(_WAITING_WORKERS, 2 * made.workers)}, use_multiprocessing={made.use_multiprocessing}"

@@ -188,7 +188,8 @@ class RunTrace:
         if self._run_data is None or times.input_seconds < 0.1 * times.seconds:
             return [], None
         if not self._run_data.can_be_read_again:
-            return [judge_python_data(look_into(self._run_data.data_adapter))], None
+            spare = max(0.0, times.seconds - times.input_seconds) / times.num_steps
+            return [judge_python_data(look_into(self._run_data.data_adapter), spare)], None
         if not self._run_data.is_pipeline:
             return [], None
         return _inspected(self._run_data.given)
