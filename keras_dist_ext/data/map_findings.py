@@ -134,19 +134,26 @@ def _of_single_examples(graph: DatasetGraph) -> list[Stage]:
         return []
     before = [*graph.until_other_elements(graph.batch), *([graph.batch] if graph.batch.kind == "MapAndBatch" else [])]
     maps = [stage for stage in before if stage.kind in MAPS and not stage.is_trivial]
-    return maps if all(stage.function_ops <= _ELEMENTWISE | _PARSING for stage in maps) else []
+    return maps if all(stage.function_ops <= _of_rows(stage) for stage in maps) else []
+
+
+def _of_rows(stage: Stage) -> set[str]:
+    """The ops that give for a batch what they give for its rows, if need be along another axis."""
+    return _ELEMENTWISE | _PARSING | ({"DecodeCSV", "Pack"} if "DecodeCSV" in stage.function_ops else set())
 
 
 def _before_batch(graph: DatasetGraph, maps: Sequence[Stage], times: Times, spared: float) -> Finding:
     cost = times.cost(*MAPS)
     size = None if graph.batch is None else graph.batch.batch_size
     parses = any(stage.function_ops & _PARSING for stage in maps)
+    lines = any("DecodeCSV" in stage.function_ops for stage in maps)
     return Finding(
         "map-before-batch",
         "A map is called for each example, which takes longer than what it computes.",
         f"{counted(len(maps), 'map')} before batch({size}), of ops that work on whole batches alike{times.share(cost)}",
         f"dataset.batch({size}).map(f, num_parallel_calls=tf.data.AUTOTUNE)"
-        + (", with tf.io.parse_example instead of tf.io.parse_single_example" if parses else ""),
+        + (", with tf.io.parse_example instead of tf.io.parse_single_example" if parses else "")
+        + (", with tf.stack(fields, axis=-1) of what tf.io.decode_csv gives for the lines of a batch" if lines else ""),
         _left(cost, spared, times),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from keras_dist_ext.data.dataset_graph import MAPS, DatasetGraph, Stage
@@ -19,6 +20,7 @@ def order_findings(graph: DatasetGraph, times: Times) -> Iterator[Finding]:
         times: of pulling batches.
     """
     yield from _of_shards(graph, times)
+    yield from _of_skips(graph, times)
     yield from _of_caches(graph, times)
     yield from _of_maps_after_cache(graph, times)
     yield from _of_shuffles(graph)
@@ -39,6 +41,28 @@ def _of_shards(graph: DatasetGraph, times: Times) -> Iterator[Finding]:
                 f"Each of {num_shards or 'the'} shards computes all elements and throws away those of the others.",
                 f"shard({num_shards or 'n'}, ...) comes after {worked[-1].kind.lower()}{times.share(cost)} in vain",
                 f"dataset.shard({num_shards or 'n'}, index) right after the source, before {worked[-1].kind.lower()}",
+                times.lost(cost),
+            )
+
+
+def _of_skips(graph: DatasetGraph, times: Times) -> Iterator[Finding]:
+    for skip in graph.of_kind("Skip"):
+        count = skip.values[1] if len(skip.values) > 1 else None
+        made_anew = itertools.takewhile(lambda stage: stage.kind != "Cache", graph.upstream(skip))
+        worked = [stage for stage in made_anew if stage.kind in _WORK and not stage.is_trivial]
+        given = graph.num_elements(skip)
+        if not worked or count is None or count < 1 or not given:
+            continue
+        place = next((time.depth for time in times.stages if time.kind in ("Skip", "FiniteSkip")), None)
+        before = [] if place is None else [time for time in times.stages if time.depth > place]
+        cost = sum(time.seconds for time in before if time.kind in _WORK) * count / given
+        if times.is_noticeable(cost):
+            yield Finding(
+                "skip-after-map",
+                "Each pass computes the elements that it skips, before it gives its first one.",
+                f"skip({count}) comes after {worked[-1].kind.lower()}, and leaves {given} elements: {1e3 * cost:.3g} "
+                f"ms a batch in vain, spread over those that are left, beside {1e3 * times.work:.3g} ms of work",
+                f"dataset.skip({count}) right after the source, before {worked[-1].kind.lower()}",
                 times.lost(cost),
             )
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras_dist_ext.data.dataset_graph import DatasetGraph, optimises
 from keras_dist_ext.data.map_findings import calls_that_wait, map_findings
 from keras_dist_ext.data.order_findings import order_findings
+from keras_dist_ext.data.regrouping_findings import regrouping_findings
 from keras_dist_ext.data.sharding_findings import batch_findings
 from keras_dist_ext.data.sources import is_batched
 from keras_dist_ext.data.stage_times import Times
@@ -43,7 +44,8 @@ def findings_of(
         spared = sum(finding.seconds or 0.0 for finding in of_order if finding.code in SPARES_MAPS)
         found += of_order
         found += map_findings(graph, dataset, times, spared / max(1, times.num_batches))
-        found += _of_reading(graph, times)
+        found += regrouping_findings(graph, times)
+        found += _of_reading(graph, dataset, times)
         found += _of_generators(graph, dataset, times, kind)
     return found + list(_of_batches(graph, dataset, kind, num_replicas, num_examples))
 
@@ -68,7 +70,7 @@ def _of_prefetch(graph: DatasetGraph | None, dataset: tf.data.Dataset, times: Ti
     )
 
 
-def _of_reading(graph: DatasetGraph, times: Times) -> Iterator[Finding]:
+def _of_reading(graph: DatasetGraph, dataset: tf.data.Dataset, times: Times) -> Iterator[Finding]:
     for stage in graph.of_kind("Interleave", "FlatMap"):
         if stage.is_parallel or stage.is_generator:
             continue
@@ -80,12 +82,16 @@ def _of_reading(graph: DatasetGraph, times: Times) -> Iterator[Finding]:
         if not times.is_noticeable(cost):
             continue
         read = f"{num_files} files are read" if num_files else "its inputs are read"
+        waits = times.cpu_share is not None and times.cpu_share < 0.5
+        num_calls, threads = calls_that_wait(dataset) if waits else ("tf.data.AUTOTUNE", "")
+        at_once = f"cycle_length={num_calls}, " if waits else ""
         yield Finding(
             "sequential-interleave",
             "Inputs are read one at a time, so that waiting for storage adds up.",
             f"{read} without parallel calls{times.share(cost)}",
-            "files.interleave(tf.data.TFRecordDataset, num_parallel_calls=tf.data.AUTOTUNE)"
-            + (", or TFRecordDataset(files, num_parallel_reads=tf.data.AUTOTUNE)" if stage.kind == "FlatMap" else ""),
+            f"files.interleave(tf.data.TFRecordDataset, {at_once}num_parallel_calls={num_calls})"
+            + (f", or TFRecordDataset(files, num_parallel_reads={num_calls})" if stage.kind == "FlatMap" else "")
+            + threads,
             times.lost(cost),
         )
 

@@ -69,6 +69,10 @@ def parse(record: tf.Tensor) -> Any:
     return tf.io.parse_single_example(record, {"x": tf.io.FixedLenFeature([], tf.float32)})
 
 
+def fields(line: tf.Tensor) -> tf.Tensor:
+    return tf.stack(tf.io.decode_csv(line, [0.0] * 3), axis=-1)
+
+
 def numbers(pause: float) -> tf.data.Dataset:
     def generate() -> Any:
         for i in range(1600):
@@ -162,6 +166,10 @@ SLOW = {
     "shard after map": "Map",
     "a map of single examples": "Map",
     "records that are parsed one by one": "Map",
+    "lines that are taken apart one by one": "Map",
+    "elements that are skipped after they were made": "Map",
+    "elements that are skipped before they are made": "Map",
+    "elements that a cache keeps, of which some are skipped": "Map",
     "a part of a cache": "Map",
     "the whole of a cache": "Map",
     "a part of a cache, kept again": "Map",
@@ -195,6 +203,10 @@ HEALTHY = {
         tf.data.Dataset.sample_from_datasets([BASE, BASE.shuffle(1000)], [0.5, 0.5]).batch(8).prefetch(AUTO)
     ),
     "shard before map": lambda: BASE.shard(4, 0).map(slow).batch(8).prefetch(AUTO),
+    "elements that are skipped before they are made": lambda: BASE.skip(400).map(slow).batch(8).prefetch(AUTO),
+    "elements that a cache keeps, of which some are skipped": lambda: (
+        BASE.map(slow).cache().skip(400).batch(8).prefetch(AUTO)
+    ),
     "shard of batches that nothing has worked on": lambda: BASE.batch(8).shard(4, 0).prefetch(AUTO),
     "the whole of a cache": lambda: BASE.map(slow).cache().take(1600).batch(8).prefetch(AUTO),
     "a part of a cache, kept again": lambda: BASE.take(80).map(slow).cache().batch(8).take(10).prefetch(AUTO),
@@ -267,6 +279,14 @@ FAULTY: dict[str, tuple[Any, list[str]]] = {
     "records that are parsed one by one": (
         lambda: tf.data.Dataset.from_tensors(RECORD).repeat(80).map(parse).batch(8).prefetch(AUTO),
         ["map-before-batch"],
+    ),
+    "lines that are taken apart one by one": (
+        lambda: tf.data.Dataset.from_tensors("1.0,2.0,3.0").repeat(80).map(fields).batch(8).prefetch(AUTO),
+        ["map-before-batch"],
+    ),
+    "elements that are skipped after they were made": (
+        lambda: BASE.map(slow).skip(400).batch(8).prefetch(AUTO),
+        ["skip-after-map"],
     ),
     "a part of a cache": (
         lambda: BASE.map(slow).cache().take(80).batch(8).prefetch(AUTO),
@@ -347,6 +367,30 @@ def test_what_a_shard_throws_away_is_what_it_takes_to_make() -> None:
     assert sequential.code == "sequential-map"
     assert (shard.seconds, sequential.seconds) == (pytest.approx(0.75 * lost), pytest.approx(0.25 * lost))
     assert [finding.seconds for finding in others] == [None]
+
+
+@measures_stages
+def test_what_each_pass_skips_is_what_it_takes_to_make() -> None:
+    data = without_optimizations(BASE.map(in_python).skip(1200).batch(8).prefetch(1))
+    with planted("Map", 0.1):
+        skip, sequential, *_ = kde.inspect(data, num_batches=4).findings
+    assert (skip.code, skip.fix) == ("skip-after-map", "dataset.skip(1200) right after the source, before map")
+    assert skip.seconds == pytest.approx(3 * sequential.seconds)  # of 1600 elements, 400 are left
+
+
+@measures_stages
+def test_files_that_take_long_to_open_are_opened_at_once_with_threads_for_them(tmp_path: Path) -> None:
+    files = tf.data.Dataset.from_tensor_slices(record_files(tmp_path))
+    for data in (files.interleave(slow_records, cycle_length=4), files.flat_map(slow_records)):
+        for cpu_share, expected in (
+            (0.1, f"cycle_length={calls_that_wait(data)[0]}, num_parallel_calls="),
+            (0.9, "num_"),
+        ):
+            with planted("Map", cpu_share):
+                found = kde.inspect(data.batch(8).prefetch(AUTO), num_batches=4).findings
+            (finding,) = (finding for finding in found if finding.code == "sequential-interleave")
+            assert finding.fix.startswith(f"files.interleave(tf.data.TFRecordDataset, {expected}")
+            assert ("private_threadpool_size" in finding.fix) == (cpu_share < 0.5)
 
 
 @measures_stages
