@@ -17,6 +17,47 @@ from keras_dist_ext.diagnosis.doctor import setting
 
 STEP_BLOCKS = "keras_dist_ext.diagnosis.doctor.step_blocks"
 
+# Between epochs
+
+
+class Predicts(keras.callbacks.Callback):  # type: ignore[misc]
+    """Predicts after each epoch, of arrays, which traces what reads them."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        for _ in range(3):
+            self.model.predict(np.zeros((64, 4), "float32"), verbose=0)
+
+
+def test_predicting_after_each_epoch_is_the_callbacks_fault_and_not_retracing() -> None:
+    model = kde.Sequential([keras.Input((4,)), L.Dense(1)])
+    model.compile("sgd", "mse")
+    predicts, doctor = Predicts(), kde.ParallelismDoctor(show=False)
+    x = np.zeros((128, 4), "float32")
+    model.fit(x, x[:, :1], epochs=7, verbose=0, callbacks=[predicts, doctor])
+    assert doctor.report is not None
+    assert [code for code in doctor.report.codes if code != "short-epochs"] == ["slow-epoch-end"]
+    between = doctor.report.examination.between
+    assert between is not None
+    assert between.num_times == 6
+    (calls,) = (calls for calls in between.calls if calls.name == "Predicts")
+    assert calls.num_calls == 6
+    assert calls.seconds <= between.seconds
+    assert doctor.report.examination.times.traces == ()
+    assert "on_epoch_end" not in vars(predicts)
+
+
+def test_validation_is_timed_apart_from_steps() -> None:
+    model = kde.Sequential([keras.Input((4,)), L.Dense(1)])
+    model.compile("sgd", "mse")
+    doctor = kde.ParallelismDoctor(show=False)
+    x = np.zeros((64, 4), "float32")
+    model.fit(x, x[:, :1], epochs=8, verbose=0, callbacks=[doctor], validation_data=(x, x[:, :1]), validation_freq=2)
+    assert doctor.report is not None
+    between = doctor.report.examination.between
+    assert between is not None
+    assert (between.num_times, 0 < between.validation_seconds < between.seconds) == (7, True)
+
+
 # The largest variable
 
 

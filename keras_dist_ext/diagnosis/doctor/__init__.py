@@ -11,7 +11,9 @@ In reading order:
     python_clock       the time of Python that steps call
     python_data        how Python makes batches
     step_blocks        the time of steps
+    epoch_clock        the time between epochs
     interventions      experiments
+    trials             what they have shown
     examination        all that is known when a run is judged
     rules              judge it
     setting_rules      by its setting
@@ -19,6 +21,7 @@ In reading order:
     python_data_rules  by how Python makes batches
     callback_rules     by how long they wait for callbacks
     replica_rules      by what they compute, and how long they wait for each other
+    epoch_rules        by what is done between epochs
     update_rules       by how long updates of weights take
     python_rules       by the Python that steps call
     why_not            why nothing can be done about the rest

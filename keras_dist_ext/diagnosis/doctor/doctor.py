@@ -153,9 +153,26 @@ class ParallelismDoctor(RunCallback):
         if self._num_steps is not None and (self._trace.num_steps >= self._num_steps or self._trace.is_over):
             self.has_seen_enough = self.model.stop_training = True
 
+    def on_after_epoch_begin(self) -> None:
+        """Take note of a new epoch."""
+        if self._trace is not None:
+            self._guarded(self._trace.begin_epoch)
+
+    def on_after_epoch_end(self, epoch: int) -> None:
+        """Take note of the end of an epoch."""
+        if self._trace is not None:
+            self._guarded(self._trace.end_epoch)
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        """Take note that validation begins."""
+        if self._trace is not None:
+            self._guarded(self._trace.begin_validation)
+
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """Forget what was recorded of an evaluation."""
+        """Take note that validation has ended, and forget what was recorded of it."""
         self._recorder.fetch("test")
+        if self._trace is not None:
+            self._guarded(self._trace.end_validation)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Judge, and write the report."""

@@ -8,15 +8,17 @@ Letters: R = replicas in sync, over all workers; P = blocks of neighbouring step
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from keras_dist_ext.diagnosis.doctor.trials import Estimate, Trials
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.step.stats import ReplicaStats
 
 __all__ = [
+    "BetweenEpochs",
     "Calls",
     "Estimate",
     "Examination",
@@ -298,65 +300,21 @@ def _merged(one: ReplicaStats, other: ReplicaStats) -> ReplicaStats:
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
-    """A figure with its 95% confidence interval."""
+class BetweenEpochs:
+    """What happened between the last step of an epoch and the first one of the next, after the first such time.
 
-    low: float
-    value: float
-    high: float
-
-    @staticmethod
-    def of(samples: Sequence[float], *, num_resamples: int = 1000) -> Estimate:
-        """Return the median of at least one sample, and how it scatters when samples are drawn again (bootstrap).
-
-        Raises:
-            ValueError: there is no sample.
-
-        >>> Estimate.of([1.0, 1.0, 1.0, 9.0, 1.0]).value
-        1.0
-        """
-        if not len(samples):
-            raise ValueError("There are no samples, so they have no median. Measure at least one round.")
-        held = np.asarray(samples, np.float64)
-        drawn = np.random.default_rng(0).integers(len(held), size=(num_resamples, len(held)))
-        low, high = np.quantile(np.median(held[drawn], axis=1), [0.025, 0.975])
-        return Estimate(float(low), float(np.median(held)), float(high))
-
-    def times(self, factor: float) -> Estimate:
-        """Return it multiplied by a number from 0 up."""
-        return Estimate(self.low * factor, self.value * factor, self.high * factor)
-
-    def show(self, unit: str = "", scale: float = 1.0) -> str:
-        """Return, say, `2.1 ms (1.9 to 2.4)`."""
-        return f"{self.value * scale:.3g}{unit} ({self.low * scale:.3g} to {self.high * scale:.3g})"
-
-
-@dataclasses.dataclass(frozen=True)
-class Trials:
-    """Seconds a step of the same model under changed conditions, measured in turn: [rounds] of each.
-
-    "as it was" is on a cached batch, as many steps an execution as the run had; "data" reads the run's own data; "no
-    sum" leaves gradients unsummed; "double" has the rows twice; "one step" makes a step an execution, and "many steps"
-    many; "one device" is one replica that does the work of all; "compiled" is not eager.
+    Waiting for the first batch is no part of it.
     """
 
-    seconds: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
-    num_steps: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of an execution
-    skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)  # experiment -> why it was not made
+    num_times: int
+    seconds: float  # in all
+    validation_seconds: float  # of these
+    calls: tuple[Calls, ...] = ()  # of callbacks, in their hooks for epochs
 
-    def has(self, *names: str) -> bool:
-        """Whether all of these were measured."""
-        return all(self.seconds.get(name) for name in names)
-
-    def saved(self, by: str, than: str = "as it was") -> Estimate:
-        """Return the seconds a step that one condition takes less than another, round by round."""
-        pairs = zip(self.seconds[than], self.seconds[by], strict=True)
-        return Estimate.of([base - changed for base, changed in pairs])
-
-    def ratio(self, of: str, to: str = "as it was") -> Estimate:
-        """Return how many times as long one takes as another, round by round."""
-        pairs = zip(self.seconds[of], self.seconds[to], strict=True)
-        return Estimate.of([own / base for own, base in pairs])
+    @property
+    def callback_seconds(self) -> float:
+        """Seconds in callbacks."""
+        return min(self.seconds - self.validation_seconds, sum(calls.seconds for calls in self.calls))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,13 +327,23 @@ class Examination:
     pipeline: tuple[Finding, ...] = ()  # what is to be said of the data's own graph, whatever it cost
     batch_seconds: float | None = None  # that the pipeline takes for a batch by itself; None: unknown
     stock_steps: tuple[int, float] | None = None  # how many steps of stock Keras took how many seconds
+    between: BetweenEpochs | None = None  # None: there were too few epochs
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that were watched, with those of first batches and between epochs."""
+        seconds = 0.0 if self.between is None else self.between.seconds
+        return seconds if self.times is None else seconds + self.times.seconds + sum(self.times.start_seconds)
 
     def shares(self) -> dict[str, float]:
         """Return which share of the time went where, 0 to 1, together 1; empty where nothing was measured."""
         if self.times is None or not self.times.blocks:
             return {}
         name = "updating" if self._is_update else "synchronising"
-        return {name if key == "synchronising" else key: value for key, value in self.times.shares().items()}
+        between = 0.0 if self.between is None else self.between.seconds / max(self.seconds, 1e-9)
+        shares = {key: (1 - between) * value for key, value in self.times.shares().items()}
+        shares = {name if key == "synchronising" else key: value for key, value in shares.items()}
+        return shares if self.between is None else {**shares, "between epochs": between}
 
     @property
     def _is_update(self) -> bool:

@@ -22,25 +22,34 @@ from keras_dist_ext.training.worker_sync import own_callback
 
 __all__ = ["CallbackClock", "TraceWatch"]
 
-_HOOKS = ("on_train_batch_begin", "on_train_batch_end")
+_BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end")
 _KEPT = 10_000  # calls, one by one
 _LOOKED_INTO = 4  # the call that is looked into: the first ones may set things up
 
 
 class CallbackClock:
-    """Times the hooks for batches of some callbacks.
+    """Times hooks of some callbacks.
 
     Args:
         callbacks: those of the run.
         but: the one that asks.
+        hooks: those for batches by default.
+        looks_into_calls: whether to note by what one call of each fetches values.
     """
 
-    def __init__(self, callbacks: Sequence[keras.callbacks.Callback], but: keras.callbacks.Callback) -> None:
+    def __init__(
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        but: keras.callbacks.Callback,
+        hooks: Sequence[str] = _BATCH_HOOKS,
+        *,
+        looks_into_calls: bool = True,
+    ) -> None:
         self._timed: list[_Timed] = []
         for callback in callbacks:
-            for hook in _HOOKS:
+            for hook in hooks:
                 if callback is not but and _is_own(callback, hook):
-                    self._timed.append(_Timed(callback, hook))
+                    self._timed.append(_Timed(callback, hook, looked_into=_LOOKED_INTO if looks_into_calls else None))
 
     def reset(self) -> None:
         """Forget what was timed so far."""
@@ -141,9 +150,10 @@ def _how_often(callback: keras.callbacks.Callback) -> tuple[str, str]:
 class _Timed:
     """A method of an object that is timed until it is unwrapped."""
 
-    def __init__(self, callback: keras.callbacks.Callback, hook: str) -> None:
+    def __init__(self, callback: keras.callbacks.Callback, hook: str, *, looked_into: int | None) -> None:
         self.callback = callback
         self.hook = hook
+        self._looked_into = looked_into  # which of its calls
         self.seconds = 0.0
         self.num_calls = 0
         self.last: collections.deque[float] = collections.deque(maxlen=_KEPT)  # seconds of the last calls
@@ -163,7 +173,7 @@ class _Timed:
 
     def _call(self, *args: object, **kwargs: object) -> object:
         self._num_ever += 1
-        if self._num_ever == _LOOKED_INTO:
+        if self._num_ever == self._looked_into:
             value, self.fetched = _looked_into(lambda: self._method(*args, **kwargs))
             return value
         begin = time.perf_counter()
@@ -230,6 +240,12 @@ class TraceWatch:
         """Forget what was traced so far: the first executions trace what they need."""
         self._found = {}
         self._begin = self.execution
+
+    def forget_execution(self) -> None:
+        """Forget what was traced in the execution that is under way: it has not begun yet."""
+        for function, traces in list(self._found.items()):
+            self._found[function] = [trace for trace in traces if trace.execution != self.execution]
+        self._found = {function: traces for function, traces in self._found.items() if traces}
 
     @property
     def seconds(self) -> float:

@@ -10,9 +10,12 @@ for; complaints about missing speed-up are not made then.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from keras_dist_ext.diagnosis.doctor.callback_rules import slow_callbacks
+from keras_dist_ext.diagnosis.doctor.epoch_rules import between_epochs
 from keras_dist_ext.diagnosis.doctor.examination import Estimate, Examination
 from keras_dist_ext.diagnosis.doctor.python_rules import python_in_step
 from keras_dist_ext.diagnosis.doctor.replica_rules import REPLICA_RULES
@@ -36,13 +39,13 @@ def judge(examination: Examination) -> Report:
     found = [finding for rule in SETTING_RULES for finding in [rule(examination)] if finding is not None]
     times = examination.times
     if times is not None and times.blocks and times.num_steps and times.seconds > 0:
-        for rule in (*WAITING_RULES, slow_callbacks, *REPLICA_RULES, long_updates, python_in_step):
+        for rule in (*WAITING_RULES, slow_callbacks, *REPLICA_RULES, long_updates, python_in_step, between_epochs):
             found += rule(examination)
     if examination.stock_steps is not None:
         found += examination.pipeline
     explained = {effect.code for cause in found for effect in found if _explains(cause, effect)}
     notes = [note for note in (shared_cpu(examination.setting), *_notes(examination)) if note is not None]
-    findings = worst_first([finding for finding in found if finding.code not in explained])
+    findings = _claimed_once([finding for finding in found if finding.code not in explained], _watched(examination))
     return Report(
         findings=tuple(findings),
         notes=tuple(notes),
@@ -64,6 +67,7 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
     "update-bound": ("batch-too-small",),
     "straggler": ("sync-bound",),
     "sequential-model": ("batch-too-small",),
+    "slow-start-of-epochs": ("short-epochs",),
     "outside-scope": ("mirrored-one-device", "idle-accelerators"),
     "cluster-ignored": ("mirrored-one-device",),
 }
@@ -81,6 +85,24 @@ def _explains(cause: Finding, effect: Finding) -> bool:
         # seconds of callbacks are not among those of the host
         return (effect.seconds or 0.0) <= (cause.seconds or 0.0)
     return True
+
+
+def _watched(examination: Examination) -> float:
+    return examination.seconds if examination.stock_steps is None else examination.stock_steps[1]
+
+
+def _claimed_once(findings: list[Finding], seconds: float) -> list[Finding]:
+    """Sort findings, and leave to each no more seconds than those before it have left of the run's."""
+    left, claimed = seconds, []
+    for finding in worst_first(findings):
+        if finding.seconds is not None and finding.seconds > left:
+            finding = dataclasses.replace(finding, seconds=left if left > _LEFT * finding.seconds else None)
+        left -= finding.seconds or 0.0
+        claimed.append(finding)
+    return worst_first(claimed)
+
+
+_LEFT = 0.1  # of what a finding claims: less is no figure of its
 
 
 def _notes(examination: Examination) -> list[Finding]:

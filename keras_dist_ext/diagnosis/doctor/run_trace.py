@@ -12,7 +12,8 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext.data.pipeline import inspect
-from keras_dist_ext.diagnosis.doctor.examination import Examination, Times, Trials
+from keras_dist_ext.diagnosis.doctor.epoch_clock import EpochClock
+from keras_dist_ext.diagnosis.doctor.examination import BetweenEpochs, Examination, Times, Trials
 from keras_dist_ext.diagnosis.doctor.host_clock import CallbackClock, TraceWatch
 from keras_dist_ext.diagnosis.doctor.interventions import experiment
 from keras_dist_ext.diagnosis.doctor.python_clock import PythonClock
@@ -34,6 +35,7 @@ from keras_dist_ext.training.worker_sync import own_callback
 __all__ = ["RunTrace"]
 
 _LEAST_STEPS, _LEAST_BLOCKS = 8, 3  # fewer prove nothing
+_LEAST_EPOCHS = 3  # times between two
 
 
 class RunTrace:
@@ -56,6 +58,7 @@ class RunTrace:
         self._recorder = recorder
         self._blocks = None if recorder is None else StepBlocks(recorder)
         self._clock: CallbackClock | None = None
+        self._epochs: EpochClock | None = None
         self._traces = TraceWatch()
         self._python = PythonClock()
         self._run_data: RunData | None = None
@@ -81,6 +84,7 @@ class RunTrace:
         self.monitors = [other for other in callbacks if isinstance(other, ReplicaMonitor)]
         self._step_watchers = tuple(type(own_callback(c)).__name__ for c in callbacks if looks_at_batches([c], "train"))
         self._clock = CallbackClock(callbacks, but=doctor)
+        self._epochs = EpochClock(callbacks, but=doctor)
 
     def end_execution(self) -> None:
         """Take note of an execution."""
@@ -92,6 +96,8 @@ class RunTrace:
                 self._second_end = self._last_end
         if self._blocks is None or self.is_over:
             return
+        if self._epochs is not None:
+            self._epochs.end_execution()
         num_passes = getattr(self._run_data, "num_passes", 0)
         begins_pass, self._num_passes = num_passes != self._num_passes, num_passes
         if self._blocks.end_execution(begins_pass=begins_pass):
@@ -103,6 +109,28 @@ class RunTrace:
             self.stop()
             self.model.drop_recorder(self._recorder)
 
+    def end_epoch(self) -> None:
+        """Take note that all callbacks know that an epoch has ended."""
+        if self._epochs is not None and not self.is_over:
+            self._epochs.end_epoch()
+            self._traces.forget_execution()  # what was traced since its last step
+
+    def begin_epoch(self) -> None:
+        """Take note that all callbacks know of a new epoch."""
+        if self._epochs is not None and not self.is_over:
+            self._epochs.begin_epoch()
+            self._traces.forget_execution()
+
+    def begin_validation(self) -> None:
+        """Take note that validation begins."""
+        if self._epochs is not None and not self.is_over:
+            self._epochs.begin_validation()
+
+    def end_validation(self) -> None:
+        """Take note that validation has ended."""
+        if self._epochs is not None and not self.is_over:
+            self._epochs.end_validation()
+
     def stop(self) -> None:
         """Watch no longer."""
         if self.is_over:
@@ -111,6 +139,8 @@ class RunTrace:
         with contextlib.ExitStack() as stack:  # where one fails, the others still stop
             if self._clock is not None:
                 stack.callback(self._clock.stop)
+            if self._epochs is not None:
+                stack.callback(self._epochs.stop)
             stack.callback(self._python.stop)
             stack.callback(self._traces.stop)
         if self._blocks is not None:
@@ -129,7 +159,9 @@ class RunTrace:
         with kept_pass(None if self._run_data is None else self._run_data.given):
             trials = self._trials(times) if interventions else None
             pipeline, batch_seconds = self._data_findings(times)
-            return Examination(setting, times, trials, tuple(pipeline), batch_seconds=batch_seconds)
+            return Examination(
+                setting, times, trials, tuple(pipeline), batch_seconds=batch_seconds, between=self._between()
+            )
 
     def _stock_steps(self) -> tuple[int, float] | None:
         """How many steps stock Keras has made after the first two, which trace, and their seconds."""
@@ -173,6 +205,10 @@ class RunTrace:
             python=self._python.calls(self._graphs),
             start_seconds=tuple(self._blocks.start_seconds),
         )
+
+    def _between(self) -> BetweenEpochs | None:
+        between = None if self._epochs is None else self._epochs.between()
+        return None if between is None or between.num_times < _LEAST_EPOCHS else between
 
     def _trials(self, times: Times) -> Trials:
         model, data = self.model, self._run_data

@@ -21,6 +21,7 @@ _ABOUT: dict[str, frozenset[str]] = {  # what the shares are called -> findings 
     "callbacks": frozenset({"input-bound", "sync-bound", "update-bound", "python-in-step"}),
     "tracing": frozenset({"input-bound", "sync-bound", "update-bound", "python-in-step"}),
     "host": frozenset({"input-bound", "sync-bound", "update-bound", "python-in-step"}),
+    "between epochs": frozenset({"input-bound", "sync-bound", "update-bound", "python-in-step", "host-bound"}),
 }
 
 
@@ -98,6 +99,14 @@ def _of_host(examination: Examination) -> str:
     )
 
 
+def _of_epochs(examination: Examination) -> str:
+    between = examination.between
+    assert between is not None
+    parts = {"validation": between.validation_seconds, "callbacks": between.callback_seconds}
+    parts["ending and beginning epochs"] = max(0.0, between.seconds - sum(parts.values()))
+    return "it is shared by " + ", ".join(f"{name}, {ms(s / between.num_times)} a time" for name, s in parts.items())
+
+
 _REASONS: dict[str, Callable[[Examination], str]] = {
     "input": _of_input,
     "updating": _of_ends,
@@ -105,4 +114,5 @@ _REASONS: dict[str, Callable[[Examination], str]] = {
     "callbacks": _of_callbacks,
     "tracing": _of_tracing,
     "host": _of_host,
+    "between epochs": _of_epochs,
 }
