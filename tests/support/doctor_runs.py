@@ -105,7 +105,8 @@ def by_a_made_up_clock(strategy: Any, fault: str, monkeypatch: pytest.MonkeyPatc
     began, when its batch was there, when each replica has computed, and when it has updated; where the end of data
     cannot be foreseen, not when its batch was there but the next one.
     """
-    clock = MadeUpClock(monkeypatch, ("training.batch_reader", "diagnosis.doctor.host_clock"))
+    host = ("training.batch_reader", "diagnosis.doctor.host_clock", "diagnosis.doctor.epoch_clock")
+    clock = MadeUpClock(monkeypatch, host)
     is_ahead = fault == "generator-bound"
     num_calls = itertools.count()
 

@@ -13,6 +13,7 @@ In reading order:
     step_blocks        the time of steps
     epoch_clock        the time between epochs
     interventions      experiments
+    dtype_speed        how fast the device is in the model's dtype
     trials             what they have shown
     examination        all that is known when a run is judged
     rules              judge it
@@ -22,6 +23,7 @@ In reading order:
     callback_rules     by how long they wait for callbacks
     replica_rules      by what they compute, and how long they wait for each other
     epoch_rules        by what is done between epochs
+    dtype_rules        by the dtype that is computed with
     update_rules       by how long updates of weights take
     python_rules       by the Python that steps call
     why_not            why nothing can be done about the rest

@@ -23,16 +23,16 @@ class EpochClock:
     Args:
         callbacks: those of the run.
         but: the one that asks.
-        clock: what it reads, in seconds.
+        clock: what it reads, in seconds; None is the host's.
     """
 
     def __init__(
         self,
         callbacks: Sequence[keras.callbacks.Callback],
         but: keras.callbacks.Callback,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        self._clock = clock
+        self._clock = time.perf_counter if clock is None else clock
         self._callbacks = CallbackClock(callbacks, but, _HOOKS, looks_into_calls=False)
         self._last_end: float | None = None  # of an execution in this epoch
         self._test_begin: float | None = None

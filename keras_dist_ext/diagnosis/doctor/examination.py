@@ -20,6 +20,7 @@ from keras_dist_ext.step.stats import ReplicaStats
 __all__ = [
     "BetweenEpochs",
     "Calls",
+    "DtypeSpeed",
     "Estimate",
     "Examination",
     "Largest",
@@ -300,6 +301,18 @@ def _merged(one: ReplicaStats, other: ReplicaStats) -> ReplicaStats:
 
 
 @dataclasses.dataclass(frozen=True)
+class DtypeSpeed:
+    """How long a device takes in the dtype that most of a model is computed with."""
+
+    dtype: str
+    device: str
+    operation: str  # that was timed
+    seconds: float
+    float32_seconds: float
+    share: float = 1.0  # of the products of a step, by the layers' weights and how often they are used
+
+
+@dataclasses.dataclass(frozen=True)
 class BetweenEpochs:
     """What happened between the last step of an epoch and the first one of the next, after the first such time.
 
@@ -328,6 +341,7 @@ class Examination:
     batch_seconds: float | None = None  # that the pipeline takes for a batch by itself; None: unknown
     stock_steps: tuple[int, float] | None = None  # how many steps of stock Keras took how many seconds
     between: BetweenEpochs | None = None  # None: there were too few epochs
+    dtype: DtypeSpeed | None = None  # None: it is float32
 
     @property
     def seconds(self) -> float:

@@ -15,6 +15,7 @@ import dataclasses
 import numpy as np
 
 from keras_dist_ext.diagnosis.doctor.callback_rules import slow_callbacks
+from keras_dist_ext.diagnosis.doctor.dtype_rules import slow_dtypes
 from keras_dist_ext.diagnosis.doctor.epoch_rules import between_epochs
 from keras_dist_ext.diagnosis.doctor.examination import Estimate, Examination
 from keras_dist_ext.diagnosis.doctor.python_rules import python_in_step
@@ -39,7 +40,15 @@ def judge(examination: Examination) -> Report:
     found = [finding for rule in SETTING_RULES for finding in [rule(examination)] if finding is not None]
     times = examination.times
     if times is not None and times.blocks and times.num_steps and times.seconds > 0:
-        for rule in (*WAITING_RULES, slow_callbacks, *REPLICA_RULES, long_updates, python_in_step, between_epochs):
+        for rule in (
+            *WAITING_RULES,
+            slow_callbacks,
+            *REPLICA_RULES,
+            long_updates,
+            python_in_step,
+            between_epochs,
+            slow_dtypes,
+        ):
             found += rule(examination)
     if examination.stock_steps is not None:
         found += examination.pipeline
@@ -54,6 +63,8 @@ def judge(examination: Examination) -> Report:
         why_not=why_not(examination, [finding.code for finding in findings]),
     )
 
+
+_OTHER_RULES = (between_epochs, slow_dtypes)
 
 # What is measured of a run is an effect of the first where that is found: it says nothing of its own.
 _EXPLAINS: dict[str, tuple[str, ...]] = {

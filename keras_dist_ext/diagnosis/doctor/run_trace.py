@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext.data.pipeline import inspect
+from keras_dist_ext.diagnosis.doctor.dtype_speed import measure_dtype
 from keras_dist_ext.diagnosis.doctor.epoch_clock import EpochClock
 from keras_dist_ext.diagnosis.doctor.examination import BetweenEpochs, Examination, Times, Trials
 from keras_dist_ext.diagnosis.doctor.host_clock import CallbackClock, TraceWatch
@@ -160,7 +161,13 @@ class RunTrace:
             trials = self._trials(times) if interventions else None
             pipeline, batch_seconds = self._data_findings(times)
             return Examination(
-                setting, times, trials, tuple(pipeline), batch_seconds=batch_seconds, between=self._between()
+                setting,
+                times,
+                trials,
+                tuple(pipeline),
+                batch_seconds=batch_seconds,
+                between=self._between(),
+                dtype=measure_dtype(self.model, setting.devices[0]),
             )
 
     def _stock_steps(self) -> tuple[int, float] | None:
