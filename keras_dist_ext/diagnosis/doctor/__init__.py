@@ -14,6 +14,7 @@ In reading order:
     epoch_clock        the time between epochs
     interventions      experiments
     dtype_speed        how fast the device is in the model's dtype
+    map_loops          loops over the examples of a batch
     trials             what they have shown
     examination        all that is known when a run is judged
     rules              judge it
@@ -24,6 +25,7 @@ In reading order:
     replica_rules      by what they compute, and how long they wait for each other
     epoch_rules        by what is done between epochs
     dtype_rules        by the dtype that is computed with
+    map_loop_rules     by such loops
     update_rules       by how long updates of weights take
     python_rules       by the Python that steps call
     why_not            why nothing can be done about the rest

@@ -25,6 +25,7 @@ __all__ = [
     "Examination",
     "Largest",
     "Loop",
+    "MapLoops",
     "PythonCalls",
     "Setting",
     "PlacedElsewhere",
@@ -313,6 +314,15 @@ class DtypeSpeed:
 
 
 @dataclasses.dataclass(frozen=True)
+class MapLoops:
+    """Loops of `tf.map_fn` in a step."""
+
+    layers: tuple[str, ...]  # or what they lie in
+    num_turns: int  # of all of them, in a step of a replica
+    turn_seconds: float  # that a turn takes which computes next to nothing, forward and back
+
+
+@dataclasses.dataclass(frozen=True)
 class BetweenEpochs:
     """What happened between the last step of an epoch and the first one of the next, after the first such time.
 
@@ -342,6 +352,7 @@ class Examination:
     stock_steps: tuple[int, float] | None = None  # how many steps of stock Keras took how many seconds
     between: BetweenEpochs | None = None  # None: there were too few epochs
     dtype: DtypeSpeed | None = None  # None: it is float32
+    map_loops: MapLoops | None = None  # None: there are none
 
     @property
     def seconds(self) -> float:

@@ -18,6 +18,7 @@ from keras_dist_ext.diagnosis.doctor.callback_rules import slow_callbacks
 from keras_dist_ext.diagnosis.doctor.dtype_rules import slow_dtypes
 from keras_dist_ext.diagnosis.doctor.epoch_rules import between_epochs
 from keras_dist_ext.diagnosis.doctor.examination import Estimate, Examination
+from keras_dist_ext.diagnosis.doctor.map_loop_rules import map_loops
 from keras_dist_ext.diagnosis.doctor.python_rules import python_in_step
 from keras_dist_ext.diagnosis.doctor.replica_rules import REPLICA_RULES
 from keras_dist_ext.diagnosis.doctor.report import Report
@@ -48,6 +49,7 @@ def judge(examination: Examination) -> Report:
             python_in_step,
             between_epochs,
             slow_dtypes,
+            map_loops,
         ):
             found += rule(examination)
     if examination.stock_steps is not None:
@@ -64,8 +66,6 @@ def judge(examination: Examination) -> Report:
     )
 
 
-_OTHER_RULES = (between_epochs, slow_dtypes)
-
 # What is measured of a run is an effect of the first where that is found: it says nothing of its own.
 _EXPLAINS: dict[str, tuple[str, ...]] = {
     "eager": ("host-bound", "batch-too-small", "sync-bound", "sequential-model", "straggler", "retracing"),
@@ -79,6 +79,7 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
     "straggler": ("sync-bound",),
     "sequential-model": ("batch-too-small",),
     "slow-start-of-epochs": ("short-epochs",),
+    "loop-in-step": ("batch-too-small", "sequential-model"),
     "outside-scope": ("mirrored-one-device", "idle-accelerators"),
     "cluster-ignored": ("mirrored-one-device",),
 }

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext.data.pipeline import inspect
 from keras_dist_ext.diagnosis.doctor.dtype_speed import measure_dtype
@@ -17,6 +18,7 @@ from keras_dist_ext.diagnosis.doctor.epoch_clock import EpochClock
 from keras_dist_ext.diagnosis.doctor.examination import BetweenEpochs, Examination, Times, Trials
 from keras_dist_ext.diagnosis.doctor.host_clock import CallbackClock, TraceWatch
 from keras_dist_ext.diagnosis.doctor.interventions import experiment
+from keras_dist_ext.diagnosis.doctor.map_loops import find_map_loops
 from keras_dist_ext.diagnosis.doctor.python_clock import PythonClock
 from keras_dist_ext.diagnosis.doctor.python_data import look_into
 from keras_dist_ext.diagnosis.doctor.python_data_rules import judge_python_data
@@ -168,6 +170,12 @@ class RunTrace:
                 batch_seconds=batch_seconds,
                 between=self._between(),
                 dtype=measure_dtype(self.model, setting.devices[0]),
+                map_loops=find_map_loops(
+                    self._graphs,
+                    [layer.name for layer in flat_layers(self.model)],
+                    setting.devices[0],
+                    round(float(times.examples.mean()) / times.num_steps),
+                ),
             )
 
     def _stock_steps(self) -> tuple[int, float] | None:

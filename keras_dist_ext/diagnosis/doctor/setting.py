@@ -25,7 +25,7 @@ from keras_dist_ext.strategy.scope import ScopeReport, check_scope, optimizers
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.runtime import runtime_of
 
-__all__ = ["read_setting", "placed_elsewhere_in"]
+__all__ = ["read_setting", "placed_elsewhere_in", "layer_of"]
 
 
 def read_setting(
@@ -225,7 +225,7 @@ def placed_elsewhere_in(
             num_heavy[replica] += 1
             if device != devices[replica]:
                 num_elsewhere[replica] += 1
-                found.setdefault((_layer(node.name, layers), device), set()).add(replica)
+                found.setdefault((layer_of(node.name, layers), device), set()).add(replica)
     placed_elsewhere = tuple(
         PlacedElsewhere(layer, tuple(sorted(replicas)), device) for (layer, device), replicas in found.items()
     )
@@ -234,7 +234,7 @@ def placed_elsewhere_in(
     )
 
 
-def _layer(name: str, layers: Sequence[str]) -> str:
+def layer_of(name: str, layers: Sequence[str]) -> str:
     """Return the innermost layer that an op's name tells of, or else where it lies.
 
     TensorFlow puts a number behind a name that was there before.
