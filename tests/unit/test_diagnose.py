@@ -395,6 +395,21 @@ def test_waiting_at_the_beginning_of_each_pass_is_a_finding_of_its_own_where_tha
     assert "repeat()" in finding.fix
 
 
+def test_what_each_pass_skips_is_what_its_beginning_waits_for() -> None:
+    skip = Finding("skip-after-map", "what", "skip(30) comes after map", "skip before map", 0.1)
+    slow = Finding("python-map", "what", "seen", "fix", 0.05)
+    starting = dataclasses.replace(times(), start_seconds=(0.3, 0.3, 0.3))
+    (finding,) = judge(Examination(HEALTHY, starting, pipeline=(skip,))).findings
+    assert (finding.code, finding.seconds) == ("skip-after-map", pytest.approx(0.9))
+    assert finding.evidence.startswith("skip(30) comes after map; the first batch took 300 ms in each of 3 passes")
+    waiting_too = dataclasses.replace(times(input_=0.012, compute=0.007), start_seconds=(0.3, 0.3, 0.3))
+    found = judge(Examination(HEALTHY, waiting_too, pipeline=(skip, slow))).findings
+    assert [(f.code, f.seconds) for f in found] == [
+        ("python-map", pytest.approx(80 * 0.012)),
+        ("skip-after-map", pytest.approx(0.9)),
+    ]
+
+
 def test_an_experiment_decides_whether_input_is_to_blame() -> None:
     assert codes(HEALTHY, waiting(), trials=trials(as_it_was=0.02, data=0.0199)) == []
     assert codes(HEALTHY, waiting(), trials=trials(as_it_was=0.02, data=0.0203)) == []  # surely, but hardly

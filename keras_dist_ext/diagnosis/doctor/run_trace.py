@@ -236,7 +236,8 @@ class RunTrace:
 
     def _data_findings(self, times: Times) -> tuple[list[Finding], float | None]:
         """Say why data is slow, if it is, and the seconds of a batch that nothing else is done beside, if known."""
-        if self._run_data is None or times.input_seconds < 0.1 * times.seconds:
+        waited, starting = times.input_seconds, sum(times.start_seconds)
+        if self._run_data is None or waited + starting < 0.1 * (times.seconds + starting):
             return [], None
         if not self._run_data.can_be_read_again:
             spare = max(0.0, times.seconds - times.input_seconds) / times.num_steps

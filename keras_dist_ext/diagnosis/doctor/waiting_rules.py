@@ -51,8 +51,10 @@ def _input(examination: Examination) -> list[Finding]:
             return []
         waited = min(times.seconds, saved.value * times.num_steps)
         evidence += f"; on a cached batch a step took {saved.show(' ms', 1e3)} less"
-    if examination.pipeline:
-        first, *others = examination.pipeline
+    own_starts = _starts(examination)
+    pipeline = [f for f in examination.pipeline if f.code not in {start.code for start in own_starts}]
+    if pipeline:
+        first, *others = pipeline
         return [
             dataclasses.replace(first, evidence=f"{first.evidence}; {evidence}", seconds=waited),
             *(dataclasses.replace(finding, seconds=None) for finding in others),
@@ -81,12 +83,18 @@ def _starts(examination: Examination) -> list[Finding]:
     seconds = sum(starts)
     if seconds < _INPUT_SHARE * (times.seconds + seconds):
         return []
+    evidence = (
+        f"the first batch took {ms(float(np.median(starts)))} in each of {len(starts)} passes over the data, with "
+        f"{times.num_steps / len(starts):.3g} steps a pass: {seconds / (times.seconds + seconds):.0%} of the time"
+    )
+    skips = [finding for finding in examination.pipeline if finding.code == "skip-after-map"]
+    if skips:  # which each pass begins with
+        return [dataclasses.replace(skips[0], evidence=f"{skips[0].evidence}; {evidence}", seconds=seconds)]
     return [
         Finding(
             "slow-start-of-epochs",
             "Each epoch begins the data anew, and replicas wait until its first batch is available.",
-            f"the first batch took {ms(float(np.median(starts)))} in each of {len(starts)} passes over the data, with "
-            f"{times.num_steps / len(starts):.3g} steps a pass: {seconds / (times.seconds + seconds):.0%} of the time",
+            evidence,
             "Make the beginning cheaper: `.cache()` before `shuffle`, if what it gives fits into memory, a smaller "
             "buffer, fewer files at once; or let an epoch continue where the last one ended, in a pass that is longer: "
             "`dataset.repeat()` and `fit(..., steps_per_epoch=n)`.",
