@@ -150,6 +150,65 @@ def test_models_that_are_saved_or_taken_over_stay_exact_until_they_are_compiled_
     assert (ours.replica_seeds.draws, ours.replica_runtime.batch_statistics) == ("replica", "replica")
 
 
+def looped(kind: str | None) -> list[Any]:
+    """Weights and losses of a step that draws, with layers that draw and normalize; None is stock Keras by hand."""
+    keras.utils.set_random_seed(42)
+    with contextlib.nullcontext() if kind is None else strategies.get(kind).scope():
+        model, optimizer = functional(keras), keras.optimizers.SGD(0.005, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+
+        def step(replica: Any, batch: Any) -> Any:
+            x, y = batch
+            x = x + keras.random.normal(tf.shape(x), stddev=0.1)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            return {"loss": loss}
+
+        data = tf.data.Dataset.from_tensor_slices((X, X.sum((1, 2))[:, None])).batch(9)
+        if kind is None:
+            compiled = tf.function(step, reduce_retracing=True)
+            losses = [sum(compiled(None, b)["loss"] * len(b[0]) for b in data) / len(X) for _ in range(2)]
+        else:
+            parts = {"net": model, "optimizer": optimizer}
+            loop = kde.TrainLoop(step, parts=parts, reduce={"loss": "mean"}, exact=True)
+            losses = loop.fit(data, epochs=2, verbose=0).history["loss"]
+    return [np.array(losses), *model.get_weights()]
+
+
+@pytest.mark.parametrize("kind", rotating(["mirrored2", "mirrored3", "one_device"], []))
+def test_a_loop_trains_as_its_step_does_on_one_device(kind: str) -> None:
+    for one, other in zip(looped(kind), looped(None), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * max(np.abs(other).max(), 1e-2))
+
+
+@pytest.mark.rotating
+@pytest.mark.checks_fit
+def test_what_cannot_be_exact_in_a_loop_is_an_error_before_its_first_step() -> None:
+    with strategies.get("mirrored2").scope():
+        equalizing = keras.Sequential([keras.Input((6, 4, 1)), layers.Equalization(), layers.Flatten(), layers.Dense(1)])
+        plain = keras.Sequential([keras.Input((6, 4)), layers.Flatten(), layers.Dense(1)])
+
+        def loop_of(net: Any, largest: Any, **arguments: Any) -> kde.TrainLoop:
+            optimizer = keras.optimizers.SGD(0.01)
+
+            def step(replica: Any, batch: Any) -> Any:
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(largest(net(batch[0], training=True)) - batch[1]))
+                optimizer.apply(tape.gradient(loss, net.trainable_variables), net.trainable_variables)
+                return {"loss": loss}
+
+            return kde.TrainLoop(step, parts={"net": net, "by": optimizer}, reduce={"loss": "mean"}, **arguments)
+
+        loops = loop_of(equalizing, tf.identity, exact=True), loop_of(plain, lambda p: p - tf.reduce_max(p), exact=True)
+        with pytest.raises(StrategyError, match="exact must be True or False, got 'yes'"):
+            loop_of(plain, tf.identity, exact="yes")
+    data = tf.data.Dataset.from_tensor_slices((X, X[:, 0, :1])).batch(9)
+    for loop, message in zip(loops, ("The layer '.*' .Equalization. spreads", "`TrainLoop.check=False.`"), strict=True):
+        with pytest.raises(StepError, match=message):
+            loop.fit(data, verbose=0)
+
+
 CONTRADICTIONS = {
     "statistics": ({"batch_statistics": "replica"}, 'exact=True and batch_statistics="replica" contradict each other'),
     "xla": ({"jit_compile": True}, "exact=True and jit_compile=True on 2 replicas: XLA draws other random numbers"),

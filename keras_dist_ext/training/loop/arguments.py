@@ -6,12 +6,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from keras_dist_ext import arguments
-from keras_dist_ext.errors import LoopError
+from keras_dist_ext.errors import LoopError, StrategyError
 from keras_dist_ext.messages import close_name
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.training.loop.step_metrics import REDUCTIONS
 
-__all__ = ["check_named", "check_part_name", "check_reductions", "checked_functions", "checked_kind", "parts_by_name"]
+__all__ = [
+    "check_asynchronous",
+    "check_named",
+    "check_part_name",
+    "check_reductions",
+    "checked_functions",
+    "checked_kind",
+    "parts_by_name",
+]
 
 
 def checked_functions(**functions: object) -> list[Any]:
@@ -46,6 +54,21 @@ def check_named(argument: str, given: object) -> None:
     if not isinstance(given, Mapping):
         example = 'reduce={"loss": "mean"}' if argument == "reduce" else 'parts={"net": net}'
         raise LoopError(f"{argument} must be a dict by name, such as {example}, or {{}}; got {type(given).__name__}.")
+
+
+def check_asynchronous(reduce: Mapping[str, str]) -> None:
+    """Refuse reductions that are not sums, where workers make their steps independently.
+
+    Raises:
+        StrategyError: there are some.
+    """
+    others = [f"{name!r} by {how!r}" for name, how in reduce.items() if how not in ("mean", "sum")]
+    if others:
+        raise StrategyError(
+            f"reduce combines {', '.join(others)}, but workers of ParameterServerStrategy make their steps "
+            'independently, and what they return is added up. Declare "mean" or "sum", or use '
+            "MultiWorkerMirroredStrategy, whose workers make steps together."
+        )
 
 
 def check_part_name(name: str, loop_class: type) -> None:

@@ -28,6 +28,7 @@ from keras_dist_ext.training.execution import Execution, StepFunction
 from keras_dist_ext.training.execution_sizer import ExecutionSizer, checked_steps_per_execution
 from keras_dist_ext.training.loop import plain_variables
 from keras_dist_ext.training.loop.arguments import (
+    check_asynchronous,
     check_named,
     check_part_name,
     check_reductions,
@@ -93,6 +94,7 @@ class TrainLoop(Model):
         run_eagerly: run the step as Python, for debugging.
         name: of the loop.
         check: see ``Model.compile``.
+        exact: likewise.
         strategy: the strategy to train under (keyword only); by default the one whose scope is entered.
         seed: see ``Model``.
 
@@ -118,6 +120,7 @@ class TrainLoop(Model):
         run_eagerly: bool = False,
         name: str = "loop",
         check: CheckMode = True,
+        exact: bool = False,
         strategy: tf.distribute.Strategy | None = None,  # for type checkers: `Scoped` takes it, and enters its scope
     ) -> None:
         checked_strategy(strategy)
@@ -129,7 +132,8 @@ class TrainLoop(Model):
         check_named("reduce", reduce)
         check_reductions(reduce)
         super().__init__(name=name)
-        self._check_asynchronous(reduce)
+        if self._is_asynchronous:
+            check_asynchronous(reduce)
         object.__setattr__(self, "_steps", {"train": step, "test": test, "predict": predict})  # past Keras' tracking
         self.replica_runtime.can_split_batches = False
         named = parts_by_name(parts)
@@ -149,21 +153,13 @@ class TrainLoop(Model):
             jit_compile=False,
             auto_scale_loss=False,
             check=check,
+            exact=exact,
         )
         self.built = True
 
     _steps: Mapping[str, UserFunction]
     takes_check = "TrainLoop"
     """Is called with whether steps are checked."""
-
-    def _check_asynchronous(self, reduce: Mapping[str, Reduction]) -> None:
-        others = [f"{name!r} by {how!r}" for name, how in reduce.items() if how not in ("mean", "sum")]
-        if self._is_asynchronous and others:
-            raise StrategyError(
-                f"reduce combines {', '.join(others)}, but workers of ParameterServerStrategy make their steps "
-                'independently, and what they return is added up. Declare "mean" or "sum", or use '
-                "MultiWorkerMirroredStrategy, whose workers make steps together."
-            )
 
     # What runs inside a step
 
@@ -215,6 +211,7 @@ class TrainLoop(Model):
         if self._declared.examine(self, kind, self._steps[kind], spec):
             self.replica_runtime.functions[kind].clear()  # what was traced adds up to the metrics before
             setattr(self, f"{kind}_function", None)
+        self.replica_runtime.check_layers(kind)
         self.replica_seeds.begin()
 
     # What is kept for all rows
