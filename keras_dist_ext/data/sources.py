@@ -21,7 +21,7 @@ from keras_dist_ext.hashing import fold_in
 if TYPE_CHECKING:
     from keras_dist_ext._keras.adapters import DataAdapter
 
-__all__ = ["as_dataset", "checked_batch_size", "is_batched", "kind_of"]
+__all__ = ["as_dataset", "check_no_scalar", "checked_batch_size", "is_batched", "kind_of"]
 
 DEFAULT_BATCH_SIZE = 32  # as in fit
 
@@ -66,7 +66,23 @@ def kind_of(data: FitData) -> str:
             f"The data is a {type(data).__name__}, and holds {held}. Give a tf.data.Dataset, "
             "arrays as x, (x, y) or (x, y, sample_weight), a generator or a PyDataset."
         )
+    check_no_scalar(data)
     return "arrays"
+
+
+def check_no_scalar(data: object) -> None:
+    """See that no part of data has a shape without dimensions.
+
+    Raises:
+        DataError: one has.
+    """
+    leaves = [leaf for leaf in tree.flatten(data) if hasattr(leaf, "shape")]
+    if any(tf.TensorShape(leaf.shape).rank == 0 for leaf in leaves):
+        held = "holds" if tree.is_nested(data) else "is"
+        raise DataError(
+            f"The data, a {type(data).__name__}, {held} a scalar, which has no examples. Give arrays of shape "
+            "[N, ...], of N examples."
+        )
 
 
 def as_dataset(

@@ -38,7 +38,16 @@ def any_number_of_rows(spec: _HasShape | None) -> tf.TypeSpec | None:
 
 
 def given_spec(spec: tf.TypeSpec) -> tf.TypeSpec | None:
-    """Return the spec of what a replica gets of a dataset's component; None where that is None."""
+    """Return the spec of what a replica gets of a dataset's component; None where that is None.
+
+    Raises:
+        DataError: it is a dataset itself.
+    """
+    if isinstance(spec, tf.data.DatasetSpec):
+        raise DataError(
+            "The elements of the dataset are datasets, as window() makes them, and no tensors. Make batches of them: "
+            "`data.flat_map(lambda window: window.batch(size))`."
+        )
     spec = spec_of_replica(spec)
     is_none = isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape")
     return None if is_none else spec

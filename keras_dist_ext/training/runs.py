@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import tensorflow as tf
@@ -12,6 +12,8 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.adapters import use_epoch_iterator
 from keras_dist_ext._keras.py_datasets import preserve_py_dataset_order
+from keras_dist_ext.data.sources import check_no_scalar
+from keras_dist_ext.errors import DataError
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.strategy.adapted import take_into_scope
 from keras_dist_ext.strategy.consistency import run_fingerprint
@@ -153,6 +155,7 @@ def _epoch_data(
         **arguments: object,
     ) -> EpochData:
         kind = next(kinds)
+        _check_given(kind, [arguments.get(name) for name in ("x", "y", "sample_weight")])
         new = EpochData(runtime, kind, sizers[kind], **arguments)
         if isinstance(callbacks, RunCallbackList):
             callbacks.add_data(new)
@@ -165,6 +168,25 @@ def _epoch_data(
     finally:
         for each in made:
             each.close()
+
+
+def _check_given(kind: RunKind, given: Sequence[object]) -> None:
+    """See that there is something to read, of which Keras' adapters would say what they failed at inside.
+
+    Args:
+        kind: what the data is for.
+        given: x, y and weights.
+    """
+    x, *_ = given
+    if x is None or (isinstance(x, (dict, list, tuple)) and not x):
+        held = "None" if x is None else f"an empty {type(x).__name__}"
+        method = {"train": "fit", "test": "evaluate", "predict": "predict"}[kind]
+        raise DataError(
+            f"{method} was given {held} as x: there is no data. Give arrays, a tf.data.Dataset or the like."
+        )
+    for part in given:
+        if hasattr(part, "shape") or isinstance(part, (dict, list, tuple)):
+            check_no_scalar(part)
 
 
 def _with_defaults(call: inspect.BoundArguments) -> inspect.BoundArguments:

@@ -600,3 +600,22 @@ def test_executions_follow_the_clock_in_fit(mirrored, monkeypatch):
     x = np.zeros((1200, 1), "float32")
     dense(mirrored).fit(x, x, batch_size=4, verbose=0)
     assert made == [1, 1, 8, 64, 120, 106]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ((np.float32(3),), "The data, a float32, is a scalar, which has no examples"),
+        (([np.ones((4, 2)), np.array(1)],), "The data, a list, holds a scalar"),
+        ((np.ones((4, 2)), np.float32(1)), "The data, a float32, is a scalar"),
+        ((None,), "fit was given None as x: there is no data"),
+        (({},), "fit was given an empty dict as x"),
+        ((tf.data.Dataset.range(4).window(2),), "elements of the dataset are datasets"),
+    ],
+)
+def test_what_holds_no_examples_is_refused_by_name(data, message, mirrored):
+    with mirrored.scope():
+        model = kde.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(DataError, match=message):
+        model.fit(*data, verbose=0)

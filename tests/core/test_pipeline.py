@@ -496,3 +496,16 @@ def test_both_arms_of_a_pipeline_are_in_its_graph() -> None:
     assert [stage.kind for stage in graph] == ["Batch", "Zip", "Map", "Range", "Shuffle", "Range"]
     assert graph.of_kind("Map")[0].calls_python
     assert not graph.of_kind("Shuffle")[0].lacks_seed
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (np.float32(3), "a float32, is a scalar"),
+        (tf.constant(1.0), "a EagerTensor, is a scalar"),
+        ((np.ones((4, 2)), np.array(1)), "a tuple, holds a scalar"),
+    ],
+)
+def test_a_scalar_is_not_data(data: Any, named: str) -> None:
+    with pytest.raises(DataError, match=f"The data, {named}, which has no examples"):
+        kde.inspect(data)
