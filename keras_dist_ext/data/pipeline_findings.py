@@ -78,7 +78,12 @@ def _of_reading(graph: DatasetGraph, dataset: tf.data.Dataset, times: Times) -> 
         if stage.kind == "FlatMap" and num_files < 2:
             continue
         first = next((time.depth for time in times.stages if time.kind == stage.kind), None)
-        cost = 0.0 if first is None else sum(time.seconds for time in times.stages if time.depth >= first)
+        if first is None:
+            cost = 0.0
+        else:  # files that have come to their end are in no stage's time any more
+            above = sum(time.seconds for time in times.stages if time.depth < first)
+            cost = sum(time.seconds for time in times.stages if time.depth >= first)
+            cost = max(cost, (times.batch_seconds or 0.0) - above)
         if not times.is_noticeable(cost):
             continue
         read = f"{num_files} files are read" if num_files else "its inputs are read"
@@ -88,7 +93,7 @@ def _of_reading(graph: DatasetGraph, dataset: tf.data.Dataset, times: Times) -> 
         yield Finding(
             "sequential-interleave",
             "Inputs are read one at a time, so that waiting for storage adds up.",
-            f"{read} without parallel calls{times.share(cost)}",
+            f"{read} without parallel calls{times.share(min(cost, times.work))}",
             f"files.interleave(tf.data.TFRecordDataset, {at_once}num_parallel_calls={num_calls})"
             + (f", or TFRecordDataset(files, num_parallel_reads={num_calls})" if stage.kind == "FlatMap" else "")
             + threads,

@@ -394,6 +394,15 @@ def test_files_that_take_long_to_open_are_opened_at_once_with_threads_for_them(t
 
 
 @measures_stages
+def test_files_that_are_over_when_stages_are_looked_at_are_found_by_what_a_batch_takes(tmp_path: Path) -> None:
+    data = tf.data.Dataset.from_tensor_slices(record_files(tmp_path)).flat_map(tf.data.TFRecordDataset).batch(8)
+    with planted("nothing of it", 0.1):  # a batch takes 4 ms, and no stage that is left
+        found = kde.inspect(data.prefetch(AUTO), num_batches=4)
+    assert [finding.code for finding in found.findings] == ["sequential-interleave"]
+    assert found.findings[0].seconds == pytest.approx(4e-3 * found.times.num_batches, rel=0.01)
+
+
+@measures_stages
 def test_files_that_are_read_one_after_the_other_are_found(tmp_path: Path) -> None:
     paths = record_files(tmp_path)
     files = tf.data.Dataset.from_tensor_slices(paths)
