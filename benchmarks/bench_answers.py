@@ -1,14 +1,14 @@
 """Measure whether the doctor's first finding is the answer: what its fix brings, beside the best change known.
 
-    python benchmarks/bench_answers.py --json answers.json                  # about 20 minutes
+    python benchmarks/bench_answers.py --json answers.json                  # about 30 minutes
     python benchmarks/bench_answers.py --only hdf5_rows,large_table
-    python benchmarks/bench_answers.py --healthy                            # 16 programs that need no change
+    python benchmarks/bench_answers.py --healthy                            # 32 programs that need no change
 
-Each situation (`situations.py`) trains a program that is slower than it need be, has the doctor judge it, and then
-times that program, the same with the fix as the finding words it, and the same with the best change known, in turn.
-Figures are examples a second against those of the sick program: the median of the rounds. Where the data is passed over
-several times in an epoch, the faster programs make three times as many passes, so that there is enough to time: what is
-done once an epoch weighs a third there.
+Each situation (`situations.py`, `further_situations.py`) trains a program that is slower than it need be, has the
+doctor judge it, and then times that program, the same with the fix as the finding words it, and the same with the best
+change known, in turn. Figures are examples a second against those of the sick program: the median of the rounds. Where
+the data is passed over several times in an epoch, the faster programs make three times as many passes, so that there is
+enough to time: what is done once an epoch weighs a third there.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     strategy = start(2)
     if given.healthy:
         return _healthy(strategy)
+    import further_situations  # noqa: F401  # adds its own to them
     from situations import SITUATIONS, names
 
     results = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
@@ -132,12 +133,13 @@ def train(program: Any, strategy: Any, callbacks: list[Any]) -> None:
 
 def _healthy(strategy: Any) -> int:
     """Print what the doctor says of programs that need no change; return 1 if it is anything."""
+    from further_healthy import FURTHER_HEALTHY
     from healthy_programs import HEALTHY
 
     import keras_dist_ext as kde
 
-    alarms = 0
-    for name, make in HEALTHY.items():
+    programs, alarms = {**HEALTHY, **FURTHER_HEALTHY}, 0
+    for name, make in programs.items():
         doctor, begin = kde.ParallelismDoctor(show=False), time.perf_counter()
         train(make(), strategy, [doctor])
         assert doctor.report is not None
@@ -145,7 +147,7 @@ def _healthy(strategy: Any) -> int:
         print(
             f"{name}: {doctor.report.codes} {doctor.report.headline} [{time.perf_counter() - begin:.1f} s]", flush=True
         )
-    print(f"{alarms} of {len(HEALTHY)} with findings")
+    print(f"{alarms} of {len(programs)} with findings")
     return int(alarms > 0)
 
 

@@ -374,7 +374,7 @@ class Rows(keras.utils.PyDataset):  # type: ignore[misc]
 
 @situation("HDF5 read row by row in a `PyDataset`", "unaligned-reads", "`x[i * 32:(i + 1) * 32]`")
 def hdf5_rows(kind: str) -> Program:
-    folder = _folder()
+    folder = new_folder()
     with h5py.File(folder / "x.h5", "w") as file:
         rows = np.tile(X[:1280], (1, 16))  # chunks are larger than what h5py keeps of them, 1 MB
         file.create_dataset("x", data=rows, chunks=(1280, 256), compression="gzip", compression_opts=1)
@@ -547,7 +547,7 @@ def retracing(kind: str) -> Program:
     return Program(batches(64), 2048, mlp, lambda: [_Callback(work)], passes=2)
 
 
-def _folder() -> pathlib.Path:
+def new_folder() -> pathlib.Path:
     return pathlib.Path(tempfile.mkdtemp(prefix="situations-"))
 
 
@@ -558,7 +558,7 @@ def checkpoint(kind: str) -> Program:
         batches(32, 1024),
         1024,
         mlp,
-        lambda: [keras.callbacks.ModelCheckpoint(_folder() / "m.keras", save_freq=often)],
+        lambda: [keras.callbacks.ModelCheckpoint(new_folder() / "m.keras", save_freq=often)],
         passes=2,
     )
 
@@ -567,14 +567,16 @@ def checkpoint(kind: str) -> Program:
 def tensorboard(kind: str) -> Program:
     often = 1 if kind == "sick" else "epoch"
     return Program(
-        batches(32), 2048, mlp, lambda: [keras.callbacks.TensorBoard(_folder(), update_freq=often)], passes=6
+        batches(32), 2048, mlp, lambda: [keras.callbacks.TensorBoard(new_folder(), update_freq=often)], passes=6
     )
 
 
 @situation("`BackupAndRestore(save_freq=1)`", "slow-callback", '`save_freq="epoch"`')
 def backup(kind: str) -> Program:
     often = 1 if kind == "sick" else "epoch"
-    return Program(batches(32, 1024), 1024, mlp, lambda: [keras.callbacks.BackupAndRestore(_folder(), save_freq=often)])
+    return Program(
+        batches(32, 1024), 1024, mlp, lambda: [keras.callbacks.BackupAndRestore(new_folder(), save_freq=often)]
+    )
 
 
 # Replicas, and models of stock Keras

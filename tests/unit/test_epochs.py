@@ -59,12 +59,12 @@ QUICK = Calls("Quick", "on_epoch_end", 0.07, 8)  # less than 10 ms a call
 @pytest.mark.parametrize(
     ("examination", "expected"),
     [
-        (examined(1.03, 1.03), []),
-        (examined(1.1, 1.1), ["long-validation"]),
+        (examined(1.55, 1.55), []),
+        (examined(1.65, 1.65), ["long-validation"]),
         (examined(0.52, 0.0, Calls("C", "on_epoch_end", 0.52, 8)), []),
         (examined(0.55, 0.0, Calls("C", "on_epoch_end", 0.55, 8)), ["slow-epoch-end"]),
-        (examined(1.03), []),
-        (examined(1.1), ["short-epochs"]),
+        (examined(1.55), []),
+        (examined(1.65), ["short-epochs"]),
         (Examination(HEALTHY, times(1, step=0.001), between=BetweenEpochs(8, 0.07, 0.0, (QUICK,))), []),
         (Examination(HEALTHY, times(1, step=0.0002, compute=0.0001, input_=0.0, sync=1e-5, host=0.0),
                      between=BetweenEpochs(8, 0.0155, 0.0)), []),  # less than 2 ms an epoch
@@ -90,7 +90,7 @@ def test_the_headline_says_why_where_several_share_what_lies_between_epochs() ->
 def test_no_two_findings_claim_the_same_seconds_nor_more_than_there_are() -> None:
     pipeline = (Finding("python-map", "", "", "", 9.0),)
     waiting = times(input_=0.012, compute=0.007)
-    examination = Examination(HEALTHY, waiting, pipeline=pipeline, between=BetweenEpochs(8, 1.2, 1.19))
+    examination = Examination(HEALTHY, waiting, pipeline=pipeline, between=BetweenEpochs(8, 2.4, 2.39))
     findings = judge(examination).findings
     assert sum(finding.seconds or 0.0 for finding in findings) <= examination.seconds
 

@@ -10,10 +10,10 @@ from keras_dist_ext.findings import Finding
 
 __all__ = ["between_epochs"]
 
-_VALIDATION_SHARE = 0.4  # of the time: most programs validate on a quarter of their data or less
+_VALIDATION_SHARE = 0.5  # of the time: most programs validate on a quarter of their data or less
 _CALLBACK_SHARE = 0.25
 _CALLBACK_SECONDS = 0.01  # a call
-_OVERHEAD_SHARE = 0.4
+_OVERHEAD_SHARE = 0.5
 _OVERHEAD_SECONDS = 2e-3  # an epoch
 _GOOD_SHARE = 0.1  # of the time, that is left where the fix is followed
 _SELDOM = 20  # epochs: more seldom, nobody sees how training goes
