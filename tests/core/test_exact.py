@@ -186,7 +186,9 @@ def test_a_loop_trains_as_its_step_does_on_one_device(kind: str) -> None:
 @pytest.mark.checks_fit
 def test_what_cannot_be_exact_in_a_loop_is_an_error_before_its_first_step() -> None:
     with strategies.get("mirrored2").scope():
-        equalizing = keras.Sequential([keras.Input((6, 4, 1)), layers.Equalization(), layers.Flatten(), layers.Dense(1)])
+        equalizing = keras.Sequential(
+            [keras.Input((6, 4, 1)), layers.Equalization(), layers.Flatten(), layers.Dense(1)]
+        )
         plain = keras.Sequential([keras.Input((6, 4)), layers.Flatten(), layers.Dense(1)])
 
         def loop_of(net: Any, largest: Any, **arguments: Any) -> kde.TrainLoop:
