@@ -26,6 +26,7 @@ In reading order:
     datasets      graphs, iterators and shards of tf.data
     tapes         what tapes record
     tracing       graphs, and how functions are traced and called
+    profiles      what the profiler has written
     python_ops    functions of Python that graphs call
     strategies    replicas, and whose strategy is whose
     cluster       the coordination service, and workers

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import pathlib
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx, converter
@@ -24,9 +22,6 @@ from keras_dist_ext._keras.interception import patched, thread
 from keras_dist_ext._keras.tapes import unrecorded
 from keras_dist_ext.aliases import SpecNest, TensorNest, TracedFunction, UserFunction
 
-if TYPE_CHECKING:
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
-
 __all__ = [
     "ScratchTrace",
     "clone_function",
@@ -34,7 +29,6 @@ __all__ = [
     "scratch_graph",
     "functions_of_op",
     "set_op_device",
-    "op_spans",
     "capture_thread_context",
     "run_independently",
     "return_in_place",
@@ -145,37 +139,6 @@ _FUNCTIONS_OF_OP = {
 def set_op_device(op: tf.Operation, device: str) -> None:
     """Have an op of a graph that is being traced run on a device (tensorflow/python/framework/ops.py)."""
     op._set_device(device if device.startswith("/") else f"/device:{device}")
-
-
-def op_spans(directory: str) -> Iterator[tuple[str, float, float]]:
-    """When ops ran, by name, of the profile that `tf.profiler.experimental.stop` has written to a directory.
-
-    The profiler's files hold an event `name:type` for each op, in picoseconds after its line's begin
-    (tensorflow/tsl/profiler/protobuf/xplane.proto; named in tensorflow/core/framework/op_kernel.cc, `TraceString`). On
-    a GPU events are kernels, and a stat `tf_op` has that name; copies, which have the name of what they copy, are left
-    out.
-    """
-    for path in pathlib.Path(directory).rglob("*.xplane.pb"):
-        for plane in _profile(path.read_bytes()).planes:
-            names = {number: event.name for number, event in plane.event_metadata.items()}
-            stats = {number: stat.name for number, stat in plane.stat_metadata.items()}
-            for line in plane.lines:
-                for event in line.events:
-                    name = names[event.metadata_id]
-                    if name.startswith("Memcpy"):
-                        continue
-                    of_kernel = [s for s in event.stats if stats.get(s.metadata_id) == "tf_op"]
-                    if of_kernel and line.name.startswith("Stream"):
-                        name = stats.get(of_kernel[0].ref_value) or of_kernel[0].str_value
-                    begin = line.timestamp_ns * 1e-9 + event.offset_ps * 1e-12
-                    yield name.partition(":")[0], begin, begin + event.duration_ps * 1e-12
-
-
-@versions.naming("Placement.measure")
-def _profile(content: bytes) -> xplane_pb2.XSpace:
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
-
-    return xplane_pb2.XSpace.FromString(content)
 
 
 def capture_thread_context(

@@ -150,11 +150,11 @@ def test_a_part_that_has_moved_is_named_by_what_needs_it(gone, name):
 def test_models_train_where_parts_are_gone_that_only_the_doctor_or_a_placement_needs(tmp_path):
     gone = ("tensorflow.tsl", "tensorflow.python.eager.polymorphic_function.tracing_compilation")
     program = HIDING.format(gone=gone) + (
-        "import numpy, pathlib\nfrom keras_dist_ext._keras import keras, tracing\n"
+        "import numpy, pathlib\nfrom keras_dist_ext._keras import keras, profiles, tracing\n"
         "model = kde.Sequential([keras.layers.Dense(1)])\nmodel.compile('sgd', 'mse')\n"
         "model.fit(numpy.ones((4, 2)), numpy.ones((4, 1)), verbose=0)\n"
         "pathlib.Path('host.xplane.pb').touch()\n"
-        "for needs in (lambda: tracing.observe_traces(print), lambda: list(tracing.op_spans('.'))):\n"
+        "for needs in (lambda: tracing.observe_traces(print), lambda: list(profiles.op_spans('.'))):\n"
         "    try: needs()\n    except kde.BackendError as e: print(str(e).partition(' stands')[0])\n"
     )
     assert run_python(program, cwd=tmp_path).split() == ["ParallelismDoctor", "Placement.measure"]

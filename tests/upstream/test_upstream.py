@@ -81,6 +81,7 @@ from keras_dist_ext._keras.models import (
     user_metrics,
 )
 from keras_dist_ext._keras.optimizers import GradientSlots, num_batches_used, optimized_variables
+from keras_dist_ext._keras.profiles import op_spans
 from keras_dist_ext._keras.py_datasets import py_dataset_batches, resume_py_dataset, seed_py_datasets
 from keras_dist_ext._keras.random import (
     clone_seed_generator,
@@ -115,7 +116,6 @@ from keras_dist_ext._keras.tracing import (
     functions_of_op,
     in_xla,
     observe_traces,
-    op_spans,
     run_independently,
     scratch_graph,
     set_op_device,

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.interception import patched
 from keras_dist_ext._keras.models import build_as_fit
-from keras_dist_ext._keras.tracing import op_spans
+from keras_dist_ext._keras.profiles import op_spans
 from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.errors import PlacementError
 from keras_dist_ext.findings import Finding
