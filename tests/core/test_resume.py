@@ -92,6 +92,8 @@ def shuffled_parts(shared: str) -> dict[str, Any]:
     data = (data.cache() if shared == "a cache" else data).shuffle(44, seed=3)
     if shared == "parts":
         return {"x": data.skip(12).batch(BATCH), "validation_data": data.take(12).batch(BATCH)}
+    if shared == "all steps of the validation":
+        return {"x": data.batch(BATCH), "validation_data": data.take(12).batch(BATCH), "validation_steps": 2}
     batches = data.batch(BATCH)
     return {"x": batches, "validation_data": batches} | (
         {"steps_per_epoch": 3} if shared == "two epochs a pass" else {}
@@ -99,7 +101,10 @@ def shuffled_parts(shared: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("save_every", [1, "epoch"])
-@pytest.mark.parametrize("shared", rotating(["the dataset", "a cache", "parts", "two epochs a pass"], ["parts"]))
+@pytest.mark.parametrize(
+    "shared",
+    rotating(["the dataset", "a cache", "parts", "all steps of the validation", "two epochs a pass"], ["parts"]),
+)
 def test_data_that_shares_its_shuffle_with_the_validation_resumes_in_the_same_order(
     shared: str, save_every: Any, tmp_path: pathlib.Path
 ) -> None:

@@ -45,7 +45,8 @@ class TestsBefore:
         self._dataset: tf.data.Dataset | None = None
         data, order = validation.data, seeds.order_of_evaluation()
         if isinstance(data, tf.data.Dataset):
-            self._makes_unread = validation.steps is None and int(data.cardinality()) >= 0
+            length = int(data.cardinality())
+            self._makes_unread = 0 <= length <= (validation.steps or length)  # each evaluation begins a pass
             ordered = None
             if order is not None:
                 orders = DataOrder(
