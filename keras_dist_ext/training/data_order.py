@@ -17,8 +17,10 @@ from keras_dist_ext._keras.datasets import (
     with_seeds,
 )
 from keras_dist_ext._keras.strategies import first_replica
+from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext.hashing import fold_in
 from keras_dist_ext.messages import warn_once
+from keras_dist_ext.strategy.workers import Workers
 
 __all__ = ["DataOrder"]
 
@@ -32,6 +34,11 @@ class DataOrder:
         strategy: that reads it.
         is_seeded: asked whether seeds are the run's, and stand above TensorFlow's global one.
         has_own_rows: whether each worker reads its own examples.
+        workers: that read it; None on one.
+
+    Attributes:
+        is_own: whether each worker would shuffle arrays in an order of its own: TensorFlow has no global seed
+            (``tf.random.set_seed``), or not the same on all.
     """
 
     def __init__(
@@ -42,6 +49,7 @@ class DataOrder:
         *,
         is_seeded: Callable[[], bool],
         has_own_rows: bool,
+        workers: Workers | None,
     ) -> None:
         self._adapter = adapter
         self._given = given
@@ -51,6 +59,7 @@ class DataOrder:
         self._is_on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
         self._dataset: tf.data.Dataset | None = None  # of arrays, made once
         self._seed = 0
+        self.is_own = workers is not None and isinstance(adapter, ArrayDataAdapter) and not _have_one_seed(workers)
 
     def dataset(self, seed: int | None) -> tf.data.Dataset | None:
         """Return the dataset in the order of a seed; None for the one that was given."""
@@ -95,6 +104,13 @@ class DataOrder:
                 "one. Give its shuffles seeds of their own if that matters."
             )
         return ordered
+
+
+def _have_one_seed(workers: Workers) -> bool:
+    """Whether all workers have the same global seed of TensorFlow, by which they shuffle as one device does."""
+    with scratch_graph("global_seed") as graph:  # a graph takes the seed over
+        seed = graph.seed
+    return workers.all_equal(-1 if seed is None else int(seed)) and seed is not None
 
 
 # Pipelines that cache in memory.

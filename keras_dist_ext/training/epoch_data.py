@@ -76,9 +76,8 @@ class EpochData(CustomEpochIterator):
         dataset = self._given = self.data_adapter.get_tf_dataset()
         if workers is not None:
             dataset, self._own_rows, seed = workers.align_data(dataset, sample_checksum(self.data_adapter))
-            self._common_seed = seed
             seed_py_datasets(seed)
-            self._has_drawn = False
+            self._common_seed, self._has_drawn = seed, False
             self._dataset = dataset
             self._check_same_data(workers)
         self._is_on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
@@ -91,6 +90,7 @@ class EpochData(CustomEpochIterator):
             strategy,
             is_seeded=lambda: runtime.seeds.root is not None,
             has_own_rows=self._own_rows,
+            workers=workers,
         )
         self._reader: BatchReader | None = None
         self._start: Position | None = None
@@ -349,7 +349,7 @@ class EpochData(CustomEpochIterator):
             ordered = None if self._first_order is None else self._order.of_pipeline(self._first_order)
             replay_passes(self._num_missed, self._makes_unread * self._num_missed, self._given, ordered)
         self._num_missed = 0
-        if seed is None and self._common_seed is not None and isinstance(self.data_adapter, ArrayDataAdapter):
+        if seed is None and self._common_seed is not None and self._order.is_own:
             seed = self._common_seed = self._common_seed + 1
         ordered = self._order.dataset(seed)
         dataset = self._dataset if ordered is None else ordered

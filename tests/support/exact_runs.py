@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["EXAMPLES", "NETWORKS", "farthest", "train_network"]
+__all__ = ["EXAMPLES", "NETWORKS", "farthest", "train_network", "train_on_workers"]
 
 EXAMPLES = {"even": (240, 24), "uneven": (209, 23)}
 """By name: how many examples there are, and in a batch: 5 epochs have 50 steps; the last batch of 209 has two."""
@@ -114,6 +115,11 @@ def train_network(
         model.set_weights([w * (1 + np.float32(6e-8) * signs.choice([-1, 1], w.shape)) for w in model.get_weights()])
     history = model.fit(x, y, batch_size=batch_size, epochs=5, verbose=0).history
     return [np.array(history["loss"]), *model.get_weights()]
+
+
+def train_on_workers(strategy: Any, folder: Path, name: str, examples: str) -> list[Any]:
+    """Return what ``train_network`` does, on each worker of a launch."""
+    return train_network(name, examples, strategy)
 
 
 def farthest(ours: list[Any], expected: list[Any]) -> float:
