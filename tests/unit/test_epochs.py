@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import keras
@@ -17,8 +18,8 @@ from keras_dist_ext.findings import Finding
 TIMES = times()  # 80 steps of 20 ms, 1.6 seconds
 
 
-def examined(seconds: float, validation: float = 0.0, *calls: Calls, **more: Any) -> Examination:
-    return Examination(HEALTHY, TIMES, between=BetweenEpochs(8, seconds, validation, calls), **more)
+def examined(seconds: float, validation: float = 0.0, *calls: Calls, num_times: int = 8) -> Examination:
+    return Examination(HEALTHY, TIMES, between=BetweenEpochs(num_times, seconds, validation, calls))
 
 
 def test_validation_that_takes_much_of_the_time_says_how_seldom_it_should_come() -> None:
@@ -45,10 +46,10 @@ def test_a_callback_that_is_slow_between_epochs_is_named() -> None:
 
 
 def test_epochs_of_few_steps_are_to_be_longer() -> None:
-    (finding,) = judge(examined(3.2)).findings
+    (finding,) = judge(examined(3.2, num_times=20)).findings
     assert (finding.code, finding.seconds) == ("short-epochs", pytest.approx(3.2 * 17 / 18))
     assert finding.evidence == (
-        "8.89 steps an epoch; between them, and until a first batch is there, pass 400 ms: 67% of the time"
+        "3.81 steps an epoch; between them, and until a first batch is there, pass 160 ms: 67% of the time"
     )
     assert finding.fix.startswith("Make epochs 18 times as long, and as many times fewer, `fit(dataset.repeat(18)")
 
@@ -63,12 +64,13 @@ QUICK = Calls("Quick", "on_epoch_end", 0.07, 8)  # less than 10 ms a call
         (examined(1.65, 1.65), ["long-validation"]),
         (examined(0.52, 0.0, Calls("C", "on_epoch_end", 0.52, 8)), []),
         (examined(0.55, 0.0, Calls("C", "on_epoch_end", 0.55, 8)), ["slow-epoch-end"]),
-        (examined(1.55), []),
-        (examined(1.65), ["short-epochs"]),
+        (examined(1.55, num_times=20), []),
+        (examined(1.65, num_times=20), ["short-epochs"]),
         (Examination(HEALTHY, times(1, step=0.001), between=BetweenEpochs(8, 0.07, 0.0, (QUICK,))), []),
         (Examination(HEALTHY, times(1, step=0.0002, compute=0.0001, input_=0.0, sync=1e-5, host=0.0),
-                     between=BetweenEpochs(8, 0.0155, 0.0)), []),  # less than 2 ms an epoch
-        (examined(3.0, 0.0, Calls("History", "on_epoch_end", 3.0, 8, is_keras_own=True)), ["short-epochs"]),
+                     between=BetweenEpochs(20, 0.039, 0.0)), []),  # less than 2 ms an epoch
+        (examined(3.0, 0.0, dataclasses.replace(QUICK, seconds=3.0, is_keras_own=True), num_times=20), ["short-epochs"]),
+        (Examination(HEALTHY, TIMES, between=BetweenEpochs(19, 3.2, 0.0)), []),  # few epochs
         (examined(0.0), []),
         (Examination(HEALTHY, None, between=BetweenEpochs(8, 9.0, 9.0)), []),
     ],

@@ -15,6 +15,7 @@ _CALLBACK_SHARE = 0.25
 _CALLBACK_SECONDS = 0.01  # a call
 _OVERHEAD_SHARE = 0.5
 _OVERHEAD_SECONDS = 2e-3  # an epoch
+_OVERHEAD_TIMES = 20  # between epochs: with fewer, the run is short
 _GOOD_SHARE = 0.1  # of the time, that is left where the fix is followed
 _SELDOM = 20  # epochs: more seldom, nobody sees how training goes
 _LONG = 100  # times as long an epoch
@@ -77,7 +78,9 @@ def _overhead(examination: Examination, between: BetweenEpochs) -> list[Finding]
     assert times is not None
     own = between.seconds - between.validation_seconds - sum(c.seconds for c in between.calls if not c.is_keras_own)
     seconds, total = max(0.0, own) + sum(times.start_seconds), examination.seconds
-    if seconds < max(_OVERHEAD_SHARE * total, _OVERHEAD_SECONDS * between.num_times):
+    if between.num_times < _OVERHEAD_TIMES or seconds < max(
+        _OVERHEAD_SHARE * total, _OVERHEAD_SECONDS * between.num_times
+    ):
         return []
     longer = min(_LONG, _seldom(seconds, times.seconds))
     return [
