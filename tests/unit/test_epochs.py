@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import keras
@@ -54,6 +53,7 @@ def test_epochs_of_few_steps_are_to_be_longer() -> None:
     assert finding.fix.startswith("Make epochs 18 times as long, and as many times fewer, `fit(dataset.repeat(18)")
 
 
+KERAS_OWN = Calls("History", "on_epoch_end", 3.0, 20, is_keras_own=True)
 QUICK = Calls("Quick", "on_epoch_end", 0.07, 8)  # less than 10 ms a call
 
 
@@ -69,7 +69,7 @@ QUICK = Calls("Quick", "on_epoch_end", 0.07, 8)  # less than 10 ms a call
         (Examination(HEALTHY, times(1, step=0.001), between=BetweenEpochs(8, 0.07, 0.0, (QUICK,))), []),
         (Examination(HEALTHY, times(1, step=0.0002, compute=0.0001, input_=0.0, sync=1e-5, host=0.0),
                      between=BetweenEpochs(20, 0.039, 0.0)), []),  # less than 2 ms an epoch
-        (examined(3.0, 0.0, dataclasses.replace(QUICK, seconds=3.0, is_keras_own=True), num_times=20), ["short-epochs"]),
+        (examined(3.0, 0.0, KERAS_OWN, num_times=20), ["short-epochs"]),
         (Examination(HEALTHY, TIMES, between=BetweenEpochs(19, 3.2, 0.0)), []),  # few epochs
         (examined(0.0), []),
         (Examination(HEALTHY, None, between=BetweenEpochs(8, 9.0, 9.0)), []),

@@ -85,6 +85,7 @@ def diagnose(
     if runtime_of(model) is None:
         return _examined_copy(model, data, y, num_steps, interventions, strategy, callbacks, fit_arguments)
     doctor = ParallelismDoctor(interventions=interventions, show=False, strategy=strategy, num_steps=num_steps)
+    doctor.judges_epochs = False  # passes are its epochs here
     doctor.raise_on_error = True
     keeper = _Keeper(model)
     is_once = hasattr(data, "__next__")

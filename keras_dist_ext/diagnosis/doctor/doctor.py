@@ -104,6 +104,7 @@ class ParallelismDoctor(RunCallback):
         self._write_report: Callable[[], None] | None = None
         self.stock_data: tf.data.Dataset | None = None  # which a model of stock Keras does not show
         self.raise_on_error = False  # for nothing but its report: what goes wrong is an error
+        self.judges_epochs = True  # which are the user's; else the run's own
         self.report_on_end = True  # when training ends; else when ``write_report`` is called
         self.num_observed = self.num_made = 0  # steps of the last run: in the report; and in all, at least
         self.has_seen_enough = False  # and has therefore ended the last run
@@ -125,7 +126,7 @@ class ParallelismDoctor(RunCallback):
     def on_run_begin(self, callbacks: Sequence[keras.callbacks.Callback], data: RunData | None) -> None:
         """Have the other callbacks timed, and look at the data."""
         if self._trace is not None:
-            self._trace.on_run_begin(callbacks, data, self)
+            self._trace.on_run_begin(callbacks, data, self, times_epochs=self.judges_epochs)
 
     def on_run_end(self) -> None:
         """Leave everything as it was."""

@@ -80,14 +80,19 @@ class RunTrace:
         return self.num_executions if self._blocks is None else self._blocks.num_steps
 
     def on_run_begin(
-        self, callbacks: Sequence[keras.callbacks.Callback], data: RunData | None, doctor: RunCallback
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        data: RunData | None,
+        doctor: RunCallback,
+        *,
+        times_epochs: bool = True,
     ) -> None:
         """Take note of the other callbacks, and of the data."""
         self._run_data = data
         self.monitors = [other for other in callbacks if isinstance(other, ReplicaMonitor)]
         self._step_watchers = tuple(type(own_callback(c)).__name__ for c in callbacks if looks_at_batches([c], "train"))
         self._clock = CallbackClock(callbacks, but=doctor)
-        self._epochs = EpochClock(callbacks, but=doctor)
+        self._epochs = EpochClock(callbacks, but=doctor) if times_epochs else None
 
     def end_execution(self) -> None:
         """Take note of an execution."""
