@@ -55,6 +55,7 @@ class TestsBefore:
                     strategy,
                     is_seeded=lambda: seeds.root is not None,
                     has_own_rows=False,
+                    workers=None,  # only arrays are shuffled otherwise there
                 )
                 ordered = orders.of_pipeline(order)
             if ordered is None or ordered is data:  # otherwise it shares nothing: it is another dataset
