@@ -171,7 +171,8 @@ def _sums(examination: Examination) -> list[Finding]:
         return []
     rate = setting.gradient_bytes / max(fixed, 1e-9)
     half = ""
-    if not setting.sums_in_memory:  # where nothing is sent, there are no bytes to halve
+    sends_bytes = not setting.sums_in_memory  # else there are none to halve
+    if sends_bytes and all(device.startswith("CPU") for device in setting.devices):  # GPUs add up no bfloat16
         half = '; or half the bytes, `model.compile(..., gradient_compression="bfloat16")`'
     return [
         Finding(
