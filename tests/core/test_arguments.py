@@ -214,6 +214,7 @@ PUBLIC: dict[str, Entry] = {
             "predict": {"None"},
             "run_eagerly": FLAG,
             "check": FLAG,
+            "exact": FLAG,
             "name": {"text"},
             "strategy": STRATEGY,
             "seed": {"None"},
@@ -407,6 +408,7 @@ PUBLIC: dict[str, Entry] = {
 MADE = {"Certificate", "Placement", "Replica", "StrategyChoice", "tuner.SearchRun", "tuner.StrategyReport"}
 # What the package calls; and what is called in a step, where TensorFlow looks at shapes and types.
 OWN = {
+    "EventWriter.write_plan",
     "Model.add_recorder",
     "Model.drop_recorder",
     "Model.guard_steps",

@@ -24,15 +24,15 @@ FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tf.DType]:
     """Have two CPU devices send each other what GPUs would; return the dtypes that collectives are given."""
     strategy, sent = strategies.get("mirrored2"), []
-    plain = strategy.extended.batch_reduce_to
+    plain = type(strategy.extended).batch_reduce_to
 
-    def batch_reduce_to(op: Any, pairs: Any, *given: Any) -> Any:
+    def batch_reduce_to(extended: Any, op: Any, pairs: Any, *given: Any) -> Any:
         sent.extend(strategy.experimental_local_results(value)[0].dtype for value, _ in pairs)
-        return plain(op, pairs, *given)
+        return plain(extended, op, pairs, *given)
 
     monkeypatch.setattr(reduce, "shares_memory", lambda _: False)
     monkeypatch.setattr(reduce, "has_gpus", lambda _: True)
-    monkeypatch.setattr(strategy.extended, "batch_reduce_to", batch_reduce_to)
+    monkeypatch.setattr(type(strategy.extended), "batch_reduce_to", batch_reduce_to)
     return sent
 
 
