@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import rotating
+from strategies import Strategies
 from tensorflow.python.framework.func_graph import FuncGraph
 
 import keras_dist_ext as kde
@@ -853,8 +854,10 @@ def test_a_model_that_is_gone_has_taken_its_graphs_along(strategies, kind):
     assert num_graphs() <= before
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_run_inside_of_a_tape_is_as_outside(strategy, persistent):
+@pytest.mark.parametrize("persistent", rotating([False, True], [True]))
+@pytest.mark.parametrize("kind", rotating(Strategies.KINDS, ["mirrored2"]))
+def test_a_run_inside_of_a_tape_is_as_outside(kind, persistent, strategies):
+    strategy = strategies.get(kind)
     x = np.random.default_rng(0).random((40, 3), dtype="float32")
     y = x.sum(axis=1, keepdims=True)
 
