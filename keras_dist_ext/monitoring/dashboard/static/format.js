@@ -109,6 +109,8 @@ export function device(name) {
 
 export const experimentName = (name) => name || "(log directory)";
 
+export const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+
 /** What a tag is called on the page, and how its numbers are written. */
 export const METRICS = {
   "replica/loss": { title: "Loss", text: number, worst: "max" },

@@ -2,7 +2,8 @@
 import { cssColor, experimentColor } from "./colors.js";
 import { csvText } from "./download.js";
 import { fill, h, segmented, svg } from "./dom.js";
-import { experimentName, number, percent, seconds, short, ticks, whole } from "./format.js";
+import { experimentName, isObject, number, percent, seconds, short, ticks, whole } from "./format.js";
+import { withCode } from "./setup.js";
 import { Card } from "./charts/card.js";
 
 const WIDTH = 720;
@@ -78,7 +79,7 @@ export class PlanCard {
               whatIfs
                 .slice(0, MOST_WHAT_IFS)
                 .map(({ code, change, factor }) =>
-                  h("li", {}, h("code", {}, text(code)), ` up to ${number(factor, 2)}x: `, text(change)),
+                  h("li", {}, h("code", {}, text(code)), ` up to ${number(factor, 2)}x: `, withCode(change)),
                 ),
             ),
           )
@@ -312,7 +313,5 @@ function bytes(value) {
 }
 
 const key = (kind, words) => h("span", { class: `plan-key ${kind}` }, h("span", { class: "mark", "aria-hidden": "true" }), words);
-
-const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
 
 const text = (value) => (typeof value === "string" ? value.replaceAll("`", "") : JSON.stringify(value) ?? "");

@@ -1,5 +1,5 @@
 /** What an experiment is: strategy and why, devices, seeds, versions; and what was found about it. */
-import { device, duration, experimentName, whole } from "./format.js";
+import { device, duration, experimentName, isObject, whole } from "./format.js";
 import { h, icon } from "./dom.js";
 
 /** The strategy, its reason, and whatever else the manifest says; a hint where there is none. */
@@ -120,8 +120,6 @@ function devicesSummary(devices) {
   return kinds.size > 3 ? `${brief}, …` : brief;
 }
 
-const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
-
 const text = (value) =>
   typeof value === "string"
     ? value
@@ -187,7 +185,7 @@ export function findingsView(experiment, onstep) {
 }
 
 /** What stands between backticks is code. */
-const withCode = (value) =>
+export const withCode = (value) =>
   text(value)
     .split("`")
     .map((part, i) => (i % 2 ? h("code", {}, part) : part));
