@@ -60,9 +60,7 @@ def carried_as(value: tf.Tensor | tf.IndexedSlices, *, on_gpus: bool) -> tf.DTyp
     core/common_runtime/base_collective_executor.cc refuses two of them on GPUs, whatever the implementation, and aborts
     all collectives of the process.
     """
-    wide = _CARRIED_ON_GPUS if on_gpus else _CARRIED
-    if isinstance(value, tf.IndexedSlices):
-        wide = _CARRIED_ON_GPUS
+    wide = _CARRIED_ON_GPUS if on_gpus or isinstance(value, tf.IndexedSlices) else _CARRIED
     return wide.get(value.dtype, value.dtype)
 
 

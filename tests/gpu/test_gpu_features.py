@@ -211,9 +211,8 @@ def test_exact_replicas_draw_and_normalize_as_stock_keras_does_on_one_gpu(replic
 
 
 def test_gradients_in_16_bits_are_refused(two: Strategy) -> None:
-    if gpus.KIND == "CPU":
-        pytest.skip("CPU devices of one process send nothing")
-    with two.scope(), pytest.raises(kde.errors.StrategyError, match="2 replicas that are GPUs"):
+    refused = pytest.raises(kde.errors.StrategyError, match="2 replicas that are GPUs")
+    with two.scope(), contextlib.nullcontext() if gpus.KIND == "CPU" else refused:
         dense(gradient_compression="bfloat16")
 
 
