@@ -1,6 +1,6 @@
 """Compare `fit` on a GPU: stock Keras, keras_dist_ext, and a loop by hand over steps that XLA has compiled.
 
-    python benchmarks/bench_gpu.py                       # at most 4 minutes on one card
+    python benchmarks/bench_gpu.py                       # at most 4 minutes on one card, with 16 cores
     python benchmarks/bench_gpu.py --rows "tiny x1" --json gpu.json
     python benchmarks/bench_gpu.py --device CPU          # to try the script where there is no GPU
 
@@ -8,38 +8,47 @@ Contestants, on the same batch again and again:
 
 * stock, stock 30: `keras.Model.fit` as it comes, and with `steps_per_execution=30` (without a strategy alone: stock
   Keras dies with several steps an execution under a strategy).
-* ours, watched, jit: `kde.Model.fit` as it comes, with a `ReplicaMonitor`, and with `jit_compile=True`.
+* ours, watched: `kde.Model.fit` as it comes, and with a `ReplicaMonitor`.
+* no xla: ours with `jit_compile=False`, where it would choose XLA under a strategy.
 * loop: a `tf.function` compiled by XLA that is called once a step, with batches that are on the device already; no
   metrics, no callbacks, no logs. On one device alone.
 
-Each row is a process of its own, in which the contestants run in turn; a sample is one `fit` of three epochs, of which
-the first is not timed. Ratios are taken round by round. Two replicas are virtual GPUs of one card where there is one.
-Each row has a share of the time: what has none left is not built, or has fewer samples. Rows are printed, and
-written to the file of `--json`, as they come.
+Each contestant is a process of its own. They compile a few at a time, since XLA and cuDNN time on the card what they
+choose from, and when all are done they train in turn, row by row; a sample is one `fit` of three epochs, of which the
+first is not timed. Ratios are taken round by round. Two replicas are virtual GPUs of one card where there is one. A
+contestant that has not compiled after 60% of the time is left out, and said to be. Rows are printed, and written to the
+file of `--json`, as they come.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import pathlib
+import select
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cases import MODELS, Case, Classes, Train, batches_of, epoch_times
-from harness import Timings, describe_machine, run_apart, take_turns
+from harness import Timings, describe_machine, take_turns
 from rich.console import Console
 from rich.table import Table
 
 __all__ = ["main"]
 
 NUM_EPOCHS = 3
-SHARES = {"resnet50 x1": 4.0, "cnn256 x1": 1.6}  # of the time, where a row needs more than others
+SLOW_TO_COMPILE = ("resnet50 x1",)
+AT_ONCE = 6  # compile
 GOALS = {
     "ours / stock": {"tiny x1": 0.5, "cnn256 x1": 0.5, "": 1.0},
     "watched / ours": {"": 1.03},
@@ -85,49 +94,102 @@ CASES = {
     "lstm256": Case(_lstm256, (64, 64), num_classes=10, batch_size=128, memory_steps=0),
     "resnet50": Case(_resnet50, (128, 128, 3), num_classes=10, batch_size=64, memory_steps=0),
 }
-# What has a goal comes first: a row that compiles for long has no time for the others.
 ROWS = {
-    "tiny x1": ("stock", "ours", "watched", "loop", "stock 30", "jit"),
-    "cnn256 x1": ("stock", "ours", "watched", "loop", "stock 30", "jit"),
+    "tiny x1": ("stock", "ours", "watched", "loop", "stock 30"),
+    "cnn256 x1": ("stock", "ours", "watched", "loop", "stock 30"),
     "lstm256 x1": ("stock", "ours", "watched"),  # XLA cannot compile cuDNN's LSTM
-    "tiny x2": ("stock", "ours", "watched", "jit"),
-    "cnn256 x2": ("stock", "ours", "watched", "jit"),
     "resnet50 x1": ("stock", "ours", "watched"),
+    "tiny x2": ("stock", "ours", "watched", "no xla"),
+    "cnn256 x2": ("stock", "ours", "watched", "no xla"),
+    "lstm256 x2": ("stock", "ours", "watched"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; return 1 if a row failed, else 0, whether or not the goals are met."""
+    """Run the benchmark; return 1 if a contestant failed or had no time, else 0, whether or not the goals are met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, with commas between")
     parser.add_argument("--rounds", type=int, default=5, help="samples of each contestant")
     parser.add_argument("--seconds", type=float, default=0.5, help="of timed training of one sample")
     parser.add_argument("--device", default="GPU", choices=["GPU", "CPU"])
-    parser.add_argument("--limit", type=float, default=230, help="seconds for all rows")
+    parser.add_argument("--limit", type=float, default=225, help="seconds for all rows")
     parser.add_argument("--json", type=pathlib.Path, help="a file for all samples")
-    parser.add_argument("--row", help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--contestant", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.row:
-        measure(options.row, options.rounds, options.seconds, options.device, options.limit, options.result)
+    if options.contestant:
+        serve(*options.contestant, options.seconds, options.device)
         os._exit(0)  # an iterator over several devices may wait for ever when it is deleted
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(str(describe_machine()), highlight=False)
-    found: dict[str, Timings] = {}
-    rows, ends = options.rows.split(","), time.monotonic() + options.limit
-    for index, row in enumerate(rows):
-        share = SHARES.get(row, 1.0) / sum(SHARES.get(other, 1.0) for other in rows[index:])
-        limit = (ends - time.monotonic()) * share
-        command = [sys.executable, __file__, "--row", row, "--rounds", str(options.rounds)]
-        command += ["--seconds", str(options.seconds), "--device", options.device, "--limit", str(limit - 3)]
-        try:
-            found[row] = Timings(**run_apart(command, limit))
-            show(console, {row: found[row]})
-        except RuntimeError as error:
-            console.print(f"{row} failed: {error}", style="red", markup=False, highlight=False)
-        if options.json:
-            options.json.write_text(json.dumps({row: dataclasses.asdict(timings) for row, timings in found.items()}))
-    return int(len(found) < len(rows))
+    rows, began = options.rows.split(","), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        contestants = {
+            (row, name): stack.enter_context(Contestant(row, name, options.seconds, options.device, folder))
+            for row in sorted(rows, key=lambda row: row not in SLOW_TO_COMPILE)
+            for name in ROWS[row]
+        }
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            compiling = {pool.submit(one.compile, began + 0.6 * options.limit): key for key, one in contestants.items()}
+            for future, (row, name) in compiling.items():
+                if problem := future.result():
+                    console.print(f"{row}, {name}: {problem}", style="red", markup=False, highlight=False)
+        found: dict[str, Timings] = {}
+        for index, row in enumerate(rows):
+            ready = {name: one.sample for (of, name), one in contestants.items() if of == row and one.is_ready}
+            left = began + options.limit - time.monotonic()
+            ends = time.monotonic() + left / (len(rows) - index)
+            if ready:
+                found[row] = take_turns(ready, options.rounds, goes_on=lambda _, ends=ends: time.monotonic() < ends)
+                show(console, {row: found[row]})
+            if options.json:
+                options.json.write_text(
+                    json.dumps({row: dataclasses.asdict(timings) for row, timings in found.items()})
+                )
+        return int(not all(contestant.is_ready for contestant in contestants.values()))
+
+
+class Contestant:
+    """A process that compiles one contestant of a row, and trains when it is asked to."""
+
+    def __init__(self, row: str, name: str, seconds: float, device: str, folder: str) -> None:
+        self._output = pathlib.Path(folder, f"{row} {name}.txt")
+        command = [sys.executable, __file__, "--contestant", row, name, "--seconds", str(seconds), "--device", device]
+        with self._output.open("w") as output:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True, start_new_session=True
+            )
+        self.is_ready = False
+
+    def __enter__(self) -> Contestant:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def compile(self, deadline: float) -> str | None:
+        """Have it compile, and wait for that; say what went wrong, if anything did."""
+        assert self._process.stdout is not None
+        self._go()
+        seconds = max(0.0, deadline - time.monotonic())
+        if not select.select([self._process.stdout], [], [], seconds)[0]:
+            self.__exit__()
+            return "was not compiled in time"
+        self.is_ready = self._process.stdout.readline() == "ready\n"
+        return None if self.is_ready else "\n".join(self._output.read_text(errors="replace").splitlines()[-15:])
+
+    def sample(self) -> float:
+        """Train, and return the seconds a step."""
+        assert self._process.stdout is not None
+        self._go()
+        return float(self._process.stdout.readline())
+
+    def _go(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # what it says of its end is read
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
 
 
 def show(console: Console, found: dict[str, Timings]) -> None:
@@ -146,9 +208,10 @@ def show(console: Console, found: dict[str, Timings]) -> None:
     console.print(table)
 
 
-def measure(row: str, num_rounds: int, seconds: float, device: str, limit: float, result: pathlib.Path) -> None:
-    """Let a row's contestants train in turn, until time is up; write what there is after each round."""
-    ends = time.monotonic() + limit
+def serve(row: str, contestant: str, seconds: float, device: str) -> None:
+    """Compile a contestant at the first line of input, train at each of the others, and say the seconds a step."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what others print goes elsewhere
     name, _, replicas = row.partition(" x")
     num_replicas, case = int(replicas), CASES[name]
     strategy = start(device, num_replicas)
@@ -157,29 +220,20 @@ def measure(row: str, num_rounds: int, seconds: float, device: str, limit: float
         "stock 30": lambda: by_fit(case, strategy, "keras", seconds, steps_per_execution=30),
         "ours": lambda: by_fit(case, strategy, "ours", seconds),
         "watched": lambda: by_fit(case, strategy, "ours", seconds, is_watched=True),
-        "jit": lambda: by_fit(case, strategy, "ours", seconds, jit_compile=True),
+        "no xla": lambda: by_fit(case, strategy, "ours", seconds, jit_compile=False),
         "loop": lambda: by_hand(case, seconds),
     }
-
-    def goes_on(timings: Timings) -> bool:
-        unfinished = result.with_suffix(".part")
-        unfinished.write_text(json.dumps(dataclasses.asdict(timings)))
-        unfinished.replace(result)
-        return time.monotonic() < ends - (time.monotonic() - began) / len(timings.samples["stock"])
-
-    trials: dict[str, Callable[[], float]] = {}
-    for contestant in ROWS[row]:
-        if time.monotonic() < ends - 0.4 * limit or len(trials) < 2:
-            trials[contestant] = build[contestant]()
-        else:
-            print(f"{row}: no time for {contestant}")
-    began = time.monotonic()
-    take_turns(trials, num_rounds=num_rounds, goes_on=goes_on)
+    sys.stdin.readline()
+    sample = build[contestant]()
+    answers.write("ready\n")
+    for _ in sys.stdin:
+        answers.write(f"{sample()}\n")
 
 
 def start(device: str, num_replicas: int) -> Any:
     """Start TensorFlow with so many devices, virtual ones where there is one card, and return the strategy."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # the contestants share the card
     os.environ["KERAS_BACKEND"] = "tensorflow"
     import tensorflow as tf
 
@@ -187,7 +241,7 @@ def start(device: str, num_replicas: int) -> Any:
     if not cards:
         raise RuntimeError(f"TensorFlow sees no {device} here.")
     if len(cards) < num_replicas:
-        limit = {"memory_limit": 16384} if device == "GPU" else {}
+        limit = {"memory_limit": 3072} if device == "GPU" else {}
         virtual = [tf.config.LogicalDeviceConfiguration(**limit) for _ in range(num_replicas)]
         tf.config.set_logical_device_configuration(cards[0], virtual)
     if num_replicas == 1:

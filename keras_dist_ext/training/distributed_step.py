@@ -37,13 +37,14 @@ from keras_dist_ext.step.step_buffer import ReplicaRecord, StepBuffer, StepRecor
 from keras_dist_ext.step.step_options import StepOptions
 from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
-from keras_dist_ext.step.xla import can_compile, check_default, compiled_step
+from keras_dist_ext.step.xla import check_default, compiled_step
 from keras_dist_ext.training.batch_clock import after
 from keras_dist_ext.training.batch_devices import accelerators
 from keras_dist_ext.training.batch_split import Split, first_row, split_for, split_of
 from keras_dist_ext.training.runtime import ReplicaRuntime
 from keras_dist_ext.training.step_examination import StepExamination
 from keras_dist_ext.training.step_logs import StepLogs, zeros_like
+from keras_dist_ext.training.xla_rule import uses_xla
 
 __all__ = ["DistributedStep"]
 
@@ -80,8 +81,7 @@ class DistributedStep:
             virtual = model.placement.virtual(virtual, self.num_replicas)
         self._virtual = virtual
         self._num_turns: int = 0 if virtual is None else virtual.num_turns(self.strategy)
-        may_compile = model.jit_compile and model.placement is None and not self.is_eager
-        is_compiled = may_compile and can_compile(self.strategy)
+        is_compiled = uses_xla(model, kind)
         if is_compiled:
             self._user_step = compiled_step(model, kind)
         self._logs = StepLogs(model, kind)

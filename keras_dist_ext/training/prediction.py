@@ -31,7 +31,7 @@ from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.reduce import GATHERED_AS, local_values
 from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.step.step_options import StepOptions
-from keras_dist_ext.step.xla import can_compile, check_default, compiled
+from keras_dist_ext.step.xla import check_default, compiled
 from keras_dist_ext.training.batch_spec import any_number_of_rows
 from keras_dist_ext.training.batch_split import (
     Split,
@@ -44,6 +44,7 @@ from keras_dist_ext.training.batch_split import (
 from keras_dist_ext.training.draw_examination import cannot_note, note_draws
 from keras_dist_ext.training.few_rows import parts_of
 from keras_dist_ext.training.snapshot import kept_random
+from keras_dist_ext.training.xla_rule import uses_xla
 
 __all__ = ["PredictProgram", "concat_outputs", "concat_replicas"]
 
@@ -56,7 +57,7 @@ class PredictProgram:
         self.strategy: tf.distribute.Strategy = model.distribute_strategy
         is_seeded = model.replica_runtime.seeds.root is not None
         step = model.predict_step
-        if model.jit_compile and model.placement is None and not model.run_eagerly and can_compile(self.strategy):
+        if uses_xla(model, "predict"):
             step = compiled(step)
         self._step = step
         if self.strategy.num_replicas_in_sync > 1:

@@ -178,10 +178,11 @@ def _prepare(program: StepProgram, unprepared: Exception) -> None:
     elif isinstance(unprepared, CannotLoop):
         program.make_single_steps()
     else:
-        warn(
-            f"jit_compile=True: '{program.model.name}' has a loss with a mask or sample weights, or a layer, that sums "
-            "over replicas while it is computed, which XLA cannot compile; the step runs without XLA."
-        )
+        if program.model.jit_compile:  # else "auto" has chosen XLA
+            warn(
+                f"jit_compile=True: '{program.model.name}' has a loss with a mask or sample weights, or a layer, that "
+                "sums over replicas while it is computed, which XLA cannot compile; the step runs without XLA."
+            )
         program.step.without_xla()
 
 

@@ -33,6 +33,7 @@ from keras_dist_ext.training import (
     prediction,
     program,
     step_logs,
+    xla_rule,
 )
 from keras_dist_ext.training.model import Model
 from keras_dist_ext.training.runtime import ReplicaRuntime
@@ -208,7 +209,7 @@ def compiled_in_one_piece() -> AbstractContextManager[Any]:
     stack = contextlib.ExitStack()
     for user in (reducers, draws, recorder):
         stack.enter_context(patch.object(user, "in_xla", lambda: False))
-    stack.enter_context(patch.object(distributed_step, "can_compile", lambda strategy: True))
+    stack.enter_context(patch.object(xla_rule, "can_compile", lambda strategy: True))
     stack.enter_context(
         patch.object(
             distributed_step, "compiled_step", lambda model, kind: xla.compiled(getattr(model, f"{kind}_step"))

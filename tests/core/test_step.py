@@ -16,7 +16,7 @@ from keras_dist_ext.errors import DataError
 from keras_dist_ext.step import logs, reduce, reducers
 from keras_dist_ext.step.reducers import TpuReducer
 from keras_dist_ext.step.replica_step import ReplicaStep
-from keras_dist_ext.training import distributed_step
+from keras_dist_ext.training import xla_rule
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(21, 3)).astype("float32")
@@ -163,7 +163,7 @@ class OwnTrainStep(kde.Sequential):
 
 @pytest.mark.usefixtures("nothing_warned")
 def test_jit_compile_of_a_train_step_of_the_users_own_warns_and_trains_on(mirrored, monkeypatch):
-    monkeypatch.setattr(distributed_step, "can_compile", lambda strategy: True)  # as for GPUs
+    monkeypatch.setattr(xla_rule, "can_compile", lambda strategy: True)  # as for GPUs
 
     def run():
         with mirrored.scope():
@@ -180,7 +180,7 @@ def test_jit_compile_of_a_train_step_of_the_users_own_warns_and_trains_on(mirror
 
 
 def test_jit_compile_of_a_loss_that_sums_over_replicas_warns_and_trains_on(mirrored, monkeypatch):
-    monkeypatch.setattr(distributed_step, "can_compile", lambda strategy: True)  # as for GPUs
+    monkeypatch.setattr(xla_rule, "can_compile", lambda strategy: True)  # as for GPUs
     mean = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
     weights = np.linspace(0, 2, 21)
     nets = []

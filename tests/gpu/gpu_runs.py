@@ -1,5 +1,6 @@
 """What the suite for GPUs runs in processes of its own."""
 
+import contextlib
 import hashlib
 import os
 import pickle
@@ -43,6 +44,14 @@ def copies_differ(model: Any) -> list[str]:
     return found
 
 
+def xla_of(row: Any) -> contextlib.AbstractContextManager[None]:
+    """Leave it to our rule whether XLA compiles quick rows; have it compile no others, which would take long."""
+    from keras_dist_ext._keras.interception import patched
+    from keras_dist_ext.training import xla_rule
+
+    return contextlib.nullcontext() if row.quick else patched(xla_rule, "_pays", lambda *_: False)
+
+
 def rows(names: Sequence[str], folder: str) -> None:
     """Run rows of the conformance table in a worker that has one GPU of the card for itself."""
     import gpus
@@ -57,7 +66,8 @@ def rows(names: Sequence[str], folder: str) -> None:
     task = strategy.cluster_resolver.task_id
     for index, row in enumerate(row for row in ROWS if row.name in names):
         try:
-            outcome: Any = run(row, kde, strategy)
+            with xla_of(row):
+                outcome: Any = run(row, kde, strategy)
         except Exception:
             outcome = traceback.format_exc()
         path = Path(folder, f"{index}-worker{task}")

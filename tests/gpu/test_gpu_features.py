@@ -21,6 +21,7 @@ from keras import layers
 
 import keras_dist_ext as kde
 from keras_dist_ext.examples import gan, linear_no_keras, sequences
+from keras_dist_ext.training import distributed_step
 
 Strategy = tf.distribute.Strategy
 
@@ -214,6 +215,61 @@ def test_gradients_in_16_bits_are_refused(two: Strategy) -> None:
     refused = pytest.raises(kde.errors.StrategyError, match="2 replicas that are GPUs")
     with two.scope(), contextlib.nullcontext() if gpus.KIND == "CPU" else refused:
         dense(gradient_compression="bfloat16")
+
+
+# XLA
+
+
+def of_images(library: Any) -> Any:
+    """A model of Keras' own code alone; call it in scope."""
+    model = library.Sequential(
+        [
+            keras.Input((8, 8, 3)),
+            layers.Conv2D(4, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.LayerNormalization(),
+            layers.Dense(2),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse", metrics=["mae"])
+    return model
+
+
+@pytest.mark.parametrize("num_rows", [61, 49], ids=["a batch of 13", "a batch of one"])
+def test_auto_compiles_what_each_gpu_computes_and_trains_as_stock_keras_on_one(
+    replicas: Strategy, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_xla, compiled = distributed_step.compiled_step, []
+    monkeypatch.setattr(distributed_step, "compiled_step", lambda *given: compiled.append(given[1]) or by_xla(*given))
+    x = np.random.default_rng(4).normal(size=(num_rows, 8, 8, 3)).astype("float32")
+    results = []
+    for library, scope in ((keras, tf.device(gpus.names(1)[0])), (kde, replicas.scope())):
+        keras.utils.set_random_seed(3)
+        with scope:
+            model = of_images(library)
+        with tf.device(gpus.names(1)[0]) if library is keras else contextlib.nullcontext():
+            model.fit(x, Y[:num_rows], batch_size=16, epochs=3, verbose=0, shuffle=False)
+            logs = model.evaluate(x, Y[:num_rows], batch_size=16, verbose=0)
+            results.append([*model.get_weights(), np.array(logs), model.predict(x, verbose=0)])
+    assert differences(*results, 2e-5) == []
+    assert copies_differ(model) == []
+    assert compiled == ([] if gpus.KIND == "CPU" else ["train", "test"])
+
+
+def test_what_sums_over_replicas_while_it_is_computed_runs_without_xla_and_without_a_word(two: Strategy) -> None:
+    def build() -> Any:
+        model = kde.Sequential(
+            [keras.Input((8,)), layers.Dense(4), layers.BatchNormalization(synchronized=True), layers.Dense(2)]
+        )
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = trained(two, build=build)
+    assert [str(w.message) for w in caught if "XLA" in str(w.message)] == []
+    assert copies_differ(model) == []
 
 
 class Count(keras.metrics.Metric):

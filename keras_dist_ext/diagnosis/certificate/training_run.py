@@ -59,6 +59,7 @@ class TrainingRun:
         self.is_ours = runtime is not None
         if runtime is not None:
             runtime.check = False  # what its steps do is what the certificate says
+            runtime.chooses_xla = False  # which rounds otherwise
         self._kept = [GradientSlots(optimizer) for _, optimizer in optimizers(self.model)]
         self.trouble_of_fit: Exception | None = None
         self._build(batch)
