@@ -163,8 +163,10 @@ def _on_host(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Return tensors that are available only when ``values`` are computed, not just enqueued."""
     if not values or all("CPU" in getattr(value, "device", "CPU").upper() or not value.device for value in values):
         return list(values)
-    with tf.device("/device:CPU:0"):  # work of a GPU is done in order: the last value waits for all before it
-        return [tf.identity(tf.reshape(value, [-1])[:1]) for value in (values[0], values[-1])]
+    # Work of a GPU is done in order: the last value waits for all before it. One number of each is sent to the host.
+    last = [tf.reshape(value, [-1])[:1] for value in (values[0], *values[1:][-1:])]
+    with tf.device("/device:CPU:0"):
+        return [tf.identity(value) for value in last]
 
 
 def when_updated(

@@ -187,7 +187,7 @@ class Model(HookedModel, metaclass=Scoped):
             steps_per_execution: "auto" runs as many steps at once as fit into about 0.1 seconds, and every step by
                 itself when a callback of yours looks at batches. An int is Keras' own.
             jit_compile: True compiles by XLA what one replica computes, where TensorFlow can; else a warning says why
-                not.
+                not. "auto" does so on GPUs, for Keras' own code and batches of one shape; see the guide.
             auto_scale_loss: ...
             virtual_replicas: for how many replicas the run is defined, on as many devices or fewer: a number, or
                 ``VirtualReplicas``. By default as many as the strategy has.
