@@ -24,6 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--every-case", action="store_true", help='all that rotate, not this commit\'s share; with -m ""')
     group.addoption("--commit", metavar="HASH", help="of those that rotate, the share of this commit instead of HEAD")
     group.addoption("--row", metavar="PATTERN", help="of the conformance table, each row whose whole name matches")
+    group.addoption(
+        "--share", metavar="N", type=int, help="of the conformance table, one row in N, those of this commit"
+    )
     group.addoption("--strategy", metavar="KIND", help="of the conformance table, what runs under this strategy")
 
 
@@ -78,13 +81,16 @@ def _is_its_turn(item: pytest.Item) -> bool:
 
 def _is_asked_for(item: pytest.Item) -> bool:
     """Say whether a test is one of the rows and strategies that were asked for; without a wish all are."""
-    row, kind = item.config.option.row, item.config.option.strategy
+    row, kind, share = item.config.option.row, item.config.option.strategy, item.config.option.share
+    given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    is_row = {"row", "kind"} <= given.keys()
+    if is_row and share and not is_its_turn(f"share: {given['row'].name}", turns=share, commit=_commit(item.config)):
+        return False
     if row is None and kind is None:
         return True
-    given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    if not {"row", "kind"} <= given.keys():
+    if not is_row or kind not in (None, given["kind"]):
         return False
-    return kind in (None, given["kind"]) and (row is None or re.fullmatch(row, given["row"].name) is not None)
+    return row is None or re.fullmatch(row, given["row"].name) is not None
 
 
 def _shares_a_fixture(item: pytest.Item) -> bool:
