@@ -1,14 +1,15 @@
 """Compare training on two worker processes: ours, tf_keras, a loop by hand, and torch's DDP where torch is installed.
 
-    python benchmarks/bench_workers.py                       # about 12 minutes
+    python benchmarks/bench_workers.py                       # about 14 minutes
     python benchmarks/bench_workers.py --rows tiny --rounds 3
     pip install torch tf_keras                               # for all contestants
 
 Each contestant is two processes on 127.0.0.1, a core each (pinned, one thread), that train the same model with Adam
 on 64 examples a worker, again and again, and take turns with the others: while one trains, the others wait.
 
-* ours, watched, seeded, ours16: `kde.Model.fit`, also with a `ReplicaMonitor`, with `ReplicaSeeds`, and compiled with
-  `gradient_compression="bfloat16"`.
+* ours, watched, seeded, ours16, buckets: `kde.Model.fit`, also with a `ReplicaMonitor`, with `ReplicaSeeds`, compiled
+  with `gradient_compression="bfloat16"`, and under `pick_strategy(bytes_per_pack=2**20)`, where gradients are summed a
+  mebibyte at a time while others are still computed, instead of all at once.
 * tf_keras: `tf_keras.Model.fit`; stock Keras 3 has no training on several workers.
 * loop: a `tf.function` over `strategy.run(step)` with `tf.range`; no metrics, callbacks or logs.
 * torch: a loop over `DistributedDataParallel` with gloo; no metrics.
@@ -41,11 +42,12 @@ __all__ = ["main"]
 
 NUM_WORKERS = 2
 ROWS_OF_WORKER = 64
-CONTESTANTS = ("ours", "watched", "seeded", "ours16", "tf_keras", "loop", "torch")
+CONTESTANTS = ("ours", "watched", "seeded", "ours16", "buckets", "tf_keras", "loop", "torch")
 GOALS = {
     "ours / torch": {"tiny": 1.0, "cnn1m": 1.0, "lstm": 1.4, "": 1.6},
     "ours16 / torch": {"mlp1m": 1.3, "mlp20m": 1.3, "": 1.6},
     "ours16 / ours": {"": 1.0},
+    "buckets / ours": {"": 1.0},
     "ours / tf_keras": {"": 0.5},
     "ours / loop": {"": 1.0},
     "watched / ours": {"": 1.03},
@@ -284,12 +286,13 @@ def _timed_fit(model: Any, data: Any, times: Any, *callbacks: Any) -> Train:
 
 
 def by_fit(row: Row, contestant: str) -> Train:
-    """`kde.Model.fit`, as it comes, watched, seeded or with gradients in 16 bits."""
+    """`kde.Model.fit`, as it comes, watched, seeded, with gradients in 16 bits, or summed in buckets."""
     import keras
 
     import keras_dist_ext as kde
 
-    strategy = kde.pick_strategy("multi_worker").strategy
+    bytes_per_pack = 2**20 if contestant == "buckets" else 0
+    strategy = kde.pick_strategy("multi_worker", bytes_per_pack=bytes_per_pack).strategy
     case = case_of(row)
     with strategy.scope():
         model = case.build(Classes(kde.Model, kde.Sequential))
