@@ -138,7 +138,7 @@ def test_a_slow_link_is_the_bound_and_what_to_change_first(
     assert plan.measured.sums.in_steps
     one, two = plan.curve(OF_ALL).points
     assert one.parts.communication == 0
-    assert two.parts.communication == pytest.approx(0.02, rel=0.5)
+    assert two.parts.communication >= 0.01  # of 20 ms; a busy machine adds to it
     assert two.bound == "communication", str(plan)
     assert plan.what_ifs[OF_ALL][0].code == "communication"
     for was, now in zip(before, model.get_weights(), strict=True):
