@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 from keras.src.models.functional import Functional as KerasFunctional
 from keras.src.models.model import functional_init_arguments
-from keras.src.trainers.trainer import model_supports_jit
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.adapters import CustomEpochIterator
@@ -35,7 +34,6 @@ __all__ = [
     "tracks_loss",
     "user_metrics",
     "compile_arguments",
-    "supports_xla",
     "input_like",
     "metric_results",
     "compute_loss",
@@ -125,11 +123,6 @@ def compile_arguments(model: keras.Model) -> dict[str, CompileArgument]:
     if runtime is not None and runtime.chooses_xla:
         given["jit_compile"] = "auto"  # not what Keras has made of it: with a GPU it is True without a strategy
     return {**given, "steps_per_execution": "auto" if automatic else model.steps_per_execution}
-
-
-def supports_xla(model: keras.Model) -> bool:
-    """Whether Keras would compile a model by XLA: all its layers support that (keras/src/trainers/trainer.py)."""
-    return bool(model_supports_jit(model))
 
 
 def input_like(tensor: keras.KerasTensor) -> keras.KerasTensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
-from keras_dist_ext._keras.models import supports_xla
 from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext._keras.user_code import has_user_code
 from keras_dist_ext.aliases import SpecNest
@@ -43,7 +44,21 @@ def _pays(model: keras.Model, kind: RunKind) -> bool:
         return False
     if runtime.exact or runtime.batch_statistics == "global" or model.replica_seeds.draws == "global":
         return False
-    return _has_one_shape(runtime.batch_spec) and supports_xla(model) and not has_user_code(model, kind)
+    return _has_one_shape(runtime.batch_spec) and _is_supported(model) and not has_user_code(model, kind)
+
+
+def _is_supported(model: keras.Model) -> bool:
+    """Whether Keras would have XLA compile a model: all layers support that, and ops need not be deterministic.
+
+    It says so where it is asked for it (the setter of ``jit_compile``, keras/src/trainers/trainer.py).
+    """
+    before = model.jit_compile
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it does not
+        model.jit_compile = True
+    is_supported = bool(model.jit_compile)
+    model.jit_compile = before
+    return is_supported
 
 
 def _has_one_shape(spec: SpecNest) -> bool:
