@@ -207,7 +207,8 @@ class TrainLoop(Model):
 
     def _build_for_run(self, iterator: EpochData | None, batch: StepData) -> None:
         kind = self._kind
-        spec = spec_of_rows(iterator.given.element_spec if iterator is not None else spec_of_arrays(batch))
+        given = spec_of_arrays(batch) if iterator is None else iterator.dataset.given.element_spec
+        spec = spec_of_rows(given)
         if self._declared.examine(self, kind, self._steps[kind], spec):
             self.replica_runtime.functions[kind].clear()  # what was traced adds up to the metrics before
             setattr(self, f"{kind}_function", None)
