@@ -35,7 +35,8 @@ MISSING = (
 
 A step of the user's, and one that runs eagerly, is planned before it is traced to be run, and its optimizer is built
 before. What is left is asked for only where it turns up, since each answer costs a trace of its own, or depends on what
-TensorFlow tells while it traces:
+TensorFlow tells while it traces. The trace that has asked for it is given up: measuring looks at the next batch, and
+puts it in front of another iterator than the one that this trace was given.
 
 - ``UnbuiltOptimizer``: the step could not be traced in a scratch graph, or its optimizer scales the loss, which it does
   by another number once it is built.
