@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import os
+    import typing
     from typing import IO
 
-    import numpy as np
-    import numpy.typing as npt
+    import numpy
+    import numpy.typing
 
 __all__ = [
     "Array",
@@ -94,10 +95,10 @@ SpecNest: TypeAlias = Any
 Gradient: TypeAlias = Any
 """A dense gradient, or one of some rows (``tf.IndexedSlices``); None where a variable has none."""
 
-Array: TypeAlias = "npt.NDArray[Any]"
+Array: TypeAlias = "numpy.typing.NDArray[typing.Any]"  # whole names, which pdoc imports wherever this is used
 """A NumPy array of any type of numbers."""
 
-DType: TypeAlias = "np.dtype[Any]"
+DType: TypeAlias = "numpy.dtype[typing.Any]"
 """The type of its numbers."""
 
 Logs: TypeAlias = dict[str, float]

@@ -8,12 +8,13 @@ integers may be scalar tensors and variables; what comes back is Python's own.
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import operator
 import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 from keras_dist_ext.messages import close_name
 
@@ -110,14 +111,14 @@ def integer(
     return given
 
 
-def _integer(value: Any) -> int | None:
+def _integer(value: object) -> int | None:
     if isinstance(value, bool):
         return None
-    try:
-        return operator.index(value)
-    except Exception:  # TensorFlow has errors of its own for tensors without a value
-        if getattr(value, "shape", None) != () or not hasattr(value, "__array__"):
-            return None
+    with contextlib.suppress(Exception):  # TensorFlow has errors of its own for tensors without a value
+        if isinstance(value, SupportsIndex):
+            return operator.index(value)
+    if getattr(value, "shape", None) != () or not hasattr(value, "__array__"):
+        return None
     try:
         return operator.index(value.__array__())  # of a variable of Keras'
     except Exception:

@@ -30,7 +30,8 @@ In reading order:
     python_ops    functions of Python that graphs call
     strategies    replicas, and whose strategy is whose
     cluster       the coordination service, and workers
-    keras_tuner   trials and oracles
+    keras_tuner   keras-tuner, and its trials
+    keras_tuner_oracles  and its oracles
     oracle_checks    whether keras-tuner still calls what is replaced of an oracle
 """
 

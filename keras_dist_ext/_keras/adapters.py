@@ -98,13 +98,11 @@ class CustomEpochIterator(EpochIterator):  # type: ignore[misc]
 
     Attributes:
         pass_length: how many batches a pass over the data has, if that is known.
-        num_read: how many batches of the pass were read.
         is_built_for: whether the model was asked to build itself for it.
     """
 
     is_built_for = False
     _num_batches: int | None
-    _steps_seen: int
 
     def executions(self) -> Iterator[tuple[int, int, StepData]]:
         """Yield the first step, the last step and the batches of each execution of an epoch."""
@@ -123,15 +121,6 @@ class CustomEpochIterator(EpochIterator):  # type: ignore[misc]
     def pass_length(self) -> int | None:
         """See above."""
         return self._num_batches
-
-    @property
-    def num_read(self) -> int:
-        """See above."""
-        return self._steps_seen
-
-    @num_read.setter
-    def num_read(self, value: int) -> None:
-        self._steps_seen = value
 
     def check_built(self) -> None:
         """See that Keras has asked the model to build itself for this iterator, as it does before a run's first step.

@@ -24,7 +24,7 @@ from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext.aliases import Original, TensorNest
 from keras_dist_ext.errors import ScopeError
 
-__all__ = ["keep_constants", "make_variables_outside", "one_replica"]
+__all__ = ["call_outside", "keep_constants", "make_variables_outside", "one_replica"]
 
 T = TypeVar("T")
 InitialValue: TypeAlias = TensorNest  # also a function that computes it
@@ -89,7 +89,7 @@ def _make_outside(name: str, value: InitialValue, make: Callable[[InitialValue],
     try:
         if tf.is_tensor(value) and not hasattr(value, "numpy"):
             value = _value_outside(value)
-        return _call_outside(functools.partial(make, value), strategy)
+        return call_outside(functools.partial(make, value), strategy)
     except (lift_to_graph.UnliftableError, errors_impl.InaccessibleTensorError, _OutOfScope) as error:
         raise ScopeError(
             f"The step makes the variable '{name}' when it first runs, of a value that it computes from the batch or "
@@ -114,7 +114,7 @@ def _value_outside(tensor: tf.Tensor) -> TensorNest:
     def lifted() -> tf.Tensor:
         return lift_to_graph.lift_to_graph([tensor], tf.compat.v1.get_default_graph())[tensor]
 
-    return _call_outside(tf.function(lifted, autograph=False), None)
+    return call_outside(tf.function(lifted, autograph=False), None)
 
 
 def keep_constants(layer: keras.Layer) -> None:
@@ -130,10 +130,10 @@ def keep_constants(layer: keras.Layer) -> None:
                 constant = _value_outside(value)
             except (lift_to_graph.UnliftableError, errors_impl.InaccessibleTensorError, TypeError):
                 continue  # it is of the batch, and the next step makes another one
-            vars(layer)[name] = _call_outside(functools.partial(tf.constant, constant), None)
+            vars(layer)[name] = call_outside(functools.partial(tf.constant, constant), None)
 
 
-def _call_outside(function: Callable[[], T], strategy: tf.distribute.Strategy | None) -> T:
+def call_outside(function: Callable[[], T], strategy: tf.distribute.Strategy | None) -> T:
     """Call a function in a separate thread: it is in no graph, no replica, no tape, but a strategy's scope.
 
     Keras' globals belong to a thread (keras/src/backend/common/global_state.py).

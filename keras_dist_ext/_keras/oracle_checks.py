@@ -9,7 +9,8 @@ import functools
 from collections.abc import Callable
 
 from keras_dist_ext import versions
-from keras_dist_ext._keras.keras_tuner import REPLACED, REPLACED_OF, FatalBackendError, keras_tuner, release_lock
+from keras_dist_ext._keras.keras_tuner import FatalBackendError, keras_tuner
+from keras_dist_ext._keras.keras_tuner_oracles import REPLACED, REPLACED_OF, release_lock
 
 __all__ = ["check_oracle"]
 

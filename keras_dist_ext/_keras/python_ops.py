@@ -88,8 +88,8 @@ def _is_own(function: object) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
-def _described(function: Any, token: str) -> str:
+def _described(function: object, token: str) -> str:
     code = getattr(function, "__code__", None)
     if code is None:
         return getattr(type(function), "__name__", token) if function is not None else token
-    return f"{function.__name__} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+    return f"{getattr(function, '__name__', token)} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"

@@ -27,6 +27,7 @@ from rich.table import Table
 
 import keras_dist_ext as kde
 from keras_dist_ext._keras import keras
+from keras_dist_ext.aliases import Logs
 from keras_dist_ext.examples.demo_options import add_options, given_options
 from keras_dist_ext.monitoring.terminal import TerminalWriter
 from keras_dist_ext.step.stats import ReplicaStats
@@ -169,11 +170,11 @@ class Epochs(keras.callbacks.Callback):  # type: ignore[misc]
         self.is_shown = is_shown
         self.epochs = epochs
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self.began = time.perf_counter()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self.is_shown:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if self.is_shown and logs:
             seconds = time.perf_counter() - self.began
             self.console.print(
                 f"epoch {epoch + 1:2d}/{self.epochs}  loss {logs['loss']:.3f}  accuracy {logs['accuracy']:.3f}  "

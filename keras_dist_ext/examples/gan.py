@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -16,6 +16,9 @@ import keras_dist_ext as kde
 from keras_dist_ext._keras import keras
 
 __all__ = ["data", "train"]
+
+Batch: TypeAlias = tuple[tf.Tensor, tf.Tensor]
+"""Images, and noise."""
 
 NOISE = 16
 
@@ -33,8 +36,8 @@ def train(
     *,
     epochs: int = 5,
     num_images: int = 1797,
-    callbacks: Sequence[Any] = (),
-) -> tuple[kde.TrainLoop, Any]:
+    callbacks: Sequence[keras.callbacks.Callback] = (),
+) -> tuple[kde.TrainLoop, keras.callbacks.History]:
     """Train, and return the loop and Keras' history."""
     layers = keras.layers
     with strategy.scope():
@@ -50,7 +53,7 @@ def train(
     def cross_entropy(is_real: float, logits: tf.Tensor) -> tf.Tensor:
         return keras.losses.binary_crossentropy(is_real * tf.ones_like(logits), logits, from_logits=True)
 
-    def step(replica: kde.Replica, batch: Any) -> dict[str, tf.Tensor]:
+    def step(replica: kde.Replica, batch: Batch) -> dict[str, tf.Tensor]:
         images, noise = batch
         with tf.GradientTape() as tape:
             fake = critic(generator(noise))

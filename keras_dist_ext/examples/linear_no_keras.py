@@ -6,15 +6,19 @@ python -m keras_dist_ext.examples.linear_no_keras    # its data come with scikit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 from sklearn.datasets import load_breast_cancer
 from sklearn.preprocessing import scale
 
 import keras_dist_ext as kde
+from keras_dist_ext._keras import keras
 
 __all__ = ["Linear", "data", "train"]
+
+Batch: TypeAlias = tuple[tf.Tensor, tf.Tensor]
+"""Measurements, and whether a cell is malignant."""
 
 
 class Linear(tf.Module):  # type: ignore[misc]  # TensorFlow has no types
@@ -43,17 +47,19 @@ def data(batch_size: int = 64) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((scale(x).astype("float32"), y.astype("float32"))).batch(batch_size)
 
 
-def train(strategy: tf.distribute.Strategy, *, epochs: int = 5, callbacks: Sequence[Any] = ()) -> tuple[Linear, Any]:
+def train(
+    strategy: tf.distribute.Strategy, *, epochs: int = 5, callbacks: Sequence[keras.callbacks.Callback] = ()
+) -> tuple[Linear, keras.callbacks.History]:
     """Train, and return the model and Keras' history."""
     with strategy.scope():
         model = Linear()
 
-    def losses(batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    def losses(batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
         x, y = batch
         logits = model(x)
         return tf.nn.sigmoid_cross_entropy_with_logits(y, logits), tf.equal(logits > 0, y > 0)
 
-    def step(replica: kde.Replica, batch: Any) -> dict[str, tf.Tensor]:
+    def step(replica: kde.Replica, batch: Batch) -> dict[str, tf.Tensor]:
         with tf.GradientTape() as tape:
             per_example, correct = losses(batch)
             loss = replica.mean_loss(per_example)
@@ -62,7 +68,7 @@ def train(strategy: tf.distribute.Strategy, *, epochs: int = 5, callbacks: Seque
         model.update(gradients)
         return {"loss": loss, "correct": correct, "norm": norm}
 
-    def test(replica: kde.Replica, batch: Any) -> dict[str, tf.Tensor]:
+    def test(replica: kde.Replica, batch: Batch) -> dict[str, tf.Tensor]:
         per_example, correct = losses(batch)
         return {"loss": replica.mean_loss(per_example), "correct": correct}
 

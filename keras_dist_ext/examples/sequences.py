@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -17,6 +17,9 @@ import keras_dist_ext as kde
 from keras_dist_ext._keras import keras
 
 __all__ = ["data", "train"]
+
+Batch: TypeAlias = tuple[tf.Tensor, tf.Tensor]
+"""Lines of digits, and labels."""
 
 PADDING = -1.0
 
@@ -32,8 +35,12 @@ def data(strategy: tf.distribute.Strategy, num_images: int = 1797) -> tf.data.Da
 
 
 def train(
-    strategy: tf.distribute.Strategy, *, epochs: int = 3, num_images: int = 1797, callbacks: Sequence[Any] = ()
-) -> tuple[kde.TrainLoop, Any]:
+    strategy: tf.distribute.Strategy,
+    *,
+    epochs: int = 3,
+    num_images: int = 1797,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
+) -> tuple[kde.TrainLoop, keras.callbacks.History]:
     """Train, and return the loop and Keras' history."""
     layers = keras.layers
     with strategy.scope():
@@ -43,7 +50,7 @@ def train(
         )
         optimizer = keras.optimizers.SGD(0.5, momentum=0.9, clipnorm=1.0)
 
-    def step(replica: kde.Replica, batch: Any) -> dict[str, tf.Tensor]:
+    def step(replica: kde.Replica, batch: Batch) -> dict[str, tf.Tensor]:
         x, y = batch
         with tf.GradientTape() as tape:
             logits = reader(x, training=True)

@@ -41,6 +41,7 @@ In reading order:
     suspendable_thread  how each waits for the others
     xla, graphs       what is compiled by XLA, and what runs as a graph
     seeds             ``kde.seed_replicas``: a stream of random numbers for each replica
+    generator         a source of random numbers of a model, and its streams
     global_generator  what is behind ``seed=None``
     draw_refusals     models and host code that cannot draw as one device does
     drawn_shapes      which numbers have a dimension of examples

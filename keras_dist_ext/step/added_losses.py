@@ -44,6 +44,8 @@ def losses_as_means(model: DistributedModel, losses: list[tf.Tensor]) -> list[tf
         return losses  # weights' regularizers: the same on every replica
     known = step.model.replica_runtime.loss_exponents
     if step.kind not in known:
+        if step.assumes_means_of_losses():
+            return [step.weights.additional_loss(loss, Fraction(0)) for loss in losses]
         raise UnknownLossExponents
 
     def exact(loss: tf.Tensor) -> tf.Tensor:

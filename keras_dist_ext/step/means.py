@@ -67,11 +67,18 @@ class BatchExponents:
 
     Learned by tracing the step on batches of unknown size, where the graph that runs does not tell; what no graph tells
     is measured on a few rows (see ``measured_exponents``).
+
+    Attributes:
+        were_asked: whether a step has needed some.
+        are_missing: whether one has assumed means, since nothing told it.
     """
 
     def __init__(self) -> None:
+        self.were_asked = False
+        self.are_missing = False
         self._learned: list[list[Fraction]] | None = None
         self._asked: list[Asked] | None = None  # while a step is traced in a scratch graph
+        self._assumes_means = False
 
     @property
     def are_known(self) -> bool:
@@ -86,6 +93,26 @@ class BatchExponents:
             yield self._asked
         finally:
             self._asked = None
+
+    @contextlib.contextmanager
+    def assuming_means(self) -> Iterator[None]:
+        """Have the step that is traced meanwhile take for means what nothing was learned of: nobody runs it."""
+        self._assumes_means = True
+        try:
+            yield
+        finally:
+            self._assumes_means = False
+
+    def unknown(self) -> list[Fraction]:
+        """Return the answer where nothing was learned.
+
+        Raises:
+            UnknownExponents: the step is to be run.
+        """
+        if not self._assumes_means:
+            raise UnknownExponents
+        self.are_missing = True
+        return []
 
     @property
     def are_being_learned(self) -> bool:
@@ -168,6 +195,7 @@ class Means:
         if self._exponents is None or not is_computed or id(value) in self._means:
             return [Term(value, 1, Fraction(0))]
         if id(value) not in self._asked:
+            self._exponents.were_asked = True
             self._asked[id(value)] = self._eager_terms(value) if is_eager else self._graph_terms(value)
         return self._asked[id(value)]
 
@@ -218,7 +246,7 @@ class Means:
         assert self._exponents is not None
         exponents = self._exponents.answer(self._num_asked)
         if exponents is None:
-            raise UnknownExponents
+            exponents = self._exponents.unknown()
         self._num_asked += 1
         return exponents if num_terms in (None, len(exponents)) else [Fraction(0)] * (num_terms or 0)
 

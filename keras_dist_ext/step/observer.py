@@ -57,6 +57,10 @@ class StepObserver:
     ) -> None:
         """Take note of gradients that are given to an optimizer."""
 
+    def on_unknown_losses(self) -> bool:
+        """Take note that a layer adds a loss of which is not known yet how it grows; say whether to go on without."""
+        return False
+
     def on_result(self) -> None:
         """Take note that the result of a metric is computed."""
 

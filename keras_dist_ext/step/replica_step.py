@@ -170,6 +170,10 @@ class ReplicaStep:
             if self.note is not None:
                 self.note.loss(self.replica_id, value)
 
+    def assumes_means_of_losses(self) -> bool:
+        """Whether losses that layers add may be taken for means though nothing is known of them: nobody runs it."""
+        return self._observer.on_unknown_losses()
+
     def as_mean(self, value: tf.Tensor) -> tf.Tensor:
         """Turn a scalar of the user's code into one whose mean over replicas, weighted by share, is the global one."""
         return self.weights.as_mean(value)

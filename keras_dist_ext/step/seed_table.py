@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from keras_dist_ext.hashing import MODULUS, replica_offset
 from keras_dist_ext.step.distributed_model import DistributedModel
-from keras_dist_ext.step.seeds import Generator, seeds_of
+from keras_dist_ext.step.generator import Generator
+from keras_dist_ext.step.seeds import seeds_of
 from keras_dist_ext.strategy.virtual import num_replicas_of
 
 if TYPE_CHECKING:

@@ -33,35 +33,15 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import attributes, flat_layers, seed_generators
 from keras_dist_ext._keras.saving import Saveable
 from keras_dist_ext._keras.strategies import first_replica
-from keras_dist_ext._keras.variables import Variable, components
 from keras_dist_ext.aliases import Array
 from keras_dist_ext.errors import SeedError
-from keras_dist_ext.hashing import MODULUS, checked_seed, fold_in, replica_offset
+from keras_dist_ext.hashing import MODULUS, checked_seed, fold_in
 from keras_dist_ext.step.draw_refusals import refuse_model
+from keras_dist_ext.step.generator import Generator, stream
 from keras_dist_ext.step.global_generator import global_generator_of
 from keras_dist_ext.strategy.virtual import num_replicas_of
 
-__all__ = ["Generator", "Seeds", "seed_replicas", "stream"]
-
-
-def stream(seed: int, replica: int, generator: str) -> tuple[int, int]:
-    """Return the key of a generator's first draw on a replica; the k-th has the second number k higher.
-
-    Args:
-        seed: the global seed S.
-        replica: i, the number of the replica over all workers.
-        generator: the generator's name, see ``Seeds``.
-
-    Returns:
-        Two numbers from 0 to 2**31 - 3.
-    """
-    state = _initial_state(seed, generator) + replica_offset(replica)
-    return int(state[0] % MODULUS), int(state[1] % MODULUS)
-
-
-def _initial_state(seed: int, generator: str) -> Array:
-    first, second = divmod(fold_in(0, generator), 2**31)
-    return np.array([(seed + first) % MODULUS, second % MODULUS], np.int64)
+__all__ = ["Seeds", "seed_replicas", "seeds_of"]
 
 
 def seed_replicas(model: keras.Model, seed: int) -> None:
@@ -95,46 +75,6 @@ def seeds_of(model: keras.Model) -> Seeds:
             "the same numbers on every replica. Derive it from kde.Model, or rebuild it by kde.adopt(model, strategy)."
         )
     return seeds
-
-
-class Generator:
-    """A source of random numbers of a model, and its state on all of this worker's replicas.
-
-    Args:
-        name: stable for a model, whatever was made before it: its streams depend on it.
-        label: for people.
-        state: the variable that holds ``[seed, counter]``, or the state of a ``tf.random.Generator``.
-    """
-
-    def __init__(self, name: str, label: str, state: Variable) -> None:
-        self.name = name
-        self.label = label
-        self.state = state
-        self.is_keras = isinstance(state, keras.Variable)
-
-    def read(self) -> Array:
-        """Return the state, an int64 array: ``[seed, counter]``, or ``[counter, counter, key]`` of TensorFlow's."""
-        return np.asarray(components(self.state)[0].numpy(), np.int64)
-
-    def write(self, state: Array) -> None:
-        """Set the state on all of this worker's replicas."""
-        for copy in components(self.state):
-            copy.assign(tf.cast(np.asarray(state, np.int64), copy.dtype))
-
-    def initial_state(self, seed: int) -> Array:
-        """The state before the first draw. TensorFlow's generators hash a replica's number into the key themselves."""
-        if self.is_keras:
-            return _initial_state(seed, self.name)
-        return np.array([0] * (self.state.shape[0] - 1) + [fold_in(seed, self.name)], np.int64)
-
-    def num_draws(self, seed: int) -> int | None:
-        """How many draws lie between the first state of a seed and the present one; None if that has another seed."""
-        start, state = self.initial_state(seed), self.read()
-        if self.is_keras:
-            same, drawn = state[0] % MODULUS == start[0], int(state[1] - start[1])
-        else:
-            same, drawn = state[-1] == start[-1], int(state[0])
-        return drawn if same and drawn >= 0 else None
 
 
 def _held(value: object) -> Iterator[tf.random.Generator]:

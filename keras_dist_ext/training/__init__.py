@@ -29,7 +29,11 @@ In reading order:
     prediction        the compiled loop of ``predict``
     runs              a run of ``fit``, ``evaluate`` or ``predict``: its checks, callbacks and data
     runners           what Keras calls for each execution
-    epoch_data        the executions of an epoch: Keras' epoch iterator over our reader
+    epoch_data        the executions of an epoch: Keras' epoch iterator
+    execution_planner how many steps the next one makes, agreed on by all workers
+    run_dataset       the data of a run, and how its workers read it
+    passes            the passes over it, and how many batches they have read
+    evaluation_passes how many of them evaluation has begun
     execution         some steps to be made at once
     batch_reader      the batches of a pass
     next_pass         the iterator that Keras makes when one ends

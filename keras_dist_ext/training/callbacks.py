@@ -19,6 +19,7 @@ from keras_dist_ext.step.seeds import seeds_of
 from keras_dist_ext.strategy.given import checked_strategy
 from keras_dist_ext.strategy.scope import check_scope
 from keras_dist_ext.training.epoch_data import EpochData
+from keras_dist_ext.training.evaluation_passes import EvaluationPasses
 from keras_dist_ext.training.resume.tests_before import Validation
 from keras_dist_ext.training.run_callback import Callbacks, RunCallback
 from keras_dist_ext.training.runtime import runtime_of
@@ -167,6 +168,7 @@ class RunCallbackList(LateCallbackList):
         self._run_callbacks: list[RunCallback] = []
         self._on_execution_end: list[Callable[[], None]] = []  # only those that do something: they are called often
         self.validation = Validation()
+        self.evaluation_passes = EvaluationPasses()
         self._data: EpochData | None = None
         self._test_data: EpochData | None = None
 
@@ -184,7 +186,11 @@ class RunCallbackList(LateCallbackList):
 
     def add_data(self, data: EpochData) -> None:
         """Take note of the data of training, or of an evaluation."""
-        self._data, self._test_data = self._data or data, data
+        if self._data is None:
+            self._data = data
+        else:
+            self.evaluation_passes.follow(data.dataset)
+        self._test_data = data
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Set up, and begin training."""
@@ -252,4 +258,4 @@ class RunCallbackList(LateCallbackList):
                 if type(callback).on_execution_end is not RunCallback.on_execution_end
             ]
             for callback in self._run_callbacks:
-                callback.on_run_begin(self.callbacks, self.data)
+                callback.on_run_begin(self.callbacks, self.data.dataset)

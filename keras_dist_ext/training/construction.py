@@ -7,7 +7,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -25,17 +24,17 @@ class Scoped(abc.ABCMeta, type(keras.Model)):  # type: ignore[misc]  # ABCMeta: 
     Where a user's class takes a ``seed`` or a ``strategy`` itself, it is given that, whatever it means there.
     """
 
-    def __call__(cls, *args: object, **kwargs: Any) -> keras.Model:
+    def __call__(cls, *args: object, **kwargs: object) -> keras.Model:
         """Construct an instance in the scope of its strategy."""
         own = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
         seed = kwargs.pop("seed", None) if "seed" not in own else None
         if seed is not None:
             seed = checked_seed(seed)
-        strategy = kwargs.get("strategy") if "strategy" in own else kwargs.pop("strategy", None)
         if "strategy" not in own:
-            checked_strategy(strategy)
-        elif not isinstance(strategy, tf.distribute.Strategy):
-            strategy = None
+            strategy = checked_strategy(kwargs.pop("strategy", None))
+        else:
+            given = kwargs.get("strategy")
+            strategy = given if isinstance(given, tf.distribute.Strategy) else None
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             model = super().__call__(*args, **kwargs)
         if seed is not None:

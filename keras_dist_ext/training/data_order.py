@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -20,6 +19,7 @@ from keras_dist_ext._keras.strategies import first_replica
 from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext.hashing import fold_in
 from keras_dist_ext.messages import warn_once
+from keras_dist_ext.step.seeds import Seeds
 from keras_dist_ext.strategy.workers import Workers
 
 __all__ = ["DataOrder"]
@@ -32,7 +32,7 @@ class DataOrder:
         adapter: Keras' own, of the data that was given.
         given: the dataset that it makes of it.
         strategy: that reads it.
-        is_seeded: asked whether seeds are the run's, and stand above TensorFlow's global one.
+        seeds: of the run; where it has a seed, they stand above TensorFlow's global one.
         has_own_rows: whether each worker reads its own examples.
         workers: that read it; None on one.
 
@@ -46,15 +46,15 @@ class DataOrder:
         adapter: DataAdapter,
         given: tf.data.Dataset,
         strategy: tf.distribute.Strategy,
+        seeds: Seeds,
         *,
-        is_seeded: Callable[[], bool],
         has_own_rows: bool,
         workers: Workers | None,
     ) -> None:
         self._adapter = adapter
         self._given = given
         self._strategy = strategy
-        self._is_seeded = is_seeded
+        self._seeds = seeds
         self._has_own_rows = has_own_rows
         self._is_on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
         self._dataset: tf.data.Dataset | None = None  # of arrays, made once
@@ -83,20 +83,21 @@ class DataOrder:
         graph = dataset_graph(self._given)
         if graph is None:
             return None
+        over_global = self._seeds.root is not None
         if caches_in_memory(graph):  # made once, it keeps what it has cached, and reshuffles by itself
             if self._given not in _ORDERED:
-                if unseeded_random_ops(graph, over_global=self._is_seeded()) or generator_states(graph):
+                if unseeded_random_ops(graph, over_global=over_global) or generator_states(graph):
                     warn_once(
                         "The pipeline keeps elements in memory (cache()) and draws random numbers in its functions, "
                         "which therefore cannot follow the seed of the run: they differ from run to run. Draw in the "
                         "model, by Keras' layers or keras.random, or by tf.random.stateless_* ops."
                     )
-                _ORDERED[self._given] = with_seeds(self._given, graph, seed, over_global=self._is_seeded())
+                _ORDERED[self._given] = with_seeds(self._given, graph, seed, over_global=over_global)
             return _ORDERED[self._given]
         worker = first_replica(self._strategy) if self._has_own_rows else 0
         map_seed = fold_in(seed, "map", worker)
         holds_variables = captures_variables(graph)
-        ordered = with_seeds(self._given, graph, seed, map_seed, over_global=self._is_seeded())
+        ordered = with_seeds(self._given, graph, seed, map_seed, over_global=over_global)
         if holds_variables and ordered is not self._given:
             warn_once(
                 "The pipeline's functions read a tf.Variable. To have its order follow a seed, it is made anew for "

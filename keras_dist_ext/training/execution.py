@@ -18,13 +18,6 @@ __all__ = ["Execution", "Program", "PredictFunction", "RunKind", "StepFunction"]
 RunKind: TypeAlias = Kind | Literal["predict"]
 """Of a run: what it makes of its data."""
 
-StepFunction: TypeAlias = "Callable[[Execution | Iterator[StepData]], TensorNest]"
-"""What Keras calls for each execution, which returns logs; outside of ``fit``, with an iterator over one batch."""
-
-
-PredictFunction: TypeAlias = "Callable[[Sequence[Execution] | Sequence[StepData]], TensorNest]"
-"""What Keras calls for each execution of a prediction, which returns outputs."""
-
 
 class Program(Protocol):
     """Makes steps of one kind on the batches of a reader."""
@@ -83,3 +76,10 @@ class Execution:
             raise StopIteration
         self._is_taken = True
         return self
+
+
+StepFunction: TypeAlias = Callable[[Execution | Iterator[StepData]], TensorNest]
+"""What Keras calls for each execution, which returns logs; outside of ``fit``, with an iterator over one batch."""
+
+PredictFunction: TypeAlias = Callable[[Sequence[Execution] | Sequence[StepData]], TensorNest]
+"""What Keras calls for each execution of a prediction, which returns outputs."""

@@ -249,7 +249,7 @@ class Model(HookedModel, metaclass=Scoped):
             runtime.build(runtime.kind_of_batches, *specs_of_arrays(batch))
         else:
             check_epoch_iterator()
-            runtime.build(iterator.kind, iterator.batch_spec, iterator.exact_spec)
+            runtime.build(iterator.kind, iterator.dataset.batch_spec, iterator.dataset.exact_spec)
         if self.placement is not None:
             self.placement.place_new_variables()
         self.replica_seeds.begin()

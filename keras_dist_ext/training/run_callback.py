@@ -19,10 +19,14 @@ Callbacks: TypeAlias = (
 
 
 class RunData(Protocol):
-    """What callbacks may know of a run's data; see ``EpochData``."""
+    """What callbacks may know of a run's data; see ``RunDataset``."""
 
     data_adapter: DataAdapter
     num_passes: int
+
+    @property
+    def num_batches(self) -> int | None:
+        """Of an epoch, if that is known."""
 
     @property
     def given(self) -> tf.data.Dataset:
@@ -89,7 +93,7 @@ class RunCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
         Args:
             callbacks: of the run, as Keras calls them, this one among them.
-            data: of training, or of evaluation where nothing is trained: an ``EpochData``.
+            data: of training, or of evaluation where nothing is trained: a ``RunDataset``.
         """
 
     def on_before_train_begin(self, callbacks: keras.callbacks.CallbackList) -> None:

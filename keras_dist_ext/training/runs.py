@@ -156,7 +156,8 @@ def _epoch_data(
     ) -> EpochData:
         kind = next(kinds)
         _check_given(kind, [arguments.get(name) for name in ("x", "y", "sample_weight")])
-        new = EpochData(runtime, kind, sizers[kind], **arguments)
+        beside = callbacks.evaluation_passes if isinstance(callbacks, RunCallbackList) and kind == "train" else None
+        new = EpochData(runtime, kind, sizers[kind], beside, **arguments)
         if isinstance(callbacks, RunCallbackList):
             callbacks.add_data(new)
         made.append(new)
@@ -167,7 +168,7 @@ def _epoch_data(
             yield
     finally:
         for each in made:
-            each.close()
+            each.passes.close()
 
 
 def _check_given(kind: RunKind, given: Sequence[object]) -> None:

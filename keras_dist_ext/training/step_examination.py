@@ -7,11 +7,13 @@ same on all of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Sequence
 
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.creation import call_outside
 from keras_dist_ext._keras.optimizers import inner_optimizer
 from keras_dist_ext._keras.strategies import replica_id
 from keras_dist_ext._keras.variables import Variable, local_component, tf_variable
@@ -27,7 +29,7 @@ from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.step.origins import Origins
 from keras_dist_ext.step.reducers import Reducer, RowRange
 from keras_dist_ext.step.step_plan import GradientCall, StepPlan
-from keras_dist_ext.step.update import Update, assign_reduced, build_optimizer, run_optimizer
+from keras_dist_ext.step.update import Update, assign_reduced, run_optimizer
 from keras_dist_ext.training.step_assignments import labels, shared_state, shortened
 
 __all__ = ["ExaminedReducer", "ReducesInFunction", "StepExamination"]
@@ -142,20 +144,29 @@ class StepExamination(StepObserver):
     Args:
         name: of the step, as messages say it.
         num_replicas: over all workers; virtual ones where there are such.
+        strategy: under which it makes what it trains.
+
+    Attributes:
+        functions: of TensorFlow, in which replicas add up, and
+        computes_with_results: whether it does so with results of metrics. Of both a trace has to know from its start.
+        has_unknown_losses: whether layers add losses of which is not known yet how they grow.
     """
 
     examines = True
 
-    def __init__(self, name: str, num_replicas: int) -> None:
+    def __init__(self, name: str, num_replicas: int, strategy: tf.distribute.Strategy) -> None:
         self.name = name
         self.num_replicas = num_replicas
+        self.computes_with_results = False
+        self.has_unknown_losses = False
+        self._strategy = strategy
         self.origins = Origins()
         self.averaged: dict[int, Variable] = {}  # state of layers, whose mean over replicas is taken after the step
         self.of_keras: set[int] = set()  # variables that are assigned by Keras, or by an optimizer of Keras
         self.reducers: list[ExaminedReducer] = []
         self.nested: list[Place] = []
         self.reduces_in: set[Hashable] = set()  # branches and loops in which replicas add up
-        self.functions: set[Hashable] = set()  # of TensorFlow, in which they do
+        self.functions: set[Hashable] = set()
         self._ends: list[tuple[Gradients, Sequence[TensorNest]]] = []  # of each replica's step
 
     def reducer(self, own: Reducer) -> ExaminedReducer:
@@ -242,15 +253,22 @@ class StepExamination(StepObserver):
                 "those of the whole batch before: kde.reduce_gradients(gradients). All replicas draw the same for a "
                 'gradient with ReplicaSeeds(seed, draws="global").'
             )
-        build_optimizer(optimizer, list(variables))
+        if not optimizer.built:
+            call_outside(functools.partial(optimizer.build, list(variables)), self._strategy)
         self.of_keras.update(
             id(tf_variable(v)) for v in (*variables, *inner_optimizer(optimizer).variables, *optimizer.variables)
         )
+
+    def on_unknown_losses(self) -> bool:
+        """Note it, and go on: what becomes of gradients does not depend on how they are weighed."""
+        self.has_unknown_losses = True
+        return True
 
     def on_result(self) -> None:
         """Have results of metrics in functions, branches and loops be those of all replicas."""
         if self.nested and self.num_replicas > 1:
             self.inline_functions()
+            self.computes_with_results = True
             raise ComputesWithResults
 
     def on_end(self, gradients: Gradients, returned: Sequence[TensorNest]) -> None:

@@ -9,7 +9,8 @@ used. Without keras-tuner, that raises an error that says how to install it: the
 
 In reading order:
 
-    search           RandomSearch, BayesianOptimization, Hyperband, GridSearch, StrategySearch, with_strategies
+    tuners           RandomSearch, BayesianOptimization, Hyperband, GridSearch, with_strategies
+    search           StrategySearch: what all of them do
     strategies       the strategies of a search, as a hyperparameter
     coupled          Coupled: batch size and learning rate follow the number of replicas
     objectives       examples_per_second, seconds_to, cost
@@ -24,6 +25,7 @@ In reading order:
     global_state     restore Keras' and TensorFlow's settings after it
     infeasible       keep the oracle away from what cannot run
     screening        Screening: drop slow strategies before the search
+    search_screening once in a project, by one process
     model_benchmark  measure one of them
     benchmark_log    log which one runs
     strategy_report  StrategyReport

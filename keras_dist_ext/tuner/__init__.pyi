@@ -7,10 +7,10 @@ from .objectives import seconds_to as seconds_to
 from .processes.launch_search import SearchRun as SearchRun
 from .processes.launch_search import launch_search as launch_search
 from .screening import Screening as Screening
-from .search import BayesianOptimization as BayesianOptimization
-from .search import GridSearch as GridSearch
-from .search import Hyperband as Hyperband
-from .search import RandomSearch as RandomSearch
 from .search import StrategySearch as StrategySearch
-from .search import with_strategies as with_strategies
 from .strategy_report import StrategyReport as StrategyReport
+from .tuners import BayesianOptimization as BayesianOptimization
+from .tuners import GridSearch as GridSearch
+from .tuners import Hyperband as Hyperband
+from .tuners import RandomSearch as RandomSearch
+from .tuners import with_strategies as with_strategies

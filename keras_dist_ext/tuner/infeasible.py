@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from keras_dist_ext._keras.keras_tuner import count_failures, keras_tuner, learn_from_failures, objectives_of, redraw
+from keras_dist_ext._keras.keras_tuner import keras_tuner, objectives_of
+from keras_dist_ext._keras.keras_tuner_oracles import count_failures, learn_from_failures, redraw
 from keras_dist_ext._keras.oracle_checks import check_oracle
 from keras_dist_ext.tuner.objectives import UNREACHED, SecondsTo
 from keras_dist_ext.tuner.records import ProjectRecords, TrialRecord

@@ -1,30 +1,22 @@
-"""Search hyperparameters and the strategy together: keras-tuner's tuners, and a decorator for any other tuner."""
+"""Search hyperparameters and the strategy together: what any tuner of keras-tuner does for that."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 import tensorflow as tf
 
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras
-from keras_dist_ext._keras.keras_tuner import (
-    HookedTuner,
-    callbacks_of_worker,
-    keras_tuner,
-    objectives_of,
-    replace_space,
-)
+from keras_dist_ext._keras.keras_tuner import HookedTuner, callbacks_of_worker, keras_tuner, objectives_of
+from keras_dist_ext._keras.keras_tuner_oracles import replace_space
 from keras_dist_ext._keras.models import compile_arguments
 from keras_dist_ext.aliases import Config, FitArgument, UserFunction
 from keras_dist_ext.errors import TunerError
-from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.pick import StrategyChoice
 from keras_dist_ext.strategy.scope import describe_strategy
 from keras_dist_ext.training.resume.callback import Resume
-from keras_dist_ext.tuner.benchmark_log import BenchmarkLog
 from keras_dist_ext.tuner.coupled import Coupled
 from keras_dist_ext.tuner.global_state import restored_global_state
 from keras_dist_ext.tuner.infeasible import avoid_infeasible
@@ -32,17 +24,17 @@ from keras_dist_ext.tuner.model_benchmark import ModelBenchmark
 from keras_dist_ext.tuner.model_builder import ModelBuilder, Purpose
 from keras_dist_ext.tuner.processes.process_role import process_role
 from keras_dist_ext.tuner.processes.role_entry import connect_to_chief, restore_oracle, run_search
-from keras_dist_ext.tuner.processes.screening_lease import screen_on_one_worker
 from keras_dist_ext.tuner.records import ProjectRecords
 from keras_dist_ext.tuner.scoped import Build, ScopedHyperModel
-from keras_dist_ext.tuner.screening import Screening, ScreeningResult, screen_strategies
+from keras_dist_ext.tuner.screening import Screening, ScreeningResult
+from keras_dist_ext.tuner.search_screening import check_screening, default_of_strategy, screen_once
 from keras_dist_ext.tuner.space import check_project_strategies, strategy_last
-from keras_dist_ext.tuner.strategies import HYPERPARAMETER, Strategies, StrategyEntry
+from keras_dist_ext.tuner.strategies import Strategies, StrategyEntry
 from keras_dist_ext.tuner.strategy_report import StrategyReport, build_report
 from keras_dist_ext.tuner.trial_logs import TrialLogs
 from keras_dist_ext.tuner.trial_run import TrialRun, fit_with_coupled
 
-__all__ = ["BayesianOptimization", "GridSearch", "Hyperband", "RandomSearch", "StrategySearch", "with_strategies"]
+__all__ = ["StrategySearch"]
 
 
 class StrategySearch(HookedTuner):
@@ -272,7 +264,7 @@ class StrategySearch(HookedTuner):
         _refuse_scope("asked to search")
         _refuse_resume(kwargs.get("callbacks"))
         if self.screening is not None:
-            self._check_screening()
+            check_screening(self.oracle, self.project_dir, self._role)
         run_search(self, self._role, self._search, *args, **kwargs)
 
     def _search(self, *args: FitArgument, **kwargs: FitArgument) -> None:
@@ -283,41 +275,15 @@ class StrategySearch(HookedTuner):
 
     # Screening
 
-    def _check_screening(self) -> None:
-        if self._role.num_workers > 1:
-            raise TunerError(
-                f"screening measures strategies in one process, and {self._role.num_workers} processes run each trial "
-                "of this search together. Leave it out."
-            )
-        if self._role.has_oracle and self.oracle.trials and ScreeningResult.load(self.project_dir) is None:
-            raise TunerError(
-                f"screening drops strategies before the first trial, and the project in {self.project_dir} already has "
-                f"{counted(len(self.oracle.trials), 'trial')}. Leave it out, or give another project_name."
-            )
-
     def _screen(self, screening: Screening, args: Sequence[FitArgument], kwargs: Mapping[str, FitArgument]) -> None:
-        def measure() -> ScreeningResult:
-            with restored_global_state():
-                log = BenchmarkLog(self.project_dir)
-                return screen_strategies(
-                    screening, self._strategies.names, lambda name: self._benchmark(name, args, kwargs), log
-                )
+        def benchmark(name: str) -> ModelBenchmark:
+            return self._benchmark(name, args, kwargs)
 
-        if not self._role.is_single:
-            screen_on_one_worker(self.oracle, measure)
-        elif ScreeningResult.load(self.project_dir) is None:
-            result = measure()
-            result.save(self.project_dir)
-            replace_space(self.oracle, result.narrowed)
+        screen_once(screening, self._strategies.names, benchmark, self.oracle, self.project_dir, self._role)
 
     def _benchmark(self, name: str, args: Sequence[FitArgument], kwargs: Mapping[str, FitArgument]) -> ModelBenchmark:
         """Return a model of the default hyperparameters under a strategy, ready to train on the search's data."""
-        hp = self.oracle.get_space()
-        hp.values[HYPERPARAMETER] = name
-        for one in hp.space:  # keras-tuner would draw those that are conditional on the strategy
-            if hp.is_active(one):
-                hp.values.setdefault(one.name, one.default)
-        hp.ensure_active_values()
+        hp = default_of_strategy(self.oracle, name)
         model, hypermodel = self._build_model(hp), self.hypermodel
         assert hypermodel is not None
         values = self._builder.built.values
@@ -349,49 +315,3 @@ def _refuse_resume(callbacks: object) -> None:
             "search was given the callback Resume, whose directory all trials would share, so that each would continue "
             "where the one before it ended. Leave it out: a search that is restarted continues by itself."
         )
-
-
-class RandomSearch(StrategySearch, keras_tuner.RandomSearch):  # type: ignore[misc]
-    """keras-tuner's RandomSearch with a strategy for each trial; see `StrategySearch`."""
-
-
-class BayesianOptimization(StrategySearch, keras_tuner.BayesianOptimization):  # type: ignore[misc]
-    """keras-tuner's BayesianOptimization with a strategy for each trial; see `StrategySearch`."""
-
-
-class Hyperband(StrategySearch, keras_tuner.Hyperband):  # type: ignore[misc]
-    """keras-tuner's Hyperband with a strategy for each trial; see `StrategySearch`."""
-
-
-class GridSearch(StrategySearch, keras_tuner.GridSearch):  # type: ignore[misc]
-    """keras-tuner's GridSearch, which tries all strategies before it changes another value; see `StrategySearch`."""
-
-
-_Tuner = TypeVar("_Tuner", bound=type)
-
-
-def with_strategies(cls: _Tuner) -> _Tuner:
-    """Make a custom tuner search strategies, too; for use as a decorator.
-
-        @kde.tuner.with_strategies
-        class Mine(keras_tuner.RandomSearch): ...
-
-    Args:
-        cls: a class derived from `keras_tuner.Tuner`.
-
-    Returns:
-        A class of the same name, whose constructor also takes what `RandomSearch` here takes; ``cls`` itself where it
-        does already.
-
-    Raises:
-        TunerError: the class is not a `keras_tuner.Tuner`.
-    """
-    if isinstance(cls, type) and issubclass(cls, StrategySearch):
-        return cls
-    if not (isinstance(cls, type) and issubclass(cls, keras_tuner.Tuner)):
-        raise TunerError(
-            f"Expected a keras_tuner.Tuner, got {getattr(cls, '__name__', repr(cls))}, which does not build Keras "
-            "models for trials. (SklearnTuner searches scikit-learn models, which no strategy distributes.)"
-        )
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (StrategySearch, cls), body)  # type: ignore[return-value]

@@ -342,7 +342,7 @@ def an_epoch_begins_anew() -> AbstractContextManager[Any]:
 
     def begin(original: Any) -> Any:
         def changed(self: Any) -> Any:
-            self._reader = None
+            self.passes.reader = None
             return original(self)
 
         return changed

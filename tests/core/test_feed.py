@@ -222,7 +222,7 @@ def test_specs_have_any_number_of_rows_and_read_no_data():
 
     signature = (tf.TensorSpec((8, 3)), {"label": tf.TensorSpec((8,), tf.int32)})
     data = make_data(tf.data.Dataset.from_generator(generate, output_signature=signature))
-    assert data.batch_spec == (tf.TensorSpec((None, 3)), {"label": tf.TensorSpec((None,), tf.int32)})
+    assert data.dataset.batch_spec == (tf.TensorSpec((None, 3)), {"label": tf.TensorSpec((None,), tf.int32)})
 
 
 class Peers:

@@ -1,6 +1,7 @@
 """Models with steps of their own need no `call`, no form of a batch, and no variables before their first step."""
 
 import functools
+import re
 
 import keras
 import numpy as np
@@ -12,8 +13,9 @@ from own_steps import PROGRAMS, Base, X, Y, batches, descend
 from strategies import strategies
 
 import keras_dist_ext as kde
+from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext.errors import LoopError
-from keras_dist_ext.training import building
+from keras_dist_ext.training import building, step_planning
 
 ADOPTED = ("no call", "a gan of parts made in the step")
 QUICK = (
@@ -59,6 +61,81 @@ def test_under_no_strategy_python_calls_a_model_as_often_as_in_stock_keras():
         return counts
 
     assert calls(kde) == calls(keras)
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """A name for each trace in a scratch graph by which a step's plan is made."""
+    found = []
+
+    def noted(name):
+        found.append(name)
+        return scratch_graph(name)
+
+    monkeypatch.setattr(step_planning, "scratch_graph", noted)
+    return found
+
+
+class Penalty(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_sum(tf.square(x)))
+        return x
+
+
+def own_step(strategy, *, adds_loss=False, uses_results=False, in_function=False):
+    """A model whose step descends by itself, and what else is asked for."""
+
+    class Net(kde.Model):
+        def __init__(self):
+            super().__init__()
+            self.parts = [keras.layers.Dense(3), *([Penalty()] if adds_loss else []), keras.layers.Dense(1)]
+            self.update = tf.function(self.descend) if in_function else self.descend
+
+        def call(self, x):
+            for part in self.parts:
+                x = part(x)
+            return x
+
+        def descend(self, x, y):
+            with tf.GradientTape() as tape:
+                y_pred = self(x)
+                loss = self.compute_loss(x, y, y_pred)
+            variables = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            return y_pred
+
+        def train_step(self, data):
+            x, y = data[:2]
+            logs = self.compute_metrics(x, y, self.update(x, y))
+            return {**logs, "twice": 2 * logs["mae"]} if uses_results else logs
+
+    with strategy.scope():
+        net = Net()
+        net.compile("adam", "mse", metrics=["mae"])
+    return net
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_traces"),
+    [({"adds_loss": True}, 1), ({"uses_results": True}, 2), ({"in_function": True}, 2)],
+    ids=["a loss that a layer adds", "results of metrics", "a tf.function"],
+)
+def test_a_plan_takes_a_second_trace_only_where_the_first_was_of_another_step(asked, num_traces, plans):
+    net = own_step(strategies.get("mirrored2"), **asked)
+    net.train_on_batch(X, Y)
+    assert plans == ["plan_of_a_step"] * num_traces
+
+
+def test_a_plan_builds_the_optimizer_that_its_step_is_the_first_to_use(plans, monkeypatch):
+    expected = own_step(strategies.get("mirrored2"))
+    expected.train_on_batch(X, Y)
+    monkeypatch.setattr(building, "_built_by_step", lambda *_: False)
+    net = own_step(strategies.get("mirrored2"))
+    plans.clear()
+    net.train_on_batch(X, Y)
+    assert plans == ["plan_of_a_step"]
+    made, others = ([(re.sub(r"_\d+", "", v.path), v.shape) for v in m.optimizer.variables] for m in (net, expected))
+    assert made == others
 
 
 def test_a_step_of_ones_own_is_traced_aside_once_for_all_runs_on_such_batches(monkeypatch):

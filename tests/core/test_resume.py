@@ -575,7 +575,7 @@ def test_small_pipelines_resume_without_being_read_again(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = types.SimpleNamespace(perf_counter=lambda: 0.0)  # TensorFlow is quick to save it
-    monkeypatch.setattr("keras_dist_ext.training.epoch_data.time", clock)
+    monkeypatch.setattr("keras_dist_ext.training.passes.time", clock)
     reads = tf.data.Dataset.range(1000).map(lambda i: (tf.fill([4], tf.cast(i, tf.float32)), tf.ones([1]))).batch(8)
     with pytest.raises(Crash):
         fit_small(tmp_path, runs.crash_at(90, kill=False), x=reads, y=None, batch_size=None, epochs=1)

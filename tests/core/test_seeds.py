@@ -25,7 +25,7 @@ from two_workers import on_two_workers
 import keras_dist_ext as kde
 from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.hashing import MODULUS, fold_in, replica_offset
-from keras_dist_ext.step.seeds import stream
+from keras_dist_ext.step.generator import stream
 from keras_dist_ext.step.xla import draw_as_uncompiled
 
 # Streams
@@ -705,10 +705,10 @@ def test_scope_guard_warns_that_stock_models_repeat_their_draws(mirrored: Any) -
 
 
 def test_generators_that_would_draw_alike_are_named(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from keras_dist_ext.step import seeds
+    from keras_dist_ext.step import generator
 
     model = small_model(mirrored)
-    monkeypatch.setattr(seeds, "fold_in", lambda root, *ids: 1)
+    monkeypatch.setattr(generator, "fold_in", lambda root, *ids: 1)
     with pytest.raises(
         kde.SeedError, match=r"dropout\S* and gaussian_noise\S* would draw the same numbers on replica 0"
     ):

@@ -1492,7 +1492,8 @@ def test_a_meter_without_steps_has_no_rate() -> None:
     assert Meter(seconds_before=3.0).seconds == 3.0
 
 
-# What keras-tuner 1.4.8 keeps to itself, and the search touches: see `_keras/keras_tuner.py` and `tuner/search.py`
+# What keras-tuner 1.4.8 keeps to itself, and the search touches: see `keras_tuner.py` and `keras_tuner_oracles.py` in
+# `_keras`, and `tuner/search.py`
 SIGNATURES = {
     "keras_tuner.src.engine.base_tuner": {"BaseTuner._populate_initial_space": "self"},
     "keras_tuner.src.engine.tuner": {

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from keras_tuner.engine.trial import Trial, TrialStatus
 
-from keras_dist_ext._keras.keras_tuner import repair_reloaded, replace_space, save_files_atomically
+from keras_dist_ext._keras.keras_tuner_oracles import repair_reloaded, replace_space, save_files_atomically
 from keras_dist_ext.cluster.tasks import cluster
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner.processes.channel import Channel, Unreachable

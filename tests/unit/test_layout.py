@@ -113,6 +113,11 @@ def test_no_modules_import_each_other_in_a_circle():
     assert circle(IMPORTS) == ""
 
 
+def test_a_module_has_400_lines_at_most():
+    lines = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {module: count for module, count in lines.items() if count > 400} == {}
+
+
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("__init__.py")), ids=lambda path: path.parent.name)
 def test_a_package_says_what_it_is_for_and_names_its_modules_and_packages(path):
     text = ast.get_docstring(syntax_tree(path.read_text())) or ""

@@ -27,7 +27,6 @@ from keras_dist_ext.step.reducers import reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.step.step_options import StepOptions
 from keras_dist_ext.step.step_plan import GradientCall, StepPlan
-from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.training.loop.losses import check_mean, check_not_scaled, multiples, warn_of_own_divisor
 from keras_dist_ext.training.loop.python_effects import check_names, effects_of, names_used
 from keras_dist_ext.training.loop.replica import Replica
@@ -134,11 +133,12 @@ class _LoopExamination(StepExamination):
     Args:
         name: of the step.
         num_replicas: in sync, over all workers.
+        strategy: of the loop.
         scales: whether the number of replicas is asked for.
     """
 
-    def __init__(self, name: str, num_replicas: int, *, scales: bool) -> None:
-        super().__init__(name, num_replicas)
+    def __init__(self, name: str, num_replicas: int, strategy: tf.distribute.Strategy, *, scales: bool) -> None:
+        super().__init__(name, num_replicas, strategy)
         self.scaled_by = num_replicas if scales and num_replicas > 1 else None
         self.gathered = Origins()
 
@@ -223,7 +223,7 @@ def _trace(
     strategy = loop.distribute_strategy
     global_generator = global_generator_of(strategy, is_seeded=loop.replica_seeds.root is not None)
     returned: list[dict[str, tf.Tensor]] = []
-    seen = _LoopExamination(name, strategy.num_replicas_in_sync, scales=scales)
+    seen = _LoopExamination(name, strategy.num_replicas_in_sync, strategy, scales=scales)
 
     def refuse(next_creator: Callable[..., tf.Variable], **given: str) -> None:
         seen.on_variable(given.get("name") or "without a name")
@@ -258,7 +258,7 @@ def _trace(
         else:
             strategy.run(replica, args=(batch,))
 
-    for _ in range(100):  # optimizers, at most
+    for _ in range(100):  # functions that are a part of it, at most
         returned.clear()
         seen.forget()
         try:
@@ -266,9 +266,6 @@ def _trace(
                 graph = tf.function(traced, autograph=False).get_concrete_function(spec).graph
             plan.exponents.store([one.exponents({}) for one in asked])
             break
-        except UnbuiltOptimizer as unbuilt:
-            with loop.replica_runtime.in_scope():
-                unbuilt.build()
         except Exception as error:
             if seen.functions - plan.inlined:
                 plan.inlined |= seen.functions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
 from keras_dist_ext.aliases import Array
 
-__all__ = ["load", "save", "set_value", "value_of", "without"]
+__all__ = ["load", "save", "set_value", "split_weights", "value_of", "without"]
 
 
 def save(variables: Iterable[tuple[str, tf.Variable]], store: MutableMapping[str, Array]) -> None:
@@ -47,3 +47,25 @@ def set_value(variable: Variable, value: Array) -> None:
     first.assign(value)
     for copy in others:
         copy.assign(np.zeros_like(value) if is_sum else value)
+
+
+def split_weights(
+    name: str, weights: Sequence[Array], num_of_keras: int, num_plain: int
+) -> tuple[Sequence[Array], Sequence[Array]]:
+    """Return the arrays for the weights of Keras, and those for ``tf.Variable``s.
+
+    Args:
+        name: of the loop.
+        weights: what ``set_weights`` was given.
+        num_of_keras: weights of Keras, which come first.
+        num_plain: ``tf.Variable``s.
+
+    Raises:
+        ValueError: they are not as many.
+    """
+    if len(weights) != num_of_keras + num_plain:
+        raise ValueError(
+            f"set_weights was given {len(weights)} arrays, and '{name}' has {num_of_keras} weights of Keras "
+            f"and {num_plain} tf.Variables. Give what get_weights returns."
+        )
+    return weights[:num_of_keras], weights[num_of_keras:]

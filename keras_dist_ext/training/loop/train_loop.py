@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import current_step
-from keras_dist_ext.aliases import Array, BatchFunction, Scores, StepData, TensorNest, UserFunction
+from keras_dist_ext.aliases import Array, BatchFunction, CompileArgument, Scores, StepData, TensorNest, UserFunction
 from keras_dist_ext.data.split import num_rows
 from keras_dist_ext.errors import LoopError, StrategyError
 from keras_dist_ext.step.replica_step import ReplicaStep
@@ -207,7 +207,8 @@ class TrainLoop(Model):
 
     def _build_for_run(self, iterator: EpochData | None, batch: StepData) -> None:
         kind = self._kind
-        spec = spec_of_rows(iterator.given.element_spec if iterator is not None else spec_of_arrays(batch))
+        given = spec_of_arrays(batch) if iterator is None else iterator.dataset.given.element_spec
+        spec = spec_of_rows(given)
         if self._declared.examine(self, kind, self._steps[kind], spec):
             self.replica_runtime.functions[kind].clear()  # what was traced adds up to the metrics before
             setattr(self, f"{kind}_function", None)
@@ -306,7 +307,12 @@ class TrainLoop(Model):
         self._check_has("predict", "predict needs")
         return super().predict(*args, **kwargs)
 
-    def compile(self, *args: Any, virtual_replicas: VirtualReplicas | int | None = None, **kwargs: Any) -> None:
+    def compile(
+        self,
+        *args: CompileArgument,
+        virtual_replicas: VirtualReplicas | int | None = None,
+        **kwargs: CompileArgument,
+    ) -> None:
         """See ``Model.compile``; a loop is compiled when it is made.
 
         Raises:
@@ -383,14 +389,9 @@ class TrainLoop(Model):
             ValueError: they are not as many, or of other shapes.
         """
         raw = [variable for _, variable in raw_variables(self)]
-        num_of_keras = len(self.weights)
-        if len(weights) != num_of_keras + len(raw):
-            raise ValueError(
-                f"set_weights was given {len(weights)} arrays, and '{self.name}' has {num_of_keras} weights of Keras "
-                f"and {len(raw)} tf.Variables. Give what get_weights returns."
-            )
-        super().set_weights(weights[:num_of_keras])
-        for variable, value in zip(raw, weights[num_of_keras:], strict=True):
+        of_keras, of_others = plain_variables.split_weights(self.name, weights, len(self.weights), len(raw))
+        super().set_weights(of_keras)
+        for variable, value in zip(raw, of_others, strict=True):
             plain_variables.set_value(variable, np.asarray(value))
 
 

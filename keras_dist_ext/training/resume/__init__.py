@@ -4,6 +4,7 @@ In reading order:
 
     callback           ``kde.Resume``
     save_schedule      when checkpoints are due
+    save_wishes        what is wished for between executions
     run_state          the state that a model's training depends on
     callback_state     the state of callbacks
     frozen_values      copies of their attributes, as JSON and arrays

@@ -35,14 +35,13 @@ from keras_dist_ext.training.resume.preemption import Preemption
 from keras_dist_ext.training.resume.run_state import Snapshot, capture, peek_random, restore
 from keras_dist_ext.training.resume.same_run import VERSION, check_same_run, check_version
 from keras_dist_ext.training.resume.save_schedule import SaveSchedule
+from keras_dist_ext.training.resume.save_wishes import EXIT, LEAVE, SaveWishes
 from keras_dist_ext.training.resume.shared_checkpoints import newest_of_chief
-from keras_dist_ext.training.resume.tests_before import TestsBefore, Validation
+from keras_dist_ext.training.resume.tests_before import TestsBefore
 from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.training.worker_sync import own_callback
 
 __all__ = ["Resume"]
-
-_SAVE, _LEAVE, _EXIT = 1, 1 << 10, 1 << 20  # what a worker wishes for after an execution; summed over all
 
 
 class Resume(RunCallback):
@@ -126,6 +125,7 @@ class Resume(RunCallback):
         self._callbacks: RunCallbackList | None = None  # of the present run
         self._others: list[keras.callbacks.Callback] = []
         self._workers: Workers | None = None
+        self._wishes = self._wishes_of(None)
         self._loaded: tuple[JsonObject, dict[str, Array]] | None = None
         self._fingerprint: dict[str, str] = {}
         self._random_seed: int | None = None  # of keras.utils.set_random_seed, when the run began
@@ -170,13 +170,13 @@ class Resume(RunCallback):
         if self._callbacks is None or self.resumed_from is None:
             return
         data, test_data = self._callbacks.data, self._callbacks.test_data
-        if test_data is not data and not test_data.num_passes:
+        if test_data is not data and not test_data.dataset.num_passes:
             num_tests, order = self.resumed_from.num_tests, self.model.replica_seeds.order_of_evaluation()
             replay_evaluations(test_data.data_adapter, num_tests)
             if self._tests_before is not None and self._tests_before.are_replayed:
-                test_data.num_passes = num_tests
+                test_data.dataset.num_passes = num_tests
             else:
-                test_data.begin_after(num_tests, order, num_tests * (test_data.steps_per_epoch or 0))
+                test_data.passes.begin_after(num_tests, order, num_tests * (test_data.steps_per_epoch or 0))
 
     # Before and after all other callbacks
 
@@ -191,9 +191,10 @@ class Resume(RunCallback):
         self._callbacks = callbacks
         self._others = [own_callback(c) for c in callbacks.callbacks if not isinstance(c, Resume)]
         self._workers = workers_of(self.model.distribute_strategy)
+        self._wishes = self._wishes_of(self._workers)
         self._fingerprint = model_fingerprint(self.model)
-        data = callbacks.data.data_facts  # refuses a generator
-        if callbacks.data.is_pipeline and not is_deterministic(callbacks.data.given):
+        data = callbacks.data.dataset.facts  # refuses a generator
+        if callbacks.data.dataset.is_pipeline and not is_deterministic(callbacks.data.dataset.given):
             warn(
                 "The order of the data depends on timing (deterministic=False), so a run that resumes in the middle of "
                 "an epoch may use some examples twice and others not at all. Give the pipeline deterministic=True."
@@ -223,22 +224,23 @@ class Resume(RunCallback):
         """Resume from the checkpoint, and start to write checkpoints."""
         self._states.begin(self._others)
         self.resumed_from = self._tests_before = None
-        data = self._data
+        assert self._callbacks is not None
+        data = self._callbacks.data
         if self._loaded is not None:
             metadata = self._loaded[0]
             self.resumed_from = position = Position(**metadata["position"])
+            self._callbacks.evaluation_passes.num_before = position.num_tests
             is_over = metadata["stopped"] or position.epoch >= self.params["epochs"]
             set_initial_epoch(self.model, max(position.epoch, self.params["epochs"]) if is_over else position.epoch)
             if not is_over:
                 state = iterator_parts(self._loaded[1].get("iterator"))
                 seeds, strategy = self.model.replica_seeds, self.model.distribute_strategy
-                validation = Validation() if self._callbacks is None else self._callbacks.validation
-                self._tests_before = TestsBefore(validation, position, strategy, seeds)
-                data.seek(position, seeds.order_of_pass, state, self._tests_before.replaying())
+                self._tests_before = TestsBefore(self._callbacks.validation, position, strategy, seeds)
+                data.seek(position, state, self._tests_before)
             self._restore(position)
-            self._warn_of_other_arrays(metadata["data"].get("checksum"), data.data_facts["checksum"])
+            self._warn_of_other_arrays(metadata["data"].get("checksum"), data.dataset.facts["checksum"])
         self._schedule.begin(data.num_batches_used)
-        data.plan, data.count_tests = self._plan, self._num_tests
+        data.planner.wishes = self._wishes
         if self.on_preemption:
             self._preemption.install()
         heartbeat.can_leave(threading.current_thread() is threading.main_thread())  # by SystemExit
@@ -258,25 +260,23 @@ class Resume(RunCallback):
     def on_execution_end(self) -> None:
         """Write a checkpoint if it is due; at the end of an epoch, `on_after_epoch_end` does."""
         data = self._data
-        wish = data.agreed_wish
-        if wish and not data.ends_epoch and self._save(self._epoch) and wish >= _LEAVE:
+        wish = data.planner.agreed_wish
+        if wish and not data.ends_epoch and self._save(self._epoch) and wish >= LEAVE:
             self._end(wish)
 
     def on_after_epoch_end(self, epoch: int) -> None:
         """Write a checkpoint if it is due, and after the last epoch."""
         stopped = bool(self.model.stop_training)
         is_last = stopped or epoch + 1 >= self.params["epochs"]
-        wish = _EXIT if self._must_exit() else self._data.agreed_wish
-        if not (is_last or wish) and self._schedule.follows_epochs:
-            wish = int(self._from_chief(float(self._wish(self._schedule.is_due_after_epoch))))
+        wish = self._wishes.after_epoch(self._data.planner.agreed_wish, is_last=is_last)
         is_saved = bool(is_last or wish) and self._save(epoch + 1, stopped=stopped)
-        if not is_last and (wish >= _EXIT or (wish >= _LEAVE and is_saved)):
+        if not is_last and (wish >= EXIT or (wish >= LEAVE and is_saved)):
             self._end(wish)
 
     def on_after_train_end(self) -> None:
         """Wait until the last checkpoint is on the disk, before ``fit`` returns or the process exits."""
-        if self._must_exit():
-            self._end(_EXIT)
+        if self._wishes.must_exit():
+            self._end(EXIT)
         self._writer.wait()
 
     @property
@@ -284,48 +284,16 @@ class Resume(RunCallback):
         assert self._callbacks is not None
         return self._callbacks.data
 
-    @property
-    def _test_data(self) -> EpochData:
-        assert self._callbacks is not None
-        return self._callbacks.test_data
-
-    def _num_tests(self) -> int:
-        """How many passes evaluation has begun over its data."""
-        if self._test_data is not self._data:
-            return self._test_data.num_passes
-        return 0 if self.resumed_from is None else self.resumed_from.num_tests
-
-    # When to save
-
-    def _plan(self, num_steps: int) -> tuple[int, int]:
-        """Return how many of the next steps to run, and whether to save after them. The chief decides for all."""
-        if self._preemption.is_requested:
-            return num_steps, _EXIT
-        if not self._is_chief:
-            return num_steps, 0
-        data = self._data
-        num_steps, is_due = self._schedule.plan(num_steps, data.num_batches_used, follows_clock=data.follows_clock)
-        return num_steps, self._wish(is_due)
-
-    def _wish(self, is_due: bool) -> int:
-        """Return what the chief wishes for."""
-        if not is_due or self._writer.is_busy:
-            return 0
-        return _LEAVE if heartbeat.is_asked_to_leave() else _SAVE
-
-    def _must_exit(self) -> bool:
-        """Whether this process, or another worker, was asked to exit."""
-        if not self.on_preemption:
-            return False
-        is_requested = float(self._preemption.is_requested)
-        return bool(is_requested if self._workers is None else self._workers.sum([is_requested])[0])
+    def _wishes_of(self, workers: Workers | None) -> SaveWishes:
+        preemption = self._preemption if self.on_preemption else None
+        return SaveWishes(self._schedule, self._writer, preemption, workers)
 
     def _end(self, wish: int) -> None:
         """End this process when the checkpoint is on the disk, as it was asked to, or as an elastic launch wishes."""
         is_saved = self._from_chief(float(self._writer.wait()))
-        if wish < _EXIT and not is_saved:
+        if wish < EXIT and not is_saved:
             return  # who would leave now would lose steps
-        if wish < _EXIT:
+        if wish < EXIT:
             heartbeat.leaves()
         self._preemption.uninstall()
         raise SystemExit(
@@ -337,8 +305,8 @@ class Resume(RunCallback):
     def _save(self, epoch: int, *, stopped: bool = False) -> bool:
         """Write a checkpoint, except where a worker has just stopped training: then the end of the epoch is saved."""
         began = time.perf_counter()
-        seeds, data = self.model.replica_seeds, self._data
-        position = data.position(epoch, order=seeds.num_passes, num_tests=self._num_tests())
+        data = self._data
+        position = data.position(epoch)
         snapshot = capture(self.model, self._workers)
         if snapshot.stops and not stopped:
             return False
@@ -361,7 +329,7 @@ class Resume(RunCallback):
             "stopped": stopped,
             "random_seed": self._random_seed,
             "order_root": self.model.replica_seeds.order_root,
-            "data": self._data.data_facts,
+            "data": self._data.dataset.facts,
             "callbacks": states,
         }
         self._writer.start(functools.partial(_write, self._checkpoints, metadata, {**snapshot.values, **arrays}))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -169,14 +169,15 @@ def _named(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str,
         counts[kind] += 1
 
 
-def _set(callback: keras.callbacks.Callback, name: str, value: Any) -> None:
+def _set(callback: keras.callbacks.Callback, name: str, value: object) -> None:
     held = vars(callback).get(name)
+    is_alike = type(held) in (list, set, collections.deque) and type(value) is type(held)
     if isinstance(value, VariableValues):
         _assign(callback, name, _variables_of(held) or [], value)
     elif isinstance(held, dict) and isinstance(value, dict):
         held.clear()  # in place: a Counter stays one, and other references see it
         held.update(value)
-    elif type(held) in (list, set, collections.deque) and type(value) is type(held):
+    elif is_alike:
         held.clear()
         held.extend(value) if hasattr(held, "extend") else held.update(value)
     else:

@@ -80,12 +80,11 @@ class Items:
         self.items = sorted(items, key=repr) if isinstance(value, set | frozenset) else items
 
 
-def freeze(value: Any, required: str = "") -> FrozenValue:
+def freeze(value: object, required: str = "") -> FrozenValue:
     """Return a copy that later changes do not affect; an `Opaque` of what cannot be saved, unless it is required."""
     kind = type(value)
-    if value is None or kind in (bool, int, float, str):
-        scalar: _Scalar = value
-        return scalar
+    if value is None or (isinstance(value, bool | int | float | str) and kind in (bool, int, float, str)):
+        return value
     if isinstance(value, np.ndarray | np.generic | tf.Tensor):
         try:
             array = np.array(value.numpy() if isinstance(value, tf.Tensor) else value)
@@ -93,7 +92,7 @@ def freeze(value: Any, required: str = "") -> FrozenValue:
             return _opaque(value, required)
         is_number = array.dtype.kind in "biufc" or array.dtype.name.startswith(("bfloat", "float"))
         return (array, isinstance(value, np.generic)) if is_number else _opaque(value, required)
-    if kind in (list, tuple, set, frozenset, collections.deque):
+    if isinstance(value, _GROUPS) and kind in _GROUPS:
         parts = [freeze(part, required) for part in value]
         return _opaque(value, required) if any(isinstance(p, Opaque) for p in parts) else Items(value, parts)
     if isinstance(value, dict):
@@ -103,6 +102,9 @@ def freeze(value: Any, required: str = "") -> FrozenValue:
             return _opaque(value, required)
         return Items({}, [Items((), [k, v]) for k, v in zip(keys, parts, strict=True)])
     return _opaque(value, required)
+
+
+_GROUPS = (list, tuple, set, frozenset, collections.deque)
 
 
 def _opaque(value: object, required: str) -> Opaque:

@@ -53,7 +53,7 @@ class TestsBefore:
                     TFDatasetAdapter(data),
                     data,
                     strategy,
-                    is_seeded=lambda: seeds.root is not None,
+                    seeds,
                     has_own_rows=False,
                     workers=None,  # only arrays are shuffled otherwise there
                 )

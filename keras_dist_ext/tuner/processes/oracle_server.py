@@ -15,7 +15,8 @@ from typing import TypeAlias
 
 import grpc
 
-from keras_dist_ext._keras.keras_tuner import keras_tuner, release_lock, run_again
+from keras_dist_ext._keras.keras_tuner import keras_tuner
+from keras_dist_ext._keras.keras_tuner_oracles import release_lock, run_again
 from keras_dist_ext.aliases import Config, JsonObject
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner.processes.channel import ScreeningReply, SearchStatus, WorkerState, handlers

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
-from keras_dist_ext._keras.keras_tuner import (
-    keras_tuner,
+from keras_dist_ext._keras.keras_tuner import keras_tuner
+from keras_dist_ext._keras.keras_tuner_oracles import (
     local_oracle,
     repair_reloaded,
     replace_space,
