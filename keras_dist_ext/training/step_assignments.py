@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 import tensorflow as tf
 
-from keras_dist_ext._keras.variables import Variable, components, distributed_variable
+from keras_dist_ext._keras.variables import Variable, components, distributed_variable, is_sync_on_read, unread
 from keras_dist_ext.errors import LoopError, StrategyError
 from keras_dist_ext.step.ancestry import Assignment
 from keras_dist_ext.step.origins import Origins
@@ -57,9 +57,13 @@ def check_assigned(
     """
     if strategy.num_replicas_in_sync == 1 or not isinstance(strategy, _MIRRORED):
         return
+    variables = _by_copy(assigned)
+    for variable in variables.values():
+        if is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.NONE:
+            raise LoopError(f"{unread(variable)} The step {name!r} assigns to it.")
     shared = {
         copy: variable
-        for copy, variable in _by_copy(assigned).items()
+        for copy, variable in variables.items()
         if copy not in averaged
         and variable.synchronization != tf.VariableSynchronization.ON_READ
         and variable.aggregation != tf.VariableAggregation.SUM  # TensorFlow adds up what they assign
