@@ -89,8 +89,9 @@ def check_assigned(
             f"The step {name!r} assigns to {shortened(labels(differing.values()))} what each replica computes from its "
             "own rows or random numbers, so that replicas would continue with different values, and the first one's "
             "would be saved. Gradients of a GradientTape are those of the whole batch on every replica; what else is "
-            "a mean over the examples becomes one of the whole batch by kde.reduce_gradients, and replica.sum of a "
-            "TrainLoop adds up. What is meant to be a part of a sum on each replica is a variable with "
+            "a mean over the examples, such as a loss that scales them or decides on an update, becomes one of the "
+            "whole batch by loss = kde.reduce_gradients(loss), and replica.sum of a TrainLoop adds up. What is meant "
+            "to be a part of a sum on each replica is a variable with "
             "synchronization=tf.VariableSynchronization.ON_READ and an aggregation, or with the aggregation SUM."
         )
 
